@@ -1,4 +1,4 @@
-"""Output that appears whole or not at all, and overwrites only what this program wrote."""
+"""Atomic output: folders and sets of files appear complete or not at all, and replace only output of this program."""
 
 import fcntl
 import json
@@ -18,7 +18,7 @@ from threefold.host import exchange_paths
 
 
 def sync(path: Path) -> None:
-    """Put a file's content, or the names in a folder, on the disk."""
+    """Flush a file's content, or a folder's entries, to disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -27,7 +27,7 @@ def sync(path: Path) -> None:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a file that is on the disk afterwards."""
+    """Write a text file and flush it to disk."""
     with replace_link(path).open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -35,15 +35,9 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def replace_link(path: Path) -> Path:
-    """Remove a symbolic link from the name of a file that is about to be written; what it leads to stays as it is.
+    """Unlink `path` if it is a symbolic link, so that writing to it does not write to the link's target; return `path`.
 
-    A link to a device or a pipe stays, as where a file is sent to /dev/null.
-
-    Returns:
-        the path.
-
-    Raises:
-        OSError: the link cannot be removed.
+    A link to a device or a pipe, such as /dev/null, is kept.
     """
     if path.is_symlink():
         try:
@@ -56,34 +50,34 @@ def replace_link(path: Path) -> Path:
 
 
 MARKER: Final = ".threefold-output.json"
-"""Name of the marker, a file that lists the files that were written to its folder."""
+"""Name of the marker file, which lists the files that this program wrote to the folder."""
 _FORMAT: Final = "threefold-output"
 _LARGEST_MARKER: Final = 64 << 20
 
 Listing = Callable[[Path], Collection[str] | None]
-"""From a folder to the files in it that this program wrote, as paths relative to it; None if it wrote none there."""
+"""Function from a folder to the relative paths of the files that this program wrote there; None if it wrote none."""
 
 
 def write_marker(folder: Path) -> None:
-    """List all files of a folder in its marker."""
+    """Write a folder's marker file, which lists all files in the folder."""
     names = sorted(_files(folder))
     (folder / MARKER).write_text(_marker(names), encoding="utf-8")
 
 
 def list_marked(folder: Path) -> Collection[str] | None:
-    """The files that a folder's marker lists, and the marker itself."""
+    """Return the files listed in a folder's marker, and the marker itself; None without a valid marker."""
     names = _read_marker(folder / MARKER)
     return None if names is None else {*names, MARKER}
 
 
 def write_pair_marker(prefix: Path, files: Sequence[Path]) -> None:
-    """List the files of one output in a folder that has others too, with their sizes."""
+    """Write the marker of an output made of several files with one prefix: their names and sizes in bytes."""
     sizes = {path.name: path.stat().st_size for path in files}
     marker_of(prefix).write_text(_marker(sizes), encoding="utf-8")
 
 
 def marker_of(prefix: Path) -> Path:
-    """The marker of an output that is files of one prefix."""
+    """Return the path of the marker of an output made of several files with one prefix."""
     return prefix.with_name(f".{prefix.name}{MARKER}")
 
 
@@ -107,10 +101,10 @@ def _read_marker(path: Path) -> Any:
 def check_replaceable(
     out: Path, inputs: Sequence[Path], overwrite: bool, place: str = "--out", listing: Listing = list_marked
 ) -> None:
-    """Check that a folder may be made at `out`: there is nothing, an empty folder, or an output of this program.
+    """Check that `out` can become an output folder: it is missing, empty, or an earlier output of this program.
 
     Raises:
-        UserError: something else is there, or what is there is, contains or is in an input.
+        UserError: something else is at `out`, or `out` is, contains or lies inside an input.
     """
     check_name(out, place)
     found = _status(out, place)
@@ -140,10 +134,10 @@ def check_replaceable(
 
 
 def check_files_replaceable(prefix: Path, files: Sequence[Path], inputs: Sequence[Path], overwrite: bool) -> None:
-    """Check that the files of one output can be made, in a folder that may have others.
+    """Check that the files of an output can be written to a folder that may hold other files.
 
     Raises:
-        UserError: there is a file that is an input, or that this program did not write.
+        UserError: one of the files exists and is an input, or was not written by this program.
     """
     check_name(prefix, "--out")
     written = _read_marker(marker_of(prefix))
@@ -167,11 +161,7 @@ def check_files_replaceable(prefix: Path, files: Sequence[Path], inputs: Sequenc
 
 
 def check_name(out: Path, place: str) -> None:
-    """Check that a path ends with a name, which can be given to something new.
-
-    Raises:
-        UserError: it does not, as `.`, `..` and `/`.
-    """
+    """Raise UserError if a path has no name of its own to give to something new, such as `.`, `..` or `/`."""
     if out.name in ("", ".."):
         raise UserError(
             f"{place} {shown(out)} is a folder that other things are in; name one to make, such as "
@@ -199,7 +189,7 @@ def _kind(found: os.stat_result, path: Path) -> str:
 
 
 def _overlap(out: Path, source: Path) -> str:
-    """How replacing `out` would touch an input; empty where it would not."""
+    """Return how replacing `out` would affect an input, as a clause; empty if it would not."""
     real, read = Path(os.path.realpath(out)), Path(os.path.realpath(source))
     if real == read:
         return "is what is read"
@@ -216,7 +206,7 @@ def _listed(folder: Path, place: str) -> list[str]:
 
 
 def _files(folder: Path) -> list[str]:
-    """All that is in a folder and no folder, as paths relative to it."""
+    """List everything in a folder tree except folders (links to folders included), as relative paths."""
     found = []
     for parent, folders, names in os.walk(folder):
         links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
@@ -225,7 +215,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _foreign(folder: Path, ours: set[str]) -> str | None:
-    """An entry of a folder that is not among `ours`, or is no longer what was written; None if there is none."""
+    """Return an entry of a folder that is not listed in `ours` or changed its kind since; None if there is none."""
     folders = {parent.as_posix() for name in ours for parent in Path(name).parents}
     for parent, inside, names in os.walk(folder):
         for name in sorted(inside):
@@ -246,7 +236,7 @@ NEW: Final = "new"
 OLD: Final = "old"
 COMMIT: Final = "commit"
 _LONGEST: Final = 120
-"""Bytes of an output's name that the names of the entries beside it repeat."""
+"""Bytes of an output's name that the names of its lock and staging folder repeat."""
 
 
 @contextmanager
@@ -259,22 +249,22 @@ def staged_directory(
     listing: Listing = list_marked,
     marked: bool = True,
 ) -> Iterator[Path]:
-    """Write a folder beside `final` and give it that name once it is complete and on the disk.
+    """Write a folder next to `final` and rename it to `final` once it is complete and flushed to disk.
 
-    Yields the folder to write into. If the body raises, that folder is removed and `final` is as it was; if the process
-    is killed, `final` is as it was or new, and the next call removes what was left. A folder at `final` is
+    Yields the folder to write into. If the body raises, that folder is removed and `final` is unchanged. If the process
+    is killed, `final` is either unchanged or complete, and the next call cleans up. An existing folder at `final` is
     replaced at the end.
 
     Args:
-        final: the folder.
-        inputs: files and folders that are read, of which nothing is replaced.
-        overwrite: whether a folder of this program's may be replaced.
-        place: the option or setting that chose it.
-        listing: says which files of a folder this program wrote.
-        marked: whether the folder gets the marker that `list_marked` reads.
+        final: path of the output folder.
+        inputs: files and folders that are read and must not be replaced.
+        overwrite: whether an existing folder of this program may be replaced.
+        place: option or setting that chose the path, for error messages.
+        listing: function that lists the files of a folder that this program wrote.
+        marked: whether to write the marker that `list_marked` reads.
 
     Raises:
-        UserError: another process is writing the same folder, it cannot be written, or what is there may not be
+        UserError: another process is writing the same folder, it cannot be written, or the existing entry may not be
             replaced.
     """
 
@@ -286,24 +276,24 @@ def staged_directory(
         if marked:
             write_marker(staging / NEW)
         _sync_tree(staging)
-        check()  # hours may have passed since the first look
+        check()  # again, as writing may have taken hours
         _commit(staging, final)
 
 
 @contextmanager
 def staged_files(prefix: Path, names: Sequence[str], *, inputs: Sequence[Path], overwrite: bool) -> Iterator[Path]:
-    """Write files into a folder beside `prefix`, whence they are moved beside it once all are complete and on the disk.
+    """Write files to a folder next to `prefix`, and move them into place once all are complete and flushed to disk.
 
-    Yields the folder to write into. What happens to it is as of `staged_directory`.
+    Yields the folder to write into, which is handled as in `staged_directory`.
 
     Args:
-        prefix: what the files' names begin with; their marker is named after it.
-        names: of the files.
-        inputs: files that are read, none of which is replaced.
-        overwrite: whether files of this program's may be replaced.
+        prefix: common prefix of the files' paths; their marker is named after it.
+        names: names of the files.
+        inputs: files that are read and must not be replaced.
+        overwrite: whether existing files of this program may be replaced.
 
     Raises:
-        UserError: as `staged_directory`.
+        UserError: as in `staged_directory`.
     """
 
     def check() -> None:
@@ -321,7 +311,7 @@ def staged_files(prefix: Path, names: Sequence[str], *, inputs: Sequence[Path], 
 
 @contextmanager
 def _staging(final: Path, place: str, check: Callable[[], None]) -> Iterator[Path]:
-    """A new staging folder for `final`, whose only writer this process is; removed at the end."""
+    """Yield a new staging folder for `final` that only this process writes to; remove it at the end."""
     check()
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -353,7 +343,7 @@ def _beside(final: Path, ending: str) -> Path:
 
 
 def _lock(final: Path, place: str) -> int:
-    """The open lock file of an output: the lock goes with its process, so a file that can be locked is a leftover."""
+    """Open and lock an output's lock file. The lock ends with its process: a lock file that can be locked is stale."""
     path = _beside(final, "lock")
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
@@ -371,7 +361,7 @@ def _lock(final: Path, place: str) -> int:
         with suppress(FileNotFoundError):
             if os.path.samestat(found, os.stat(path)):
                 return lock
-        os.close(lock)  # its holder removed it in between
+        os.close(lock)  # the previous holder has removed it meanwhile
 
 
 def _unlock(final: Path, lock: int) -> None:
@@ -393,23 +383,23 @@ def _stage(final: Path) -> Path:
 
 
 def _recover(final: Path) -> None:
-    """Complete or remove what killed writers of `final` left; no process writes now, as the lock is held."""
+    """Complete or remove what killed writers of `final` left behind. The caller holds the lock."""
     pattern = re.compile(re.escape(_beside(final, "").name) + "[0-9a-f]{16}")
     for entry in sorted(final.parent.iterdir()):
         if not pattern.fullmatch(entry.name) or entry.is_symlink() or not entry.is_dir():
             continue
         if not (entry / STAGING).is_file():
             with suppress(OSError):
-                entry.rmdir()  # killed before it marked its folder, which is then empty
+                entry.rmdir()  # killed before it marked its folder as its own
             continue
         new, old = (entry / NEW).is_dir(), (entry / OLD).is_dir()
         if (entry / COMMIT).is_file():
             _move_files(entry, final.parent)
         elif old and not os.path.lexists(final):
-            # Killed between the two moves: a folder is moved away only for a new one that is whole.
+            # Killed between the two renames: the old folder is moved away only once the new one is complete.
             (entry / (NEW if new else OLD)).rename(final)
         elif old and new:
-            continue  # something else took the name since, so both are kept
+            continue  # something else has taken the name since: keep both
         _remove(entry)
 
 
@@ -433,10 +423,9 @@ def _commit(staging: Path, final: Path) -> None:
 
 
 def _remove(staging: Path, keep: bool = False) -> None:
-    """Delete a staging folder, the mark that makes it ours last."""
     if keep:
         return
-    with suppress(OSError):
+    with suppress(OSError):  # the file that marks the folder as ours goes last
         (staging / COMMIT).unlink(missing_ok=True)
         for folder in (NEW, OLD):
             shutil.rmtree(staging / folder, ignore_errors=True)
@@ -452,13 +441,13 @@ def _sync_tree(folder: Path) -> None:
 
 
 class Progress(Protocol):
-    """Receives progress, to show it."""
+    """Callbacks that receive the progress of reading, in order to display it."""
 
     def phase(self, name: str, total_bytes: int) -> None:
-        """A new phase begins, which reads `total_bytes` of input."""
+        """Begin a new phase, which reads `total_bytes` of input."""
 
     def advance(self, read_bytes: int) -> None:
-        """So many bytes more have been read."""
+        """Record that `read_bytes` more bytes have been read."""
 
 
 class _Silent:
@@ -470,4 +459,3 @@ class _Silent:
 
 
 SILENT: Final[Progress] = _Silent()
-"""Shows nothing."""

@@ -1,4 +1,4 @@
-"""The work of `threefold data`: prepares, converts, verifies and summarizes token files."""
+"""Verification and statistics of token files, for `threefold data verify` and `threefold data show`."""
 
 import os
 from collections.abc import Iterator
@@ -26,16 +26,16 @@ _ENDS: Final = 10_000
 
 @dataclass(frozen=True)
 class TokenSummary:
-    """What token files hold.
+    """Statistics of token files.
 
     Attributes:
-        documents, empty: documents, and how many of them have no token.
+        documents, empty: number of documents, and how many of them have no token.
         longest: tokens of the longest document.
-        longest_document: its number, from 0.
+        longest_document: index of the longest document, from 0.
         highest: the highest token.
-        highest_place: the position of the first such token.
-        common_end: the token that most documents end with, out of 10,000 spread over the files.
-        common_share: the share of these documents that end with it.
+        highest_place: position of the first such token.
+        common_end: the token that most documents end with, among 10,000 spread over the files.
+        common_share: share of these documents that end with it.
     """
 
     documents: int
@@ -49,11 +49,7 @@ class TokenSummary:
 
 
 def summarize(stored: StoredTokens, progress: Progress) -> TokenSummary:
-    """Compute the statistics in one pass over the tokens.
-
-    Raises:
-        UserError: one is negative.
-    """
+    """Compute the statistics in one pass over the tokens. Raises UserError if a token is negative."""
     lengths = np.diff(stored.documents)
     filled = np.flatnonzero(lengths)
     some = filled[np.linspace(0, len(filled) - 1, min(len(filled), _ENDS)).astype(np.int64)]
@@ -93,14 +89,7 @@ def _highest(stored: StoredTokens, progress: Progress) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Audit:
-    """One file that was checked.
-
-    Attributes:
-        path: the file.
-        bytes: its size; None where it has none.
-        found: how it was found, in a few words.
-        problem: the sentence that it is damaged; empty where it is not.
-    """
+    """Result of checking one file: its size (None if it has none), the finding, and the problem if it is damaged."""
 
     path: Path
     bytes: int | None
@@ -109,15 +98,15 @@ class Audit:
 
 
 def audit(path: Path, tokenizer: Path | None, progress: Progress) -> list[Audit]:
-    """Read all files of a corpus and say of each how it was found.
+    """Check all files of a corpus by reading them, and return the result for each.
 
     Folders of this program have checksums; other files are checked for consistency and for tokens outside the
     vocabulary.
 
     Args:
-        path: token files of any system, a file of JSON lines (whose cached tokens are checked), or a folder of a cache.
-        tokenizer: the tokenizer.json of files that have none of their own.
-        progress: of the bytes that are read.
+        path: token files of any system, a file of JSON lines (whose cached tokens are checked), or a cache folder.
+        tokenizer: tokenizer.json for files that have none of their own.
+        progress: receives the bytes read.
 
     Raises:
         UserError: there are no token files.
@@ -166,13 +155,11 @@ def _audit_folder(folder: Path, progress: Progress) -> Iterator[Audit]:
 
 
 def _unended(files: TokenFiles) -> int | None:
-    """The first document that does not end with the end-of-document token."""
     wrong = files.tokens[np.asarray(files.documents[1:]) - 1] != files.eod
     return int(np.argmax(wrong)) if wrong.any() else None
 
 
 def _cache_of(path: Path) -> Path:
-    """The folder with the cache of a file of JSON lines; any other path as it is."""
     if not (is_json_lines(path) and os.path.isfile(path)):
         return path
     path = path.with_name(path.name + CACHE_ENDING)
@@ -188,7 +175,6 @@ def _entries(cache: Path) -> list[Path]:
 
 
 def _audit_stamps(cache: Path) -> list[Audit]:
-    """The hashes that a cache keeps of the files that were encoded."""
     if not os.path.isdir(cache):
         return []
     found = []
@@ -231,7 +217,7 @@ def _compare(folder: Path, known: dict[str, str], remedy: str, progress: Progres
 
 def _audit_foreign(path: Path, tokenizer: Path | None, progress: Progress) -> list[Audit]:
     if not holds_tokens(path):
-        read_stored(path)  # it reports what is missing
+        read_stored(path)  # raises an error that names what is missing
     rows = id_count(load_tokenizer(tokenizer)) if tokenizer is not None else None
     try:
         stored = read_stored(path)

@@ -1,4 +1,4 @@
-"""Conversations: messages, and the chat templates that write them as text."""
+"""Chat templates: Jinja in a sandbox that renders conversations as text."""
 
 import json
 import re
@@ -20,16 +20,16 @@ from threefold.errors import UserError
 from threefold.files import read_json, read_text
 
 MOST_STEPS: Final = 2_000_000
-"""Of one rendering; a template that goes through all messages for each of them takes a million for a thousand."""
+"""Maximum steps per rendering; visiting all messages for each of a thousand messages takes a million."""
 
 _CALL: Final = 5
-"""Steps of a call, which takes as long."""
+"""Steps that a call counts for, as it takes about as long."""
 _SIZED: Final = ("batch", "slice", "center", "indent")
-"""Filters that make as much as a number says."""
+"""Filters whose output size is given by a number."""
 
 
 class _Answers(jinja2.ext.Extension):
-    """`{% generation %}` … `{% endgeneration %}`: around what the assistant generates."""
+    """Jinja tags `{% generation %}` … `{% endgeneration %}`, which enclose what the assistant generates."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -61,7 +61,7 @@ class _Answers(jinja2.ext.Extension):
 
 
 class _Dict:
-    """`dict` for templates, without the ways from a class into the interpreter."""
+    """`dict` for templates, without access from a class into the interpreter."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -71,7 +71,7 @@ class _Dict:
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """A namespace without names that begin with an underscore, which lead into the interpreter."""
+    """Jinja namespace without names that begin with an underscore, which give access to the interpreter."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # so that `namespace(self=...)` works
         self, *given = args
@@ -91,10 +91,11 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """A sandbox that counts the steps of a template, of which one rendering may take `MOST_STEPS`.
+    """Jinja sandbox that limits each rendering to `MOST_STEPS` steps.
 
-    Steps are counted, and not seconds, so that a template is refused on every machine or on none: passes of loops,
-    calls of macros and functions, items that filters go through, sizes given to them, and items that `*` makes.
+    It counts steps instead of seconds, so that a template is rejected on every machine or on none. Steps are loop
+    iterations, calls of macros and functions, items that filters visit, sizes given to them, and items that `*`
+    creates.
     """
 
     intercepted_binops = frozenset(("*", "**"))
@@ -105,23 +106,18 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.filters = {name: self._counted(function, name in _SIZED) for name, function in self.filters.items()}
 
     def begin(self) -> None:
-        """Count the steps of another rendering."""
         self._steps = 0
 
     @property
     def step(self) -> bool:
-        """True; counts a step. Compiled templates read it where a pass begins, as the sandbox makes calls slow."""
+        """True; counts a step when read. Compiled templates read it in loops, because calls are slow in the sandbox."""
         self._steps += 1
         if self._steps > MOST_STEPS:
             self.take(0)
         return True
 
     def take(self, steps: int = 1) -> None:
-        """Count steps.
-
-        Raises:
-            TemplateRuntimeError: there were too many.
-        """
+        """Count steps. Raises TemplateRuntimeError if the limit is exceeded."""
         self._steps += steps
         if self._steps > MOST_STEPS:
             raise jinja2.exceptions.TemplateRuntimeError(
@@ -150,7 +146,7 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         found: Iterator[jinja2.nodes.For | jinja2.nodes.Macro] = source.find_all((jinja2.nodes.For, jinja2.nodes.Macro))
         for node in list(found):
             step = jinja2.nodes.EnvironmentAttribute("step").set_lineno(node.lineno)
-            if isinstance(node, jinja2.nodes.For) and node.test is not None:  # evaluated where the body is not
+            if isinstance(node, jinja2.nodes.For) and node.test is not None:  # evaluated also for filtered-out items
                 node.test = jinja2.nodes.And(step, node.test).set_lineno(node.lineno)
             else:
                 node.body.insert(0, jinja2.nodes.ExprStmt(step).set_lineno(node.lineno))
@@ -158,9 +154,9 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super()._generate(source, *args, **kwargs)
 
     def _counted(self, function: Callable[..., Any], is_sized: bool) -> Callable[..., Any]:
-        """A filter that counts what it goes through, and where numbers are sizes these."""
+        """Wrap a filter so that it counts the items it visits, and the sizes it is given if `is_sized`."""
 
-        @wraps(function)  # with what tells Jinja that it takes the environment or the context
+        @wraps(function)  # keeps the attributes by which Jinja passes the environment or the context
         def counted(*args: Any, **kwargs: Any) -> Any:
             for each in (*args, *kwargs.values()):
                 if isinstance(each, int):
@@ -175,7 +171,7 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 def template_environment() -> TemplateEnvironment:
-    """A new one."""
+    """Return a new environment with the functions, filters and tags that chat templates use."""
     environment = TemplateEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Answers, jinja2.ext.loopcontrols]
     )
@@ -199,7 +195,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without the HTML escapes of Jinja's own filter."""
+    # unlike Jinja's own filter, without HTML escapes
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -216,12 +212,9 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template and what it may refer to.
+    """Chat template in Jinja, and the special tokens, such as ("bos_token", "<s>"), that it may refer to.
 
-    Attributes:
-        template: Jinja.
-        special_tokens: names and texts, such as ("bos_token", "<s>").
-        origin: the file it is from, for messages.
+    `origin` is the file that it comes from, for messages.
     """
 
     template: str
@@ -230,13 +223,13 @@ class ChatTemplate:
 
     @classmethod
     def beside(cls, tokenizer_file: Path) -> Self | None:
-        """The template in the folder of a tokenizer.json, as transformers finds it; None if there is none.
+        """Find the template in the folder of a tokenizer.json, as transformers does; None if there is none.
 
-        That is chat_template.jinja, else the `chat_template` of tokenizer_config.json or of chat_template.json; in a
-        checkpoint the same files under their names as sidecar files.
+        It is chat_template.jinja, else the `chat_template` of tokenizer_config.json or of chat_template.json; in a
+        checkpoint, the sidecar files of the same names.
 
         Raises:
-            UserError: a file cannot be read, or holds no template that can be chosen.
+            UserError: a file cannot be read, or no template in it can be chosen.
         """
         folder = tokenizer_file.parent
         for prefix in ("", _SIDECAR):
@@ -250,14 +243,11 @@ class ChatTemplate:
 
     @classmethod
     def read(cls, path: Path, tokenizer_file: Path) -> Self:
-        """The template in a .jinja file, or under `chat_template` in a .json file such as tokenizer_config.json.
+        """Read the template from a .jinja file, or from `chat_template` in a .json file. Raises UserError without one.
 
         Args:
-            path: the file.
-            tokenizer_file: beside which the special tokens are looked for, if `path` does not have them.
-
-        Raises:
-            UserError: there is none.
+            path: the file, such as tokenizer_config.json.
+            tokenizer_file: tokenizer.json whose folder has the special tokens, if `path` does not have them.
         """
         if path.suffix != ".json":
             return cls(read_text(path, "the chat template "), _special_tokens(tokenizer_file.parent), str(path))
@@ -269,11 +259,11 @@ class ChatTemplate:
 
     @property
     def marks_answers(self) -> bool:
-        """Whether it says itself what the assistant generates."""
+        """Whether the template itself marks what the assistant generates."""
         return _GENERATION.search(self.template) is not None
 
     def files(self) -> dict[str, str]:
-        """The files by which `beside` finds it again: their texts by name."""
+        """Return the files from which `beside` finds the template again: their contents by name."""
         return {
             JINJA_FILE: self.template,
             CONFIG_FILE: json.dumps(dict(self.special_tokens), indent=2, ensure_ascii=False) + "\n",
@@ -281,25 +271,21 @@ class ChatTemplate:
 
 
 class TemplateRefusal(Exception):
-    """A template does not take a conversation; the message says why."""
+    """Rejection of a conversation by a template; the message says why."""
 
 
 class Rendered(NamedTuple):
-    """A conversation as text, and where the template says that the assistant generates: first character and end."""
+    """A conversation as text, and the spans (start, end) that the template marks as generated by the assistant."""
 
     text: str
     generated: list[tuple[int, int]]
 
 
 class ChatRenderer:
-    """A compiled template.
-
-    Raises:
-        UserError: its syntax is wrong.
-    """
+    """Compiled chat template. Raises UserError if its syntax is wrong."""
 
     def __init__(self, template: ChatTemplate) -> None:
-        import jinja2  # here, as few runs have conversations
+        import jinja2
 
         self.template = template
         try:
@@ -311,11 +297,7 @@ class ChatRenderer:
     def render(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, add_generation_prompt: bool = False
     ) -> Rendered:
-        """A conversation as text.
-
-        Raises:
-            TemplateRefusal: the template does not take it.
-        """
+        """Render a conversation as text. Raises TemplateRefusal if the template rejects it."""
         blocks: list[str] = []
         spans: list[tuple[int, int]] = []
         values = {
@@ -336,7 +318,7 @@ class ChatRenderer:
 
 
 def _named(values: Any, path: Path) -> str | None:
-    """The template of a tokenizer_config.json: one, or the one named `default` among several."""
+    """Return the template in a tokenizer_config.json: the only one, or the one named `default`."""
     found = values.get("chat_template") if isinstance(values, dict) else None
     if isinstance(found, list):
         found = {
@@ -366,7 +348,7 @@ def _special_tokens(folder: Path) -> tuple[tuple[str, str], ...]:
 
 
 def _tokens_in(values: Any) -> dict[str, str]:
-    """`bos_token` and its like, each written as a text or as an object with its text under `content`."""
+    """Return `bos_token` and similar entries, each given as a string or as an object with a `content`."""
     found = {}
     for name, value in values.items() if isinstance(values, dict) else ():
         text = value.get("content") if isinstance(value, dict) else value
@@ -376,7 +358,7 @@ def _tokens_in(values: Any) -> dict[str, str]:
 
 
 def _aliased(message: Message) -> dict[str, Any]:
-    """A message without keys that have no value, its reasoning under the names that templates read."""
+    """Return a message without empty keys, its reasoning under every name that templates read."""
     message = {key: value for key, value in message.items() if value is not None}
     reasoning = next((message[key] for key in _REASONING if key in message), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}

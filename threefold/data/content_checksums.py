@@ -1,4 +1,4 @@
-"""Checksums of a corpus's content: the same for the same tokens, whatever the format of their files."""
+"""Checksums of a corpus's content: equal for equal tokens, whatever the format of their files."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,15 +18,13 @@ _BLOCK: Final = 8 << 20
 
 @dataclass(frozen=True)
 class Content:
-    """What one corpus of a run holds.
+    """Data type and checksums of the content of one corpus of a run.
 
     Attributes:
         dtype: name of the type that the tokens are stored in.
-        documents: checksum of where the documents start in the tokens, as little-endian int64, and of what else there
-            is beside the tokens.
-        tokens: checksum of the tokens, little endian in their type; None until all have been read where no file of the
-            corpus keeps it.
-        loss_mask: checksum of the loss mask; None where it is not known, or there is none.
+        documents: checksum of the document starts as little-endian int64, and of everything else but the tokens.
+        tokens: checksum of the tokens, little endian in their type; None until all are read, if no file keeps it.
+        loss_mask: checksum of the loss mask; None if it is unknown or there is no mask.
     """
 
     dtype: str
@@ -37,12 +35,11 @@ class Content:
 
 @dataclass(frozen=True, eq=False)
 class ReadCorpus:
-    """A corpus as it is checked while it is read.
+    """A corpus whose content is checked while it is read.
 
     Attributes:
-        files: that of the tokens first, then those that say where documents start.
-        tokens: the token ids.
-        content: what is known of them; its checksum of the tokens is what was written, not what is there now.
+        files: the token file first, then the files that say where documents start.
+        content: known facts about the content; its checksum of the tokens is the one recorded when they were written.
         remedy: how to replace a damaged file, as the end of a sentence.
     """
 
@@ -57,7 +54,7 @@ class ReadCorpus:
 
 
 def content_of(data: Corpus | EncodedLines) -> ReadCorpus:
-    """A corpus, with the checksums that its files keep."""
+    """Return a corpus with the checksums that its files keep."""
     if isinstance(data, EncodedLines):
         files = (data.folder / TOKENS_FILE, data.folder / data.lines_file)
         known = dict(data.checksums)
@@ -76,15 +73,12 @@ def _checksum_of_documents(data: Corpus) -> str:
 
 
 def checksum_of_tokens(tokens: TokenArray, dtype: str, advance: Callable[[int], None] = lambda size: None) -> str:
-    """The checksum of tokens as they are stored in a type.
+    """Compute the checksum of tokens as they are stored in a type. Raises UserError if their file cannot be read.
 
     Args:
         tokens: [N].
         dtype: name of the type.
         advance: called with the bytes of each block that was read.
-
-    Raises:
-        UserError: their file cannot be read to its end.
     """
     little = np.dtype(dtype).newbyteorder("<")
 

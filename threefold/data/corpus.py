@@ -1,4 +1,4 @@
-"""A corpus, read from any token format: its tokens, the bounds of their documents, their vocabulary."""
+"""A corpus, read from any token format: its tokens, the bounds of its documents, and its vocabulary."""
 
 import hashlib
 from collections.abc import Mapping
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
 
 
 TokenArray = NDArray[np.integer] | StoredArray
-"""Token ids, in memory or read out of a file where they are indexed."""
+"""Token ids, in memory or in a file that is read on indexing."""
 
 
 @dataclass(frozen=True, eq=False)
 class StoredTokens:
-    """What files of any format hold by themselves, with nothing that has to be known from elsewhere.
+    """Content of token files of any format, without facts that come from elsewhere, such as the vocabulary.
 
     Attributes:
-        path: what messages call it.
-        format: the format's name.
-        files: the files, that of the tokens first.
-        tokens: [N] integers, read only; in memory only where the format requires it.
-        sequences: int64 [S + 1], where each sequence starts in `tokens`; the last is N. Sequences may be empty.
-        document_sequences: int64 [D + 1], the first sequence of each document; the last is S. None where each sequence
-            is a document.
-        modes: int8 [S], the modes of Megatron-LM's sequences, if there are any.
-        notes: a sentence for each thing that a user should know of how these files are read.
+        path: path shown in messages.
+        format: name of the format.
+        files: the files, the token file first.
+        tokens: [N] integers, read only; in memory only if the format requires it.
+        sequences: int64 [S + 1], start of each sequence in `tokens`; the last is N. Sequences may be empty.
+        document_sequences: int64 [D + 1], first sequence of each document; the last is S. None if each sequence is a
+            document.
+        modes: int8 [S], modes of Megatron-LM's sequences, if there are any.
+        notes: sentences that a user should know about how these files are read.
     """
 
     path: Path
@@ -52,28 +52,27 @@ class StoredTokens:
 
     @cached_property
     def documents(self) -> Int64Array:
-        """int64 [D + 1], where each document starts in `tokens`; the last is N. Documents may be empty."""
+        """Start of each document in `tokens`, int64 [D + 1]; the last is N. Documents may be empty."""
         return self.sequences if self.document_sequences is None else self.sequences[self.document_sequences]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Corpus:
-    """Tokens to train on, whatever files they are in.
+    """Tokens to train on, from files of any format.
 
     Attributes:
-        path: what messages call it.
-        files: the files it was read from, that of the tokens first.
+        path: path shown in messages.
+        files: the files it was read from, the token file first.
         tokens: [N] integers, read only, usually in a file.
         documents: int64 [D + 1]: document d is tokens[documents[d]:documents[d + 1]], which may be empty.
         vocab_size: number of token ids.
-        eod: id of the token that ends a document; None if there is none.
-        tokenizer_file: the tokenizer.json of the tokens, if it is known.
+        eod: id of the end-of-document token; None if there is none.
+        tokenizer_file: tokenizer.json of the tokens, if it is known.
         remedy: how to replace a damaged file, as the end of a sentence.
         rule: how its text became tokens.
-        loss_mask: uint8 [N], 1 where a token's label is not ignored; None where the corpus is no conversations
-            and all count.
-        template: of its conversations, if it is known.
-        checksums: of its files as they were written, by name, as far as they are kept.
+        loss_mask: uint8 [N], 1 where a token counts for the loss; None for plain text, where all count.
+        template: chat template of its conversations, if it is known.
+        checksums: recorded checksums of its files by name, as far as they are kept.
     """
 
     path: Path
@@ -91,7 +90,6 @@ class Corpus:
 
     @property
     def holds_chat(self) -> bool:
-        """Whether its documents are conversations, or prompts and their completions."""
         return self.loss_mask is not None
 
     @property
@@ -110,30 +108,24 @@ class Corpus:
 
     @cached_property
     def tokenizer_sha256(self) -> str | None:
-        """SHA-256 of the tokenizer.json, if it is known."""
         return None if self.tokenizer_file is None else hashlib.sha256(self.tokenizer_file.read_bytes()).hexdigest()
 
     def check_tokens(self, tokens: NDArray[np.integer], start: int) -> None:
-        """Check that a piece of the corpus, which starts at token `start`, is inside its vocabulary.
-
-        Raises:
-            UserError: one is not.
-        """
+        """Check tokens that start at position `start`. Raises UserError if one is outside the vocabulary."""
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
             place = int(np.argmax((tokens < 0) | (tokens >= self.vocab_size)))
             raise self.outside(int(tokens[place]), start + place)
 
     def document_of(self, place: int) -> int:
-        """The number of the document that token `place` belongs to."""
         return int(np.searchsorted(self.documents, place, side="right")) - 1
 
     def outside(self, token: int, place: int, sample: str = "") -> UserError:
-        """The error that token `place` is not in the vocabulary.
+        """Return the error for a token outside the vocabulary.
 
         Args:
-            token: its id.
-            place: its number in the corpus.
-            sample: names its sample, with a comma and a space before it.
+            token: token id.
+            place: position in the corpus.
+            sample: name of its sample, preceded by a comma and a space.
         """
         return UserError(
             f"{shown(self.files[0])} holds token {token:,} at position {place:,} (document "

@@ -1,4 +1,4 @@
-"""The dataset of a run: one corpus, or a mixture of several, and the samples of its splits."""
+"""The dataset of a run: one corpus or a mixture of several, and the samples of its splits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,12 +26,12 @@ from threefold.errors import UserError
 from threefold.output import SILENT, Progress
 
 _AT_ONCE: Final = 64
-"""Samples that are read together."""
+"""Samples that are read together in the search for a label."""
 
 
 @dataclass(frozen=True, eq=False)
 class NamedCorpus:
-    """One corpus of a run: its path as the config has it, its weight, and its files."""
+    """One corpus of a run: its path as in the config, its weight, and its files."""
 
     name: str
     weight: float
@@ -40,11 +40,9 @@ class NamedCorpus:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """What a config names: one source, or several that share their vocabulary.
+    """Dataset that a config names: one source, or several that share a vocabulary, in the config's order.
 
-    Attributes:
-        sources: in the order of the config.
-        settings: the config's section, which may not be resolved yet.
+    `settings` is the config's `data` section, which may not be resolved yet.
     """
 
     sources: tuple[NamedCorpus, ...]
@@ -52,58 +50,52 @@ class Dataset:
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids."""
         return self.sources[0].data.vocab_size
 
     @property
     def eod(self) -> int | None:
-        """Id of the token that ends a document; None if there is none."""
         return next((eod for source in self.sources if (eod := source.data.eod) is not None), None)
 
     @property
     def is_nested(self) -> bool:
-        """Whether its samples are nestings of tensors for a model of the user's, and no tokens."""
+        """Whether the samples are nestings of tensors for a user's own model instead of tokens."""
         return any(isinstance(source.data, OwnData) and source.data.is_nested for source in self.sources)
 
     @property
     def holds_chat(self) -> bool:
-        """Whether any source is conversations, or prompts and their completions."""
         return any(source.data.holds_chat for source in self.sources)
 
     @property
     def template(self) -> ChatTemplate | None:
-        """The chat template of the conversations, if there are any."""
         return next((template for source in self.sources if (template := source.data.template)), None)
 
     @property
     def rule(self) -> TextRule:
-        """How the text of all sources became tokens."""
+        """Rule by which the text of all sources became tokens."""
         rules = [source.data.rule for source in self.sources]
         return next((rule for rule in rules if not rule.is_assumed), rules[0])
 
     @property
     def tokenizer_file(self) -> Path | None:
-        """The tokenizer.json, if it is known."""
         return next((file for source in self.sources if (file := source.data.tokenizer_file)), None)
 
     @property
     def tokenizer_sha256(self) -> str | None:
-        """SHA-256 of the tokenizer.json, if it is known."""
         return next((sha256 for source in self.sources if (sha256 := source.data.tokenizer_sha256)), None)
 
     def complete(self, config: Config) -> Config:
-        """The config, with defaults that follow from the data: the attention mask separates conversations."""
+        """Return the config with defaults that follow from the data: the attention mask separates conversations."""
         if not self.holds_chat or "separate_documents" in config.data.model_fields_set:
             return config
         return config.model_copy(update={"data": config.data.model_copy(update={"separate_documents": True})})
 
     def samples(self, name: str, settings: DataConfig | None = None, progress: Progress = SILENT) -> Samples:
-        """The samples of split `name` ("train", "valid" or "test").
+        """Return the samples of a split.
 
         Args:
-            name: the split.
-            settings: resolved; None takes the dataset's own.
-            progress: of text that has to be encoded first.
+            name: "train", "valid" or "test".
+            settings: resolved settings; None uses the dataset's own.
+            progress: receives the progress of encoding text that is not cached.
 
         Raises:
             UserError: a corpus has no sample for the split, or is damaged, or its cache cannot be written.
@@ -116,16 +108,16 @@ class Dataset:
         return parts[0].samples if len(parts) == 1 else MixedSamples.of(parts)
 
     def require_labels(self, name: str, samples: Samples) -> None:
-        """Check that the samples of each source have a label, which those of documents of one token have not.
+        """Check that the samples of each source have a label; those of one-token documents have none.
 
-        Samples are read until one has; those of the user's own code are not, as reading them may take long.
+        Samples are read until one has a label. A user's own dataset is not checked, as reading it may take long.
 
         Args:
-            name: the split.
-            samples: its samples.
+            name: name of the split.
+            samples: samples of the split.
 
         Raises:
-            UserError: one has none; its files are damaged.
+            UserError: a source has no label, or its files are damaged.
         """
         for source, part in zip(self.sources, samples.parts if len(self.sources) > 1 else (None,), strict=True):
             found = samples if part is None else part.samples
@@ -138,19 +130,11 @@ class Dataset:
             )
 
     def sizes(self) -> tuple[tuple[int, int], ...]:
-        """Tokens and documents of each source, under resolved settings.
-
-        Raises:
-            UserError: as `samples`.
-        """
+        """Return the number of tokens and documents of each source; needs resolved settings. Raises like `samples`."""
         return tuple(_size(source.data, self.settings.sequence_length) for source in self.sources)
 
     def contents(self) -> tuple[ReadCorpus, ...]:
-        """Each source that has files with its checksums, under resolved settings.
-
-        Raises:
-            UserError: as `samples`.
-        """
+        """Return each source that has files, with its checksums; needs resolved settings. Raises like `samples`."""
         length = self.settings.sequence_length
         return tuple(
             content_of(data if isinstance(data := source.data, Corpus) else _encoded(data, length))
@@ -172,10 +156,11 @@ def _encoded(lines: JsonLines, sequence_length: int) -> Corpus | EncodedLines:
 
 
 def open_dataset(config: Config) -> Dataset:
-    """What a config names, resolved or not.
+    """Open the dataset that a config names, resolved or not.
 
     Raises:
-        UserError: there is none, it is damaged, its settings do not fit it, or the corpora have different tokenizers.
+        UserError: there is no data, it is damaged or does not fit its settings, or the corpora have different
+            tokenizers.
     """
     sources = [NamedCorpus(name, weight, _open(name, config)) for name, weight in config.data.corpora.items()]
     _check_shared(sources)
@@ -189,16 +174,12 @@ def open_dataset(config: Config) -> Dataset:
 
 
 def names_data(config: Config) -> bool:
-    """Whether there are files at a config's paths; `open_dataset` raises where they are no data."""
+    """Return whether there are files at a config's paths; `open_dataset` raises if they hold no data."""
     return any(is_own_data(name) or Path(name).exists() or holds_tokens(Path(name)) for name in config.data.corpora)
 
 
 def names_nested_data(config: Config) -> bool:
-    """Whether a config's path names a data set of the user's whose samples are no tokens.
-
-    Raises:
-        UserError: there is no such data set.
-    """
+    """Return whether a config names a user's own dataset without tokens. Raises UserError if there is no dataset."""
     return any(is_own_data(name) and not holds_tokens(Path(name)) and is_nested(name) for name in config.data.corpora)
 
 
@@ -232,7 +213,6 @@ def _open(name: str, config: Config) -> Corpus | JsonLines | OwnData:
 
 
 def _check_shared(sources: Sequence[NamedCorpus]) -> None:
-    """Check that all sources have the same tokenizer and rules, as far as these are known."""
     for one in sources:
         for other in sources:
             known = one.data.tokenizer_sha256 and other.data.tokenizer_sha256
@@ -266,7 +246,7 @@ def _not_shared(one: NamedCorpus, other: NamedCorpus, what: str) -> UserError:
 def _samples(data: Corpus | JsonLines | OwnData, name: str, settings: DataConfig, progress: Progress) -> Samples:
     length = settings.sequence_length
     if isinstance(data, OwnData):
-        return cast(Samples, data.samples(name, settings.split, length))  # of nested ones the loader makes batches
+        return cast(Samples, data.samples(name, settings.split, length))  # the loader batches nested samples itself
     if data.holds_chat:
         corpus = data if isinstance(data, Corpus) else data.conversations(progress)
         return PackedConversations.open(corpus, name, settings.split, length, settings.loss_tokens == "all")
@@ -291,19 +271,15 @@ USUAL_VOCABULARY: Final = 50257  # GPT-2's
 
 
 def vocabulary(config: Config) -> int | None:
-    """Token ids of a config's data; None where its paths name nothing.
-
-    Raises:
-        UserError: what is there is damaged, or does not go with the config.
-    """
+    """Return the number of token ids of a config's data; None without data. Raises like `open_dataset`."""
     return open_dataset(config).vocab_size if names_data(config) else None
 
 
 def resolve_without_data(config: Config) -> Config:
-    """Fill and check a config whose data need not be there yet, if it says how large the vocabulary is.
+    """Resolve and check a config whose data may not exist yet, if the config gives the vocabulary size.
 
     Raises:
-        UserError: settings that cannot go together; or there is no vocabulary, neither in the config nor in its data.
+        UserError: settings contradict each other, or neither the config nor its data gives a vocabulary size.
     """
     if config.model.vocab_size is not None:
         return resolve(config, vocab_size=1)

@@ -1,4 +1,4 @@
-"""Encoding a document as tokens, with its loss mask: which of them count for the loss."""
+"""Encoding of documents as tokens, with a loss mask, in this process or in several workers."""
 
 import multiprocessing
 import os
@@ -24,40 +24,35 @@ from threefold.data.tokenizer import TextEncoder, TextRule
 from threefold.errors import UserError
 
 _OPEN, _CLOSE = "\uf8f0", "\uf8f1"
-"""Private-use characters around a special token that a message spells, while a template renders it."""
+"""Private-use characters that enclose special tokens spelled by a message while a template renders it."""
 _MARKED: Final = re.compile(f"{_OPEN}([^{_OPEN}{_CLOSE}]*){_CLOSE}|[{_OPEN}{_CLOSE}]")
 
 Span = tuple[int, int]
 
 
 class EncodedDocument(NamedTuple):
-    """A document as tokens.
-
-    Attributes:
-        ids: the tokens.
-        counted: for each, whether its label is not ignored.
-    """
+    """A document's token ids, and for each whether it counts for the loss."""
 
     ids: list[int]
     counted: list[bool]
 
 
 class DocumentEncoder:
-    """Encodes documents of every kind.
+    """Encoder of documents of every kind.
 
-    A text is its tokens and the end-of-document token, and all of them count. Of a pair of texts those of the
-    completion count, and the end-of-document token after it. A conversation is what the chat template writes, with no
-    token added, and what counts of it is what the assistant would generate: what the template puts into
-    `{% generation %}` blocks, or else, for each answer, what the conversation with the answer has beyond the
-    conversation before it with the generation prompt, up to the token that ends the turn.
+    A text becomes its tokens and the end-of-document token, which all count for the loss. In a pair, the completion and
+    the end-of-document token after it count. A conversation becomes the text that the chat template renders, with no
+    token added; what the assistant would generate counts. That is what the template puts into `{% generation %}`
+    blocks. Without such blocks it is, for each answer, the difference between the conversation including the answer and
+    the conversation before it with the generation prompt, up to the token that ends the turn.
 
-    Where special tokens are taken as text, those that the template writes are tokens all the same, and those that a
-    message spells are text.
+    If special tokens are taken as text, those that the template writes still become tokens, and those that a message
+    spells are text.
 
     Args:
-        text: encodes text.
-        eod: the end-of-document token.
-        template: for conversations.
+        text: encoder of texts.
+        eod: end-of-document token.
+        template: chat template for conversations.
     """
 
     def __init__(self, text: TextEncoder, eod: int | None, template: ChatTemplate | None = None) -> None:
@@ -67,12 +62,7 @@ class DocumentEncoder:
         self._spelled = re.compile("|".join(map(re.escape, sorted(self._specials.values(), key=len, reverse=True))))
 
     def encode(self, document: Document) -> EncodedDocument:
-        """The tokens of a document.
-
-        Raises:
-            UserError: a conversation without a template, or one that the template refuses, or whose answers cannot be
-                told apart.
-        """
+        """Encode a document. Raises UserError if a conversation has no template or its answers cannot be located."""
         if isinstance(document, str):
             ids = self._ended(self.text.encode(document))
             return EncodedDocument(ids, [True] * len(ids))
@@ -81,15 +71,11 @@ class DocumentEncoder:
         return self._encode_chat(document)
 
     def prompt(self, messages: Sequence[Message], where: str) -> list[int]:
-        """The tokens of a conversation that the assistant is to continue.
-
-        Raises:
-            UserError: as `encode`.
-        """
+        """Encode a conversation that the assistant is to continue. Raises like `encode`."""
         return self._tokens(self._render(self._marked(messages), where, prompted=True).text)[0]
 
     def end_of_turn(self) -> int | None:
-        """The special token that ends the assistant's turn; None where the template has none, or no template."""
+        """Return the special token that ends the assistant's turn; None without a template or if it has none."""
         if self._renderer is None:
             return None
         chat = Chat("", ({"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}))
@@ -128,14 +114,14 @@ class DocumentEncoder:
         return EncodedDocument(ids, counted)
 
     def _differences(self, chat: Chat, rendered: str) -> Iterator[Span]:
-        """The position of each answer, by the conversation before and after it."""
+        """Yield the span of each answer, from the conversation rendered before and after it."""
         for number, message in enumerate(chat.messages):
             if number < chat.first or message["role"] != ASSISTANT:
                 continue
             start = len(self._before(chat, number, rendered))
             so_far = chat.messages[: number + 1]
             texts = [self._render(so_far, chat.where, chat.tools, prompted).text for prompted in (False, True)]
-            # A template may close what is complete (Phi's <|endoftext|>): not written if more follows.
+            # A template may close a complete conversation (Phi's <|endoftext|>) but not one that continues.
             after = _common_beginning(*texts)
             if not rendered.startswith(after) or len(after) <= start:
                 raise self._unstable(chat, number)
@@ -156,7 +142,7 @@ class DocumentEncoder:
         )
 
     def _turn(self, ids: list[int], spans: list[Span], start: int, end: int) -> list[int]:
-        """The tokens of an answer: those that reach into it and end in it, without the space after its last one."""
+        """Return the tokens that overlap an answer and end in it, without whitespace after its last special token."""
         inside = [place for place, (first, last) in enumerate(spans) if start < last <= end and first < last]
         special = [place for place in inside if ids[place] in self._specials]
         if not special:
@@ -184,7 +170,7 @@ class DocumentEncoder:
         return self._renderer
 
     def _marked(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Messages in which special tokens are between marks, if they are to be text."""
+        """Return the messages with special tokens enclosed in marks, if they are to be text."""
         if self.text.rule.special_tokens == "parse" or not self._specials:
             return [dict(message) for message in messages]
         return [_map_texts(message, self._mark) for message in messages]
@@ -194,7 +180,7 @@ class DocumentEncoder:
         return self._spelled.sub(lambda found: f"{_OPEN}{found.group()}{_CLOSE}", bare)
 
     def _tokens(self, rendered: str) -> tuple[list[int], list[Span]]:
-        """Tokens of rendered text, and the position of each in it, the marks among its characters."""
+        """Return the tokens of rendered text, and the span of each in it; marks count as characters."""
         ids: list[int] = []
         spans: list[Span] = []
         for piece, start, is_text in _pieces(rendered):
@@ -206,7 +192,7 @@ class DocumentEncoder:
 
 
 def _pieces(rendered: str) -> Iterator[tuple[str, int, bool]]:
-    """The text between marks and outside of them: the text, where it starts, and whether it is between."""
+    """Yield the text between and outside of marks: the text, where it starts, and whether it is between marks."""
     end = 0
     for found in _MARKED.finditer(rendered):
         if found.start() > end:
@@ -219,7 +205,7 @@ def _pieces(rendered: str) -> Iterator[tuple[str, int, bool]]:
 
 
 def _within(spans: list[Span], wanted: list[Span]) -> list[bool]:
-    """For each token whether it has a character of one of the given spans, or is between two that have."""
+    """Return for each token whether it overlaps one of the `wanted` spans, or lies between two that do."""
     counted = [False] * len(spans)
     for start, end in wanted:
         inside = [place for place, (first, last) in enumerate(spans) if first < end and start < last]
@@ -243,21 +229,13 @@ def _map_texts(value: Any, change: Any) -> Any:
 
 _BATCH_CHARACTERS: Final = 1 << 18
 _BATCH_DOCUMENTS: Final = 1024
-# A worker encodes one batch while the next one waits in its inbox.
+# Batches per worker: one is being encoded while the next waits in its inbox.
 _AHEAD: Final = 2
 
 
 @dataclass(frozen=True)
 class EncodingSpec:
-    """How to encode.
-
-    Attributes:
-        tokenizer: as JSON.
-        eod: the id that ends a document.
-        dtype: of the tokens, as a string.
-        rule: how text becomes tokens.
-        template: for conversations.
-    """
+    """Settings of encoding, with the tokenizer as JSON, as they are sent to workers."""
 
     tokenizer: str
     eod: int
@@ -271,10 +249,10 @@ class EncodedBatch:
     """A batch of encoded documents.
 
     Attributes:
-        tokens: [sum of lengths], the documents back to back, each text ended by the end-of-document token.
-        lengths: int64 [documents], tokens of each, its end included.
-        counted: uint8 [sum of lengths], 1 where the token's label is not ignored.
-        text_bytes: bytes of the text as UTF-8; of conversations, of the messages.
+        tokens: [sum of lengths], the documents back to back, each text with its end-of-document token.
+        lengths: int64 [documents], tokens of each document, including its end.
+        counted: uint8 [sum of lengths], 1 where the token counts for the loss.
+        text_bytes: bytes of the text (for conversations, of the messages) as UTF-8.
     """
 
     tokens: NDArray[np.integer]
@@ -284,7 +262,7 @@ class EncodedBatch:
 
 
 def encode_documents(documents: Iterable[Document], encoding: EncodingSpec, workers: int) -> Iterator[EncodedBatch]:
-    """Encode documents in batches, in order; one worker is this process, more are processes of their own.
+    """Encode documents in batches, in order; with one worker in this process, else in processes of their own.
 
     Raises:
         UserError: a worker was killed, or a conversation cannot be encoded.
@@ -314,7 +292,6 @@ class _Encoder:
 
 
 def texts_in(document: Document) -> Iterator[str]:
-    """The texts that a document is made of."""
     match document:
         case str():
             yield document
@@ -340,7 +317,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 def _in_workers(
     batches: Iterable[list[Document]], encoding: EncodingSpec, workers: int
 ) -> Generator[EncodedBatch, None, None]:
-    # Fresh processes: this one may have run the tokenizer's own threads, which a fork does not survive.
+    # Spawned, because this process may have run the tokenizer's own threads, which do not survive a fork.
     context = multiprocessing.get_context("spawn")
     pipes: list[Connection] = []
     processes: list[SpawnProcess] = []
@@ -383,9 +360,9 @@ def _receive(pipe: Connection) -> EncodedBatch:
 
 
 def _serve(pipe: Connection, encoding: EncodingSpec) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's to handle: it closes the pipe
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C and closes the pipe
     inbox: queue.SimpleQueue[list[Document]] = queue.SimpleQueue()
-    # The inbox is emptied by a thread, so that neither side can wait in `send` for the other one's `recv`.
+    # A thread receives, so that neither side can block in `send` while the other one does too.
     threading.Thread(target=_receive_all, args=(pipe, inbox), daemon=True).start()
     encoder = _Encoder(encoding)
     while True:

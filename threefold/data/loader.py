@@ -1,7 +1,7 @@
 """The data loader: a rank's rows of every global batch, prefetched one step ahead.
 
-The sampler is stateless: which samples a step reads follows from the seed and the samples consumed before it, which
-follow from the step, so resuming needs no state of its own.
+The sampler is stateless: the samples of a step follow from the seed and the number of samples consumed before it, which
+follows from the step. So resuming needs no sampler state.
 """
 
 import hashlib
@@ -22,15 +22,15 @@ from threefold.random.permutation import Int64Array
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """A rank's rows of one global batch.
+    """One rank's rows of a global batch.
 
     Attributes:
         tokens: int64 [rows, S], the inputs.
         labels: int64 [rows, S], the next token of each; ignored labels are -100 (IGNORE_INDEX).
-        rows: int64 [rows], the index of each row in the global batch.
-        documents: int64 [rows, S], the document of each token where the attention mask separates them, else None.
-        positions: int64 [rows, S], the position of each token where documents count theirs from 0, else None.
-        padding: int64 [rows], how many tokens of each row only fill it up to its length; None where none do.
+        rows: int64 [rows], index of each row in the global batch.
+        documents: int64 [rows, S], document of each token if the attention mask separates documents, else None.
+        positions: int64 [rows, S], position of each token if positions restart with each document, else None.
+        padding: int64 [rows], number of padding tokens of each row; None if there are none.
     """
 
     tokens: torch.Tensor
@@ -42,7 +42,7 @@ class Batch:
 
 
 def fingerprint(batch: Batch) -> int:
-    """63-bit content hash (BLAKE2b) of a batch on the CPU: ranks of one tp or pp group must agree on it."""
+    """Return a 63-bit content hash (BLAKE2b) of a CPU batch, on which all ranks of a tp or pp group must agree."""
     digest = hashlib.blake2b(digest_size=8)
     known = [each for each in (batch.documents, batch.positions) if each is not None]
     for part in (batch.tokens, batch.labels, batch.rows, *known):
@@ -53,7 +53,7 @@ def fingerprint(batch: Batch) -> int:
 
 @dataclass(frozen=True)
 class Share:
-    """A data-parallel rank's part of the global batch: a contiguous block of its rows.
+    """A data-parallel rank's share of the global batch: a contiguous block of its rows.
 
     Raises:
         ValueError: the global batch does not divide by dp_size, or dp_index is not below dp_size.
@@ -70,26 +70,26 @@ class Share:
 
     @property
     def rows(self) -> Int64Array:
-        """int64 [global_batch_size / dp_size]: this rank's rows of the global batch."""
+        """This rank's rows of the global batch, int64 [global_batch_size / dp_size]."""
         local = self.global_batch_size // self.dp_size
         return np.arange(self.dp_index * local, (self.dp_index + 1) * local, dtype=np.int64)
 
 
 class Loader:
-    """The batches of one data-parallel rank, of any step; the next one is prefetched.
+    """Batches of one data-parallel rank, for any step; the next one is prefetched.
 
-    A batch is a `Batch` of tokens; of samples that are nestings of tensors it is the nesting of this rank's rows.
+    A batch is a `Batch` of tokens. For samples that are nestings of tensors, it is the nesting of this rank's rows.
 
     Args:
-        train: the samples to train on.
-        heldout: the samples to evaluate on, or None if there is no evaluation.
-        share: this rank's part of the global batch.
-        seed: keys the order of the training samples.
+        train: samples to train on.
+        heldout: samples to evaluate on; None without evaluation.
+        share: this rank's share of the global batch.
+        seed: key of the order of training samples.
         separate_documents: whether batches have the document of each token.
-        pinned: whether batches of tokens are in pinned memory, from which a GPU copies while the host goes on.
+        pinned: whether batches of tokens are in pinned memory, so that copies to a GPU are asynchronous.
 
     Attributes:
-        consumed: the samples consumed before each step; set where a run is resumed, before the first batch.
+        consumed: samples consumed before each step; set on resume, before the first batch.
     """
 
     def __init__(
@@ -112,19 +112,15 @@ class Loader:
 
     @property
     def is_nested(self) -> bool:
-        """Whether its samples are nestings of tensors, and no tokens."""
+        """Whether the samples are nestings of tensors instead of tokens."""
         return isinstance(self.train, NestedSamples)
 
     def batch(self, step: int, following: int | None = None) -> Any:
-        """The training batch of `step` (from 0): a function of the seed and the samples consumed before it alone,
-        whatever was read before.
+        """Return the training batch of `step`, whatever was read before. Raises UserError if token files are damaged.
 
         Args:
-            step: which.
-            following: the step whose batch is prefetched meanwhile; None for the next one.
-
-        Raises:
-            UserError: the token files are damaged.
+            step: number of the step, from 0.
+            following: step whose batch is prefetched meanwhile; None for the next one.
         """
         following = step + 1 if following is None else following
         ahead = self._ahead.pop(step, None)
@@ -133,11 +129,11 @@ class Loader:
         return batch
 
     def sample_indices(self, step: int) -> Int64Array:
-        """int64 [rows]: which of the training samples this rank's rows of the batch of `step` (from 0) are."""
+        """Return the training samples that are this rank's rows in the batch of `step` (from 0): int64 [rows]."""
         return self.train.ordered(self.consumed.before(step) + self.share.rows, self.seed)
 
     def sample_name(self, index: int) -> str:
-        """A training sample in words: its number, of a mixture that in its corpus, with the corpus's name."""
+        """Name a training sample: its number, or in a mixture its number in its corpus and the corpus's name."""
         for part in self.train.parts if len(self.train.parts) > 1 else ():
             if index < len(part.samples):
                 return f"{index} of {part.name}"
@@ -145,28 +141,27 @@ class Loader:
         return str(index)
 
     def of_replica(self, index: int) -> "Loader":
-        """A loader of the same batches that gives the rows of another replica; closed with this one."""
+        """Return a loader of another replica's rows of the same batches; it is closed with this one."""
         other = copy(self)
         other.share, other._ahead = replace(self.share, dp_index=index), {}
         return other
 
     def epoch(self, step: int) -> float:
-        """Passes over the training samples that are complete when `step` starts."""
+        """Return the passes over the training samples completed before `step`, as a fraction."""
         return self.consumed.before(step) / len(self.train)
 
     def corpus_epochs(self, step: int) -> dict[str, float]:
-        """The same for each corpus of a mixture, by name; empty where there is none."""
+        """Return the passes over each corpus of a mixture completed before `step`, by name; empty without a mixture."""
         return self.train.epochs(self.consumed.before(step))
 
     @property
     def is_mixture(self) -> bool:
-        """Whether several corpora are evaluated."""
         return len(self._heldout_samples().parts) > 1
 
     def eval_parts(self, limit: int | None = None) -> list[tuple[MixturePart, int]]:
-        """The corpora of the held-out samples, and how many batches of each to evaluate when there may be `limit`.
+        """Return the held-out corpora, and the number of batches to evaluate of each if `limit` are allowed in total.
 
-        They share the batches by weight, but each has one at least and none more than it holds.
+        They share the batches by weight, but each gets at least one and at most as many as it has.
 
         Raises:
             ValueError: the loader has no held-out samples.
@@ -176,13 +171,13 @@ class Loader:
         return [(part, self.eval_batch_count(share, part.samples)) for part, share in zip(parts, shares, strict=True)]
 
     def eval_batches(self, limit: int | None = None, of: Samples | None = None) -> Iterator[Any]:
-        """The first `limit` held-out batches (None or 0: all), in file order and the same at every evaluation.
+        """Yield the first `limit` held-out batches (None or 0: all), in file order and the same at every evaluation.
 
-        Of one part alone if `of` gives its samples.
+        `of` gives the samples of a single part to evaluate; None evaluates all.
 
-        Every rank has the same number of batches: the last one is filled up with rows whose labels are all -100, so a
-        loss weighted by valid tokens is the mean over the split, and no rank waits for one that has finished. Of
-        samples that are nestings of tensors it is filled up with the first ones, which then count twice.
+        Every rank yields the same number of batches. The last one is filled up with rows whose labels are all -100, so
+        that a loss weighted by valid tokens is the mean over the split, and no rank waits for one that has finished. A
+        batch of nestings of tensors is filled up with the first samples, which then count twice.
 
         Raises:
             UserError: the token files are damaged.
@@ -198,13 +193,12 @@ class Loader:
             yield batch
 
     def eval_batch_count(self, limit: int | None = None, of: Samples | None = None) -> int:
-        """Number of batches that `eval_batches(limit, of)` gives: never more than there are."""
+        """Return the number of batches that `eval_batches(limit, of)` yields, capped at the number available."""
         samples = self._heldout_samples() if of is None else of
         whole = -(-len(samples) // self.share.global_batch_size)
         return min(limit, whole) if limit else whole
 
     def close(self) -> None:
-        """End the reading thread."""
         self._reader.shutdown(wait=True, cancel_futures=True)
 
     def _read_train(self, step: int) -> Any:
@@ -220,7 +214,6 @@ class Loader:
         return self._placed(batch)
 
     def _placed(self, batch: Any) -> Any:
-        """A batch in pinned memory, if batches are to be; copied there by the thread that reads ahead."""
         if not self.pinned or not isinstance(batch, Batch):
             return batch
         tensors = (getattr(batch, field.name) for field in fields(batch))

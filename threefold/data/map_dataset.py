@@ -1,8 +1,8 @@
 """Batches of any map-style `torch.utils.data.Dataset`, in an order that does not depend on the layout.
 
 The n-th global batch of an epoch is a function of (seed, epoch, n): a slice of the epoch's keyed permutation
-(`random/permutation.py`). A data-parallel replica takes a contiguous block of its rows, so replicas read disjoint
-samples, all make the same number of steps, and the ranks of a replica read the same.
+(`random/permutation.py`). Each data-parallel replica takes a contiguous block of its rows. So replicas read disjoint
+samples and make the same number of steps, and all ranks of a replica read the same samples.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
 
 
 class DistributedBatchSampler(Sampler[list[int]]):
-    """The indices of this replica's samples in each global batch, for `torch.utils.data.DataLoader(batch_sampler=)`.
+    """Indices of this replica's samples in each global batch, for `torch.utils.data.DataLoader(batch_sampler=)`.
 
-    Iterating gives the batches that are left in the current epoch, from `start` samples on; `advance` says that a
-    global batch was used. A replica has `global_batch_size / dp` indices in each.
+    Iterating yields the batches left in the current epoch, from `start` samples on; call `advance` after a global batch
+    is used. A replica has `global_batch_size / dp` indices in each batch.
 
     Args:
-        dataset: of map style: with `__len__` and `__getitem__`.
-        global_batch_size: samples of a step, over all replicas; a multiple of dp.
-        mesh: whose `dp` axis the samples are divided over; None for one replica.
-        seed: keys the order of each epoch.
-        shuffle: False for the order of the data set, as for an evaluation.
-        drop_last: leave out the samples at the end of an epoch that do not fill a global batch; otherwise the last
-            batch is filled with the first samples of the same epoch, so that each epoch has every sample.
+        dataset: map-style dataset, with `__len__` and `__getitem__`.
+        global_batch_size: samples per step, over all replicas; a multiple of dp.
+        mesh: mesh whose `dp` axis the samples are divided over; None for one replica.
+        seed: key of each epoch's order.
+        shuffle: False keeps the order of the dataset, as for evaluation.
+        drop_last: drop the samples at the end of an epoch that do not fill a global batch; otherwise the last batch is
+            filled with the first samples of the same epoch, so that each epoch has every sample.
 
     Attributes:
-        epoch: of the next batch.
-        start: samples of the epoch that were used before the next batch.
+        epoch: epoch of the next batch.
+        start: samples of the epoch used before the next batch.
 
     Raises:
-        UserError: the data set is not of map style, or has too few samples, or the batch does not divide by dp.
+        UserError: the dataset is not map-style or has too few samples, or the batch does not divide by dp.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class DistributedBatchSampler(Sampler[list[int]]):
         return self.share.global_batch_size
 
     def __len__(self) -> int:
-        """Global batches of a whole epoch, the same on every rank."""
+        """Return the number of global batches in a whole epoch, the same on every rank."""
         return self.batches_after(0)
 
     def batches_after(self, start: int) -> int:
-        """Global batches of an epoch that come after `start` of its samples."""
+        """Return the number of global batches in an epoch after its first `start` samples."""
         left = max(0, self.samples - start)
         return left // self.global_batch_size if self.drop_last else -(-left // self.global_batch_size)
 
@@ -85,32 +85,32 @@ class DistributedBatchSampler(Sampler[list[int]]):
         return (self.indices(epoch, start + batch * self.global_batch_size) for batch in range(batches))
 
     def indices(self, epoch: int, start: int) -> list[int]:
-        """The samples of this replica in the global batch that begins after `start` samples of an epoch."""
+        """Return this replica's samples in the global batch that begins after `start` samples of an epoch."""
         places = (start + self.share.rows) % self.samples
         if self.shuffle:
             places = KeyedPermutation(self.samples, self.seed, epoch)(places)
         return [int(place) for place in np.asarray(places)]
 
     def advance(self) -> None:
-        """Say that the next global batch was used."""
+        """Record that the next global batch was used."""
         self.start += self.global_batch_size
 
     def begin_next_epoch(self) -> bool:
-        """Go to the next epoch if no batch is left in this one; returns whether it did."""
+        """Go to the next epoch if no batch is left in this one; return whether it did."""
         if self.batches_after(self.start):
             return False
         self.epoch, self.start = self.epoch + 1, 0
         return True
 
     def state_dict(self) -> dict[str, int]:
-        """Where it is: the same on every rank, and for every dp and batch size."""
+        """Return the position in the data, which is the same on every rank and for every dp and batch size."""
         return {"epoch": self.epoch, "start": self.start, "seed": self.seed, "samples": self.samples}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue from where the sampler was whose state this is, which may have had another dp or batch size.
+        """Continue from a saved state, which may come from another dp or batch size.
 
         Raises:
-            UserError: it is not the state of a sampler, or its order was another.
+            UserError: it is not the state of a sampler, or its dataset size or seed differs.
         """
         missing = [name for name in ("epoch", "start", "seed", "samples") if name not in state]
         if missing:
@@ -130,25 +130,26 @@ class DistributedBatchSampler(Sampler[list[int]]):
 
 
 class DataLoader:
-    """The batches of this rank from any map-style data set, in an order that does not depend on the layout.
+    """Batches of this rank from any map-style dataset, in an order that does not depend on the layout.
 
-    `for batch in loader` gives the batches that are left in the current epoch; the next loop has the next epoch. A loop
-    that is left early is continued by the next one. What the data set itself draws at random, such as an augmentation,
-    follows from torch's generators and the worker, not from `seed`.
+    `for batch in loader` yields the batches left in the current epoch; the next loop has the next epoch. A loop that is
+    left early is continued by the next one. What the dataset itself draws at random, such as an augmentation, depends
+    on torch's generators and the worker, not on `seed`.
 
     Args:
-        dataset: with `__len__` and `__getitem__`.
-        global_batch_size: samples of a step, over all replicas; a multiple of dp.
-        mesh: whose `dp` axis the samples are divided over; None for one replica.
-        seed: keys the order of each epoch.
-        shuffle: False for the order of the data set.
-        drop_last: as of `DistributedBatchSampler`.
-        num_workers: processes that read ahead, as of `torch.utils.data.DataLoader`; 0 for none.
-        collate_fn: makes a batch of a list of samples; None for torch's.
+        dataset: map-style dataset, with `__len__` and `__getitem__`.
+        global_batch_size: samples per step, over all replicas; a multiple of dp.
+        mesh: mesh whose `dp` axis the samples are divided over; None for one replica.
+        seed: key of each epoch's order.
+        shuffle: False keeps the order of the dataset.
+        drop_last: drop the samples at the end of an epoch that do not fill a global batch, as in
+            `DistributedBatchSampler`.
+        num_workers: processes that read ahead, as in `torch.utils.data.DataLoader`; 0 for none.
+        collate_fn: makes a batch from a list of samples; None uses torch's.
         options: further arguments of `torch.utils.data.DataLoader`, such as `pin_memory` or `persistent_workers`.
 
     Raises:
-        UserError: as `DistributedBatchSampler`.
+        UserError: as in `DistributedBatchSampler`.
 
     Example:
         >>> loader = threefold.DataLoader(dataset, global_batch_size=64, mesh=mesh, seed=0)
@@ -182,55 +183,50 @@ class DataLoader:
             batch_sampler=self.sampler,
             num_workers=num_workers,
             collate_fn=collate_fn,
-            generator=Generator(),  # else each epoch draws a number from torch's default one
+            generator=Generator(),  # otherwise each epoch draws from torch's default generator
             **options,
         )
 
     @property
     def epoch(self) -> int:
-        """Of the last batch that was given, or of the next one before a loop."""
+        """Epoch of the last batch that was returned, or of the next one before a loop."""
         return self.sampler.epoch
 
     @property
     def consumed_samples(self) -> int:
-        """Samples of all replicas that were given since the first epoch began."""
+        """Samples returned to all replicas since the first epoch began."""
         sampler = self.sampler
         return sampler.epoch * len(sampler) * sampler.global_batch_size + sampler.start
 
     def __len__(self) -> int:
-        """Batches of a whole epoch, the same on every rank."""
+        """Return the number of batches in a whole epoch, the same on every rank."""
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
         self.sampler.begin_next_epoch()
         for batch in self._loader:
-            self.sampler.advance()  # before its use, so that a checkpoint after the step counts it
+            self.sampler.advance()  # before the batch is used, so that a checkpoint after the step counts it
             yield batch
         self.sampler.begin_next_epoch()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin with the first batch of an epoch in the next loop."""
+        """Start the next loop at the first batch of an epoch."""
         self.sampler.epoch, self.sampler.start = epoch, 0
 
     def state_dict(self) -> dict[str, int]:
-        """Where it is: after the last batch that was given, however many the workers have read ahead."""
+        """Return the position after the last batch that was returned, however far the workers have read ahead."""
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue after the last batch that another loader gave, also of another dp.
+        """Continue after the last batch that another loader returned, which may have had another dp.
 
         Raises:
-            UserError: as `DistributedBatchSampler.load_state_dict`.
+            UserError: as in `DistributedBatchSampler.load_state_dict`.
         """
         self.sampler.load_state_dict(state)
 
 
 def _size(dataset: Any) -> int:
-    """Number of samples.
-
-    Raises:
-        UserError: the data set is not of map style, or empty.
-    """
     kind = type(dataset).__name__
     if isinstance(dataset, IterableDataset):
         raise UserError(

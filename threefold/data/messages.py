@@ -15,13 +15,13 @@ ROLES: Final = ("system", "developer", "user", ASSISTANT, "tool")
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation.
+    """A conversation to learn from.
 
     Attributes:
         where: file and line.
-        messages: each with a role and a content.
-        first: the assistant's turns from this message on are answers to be learned.
-        tools: what the line says of tools, for the template.
+        messages: messages, each with a role and content.
+        first: index of the first message from which the assistant's turns are learned.
+        tools: the line's description of tools, for the template.
     """
 
     where: str
@@ -32,12 +32,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Completion:
-    """A text whose end is to be learned.
-
-    Attributes:
-        where: file and line.
-        prompt, completion: what is given, and what is learned.
-    """
+    """A prompt and the completion to learn; `where` is its file and line."""
 
     where: str
     prompt: str
@@ -49,23 +44,14 @@ Document = str | Chat | Completion
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages that the assistant is to answer.
-
-    Attributes:
-        where: what messages call it.
-        messages: the last is not the assistant's.
-    """
+    """Messages that the assistant is to answer; `where` names them in error messages."""
 
     where: str
     messages: tuple[dict[str, Any], ...]
 
 
 def conversation_of(value: Any, where: str, name: str = MESSAGES) -> Conversation:
-    """The conversation in a list of messages.
-
-    Raises:
-        UserError: it is malformed, or the assistant has answered.
-    """
+    """Parse a list of messages to answer. Raises UserError if it is malformed or ends with the assistant's message."""
     messages = messages_of(value, where, name)
     if messages[-1]["role"] == ASSISTANT:
         raise UserError(
@@ -75,7 +61,7 @@ def conversation_of(value: Any, where: str, name: str = MESSAGES) -> Conversatio
 
 
 def is_chat(value: Any, key: str) -> bool:
-    """Whether a line's object is a conversation or a pair, where texts are under `key`: which then comes first."""
+    """Return whether a line's object is a conversation or a pair; a text under `key` takes precedence."""
     if not isinstance(value, dict):
         return False
     if key in value:
@@ -85,15 +71,12 @@ def is_chat(value: Any, key: str) -> bool:
 
 
 def chat_of(value: dict[str, Any], key: str, where: str) -> Chat | Completion:
-    """The conversation or the pair of a line.
+    """Parse the conversation or the pair of a line. Raises UserError if it is malformed.
 
     Args:
-        value: of which `is_chat` is true.
-        key: which key has the messages, if it is there.
+        value: object for which `is_chat` is true.
+        key: key of the messages, if the object has it.
         where: file and line.
-
-    Raises:
-        UserError: it is malformed.
     """
     tools = value.get("tools")
     if tools is not None and not isinstance(tools, list):
@@ -114,11 +97,7 @@ def chat_of(value: dict[str, Any], key: str, where: str) -> Chat | Completion:
 
 
 def messages_of(value: Any, where: str, name: str) -> tuple[dict[str, Any], ...]:
-    """A list of messages, each an object with a known role and a content.
-
-    Raises:
-        UserError: it is malformed.
-    """
+    """Parse a list of messages, each with a known role and content. Raises UserError if it is malformed."""
     if not isinstance(value, list):
         raise UserError(f"{where} has {_shown(value)} under {name!r}; it must be a list of messages.")
     if not value:
@@ -148,8 +127,7 @@ def _answered(chat: Chat) -> Chat:
 
 
 def utf8(text: str) -> str:
-    """A text that UTF-8 can hold."""
-    # JSON can spell half of a surrogate pair, which no UTF-8 text can hold.
+    """Replace what UTF-8 cannot encode: JSON can spell half of a surrogate pair."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 

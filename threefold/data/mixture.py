@@ -1,8 +1,8 @@
-"""The sampler of a data mixture: the corpus that each sample of a run comes from, and its number in that corpus.
+"""Sampler of a data mixture: the corpus that each sample of a run comes from, and its number in that corpus.
 
-Sample n of a run comes from a corpus that follows from n and the weights alone, and it is that corpus's c-th, where c
-counts the samples of that corpus before it. So resuming needs no sampler state and no replay, and the number of ranks
-and the batch size change nothing.
+The corpus of sample n depends on n and the weights alone. The sample is that corpus's c-th, where c counts the corpus's
+samples before it. So resuming needs neither sampler state nor replay, and the number of ranks and the batch size change
+nothing.
 """
 
 import heapq
@@ -19,22 +19,23 @@ from threefold.errors import UserError
 from threefold.random.permutation import Int64Array
 
 LONGEST_PERIOD: Final = 65_536
-"""Samples after which a mixture repeats at the latest; weights are rounded to this fraction where they need more."""
+"""Maximum number of samples after which a mixture repeats; weights that need more are rounded to multiples of 1/65,536.
+"""
 
 
 class Blend:
-    """The corpus of each sample of a run, for k corpora with weights.
+    """Corpus of each sample of a run, for k weighted corpora.
 
-    Tijdeman's solution of the chairman assignment problem (Discrete Mathematics 32, 1980): after any number of samples
-    n, the count of each corpus differs from n · weight by at most 1 − 1 / (2k − 2), the least that can be promised for
-    all weights. It repeats after as many samples as make all shares whole, so one period is kept.
+    Tijdeman's solution of the chairman assignment problem (Discrete Mathematics 32, 1980): after any number n of
+    samples, the count of each corpus differs from n · weight by at most 1 − 1 / (2k − 2), the best bound that holds for
+    all weights. The assignment repeats as soon as all shares are whole numbers, so one period is stored.
 
     Args:
-        weights: one for each corpus, above 0; only their ratios count.
+        weights: one weight above 0 per corpus; only their ratios matter.
 
     Attributes:
         shares: int64 [k], samples of each corpus in a period.
-        period: their sum.
+        period: sum of the shares.
 
     Raises:
         UserError: a weight is too small a part of the sum.
@@ -49,7 +50,7 @@ class Blend:
             self._before[self._corpora == corpus] = np.arange(share)
 
     def __call__(self, counters: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """The corpus of each sample of the run, and how many of its samples come before: two int64 [rows].
+        """Return the corpus of each sample, and how many samples of that corpus come before it: two int64 [rows].
 
         Args:
             counters: int64 [rows], numbers of samples of the run.
@@ -59,18 +60,16 @@ class Blend:
         return corpora, periods * self.shares[corpora] + self._before[places]
 
     def counts(self, samples: int) -> Int64Array:
-        """How many of the first `samples` samples of a run come from each corpus: int64 [k]."""
+        """Count how many of a run's first `samples` samples come from each corpus: int64 [k]."""
         periods, rest = divmod(samples, self.period)
         return periods * self.shares + np.bincount(self._corpora[:rest], minlength=len(self.shares))
 
 
 @dataclass(frozen=True, eq=False)
 class MixedSamples:
-    """The samples of one split of several corpora: those of the first, then those of the second, and so on.
+    """Samples of one split of several corpora: the first corpus's, then the second's, and so on.
 
-    Attributes:
-        parts: the corpora, with weights whose sum is 1.
-        blend: says which of them a run reads when.
+    The weights of `parts` sum to 1; `blend` is the order in which a run reads them.
     """
 
     parts: tuple[MixturePart, ...]
@@ -78,11 +77,7 @@ class MixedSamples:
 
     @classmethod
     def of(cls, parts: Sequence[MixturePart]) -> "MixedSamples":
-        """Mix parts by their weights, of which only the ratios count.
-
-        Raises:
-            UserError: a weight is too small a part of the sum.
-        """
+        """Mix parts by their weights, of which only the ratios matter. Raises UserError if a weight is too small."""
         blend = Blend([part.weight for part in parts])
         total = sum(part.weight for part in parts)
         return cls(tuple(MixturePart(part.name, part.samples, part.weight / total) for part in parts), blend)
@@ -135,7 +130,7 @@ class MixedSamples:
         return np.searchsorted(self._starts(), indices, side="right") - 1
 
     def _divided(self, indices: Int64Array) -> list[tuple[Samples, Int64Array]]:
-        """Each corpus that has some of these samples, and which of its own they are."""
+        """Return each corpus that has some of these samples, and their indices in it."""
         corpora, starts = self._corpora(indices), self._starts()
         return [
             (self.parts[corpus].samples, indices[corpora == corpus] - starts[corpus])
@@ -143,16 +138,16 @@ class MixedSamples:
         ]
 
     def _back(self, indices: Int64Array) -> Int64Array:
-        """The position of each row once the rows are sorted by corpus."""
+        """Return the position of each row after sorting the rows by corpus."""
         back = np.empty_like(indices)
         back[np.argsort(self._corpora(indices), kind="stable")] = np.arange(len(indices))
         return back
 
 
 def whole_shares(weights: Sequence[float]) -> list[int]:
-    """The samples of each corpus in a period: whole numbers in the ratios of the weights as they are written.
+    """Return the samples of each corpus in a period: whole numbers in the ratios of the weights as written.
 
-    Where these would be too large, they are rounded so that they add up to `LONGEST_PERIOD`.
+    If these would be too large, they are rounded so that they sum to `LONGEST_PERIOD`.
 
     Raises:
         UserError: a weight is too small a part of the sum.
@@ -178,11 +173,11 @@ def whole_shares(weights: Sequence[float]) -> list[int]:
 
 
 def _assign(shares: list[int]) -> Int64Array:
-    """The corpus of each sample of a period: int64 [sum of shares].
+    """Return the corpus of each sample of a period: int64 [sum of shares].
 
-    Sample j of corpus i may come as sample n (from 1) if the count stays within the bound: not before
-    n · weight ≥ j + d and not after n · weight ≤ j + 1 − d, with d = 1 / (2k − 2). Of those that may come, the one
-    whose end is nearest does.
+    Sample j of corpus i may come as sample n (from 1) while the count stays within the bound: not before n · weight ≥ j
+    + d and not after n · weight ≤ j + 1 − d, with d = 1 / (2k − 2). Among the candidates, the one with the earliest
+    deadline is chosen.
     """
     period, parts = sum(shares), 2 * len(shares) - 2
     if not parts:

@@ -1,4 +1,4 @@
-"""Packed samples: the documents of a split as one stream of tokens, cut into samples of equal length."""
+"""Samples of one split of a corpus: packed documents, packed conversations, and padded lines."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,17 +18,17 @@ from threefold.random.permutation import Int64Array
 
 @dataclass(frozen=True, eq=False)
 class PackedSamples(SingleCorpus):
-    """The samples of one split: its documents end to end in file order, cut every `sequence_length` tokens.
+    """Samples of one split: its documents concatenated in file order, cut every `sequence_length` tokens.
 
-    Sample i is stream[i * S : i * S + S + 1]: it overlaps the next by one token, so that each token of the stream but
-    the first is a label exactly once. What is left at the end and does not fill a sample is not used.
+    Sample i is stream[i * S : i * S + S + 1]: it overlaps the next by one token, so that each token of the stream
+    except the first is a label exactly once. A remainder that does not fill a sample is not used.
 
     Attributes:
-        files: where the tokens are.
-        name: the split.
+        files: corpus of the tokens.
+        name: name of the split.
         sequence_length: S, in tokens.
-        stream_starts: int64 [runs], where each run of neighbouring documents starts in the stream.
-        shifts: int64 [runs], what to add to a place in the stream to get its place in `files.tokens`.
+        stream_starts: int64 [runs], start of each run of consecutive documents in the stream.
+        shifts: int64 [runs], offset from a position in the stream to the position in `files.tokens`.
         tokens: length of the stream.
     """
 
@@ -41,7 +41,7 @@ class PackedSamples(SingleCorpus):
 
     @classmethod
     def open(cls, files: Corpus, name: str, split: str, sequence_length: int) -> "PackedSamples":
-        """The samples of split `name` ("train", "valid" or "test") under `split`, such as "949,50,1".
+        """Open the samples of split `name` ("train", "valid" or "test") under `split`, such as "949,50,1".
 
         Raises:
             UserError: the split is empty or shorter than one sample, or `split` is malformed.
@@ -62,11 +62,7 @@ class PackedSamples(SingleCorpus):
         return max(0, self.tokens - 1) // self.sequence_length
 
     def read(self, indices: Int64Array) -> NDArray[np.int64]:
-        """Samples at `indices` (int64 [rows]): int64 [rows, S + 1].
-
-        Raises:
-            UserError: a token is outside the vocabulary, so the file is damaged.
-        """
+        """Read samples: int64 [rows] → int64 [rows, S + 1]. Raises UserError if a token is outside the vocabulary."""
         places = self._places(indices, self.sequence_length + 1)
         windows: Int64Array = self.files.tokens[places].astype(np.int64)
         if windows.size and not 0 <= windows.min() <= windows.max() < self.files.vocab_size:
@@ -78,12 +74,12 @@ class PackedSamples(SingleCorpus):
     def labelled(self, indices: Int64Array) -> tuple[Int64Array, Int64Array]:
         windows = self.read(indices)
         tokens, labels = windows[:, :-1], windows[:, 1:].copy()
-        # After the end of a document the next token belongs to another one, which nothing here could predict.
+        # The first token of the next document cannot be predicted from this one.
         labels[self._ends(indices, tokens)] = IGNORE_INDEX
         return tokens, labels
 
     def documents(self, indices: Int64Array) -> Int64Array:
-        """The number of the document that each input token of the samples at `indices` belongs to: int64 [rows, S]."""
+        """Return the document of each input token of the samples at `indices`: int64 [rows, S]."""
         places = self._places(indices, self.sequence_length)
         return np.searchsorted(self.files.documents, places, side="right") - 1
 
@@ -91,9 +87,9 @@ class PackedSamples(SingleCorpus):
         return np.zeros(len(indices), np.int64)
 
     def ends(self, indices: Int64Array) -> NDArray[np.bool_]:
-        """Whether each input token of the samples at `indices` ends its document: bool [rows, S].
+        """Return whether each input token of the samples at `indices` ends its document: bool [rows, S].
 
-        That is the end-of-document token anywhere; without one, the last token of each document.
+        An end is any end-of-document token; without such a token, the last token of each document.
         """
         return self._ends(indices, self.read(indices)[:, :-1])
 
@@ -105,7 +101,7 @@ class PackedSamples(SingleCorpus):
         return self.files.documents[following] == places + 1
 
     def _places(self, indices: Int64Array, length: int) -> Int64Array:
-        """The positions of the first `length` tokens of the samples in `files.tokens`: int64 [rows, length]."""
+        """Return the positions of the samples' first `length` tokens in `files.tokens`: int64 [rows, length]."""
         places = indices[:, None] * self.sequence_length + np.arange(length)
         runs = np.searchsorted(self.stream_starts, places, side="right") - 1
         return places + self.shifts[runs]
@@ -126,8 +122,6 @@ class PackedSamples(SingleCorpus):
 
 @dataclass(frozen=True)
 class SplitFacts:
-    """How much a split holds: documents, tokens, and samples of the given sequence length."""
-
     name: str
     documents: int
     tokens: int
@@ -135,11 +129,7 @@ class SplitFacts:
 
 
 def split_facts(files: Corpus, split: str, sequence_length: int) -> list[SplitFacts]:
-    """What each split of `files` holds under `split`, also where that is nothing.
-
-    Raises:
-        UserError: `split` is malformed, or there are too few documents for it.
-    """
+    """Return the size of each split of `files` under `split`, including empty ones. Raises like `document_counts`."""
     facts = []
     for name in SPLITS:
         runs = document_runs(files.document_count, split, name)
@@ -151,24 +141,23 @@ def split_facts(files: Corpus, split: str, sequence_length: int) -> list[SplitFa
 
 @dataclass(frozen=True, eq=False)
 class PackedConversations(SingleCorpus):
-    """The samples of one split of a corpus with a loss mask.
+    """Samples of one split of a corpus with a loss mask.
 
-    A sample has room for S + 1 tokens, the last of which is only a label. Documents are put into samples whole, the
-    longest first, each into the fullest sample that has room for it (best-fit decreasing; Ding et al., arXiv
-    2404.10830). The rest of a sample is padding, with ignored labels. No label crosses from one document to
-    the next.
+    A sample has room for S + 1 tokens, the last of which is only a label. Documents are packed whole, the longest
+    first, each into the fullest sample that has room for it (best-fit decreasing; Ding et al., arXiv 2404.10830). The
+    rest of a sample is padding, with ignored labels. No label crosses from one document to the next.
 
-    A document of more than S + 1 tokens is cut into pieces of S + 1, each of which begins with the last token of the
-    one before it, so that every token of the loss mask is a label exactly once; a piece without any is left out.
+    A document of more than S + 1 tokens is cut into pieces of S + 1, each beginning with the last token of the previous
+    one, so that every token of the loss mask is a label exactly once; a piece without any is left out.
 
     Attributes:
-        corpus: where the tokens and their mask are.
+        corpus: corpus of the tokens and their mask.
         sequence_length: S, in tokens.
-        counts_all: whether all tokens have labels in place of those of the loss mask.
-        starts, lengths: int64 [pieces], the position of each piece in the tokens; ordered by sample.
-        samples: int64 [samples + 1], the first piece of each sample.
-        documents_read: documents of the split.
-        longer: how many of them are longer than a sample.
+        counts_all: whether all tokens have labels, instead of those of the loss mask.
+        starts, lengths: int64 [pieces], position and length of each piece in the tokens; ordered by sample.
+        samples: int64 [samples + 1], first piece of each sample.
+        documents_read: number of documents in the split.
+        longer: number of documents longer than a sample.
     """
 
     corpus: Corpus
@@ -184,7 +173,7 @@ class PackedConversations(SingleCorpus):
     def open(
         cls, corpus: Corpus, name: str, split: str, sequence_length: int, counts_all: bool = False
     ) -> "PackedConversations":
-        """The samples of split `name` ("train", "valid" or "test") under `split`, such as "949,50,1".
+        """Open the samples of split `name` ("train", "valid" or "test") under `split`, such as "949,50,1".
 
         Raises:
             UserError: the split is empty, or `split` is malformed.
@@ -243,12 +232,12 @@ class PackedConversations(SingleCorpus):
                 windows[row, here] = tokens = self.corpus.tokens[start : start + length]
                 self.corpus.check_tokens(tokens, start)
                 counted[row, here] = self._counted(start, length)
-                counted[row, end] = False  # what is before it is another document, or nothing
+                counted[row, end] = False  # preceded by another document, or by nothing
                 end += length
         return windows[:, :-1], np.where(counted[:, 1:], windows[:, 1:], IGNORE_INDEX)
 
     def documents(self, indices: Int64Array) -> Int64Array:
-        """The number of the piece in its sample that each input token belongs to; the fill is one more."""
+        """Return the index of each input token's piece in its sample; padding has the next index."""
         found = np.zeros((len(indices), self.sequence_length), np.int64)
         for row, index in enumerate(indices.tolist()):
             lengths = [length for _, length in self._pieces(index)]
@@ -266,7 +255,6 @@ class PackedConversations(SingleCorpus):
 
     @cached_property
     def _held(self) -> Int64Array:
-        """int64 [samples], tokens of the pieces of each sample."""
         return np.add.reduceat(self.lengths, self.samples[:-1])
 
     def _pieces(self, sample: int) -> list[tuple[int, int]]:
@@ -280,15 +268,16 @@ class PackedConversations(SingleCorpus):
 
 
 def pack(lengths: Int64Array, room: int) -> Int64Array:
-    """The bin of each piece: best-fit decreasing. The free room of all bins is one number's bits, so the best is found
-    at once.
+    """Assign each piece to a bin by best-fit decreasing.
+
+    The bits of one integer mark which amounts of free room occur among the bins, so the best fit is found at once.
 
     Args:
         lengths: int64 [pieces], each at most `room`.
-        room: of a bin.
+        room: capacity of a bin.
 
     Returns:
-        int64 [pieces], numbers from 0 without gaps.
+        int64 [pieces], bin numbers from 0 without gaps.
     """
     bins = np.empty(len(lengths), np.int64)
     by_room: dict[int, list[int]] = {}
@@ -311,18 +300,19 @@ def pack(lengths: Int64Array, room: int) -> Int64Array:
 
 @dataclass(frozen=True, eq=False)
 class PaddedSamples(SingleCorpus):
-    """The samples of one split: one for each of its lines, in file order.
+    """Samples of one split, one per line, in file order.
 
-    A sample is the line's tokens and the end-of-document token, cut to S + 1; what a shorter one lacks is filled up
-    with end-of-document tokens whose labels are ignored. Attention is causal, so they change nothing before them.
+    A sample is the line's tokens and the end-of-document token, cut to S + 1; a shorter one is padded with
+    end-of-document tokens whose labels are ignored. Attention is causal, so padding does not affect the tokens before
+    it.
 
     Attributes:
-        encoded: where the tokens are.
+        encoded: encoded lines of the file.
         sequence_length: S, in tokens.
-        first_samples: int64 [runs], the sample that each run of neighbouring lines starts with.
-        shifts: int64 [runs], what to add to a sample's number to get its line's.
+        first_samples: int64 [runs], first sample of each run of consecutive lines.
+        shifts: int64 [runs], offset from a sample's number to its line's.
         count: number of samples.
-        name: the split.
+        name: name of the split.
     """
 
     encoded: EncodedLines
@@ -334,10 +324,10 @@ class PaddedSamples(SingleCorpus):
 
     @classmethod
     def open(cls, encoded: EncodedLines, name: str, split: str, sequence_length: int) -> "PaddedSamples":
-        """The samples of split `name` ("train", "valid" or "test") under `split`, such as "949,50,1".
+        """Open the samples of split `name` ("train", "valid" or "test") under `split`, such as "949,50,1".
 
         Args:
-            encoded: made for this length.
+            encoded: lines encoded for this length.
 
         Raises:
             UserError: the split is empty, or `split` is malformed.

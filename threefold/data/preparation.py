@@ -1,4 +1,4 @@
-"""Tokenizing text files into token files: `threefold data prepare`.
+"""Tokenizing of text files into token files (`threefold data prepare`), and conversion between token formats.
 
 The corpus is read twice, once to learn the vocabulary and once to encode, and is never held in memory.
 """
@@ -46,27 +46,27 @@ from threefold.output import Progress, check_name, check_replaceable, staged_dir
 from threefold.plugins import one_of
 from threefold.random.permutation import Int64Array
 
-# The vocabulary of a larger corpus is learned from every n-th document: more text changes it little and costs memory.
+# Larger corpora are sampled to learn the vocabulary: more text changes it little and costs memory.
 _LEARN_FROM_BYTES: Final = 256_000_000
-# Text in a compressed file is about this many times the file.
+# Assumed ratio of the size of a text to its compressed size.
 _COMPRESSION: Final = 4
 
 
 @dataclass(frozen=True)
 class PrepareRequest:
-    """What to prepare.
+    """Request to prepare token files.
 
     Attributes:
         inputs: files and folders of text.
-        out: the folder to make.
+        out: folder to create.
         vocab_size: size of the vocabulary to learn, if no tokenizer is given.
-        tokenizer: a tokenizer.json to use.
+        tokenizer: tokenizer.json to use.
         eod: name of the given tokenizer's end-of-document token; None finds a usual one.
-        key: which key of a JSON object holds the text.
-        workers: processes that encode.
+        key: key of the text in JSON objects.
+        workers: number of processes that encode.
         overwrite: whether token files at `out` may be replaced.
         special_tokens: how text that spells a special token is encoded.
-        chat_template: a file with the template of conversations; None looks beside the tokenizer.
+        chat_template: file with the chat template of conversations; None looks next to the tokenizer.
     """
 
     inputs: tuple[Path, ...]
@@ -82,15 +82,14 @@ class PrepareRequest:
 
     @property
     def read(self) -> tuple[Path, ...]:
-        """All files and folders that are read."""
         return self.inputs if self.tokenizer is None else (*self.inputs, self.tokenizer)
 
 
 def prepare(request: PrepareRequest, progress: Progress) -> TokenFiles:
-    """Make token files at `request.out`, whole or not at all, and open them.
+    """Create token files at `request.out` atomically, and open them.
 
-    With more than one worker the calling script needs the usual `if __name__ == "__main__":`, as the workers are fresh
-    processes.
+    With more than one worker the calling script needs the usual `if __name__ == "__main__":`, because workers are
+    spawned.
 
     Raises:
         UserError: an input, the tokenizer or `out` cannot be used, or there is no document.
@@ -110,9 +109,8 @@ def prepare(request: PrepareRequest, progress: Progress) -> TokenFiles:
 
 
 def _template(request: PrepareRequest, chats: list[Path]) -> ChatTemplate | None:
-    """The template for conversations; a pair of texts needs none, which the encoder checks."""
     if not chats:
-        return None
+        return None  # a pair of texts needs none either, which the encoder checks
     if request.tokenizer is None:
         raise UserError(
             f"{chats[0]} holds conversations or prompts, whose special tokens no vocabulary learned here would have; "
@@ -210,7 +208,7 @@ def _write(
 
 
 def _stored_tokenizer(tokenizer: Tokenizer, request: PrepareRequest) -> bytes:
-    """A given tokenizer is kept byte for byte, so that its hash is the one its maker published."""
+    """Return tokenizer.json; a given one is kept byte for byte, so that its hash is the one its maker published."""
     if request.tokenizer is not None:
         return request.tokenizer.read_bytes()
     return tokenizer.to_str(pretty=True).encode("utf-8")
@@ -222,17 +220,16 @@ def _no_documents(inputs: list[Path]) -> UserError:
 
 
 THREEFOLD: Final = "threefold"
-"""The name of this program's own format."""
+"""Name of this program's own token format."""
 _CHUNK: Final = 1 << 22
-"""Tokens that are worked on at once; a longer document is one piece."""
+"""Tokens that are processed at once; a longer document is one piece."""
 
 
 @dataclass(frozen=True)
 class ConvertedTokens:
-    """What a conversion made.
+    """Number of tokens and documents written by a conversion.
 
     Attributes:
-        tokens, documents: how many were written.
         left_out: empty documents, which the new format cannot hold.
         ended: documents that got an end-of-document token, which the new format requires.
     """
@@ -246,20 +243,20 @@ class ConvertedTokens:
 def convert(
     source: Path, to: str, out: Path, tokenizer: Path | None, eod: str | None, overwrite: bool, progress: Progress
 ) -> ConvertedTokens:
-    """Write token files in another format, all of them or none.
+    """Convert token files to another format atomically.
 
     Args:
         source: token files of any system.
         to: `threefold`, or the name of a token format that can be written.
-        out: the folder to make, or the prefix of the files.
-        tokenizer: for `threefold`, a tokenizer.json; None where the source has its own.
-        eod: for `threefold`, the name of its end-of-document token; None finds a usual one.
-        overwrite: whether an output of this program at `out` may be replaced.
-        progress: of the bytes that are converted.
+        out: folder to create, or prefix of the files.
+        tokenizer: for `threefold`, a tokenizer.json; None if the source has its own.
+        eod: for `threefold`, the name of the end-of-document token; None finds a usual one.
+        overwrite: whether existing output of this program at `out` may be replaced.
+        progress: receives the bytes converted.
 
     Raises:
         UserError: the format is unknown or cannot hold the tokens, the source cannot be read, its tokenizer is unknown
-            or another, or `out` cannot be written.
+            or another one, or `out` cannot be written.
     """
     if to == THREEFOLD:
         return to_threefold(source, out, tokenizer, eod, overwrite, progress)
@@ -271,11 +268,7 @@ def convert(
 
 
 def to_prefix(source: Path, format_: TokenFormat, out: Path, overwrite: bool, progress: Progress) -> ConvertedTokens:
-    """Write the files of a prefix, such as OUT.bin and OUT.idx of Megatron-LM, all or none.
-
-    Raises:
-        UserError: the source cannot be read, the format cannot hold it, or `out` cannot be written.
-    """
+    """Write the files of a prefix atomically, such as OUT.bin and OUT.idx of Megatron-LM. Raises like `convert`."""
     check_name(out, "--out")
     name = out.name
     for ending in format_.endings:
@@ -293,11 +286,6 @@ def to_prefix(source: Path, format_: TokenFormat, out: Path, overwrite: bool, pr
 
 
 def _require_no_mask(source: Path) -> None:
-    """Check that nothing would be lost that says which tokens count.
-
-    Raises:
-        UserError: it would.
-    """
     if is_own(source) and Meta.read(source).loss_mask:
         raise UserError(
             f"{source} holds conversations with a loss mask, which a conversion would lose; use the folder as it is."
@@ -307,21 +295,18 @@ def _require_no_mask(source: Path) -> None:
 def to_threefold(
     source: Path, out: Path, tokenizer: Path | None, end: str | None, overwrite: bool, progress: Progress
 ) -> ConvertedTokens:
-    """Write a folder such as `threefold data prepare` makes, whole or not at all.
+    """Write a folder like those of `threefold data prepare` atomically. Raises like `convert`.
 
-    That format needs a tokenizer, and documents that are not empty and end with its end-of-document token: empty ones
-    are left out, and those without the token get it.
+    This format needs a tokenizer, and non-empty documents that end with its end-of-document token: empty documents are
+    left out, and those without the token get it.
 
     Args:
         source: token files of any system.
-        out: the folder to make.
-        tokenizer: a tokenizer.json; None where the source has its own.
-        end: the name of its end-of-document token; None finds a usual one.
+        out: folder to create.
+        tokenizer: a tokenizer.json; None if the source has its own.
+        end: name of the end-of-document token; None finds a usual one.
         overwrite: whether token files at `out` may be replaced.
-        progress: of the bytes that are converted.
-
-    Raises:
-        UserError: the source cannot be read, its tokenizer is unknown or another, or `out` cannot be written.
+        progress: receives the bytes converted.
     """
     read = [source] if tokenizer is None else [source, tokenizer]
     check_replaceable(out, read, overwrite, listing=list_token_files)
@@ -381,7 +366,7 @@ def _write_documents(folder: Path, corpus: Corpus, eod: int, dtype: np.dtype, pr
 
 
 def _batches(documents: Int64Array) -> Iterator[tuple[int, int]]:
-    """Neighbouring documents of about `_CHUNK` tokens together: the first, and the one after the last."""
+    """Yield ranges of consecutive documents with about `_CHUNK` tokens: the first document, and one past the last."""
     first, count = 0, len(documents) - 1
     while first < count:
         end = int(np.searchsorted(documents, documents[first] + _CHUNK, side="right")) - 1

@@ -1,4 +1,4 @@
-"""A few MB of real English that every Python installation carries: its language reference and its docstrings.
+"""A few MB of real English that every Python installation has: its language reference and its docstrings.
 
 Nothing is downloaded and no module is imported: the files of the standard library are parsed.
 """
@@ -23,7 +23,7 @@ TOPICS_FILE: Final = "python_topics.jsonl"
 DOCSTRINGS_FILE: Final = "python_docstrings.jsonl"
 _MARKED_AS: Final = "python_text"
 
-# Third-party packages, and tests, which are left out of some installations and say little in English.
+# Third-party packages, and tests, which some installations lack and which have little prose.
 _LEFT_OUT: Final = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 _MIN_CHARACTERS: Final = 40
 _MIN_WORDS: Final = 6
@@ -35,7 +35,7 @@ _DOCUMENTED: Final = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFuncti
 
 @dataclass(frozen=True)
 class SampleSummary:
-    """What was written: the files, how many documents, how many bytes."""
+    """Files that were written, and their number of documents and bytes."""
 
     files: tuple[Path, ...]
     documents: int
@@ -43,17 +43,17 @@ class SampleSummary:
 
 
 def write_sample(folder: Path, library: Path | None = None) -> SampleSummary:
-    """Write the sample corpus to `folder` as JSON lines with the key "text": one document a topic, one a module.
+    """Write the sample corpus to `folder` as JSON lines with the key "text": a document per topic and per module.
 
-    The same Python writes the same bytes. A paragraph that was seen before is left out, so that held-out documents are
+    The same Python writes the same bytes. Paragraphs that occurred before are left out, so that held-out documents are
     not copies of others.
 
     Args:
-        folder: where to write; made if need be.
-        library: the folder of a Python's standard library; None is this Python's.
+        folder: destination; created if missing.
+        library: folder of a Python standard library; None uses this Python's.
 
     Raises:
-        UserError: this Python carries no text, or `folder` cannot be written.
+        UserError: this Python has no source files, or `folder` cannot be written.
     """
     library = library or Path(sysconfig.get_path("stdlib"))
     try:
@@ -69,7 +69,7 @@ def write_sample(folder: Path, library: Path | None = None) -> SampleSummary:
         raise UserError(f"this Python has no source files under {library}; prepare a text of your own instead")
     contents = {name: _json_lines(texts) for name, texts in documents.items() if texts}
     if any(not _holds(folder / name, content) for name, content in contents.items()):
-        # This program's files may be replaced, as another Python's are; they have its marker.
+        # Files with this program's marker may be replaced, such as those of another Python.
         with staged_files(folder / _MARKED_AS, list(contents), inputs=(), overwrite=True) as staging:
             for name, content in contents.items():
                 (staging / name).write_bytes(content)
@@ -78,7 +78,7 @@ def write_sample(folder: Path, library: Path | None = None) -> SampleSummary:
 
 
 def _topics(library: Path) -> Iterator[str]:
-    """Topics of the language reference, longest first: the long ones contain some of the short ones."""
+    """Yield the topics of the language reference, longest first, because long ones contain some of the short ones."""
     tree = _parse(library / "pydoc_data" / "topics.py")
     for statement in tree.body if tree else ():
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict):
@@ -87,7 +87,6 @@ def _topics(library: Path) -> Iterator[str]:
 
 
 def _docstrings(library: Path) -> Iterator[str]:
-    """One text a module: its docstrings in the order of the source."""
     for path in sorted(library.rglob("*.py"), key=lambda path: path.relative_to(library).parts):
         if _LEFT_OUT.isdisjoint(path.relative_to(library).parts) and (tree := _parse(path)) is not None:
             yield "\n\n".join(docstring for docstring in _docstrings_of(tree) if _is_prose(docstring))
@@ -97,7 +96,7 @@ def _docstrings_of(node: ast.AST) -> Iterator[str]:
     if isinstance(node, _DOCUMENTED) and (docstring := ast.get_docstring(node)):
         yield docstring
     for child in ast.iter_child_nodes(node):
-        if not isinstance(child, ast.expr):  # which has no docstring in it
+        if not isinstance(child, ast.expr):  # expressions hold no docstrings
             yield from _docstrings_of(child)
 
 
@@ -120,7 +119,7 @@ def _distinct(texts: Iterable[str], seen: set[str]) -> Iterator[str]:
         paragraphs = []
         for paragraph in inspect.cleandoc(text).split("\n\n"):
             words = " ".join(paragraph.split())
-            # Headings and code one-liners may come again; sentences may not.
+            # Headings and code one-liners may repeat; sentences may not.
             if len(words) >= _MIN_CHARACTERS:
                 if words in seen:
                     continue

@@ -1,8 +1,8 @@
-"""Train, validation and test splits: which documents belong to which.
+"""Samples, and the train, validation and test splits of a corpus's documents.
 
-Documents are assigned to the splits by a keyed permutation of their numbers, so that a held-out split represents the
-whole corpus even if its files are about different things. The key is fixed: a corpus has one validation split per
-`data.split`, whatever the run's seed, and runs can be compared on it.
+Documents are assigned to the splits by a keyed permutation of their numbers, so a held-out split represents the whole
+corpus even if its files differ in content. The key is fixed: a corpus has one validation split per `data.split`,
+whatever the seed, so that runs can be compared on it.
 """
 
 import math
@@ -18,11 +18,7 @@ SPLITS: Final = ("train", "valid", "test")
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
-    """Weights of train, valid and test from "949,50,1"; missing ones are 0.
-
-    Raises:
-        UserError: not one to three numbers ≥ 0 with the first above 0.
-    """
+    """Parse weights of train, valid and test such as "949,50,1"; missing ones are 0. Raises UserError if malformed."""
     fields = [field.strip() for field in text.split(",")]
     try:
         weights = [float(field) for field in fields]
@@ -38,10 +34,10 @@ def parse_split(text: str) -> tuple[float, float, float]:
 
 
 def document_counts(documents: int, split: str) -> dict[str, int]:
-    """How many of `documents` each split gets: by largest remainder, and at least 1 where the weight is above 0.
+    """Divide `documents` among the splits by largest remainder; each split with a weight above 0 gets at least 1.
 
     Raises:
-        UserError: fewer documents than splits with a weight.
+        UserError: there are fewer documents than splits with a weight.
     """
     weights = np.array(parse_split(split))
     wanted = int(np.count_nonzero(weights))
@@ -63,16 +59,16 @@ def document_counts(documents: int, split: str) -> dict[str, int]:
 
 
 def document_runs(documents: int, split: str, name: str) -> Int64Array:
-    """The documents of split `name`, in file order, as runs of neighbours.
+    """Return the documents of split `name`, in file order, as runs of consecutive numbers.
 
     Returns:
-        int64 [runs, 2]: first document of a run and the one after its last. No rows if the split is empty.
+        int64 [runs, 2]: first document of each run, and one past its last. No rows if the split is empty.
     """
     counts = document_counts(documents, split)
     largest = max(counts, key=lambda key: counts[key])
     if name != largest:
         return _runs(_assigned(documents, counts, name))
-    # The largest split is what the others leave, so that millions of its documents need no permuting.
+    # The largest split is the complement of the others, so its millions of documents need no permutation.
     others = np.concatenate([_assigned(documents, counts, other) for other in SPLITS if other != largest])
     others.sort()
     firsts, ends = np.append(0, others + 1), np.append(others, documents)
@@ -92,51 +88,50 @@ def _runs(members: Int64Array) -> Int64Array:
 
 
 class Samples(Protocol):
-    """Samples of one length S, the same on every rank."""
+    """Samples of equal length S, the same on every rank."""
 
-    def __len__(self) -> int:
-        """Number of samples."""
+    def __len__(self) -> int: ...
 
     def ordered(self, counters: Int64Array, seed: int) -> Int64Array:
-        """The sampler: the sample that a run reads as its n-th, for each n in `counters`: int64 [rows], a function of
-        (seed, n) alone."""
+        """Return the sample that a run reads as its n-th, for each n in `counters`: int64 [rows].
+
+        This is the sampler. The result depends on (seed, n) alone.
+        """
 
     def labelled(self, indices: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Inputs and labels of samples: two int64 [rows, S]; ignored labels are -100 (IGNORE_INDEX).
+        """Return inputs and labels, int64 [rows, S] each; ignored labels are -100. Raises UserError for damaged files.
 
         Args:
             indices: int64 [rows].
-
-        Raises:
-            UserError: the files are damaged.
         """
 
     def documents(self, indices: Int64Array) -> Int64Array:
-        """The document of each input token, from which the attention mask follows: int64 [rows, S], which never falls
-        along a row."""
+        """Return the document of each input token, for the attention mask: int64 [rows, S], non-decreasing in a row."""
 
     def positions(self, indices: Int64Array) -> Int64Array | None:
-        """The position of each input token of samples where documents under a separating attention mask count from 0:
-        int64 [rows, S]; None where positions count from the start of the sample."""
+        """Return the position of each input token, int64 [rows, S], if positions restart with each document.
+
+        None if they always count from the start of the sample.
+        """
 
     def padding(self, indices: Int64Array) -> Int64Array:
-        """How many of the input tokens of samples only fill them up to their length: int64 [rows]."""
+        """Return the number of padding tokens of each sample: int64 [rows]."""
 
     @property
     def parts(self) -> "tuple[MixturePart, ...]":
-        """The corpora that the samples come from, whose weights add up to 1."""
+        """Corpora that the samples come from, with weights that sum to 1."""
 
     def epochs(self, counter: int) -> dict[str, float]:
-        """Passes over each part of a mixture, by name, after `counter` samples of a run; empty where there is none."""
+        """Return the passes over each part of a mixture after `counter` samples, by name; empty for a single corpus."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A sentence for each thing that a user should know of how the samples were made."""
+        """Sentences that a user should know about how the samples were made."""
 
 
 @dataclass(frozen=True)
 class MixturePart:
-    """One corpus of a mixture: its name, its samples, and the share of it among the samples that a run reads."""
+    """One corpus of a mixture: its name, its samples, and its share of the samples that a run reads."""
 
     name: str
     samples: Samples
@@ -144,7 +139,7 @@ class MixturePart:
 
 
 class SingleCorpus(Samples, Protocol):
-    """What samples of one corpus have in common, read in a keyed order and with positions from the sample's start."""
+    """Base of the samples of one corpus: a keyed order, and positions that count from the start of the sample."""
 
     @property
     def parts(self) -> tuple[MixturePart, ...]:
@@ -166,15 +161,15 @@ class SingleCorpus(Samples, Protocol):
 
 @dataclass(frozen=True)
 class ConsumedSamples:
-    """How many training samples a run has consumed before each of its steps, from where it starts or is resumed.
+    """Number of training samples consumed before each step, counted from where a run starts or resumes.
 
-    What a step reads follows from it, as the order of the samples is a permutation of this count. It is the step times
-    the global batch size as long as that stays; a run may be resumed with another, and counts on.
+    It determines what a step reads, because the order of samples is a permutation of this count. It is the step times
+    the global batch size until a run resumes with another batch size and counts on.
 
     Attributes:
-        per_step: the global batch size.
-        step: updates made at the point.
-        samples: consumed there.
+        per_step: global batch size.
+        step: updates made at the start or resume.
+        samples: samples consumed by then.
     """
 
     per_step: int
@@ -183,13 +178,13 @@ class ConsumedSamples:
 
     @property
     def has_one_size(self) -> bool:
-        """Whether all samples so far were consumed in batches of this size, as far as their number tells."""
+        """Whether the count is consistent with batches of this size from the beginning."""
         return self.samples == self.step * self.per_step
 
     def before(self, step: int) -> int:
-        """Samples consumed before `step` (0 for the first), which is not before the point."""
+        """Return the samples consumed before `step` (0 for the first), which must not precede the start or resume."""
         return self.samples + (step - self.step) * self.per_step
 
     def steps_until(self, samples: int) -> int:
-        """The first step before which at least so many samples are consumed, if all batches were of this size."""
+        """Return the first step before which at least `samples` samples are consumed, if all batches have this size."""
         return self.step - (self.samples - samples) // self.per_step

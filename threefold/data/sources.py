@@ -1,4 +1,4 @@
-"""Reading text from parquet files, which needs the extra `parquet` of the package."""
+"""Input files of text: JSON lines, plain text and parquet, also compressed, as documents."""
 
 import gzip
 import hashlib
@@ -24,13 +24,12 @@ _ROWS: Final = 1024
 
 
 def parquet_batches(path: Path, column: str) -> Iterator[tuple[list[str], float]]:
-    """The texts of a column, some rows at a time; rows without one are left out.
+    """Yield the texts of a parquet column, some rows at a time, and the share of rows read so far; the last share is 1.
 
-    Yields:
-        the texts, and the share of the file's rows that are read with them; the last is 1.
+    Rows without a text are left out.
 
     Raises:
-        UserError: pyarrow is not installed, the file is no parquet file or damaged, or has no such column of text.
+        UserError: pyarrow is not installed, the file is damaged or not parquet, or has no such column of text.
     """
     try:
         import pyarrow
@@ -67,17 +66,17 @@ _PARQUET_SUFFIXES: Final = (".parquet",)
 _COMPRESSED_SUFFIXES: Final = (".gz", ".zst")
 _KNOWN: Final = ", ".join(_JSON_SUFFIXES + _TEXT_SUFFIXES) + ", one of these and .gz or .zst, or .parquet"
 
-# A line that only says this ends a document of a plain-text file, as in other public corpora of plain text.
+# Ends a document of a plain-text file when alone on a line, as in other public corpora.
 DOCUMENT_END: Final = "<|endoftext|>"
-# A long text is cut into documents of about this many characters: at the next blank line, at the latest (4 times as
-# long) at the next line, so that a single big file can be held in memory and divided into splits.
+# Characters after which a long text is cut at the next blank line, or after 4 times as many at the next line, so that
+# a single big file can be held in memory and divided into splits.
 _TEXT_DOCUMENT: Final = 65_536
 _READ_LINE_LIMIT: Final = 4 * _TEXT_DOCUMENT
 _CHUNK: Final = 1 << 18
 
 
 def find_inputs(inputs: Iterable[Path]) -> list[Path]:
-    """The files to read: files as given, folders searched for files of a known kind in the order of their names.
+    """Return the files to read: given files, and all files of a known kind in given folders, sorted by name.
 
     Raises:
         UserError: an input does not exist, is of an unknown kind, or is a folder without a file to read.
@@ -99,19 +98,16 @@ def find_inputs(inputs: Iterable[Path]) -> list[Path]:
 
 
 def is_json_lines(path: Path) -> bool:
-    """Whether `path` is a file of JSON lines by its name, compressed or not."""
+    """Return whether `path` is a file named as JSON lines, compressed or not."""
     return _kind(path) == "json" and path.is_file()
 
 
 def holds_chat(path: Path, key: str) -> bool:
-    """Whether a file's first line is a conversation or a prompt and its completion; all its lines are of one kind.
+    """Return whether a file's first line is a conversation or a pair. Raises UserError if the file cannot be read.
 
     Args:
-        path: a file of any known kind.
-        key: which key of a JSON object holds the text or the messages.
-
-    Raises:
-        UserError: it cannot be read.
+        path: file of any known kind; all its lines must be of one kind.
+        key: key of the text or the messages in JSON objects.
     """
     if _kind(path) != "json" or not path.is_file():  # a pipe can be read only once
         return False
@@ -121,21 +117,17 @@ def holds_chat(path: Path, key: str) -> bool:
     try:
         return is_chat(json.loads(first), key)
     except (ValueError, RecursionError):
-        return False  # for the reader of all lines to refuse
+        return False  # the reader of all lines reports it
 
 
 class SourceReader:
-    """One input file: its documents, and what was read of it so far.
+    """Documents of one input file; counts the `documents` yielded and the `bytes` of the file read so far.
 
     Args:
         path: the file.
-        key: which key of a JSON object, or column of a parquet file, holds the text (or, of an object, the messages).
+        key: key of the text (or the messages) in JSON objects, or column of a parquet file.
         on_read: called with the number of bytes (as stored) at every read.
-        key_given_by: the option or setting that chose `key`.
-
-    Attributes:
-        documents: how many documents it gave.
-        bytes: how many bytes of the file were read.
+        key_given_by: option or setting that chose `key`, for error messages.
     """
 
     def __init__(self, path: Path, key: str, on_read: Callable[[int], None], key_given_by: str = "--key") -> None:
@@ -152,22 +144,14 @@ class SourceReader:
         return self._hash.hexdigest()
 
     def texts(self) -> Iterator[str]:
-        """The documents, of which none is a conversation or a pair.
-
-        Raises:
-            UserError: as of the documents, or one is.
-        """
+        """Yield the documents of a file with only texts. Raises UserError if one is a conversation or a pair."""
         for document in self:
             if not isinstance(document, str):
                 raise UserError(f"{document.where} has {_what(document)} in place of a text; give texts under a key.")
             yield document
 
     def __iter__(self) -> Iterator[Document]:
-        """The documents that are not empty.
-
-        Raises:
-            UserError: the file cannot be read, or a line is malformed.
-        """
+        """Yield the non-empty documents. Raises UserError if the file cannot be read or a line is malformed."""
         documents: Iterator[Document] = (
             self._parquet_documents() if _kind(self.path) == "parquet" else self._streamed_documents()
         )
@@ -181,7 +165,7 @@ class SourceReader:
             size = self.path.stat().st_size
             for texts, share in parquet_batches(self.path, self._key):
                 yield from texts
-                # The file is not read from its beginning to its end, so its hash and the progress come along beside.
+                # Parquet is read out of order, so a second reader follows for the hash and the progress.
                 while self.bytes < share * size and raw.read(_CHUNK):
                     pass
             while raw.read(_CHUNK):
@@ -192,7 +176,7 @@ class SourceReader:
             stream = io.TextIOWrapper(_decompressed(raw, self.path), encoding="utf-8-sig")
             lines = iter(lambda: stream.readline(_READ_LINE_LIMIT), "") if _kind(self.path) == "text" else iter(stream)
             yield from _text_documents(lines) if _kind(self.path) == "text" else self._json_documents(lines)
-            while raw.read(1 << 20):  # a decompressor may stop before the last bytes of the file, which the hash covers
+            while raw.read(1 << 20):  # the hash covers the last bytes, which a decompressor may leave unread
                 pass
 
     @contextmanager
@@ -210,20 +194,12 @@ class SourceReader:
         self._on_read(len(data))
 
     def objects(self) -> Iterator[tuple[dict[str, Any], int]]:
-        """The object of each line of JSON, and the line's number.
-
-        Raises:
-            UserError: the file cannot be read, or a line is no JSON object.
-        """
+        """Yield each JSON line's object and number. Raises UserError if a line cannot be read or is not an object."""
         with self._opened() as raw, _explained(self.path):
             yield from self._json_objects(io.TextIOWrapper(_decompressed(raw, self.path), encoding="utf-8-sig"))
 
     def text_of(self, value: dict[str, Any], number: int) -> str:
-        """The text of the object in a line.
-
-        Raises:
-            UserError: it has none under the key.
-        """
+        """Return the text in the object of a line. Raises UserError if there is none under the key."""
         if self._key not in value:
             keys = ", ".join(f'"{key}"' for key in value) or "none"
             raise UserError(
@@ -329,8 +305,6 @@ def _text_documents(lines: Iterable[str]) -> Iterator[str]:
 
 
 class _Watched(io.RawIOBase):
-    """A raw file that shows every byte it reads to a callback."""
-
     def __init__(self, file: io.RawIOBase, watch: Callable[[memoryview], None]) -> None:
         self._file = file
         self._watch = watch
@@ -345,9 +319,9 @@ class _Watched(io.RawIOBase):
 
 
 class _ZstdFile(io.RawIOBase):
-    """The content of a zstd file of any number of frames.
+    """Content of a zstd file with any number of frames.
 
-    A truncated file is an error, which the library's own `stream_reader` takes for an end.
+    Truncation is an error here, while the library's own `stream_reader` takes it for the end.
     """
 
     def __init__(self, file: io.BufferedReader) -> None:

@@ -1,4 +1,4 @@
-"""How tokens are stored on disk: file names and numpy dtypes, the same in prepared folders and in token caches."""
+"""Arrays of numbers in files, and the file names and dtypes of tokens in prepared folders and token caches."""
 
 import os
 from pathlib import Path
@@ -17,38 +17,38 @@ LOSS_MASK_FILE: Final = "loss_mask.bin"
 TOKENIZER_FILE: Final = "tokenizer.json"
 
 DOCUMENT_DTYPE: Final = "<i8"
-# The bound of the Fleet token files, kept so that the same vocabulary has the same type in both.
+# Same bound as Fleet's token files, so that a vocabulary is stored in the same type by both.
 _UINT16_VOCAB: Final = 65_500
 DTYPES: Final = {"uint16": "<u2", "int32": "<i4"}
 
 
 def dtype_for(vocab_size: int) -> str:
-    """Name of the type that tokens of this vocabulary are stored in: a key of `DTYPES`."""
+    """Return the name of the type that tokens of this vocabulary are stored in, a key of `DTYPES`."""
     return "uint16" if vocab_size < _UINT16_VOCAB else "int32"
 
 
 _AT_ONCE: Final = 1 << 30
-"""Bytes of one read; Linux gives no more than 2 GiB."""
+"""Maximum bytes per read; Linux returns less than 2 GiB."""
 _GAP: Final = 1 << 12
-"""Numbers between two that are wanted, up to which reading them too takes less time than another call."""
+"""Distance up to which reading the numbers between two wanted ones is faster than another call."""
 _SPAN: Final = 1 << 20
-"""Numbers that are read together at most where there are such gaps."""
+"""Maximum count of numbers read together across such gaps."""
 
 LARGEST_IN_MEMORY: Final = 1 << 28
-"""Bytes of the largest column that `load_column` keeps in memory; every rank has one of its own."""
+"""Bytes of the largest column that `load_column` keeps in memory, once per rank."""
 
 
 class StoredArray:
-    """A one-dimensional array of numbers in a file, which is opened once and read where it is indexed.
+    """One-dimensional array of numbers in a file that is opened once and read on indexing.
 
-    Indexing gives arrays in memory, read only: an integer a number, a slice of step 1 or an integer array (of any
-    shape) an array. Safe to use from several threads and after a fork.
+    Indexing returns read-only data in memory: an integer gives a number; a slice of step 1 or an integer array (of any
+    shape) gives an array. Safe to use from several threads and after a fork.
 
     Args:
         path: a regular file.
-        dtype: of the numbers, with their byte order.
-        count: how many there are.
-        offset: the byte that the first begins at.
+        dtype: type of the numbers, including their byte order.
+        count: number of elements.
+        offset: byte at which the first number begins.
 
     Raises:
         UserError: the file cannot be read, or is too short.
@@ -109,7 +109,7 @@ class StoredArray:
         return self[:].tolist()
 
     def _gather(self, places: NDArray[np.integer]) -> NDArray[np.integer]:
-        """The numbers at `places`: neighbours, and what is not far apart, in one read."""
+        """Read the numbers at `places`, with one read for each group that is close together."""
         flat = np.ascontiguousarray(places).ravel()
         values = np.empty(flat.size, dtype=self.dtype)
         if flat.size:
@@ -131,7 +131,6 @@ class StoredArray:
         return values.reshape(places.shape)
 
     def _read(self, start: int, values: NDArray[Any]) -> None:
-        """Fill an array with the numbers from number `start` on."""
         if not values.size:
             return
         place = self.offset + start * self.dtype.itemsize
@@ -158,7 +157,7 @@ class StoredArray:
 
 
 def load_column(path: Path, dtype: DTypeLike, count: int, offset: int = 0) -> NDArray[Any]:
-    """The numbers of a file that is read all over: in memory, or, where that would take too much of it, mapped.
+    """Load numbers that are accessed throughout: into memory, or memory-mapped above `LARGEST_IN_MEMORY` bytes.
 
     Raises:
         UserError: the file cannot be read, or is too short.

@@ -1,4 +1,4 @@
-"""Text: reads sources, trains and opens tokenizers, and encodes documents as tokens."""
+"""Tokenizers: training, loading, and encoding text as tokens."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -12,17 +12,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from threefold.errors import UserError
 
 SpecialTokens = Literal["parse", "text"]
-"""`parse`: text that spells a special token is that token, as in transformers. `text`: it is text like any other."""
+"""`parse`: text that spells a special token becomes that token, as in transformers. `text`: it is ordinary text."""
 
 
 @dataclass(frozen=True)
 class TextRule:
-    """How a text is encoded, beside the tokenizer.
+    """How text is encoded, besides the tokenizer.
 
     Attributes:
-        special_tokens: what becomes of text that spells a special token.
-        beginning: tokens before the first of each text (Llama's `<|begin_of_text|>`); most tokenizers have none.
-        is_assumed: whether nothing says that it is so, as for token files of other systems.
+        special_tokens: how text that spells a special token is encoded.
+        beginning: tokens put before each text (Llama's `<|begin_of_text|>`); most tokenizers have none.
+        is_assumed: whether the rule is a guess because nothing records it, as for token files of other systems.
     """
 
     special_tokens: SpecialTokens = "parse"
@@ -31,16 +31,16 @@ class TextRule:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, special_tokens: SpecialTokens | None = None) -> Self:
-        """The rule for a tokenizer: its texts begin with what its post-processor puts before them."""
+        """Return a tokenizer's rule: texts begin with the tokens that its post-processor puts before them."""
         return cls(special_tokens or "parse", beginning_of(tokenizer))
 
 
 BEFORE_RULES: Final = TextRule("text", ())
-"""What held for token files, caches and trained checkpoints that say nothing of a rule."""
+"""Rule of token files, caches and checkpoints that record none."""
 
 
 def beginning_of(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The tokens that a tokenizer's post-processor puts before each text."""
+    """Return the tokens that a tokenizer's post-processor puts before each text."""
     tokenizer.no_truncation()
     plain, full = (tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
     starts = (start for start in range(len(full)) if full[start : start + len(plain)] == plain)
@@ -48,12 +48,7 @@ def beginning_of(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 class TextEncoder:
-    """A tokenizer and a rule. The tokenizer becomes the encoder's own: its truncation and padding are switched off.
-
-    Attributes:
-        tokenizer: the tokenizer.
-        rule: the rule.
-    """
+    """Tokenizer with a rule. It takes over the tokenizer: truncation and padding are switched off."""
 
     def __init__(self, tokenizer: Tokenizer, rule: TextRule) -> None:
         tokenizer.no_truncation()
@@ -66,12 +61,12 @@ class TextEncoder:
         return self.rule.beginning
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, the beginning among them once: a text that spells it itself does not get it again."""
-        # One text at a time, as a batch would be spread over threads; "fast" leaves out the offsets.
+        """Encode a text; the beginning is added unless the text itself spells it."""
+        # A single text, because a batch would be spread over threads; "fast" skips the offsets.
         return self._begun(self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """The same tokens, and the position of each in `text`: first character and the one after the last.
+        """Encode a text, and return its tokens and the span of each in it: first character, and one past the last.
 
         The beginning has the span (0, 0).
         """
@@ -81,7 +76,7 @@ class TextEncoder:
 
     @contextmanager
     def specials_as(self, special_tokens: SpecialTokens) -> Iterator[Tokenizer]:
-        """The tokenizer with another treatment of special tokens, for the time of the block."""
+        """Yield the tokenizer with another treatment of special tokens within the block."""
         before = self.tokenizer.encode_special_tokens
         self.tokenizer.encode_special_tokens = special_tokens == "text"
         try:
@@ -90,7 +85,6 @@ class TextEncoder:
             self.tokenizer.encode_special_tokens = before
 
     def special_ids(self) -> dict[int, str]:
-        """The special tokens, by id."""
         added = self.tokenizer.get_added_tokens_decoder()
         return {token: one.content for token, one in added.items() if one.special}
 
@@ -100,13 +94,13 @@ class TextEncoder:
 
 
 END_OF_DOCUMENT: Final = "<|endoftext|>"
-# Names of the end-of-document token in public tokenizers, most telling first.
+# Names of the end-of-document token in public tokenizers, the least ambiguous first.
 _END_NAMES: Final = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 _MIN_VOCAB: Final = 256 + 1
 
 
 def check_vocab_size(vocab_size: int) -> None:
-    """Raises UserError if a byte-level BPE cannot have so few tokens."""
+    """Raise UserError if a byte-level BPE cannot have as few as `vocab_size` tokens."""
     if vocab_size < _MIN_VOCAB:
         raise UserError(
             f"--vocab-size is {vocab_size} but a byte-level vocabulary holds 256 bytes and {END_OF_DOCUMENT}; "
@@ -115,7 +109,7 @@ def check_vocab_size(vocab_size: int) -> None:
 
 
 def train_tokenizer(documents: Iterator[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE (GPT-2's pre-tokenization) of at most `vocab_size` tokens; `<|endoftext|>` is token 0.
+    """Train a byte-level BPE (GPT-2's pre-tokenization) of at most `vocab_size` tokens; `<|endoftext|>` is token 0.
 
     A small corpus may give fewer tokens, when no pair is left that occurs twice.
     """
@@ -134,11 +128,7 @@ def train_tokenizer(documents: Iterator[str], vocab_size: int) -> Tokenizer:
 
 
 def load_tokenizer(path: Path, named: str = "--tokenizer") -> Tokenizer:
-    """The tokenizer stored at `path` (a tokenizer.json), which the option or setting `named` gave.
-
-    Raises:
-        UserError: it does not exist or is none.
-    """
+    """Load the tokenizer.json at `path`. Raises UserError, naming the option `named`, if it is missing or invalid."""
     if not path.is_file():
         raise UserError(f"{named} {path} does not exist; give a tokenizer.json")
     try:
@@ -148,11 +138,7 @@ def load_tokenizer(path: Path, named: str = "--tokenizer") -> Tokenizer:
 
 
 def end_of_document(tokenizer: Tokenizer, name: str | None) -> int:
-    """Id of the token that ends a document: `name`, or the first usual name in the tokenizer's vocabulary.
-
-    Raises:
-        UserError: the tokenizer does not have it.
-    """
+    """Return the id of the end-of-document token: `name`, or the first usual one. Raises UserError if there is none."""
     token = find_end(tokenizer) if name is None else tokenizer.token_to_id(name)
     if token is not None:
         return token
@@ -163,18 +149,18 @@ def end_of_document(tokenizer: Tokenizer, name: str | None) -> int:
 
 
 def find_end(tokenizer: Tokenizer) -> int | None:
-    """Id of the token that ends a document, by the usual names; None if its vocabulary has none of them."""
+    """Return the id of the end-of-document token by its usual names; None if the vocabulary has none of them."""
     ids = (tokenizer.token_to_id(name) for name in _END_NAMES)
     return next((token for token in ids if token is not None), None)
 
 
 def id_count(tokenizer: Tokenizer) -> int:
-    """One more than the highest token id: the rows an embedding needs, also where ids have gaps."""
+    """Return the highest token id plus one: the rows that an embedding needs, even if ids have gaps."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
 def _interruptible(work: Callable[[], object]) -> None:
-    """Run `work` in a thread, so that Ctrl-C ends the wait at once: the library looks at no signal while it trains."""
+    """Run `work` in a thread, so that Ctrl-C interrupts the wait: the library ignores signals while it trains."""
     failures: list[BaseException] = []
 
     def run() -> None:

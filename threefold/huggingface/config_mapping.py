@@ -1,4 +1,4 @@
-"""config.json to and from the settings of a model, whatever its family."""
+"""Conversion between config.json and the `model` settings, for every family."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -10,21 +10,21 @@ from threefold.models.hf.config_json import ConfigJson, shortened
 from threefold.models.hf.model_type import HuggingFaceType
 
 _KEPT = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Keys of an imported config.json about tokens, which an export keeps."""
+"""Keys about tokens that an export keeps from the imported config.json."""
 
 
 def read_model(
     values: Mapping[str, Any], where: str, ignored: Collection[str] = ()
 ) -> tuple[HuggingFaceType, dict[str, Any]]:
-    """The type that a config.json names, and the settings of `model`.
+    """Return the model type that a config.json names, and the `model` settings it describes.
 
     Args:
-        values: what it holds.
-        where: names it in sentences.
+        values: content of the config.json.
+        where: name of the file, for error messages.
         ignored: keys to ignore.
 
     Raises:
-        UserError: another type, or anything unsupported.
+        UserError: the model type is unknown, or the config has something unsupported.
     """
     name, types = values.get("model_type"), huggingface_types()
     if not isinstance(name, str) or name not in types:
@@ -43,14 +43,11 @@ def read_model(
 
 
 def choose_type(model: ModelConfig, preferred: str | None) -> HuggingFaceType:
-    """The type to export a model as: the one that it was imported from where that still fits, else the first that does.
+    """Choose the type to export as: the imported one if it still fits, else the first. Raises UserError if none fits.
 
     Args:
-        model: resolved.
-        preferred: model_type that it was imported from; None for none.
-
-    Raises:
-        UserError: none fits.
+        model: resolved settings.
+        preferred: model_type that the model was imported from; None if it was not imported.
     """
     types = huggingface_types()
     own = [kind for kind in types.values() if kind.architecture == model.architecture]
@@ -78,14 +75,14 @@ def _check_rope(model: ModelConfig) -> None:
 def write_model(
     model: ModelConfig, kind: HuggingFaceType, dtype: str, eod: int | None, imported: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The config.json of a model.
+    """Return the config.json of a model.
 
     Args:
-        model: resolved.
-        kind: from `choose_type`.
-        dtype: of the files, as torch calls it.
-        eod: the token that ends a document; None for none.
-        imported: the config.json that the model was imported with; empty for none.
+        model: resolved settings.
+        kind: type returned by `choose_type`.
+        dtype: torch's name of the files' dtype.
+        eod: end-of-document token; None for none.
+        imported: config.json that the model was imported with; empty if it was not imported.
     """
     tokens = {key: imported.get(key) for key in _KEPT}
     if tokens["eos_token_id"] is None:
@@ -102,5 +99,5 @@ def write_model(
 
 
 def left_out(model: ModelConfig, kind: HuggingFaceType) -> tuple[str, ...]:
-    """Settings of training, with their values, that a config.json of the type has no key for."""
+    """Return the training settings, with their values, for which a config.json of the type has no key."""
     return tuple(f"model.{name} {getattr(model, name):g}" for name in kind.training_only() if getattr(model, name))

@@ -1,4 +1,7 @@
-"""Export of an own model: beside its weights, which keep its own names, what makes it in plain PyTorch."""
+"""`threefold checkpoint export`: write a run's newest checkpoint as a Hugging Face model, tensor by tensor.
+
+A user's own model keeps its tensor names; the export includes the code that makes it in plain PyTorch.
+"""
 
 import json
 import shutil
@@ -28,22 +31,21 @@ from threefold.models.source import file_source
 from threefold.output import Progress, check_replaceable, staged_directory
 
 CONSTRUCTOR: Final = "model.json"
-"""Says what to call in the model's file, with which keyword arguments, and which of its parameters are stored under
-the name of another."""
+"""File that names the class or function in the model's file, its keyword arguments, and its tied parameters."""
 
 
 def write_constructor(config: ModelConfig, folder: Path) -> tuple[str, ...]:
-    """Write an own model's file with the modules beside it that it imports, and how to make the model with it.
+    """Write the code of a user's own model (its file and the modules it imports), and how to call it.
 
     Args:
-        config: the `model` section of the checkpoint, with the file that makes the model.
-        folder: to write to.
+        config: `model` section of the checkpoint, with the file that makes the model.
+        folder: destination folder.
 
     Returns:
-        the names of the files written.
+        names of the files written.
 
     Raises:
-        UserError: the file cannot be used, or there is none, as the model was given in Python.
+        UserError: the file cannot be used, or the model was given in Python and has no file.
     """
     source = file_source(config)
     name, arguments = source.constructor(config)
@@ -61,25 +63,22 @@ def _plain(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 _AT_ONCE: Final = 64 << 20
-"""Bytes that are read together where single tensors are smaller."""
+"""Bytes of small tensors that are read together."""
 
 Stored = dict[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shape and dtype by name."""
 
 
 @dataclass(frozen=True)
 class Export:
-    """What to export.
+    """Request to export the run folder `run` to a new folder `out`.
 
     Attributes:
-        run: a run's folder.
-        out: the folder to make.
-        shard_bytes: most tensors in a file.
-        dtype: of the files, a key of `PRECISIONS`; None for what the run computes in, or, where it made no update, what
-            each weight is stored in.
-        overwrite: whether a folder at `out` is replaced.
-        model: of an own model, the file that makes it; None for the checkpoint's own copy.
-        trust_code: whether that copy may be used.
+        shard_bytes: maximum bytes of tensors in one file.
+        dtype: dtype of the files, a key of `PRECISIONS`; None keeps the run's compute dtype, or each weight's stored
+            dtype if the run made no update.
+        overwrite: whether an existing folder at `out` is replaced.
+        model: for a user's own model, the file that makes it; None uses the checkpoint's copy.
+        trust_code: whether the checkpoint's copy of the code may be executed.
     """
 
     run: Path
@@ -93,19 +92,17 @@ class Export:
 
 @dataclass(frozen=True)
 class Exported:
-    """What was exported.
+    """Summary of an export.
 
     Attributes:
-        family: model_type of Hugging Face.
-        config: the run's.
-        step: updates made for the weights.
-        parameters: how many.
-        dtype: of most of the files.
-        bytes: of the weights.
-        files: names of the weights' files.
-        texts: names of the files beside them.
-        left_out: settings of training without a key in the files, with their values.
-        warnings: a sentence that names the damaged checkpoints that were passed over, if any were.
+        family: Hugging Face model_type.
+        step: number of updates that made the weights.
+        parameters: parameter count.
+        dtype: dtype of most of the weights, by bytes.
+        bytes: size of the weights.
+        files, texts: names of the weight files, and of the other files.
+        left_out: training settings that the files have no key for, with their values.
+        warnings: a sentence that names the damaged checkpoints that were skipped, if any.
     """
 
     family: str
@@ -121,13 +118,13 @@ class Exported:
 
 
 def export_model(request: Export, progress: Progress) -> Exported:
-    """Write the newest good checkpoint of a run as Hugging Face's transformers reads it, tensor by tensor.
+    """Write the newest good checkpoint of a run in the format of Hugging Face transformers, tensor by tensor.
 
-    One that is found damaged while it is read is skipped.
+    A checkpoint that turns out to be damaged while it is read is skipped.
 
     Raises:
-        UserError: there is no checkpoint, no family fits the model, or `out` cannot be written. Nothing is
-            left at `out` then.
+        UserError: there is no checkpoint, no family fits the model, or `out` cannot be written. Nothing is left at
+            `out` then.
     """
     return_freed_memory()
     check_replaceable(request.out, [request.run], request.overwrite)
@@ -185,7 +182,6 @@ def _export(request: Export, choice: SelectedCheckpoint, progress: Progress) -> 
 
 
 def _by_tensor(kind: HuggingFaceType, config: Config, stored: Stored) -> dict[str, list[WeightMap]]:
-    """The weights made of each of our tensors, in the order of the layers."""
     shapes = {name: stored[name][0] for name in sorted(stored, key=_place)}
     weights: dict[str, list[WeightMap]] = {name: [] for name in shapes}
     for weight in kind.weights(config.model, shapes):
@@ -194,7 +190,7 @@ def _by_tensor(kind: HuggingFaceType, config: Config, stored: Stored) -> dict[st
 
 
 def _shapes(name: str, shape: tuple[int, ...], slabs: list[WeightMap] | None) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The tensors of the files that are made of one of ours, and their shapes; of an own model it is that itself."""
+    """Yield the names and shapes of the tensors written for one of ours; an own model's tensor is written as it is."""
     if slabs is None:
         yield name, shape
     else:
@@ -203,7 +199,6 @@ def _shapes(name: str, shape: tuple[int, ...], slabs: list[WeightMap] | None) ->
 
 
 def _place(name: str) -> tuple[int, int, str]:
-    """Order of a tensor in the files: the embedding, the layers by number, the head."""
     first, number, *_ = name.split(".")
     return ("embed", "blocks", "head").index(first), int(number) if number.isdigit() else 0, name
 
@@ -230,7 +225,7 @@ def _write(
 
 
 def _batches(facts: Stored) -> Iterator[list[str]]:
-    """Names whose tensors are read together: one that is large, several that are small."""
+    """Yield the names of tensors to read together: a large one alone, small ones in groups."""
     batch: list[str] = []
     filled = 0
     for name, (shape, dtype) in facts.items():

@@ -1,4 +1,4 @@
-"""`threefold checkpoint import`: a folder of Hugging Face to a run whose first checkpoint has its weights."""
+"""`threefold checkpoint import`: make a run of a Hugging Face model, with its weights as the first checkpoint."""
 
 import hashlib
 from collections import Counter
@@ -44,21 +44,16 @@ from threefold.models.sharding import ModelPlan
 from threefold.output import Progress, check_replaceable, list_marked, staged_directory, write_durably
 
 LONGEST_SAMPLE: Final = 2048
-"""Tokens of a sample that an imported run's config proposes, where the model reads as many."""
+"""Largest data.sequence_length that the config of an imported run proposes, in tokens."""
 PRECISIONS: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 _LR: Final = 2e-5
 
 
 @dataclass(frozen=True)
 class Import:
-    """What to import.
+    """Request to import the model in the folder `source` as a run at `out`.
 
-    Attributes:
-        source: a folder with config.json and safetensors.
-        out: the run to make.
-        ignored: keys of config.json to ignore.
-        overwrite: whether a folder at `out` is replaced.
-        allow_not_finite: whether weights may be NaN or infinite.
+    `ignored` are keys of config.json to ignore; `allow_not_finite` accepts weights that are NaN or infinite.
     """
 
     source: Path
@@ -70,16 +65,7 @@ class Import:
 
 @dataclass(frozen=True)
 class Imported:
-    """What was imported.
-
-    Attributes:
-        family: model_type of Hugging Face.
-        config: of the checkpoint.
-        parameters: how many.
-        dtypes: of the weights, the most common first.
-        bytes: of the weights.
-        tokenizer: whether there is one.
-    """
+    """Summary of an import; `family` is Hugging Face's model_type, and the most common of `dtypes` comes first."""
 
     family: str
     config: Config
@@ -90,14 +76,13 @@ class Imported:
 
 
 def import_model(request: Import, progress: Progress) -> Imported:
-    """Make a run whose checkpoint of step 0 has the weights of a model of Hugging Face, and no optimizer's state.
+    """Create a run whose checkpoint of step 0 has the weights of a Hugging Face model, without optimizer state.
 
-    At no time more than a piece of a tensor is in memory.
+    At most one piece of a tensor is in memory at a time.
 
     Raises:
-        UserError: another kind of model, something in config.json that Threefold cannot do, a file that is missing or
-            damaged, a weight that is missing, unknown or of another shape, or `out` cannot be written. Nothing is left
-            at `out` then.
+        UserError: the kind of model or something in its config.json is not supported, a file is missing or damaged, a
+            weight is missing, unknown or of another shape, or `out` cannot be written. Nothing is left at `out` then.
     """
     return_freed_memory()
     check_replaceable(request.out, [request.source], request.overwrite, listing=list_imported)
@@ -121,7 +106,7 @@ def import_model(request: Import, progress: Progress) -> Imported:
     ) as partial:
         folder = path_of(partial, 0)
         folder.mkdir(parents=True)
-        files.not_finite()  # what the checks before have read counts anew
+        files.not_finite()  # discard the counts of what the checks above have read
         save_tensors_alone(tensors, folder)
         if not request.allow_not_finite:
             _check_finite(files)
@@ -138,7 +123,7 @@ def import_model(request: Import, progress: Progress) -> Imported:
 
 
 def list_imported(run: Path) -> Collection[str] | None:
-    """The files of an imported run by its marker; before there were markers, by the manifest of its only checkpoint."""
+    """Return the files of an imported run: those in its marker or, in older runs, in its only checkpoint's manifest."""
     if (marked := list_marked(run)) is not None:
         return marked
     folder = path_of(Path(), 0)
@@ -153,7 +138,7 @@ def list_imported(run: Path) -> Collection[str] | None:
 
 
 def _template(settings: Mapping[str, Any], precision: str, out: Path) -> dict[str, dict[str, Any]]:
-    """A config to train on with, as the run's folder has it: what follows from the model, and nothing else."""
+    """Return the config to train with, for the run's folder: only what follows from the model."""
     return {
         "model": dict(settings),
         "data": {"path": "tokens", "sequence_length": min(settings["max_position_embeddings"], LONGEST_SAMPLE)},
@@ -164,14 +149,13 @@ def _template(settings: Mapping[str, Any], precision: str, out: Path) -> dict[st
 
 
 def _of_checkpoint(template: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The config in the checkpoint: the same with the longest sequence of the model, and without paths of data."""
+    """Return the checkpoint's config: the template with the model's maximum sequence length and no `train` section."""
     sections = {name: dict(values) for name, values in template.items() if name != "train"}
     sections["data"]["sequence_length"] = sections["model"]["max_position_embeddings"]
     return sections
 
 
 def _checked_weights(kind: HuggingFaceType, config: Config, files: TensorFiles) -> list[WeightMap]:
-    """The weights of a config's model, each checked to be in the files, with its shape."""
     named = f"{files.folder / THEIR_CONFIG}"
     if (config.model.num_layers or 0) > len(files.tensors):
         raise UserError(
@@ -210,7 +194,7 @@ def _checked_weights(kind: HuggingFaceType, config: Config, files: TensorFiles) 
 
 
 def _check_tie(files: TensorFiles, weights: list[WeightMap]) -> None:
-    """Check that a head that is tied, and in the files too, is the embedding."""
+    """Check that a tied head that is also stored in the files equals the embedding."""
     embedding = next(weight for weight in weights if weight.name == "embed.tokens.weight")
     (source,) = embedding.sources
     head = WeightMap("head", embedding.shape, (SourceRows("lm_head.weight"),))
@@ -225,7 +209,6 @@ def _check_tie(files: TensorFiles, weights: list[WeightMap]) -> None:
 
 
 def _check_finite(files: TensorFiles) -> None:
-    """Check that what has been read is finite."""
     counts = files.not_finite()
     if not counts:
         return
@@ -239,7 +222,7 @@ def _check_finite(files: TensorFiles) -> None:
 
 
 def _streamed(weights: list[WeightMap], plan: ModelPlan, files: TensorFiles, progress: Progress) -> dict[str, Tensor]:
-    """What the checkpoint stores: our tensors by name, in the dtypes of the files."""
+    """Return the checkpoint's tensors by name, in the files' dtypes; they are read piece by piece as they are saved."""
     grouped: dict[str, list[WeightMap]] = {}
     for weight in weights:
         grouped.setdefault(weight.name, []).append(weight)
@@ -258,7 +241,7 @@ def _streamed(weights: list[WeightMap], plan: ModelPlan, files: TensorFiles, pro
 
 
 def _is_cut_by_columns(plan: ModelPlan, weight: WeightMap) -> bool:
-    """Whether tensor parallelism cuts the last of a parameter's dims; it cuts the first of others, or none."""
+    """Whether tensor parallelism shards the last dim of a parameter, rather than its first or none."""
     rule = plan.split_of(weight.name)
     last = len(weight.shape) - (weight.expert is None)
     return rule is not None and last > 0 and rule.cut_dim(weight.name.rpartition(".")[2], "tp") == last
@@ -279,7 +262,7 @@ def _piece(weight: WeightMap, box: Box, dtype: torch.dtype, files: TensorFiles, 
 
 
 def _end_token(source: Path, texts: Mapping[str, str]) -> int | None:
-    """The token that ends a document: the first that the files name, else a usual one of the tokenizer, else none."""
+    """Return the end-of-document token: the first that the files name, else a usual one of the tokenizer, else None."""
     if named := end_tokens(source):
         return named[0]
     if TOKENIZER not in texts:

@@ -1,4 +1,4 @@
-"""Reading a folder of safetensors, slice by slice."""
+"""Reading a Hugging Face folder: its safetensors, slice by slice, and the files about its tokenizer."""
 
 import os
 import re
@@ -20,20 +20,17 @@ from threefold.models.hf.config_json import shortened
 from threefold.models.hf.model_type import WeightMap
 
 _LOOKED_AT: Final = 1 << 20
-"""Values that are checked together."""
+"""Number of values checked for finiteness at once."""
 WHOLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _FILE = re.compile(r"[\w@+=-][\w@+=., -]{0,240}\.safetensors")
-"""Names of files, without a folder."""
 _BUFFERS = re.compile(r".*(\.rotary_emb\.inv_freq|\.attn\.bias|\.attn\.masked_bias)")
-"""Tensors of old files that are no weights: masks and frequencies, which follow from the config."""
+"""Names of tensors in old files that are not weights: masks and frequencies, which follow from the config."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """The file, shape and dtype of a tensor."""
-
     file: Path
     key: str
     shape: tuple[int, ...]
@@ -41,17 +38,17 @@ class Stored:
 
 
 class TensorFiles:
-    """The weights in a folder, by name.
+    """Weights in a folder, by name.
 
-    A file is opened anew for each read, because what was read through a mapping stays in a process's memory until the
-    mapping ends.
+    Each read reopens its file, because pages read through a mapping count as the process's memory until it is
+    unmapped.
 
     Args:
-        folder: has model.safetensors, or several files and an index of them.
-        prefix: what the names of all weights but the head's begin with; files of a model without a head leave it out.
+        folder: folder with model.safetensors, or with several files and their index.
+        prefix: prefix of all weight names except the head's; files of a model without a head leave it out.
 
     Raises:
-        UserError: a file is missing, cut short, or holds what cannot be read.
+        UserError: a file is missing or truncated, or holds something that cannot be read.
     """
 
     def __init__(self, folder: Path, prefix: str) -> None:
@@ -68,13 +65,13 @@ class TensorFiles:
     def read(
         self, name: str, rows: tuple[int, int], columns: tuple[int, int], index: int | None, transposed: bool
     ) -> Tensor:
-        """A box of a tensor, copied.
+        """Read a copy of a box of a tensor.
 
         Args:
-            name: of the tensor.
-            rows, columns: from the first to the end, as ours are counted; a tensor of one dim has rows alone.
-            index: which tensor of a stack.
-            transposed: whether the file has our rows as columns.
+            name: name of the tensor.
+            rows, columns: start and end in our layout; a tensor with one dim has only rows.
+            index: index of the tensor in a stack; None if it is not stacked.
+            transposed: whether the file stores our rows as columns.
 
         Raises:
             UserError: the file cannot be read.
@@ -94,10 +91,7 @@ class TensorFiles:
         return found
 
     def not_finite(self) -> dict[str, int]:
-        """How many values that are not finite each tensor has, as far as it has been read; first those read first.
-
-        The count starts anew.
-        """
+        """Return and reset the number of non-finite values read so far from each tensor, in order of reading."""
         counts: dict[str, int] = {}
         while self._not_finite:
             name, count = self._not_finite.pop(0)
@@ -106,15 +100,13 @@ class TensorFiles:
 
 
 def _count_not_finite(found: Tensor) -> int:
-    """How many values are NaN or infinite; looked at in parts, since the check makes several copies of each."""
+    """Count the NaN and infinite values; in blocks, since the check makes several copies of its input."""
     rows: Tensor = found.t() if found.dim() == 2 and not found.is_contiguous() else found
     step = max(1, _LOOKED_AT * len(rows) // max(1, rows.numel()))
     return sum(int((~block.isfinite()).sum()) for block in rows.split(step))
 
 
 class _opened:
-    """A file of safetensors, its errors as sentences."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -131,11 +123,7 @@ class _opened:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Read the object in a JSON file. Raises UserError if there is none."""
     if not os.path.lexists(path):
         raise UserError(f"{path} does not exist; give a folder that holds a model of Hugging Face.")
     value = parse_json(read_text(path), str(path))
@@ -203,7 +191,7 @@ WITH_TOKENIZER: Final = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""Files about the use of a tokenizer, above all its chat template."""
+"""Files that describe the use of a tokenizer, above all its chat template."""
 CARRIED: Final = (
     CONFIG,
     GENERATION,
@@ -216,10 +204,10 @@ PREFIX: Final = "huggingface-"
 
 
 def texts_of(source: Path) -> dict[str, str]:
-    """The further files of a checkpoint of the model in `source`, by name.
+    """Read the tokenizer and sidecar files of the model in `source`, keyed by their names in a checkpoint.
 
     Raises:
-        UserError: a file cannot be read, or the tokenizer is none.
+        UserError: a file cannot be read, or the tokenizer is invalid.
     """
     kept = {TOKENIZER: source / TOKENIZER, **{PREFIX + name: source / name for name in CARRIED}}
     texts = {name: read_text(path) for name, path in kept.items() if os.path.lexists(path)}
@@ -238,15 +226,12 @@ def _tokenizer(text: str, path: Path) -> Tokenizer:
 
 
 def check_tokenizer(text: str, path: Path, rows: int) -> None:
-    """Check that every token of a tokenizer has a row in the embedding.
+    """Check that every token of a tokenizer has a row in the embedding. Raises UserError if one has none.
 
     Args:
-        text: of the tokenizer.
-        path: names it in sentences.
-        rows: of the embedding.
-
-    Raises:
-        UserError: a token has none.
+        text: content of tokenizer.json.
+        path: path of the tokenizer, for error messages.
+        rows: rows of the embedding.
     """
     ids = _tokenizer(text, path).get_vocab(with_added_tokens=True).values()
     largest = max(ids, default=-1)
@@ -258,11 +243,11 @@ def check_tokenizer(text: str, path: Path, rows: int) -> None:
 
 
 def end_tokens(folder: Path, prefix: str = "") -> list[int]:
-    """The tokens that end a text, each once, as a model's config.json and generation_config.json say.
+    """Return the distinct tokens that end a text according to config.json and generation_config.json.
 
     Args:
-        folder: of Hugging Face; or a checkpoint.
-        prefix: before the files' names; `PREFIX` in a checkpoint.
+        folder: Hugging Face folder, or a checkpoint.
+        prefix: prefix of the file names; `PREFIX` in a checkpoint.
 
     Raises:
         UserError: a file cannot be read.
@@ -281,13 +266,13 @@ def end_tokens(folder: Path, prefix: str = "") -> list[int]:
 
 
 def carried_by(checkpoint: Path) -> dict[str, str]:
-    """The tokenizer and those of a checkpoint's files, by their names in it; no others, such as Python."""
+    """Read a checkpoint's tokenizer and sidecar files, by name; no other files, such as Python code."""
     paths = [checkpoint / name for name in (TOKENIZER, *sorted(PREFIX + name for name in CARRIED))]
     return {path.name: path.read_text(encoding="utf-8") for path in paths if os.path.lexists(path)}
 
 
 def write_texts(checkpoint: Path, folder: Path) -> list[str]:
-    """Write a checkpoint's tokenizer and sidecar files, except config.json, to a folder, and return the names."""
+    """Write a checkpoint's tokenizer and sidecar files, except config.json, to a folder, and return their names."""
     texts = {name.removeprefix(PREFIX): text for name, text in carried_by(checkpoint).items()}
     texts.pop(CONFIG, None)
     for name, text in texts.items():
@@ -296,34 +281,34 @@ def write_texts(checkpoint: Path, folder: Path) -> list[str]:
 
 
 def imported_config(checkpoint: Path) -> dict[str, Any]:
-    """The config.json that a checkpoint's model came from; empty if from none."""
+    """Return the config.json that a checkpoint's model was imported with; empty if it was not imported."""
     path = checkpoint / (PREFIX + CONFIG)
     return read_json(path) if path.is_file() else {}
 
 
 BOX_BYTES: Final = 16 << 20
-"""Most that is read at once, and stored as one piece."""
+"""Maximum bytes that are read at once and stored as one piece."""
 SMALL: Final = 1 << 18
-"""Bytes of a tensor that is stored as one piece."""
+"""Bytes up to which a tensor is stored as one piece."""
 BOXES: Final = 8
-"""Pieces of a tensor that is not small, so that each of as many ranks finds its own shard."""
+"""Minimum number of pieces of a larger tensor, so that each of as many ranks can read only its own shard."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """Rows and columns of a tensor, each from a first to an end; one of one dim has a single column."""
+    """Start and end of the rows and columns of a part of a tensor; a tensor with one dim has a single column."""
 
     rows: tuple[int, int]
     columns: tuple[int, int]
 
 
 def boxes(weight: WeightMap, itemsize: int, by_columns: bool) -> Iterator[Box]:
-    """Divides a parameter into boxes of at most `BOX_BYTES` and, where it is not small, at least `BOXES` of them.
+    """Divide a parameter into boxes of at most `BOX_BYTES`, and into at least `BOXES` of them unless it is small.
 
     Args:
         weight: the parameter.
-        itemsize: bytes of an element.
-        by_columns: whether the last of two dims is cut instead of the first; of that only whole groups are.
+        itemsize: bytes per element.
+        by_columns: whether to cut the last of two dims instead of the first, which is cut only between groups.
     """
     size = prod(weight.shape) * itemsize
     rows, columns = weight.shape[0], weight.shape[-1] if len(weight.shape) > 1 else 1
@@ -336,11 +321,7 @@ def boxes(weight: WeightMap, itemsize: int, by_columns: bool) -> Iterator[Box]:
 
 
 def read_box(weight: WeightMap, files: TensorFiles, box: Box) -> Tensor:
-    """A box of a parameter.
-
-    Raises:
-        UserError: the files cannot be read.
-    """
+    """Read a box of a parameter. Raises UserError if the files cannot be read."""
     groups = range(box.rows[0] // weight.group, box.rows[1] // weight.group)
     read = [
         files.read(
@@ -359,7 +340,7 @@ def read_box(weight: WeightMap, files: TensorFiles, box: Box) -> Tensor:
 
 
 def split(weight: WeightMap, parameter: Tensor) -> dict[str, Tensor]:
-    """The tensors of the files by name, from a whole parameter."""
+    """Split a whole parameter into the tensors of the files, by name."""
     matrix = parameter if weight.expert is None else parameter[weight.expert]
     groups = matrix.unflatten(0, (-1, weight.group)).split([source.rows for source in weight.sources], dim=1)
     rows: dict[str, list[Tensor]] = {}

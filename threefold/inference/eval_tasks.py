@@ -1,4 +1,4 @@
-"""Log-likelihood (loss) of given tokens of texts, and whether greedy decoding predicts them, in any layout."""
+"""Evaluation tasks: log-likelihood (loss) and greedy accuracy of given tokens of texts, in any layout."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -19,17 +19,17 @@ from threefold.inference.model import Model
 from threefold.parallel.tensor.loss import ParallelCrossEntropy
 
 _LOGITS_AT_ONCE = 1 << 25
-"""Elements per chunk; the logits of a whole batch would need many times the memory of the model."""
+"""Elements of one chunk of logits; those of a whole batch would take many times the model's memory."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """A context window: input tokens of one forward pass, and the labels that are evaluated.
+    """Context window: the input tokens of one forward pass, and the labels that are evaluated.
 
     Attributes:
-        text: number of the text.
-        begin, end: the input is its tokens `begin` up to, not including, `end`; each predicts the next one.
-        first: the first evaluated token; the last is `end`.
+        text: index of the text.
+        begin, end: bounds of the input tokens in the text, `end` exclusive; each token predicts the next one.
+        first: index of the first evaluated token; the last one is `end`.
     """
 
     text: int
@@ -43,18 +43,18 @@ class Window:
         return self.end + 1 - self.first
 
     def mask(self, masks: Sequence[np.ndarray]) -> np.ndarray:
-        """Which of the tokens from `first` to `end` are evaluated, by the masks of the texts: bool [counted]."""
+        """Return which tokens from `first` to `end` are evaluated, according to the texts' masks: bool [counted]."""
         mask: np.ndarray = masks[self.text][self.first : self.end + 1]
         return mask
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Results of the windows, the same on every rank.
+    """Losses and hits of all windows, the same on every rank.
 
     Attributes:
-        losses: fp64 [windows], the summed loss (nats) of each window's evaluated tokens.
-        hits: int64 [windows], how many of them are the most likely token.
+        losses: fp64 [windows], summed loss (nats) of each window's evaluated tokens.
+        hits: int64 [windows], number of evaluated tokens that are the most likely one.
     """
 
     losses: Tensor
@@ -73,14 +73,14 @@ def score(
 
     Args:
         model: this rank's shards.
-        texts: token ids of each.
-        windows: of these texts.
-        batch_size: windows per batch of a replica; sorted by length, so that there is little padding.
-        advance: called with the number of windows that are done (of all replicas, as estimated by this rank).
-        masks: bool, whether each token of each text is evaluated; None where all in the windows are.
+        texts: token ids of each text.
+        windows: windows of these texts.
+        batch_size: windows per batch of a replica; windows are sorted by length, which keeps padding low.
+        advance: called with the number of windows that are done (over all replicas, estimated by this rank).
+        masks: bool, whether each token of each text is evaluated; None evaluates all tokens of the windows.
 
     Raises:
-        UserError: a loss is not finite; on every rank.
+        UserError: a loss is not finite; raised on every rank.
     """
     mesh = model.mesh
     batches = _batches(model, windows, batch_size)
@@ -100,7 +100,7 @@ def score(
 
 
 def _batches(model: Model, windows: Sequence[Window], size: int) -> list[list[int]]:
-    """Numbers of the windows that run together; of one length where a model's angles follow the length."""
+    """Group the windows into batches of indices; of equal lengths if the model's RoPE angles depend on the length."""
     by_length: dict[int, list[int]] = {}
     alike = model.trained.config.model.rope_scaling == "dynamic"
     for number in sorted(range(len(windows)), key=lambda number: windows[number].begin - windows[number].end):
@@ -111,10 +111,8 @@ def _batches(model: Model, windows: Sequence[Window], size: int) -> list[list[in
 def _score_batch(
     model: Model, texts: Sequence[np.ndarray], windows: list[Window], masks: Sequence[np.ndarray] | None
 ) -> Tensor | None:
-    """Summed loss and hits, fp64 [2, B], of each window, on the last stage; None elsewhere.
-
-    Windows are padded on the right, which causal attention hides.
-    """
+    """Return the summed loss and hits of each window, fp64 [2, B], on the last stage; None elsewhere."""
+    # padded on the right, which causal attention ignores
     tokens = np.zeros((len(windows), max(window.end - window.begin for window in windows)), np.int64)
     for row, window in enumerate(windows):
         tokens[row, : window.end - window.begin] = texts[window.text][window.begin : window.end]
@@ -134,7 +132,7 @@ def _score_batch(
 
 
 def _score_tokens(model: Model, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss fp64 [N] of each label [N] given its `hidden` [N, H], and whether it is the most likely, bool [N]."""
+    """Return each label's loss given `hidden` [N, H], fp64 [N], and whether it is the most likely token, bool [N]."""
     loss = ParallelCrossEntropy(model.trained.config.model.vocab_size, model.mesh.tp)
     at_once = max(1, _LOGITS_AT_ONCE // max(1, model.trained.config.model.vocab_size))
     losses, hits = [], []
@@ -147,7 +145,7 @@ def _score_tokens(model: Model, hidden: Tensor, labels: Tensor) -> tuple[Tensor,
 
 
 def _most_likely(model: Model, logits: Tensor) -> Tensor:
-    """The most likely token, int64 [N], from this tp rank's columns of the logits [N, columns]."""
+    """Return the most likely token, int64 [N], given this tp rank's columns of the logits [N, columns]."""
     tp = model.mesh.tp
     start, _ = shard_bounds(model.trained.config.model.vocab_size, tp.size, tp.index)
     known = logits[:, : max(0, model.tokens - start)]  # the embedding may have more rows than there are tokens
@@ -161,12 +159,9 @@ def _most_likely(model: Model, logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class EncodedTexts:
-    """Texts as token ids, divided into context windows.
+    """Texts as int64 token ids, divided into context windows.
 
-    Attributes:
-        texts: int64 token ids of each.
-        windows: inputs and labels of the forward passes.
-        masks: bool, whether each token of each text is evaluated; None where all in the windows are.
+    `masks` say which tokens are evaluated (bool, one mask per text); None evaluates all tokens of the windows.
     """
 
     texts: list[np.ndarray]
@@ -175,20 +170,12 @@ class EncodedTexts:
 
     @property
     def counted(self) -> list[int]:
-        """Number of evaluated tokens of each window."""
         return [window.counted if self.masks is None else int(window.mask(self.masks).sum()) for window in self.windows]
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A result of a task.
-
-    Attributes:
-        name: key in the JSON document.
-        title: label in the table.
-        value: the number.
-        unit: empty for a pure number.
-    """
+    """A number computed by an evaluation task: its key in the JSON document, label in the table, value and unit."""
 
     name: str
     title: str
@@ -197,54 +184,50 @@ class Metric:
 
 
 class EvalTask(ABC):
-    """A way to evaluate a model on texts."""
+    """Evaluation task: a way to evaluate a model on texts."""
 
     @property
     def settings(self) -> dict[str, int | str]:
-        """What the metrics depend on beside model and texts."""
+        """Settings that the metrics depend on, besides the model and the texts."""
         return dict(vars(self))
 
     @abstractmethod
     def prepare(
         self, documents: DocumentEncoder, texts: Sequence[Document], advance: Callable[[], None]
     ) -> EncodedTexts:
-        """Encode the texts and divide them into windows.
+        """Encode the texts and divide them into windows. Raises UserError if there is nothing to evaluate.
 
         Args:
             documents: the model's encoder.
-            texts: none is empty.
+            texts: non-empty texts.
             advance: called after each text.
-
-        Raises:
-            UserError: there is nothing to evaluate.
         """
 
     @abstractmethod
-    def metrics(self, encoded: EncodedTexts, scores: Scores) -> list[Metric]:
-        """The metrics of the scores."""
+    def metrics(self, encoded: EncodedTexts, scores: Scores) -> list[Metric]: ...
 
 
 @dataclass(frozen=True)
 class Perplexity(EvalTask):
-    """Perplexity by strided windows: each token of a text but its first is evaluated exactly once.
+    """Perplexity by strided windows: each token of a text except the first is evaluated exactly once.
 
-    Where the tokenizer puts a special token first (an imported Llama's), that is the one that is not evaluated.
+    If the tokenizer puts a special token first (as an imported Llama's does), that token is the one that is not
+    evaluated.
 
-    A window is `context` input tokens; windows start every `stride` tokens. All predictions of a text's first window
-    are evaluated, and of each following window those that no window before it made. So a token is predicted from all
-    tokens before it in its text, or from at least context − stride + 1 of them.
+    A window has `context` input tokens, and windows start every `stride` tokens. All predictions of a text's first
+    window are evaluated; each later window evaluates the predictions that no earlier window made. So a token is
+    predicted from all tokens before it in its text, or from at least context − stride + 1 of them.
 
-    As in Hugging Face's "Perplexity of fixed-length models", but no token is left out where a window begins, and the
-    mean is over tokens, not over windows.
+    This follows Hugging Face's "Perplexity of fixed-length models", except that no token is left out at the start of a
+    window and that the mean is over tokens, not over windows.
 
     Attributes:
         context: input tokens of a window.
-        stride: 1 to `context`; a smaller one gives each token more context, and takes longer.
-        loss_tokens: of conversations and of prompts with completions, whether only answers are evaluated, as in
-            training.
+        stride: 1 to `context`; a smaller stride gives each token more context and takes longer.
+        loss_tokens: for conversations and prompts with completions, whether to evaluate only answers, as in training.
 
     Raises:
-        UserError: a value out of range.
+        UserError: a value is out of range.
     """
 
     context: int
@@ -278,7 +261,7 @@ class Perplexity(EvalTask):
         return EncodedTexts(encoded, [window for window in windows if window.mask(masks).any()], masks)
 
     def _read(self, documents: DocumentEncoder, text: Document) -> EncodedDocument:
-        """Tokens of a text without an end-of-document token, or of a conversation, and which of them are evaluated."""
+        """Return a text's tokens without an end-of-document token, or a conversation's, and which are evaluated."""
         if isinstance(text, str):
             ids = documents.text.encode(text)
             return EncodedDocument(ids, [True] * len(ids))
@@ -286,7 +269,7 @@ class Perplexity(EvalTask):
         return EncodedDocument(tokens.ids, [True] * len(tokens.ids)) if self.loss_tokens == "all" else tokens
 
     def windows(self, text: int, tokens: int) -> list[Window]:
-        """The windows of a text of `tokens` tokens; empty where there is nothing to predict."""
+        """Return the windows of a text with `tokens` tokens; empty if there is nothing to predict."""
         found: list[Window] = []
         end = 0
         for begin in range(0, tokens, self.stride):
@@ -313,12 +296,12 @@ class Perplexity(EvalTask):
 class LastWord(EvalTask):
     """Accuracy on the last word of each text (LAMBADA; Paperno et al., arXiv 1606.06031).
 
-    The input is the text without its last word; the word is predicted if each of its tokens is the most likely given
-    those before it, as greedy decoding then generates it. The tokens of the word are those of the whole text beyond the
-    tokens of the text without it, as in the Language Model Evaluation Harness.
+    The input is the text without its last word. The word is predicted if each of its tokens is the most likely one
+    given the tokens before it, so that greedy decoding generates the word. Its tokens are those of the whole text
+    beyond the tokens of the text without it, as in the Language Model Evaluation Harness.
 
     Attributes:
-        context: input tokens of a window; of a longer text, the last ones.
+        context: input tokens of a window; a longer text is truncated on the left.
     """
 
     context: int
@@ -339,7 +322,7 @@ class LastWord(EvalTask):
         return EncodedTexts(encoded, windows)
 
     def _split(self, encoder: TextEncoder, text: str, number: int) -> tuple[list[int], int]:
-        """Tokens of the whole text, and the index of the first token of its last word."""
+        """Return the tokens of the whole text, and the index of its last word's first token."""
         before = text.rstrip().rpartition(text.split()[-1])[0].rstrip()
         if not before:
             raise UserError(f"Text {number + 1} of --data is one word, with no context before it; give longer texts.")

@@ -1,4 +1,4 @@
-"""Sampling of the next token: temperature, top-k and top-p (nucleus)."""
+"""Text generation: sampling of the next token (temperature, top-k, top-p), and the loop over batches of prompts."""
 
 import warnings
 from collections import Counter, deque
@@ -21,16 +21,16 @@ from threefold.random.rng import stream_key
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is sampled.
+    """Settings for sampling the next token.
 
     Attributes:
-        temperature: divisor of the logits; 0 = greedy.
+        temperature: divisor of the logits; 0 is greedy decoding.
         top_k: sample from the k most likely tokens; 0 or None for all.
         top_p: nucleus threshold: sample from the smallest set of most likely tokens with at least this total
             probability, after `top_k` (Holtzman et al., arXiv 1904.09751); 0, 1 or None for all.
 
     Raises:
-        UserError: a value out of range.
+        UserError: a value is out of range.
     """
 
     temperature: float = 0.8
@@ -46,21 +46,18 @@ class Sampling:
             raise UserError(f"--top-p is {self.top_p:g} but must be between 0 and 1; 1 samples from all tokens.")
 
     def choose(self, logits: Tensor, uniform: Tensor) -> Tensor:
-        """Sample a token for each row.
+        """Sample a token for each row: int64 [B].
 
         Args:
             logits: [B, V].
             uniform: fp64 [B], a random number in [0, 1) for each row.
-
-        Returns:
-            int64 [B].
         """
         if self.temperature == 0:
             return logits.argmax(-1)
         ordered, tokens = (logits.double() / self.temperature).sort(dim=-1, descending=True, stable=True)
         probabilities = ordered[:, : self.top_k or None].softmax(-1)
         if self.top_p:
-            # A token is kept while those before it are below the threshold, so the first always is.
+            # A token is kept while the sum before it is below the threshold, so the first is always kept.
             before = probabilities.cumsum(-1) - probabilities
             probabilities = probabilities.masked_fill(before >= self.top_p, 0)
         sums = probabilities.cumsum(-1)
@@ -70,7 +67,7 @@ class Sampling:
 
 
 def uniform(seed: int, sequence: str, position: int) -> float:
-    """A random number in [0, 1) for the token at `position` of a sequence, a function of the arguments alone."""
+    """Return a random number in [0, 1) for the token at `position` of a sequence, a function of the arguments alone."""
     return (stream_key("choice", seed, sequence, position) >> 10) / 2**53
 
 
@@ -79,19 +76,19 @@ Prompt = str | Conversation
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """How to generate.
+    """Settings of text generation.
 
     Attributes:
-        max_new_tokens: largest number of tokens to generate per prompt; fewer where the document ends.
+        max_new_tokens: maximum number of tokens to generate per prompt; fewer if the document ends.
         sampling: temperature, top-k and top-p.
-        seed: of the sampling.
+        seed: seed of the sampling.
         batch_size: prompts per batch.
-        special_tokens: whether a prompt's text that spells a special token becomes that token; None is as in the data
-            that the model was trained on.
-        show_special: whether special tokens are part of the generated text.
+        special_tokens: whether text of a prompt that spells a special token becomes that token; None follows the
+            training data of the model.
+        show_special: whether special tokens appear in the generated text.
 
     Raises:
-        UserError: a value out of range.
+        UserError: a value is out of range.
     """
 
     max_new_tokens: int = 100
@@ -108,12 +105,7 @@ class GenerationRequest:
 
 
 class GeneratedToken(NamedTuple):
-    """One generated token, or the end of a sequence.
-
-    Attributes:
-        prompt: number of the prompt.
-        token: the token id; None when the sequence has ended.
-    """
+    """One generated token of a prompt, given by its index; a token of None is the end of the sequence."""
 
     prompt: int
     token: int | None
@@ -124,12 +116,11 @@ class _Sequence:
     """A prompt and the tokens generated for it so far.
 
     Attributes:
-        number: of the prompt.
-        tokens: all token ids, those of the prompt included.
-        key: keys its random numbers: the prompt's tokens, and how often the same prompt came before.
-        left: tokens that may still be generated.
+        tokens: all token ids, including the prompt's.
+        key: key of its random numbers: the prompt's tokens, and how often the same prompt came before.
+        left: number of tokens that may still be generated.
         start: index of the first token in the context window.
-        is_cached: whether the KV cache has all tokens from `start` to the last but one.
+        is_cached: whether the KV cache holds all tokens from `start` to the last but one.
     """
 
     number: int
@@ -140,9 +131,8 @@ class _Sequence:
     is_cached: bool = False
 
     def fit(self, context: int) -> None:
-        """Truncate on the left to at most `context` tokens: a prompt to `context`; later to half of it, as the KV cache
-        of the rest has to be recomputed at other positions."""
-        if len(self.tokens) - self.start > context:
+        """Truncate on the left: a new prompt to `context` tokens, a cached sequence to half of that."""
+        if len(self.tokens) - self.start > context:  # half is dropped, as truncation invalidates the KV cache
             kept = (context + 1) // 2 if self.is_cached else context
             self.start, self.is_cached = len(self.tokens) - kept, False
 
@@ -150,16 +140,16 @@ class _Sequence:
 def generate_tokens(
     model: Model, prompts: Sequence[Sequence[int]], request: GenerationRequest, ends: frozenset[int] | None = None
 ) -> Iterator[GeneratedToken]:
-    """Yield each token as it is generated, of all prompts of the batch, and the end of each sequence.
+    """Yield every generated token of all prompts as it is chosen, and the end of each sequence.
 
-    A prompt's tokens are a function of the prompt, the request's sampling and its seed: not of the layout, nor of the
-    other prompts (a repeated prompt gets other random numbers). Collective over the mesh, whose dp is 1.
+    The tokens generated for a prompt depend only on the prompt, the sampling settings and the seed, not on the layout
+    or on the other prompts (a repeated prompt gets other random numbers). Collective over the mesh, whose dp must be 1.
 
     Args:
         model: this rank's shards.
-        prompts: token ids; the same on every rank.
-        request: the same on every rank.
-        ends: token ids that end a sequence; None is the model's.
+        prompts: token ids of each prompt; the same on every rank.
+        request: settings; the same on every rank.
+        ends: token ids that end a sequence; None uses the model's.
 
     Raises:
         UserError: a prompt has no token.
@@ -170,7 +160,7 @@ def generate_tokens(
     waiting = deque(_sequences(prompts, request))
     rows = min(request.batch_size, len(waiting))
     longest = max((len(prompt) for prompt in prompts), default=0) + request.max_new_tokens
-    # Which modules of an own model look at other positions is not known, so that nothing of them is kept.
+    # Nothing says which modules of a user's own model look at other positions, so it runs without a cache.
     keeping = nullcontext() if model.trained.is_own else caching(model.stage, rows, min(model.context, longest))
     with keeping as cache:
         active = [waiting.popleft() for _ in range(rows)]
@@ -189,7 +179,7 @@ def generate_tokens(
 
 
 def complete(model: Model, prompts: Sequence[Sequence[int]], request: GenerationRequest) -> list[list[int]]:
-    """The token ids generated for each prompt; otherwise as `generate_tokens`."""
+    """Return the token ids generated for each prompt; see `generate_tokens`."""
     added: list[list[int]] = [[] for _ in prompts]
     for number, token in generate_tokens(model, prompts, request):
         if token is not None:
@@ -198,19 +188,19 @@ def complete(model: Model, prompts: Sequence[Sequence[int]], request: Generation
 
 
 class GeneratedText(NamedTuple):
-    """A piece of the text generated for a prompt; None for its end."""
+    """A piece of the text generated for a prompt; a text of None is its end."""
 
     prompt: int
     text: str | None
 
 
 def generate_text(model: Model, prompts: Sequence[Prompt], request: GenerationRequest) -> Iterator[GeneratedText]:
-    """Yield the text generated for each prompt in pieces of whole characters; otherwise as `generate_tokens`.
+    """Yield the text generated for each prompt in pieces of whole characters; see `generate_tokens`.
 
     The answer to a conversation ends where the chat template ends the assistant's turn.
 
     Raises:
-        UserError: a prompt is empty, or the chat template rejects a conversation, or there is none.
+        UserError: a prompt is empty, or a conversation has no chat template or is rejected by it.
     """
     require_text(prompts)
     begun, ends = encode_prompts(model.trained, prompts, request)
@@ -225,10 +215,10 @@ def generate_text(model: Model, prompts: Sequence[Prompt], request: GenerationRe
 def encode_prompts(
     trained: Trained, prompts: Sequence[Prompt], request: GenerationRequest
 ) -> tuple[list[list[int]], frozenset[int]]:
-    """The token ids of each prompt, and those that end its continuation.
+    """Return the token ids of each prompt, and the token ids that end a continuation.
 
     Raises:
-        UserError: the chat template rejects a conversation, or there is none.
+        UserError: a conversation has no chat template or is rejected by it.
     """
     documents, ends = trained.documents(request.special_tokens), trained.ends()
     if any(isinstance(prompt, Conversation) for prompt in prompts) and (end := documents.end_of_turn()) is not None:
@@ -241,10 +231,10 @@ def encode_prompts(
 
 
 def generate(run: Path, prompts: Sequence[str], request: GenerationRequest | None = None) -> list[str]:
-    """Each prompt with its continuation by the newest checkpoint of `run`, in this process.
+    """Return each prompt with its continuation by the newest checkpoint of `run`, generated in this process.
 
     Raises:
-        UserError: no complete checkpoint, or an empty prompt.
+        UserError: there is no complete checkpoint, or a prompt is empty.
     """
     require_text(prompts)
     texts, model = list(prompts), Trained.find(run).load()
@@ -257,11 +247,7 @@ def generate(run: Path, prompts: Sequence[str], request: GenerationRequest | Non
 
 
 def require_text(prompts: Sequence[Prompt]) -> None:
-    """Check that no prompt is empty.
-
-    Raises:
-        UserError: one is empty or not UTF-8, or there is none.
-    """
+    """Check that there are prompts. Raises UserError if there is none, or one is empty or not UTF-8."""
     if not prompts or not all(prompts):
         raise UserError("--prompt is empty; give at least one character to continue.")
     for prompt in (prompt for prompt in prompts if isinstance(prompt, str)):
@@ -269,7 +255,7 @@ def require_text(prompts: Sequence[Prompt]) -> None:
             prompt.encode()
         except UnicodeEncodeError as error:
             code = ord(prompt[error.start])
-            # how Python represents a byte of the command line that is not UTF-8
+            # Python represents a byte of the command line that is not UTF-8 as a surrogate.
             what = f"the byte 0x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"half a character (U+{code:04X})"
             raise UserError(
                 f"--prompt is not UTF-8 text: its character {error.start + 1} is {what}; give it as UTF-8."
@@ -277,20 +263,19 @@ def require_text(prompts: Sequence[Prompt]) -> None:
 
 
 class _Text:
-    """Incremental detokenizer: the text of a sequence, piece by piece."""
+    """Incremental detokenizer of one sequence."""
 
     def __init__(self, model: Model, tokens: list[int], show_special: bool) -> None:
         self._tokenizer, self._tokens, self._skipped = model.tokenizer, list(tokens), not show_special
         self._emitted = self._text()
 
     def add(self, token: int) -> str:
-        """The text that a token adds; empty while a character is incomplete."""
+        """Return the text that a token adds; empty while a character is incomplete."""
         self._tokens.append(token)
         text = self._text()
         return "" if text.endswith("\ufffd") else self._emit(text)
 
     def end(self) -> str:
-        """The remaining text."""
         return self._emit(self._text())
 
     def _text(self) -> str:
@@ -310,7 +295,7 @@ def _sequences(prompts: Sequence[Sequence[int]], request: GenerationRequest) -> 
 
 
 def _next_logits(model: Model, cache: Cache | None, active: list[_Sequence]) -> Tensor | None:
-    """Logits [B, V] of the next token of each sequence, on the last stage; None elsewhere."""
+    """Return the logits [B, V] of each sequence's next token on the last stage; None elsewhere."""
     for sequence in active:
         sequence.fit(model.context)
     if cache is None:
@@ -323,10 +308,10 @@ def _next_logits(model: Model, cache: Cache | None, active: list[_Sequence]) -> 
 
 
 def _logits_of_all(model: Model, active: list[_Sequence]) -> Tensor | None:
-    """As `_next_logits`, by computing all tokens again; those after a sequence's end are hidden by causal attention."""
+    """Compute `_next_logits` from all tokens again, without a cache; sequences are padded on the right."""
     held = [sequence.tokens[sequence.start :] for sequence in active]
     for sequence in active:
-        sequence.is_cached = True  # when it is truncated, keep half of the context, as a model with a cache does
+        sequence.is_cached = True  # so that truncation keeps half of the context, as with a cache
     longest = max(map(len, held))
     hidden = model.hidden(torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens in held]))
     lasts = [len(tokens) - 1 for tokens in held]
@@ -334,7 +319,7 @@ def _logits_of_all(model: Model, active: list[_Sequence]) -> Tensor | None:
 
 
 def _fill(model: Model, cache: Cache, rows: list[int], active: list[_Sequence]) -> None:
-    """Prefill: compute the KV cache of all tokens but the last, in the rows that do not have it."""
+    """Prefill the KV cache of all tokens but the last, in the rows that do not have it."""
     tokens = {row: active[row].tokens[active[row].start : -1] for row in rows}
     for row in rows:
         active[row].is_cached = True
@@ -347,7 +332,7 @@ def _fill(model: Model, cache: Cache, rows: list[int], active: list[_Sequence]) 
 
 
 def _choose(model: Model, active: list[_Sequence], logits: Tensor | None, request: GenerationRequest) -> list[int]:
-    """The next token of each sequence: sampled on one rank, broadcast to all."""
+    """Sample the next token of each sequence on one rank and broadcast it to all."""
     mesh = model.mesh
     chosen = torch.zeros(len(active), dtype=torch.int64, device=mesh.device)
     if logits is not None:
@@ -361,7 +346,7 @@ def _choose(model: Model, active: list[_Sequence], logits: Tensor | None, reques
 def _replace_ended(
     active: list[_Sequence], waiting: deque[_Sequence], cache: Cache | None, model: Model
 ) -> list[_Sequence]:
-    """The sequences of the next step: waiting ones take the rows of those that have ended."""
+    """Return the sequences of the next step: waiting ones take the rows of those that have ended."""
     after = [sequence if sequence.left or not waiting else waiting.popleft() for sequence in active]
     active_rows = [row for row, sequence in enumerate(after) if sequence.left]
     if cache is not None and 0 < len(active_rows) < len(after):

@@ -1,11 +1,11 @@
-"""KV cache: the keys and values of earlier tokens are kept, so that a new token costs the work of one token.
+"""KV cache: the keys and values of earlier tokens are kept, so decoding a token costs the work of one token.
 
-The model is unchanged: within a `caching` block, each of its `CausalAttention` modules is replaced by one with a cache,
-and its positions (learned or rotary) by those of a `Cursor`.
+The model is unchanged: within a `caching` block, a cached module replaces each `CausalAttention`, and the positions
+(learned or rotary) come from a `Cursor`.
 
-The samples of a batch may have different lengths. They are padded on the right, where causal attention hides it: the
-padding comes after every token of its sample, and its cache slots are overwritten before a later position attends to
-them. With a sliding window the cache is a ring buffer of as many slots as the window.
+Samples of a batch may differ in length. They are padded on the right, where causal attention ignores the padding: it
+comes after every token of its sample, and its cache slots are overwritten before a later position attends to them. With
+a sliding window the cache is a ring buffer with as many slots as the window.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,12 +20,12 @@ from threefold.models.layers.decoder import NOTHING, PositionEmbedding, SampleIn
 
 
 class Cursor:
-    """Positions of the current tokens in their samples; `Positions` of the sequence dim.
+    """Positions of the current tokens in their samples; implements `Positions` of the sequence dim.
 
     Attributes:
-        positions: int64 [B, S] (or [1, S], the same for all).
-        rows: int64 [B], the cache rows that are being prefilled; None when every row gets one more token.
-        lasts: int64 [B], the last position of each sample that is not padding.
+        positions: int64 [B, S] (or [1, S], shared by all samples).
+        rows: int64 [B], cache rows to prefill; None when every row gets one more token.
+        lasts: int64 [B], last position of each sample that is not padding.
         used: number of slots that any row has used.
     """
 
@@ -35,23 +35,23 @@ class Cursor:
     used: int
 
     def fill(self, rows: Sequence[int], lengths: Sequence[int], device: torch.device) -> None:
-        """Prefill: the next forward pass has the first tokens of these rows, padded on the right."""
+        """Prefill: the next forward pass holds the first tokens of these rows, padded on the right."""
         self.positions = torch.arange(max(lengths), device=device).unsqueeze(0)
         self.rows = torch.tensor(rows, device=device)
         self.lasts = torch.tensor(lengths, device=device) - 1
         self.used = max(lengths)
 
     def advance(self, positions: Sequence[int], device: torch.device) -> None:
-        """Decode: the next forward pass has one token per row, at these positions."""
+        """Decode: the next forward pass holds one token per row, at these positions."""
         self.rows = None
         self.lasts = torch.tensor(positions, device=device)
         self.positions = self.lasts.unsqueeze(1)
         self.used = max(positions) + 1
 
     def held(self, slots: int) -> Tensor:
-        """int64 [B, slots]: the position whose key is in each slot; negative in unused slots.
+        """Return the position whose key is in each slot, int64 [B, slots]; negative for unused slots.
 
-        Position p is in slot p modulo `slots`, where later positions overwrite earlier ones.
+        Position p is in slot p modulo `slots`, so later positions overwrite earlier ones.
         """
         lasts = self.lasts.unsqueeze(1)
         return lasts - (lasts - torch.arange(slots, device=lasts.device)) % slots
@@ -67,10 +67,10 @@ class CachedAttention(nn.Module):
     """`CausalAttention` with a KV cache: new tokens attend to all earlier tokens of their samples.
 
     Args:
-        core: the attention of whole sequences, without dropout.
+        core: attention over whole sequences, without dropout.
         cursor: positions of the tokens.
         rows: samples of a batch.
-        slots: cached positions per sample; at most the sliding window.
+        slots: cached positions per sample; capped at the sliding window.
 
     Attributes:
         keys, values: [rows, kv heads, slots, d]; None before the first tokens.
@@ -100,25 +100,23 @@ class CachedAttention(nn.Module):
         return _attend(q, self.keys[:, :, :used], self.values[:, :, :used], held[:, :used] >= 0)
 
     def keep(self, rows: Tensor) -> None:
-        """Drop all rows but these."""
         if self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys[rows], self.values[rows]
 
 
 class Cache:
-    """The KV cache of all layers of a stage, and the cursor that they share."""
+    """KV cache of all layers of a stage, and the cursor that they share."""
 
     def __init__(self, cursor: Cursor, attentions: list[CachedAttention]) -> None:
         self.cursor, self._attentions = cursor, attentions
 
     def keep(self, rows: Sequence[int], device: torch.device) -> None:
-        """Drop all rows but these, which become the first ones in this order."""
+        """Keep only these rows, in this order."""
         for attention in self._attentions:
             attention.keep(torch.tensor(rows, device=device))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the cached keys and values."""
         held = [each for attention in self._attentions for each in (attention.keys, attention.values)]
         return sum(each.nbytes for each in held if each is not None)
 
@@ -128,9 +126,9 @@ def caching(model: nn.Module, rows: int, slots: int) -> Iterator[Cache]:
     """Give the attention layers of `model` a KV cache within the block.
 
     Args:
-        model: a model or a stage, in evaluation mode and not split along the sequence.
+        model: model or stage, in evaluation mode and not split along the sequence.
         rows: samples of a batch.
-        slots: largest length of a sample, in tokens.
+        slots: maximum length of a sample, in tokens.
     """
     cursor = Cursor()
     cached: list[CachedAttention] = []
@@ -153,15 +151,12 @@ def caching(model: nn.Module, rows: int, slots: int) -> Iterator[Cache]:
 
 
 def _take(x: Tensor, positions: Tensor) -> Tensor:
-    """`x` [B, S, heads, d] at `positions` [B, slots] → [B, slots, heads, d]."""
+    """Gather `x` [B, S, heads, d] at `positions` [B, slots] → [B, slots, heads, d]."""
     return x[torch.arange(len(x), device=x.device).unsqueeze(1), positions]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """Attention (GQA) of one query per row, [B, 1, heads, d], to the slots [B, kv heads, slots, d].
-
-    `visible`, bool [B, slots], is the attention mask.
-    """
+    """Attend (GQA) from one query per row [B, 1, heads, d] to the `visible` slots of [B, kv heads, slots, d]."""
     grouped = q.shape[2] != k.shape[1]
     out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=visible[:, None, None], enable_gqa=grouped)
     return out.transpose(1, 2).flatten(2)

@@ -38,7 +38,7 @@ from threefold.parallel.plan_check import check_tensor_axis
 from threefold.parallel.settings import Parallelism
 
 _WORTH_THREADS = 10_000_000
-"""Parameter count from which one token is enough work for several threads; smaller models are slower with them."""
+"""Parameter count from which one token is enough work for several threads; they slow down smaller models."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,9 @@ class Trained:
     """A trained model on disk: its newest good checkpoint.
 
     Attributes:
-        checkpoint: its folder and manifest.
-        config: that of the checkpoint.
         warnings: a sentence that names the damaged checkpoints that were skipped, if any.
-        model: of an own model, the file that makes it; None for the checkpoint's own copy.
-        trust_code: whether that copy may be used.
+        model: for a user's own model, the file that makes it; None uses the checkpoint's copy.
+        trust_code: whether the checkpoint's copy of the code may be executed.
     """
 
     checkpoint: Checkpoint
@@ -63,15 +61,15 @@ class Trained:
     def find(
         cls, run: Path, damaged: Damaged | None = None, model: str | None = None, trust_code: bool = False
     ) -> Self:
-        """The newest good checkpoint of a run.
+        """Find the newest good checkpoint of a run.
 
         Args:
             run: run folder.
             damaged: checkpoints that loading found damaged.
-            model, trust_code: what makes an own model, as `with_code` takes them.
+            model, trust_code: code of a user's own model, as in `with_code`.
 
         Raises:
-            UserError: there is none, or the code of its model cannot be used (`with_code`).
+            UserError: there is no checkpoint, or the code of its model cannot be used.
         """
         choice = select_checkpoint(
             run, lambda none: f"{run} has {none}; give the run folder of `threefold train`.", damaged
@@ -80,11 +78,7 @@ class Trained:
         return cls(choice.checkpoint, config, choice.warnings, model, trust_code)
 
     def check(self, layout: Layout) -> None:
-        """Check that the layout is supported for the model.
-
-        Raises:
-            UserError: it is not.
-        """
+        """Check that the model supports a layout. Raises UserError if it does not."""
         plan = model_plan(self.config.model, self.config.data.sequence_length)
         if self.is_own:
             require_match(self.config.model, plan, self.checkpoint.path)
@@ -105,7 +99,7 @@ class Trained:
 
     @property
     def is_own(self) -> bool:
-        """Whether it is a user's own model, not one of a family of this package."""
+        """Whether this is a user's own model rather than one of the built-in families."""
         return self.config.model.architecture == OWN
 
     @property
@@ -114,17 +108,17 @@ class Trained:
 
     @property
     def is_import(self) -> bool:
-        """Whether it was imported from Hugging Face and not trained since."""
+        """Whether the model was imported from Hugging Face and has not been trained since."""
         return not self.checkpoint.facts.documents
 
     def documents(self, special_tokens: SpecialTokens | None = None) -> DocumentEncoder:
-        """Encoder of texts and conversations, as for the training data; of an imported model as its tokenizer has it.
+        """Return the encoder of texts and conversations that fits the training data, or an imported model's tokenizer.
 
         Args:
-            special_tokens: whether text that spells a special token becomes it; None is as in the training data.
+            special_tokens: whether text that spells a special token becomes that token; None follows the training data.
 
         Raises:
-            UserError: as for `tokenizer`.
+            UserError: as in `tokenizer`.
         """
         tokenizer, facts = self.tokenizer(), self.checkpoint.facts
         rule = facts.rule or TextRule.of(tokenizer)
@@ -134,16 +128,12 @@ class Trained:
         return DocumentEncoder(TextEncoder(tokenizer, rule), facts.eod, template)
 
     def ends(self) -> frozenset[int]:
-        """Token ids that end a text: that of the training data, and those of an imported model's files."""
+        """Return the token ids that end a text: the training data's, and those in an imported model's files."""
         eod = self.checkpoint.facts.eod
         return frozenset(end_tokens(self.checkpoint.path, PREFIX)) | ({eod} if eod is not None else set())
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the training data.
-
-        Raises:
-            UserError: the checkpoint has none, or it cannot be read.
-        """
+        """Load the tokenizer of the training data. Raises UserError if there is none or it cannot be read."""
         if not self.has_tokenizer and self.is_import:
             raise UserError(
                 f"{self.checkpoint.path} was imported without a tokenizer, so output cannot be decoded; put its "
@@ -161,14 +151,14 @@ class Trained:
             raise UserError(f"The tokenizer {path} cannot be read ({error}).") from None
 
     def load(self, mesh: Mesh | None = None, dtype: str = "fp32") -> "Model":
-        """Load this rank's shards of the weights, whatever layout and dtype wrote them.
+        """Load this rank's shards of the weights, in any layout and dtype.
 
-        Checksums are verified; if any rank finds damage, all load the newest good checkpoint before it. Collective over
-        the mesh.
+        The checkpoint may have been written in another layout and dtype. Checksums are verified; if any rank finds
+        damage, all ranks load the newest good checkpoint before it. Collective over the mesh.
 
         Args:
-            mesh: the ranks; None for this process alone, on the CPU.
-            dtype: of weights and computation: fp32, bf16, fp16 or fp64.
+            mesh: ranks that share the model; None for this process alone, on the CPU.
+            dtype: dtype of the weights and the computation: fp32, bf16, fp16 or fp64.
 
         Returns:
             the model, whose `trained` is the checkpoint that was loaded.
@@ -202,14 +192,7 @@ class Trained:
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """This rank's shards of a trained model.
-
-    Attributes:
-        trained: its checkpoint.
-        stage: its layers.
-        mesh: this rank's.
-        dtype: of weights and computation.
-    """
+    """This rank's shards of a trained model: the layers of one stage, in evaluation mode."""
 
     trained: Trained
     stage: Stage
@@ -228,15 +211,14 @@ class Model:
 
     @cached_property
     def ends(self) -> frozenset[int]:
-        """Token ids that end a text; empty where the data had none."""
         return self.trained.ends()
 
     @property
     def context(self) -> int:
-        """Context length of generation, in tokens: that of training.
+        """Context length of generation in tokens: the sequence length of training.
 
-        With dynamic RoPE scaling at most the length up to which the angles do not depend on the sequence's length, as
-        cached keys would have other angles.
+        With dynamic RoPE scaling it is at most the length up to which the angles do not depend on the sequence length,
+        because cached keys would have other angles.
         """
         config = self.trained.config
         if config.model.rope_scaling == "dynamic":
@@ -250,12 +232,11 @@ class Model:
 
     @property
     def prints(self) -> bool:
-        """Whether this is the rank that prints."""
         return self.mesh.rank == 0
 
     @torch.no_grad()
     def hidden(self, tokens: Tensor) -> Tensor | None:
-        """Forward pass through all layers but the head. Collective over the pp axis.
+        """Run the forward pass through all layers except the head. Collective over the pp axis.
 
         Args:
             tokens: int64 [B, S], the same on every rank of a replica.
@@ -280,13 +261,13 @@ class Model:
         return None
 
     def _received_width(self) -> int:
-        """The width of the activations that the stage before sends, which no setting of an own model says."""
+        """Receive the width of the previous stage's activations, which no setting of a user's own model gives."""
         pp = self.mesh.pp
         return int(pp.receive_(torch.empty(1, dtype=torch.int64, device=self.mesh.device), pp.index - 1))
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """This tp rank's columns of the logits [..., columns], from `hidden` [..., H] on the last stage."""
+        """Compute this tp rank's columns of the logits, [..., columns], from `hidden` [..., H] on the last stage."""
         flat = hidden.reshape(1, -1, hidden.shape[-1])
         out: Tensor = self.stage.get_submodule(self.stage.layer_names[-1])(flat)
         if self.trained.is_own and not self._cuts_logits:
@@ -301,12 +282,12 @@ class Model:
 
     @cached_property
     def _cuts_logits(self) -> bool:
-        """Whether the last layer of an own model gives each tp rank its own columns of the logits."""
+        """Whether the last layer of a user's own model returns only this tp rank's columns of the logits."""
         return any(isinstance(rule, VocabLoss) for rule in self.stage.model_plan.split.values())
 
     @contextmanager
     def few_threads(self) -> Iterator[None]:
-        """One torch thread within the block if the model is small."""
+        """Use one torch thread within the block if the model is small."""
         before = torch.get_num_threads()
         if before > 1 and self.is_small:
             torch.set_num_threads(1)
@@ -316,7 +297,7 @@ class Model:
             torch.set_num_threads(before)
 
     def whole_logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of all token ids, gathered over the tp ranks. Collective over the tp axis.
+        """Compute the logits [..., V] of all token ids, gathered over the tp ranks. Collective over the tp axis.
 
         Args:
             hidden: [..., H] on the last stage.

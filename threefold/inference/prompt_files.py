@@ -9,12 +9,12 @@ from threefold.errors import UserError
 
 
 def read_prompts(path: Path) -> list[str | Conversation]:
-    """Read prompts: the key `prompt` of each line of a .jsonl (or .json, also .gz, .zst), else one prompt per line.
+    """Read prompts from a file: JSON lines with the key `prompt` (.jsonl or .json, also .gz or .zst), or one per line.
 
-    A list of messages, under `prompt` or `messages`, is a conversation to be answered. Blank lines are skipped.
+    A list of messages under `prompt` or `messages` is a conversation to answer. Blank lines are skipped.
 
     Raises:
-        UserError: the file cannot be read, a line is malformed, or there is no prompt in it.
+        UserError: the file cannot be read, a line is malformed, or there is no prompt.
     """
     is_json = ".json" in _file(path, "--prompts-file").name
     prompts: list[str | Conversation] = [*(_json_prompts(path) if is_json else _text_prompts(path))]
@@ -24,12 +24,13 @@ def read_prompts(path: Path) -> list[str | Conversation]:
 
 
 def read_texts(path: Path, key: str) -> list[Document]:
-    """Read the non-blank texts of a file: of .jsonl (or .json) one per line under `key`, of .txt its documents.
+    """Read the non-blank texts to evaluate from a file.
 
-    JSON lines may also have conversations, or prompts and completions.
+    JSON lines (.jsonl or .json) hold one text per line under `key`, or conversations, or prompts with completions. A
+    .txt file is divided into documents.
 
     Raises:
-        UserError: the file cannot be read, is of another kind, a line is malformed, or there is no text in it.
+        UserError: the file cannot be read, its kind is unknown, a line is malformed, or there is no text.
     """
     (found,) = find_inputs([_file(path, "--data")])
     if not (texts := list(SourceReader(found, key, lambda _: None))):

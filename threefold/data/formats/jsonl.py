@@ -1,4 +1,4 @@
-"""JSON lines (JSONL): each line a text, which `padded_samples` cuts or pads, or a conversation, which is packed."""
+"""JSON lines (JSONL): each line is a text, which is cut or padded, or a conversation, which is packed."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -33,24 +33,23 @@ from threefold.output import Progress
 from threefold.random.permutation import Int64Array
 
 LINES_FILE: Final = "lines.bin"
-# Raised when the same file, tokenizer and length give another cache.
+# Incremented when the same file, tokenizer and length give another cache.
 _VERSION: Final = 2
-# Starting processes takes longer than encoding so many bytes.
+# Bytes up to which encoding takes less time than starting processes.
 _ALONE: Final = 32_000_000
 
 
 @dataclass(frozen=True)
 class JsonLines:
-    """A file with one JSON object a line.
+    """File with one JSON object per line.
 
     Attributes:
-        path: the file.
-        tokenizer_file: the tokenizer.json for its text.
-        key: which key of an object has the text, or the messages.
-        given_eod: the token put after each text; None is the tokenizer's usual one.
-        cache: the folder for encoded text; None puts it beside the file, or in the user's cache if that cannot be.
-        special_tokens: what becomes of text that spells a special token.
-        chat_template: a file with the template of conversations; None looks beside the tokenizer.
+        tokenizer_file: tokenizer.json for its text.
+        key: key of the text or the messages in an object.
+        given_eod: token put after each text; None uses the tokenizer's usual one.
+        cache: folder for encoded text; None uses one next to the file, or the user's cache if that is not writable.
+        special_tokens: how text that spells a special token is encoded.
+        chat_template: file with the chat template of conversations; None looks next to the tokenizer.
     """
 
     path: Path
@@ -63,21 +62,15 @@ class JsonLines:
 
     @cached_property
     def holds_chat(self) -> bool:
-        """Whether the lines are conversations, or prompts and their completions."""
         return holds_chat(self.path, self.key)
 
     @cached_property
     def rule(self) -> TextRule:
-        """How a line's text becomes tokens."""
         return TextRule.of(self._tokenizer, self.special_tokens)
 
     @cached_property
     def template(self) -> ChatTemplate | None:
-        """The template of conversations.
-
-        Raises:
-            UserError: the one that is named, or that is beside the tokenizer, is none.
-        """
+        """Chat template of the conversations. Raises UserError if the one that is named or found is not valid."""
         if not self.holds_chat:
             return None
         if self.chat_template is not None:
@@ -90,11 +83,7 @@ class JsonLines:
 
     @cached_property
     def eod(self) -> int:
-        """Id of the token put after each text.
-
-        Raises:
-            UserError: the tokenizer has no usual one, or the given one is outside its vocabulary.
-        """
+        """Id of the token put after each text. Raises UserError if there is none, or it is outside the vocabulary."""
         eod = find_end(self._tokenizer) if self.given_eod is None else self.given_eod
         if eod is None:
             raise UserError(
@@ -108,11 +97,7 @@ class JsonLines:
 
     @cached_property
     def tokenizer_sha256(self) -> str:
-        """SHA-256 of the tokenizer.json.
-
-        Raises:
-            UserError: it cannot be read.
-        """
+        """SHA-256 of the tokenizer.json. Raises UserError if it cannot be read."""
         try:
             if self.tokenizer_file.exists():
                 require_file(self.tokenizer_file, "data.tokenizer ")
@@ -124,20 +109,16 @@ class JsonLines:
             ) from None
 
     def encoded(self, sequence_length: int, progress: Progress) -> "EncodedLines":
-        """Its lines as tokens: out of the cache, or encoded now, on all cores where the file is large.
+        """Return the lines as tokens, from the cache or encoded now, on all cores if the file is large.
 
         Raises:
-            UserError: a line is damaged, none has text, or the cache cannot be written.
+            UserError: a line is damaged, no line has text, or the cache cannot be written.
         """
         folder = self._cached({"sequence_length": sequence_length}, sequence_length + 1, progress)
         return EncodedLines.open(folder, self)
 
     def conversations(self, progress: Progress) -> Corpus:
-        """Its conversations as a corpus with a loss mask, whole however long they are; cached as `encoded`.
-
-        Raises:
-            UserError: a line is damaged, or the cache cannot be written.
-        """
+        """Return the conversations as a corpus with a loss mask, whatever their length. Otherwise like `encoded`."""
         template = self.template
         chat = {"template": template.template, "special_tokens": template.special_tokens} if template else {}
         folder = self._cached({"chat": chat}, None, progress)
@@ -159,11 +140,7 @@ class JsonLines:
         )
 
     def _cached(self, further: dict[str, Any], longest: int | None, progress: Progress) -> Path:
-        """The folder of the cache with its lines as tokens, cut to `longest`.
-
-        Args:
-            further: what the content follows from, beside what it always does.
-        """
+        """Return the cache folder with the lines as tokens, cut to `longest`; `further` are inputs of the cache key."""
         roots = default_roots(self.path) if self.cache is None else [self.cache]
         content = content_hash(self.path, roots)
         follows_from = {
@@ -200,11 +177,7 @@ class JsonLines:
 
 
 def _write_lines(folder: Path, encoded: Iterable[EncodedBatch], longest: int, frame: int) -> int:
-    """Write the first `longest` tokens of each line with more than its `frame`: its beginning and its end.
-
-    Returns:
-        the number of lines.
-    """
+    """Write at most `longest` tokens of each line that has more than `frame` (beginning and end); return the count."""
     end = count = 0
     with (folder / TOKENS_FILE).open("wb") as tokens_file, (folder / LINES_FILE).open("wb") as lines_file:
         lines_file.write(np.zeros(1, dtype=DOCUMENT_DTYPE).tobytes())
@@ -220,7 +193,7 @@ def _write_lines(folder: Path, encoded: Iterable[EncodedBatch], longest: int, fr
 
 
 def _write_conversations(folder: Path, encoded: Iterable[EncodedBatch]) -> int:
-    """Write every line whole, and which of its tokens count; returns the number of lines."""
+    """Write every line whole, with its loss mask; return the number of lines."""
     end = count = 0
     names = (TOKENS_FILE, LINES_FILE, LOSS_MASK_FILE)
     with ExitStack() as files:
@@ -237,14 +210,14 @@ def _write_conversations(folder: Path, encoded: Iterable[EncodedBatch]) -> int:
 
 @dataclass(frozen=True, eq=False)
 class EncodedLines:
-    """The lines of a file as tokens, each cut to one token more than a sample holds, or whole.
+    """Lines of a file as tokens, each cut to one token more than a sample holds, or whole.
 
     Attributes:
         source: the file.
-        folder: of the cache.
+        folder: folder of the cache entry.
         tokens: [N] uint16 or int32, in a file: all lines back to back.
-        lines: int64 [L + 1]: where each line starts in `tokens`; the last is N.
-        checksums: of each file of the folder; empty where an older version made it.
+        lines: int64 [L + 1]: start of each line in `tokens`; the last is N.
+        checksums: checksum of each file of the folder; empty if an older version made it.
     """
 
     lines_file: ClassVar[str] = LINES_FILE
@@ -257,7 +230,7 @@ class EncodedLines:
 
     @classmethod
     def open(cls, folder: Path, source: JsonLines) -> "EncodedLines":
-        """Those in a folder of the cache."""
+        """Open the lines in a cache folder. Raises UserError if its files do not fit each other."""
         tokens_file, lines_file = folder / TOKENS_FILE, folder / LINES_FILE
         dtype = np.dtype(DTYPES[dtype_for(source.vocab_size)])
         tokens = StoredArray(tokens_file, dtype, require_file(tokens_file) // dtype.itemsize)

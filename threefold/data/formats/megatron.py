@@ -1,9 +1,9 @@
-"""The token files of Megatron-LM: PREFIX.bin and PREFIX.idx, read and written.
+"""Token files of Megatron-LM: PREFIX.bin and PREFIX.idx, read and written.
 
 PREFIX.idx, little endian: 9 bytes `MMIDIDX\\0\\0`, uint64 version 1, uint8 code of the tokens' type, uint64 S =
-sequences, uint64 D = documents + 1, int32 [S] lengths in tokens, int64 [S] byte offsets into PREFIX.bin, int64 [D] the
-sequence that each document starts with (the last is S), and in files of several kinds of data int8 [S] modes.
-PREFIX.bin is the tokens back to back.
+sequences, uint64 D = documents + 1, int32 [S] lengths in tokens, int64 [S] byte offsets into PREFIX.bin, int64 [D]
+first sequence of each document (the last is S), and in files of several kinds of data int8 [S] modes. PREFIX.bin holds
+the tokens back to back.
 """
 
 import os
@@ -50,10 +50,10 @@ class _Header:
 
 
 def read_megatron(prefix: Path) -> StoredTokens:
-    """The tokens of PREFIX.bin and PREFIX.idx.
+    """Read the tokens of PREFIX.bin and PREFIX.idx.
 
     Raises:
-        UserError: a file is missing, truncated, not of this format, or the two contradict one another.
+        UserError: a file is missing, truncated or not of this format, or the two contradict each other.
     """
     idx, tokens_file = with_ending(prefix, IDX), with_ending(prefix, BIN)
     for path in (idx, tokens_file):
@@ -153,11 +153,7 @@ def _stored_tokens(path: Path, idx: Path, dtype: str, count: int) -> StoredArray
 
 
 def write_idx(file: BinaryIO, stored: StoredTokens) -> None:
-    """Write the index that belongs to the tokens of `stored` back to back.
-
-    Raises:
-        UserError: the format has no code for the type of the tokens, or a sequence is too long for it.
-    """
+    """Write the index of the tokens of `stored`. Raises UserError if the format cannot hold their type or lengths."""
     codes = {np.dtype(name): code for code, name in _CODES.items()}
     dtype = stored.tokens.dtype.newbyteorder("<")
     if dtype not in codes:
@@ -178,12 +174,8 @@ def write_idx(file: BinaryIO, stored: StoredTokens) -> None:
 
 
 def write_megatron(stored: StoredTokens, prefix: Path, progress: Progress) -> None:
-    """Write PREFIX.idx and PREFIX.bin: the same tokens, dtype, sequences, documents and modes.
-
-    Raises:
-        UserError: as `write_idx`.
-    """
-    with with_ending(prefix, IDX).open("wb") as index:  # first, as it fails at once on what the format cannot hold
+    """Write PREFIX.idx and PREFIX.bin: equal tokens, dtype, sequences, documents and modes. Raises like `write_idx`."""
+    with with_ending(prefix, IDX).open("wb") as index:  # first, as it fails early if the format cannot hold the tokens
         write_idx(index, stored)
     little = stored.tokens.dtype.newbyteorder("<")
     progress.phase("Copying tokens", stored.tokens.nbytes)

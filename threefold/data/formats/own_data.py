@@ -1,4 +1,4 @@
-"""Samples for a user's own model: any nesting of tensors, arrays and numbers, from a map-style data set."""
+"""Samples from a user's own map-style dataset: tokens, or for an own model any nesting of tensors and numbers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,12 +21,12 @@ from threefold.random.permutation import Int64Array, samples_at
 
 @dataclass(frozen=True, eq=False)
 class NestedSamples:
-    """The samples of one split of a data set, put into batches as `torch.utils.data.DataLoader` does it.
+    """Samples of one split of a dataset, batched as by `torch.utils.data.DataLoader`.
 
     Attributes:
-        path: the data set's import path.
-        part: the data set.
-        chosen: int64 [samples], which of its samples.
+        path: import path of the dataset.
+        part: the dataset.
+        chosen: int64 [samples], the samples of the split, as indices in the dataset.
     """
 
     path: str
@@ -38,28 +38,24 @@ class NestedSamples:
 
     @property
     def parts(self) -> tuple[MixturePart, ...]:
-        """The one corpus, with the whole weight."""
         return (MixturePart("", cast(Samples, self), 1.0),)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """As of `Samples`."""
         return ()
 
     def ordered(self, counters: Int64Array, seed: int) -> Int64Array:
-        """As of `Samples`."""
         return samples_at(counters, len(self), seed)
 
     def epochs(self, counter: int) -> dict[str, float]:
-        """As of `Samples`."""
         return {}
 
     def batch(self, indices: Int64Array) -> Any:
-        """A batch of samples: their nesting, with a tensor for each leaf whose dim 0 counts them.
+        """Collate samples into one nesting, in which every leaf is a tensor with a batch dim (dim 0).
 
         Raises:
-            UserError: a sample cannot be read, or holds something else than tensors, arrays and numbers, or they
-                differ in shape.
+            UserError: a sample cannot be read, holds something other than tensors, arrays and numbers, or differs in
+                shape.
         """
         numbers = [int(number) for number in self.chosen[indices]]
         samples = [self._read(number) for number in numbers]
@@ -90,11 +86,7 @@ class NestedSamples:
 
 
 def _check_keys(sample: Any, first: Any, number: int, first_number: int) -> None:
-    """Check that a sample has no key that the first of its batch lacks: `default_collate` takes the first's alone.
-
-    Raises:
-        ValueError: it has one.
-    """
+    """Raise ValueError if a sample has a key that the first one lacks: `default_collate` only uses the first's keys."""
     if isinstance(sample, Mapping) and isinstance(first, Mapping):
         if more := [key for key in sample if key not in first]:
             raise ValueError(f"sample {number:,} has {more[0]!r}, and sample {first_number:,} has not")
@@ -106,7 +98,7 @@ def _check_keys(sample: Any, first: Any, number: int, first_number: int) -> None
 
 
 def _wrong_leaf(batch: Any) -> str | None:
-    """The type of what is no tensor in a batch; None where all leaves are."""
+    """Return the type of a leaf of a batch that is not a tensor; None if all leaves are tensors."""
     if isinstance(batch, torch.Tensor):
         return None
     if isinstance(batch, str | bytes) or not isinstance(batch, Mapping | tuple | list):
@@ -123,26 +115,29 @@ _SETTING = "data.path"
 
 
 def is_own_data(path: str) -> bool:
-    """Whether a path of the config is an import path, and no file or folder of that name."""
+    """Return whether a path in the config is an import path rather than an existing file or folder."""
     return is_import_path(path) and not Path(path).exists()
 
 
 @dataclass(frozen=True, eq=False)
 class OwnData:
-    """What an import path names: a data set, or a function or class that is called without arguments to make one.
+    """Dataset at an import path, or made by the function or class there, which is called without arguments.
 
-    A data set has `__len__` and `__getitem__`; it is divided by `data.split`, over its samples, unless a mapping with
-    `train`, `valid` and `test` is given in its place. A sample is a pair (tokens, labels) of sequences of one length, a
-    mapping with these two keys and no other, or one sequence of tokens, each of which is the label of the one before
-    it; the label -100 is ignored. Shorter ones than `data.sequence_length` are filled up at the end. For a model of the
-    user's, samples that are nothing of this are any nesting of tensors, arrays and numbers, all of the same shapes;
-    mappings keep all their keys.
+    A dataset has `__len__` and `__getitem__`. Its samples are divided by `data.split`, unless a mapping with `train`,
+    `valid` and `test` takes its place. A sample is one of:
+
+    - a pair (tokens, labels) of sequences of equal length; the label -100 is ignored;
+    - a mapping with exactly these two keys;
+    - one sequence of tokens, each of which is the label of the one before it.
+
+    Samples shorter than `data.sequence_length` are padded at the end. For a user's own model, all other samples are
+    nestings of tensors, arrays and numbers of equal shapes; mappings keep all their keys.
 
     Attributes:
         path: `package.module:Name` or `file.py:Name`.
-        parts: the data sets: by the name of the split, or the whole under the empty name.
-        vocab_size: number of token ids; 1 where samples are no tokens and no setting says it.
-        is_nested: whether its samples are nestings of tensors.
+        parts: datasets by name of the split, or the whole under the empty name.
+        vocab_size: number of token ids; 1 if samples are not tokens and no setting gives it.
+        is_nested: whether samples are nestings of tensors.
     """
 
     path: str
@@ -158,15 +153,15 @@ class OwnData:
 
     @classmethod
     def open(cls, path: str, vocab_size: int | None, for_own_model: bool = False) -> "OwnData":
-        """What is at an import path.
+        """Load the dataset at an import path.
 
         Args:
-            path: as of the class.
-            vocab_size: of the config.
-            for_own_model: whether samples may be something else than tokens.
+            path: import path, as in the class.
+            vocab_size: number of token ids in the config.
+            for_own_model: whether samples may be something other than tokens.
 
         Raises:
-            UserError: it cannot be imported, is no data set, nothing says how many token ids there are, or its first
+            UserError: it cannot be imported, is not a dataset, nothing gives the number of token ids, or its first
                 sample has keys that the model does not know.
         """
         parts = _parts(path)
@@ -186,15 +181,10 @@ class OwnData:
         return cls(path, parts, vocab_size)
 
     def __len__(self) -> int:
-        """Number of samples of all parts."""
         return sum(len(part) for part in self.parts.values())
 
     def samples(self, name: str, split: str, sequence_length: int) -> "OwnSamples | NestedSamples":
-        """The samples of split `name` ("train", "valid" or "test").
-
-        Raises:
-            UserError: it has none.
-        """
+        """Return the samples of split `name` ("train", "valid" or "test"). Raises UserError if it is empty."""
         if "" in self.parts:
             runs = document_runs(len(self.parts[""]), split, name)
             chosen = np.concatenate([np.arange(first, end) for first, end in runs]) if len(runs) else np.arange(0)
@@ -212,23 +202,19 @@ class OwnData:
 
 
 def is_nested(path: str) -> bool:
-    """Whether the first sample of a data set, by its import path, is something else than tokens and labels.
-
-    Raises:
-        UserError: there is no data set.
-    """
+    """Return whether a dataset's first sample is not tokens and labels. Raises UserError if there is no dataset."""
     parts = _parts(path)
     if not any(map(len, parts.values())):
         return False
     first = _first(parts)
     try:
         return bool(_unknown_keys(first)) or not _pair(first)
-    except Exception:  # it is no such pair, or cannot be read, which reading it tells
+    except Exception:  # not such a pair, or it cannot be read, which reading it for a batch reports
         return True
 
 
 def _first(parts: Mapping[str, Any]) -> Any:
-    """The first sample of data sets; None where it cannot be read, which reading it tells, or there is none."""
+    """Return the first sample of the datasets; None if there is none, or if reading fails, which is reported later."""
     part = next((part for part in parts.values() if len(part)), None)
     try:
         return None if part is None else part[0]
@@ -237,7 +223,7 @@ def _first(parts: Mapping[str, Any]) -> Any:
 
 
 def _unknown_keys(sample: Any) -> str:
-    """The keys of a sample with tokens and labels that a pair of these loses, in words; empty where there is none."""
+    """Name the keys of a sample besides its tokens and labels; empty if there are none."""
     if not isinstance(sample, Mapping) or not {"tokens", "labels"} <= sample.keys():
         return ""
     others = [repr(key) for key in sample if key not in ("tokens", "labels")]
@@ -249,13 +235,9 @@ def _unknown_keys(sample: Any) -> str:
 
 @dataclass(frozen=True, eq=False)
 class OwnSamples(SingleCorpus):
-    """The samples of one split of a data set, each filled up to `sequence_length` tokens.
+    """Samples of one split of a dataset, each padded to `sequence_length` tokens.
 
-    Attributes:
-        data: where they come from.
-        part: the data set.
-        chosen: int64 [samples], which of its samples.
-        sequence_length: S, in tokens.
+    `chosen`, int64 [samples], are their indices in the dataset `part`.
     """
 
     data: OwnData
@@ -263,7 +245,7 @@ class OwnSamples(SingleCorpus):
     chosen: Int64Array
     sequence_length: int
     _lengths: dict[int, int] = field(default_factory=dict)
-    """Of the samples that `labelled` read last."""
+    """Lengths of the samples that `labelled` read last."""
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -287,7 +269,6 @@ class OwnSamples(SingleCorpus):
         return self.sequence_length - np.array(lengths, np.int64)
 
     def _read(self, number: int) -> tuple[Int64Array, Int64Array]:
-        """Tokens and labels of a sample of the data set."""
         begin = f"{_SETTING} is {shown(self.data.path)}, whose sample {number:,}"
         try:
             sample = self.part[number]
@@ -316,7 +297,6 @@ class OwnSamples(SingleCorpus):
 
 
 def _pair(sample: Any) -> tuple[Int64Array, Int64Array]:
-    """Tokens and labels of a sample in any of its forms."""
     if isinstance(sample, Mapping):
         sample = sample["tokens"], sample["labels"]
     if isinstance(sample, tuple) or (isinstance(sample, list) and len(sample) == 2 and np.ndim(sample[0]) == 1):
@@ -340,7 +320,7 @@ def _ids(values: Any) -> Int64Array:
 
 @cache
 def _parts(path: str) -> Mapping[str, Any]:
-    """The data sets at an import path, made once in a process."""
+    """Load the datasets at an import path, once per process."""
     found = load_path(path, _SETTING)
     if isinstance(found, type) or not (hasattr(found, "__getitem__") and hasattr(found, "__len__")):
         if not callable(found):

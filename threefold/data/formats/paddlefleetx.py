@@ -1,4 +1,7 @@
-"""Arrays out of .npy and .npz files, left in the file where they are stored as they are."""
+"""Token files of PaddleFleetX (Fleet): PREFIX_ids.npy with PREFIX_idx.npz, or the legacy PREFIX_ids.npz.
+
+Arrays of .npy and .npz files stay in the file if they are stored uncompressed.
+"""
 
 import os
 import struct
@@ -19,35 +22,28 @@ from threefold.files import require_file, shown
 from threefold.random.permutation import Int64Array
 
 _MOST_PACKED: Final = 1100
-"""More times than deflate makes anything smaller, so that a larger claim is damage."""
+"""Upper bound of deflate's compression ratio; a larger claim means damage."""
 _LOCAL_HEADER: Final = struct.Struct("<4s22xHH")
-# What the libraries raise over a damaged file: RuntimeError where the damage looks like encryption.
+# Errors that the libraries raise for a damaged file; RuntimeError if the damage looks like encryption.
 _DAMAGE: Final = (OSError, EOFError, ValueError, KeyError, RuntimeError, struct.error, zipfile.BadZipFile, zlib.error)
 
 
 @dataclass(frozen=True)
 class StoredColumn:
-    """A one-dimensional array of whole numbers.
+    """One-dimensional array of integers [N], read only.
 
-    Attributes:
-        values: [N], read only.
-        unpacked: bytes of memory that it takes because it was stored compressed; 0 if it is left in the file.
+    `unpacked` is the memory in bytes that it takes if it was stored compressed; 0 if it stays in the file.
     """
 
     values: NDArray[np.integer] | StoredArray
     unpacked: int = 0
 
     def loaded(self) -> NDArray[np.integer]:
-        """The numbers in memory."""
         return self.values[:]
 
 
 def read_npy(path: Path) -> StoredColumn:
-    """The array of a .npy file.
-
-    Raises:
-        UserError: the file cannot be read, is truncated, or holds anything but one row of whole numbers.
-    """
+    """Read the one-dimensional array of integers in a .npy file. Raises UserError if it is anything else or damaged."""
     _require(path)
     try:
         with path.open("rb") as file:
@@ -57,13 +53,13 @@ def read_npy(path: Path) -> StoredColumn:
 
 
 def read_npz(path: Path, names: tuple[str, ...]) -> dict[str, StoredColumn]:
-    """The arrays of a .npz file that have one of `names`; those that it does not hold are left out.
+    """Read the arrays called `names` in a .npz file; missing ones are left out.
 
-    A member that is stored uncompressed, as `np.savez` does, is left in the file; a compressed one is unpacked into
-    memory.
+    A member stored uncompressed, as by `np.savez`, stays in the file; a compressed one is unpacked into memory.
 
     Raises:
-        UserError: the file cannot be read, is truncated, or holds anything but rows of whole numbers under these names.
+        UserError: the file cannot be read, is truncated, or holds anything but one-dimensional integers under these
+            names.
     """
     _require(path)
     try:
@@ -77,7 +73,7 @@ def read_npz(path: Path, names: tuple[str, ...]) -> dict[str, StoredColumn]:
 
 def _member(archive: zipfile.ZipFile, file: IO[bytes], path: Path, member: zipfile.ZipInfo) -> StoredColumn:
     if member.compress_type == zipfile.ZIP_STORED:
-        # The directory at the end of a zip file does not have the length of the header before the data.
+        # The directory at the end of a zip file lacks the length of the header before the data.
         file.seek(member.header_offset)
         magic, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
         if magic != b"PK\x03\x04" or file.read(name) != member.orig_filename.encode():
@@ -108,7 +104,7 @@ def _require(path: Path) -> None:
 
 
 def _stored(file: IO[bytes], path: Path, start: int, end: int) -> StoredArray:
-    """The array whose header begins at byte `start` of a file and whose numbers end at byte `end`."""
+    """Return the array whose header begins at byte `start` of a file and whose numbers end at byte `end`."""
     file.seek(start)
     (count,), dtype = _read_header(file)
     offset, size = file.tell(), path.stat().st_size
@@ -125,7 +121,7 @@ def _read_header(stream: IO[bytes]) -> tuple[tuple[int], np.dtype]:
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     try:
         shape, _, dtype = read(stream)
-    except Exception:  # it is read as Python, so damage raises what Python's own parser does
+    except Exception:  # numpy parses the header as Python, so damage raises any error of Python's parser
         raise ValueError("the header before its numbers is damaged") from None
     if dtype.kind not in "iu":
         raise ValueError(f"it holds {dtype.name} and not whole numbers")
@@ -148,10 +144,10 @@ _AGAIN: Final = "copy the files again, or make them again"
 
 
 def read_paddlefleetx(prefix: Path) -> StoredTokens:
-    """The tokens of PREFIX_ids.npy and PREFIX_idx.npz.
+    """Read the tokens of PREFIX_ids.npy and PREFIX_idx.npz.
 
     Raises:
-        UserError: a file is missing, truncated, not of this format, or the two contradict one another.
+        UserError: a file is missing, truncated or not of this format, or the two contradict each other.
     """
     ids_file, idx_file = (with_ending(prefix, ending) for ending in (IDS_NPY, IDX_NPZ))
     ids, index = read_npy(ids_file), read_npz(idx_file, ("lens", "docs"))
@@ -170,11 +166,7 @@ def read_paddlefleetx(prefix: Path) -> StoredTokens:
 
 
 def read_paddlefleetx_npz(prefix: Path) -> StoredTokens:
-    """The tokens of PREFIX_ids.npz.
-
-    Raises:
-        UserError: the file is truncated, not of this format, or contradicts itself.
-    """
+    """Read the tokens of PREFIX_ids.npz. Raises UserError if it is damaged or not of this format."""
     path = with_ending(prefix, IDS_NPZ)
     columns = read_npz(path, ("ids", "lens"))
     ids = _named(columns, "ids", path)

@@ -1,7 +1,7 @@
-"""The token formats of other systems: one file each, and one line in `TOKEN_FORMATS`.
+"""Token formats of other systems: one file each, and one line in `TOKEN_FORMATS`.
 
-An installed package adds one with an entry point of the group `threefold.token_formats` that names a `TokenFormat`;
-training and `threefold data show`, `verify` and `convert` then read its files like those below.
+An installed package adds a format by an entry point of the group `threefold.token_formats` that names a `TokenFormat`;
+training and `threefold data show`, `verify` and `convert` then read its files like the built-in ones.
 """
 
 from collections.abc import Callable
@@ -29,10 +29,10 @@ class TokenFormat:
     """Token files that share a prefix: PREFIX with each of the endings.
 
     Attributes:
-        endings: of the files, all of which are needed; that of the tokens first.
-        read: from the prefix to the tokens; raises UserError where a file is missing, truncated or contradictory.
-        write: writes all files of a prefix and reports the progress in bytes of tokens; raises UserError where the
-            format cannot hold the tokens. None if `threefold data convert` cannot write the format.
+        endings: endings of the files, which are all needed; the token file's comes first.
+        read: reads the tokens at a prefix; raises UserError if a file is missing, truncated or contradictory.
+        write: writes all files of a prefix and reports progress in bytes of tokens; raises UserError if the format
+            cannot hold the tokens. None if `threefold data convert` cannot write the format.
     """
 
     endings: tuple[str, ...]
@@ -41,14 +41,10 @@ class TokenFormat:
 
 
 def token_formats() -> dict[str, TokenFormat]:
-    """All formats by name, those of installed packages included.
-
-    Raises:
-        UserError: an installed package declares one that cannot be imported.
-    """
+    """Return all formats by name, including installed packages'. Raises UserError if one cannot be imported."""
     return {name: TOKEN_FORMATS.load(name) for name in TOKEN_FORMATS.names()}
 
 
 def with_ending(prefix: Path, ending: str) -> Path:
-    """`prefix` with `ending` after its name, which may have dots of its own."""
+    """Append `ending` to the name of `prefix`, which may contain dots."""
     return prefix.with_name(prefix.name + ending)

@@ -1,4 +1,4 @@
-"""The format of a folder of token files, and its meta.json, for the writer and the reader.
+"""Format of a folder of token files and its meta.json, for the writer and the reader.
 
 tokens.bin      every document's tokens back to back, each text ended by the end-of-document token;
                 uint16 for a vocabulary below 65,500, else int32, little endian
@@ -44,14 +44,14 @@ _PREPARE_AGAIN: Final = "prepare the data again"
 _LARGEST_COUNT: Final = 1 << 60
 
 CHECKED: Final = frozenset({TOKENS_FILE, DOCUMENTS_FILE, TOKENIZER_FILE})
-"""The files whose checksums meta.json has."""
+"""Files whose checksums meta.json always has."""
 CHAT_FILES: Final = frozenset({LOSS_MASK_FILE, "chat_template.jinja", "tokenizer_config.json"})
-"""Further ones of folders with conversations."""
+"""Further files of folders with conversations."""
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file the documents came from: its name as given, its size in bytes, its documents, its SHA-256."""
+    """A file that documents came from: its name as given, size in bytes, number of documents, and SHA-256."""
 
     name: str
     bytes: int
@@ -61,21 +61,21 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Meta:
-    """The facts of a folder of token files.
+    """Facts about a folder of token files.
 
     Attributes:
         dtype: key of `DTYPES`.
-        vocab_size: number of token ids, special tokens included.
+        vocab_size: number of token ids, including special tokens.
         eod: id of the end-of-document token.
-        tokens: number of tokens, end-of-document tokens included.
+        tokens: number of tokens, including end-of-document tokens.
         documents: number of documents.
-        text_bytes: bytes of the documents' text as UTF-8; 0 where it is unknown.
+        text_bytes: bytes of the documents' text as UTF-8; 0 if unknown.
         tokenizer_sha256: SHA-256 of tokenizer.json.
-        sources: the files the documents came from, in order.
-        special_tokens: what became of text that spells a special token: `parse` or `text`.
-        beginning: tokens that each text begins with, before its own.
-        loss_mask: whether there is a file that says which tokens count.
-        checksums: of each other file of the folder, by name; empty in folders of version 1.
+        sources: files the documents came from, in order.
+        special_tokens: how text that spells a special token was encoded: `parse` or `text`.
+        beginning: tokens put before each text.
+        loss_mask: whether there is a file that marks which tokens count.
+        checksums: checksum of each other file of the folder, by name; empty in folders of version 1.
     """
 
     dtype: str
@@ -93,7 +93,6 @@ class Meta:
 
     @property
     def rule(self) -> TextRule:
-        """How the text became tokens."""
         return TextRule(self.special_tokens, self.beginning)
 
     def write(self, path: Path) -> None:
@@ -107,11 +106,7 @@ class Meta:
 
     @classmethod
     def read(cls, directory: Path) -> "Meta":
-        """Read DIRECTORY/meta.json.
-
-        Raises:
-            UserError: there is none, or it is damaged or not one this version can read.
-        """
+        """Read DIRECTORY/meta.json. Raises UserError if it is missing, damaged, or of a version that cannot be read."""
         path = directory / META_FILE
         if not os.path.lexists(path):
             raise UserError(_no_token_files(directory))
@@ -192,7 +187,7 @@ _FIELDS: Final = {
         and all(map(_is_text, value.values()))
     ),
 }
-# Folders of a version that knew neither loss masks nor rules of special tokens do not have these.
+# Missing in folders of versions without loss masks and special-token rules.
 _OPTIONAL: Final = {
     "special_tokens": lambda value: value in get_args(SpecialTokens),
     "beginning": lambda value: isinstance(value, list) and all(map(_is_count, value)),
@@ -201,13 +196,13 @@ _OPTIONAL: Final = {
 
 
 def file_checksums(folder: Path) -> dict[str, str]:
-    """The checksum of each file of a folder of token files, all but meta.json, which is to keep them."""
+    """Compute the checksum of each file of a folder of token files except meta.json, which will hold them."""
     names = sorted(name for name in CHECKED | CHAT_FILES if name in CHECKED or (folder / name).exists())
     return dict(zip(names, checksums(folder / name for name in names), strict=True))
 
 
 def list_token_files(folder: Path) -> Collection[str] | None:
-    """The names of the files of a folder of token files, of any version; None if it is none."""
+    """List the file names of a folder of token files, of any version; None if it is not one."""
     try:
         facts = read_json(folder / META_FILE)
     except UserError:
@@ -232,16 +227,7 @@ _AGAIN: Final = "prepare the data again with `threefold data prepare`"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TokenFiles(Corpus):
-    """A folder that `threefold data prepare` wrote, as a corpus.
-
-    None of its documents is empty, and each text ends with `eod`.
-
-    Attributes:
-        path: the folder.
-        meta: its facts.
-        eod: id of the end-of-document token.
-        tokenizer_file: the folder's own.
-    """
+    """Folder written by `threefold data prepare`, as a corpus. No document is empty, and each text ends with `eod`."""
 
     meta: Meta
     eod: int
@@ -249,11 +235,7 @@ class TokenFiles(Corpus):
 
     @classmethod
     def open(cls, path: Path | str) -> "TokenFiles":
-        """Open and check the folder `path`.
-
-        Raises:
-            UserError: it is no folder of token files, or its files are truncated or contradict one another.
-        """
+        """Open and check a folder. Raises UserError if its files are missing, damaged or contradict each other."""
         path = Path(path)
         meta = Meta.read(path)
         tokens_file, documents_file = path / TOKENS_FILE, path / DOCUMENTS_FILE
@@ -278,7 +260,7 @@ class TokenFiles(Corpus):
         return files
 
     def stored(self) -> StoredTokens:
-        """What the files hold, as of any other format."""
+        """Return the tokens in the form shared by all formats."""
         return StoredTokens(self.path, FOLDER_FORMAT, self.files, self.tokens, self.documents)
 
     def _check(self) -> None:
@@ -291,7 +273,7 @@ class TokenFiles(Corpus):
                 )
         if starts[0] != 0 or starts[-1] != self.meta.tokens or not np.all(np.diff(starts) > 0):
             raise UserError(f"{self.path / DOCUMENTS_FILE} does not fit {TOKENS_FILE}; {_AGAIN}")
-        # Touching every document's end would read the whole file; its two ends show the usual damage.
+        # Only the first and last document: checking every one would read the whole file.
         ends = () if self.holds_chat else (1, -1)  # conversations end as their template ends them
         if any(self.tokens[starts[d] - 1] != self.eod for d in ends) or not 0 <= self.eod < self.vocab_size:
             raise UserError(

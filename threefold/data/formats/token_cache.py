@@ -1,4 +1,4 @@
-"""The cache of encoded JSON lines: entries are named by a hash of their inputs, written atomically, by one process."""
+"""Cache of encoded JSON lines: entries are named by a hash of their inputs, and written atomically by one process."""
 
 import fcntl
 import hashlib
@@ -20,19 +20,19 @@ from threefold.files import read_json, require_file
 from threefold.output import staged_directory
 
 CACHE_ENDING: Final = ".cache"
-"""What is added to the name of a file for the folder with its cache."""
+"""Suffix of a file's name for the folder with its cache."""
 FACTS: Final = "meta.json"
-"""Written last; has the size and the checksum of every other file of the folder, and one of itself."""
+"""File written last, with the size and checksum of every other file of the folder, and its own checksum."""
 _SMALL: Final = 1 << 30
 """Bytes of the largest file that is checked each time it is opened."""
 _SETTLED: Final = 2.0
-"""Seconds after which a change of a file shows in its time stamp on any file system."""
+"""Seconds after which a change of a file shows in its timestamp on any file system."""
 
 
 def default_roots(path: Path) -> list[Path]:
-    """Where the cache of a file is looked for, and written to the first that can be: beside it, else the user's cache.
+    """Return the folders to search for a file's cache: next to the file, then the user's cache.
 
-    The last is where earlier versions put the latter, also where XDG_CACHE_HOME names another folder.
+    A new cache goes to the first one that is writable. Earlier versions used the last one, ignoring XDG_CACHE_HOME.
     """
     beside = path.with_name(path.name + CACHE_ENDING)
     roots = [beside, user_cache_path("threefold", appauthor=False), Path.home() / ".cache" / "threefold"]
@@ -40,23 +40,23 @@ def default_roots(path: Path) -> list[Path]:
 
 
 def entry_name(facts: dict[str, Any]) -> str:
-    """The folder's name for content that follows from `facts` alone (plain JSON values)."""
+    """Return the folder name for content that depends on `facts` alone (plain JSON values)."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def cached(roots: list[Path], name: str, write: Callable[[Path], None]) -> Path:
-    """The whole folder `name` in one of `roots`, made by `write` if there is none.
+    """Return the complete folder `name` in one of `roots`; create it with `write` if there is none.
 
-    Of several processes that need it at once one writes and the others wait. If it is killed, what it had written
-    is discarded and the next one starts again.
+    If several processes need it at once, one writes and the others wait. If the writer is killed, its partial output is
+    discarded and the next one starts again.
 
     Args:
-        roots: where to look; the first that can be written to gets a new folder.
-        name: of the folder.
-        write: fills the folder that it is given.
+        roots: folders to search; the first writable one gets a new entry.
+        name: name of the entry.
+        write: function that fills the folder it is given.
 
     Raises:
-        UserError: no root can be written to, or the disk is full.
+        UserError: no root is writable, or the disk is full.
     """
     for root in roots:
         if _is_whole(root / name):
@@ -86,7 +86,7 @@ def _only_writer(root: Path, name: str) -> Iterator[None]:
         raise _CannotWrite(error.strerror) from None
     try:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # goes with its process, however that ends
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the process ends, however it ends
         except OSError as error:
             raise _CannotWrite(error.strerror) from None
         yield
@@ -95,7 +95,7 @@ def _only_writer(root: Path, name: str) -> Iterator[None]:
 
 
 def _write(folder: Path, write: Callable[[Path], None]) -> None:
-    # A folder of that name, damaged or not, is an entry of the cache.
+    # All files count as ours: a folder with such a name is an entry of the cache, damaged or not.
     with staged_directory(folder, place="data.cache", listing=_all_files, marked=False) as partial:
         write(partial)
         paths = sorted(partial.iterdir())
@@ -107,9 +107,9 @@ def _write(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def entry_checksums(folder: Path) -> dict[str, str] | None:
-    """The checksum of each file of an entry, by name; empty where an older version made it, None where it is damaged.
+    """Return the checksum of each file of an entry, by name; None if the entry is damaged.
 
-    Files are looked at for their sizes alone.
+    Empty if an older version made the entry. Of the files themselves, only the sizes are checked.
     """
     try:
         facts = read_json(folder / FACTS)
@@ -126,17 +126,16 @@ def entry_checksums(folder: Path) -> dict[str, str] | None:
 
 
 def is_entry(folder: Path) -> bool:
-    """Whether a folder is an entry of a cache, damaged or not."""
+    """Return whether a folder is named as a cache entry, damaged or not."""
     return re.fullmatch("[0-9a-f]{32}", folder.name) is not None and os.path.isdir(folder)
 
 
 def is_stamp(path: Path) -> bool:
-    """Whether a file of a cache keeps the hash of the file that was encoded, damaged or not."""
+    """Return whether a file of a cache is named as the stored hash of an encoded file, damaged or not."""
     return re.fullmatch("[0-9a-f]{32}[.]hash", path.name) is not None
 
 
 def is_stamp_whole(path: Path) -> bool:
-    """Whether such a file is as it was written."""
     try:
         known = read_json(path)
     except UserError:
@@ -149,7 +148,7 @@ def _all_files(folder: Path) -> list[str]:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether an entry is there, as far as a quick check shows: large files are checked in the background of a run."""
+    """Return whether an entry is complete by a quick check; large files are verified in the background of a run."""
     known = entry_checksums(folder)
     if known is None:
         return False
@@ -158,16 +157,16 @@ def _is_whole(folder: Path) -> bool:
 
 
 def content_hash(path: Path, roots: list[Path]) -> str:
-    """SHA-256 of a file, which is read only if it may have changed since it was hashed last.
+    """Return the SHA-256 of a file, reading it only if it may have changed since it was last hashed.
 
     Args:
         path: the file.
-        roots: folders where the hash is looked for; the first that can be written to keeps it.
+        roots: folders to search for the stored hash; the first writable one stores it.
 
     Raises:
         UserError: the file cannot be read.
     """
-    require_file(path)  # a path without end would not resolve
+    require_file(path)  # first, as a loop of links would not resolve
     stamp = f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.hash"
     try:
         state = path.stat()
@@ -186,7 +185,6 @@ def content_hash(path: Path, roots: list[Path]) -> str:
 
 
 def _kept_hash(stamp: Path, state: list[int]) -> str | None:
-    """The hash of a file in a state; None where it is not known, or the stamp is damaged."""
     try:
         known = read_json(stamp)
     except UserError:

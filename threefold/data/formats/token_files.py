@@ -1,4 +1,4 @@
-"""Opening the corpus at a path, whatever the token format of the files there."""
+"""Opening of the corpus at a path, whatever the format of its token files."""
 
 import os
 from collections.abc import Iterator
@@ -34,18 +34,18 @@ def open_corpus(
     vocab_size: int | None = None,
     special_tokens: SpecialTokens | None = None,
 ) -> Corpus:
-    """The corpus at `path`: a folder of `threefold data prepare`, or token files of another system.
+    """Open the corpus at `path`: a folder of `threefold data prepare`, or token files of another system.
 
     Args:
         path: a folder, the prefix of the files' names, or one of the files.
-        tokenizer: the tokenizer.json of files that have none of their own.
-        eod: the token that ends their documents; None is the tokenizer's usual one, if their documents end with it.
-        vocab_size: number of token ids, where there is no tokenizer.
-        special_tokens: how text that spells special tokens became tokens; None is what a folder says of itself, and
-            `parse` for files of other systems.
+        tokenizer: tokenizer.json for files that have none of their own.
+        eod: end-of-document token of such files; None uses the tokenizer's usual one, if their documents end with it.
+        vocab_size: number of token ids, if there is no tokenizer.
+        special_tokens: how text that spells special tokens became tokens; None uses what a folder records, and `parse`
+            for files of other systems.
 
     Raises:
-        UserError: there are no token files, they are damaged, or what is given does not fit them.
+        UserError: there are no token files, they are damaged, or the arguments do not fit them.
     """
     path = Path(path)
     if is_own(path):
@@ -83,16 +83,11 @@ def open_corpus(
 
 
 def holds_tokens(path: Path) -> bool:
-    """Whether anything at `path` looks like token files."""
     return os.path.lexists(path / META_FILE) or bool(_find(path))
 
 
 def read_stored(path: Path) -> StoredTokens:
-    """What the token files at `path` hold, of any system.
-
-    Raises:
-        UserError: there are none or several, or they are damaged.
-    """
+    """Read the token files of any system at `path`. Raises UserError if there are none, several or damaged ones."""
     if is_json_lines(path):
         raise UserError(
             f"{path} holds text and no tokens; make these with `threefold data prepare {path} --out FOLDER`, or give "
@@ -109,12 +104,11 @@ def read_stored(path: Path) -> StoredTokens:
 
 
 def is_own(path: Path) -> bool:
-    """Whether `path` is to be read as a folder of `threefold data prepare`, whose reader reports what is missing."""
+    """Return whether to read `path` as a folder of `threefold data prepare`; its reader reports what is missing."""
     return os.path.lexists(path / META_FILE) or not _find(path)
 
 
 def _find(path: Path) -> list[_Found]:
-    """The token files of other systems that `path` may name."""
     formats = list(token_formats().values())
     endings = [(ending, format_) for format_ in formats for ending in format_.endings]
     if os.path.isdir(path) and (inside := list(dict.fromkeys(_inside(path, endings)))):
@@ -161,7 +155,7 @@ def _check_own(
 
 
 def _usual_end(stored: StoredTokens, tokenizer: "Tokenizer") -> int | None:
-    """The tokenizer's end-of-document token, if the first and the last document end with it."""
+    """Return the tokenizer's end-of-document token if the first and the last document end with it."""
     eod = find_end(tokenizer)
     filled = np.flatnonzero(np.diff(stored.documents))[[0, -1]]
     ends = stored.tokens[stored.documents[filled + 1] - 1]
@@ -169,7 +163,7 @@ def _usual_end(stored: StoredTokens, tokenizer: "Tokenizer") -> int | None:
 
 
 def _usual_beginning(stored: StoredTokens, tokenizer: "Tokenizer") -> tuple[int, ...]:
-    """What the tokenizer puts before each text, if the first and the last document begin with it; else nothing."""
+    """Return the tokens that the tokenizer puts before each text, if the first and last document begin with them."""
     beginning = beginning_of(tokenizer)
     if not beginning or not len(stored.tokens):
         return ()
