@@ -1,4 +1,4 @@
-"""How GPT's weights are cut, what its layers cost, and what its weights start from."""
+"""Sharding of GPT's weights, costs of its layers, and initial values of its weights."""
 
 from threefold.config import ModelConfig
 from threefold.models.family import Shapes
@@ -20,11 +20,11 @@ from threefold.models.sharding import (
 
 
 def gpt_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
-    """The plan of `models.gpt.GPT`.
+    """Return the sharding plan of `models.gpt.GPT`.
 
     Args:
-        config: the model's sizes.
-        sequence_length: tokens per sample, for what attention costs.
+        config: `model` section.
+        sequence_length: tokens per sample, which determine the cost of attention.
     """
     heads, d = config.num_attention_heads, config.head_dim
     inner = Unit("ffn_hidden_size", config.ffn_hidden_size)
@@ -54,11 +54,11 @@ def gpt_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
 
 
 def layer_shapes(config: GPTConfig, layer: str) -> Shapes:
-    """The shape of each parameter of a layer, by its name in the layer, in order.
+    """Return the shape of each parameter of a layer, in order, by its name in the layer.
 
     Args:
-        config: the model's sizes, resolved.
-        layer: its name in the model.
+        config: `model` section, resolved.
+        layer: name of the layer in the model.
     """
     hidden, ffn = config.hidden_size, config.ffn_hidden_size
     if layer == "embed":
