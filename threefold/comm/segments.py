@@ -348,7 +348,7 @@ class Turnstile:
             signals.release()
 
     def meet(self, operation: int, dtype: int, count: int, source: int = 0) -> None:
-        """Wait until every rank has called this for the same operation; their earlier writes to memory are then
+        """Wait until every rank has called this for the same operation; what they wrote to memory before is then
         visible.
 
         Raises:

@@ -166,8 +166,7 @@ class SharedMemoryGroup:
         return gathered.view(self.size, *tensor.shape)
 
     def gather_bytes(self, content: bytes) -> list[bytes]:
-        """Gather bytes of any length from each rank, many times faster than gloo, whose messages go around all
-        ranks."""
+        """Gather bytes of any length from each rank; many times faster than gloo, which passes them around a ring."""
         sizes = self.all_gather(torch.tensor([len(content)])).flatten().tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
