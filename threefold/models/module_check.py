@@ -14,8 +14,7 @@ from threefold.errors import UserError
 from threefold.torch_private.tensors import has_gradient_hooks, has_module_hooks, storage_key
 
 _MOST_ELEMENTS = 1 << 26
-"""Elements of shared memory up to which two parameters are checked for a common element; above, they count as
-sharing."""
+"""Elements of shared memory up to which two parameters are compared; above, they are assumed to overlap."""
 
 _OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
@@ -268,8 +267,7 @@ def _check_look_up(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
 
 
 def _has_spectral_norm_hook(module: nn.Module) -> bool:
-    """Return whether `torch.nn.utils.spectral_norm` was applied, which leaves `weight_orig`, `weight_u` and
-    `weight_v`."""
+    """Return whether `torch.nn.utils.spectral_norm` was applied: it leaves `weight_orig`, `weight_u` and `weight_v`."""
     buffers = {name for name, _ in module.named_buffers(recurse=False)}
     stems = [name.removesuffix("_orig") for name, _ in module.named_parameters(recurse=False) if name.endswith("_orig")]
     return any({f"{stem}_u", f"{stem}_v"} <= buffers for stem in stems)

@@ -1,5 +1,4 @@
-"""Sharding plans: the short form `Plan` for a user's own model, completed from the model, and the plan of a
-`Decoder`."""
+"""Sharding plans: the short form `Plan` for a user's own model, completed from the model; and that of a `Decoder`."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,8 +26,7 @@ if TYPE_CHECKING:
 
 
 _LOOK_UP = 16
-"""Divisor of an embedding's cost. A lookup has no multiply-adds, but its gradient and memory traffic cost about this
-fraction of a matrix product with the table."""
+"""Parameters of a lookup table that cost as much as one multiply-add, for its gradient and memory traffic."""
 
 
 @dataclass(frozen=True)

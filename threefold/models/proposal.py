@@ -178,8 +178,7 @@ def _heads(module: nn.Module) -> int:
 
 
 def _cuts_fused(module: nn.Module) -> bool:
-    """Return whether a module has a fused layer of equally large queries, keys and values, and a known number of
-    heads."""
+    """Return whether a module has one layer for equally wide queries, keys and values, and a known number of heads."""
     fused = next(
         (each for name, each in module.named_children() if name in _FUSED and isinstance(each, nn.Linear)), None
     )

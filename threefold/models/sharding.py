@@ -293,8 +293,10 @@ def _unit(unit: Unit | None, heads: int) -> Unit | None:
 
 @dataclass(frozen=True)
 class Vocab(Split):
-    """Embedding table whose rows are sharded anywhere, or linear layer to logits that is sharded alike and gathers its
-    output."""
+    """Embedding table whose rows are sharded, or linear layer to logits that is sharded alike and gathers its output.
+
+    The rows may be cut anywhere.
+    """
 
     parameters = {"weight": (Cut("tp", 0),), "bias": (Cut("tp", 0),)}  # noqa: RUF012
     needs_tensor_axis = True
@@ -311,8 +313,10 @@ class VocabLoss(Split):
 
 @dataclass(frozen=True)
 class AttentionCore(Split):
-    """`CausalAttention` with `heads` heads in total, divided over the tensor axis; with context parallelism, over
-    sequence parts."""
+    """`CausalAttention` with `heads` heads in total, sharded over the tensor axis.
+
+    Each rank attends with its own heads, for the part of the sequence that its context rank holds.
+    """
 
     parameters = {}  # noqa: RUF012
     heads: int
@@ -320,7 +324,7 @@ class AttentionCore(Split):
 
 @dataclass(frozen=True)
 class OverContext(Split):
-    """`Rotary` on queries and keys that hold the same positions on every tensor rank."""
+    """`Rotary` on queries and keys for which all ranks of a tensor axis hold the same positions."""
 
 
 @dataclass(frozen=True)
@@ -391,8 +395,8 @@ class ModelPlan:
         bare: pattern of names of buffers, and of parameters in no module of `split` → rule.
         frozen: names of the parameters that are not trained (`requires_grad` is False): they keep their initial values,
             without gradients and optimizer state.
-        constructed: whether buffers have the values that the model's constructor gives them, as constants that no
-            checkpoint stores. If False, the model has no buffers.
+        constructed: whether buffers keep the values that the model's constructor gives them, as constants that no
+            checkpoint stores. If False, the model must not have buffers.
 
     Raises:
         ValueError: a name shares the weights of one that itself shares another's.

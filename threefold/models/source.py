@@ -170,8 +170,7 @@ class FileSource(ModelSource):
         return "plan"
 
     def _parts(self, module: ModuleType, needs_plan: bool = True) -> tuple[Callable[..., Any], Any]:
-        """Return the class or function that makes the model, and its plan; None if it has none and `needs_plan` is
-        False."""
+        """Return the class or function that makes the model, and its plan; None if there is none and none is needed."""
         named = getattr(module, self.name, None) if self.name else None
         if _is_model_class(named) or (callable(named) and not hasattr(module, "make_model")):
             plan = getattr(named, "plan", None) or getattr(module, "plan", None)

@@ -122,7 +122,7 @@ class HuggingFaceType(ABC):
         """Return the keys of config.json for a resolved model without an `obstacle`, except model_type and tokens."""
 
     def obstacle(self, model: Any) -> str | None:
-        """Return the first setting, with its value, that this type has no key for; None if there is none."""
+        """Return the first setting of a model, with its value, that this type has no key for; None if there is none."""
         return None
 
     def is_near(self, model: Any) -> bool:

@@ -128,8 +128,7 @@ class LinearCrossEntropy(nn.Module):
         self.cross_entropy = cross_entropy or CrossEntropy()
 
     def in_chunks(self, chunk_size: int, logits_at_once: int = LOGITS_AT_ONCE) -> "LinearCrossEntropy":
-        """Return this loss with `chunk_size` columns in memory at once, and `logits_at_once` logits processed at
-        once."""
+        """Return this loss with other values of `chunk_size` and `CrossEntropy.logits_at_once`."""
         return LinearCrossEntropy(chunk_size, self.cross_entropy.in_runs(logits_at_once))
 
     def forward(self, x: Tensor, output: Linear, labels: Tensor) -> Tensor:

@@ -117,7 +117,7 @@ class Routing(nn.Module):
         places = F.one_hot(whole.flatten(1), self.experts).cumsum(1).gather(2, whole.flatten(1).unsqueeze(-1))
         return self._own((places.squeeze(-1) <= capacity).view(whole.shape))
 
-    # `parallel.expert.routing` overrides the next three methods for sequences that are sharded over ranks.
+    # `parallel.experts` overrides the next three methods for sequences that are sharded over ranks.
 
     def _whole(self, own: Tensor) -> Tensor:
         """Gather [B, S, …] of the whole sequence from that of the local positions; not differentiable."""

@@ -44,7 +44,7 @@ class MixtureConfig(ModelConfig):
     """Most tokens of a sequence that an expert takes in training, as a multiple of its even share; it drops later ones.
     0 for no limit (dropless)."""
     moe_every: int = Field(default=1, ge=1, le=MOST_LAYERS)
-    """With `num_experts`: every n-th layer has experts, starting with layer n."""
+    """With `num_experts`: n for experts in every n-th layer, the last of each n layers."""
     dense_layers: int = Field(default=0, ge=0, le=MOST_LAYERS)
     """With `num_experts`: number of first layers without experts."""
     router_aux_loss: float = Field(default=0.0, ge=0)
