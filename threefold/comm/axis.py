@@ -428,8 +428,8 @@ class Axis:
 
     @_waits("all_reduce")
     def _all_reduce_in_order(self, flat: Tensor) -> Tensor:
-        """Sum over the axis with all additions in the order of the ranks; a ring starts at a rank that depends on the
-        position in the buffer. Sends as many bytes as a ring."""
+        """Sum with all additions in rank order, sending as many bytes as a ring, whose order depends on the
+        position."""
         self.recorder.add(self.name, "all_reduce", flat)
         part = flat.new_empty(-(-flat.numel() // self.size))
         padded = flat.new_zeros(self.size * part.numel())

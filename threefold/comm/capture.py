@@ -81,11 +81,7 @@ def capturable(axis: Axis) -> Axis:
 
 
 class CapturedStep:
-    """A captured training step.
-
-    Attributes:
-        graph: module of torch's operators that computes the step.
-    """
+    """A captured training step, as the module `graph` of torch's operators."""
 
     def __init__(self, graph: GraphModule, parameters: Sequence[Tensor]) -> None:
         self.graph, self._parameters = graph, list(parameters)

@@ -36,11 +36,7 @@ def all_gather_equal(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Return this rank's shard of the sum of `x` over the axis, in equal shards along `dim`; not differentiable.
-
-    Raises:
-        ValueError: the size of `dim` is not divisible by the axis.
-    """
+    """Return this rank's equal shard of the sum of `x` over the axis, along `dim`; not differentiable."""
     if axis.size > 1 and torch.compiler.is_compiling():
         return _reduce_scatter(x, axis.handle, dim % x.dim(), axis.size)
     return axis.reduce_scatter(x, dim)
@@ -193,20 +189,15 @@ def scatter_to(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
 
 
 def gather_shares(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """All-gather equal shards along `dim`, for results that differ between ranks; backward reduce-scatters the
-    gradients."""
+    """All-gather equal shards along `dim` for results that differ by rank; backward reduce-scatters the gradients."""
     return x if axis.size == 1 else _GatherShares.apply(x, axis, dim)
 
 
 def over_gathered(compute: Callable[[Tensor], Tensor], x: Tensor, axis: Axis, dim: int) -> Tensor:
     """Return `compute(gather_shares(x, axis, dim))`, keeping only the shard `x` for the backward pass.
 
-    The backward pass gathers again (Korthikanti et al., section 4.2.2).
-
-    Args:
-        compute: function that may save its argument for its backward pass, but returns nothing that shares its memory.
-        x: this rank's shard.
-        axis, dim: axis and dim to gather along, as in `gather_shares`.
+    The backward pass gathers again (Korthikanti et al., section 4.2.2). `compute` may save its argument for its
+    backward pass, but must return nothing that shares its memory.
     """
     if axis.size > 1 and torch.compiler.is_compiling():
         recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
@@ -218,9 +209,5 @@ def over_gathered(compute: Callable[[Tensor], Tensor], x: Tensor, axis: Axis, di
 
 
 def reduce_to_shares(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Reduce-scatter `x` into equal shards along `dim`; backward all-gathers the gradients.
-
-    Raises:
-        ValueError: the size of `dim` is not divisible by the axis.
-    """
+    """Reduce-scatter `x` into equal shards along `dim`; backward all-gathers the gradients."""
     return x if axis.size == 1 else _ReduceToShares.apply(x, axis, dim)

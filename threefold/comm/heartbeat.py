@@ -263,8 +263,7 @@ class Heartbeat:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Note that this rank works during a block within a wait, such as code called by another library's
-        collective."""
+        """Note that this rank works during a block within a wait, such as a call from another library's collective."""
         code = self._numbers[_WAIT]
         self.resume()
         try:
@@ -335,12 +334,7 @@ class Heartbeat:
 
 
 def wait_code(operation: str, axis: int) -> int:
-    """Encode a collective of an axis for `Heartbeat.wait`.
-
-    Args:
-        operation: one of `OPERATIONS`.
-        axis: number of the axis, from `Heartbeat.axis`.
-    """
+    """Encode one of `OPERATIONS` on an axis, given its number from `Heartbeat.axis`, for `Heartbeat.wait`."""
     return 1 + axis + _AXES_PER_OPERATION * OPERATIONS.index(operation)
 
 
@@ -420,13 +414,9 @@ class Observer(Protocol):
 
 
 class ObservedHeartbeat(Heartbeat):
-    """Heartbeat that writes to the page of another one, in place of it, and notifies an observer.
+    """Heartbeat that replaces another one, writes to its page, and notifies an observer in the writing thread.
 
     A separate class, so that heartbeats without an observer are not slowed down.
-
-    Args:
-        heartbeat: heartbeat whose page is written.
-        observer: receiver; called in the thread that writes.
     """
 
     def __init__(self, heartbeat: Heartbeat, observer: Observer) -> None:

@@ -160,7 +160,6 @@ class Layout:
         return [group[i::size] for group in self.expert_copy_groups() for i in range(size)]
 
     def _places(self, axes: Sequence[str]) -> list[dict[str, int]]:
-        """Return every combination of coordinates along `axes`, row-major."""
         sizes = (range(self.size(name)) for name in axes)
         return [dict(zip(axes, place, strict=True)) for place in product(*sizes)]
 
@@ -243,11 +242,7 @@ RECOMPUTE = ("selective", "full")
 
 
 def parse_layouts(texts: list[str]) -> list[LayoutSpec]:
-    """Parse several layouts, one or several (separated by `;`) in each text; drop duplicates.
-
-    Raises:
-        UserError: a layout is malformed.
-    """
+    """Parse several layouts, one or several (separated by `;`) in each text; drop duplicates."""
     parts = [part.strip() for text in texts for part in text.split(";")]
     return list(dict.fromkeys(parse(part) for part in parts if part))
 

@@ -244,7 +244,6 @@ class Mesh:
         return self._axis(name, ranks, held_by.get_group(), held_by), replicas
 
     def _shard_mesh(self, shards: int) -> DeviceMesh:
-        """Return the one-dimensional device mesh over the ranks that share a copy of the weights."""
         fine, axis = self.device_mesh, "dp"
         if shards < self.dp.size:
             fine, axis = unflatten_mesh(fine, "dp", (self.dp.size // shards, shards), ("copy", "shard")), "shard"
@@ -253,15 +252,13 @@ class Mesh:
         return fine["cp"] if shards == 1 else flatten_mesh(fine[axis, "cp"], f"{axis}_cp")
 
     def _replicas(self) -> PlannedAxis | None:
-        """Plan the axis of ranks with the same weights and other tokens, dp and cp together; None if dp or cp is such
-        an axis."""
+        """Plan the axis of ranks with the same weights and other tokens; None if dp or cp is that axis."""
         if self.layout.cp == 1 or self.layout.dp == 1:
             return None
         return self._new_group("dp·cp", self.layout.groups("dp", "cp"))
 
     def _experts(self) -> list[PlannedAxis]:
-        """Plan the axis of ranks that share the experts, and if ep is above 1 the axis of those with the same
-        experts."""
+        """Plan the axis of ranks that share the experts, and with ep above 1 that of ranks with the same experts."""
         ep = self.layout.ep
         if ep == 1:
             return [PlannedAxis("ep", (self.rank,), None)]
@@ -281,7 +278,6 @@ class Mesh:
         return tuple(next(group for group in groups if self.rank in group))
 
     def _new_group(self, name: str, groups: Sequence[Sequence[int]]) -> PlannedAxis | None:
-        """Plan the group that this rank is in, with a process group; None if it is in none."""
         group = new_group_among(groups)
         mine = next((tuple(ranks) for ranks in groups if self.rank in ranks), None)
         return None if mine is None else PlannedAxis(name, mine, group)

@@ -78,11 +78,8 @@ class Shared:
 
 
 def memory_bytes(size: int, capacity: int) -> int:
-    """Return the bytes of memory for rounds of `size` ranks.
-
-    The memory holds two signals of each rank, and from the next page on 2 · (`size` + 1) slots of `capacity` bytes in
-    whole pages.
-    """
+    """Return the bytes for rounds: two signals per rank, then 2 · (`size` + 1) slots of `capacity` bytes in whole
+    pages."""
     return whole_pages(2 * size * SIGNAL_BYTES) + 2 * (size + 1) * whole_pages(capacity)
 
 
@@ -122,8 +119,6 @@ def share(groups: Sequence[dist.ProcessGroup], room: Callable[[int], Room | None
 
 
 class _Sharing:
-    """Set-up of one group, in phases."""
-
     def __init__(self, group: dist.ProcessGroup, room: Callable[[int], Room | None]) -> None:
         self._exchange = StoreExchange(group)
         self._ranks, self._index = self._exchange.ranks, self._exchange.index
@@ -136,7 +131,6 @@ class _Sharing:
         self._opened = contextlib.ExitStack()  # closes the pipes unless every rank reaches the end
 
     def offer(self) -> None:
-        """Create the memory and the pipes, on the first rank."""
         if self._index == 0:
             self._folder = self._room and _make_folder(self._room, len(self._ranks))
             self._exchange.tell("folder", json.dumps([_host(), str(self._folder or "")]))
@@ -262,12 +256,9 @@ def _reserve(descriptor: int, length: int) -> None:
 class StoreExchange:
     """Messages and votes between the ranks of a process group, over its store, during a set-up.
 
-    A gather over the process group takes a message between each pair of ranks; this takes a few store requests per
+    A gather over the CPU group `group` takes a message between each pair of ranks; this takes a few store requests per
     rank. Telling and voting do not wait for other ranks, so that a rank can set up several groups at once. Every rank
-    of the group creates the same number of exchanges.
-
-    Args:
-        group: CPU process group; ranks wait as long as its collectives do.
+    of the group creates the same number of exchanges; ranks wait as long as the group's collectives do.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -374,7 +365,6 @@ class Turnstile:
             self._raise_difference(found, signal)
 
     def _sleep(self, exit: int, number: int, operation: str) -> None:
-        """Wait until the turnstile `exit` has content."""
         turnstile = self._pipes[exit]
         events = dict(self._pollers[exit].poll(self._timeout * 1000))
         if turnstile in events:

@@ -166,7 +166,7 @@ class SharedMemoryGroup:
         return gathered.view(self.size, *tensor.shape)
 
     def gather_bytes(self, content: bytes) -> list[bytes]:
-        """Gather bytes of any length from each rank; many times faster than gloo, which passes them around a ring."""
+        """Gather bytes of any length from each rank, many times faster than gloo, which sends them around a ring."""
         sizes = self.all_gather(torch.tensor([len(content)])).flatten().tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -239,7 +239,6 @@ class SharedMemoryGroup:
         self._turnstile.meet(_OPERATION_CODES[operation], _DTYPE_CODES[dtype], count, source)
 
     def _views_of(self, dtype: torch.dtype, count: int) -> _Views:
-        """Return the slots of this round for `count` elements of `dtype`."""
         key = dtype, count
         if key not in self._views:
             if len(self._views) >= _KEPT_VIEWS:
@@ -260,7 +259,6 @@ class SharedMemoryGroup:
 
     @staticmethod
     def _pieces(flat: Tensor, longest: int) -> list[tuple[int, int]]:
-        """Split `flat` into pieces of at most `longest` elements: (start, count) of each."""
         total = flat.numel()
         return [(start, min(longest, total - start)) for start in range(0, total, longest)]
 
@@ -275,7 +273,6 @@ class PostponedSum(NamedTuple):
     tensor: Tensor
 
     def wait(self) -> None:
-        """Run the all-reduce."""
         self.group.all_reduce_(self.tensor)
 
 
@@ -287,7 +284,6 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _write_back(flat: Tensor, tensor: Tensor) -> Tensor:
-    """Copy a result computed in `flat` to `tensor`, unless they share memory."""
     if flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat.view(tensor.shape))
     return tensor

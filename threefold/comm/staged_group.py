@@ -22,12 +22,9 @@ _Pair = tuple[Tensor, Tensor]
 
 
 class _StagedWork(Work):
-    """A collective in progress; waiting for it copies its results to their tensors.
+    """Collective in progress; waiting for it copies its results, (tensor, copy) pairs, to their tensors.
 
-    Args:
-        work: work of the collective on the CPU.
-        results: pairs of a tensor and the copy that the collective writes.
-        reads: copies that the collective reads, kept until it is done.
+    It keeps `reads`, the copies that the collective reads, alive until it is done.
     """
 
     def __init__(self, work: Work, results: Sequence[_Pair], reads: Sequence[Tensor]) -> None:
@@ -35,7 +32,6 @@ class _StagedWork(Work):
         self._work, self._results, self._reads = work, list(results), list(reads)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait as gloo's work does, then copy the results."""
         self._work.wait(timeout)
         for tensor, copy in self._results:
             tensor.detach().copy_(copy)
@@ -44,11 +40,9 @@ class _StagedWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the collective is done."""
         return self._work.is_completed()
 
     def get_future(self) -> "torch.futures.Future[Any]":
-        """Wait, and return a completed future."""
         self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(None)
@@ -56,12 +50,9 @@ class _StagedWork(Work):
 
 
 class StagedGroup(PythonGroup):
-    """Gloo process group whose collectives also take GPU tensors.
+    """Gloo process group whose collectives also take GPU tensors; its arguments are those of a backend's constructor.
 
     It has the collectives that this package, and the parts of torch that it uses, call, under torch's names.
-
-    Args:
-        store, rank, size, timeout: arguments that torch passes to the function that creates a backend.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -69,11 +60,9 @@ class StagedGroup(PythonGroup):
         self.gloo: Any = with_gloo(self, store, rank, size, timeout)
 
     def is_staged(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is staged through a CPU copy."""
         return tensor.device.type != "cpu"
 
     def getBackendName(self) -> str:
-        """Return the name that `torch.distributed.get_backend` shows."""
         return BACKEND
 
     # -- collectives, each with the arguments of torch's method of that name ----------------------------------------

@@ -21,13 +21,10 @@ _REST: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def bound_arguments(factory: Callable[..., Any], config: ModelConfig, said: str) -> dict[str, Any]:
-    """Return the keyword arguments for a model's constructor.
+    """Return the keyword arguments for a model's constructor; raise UserError if one is unknown or missing.
 
     They are those of `model.arguments`, and settings of the same name for parameters without a default; a parameter
     `config` (or `cfg`) receives the whole section.
-
-    Raises:
-        UserError: an argument is unknown or missing.
     """
     given: Mapping[str, Any] = config.arguments
     parameters = [each for each in inspect.signature(factory).parameters.values() if each.kind not in _REST]
@@ -53,11 +50,7 @@ def bound_arguments(factory: Callable[..., Any], config: ModelConfig, said: str)
 
 
 def call(function: Callable[..., Any], positional: tuple[Any, ...], named: Mapping[str, Any], said: str) -> Any:
-    """Call a user's function, and report an exception as a `UserError`.
-
-    Raises:
-        UserError: the function raises; the message begins with `said`.
-    """
+    """Call a user's function, and turn any exception into a UserError that begins with `said`."""
     try:
         return function(*positional, **named)
     except UserError:
@@ -88,10 +81,8 @@ def loss_of(model: Any) -> Any:
 
 @contextmanager
 def keyed_draws(*key: int | str) -> Iterator[None]:
-    """Derive the CPU random numbers of torch, `random` and `numpy.random` within the block from `key` alone.
-
-    Afterwards the generators continue as before.
-    """
+    """Derive the CPU random numbers of torch, `random` and `numpy.random` from `key` within the block; restore them
+    after."""
     seed = stream_key(*key)
     with generators_preserved(), torch.device("cpu"):
         seed_generators(seed)
@@ -101,32 +92,20 @@ def keyed_draws(*key: int | str) -> Iterator[None]:
 def construct(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
     """Construct the unsharded model on the CPU, with parameters and buffers as its constructor draws them.
 
-    Args:
-        make_model: function that makes the model.
-        seed: seed of the run, from which the constructor's random numbers of torch, `random` and `numpy.random` follow.
+    The constructor's random numbers of torch, `random` and `numpy.random` follow from the run's `seed`.
     """
     with keyed_draws("weights", seed):
         return make_model()
 
 
 def skeleton(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Construct the unsharded model on the meta device, with the same plain attributes as in `construct`.
-
-    Args:
-        make_model: function that makes the model.
-        seed: seed of the run.
-    """
+    """Construct the unsharded model on the meta device, with the same plain attributes as in `construct`."""
     with keyed_draws("weights", seed), torch.device("meta"):
         return make_model()
 
 
 class ConstructedModel:
-    """The unsharded model of `construct`, constructed when a value is first read.
-
-    Args:
-        make_model: function that makes the model.
-        seed: seed of the run.
-    """
+    """The unsharded model of `construct`, constructed when a value is first read."""
 
     def __init__(self, make_model: Callable[[], nn.Module], seed: int) -> None:
         self._make_model, self._seed = make_model, seed
@@ -140,19 +119,11 @@ class ConstructedModel:
         return self._model.get_parameter(name).detach()
 
     def buffer(self, name: str) -> Tensor:
-        """Return the values of a buffer."""
         return self._model.get_buffer(name)
 
 
 def drawn(fill: Callable[[Tensor], object], name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Draw the values of an unsharded parameter with `fill`.
-
-    Args:
-        fill: function that fills a tensor in place.
-        name: name of the parameter in the unsharded model, which keys the random numbers together with `seed`.
-        shape: shape of the unsharded parameter.
-        seed: seed of the run.
-    """
+    """Draw the values of an unsharded parameter with `fill`, in place, keyed by its name and the run's seed."""
     with keyed_draws("weights", seed, name), torch.no_grad():
         whole = torch.empty(shape)
         fill(whole)

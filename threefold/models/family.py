@@ -74,21 +74,12 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def make_model(config: ModelConfig) -> "Decoder":
-    """Create the unsharded, single-device model.
-
-    Args:
-        config: `model` section, resolved (no field is None).
-    """
+    """Create the unsharded, single-device model of a resolved config (no field is None)."""
     return family_of(config).make_model(config)
 
 
 def model_plan(config: ModelConfig, sequence_length: int) -> "ModelPlan":
-    """Return the sharding plan of a model.
-
-    Args:
-        config: `model` section, resolved.
-        sequence_length: tokens per sample, which determine the cost of attention.
-    """
+    """Return the sharding plan of a resolved config; the tokens of a sample determine the cost of attention."""
     return family_of(config).make_plan(config, sequence_length)
 
 
@@ -103,14 +94,8 @@ _PER_MULTIPLY_ADD = 6
 
 
 def model_flops_per_token(config: ModelConfig, sequence_length: int) -> float | None:
-    """Return the FLOPs of a training step per token; None for a user's own model, whose layers declare no costs.
-
-    Needs no torch.
-
-    Args:
-        config: `model` section, resolved.
-        sequence_length: tokens per sample.
-    """
+    """Return the FLOPs of a training step per token, without torch; None for a user's own model, which declares no
+    costs."""
     if config.architecture == OWN:
         return None
     plan = model_plan(config, sequence_length)

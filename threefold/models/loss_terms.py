@@ -63,15 +63,10 @@ class CountedLoss:
 
 
 def count_terms(loss: LossFunction, batch: Any, samples: int) -> dict[str, float]:
-    """Return the count of each term of a loss in a batch, by name.
+    """Return the count of each term of a loss in a replica's batch, by name.
 
-    Args:
-        loss: loss of the user.
-        batch: samples of one replica.
-        samples: number of samples in `batch`.
-
-    Raises:
-        UserError: `counts(batch)` of the loss does not return numbers by name.
+    Raises UserError if the loss's `counts(batch)` does not return numbers by name; without one, the count is that of
+    the samples.
     """
     counts = getattr(loss, "counts", None)
     if counts is None:
@@ -132,11 +127,7 @@ def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, fl
 
 
 class TermSums:
-    """Sums of the terms of a loss over the micro-batches of one pass.
-
-    Args:
-        loss: loss of the user.
-        counts: count of each term in the global batch.
+    """Sums of the terms of a loss over the micro-batches of one pass, given the terms' counts in the global batch.
 
     Attributes:
         sums: sum of each term.
@@ -151,13 +142,7 @@ class TermSums:
     def __call__(self, output: Any, batch: Any, samples: int) -> Tensor:
         """Return this micro-batch's part of the mean loss of the global batch: a scalar of fp32 at least.
 
-        Args:
-            output: output of the model's last layer.
-            batch: the micro-batch.
-            samples: number of samples in it.
-
-        Raises:
-            UserError: the loss is neither a scalar nor terms with the names that it counts.
+        Raises UserError if the loss is neither a scalar nor terms with the names that it counts.
         """
         parts = []
         for name, term in self._terms(self.loss(output, batch), samples).items():
@@ -175,12 +160,8 @@ class TermSums:
         return torch.stack([sums.get(name, zero) for sums in (self.sums, self.weighted) for name in self.counts])
 
     def over_all(self, values: Sequence[float], samples: int) -> LossSums:
-        """Return the terms of all ranks together.
-
-        Args:
-            values: result of `values`, summed over the ranks.
-            samples: number of samples in the global batch.
-        """
+        """Return the terms of all ranks together, given the sum of `values` over the ranks and the samples of the
+        global batch."""
         names, count = list(self.counts), len(self.counts)
         sums, weighted = (dict(zip(names, part, strict=True)) for part in (values[:count], values[count:]))
         return LossSums(sums, weighted, dict(self.counts), samples)

@@ -17,18 +17,13 @@ _MOST_ELEMENTS = 1 << 26
 """Elements of shared memory up to which two parameters are compared; above, they are assumed to overlap."""
 
 _OF_MODULES = frozenset(vars(nn.Module()))
-"""Attributes that every module has."""
 
 
 def check_modules(model: nn.Module) -> None:
-    """Check the parameters, buffers and other tensors of an unsharded model.
+    """Check the parameters, buffers and other tensors of an unsharded model, on the meta device or with values.
 
-    Args:
-        model: model on the meta device, or with values.
-
-    Raises:
-        UserError: a tensor is neither parameter nor buffer, so that ranks would lack it; two parameters share memory; a
-            parameter has gradient hooks; or the layout would change something else.
+    Raises UserError if a tensor is neither parameter nor buffer, so that ranks would lack it; if two parameters share
+    memory; if a parameter has gradient hooks; or if the layout would change something else.
     """
     modules = dict(model.named_modules())
     for name, module in modules.items():
@@ -46,11 +41,7 @@ def check_modules(model: nn.Module) -> None:
 
 
 def check_hooks(modules: Mapping[str, nn.Module], layers: tuple[str, ...]) -> None:
-    """Check that no module around layers has a hook, which would never run: layers are called one by one.
-
-    Raises:
-        UserError: a module has one.
-    """
+    """Raise UserError if a module around layers has a hook, which would never run: layers are called one by one."""
     for name, module in modules.items():
         if has_module_hooks(module) and any(not name or layer.startswith(name + ".") for layer in layers):
             raise UserError(
@@ -78,7 +69,6 @@ def _check_embedding(name: str, module: nn.Module) -> None:
 
 
 def _check_attribute(name: str, module: nn.Module, attribute: str, value: Any, known: set[nn.Module]) -> None:
-    """Refuse tensors that are neither parameters nor buffers, and modules that are not registered."""
     for found in _inside(value):
         where = f"{attribute!r}" if found is value else f"in {attribute!r}"
         if isinstance(found, nn.Module):
@@ -100,7 +90,6 @@ def _check_attribute(name: str, module: nn.Module, attribute: str, value: Any, k
 
 
 def _inside(value: Any, depth: int = 3) -> Iterator[Tensor | nn.Module]:
-    """Yield the tensors of an attribute, and the modules in its containers."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple | dict | set) and depth:
@@ -157,7 +146,6 @@ def _overlaps_itself(tensor: Tensor) -> bool:
 
 
 def _check_memory(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> None:
-    """Refuse a parameter or buffer in the memory of another parameter, which updates would change too."""
     held: dict[int, list[tuple[str, Tensor]]] = {}
     for name, parameter in parameters.items():
         others = held.setdefault(storage_key(parameter), [])
@@ -178,7 +166,6 @@ def _check_memory(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, 
 
 
 def _share_elements(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of one storage have an element in common."""
     ends = []
     for tensor in (one, other):
         if not tensor.numel():
@@ -206,18 +193,10 @@ _WITH_DROPOUT = (nn.MultiheadAttention, nn.RNN, nn.LSTM, nn.GRU)
 _DRAWING = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 _LOOK_UPS = (nn.Embedding, nn.EmbeddingBag)
 _SPECTRAL_NORM = "_SpectralNorm"
-"""Class name of the parametrization `torch.nn.utils.parametrizations.spectral_norm`."""
 
 
 def refuse_layout_dependent(modules: Mapping[str, nn.Module]) -> None:
-    """Check that a model has no module of torch whose result depends on the layout.
-
-    Args:
-        modules: modules of the unsharded, single-device model, by name.
-
-    Raises:
-        UserError: a module's result does; the message names a replacement.
-    """
+    """Raise UserError if the result of a torch module depends on the layout, and name a replacement."""
     for name, module in modules.items():
         kind = type(module).__name__
         if isinstance(module, _BATCH_NORMS):
@@ -285,12 +264,7 @@ def is_of_sizes(error: BaseException) -> bool:
 
 
 def module_of(error: BaseException, modules: Mapping[str, nn.Module]) -> str:
-    """Return the name of the innermost module whose method raised an error; empty if there is none.
-
-    Args:
-        error: raised error; the traceback of its cause counts too.
-        modules: modules by name.
-    """
+    """Return the name of the innermost module whose method raised an error or its cause; empty if there is none."""
     names = {id(module): name for name, module in modules.items() if name}
     found = ""
     for each in _causes(error):
@@ -300,7 +274,6 @@ def module_of(error: BaseException, modules: Mapping[str, nn.Module]) -> str:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield the chain of causes, from the first to the error itself."""
     if error.__cause__ is not None:
         yield from _causes(error.__cause__)
     yield error
@@ -316,15 +289,14 @@ def _owners(traceback: TracebackType | None) -> Iterator[object]:
 
 @contextmanager
 def explaining_passes(roots: Iterable[nn.Module], tp: int = 1) -> Iterator[None]:
-    """Explain common errors of forward and backward passes within the block in one sentence.
+    """Explain common errors of forward and backward passes within the block in one sentence, as a UserError.
+
+    These are an in-place operation on a tensor that the backward pass needs, a loss without a graph, a tensor without
+    values, and sizes of a rank's shards that do not match.
 
     Args:
         roots: modules that hold their submodules under the names of the whole model.
         tp: ranks of the tensor axis that shard them.
-
-    Raises:
-        UserError: an in-place operation has overwritten a tensor that the backward pass needs, the loss has no graph, a
-            tensor has no values, or the sizes of a rank's shards do not match.
     """
     try:
         yield

@@ -53,7 +53,6 @@ class LayerSignature:
 
     @classmethod
     def of(cls, layer: str, module: nn.Module) -> "LayerSignature":
-        """Return the signature of a single-device module."""
         found = [
             parameter
             for parameter in list(inspect.signature(type(module).forward).parameters.values())[1:]
@@ -69,14 +68,9 @@ class LayerSignature:
         return len(self.names) == 1 and not self.takes_samples
 
     def inputs_of(self, batch: Any, dtype: torch.dtype) -> LayerInputs:
-        """Return the inputs of the model's first layer, taken from a batch.
+        """Return the inputs of the model's first layer, with the floats of the batch in `dtype`.
 
-        Args:
-            batch: batch of samples.
-            dtype: dtype that the model computes in.
-
-        Raises:
-            UserError: the batch lacks an entry that a parameter names.
+        Raises UserError if the batch lacks an entry that a parameter names.
         """
         args, kwargs = self._chosen(batch)
         args = tuple(_map(each, partial(_floats_as, dtype=dtype), "batch") for each in args)
@@ -108,14 +102,9 @@ def forward_layer(layer: nn.Module, signature: LayerSignature, inputs: LayerInpu
 
 
 def inputs_from(output: Any, layer: str) -> LayerInputs:
-    """Return the inputs of a layer, taken from the previous layer's output.
+    """Return the inputs of the layer after `layer`, whose output is a tensor or a tuple of positional arguments.
 
-    Args:
-        output: tensor, or tensors that become the positional arguments.
-        layer: name of the previous layer.
-
-    Raises:
-        UserError: the output is neither.
+    Raises UserError if the output is neither.
     """
     tensors = (output,) if isinstance(output, Tensor) else output
     if not isinstance(tensors, tuple | list) or not all(isinstance(each, Tensor) for each in tensors):
@@ -128,20 +117,13 @@ def inputs_from(output: Any, layer: str) -> LayerInputs:
 
 
 def map_tensors(batch: Any, compute: Callable[[Tensor], Any]) -> Any:
-    """Return the same nesting with each tensor replaced by `compute(tensor)`.
-
-    Raises:
-        UserError: the batch holds something other than tensors.
-    """
+    """Return the same nesting with each tensor replaced by `compute(tensor)`; raise UserError for anything but
+    tensors."""
     return _map(batch, compute, "batch")
 
 
 def batch_size(batch: Any) -> int:
-    """Return the number of samples in a batch.
-
-    Raises:
-        UserError: it holds something other than tensors, or they differ in their number of samples.
-    """
+    """Return the number of samples in a batch; raise UserError if its tensors differ in it, or if it has none."""
     sizes: dict[str, int] = {}
     for path, tensor in _leaves(batch, "batch"):
         if tensor.dim() == 0:
@@ -160,11 +142,8 @@ def batch_size(batch: Any) -> int:
 
 
 def split_batch(batch: Any, parts: int) -> list[Any]:
-    """Split a batch into micro-batches of equal size, in order.
-
-    Raises:
-        UserError: the number of samples is not divisible by `parts`.
-    """
+    """Split a batch into micro-batches of equal size, in order; raise UserError if its samples do not divide by
+    `parts`."""
     size = batch_size(batch)
     if size % parts:
         below = size // parts * parts
@@ -189,7 +168,6 @@ def _floats_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _fields(batch: Any) -> dict[str, Any] | None:
-    """Return the entries of a mapping or a `NamedTuple`; None for anything else."""
     if isinstance(batch, Mapping):
         return dict(batch)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):

@@ -144,7 +144,6 @@ class Plan:
     def _rules(
         self, modules: "Mapping[str, nn.Module]", parameters: "Mapping[str, nn.Parameter]", buffers: Sequence[str]
     ) -> tuple[dict[str, Split], dict[str, Split]]:
-        """Return the rules of modules, and those of bare parameters and buffers."""
         if self.shard is None:
             return {
                 name: Replicated() for name in dict.fromkeys(each.split(".")[0] for each in parameters if "." in each)
@@ -186,8 +185,6 @@ class Plan:
 
 
 class _InitialValues:
-    """Initial values of each parameter, by name."""
-
     def __init__(self, rules: "dict[str, Initial | Callable[[Tensor], object]]") -> None:
         self._rules, self._patterns = rules, Patterns(rules)
 
@@ -226,11 +223,7 @@ def _refuse_running_statistics(modules: "Mapping[str, nn.Module]") -> None:
 
 
 def _frozen(parameters: "Mapping[str, nn.Parameter]", ties: Mapping[str, str]) -> frozenset[str]:
-    """Return the names of the parameters that the model does not train.
-
-    Raises:
-        UserError: a weight is trained under one of its names and not under another, or none is trained.
-    """
+    """Return the untrained parameters; raise UserError if all are, or if only some names of a tied weight are."""
     frozen = frozenset(name for name, parameter in parameters.items() if not parameter.requires_grad)
     if parameters and len(frozen) == len(parameters):
         raise UserError("All parameters of the model are frozen (requires_grad is False); leave one to be trained.")
@@ -250,11 +243,7 @@ def _require_decided(
     bare: Mapping[str, Split],
     modules: "Mapping[str, nn.Module]",
 ) -> None:
-    """Check that each parameter has a rule.
-
-    Raises:
-        UserError: naming the modules and bare parameters that have none.
-    """
+    """Raise UserError if a module or bare parameter has no rule."""
     by_module, by_name = Patterns(split), Patterns(bare)
     left: list[str] = []
     for name in parameters:
@@ -300,13 +289,8 @@ _RESIDUAL = ("*.attn.proj.weight", "*.mlp.down.weight", "*.mlp.shared.down.weigh
 
 
 def decoder_plan(config: ModelConfig, split: Mapping[str, Split], block_costs: Sequence[int]) -> ModelPlan:
-    """Return the sharding plan of a `Decoder`.
-
-    Args:
-        config: `model` section.
-        split: rules of its weights.
-        block_costs: multiply-adds per token of each block.
-    """
+    """Return the sharding plan of a `Decoder`, given the rules of its weights and the multiply-adds per token of each
+    block."""
     layers, table = config.num_layers, config.vocab_size * config.hidden_size
     # A lookup has no multiply-adds, but its gradient and memory traffic are not free.
     costs = (table / 16, *block_costs, table)

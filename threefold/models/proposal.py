@@ -94,11 +94,7 @@ class Proposal:
 
 
 def propose(model: nn.Module) -> Proposal:
-    """Propose a plan for a model.
-
-    Args:
-        model: the unsharded model, on any device.
-    """
+    """Propose a plan for an unsharded model, on any device."""
     vocabularies = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
     decided: dict[str, tuple[Split, str]] = {}
     opaque = tuple(_opaque(model))
@@ -145,9 +141,9 @@ def is_of_torch(module: nn.Module) -> bool:
 
 
 def _opaque(model: nn.Module) -> Iterator[str]:
-    """Yield the name prefixes of modules inside modules of torch that have parameters of their own.
+    """Yield the prefixes of names inside torch modules with parameters of their own, such as `nn.MultiheadAttention`.
 
-    Modules such as `nn.MultiheadAttention` compute with their submodules' weights directly.
+    Such modules compute with their submodules' weights directly.
     """
     for name, module in model.named_modules():
         if name and is_of_torch(module) and any(True for _ in module.parameters(recurse=False)):
@@ -155,9 +151,10 @@ def _opaque(model: nn.Module) -> Iterator[str]:
 
 
 def _of_bare(module: nn.Module, shape: tuple[int, ...]) -> tuple[Split, str]:
-    """Return the rule of a bare parameter, with the reason if it is undecided.
+    """Return the rule of a bare parameter: sharded along a dim that counts heads or features of a sharded layer beside
+    it.
 
-    It is sharded along a dim that counts the heads, or the features, of a sharded layer beside it.
+    The second result is the reason if it is undecided.
     """
     linear = {name: each for name, each in module.named_children() if isinstance(each, nn.Linear)}
     columns = {name: each for name, each in linear.items() if name in _COLUMN and linear.keys() & _ROW}
@@ -173,7 +170,6 @@ def _of_bare(module: nn.Module, shape: tuple[int, ...]) -> tuple[Split, str]:
 
 
 def _heads(module: nn.Module) -> int:
-    """Return the number of heads that a module declares; 0 if it declares none."""
     return next((count for each in _HEADS if isinstance(count := getattr(module, each, None), int)), 0)
 
 

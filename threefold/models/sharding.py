@@ -39,11 +39,7 @@ def specificity(pattern: str) -> tuple[int, int, int, int]:
 class Patterns:
     """Set of patterns, of which the most specific match applies to a module and everything inside it.
 
-    Args:
-        patterns: patterns, in any order.
-
-    Raises:
-        UserError: a pattern is malformed.
+    Raises UserError if a pattern is malformed.
     """
 
     def __init__(self, patterns: Iterable[str]) -> None:
@@ -54,8 +50,7 @@ class Patterns:
     def deciding(self, name: str) -> str | None:
         """Return the pattern that applies to a module; None if none matches it or a module around it.
 
-        Raises:
-            UserError: two patterns match and are equally specific.
+        Raises UserError if two patterns match and are equally specific.
         """
         found: list[tuple[tuple[int, int, int, int], str]] = []
         for rank, pattern in self._ranked:
@@ -72,11 +67,8 @@ class Patterns:
         return found[0][1] if found else None
 
     def naming(self, name: str) -> str | None:
-        """Return the pattern that applies to a module if it matches the module's own name, not only a module around it.
-
-        Raises:
-            UserError: two patterns match and are equally specific.
-        """
+        """Return the pattern that applies to a module if it matches the module's own name, not only a module around
+        it."""
         found = self.deciding(name)
         return found if found is not None and matches(name, found) else None
 
@@ -126,12 +118,10 @@ class Constant:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Initial values from a function such as `torch.nn.init.xavier_uniform_`.
+    """Initial values from a function such as `torch.nn.init.xavier_uniform_`, which fills an unsharded parameter in
+    place.
 
     A rank holds one unsharded parameter at a time, to keep its shard.
-
-    Args:
-        fill: function that fills an unsharded parameter in place, with torch's random numbers.
     """
 
     fill: Callable[["Tensor"], object]
@@ -209,20 +199,12 @@ class Split:
     needs_tensor_axis: ClassVar[bool] = False
 
     def cuts(self, parameter: str) -> tuple[Cut, ...]:
-        """Return the cuts of one of the module's parameters, the mesh's outer axis first; empty for a replicated one.
-
-        Args:
-            parameter: name of the parameter in the module.
-        """
+        """Return the cuts of the module's parameter with this name, the mesh's outer axis first; empty for a replicated
+        one."""
         return (self.parameters or {}).get(parameter, ())
 
     def cut_dim(self, parameter: str, axis: str) -> int | None:
-        """Return the dim of a parameter that an axis shards; None if its ranks hold all of it.
-
-        Args:
-            parameter: name of the parameter in the module.
-            axis: `tp` or `ep`.
-        """
+        """Return the dim of a parameter that an axis (`tp` or `ep`) shards; None if its ranks hold all of it."""
         return next((cut.dim for cut in self.cuts(parameter) if cut.axis == axis), None)
 
     def units(self, parameter: str) -> Mapping[str, Unit]:
@@ -437,11 +419,9 @@ class ModelPlan:
         return bool(self.bare) and Patterns(self.bare).naming(parameter) is not None
 
     def is_hidden_matrix(self, name: str, dims: int) -> bool:
-        """Return whether a parameter has two dims or more and is in a layer between the model's first and last.
+        """Return whether a parameter of this unsharded name has two `dims` or more and is in an inner layer.
 
-        Args:
-            name: name in the unsharded model; for a tied weight, the name of its first use.
-            dims: number of its dims.
+        Inner layers are those between the first and the last; a tied weight has the name of its first use.
         """
         parts = name.split(".")
         return dims >= 2 and any(".".join(parts[:end]) in self._hidden_layers for end in range(1, len(parts)))
@@ -451,19 +431,12 @@ class ModelPlan:
         return frozenset(self.layers[1:-1])
 
     def divided_settings(self, axis: str) -> dict[str, int]:
-        """Return the settings of the model's config that the size of an axis must divide, with their values.
-
-        Args:
-            axis: `tp` or `ep`.
-        """
+        """Return the settings of the model's config that the size of an axis (`tp` or `ep`) must divide, with their
+        values."""
         return {setting: unit.count for setting, unit in self.units(axis).items()}
 
     def units(self, axis: str) -> dict[str, Unit]:
-        """Return the units that an axis keeps together, by the setting that counts them.
-
-        Args:
-            axis: `tp` or `ep`.
-        """
+        """Return the units that an axis (`tp` or `ep`) keeps together, by the setting that counts them."""
         found: dict[str, Unit] = {}
         for rule in self.split.values():
             for parameter in rule.parameters or ():
@@ -473,13 +446,8 @@ class ModelPlan:
         return found
 
     def nearest_size(self, axis: str, size: int, settings: Collection[str] | None = None) -> int:
-        """Return the size of an axis nearest to `size` that all units fit; of two, the smaller.
-
-        Args:
-            axis: `tp` or `ep`.
-            size: size that the units do not fit.
-            settings: settings of the units to consider; None for all.
-        """
+        """Return the size of an axis (`tp` or `ep`) nearest to `size` that the units of `settings` fit; of two, the
+        smaller."""
         units = [unit for setting, unit in self.units(axis).items() if settings is None or setting in settings]
         most = gcd(*(unit.count for unit in units if not unit.repeated)) or max(unit.count for unit in units)
         fitting = (number for number in divisors(most) if all(unit.fits(number) for unit in units))

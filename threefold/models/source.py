@@ -96,11 +96,7 @@ class FileSource(ModelSource):
 
     @classmethod
     def parse(cls, text: str, setting: str = "--model") -> "FileSource":
-        """Parse `FILE.py` or `FILE.py:NAME`.
-
-        Raises:
-            UserError: there is no such file.
-        """
+        """Parse `FILE.py` or `FILE.py:NAME`; raise UserError if there is no such file."""
         return cls(*split_model_file(text, setting))
 
     def load(self, config: Config) -> tuple[MakeModel, ModelPlan]:
@@ -109,8 +105,7 @@ class FileSource(ModelSource):
     def load_section(self, config: ModelConfig) -> tuple[MakeModel, ModelPlan]:
         """Load the model of a `model` section: a function that makes it, and its sharding plan.
 
-        Raises:
-            UserError: the file cannot be imported, lacks a function, or a function returns the wrong type.
+        Raises UserError if the file cannot be imported or lacks a function, or if a function returns the wrong type.
         """
         module = self._import()
         factory, plan = self._parts(module)
@@ -126,14 +121,8 @@ class FileSource(ModelSource):
         return cast("Callable[..., Any] | None", found)
 
     def on_meta_device(self, config: ModelConfig) -> tuple[nn.Module, Plan | ModelPlan | None]:
-        """Return the model on the meta device, with the plan that the file has; None if it has no plan.
-
-        Args:
-            config: the resolved `model` section.
-
-        Raises:
-            UserError: the model cannot be loaded.
-        """
+        """Return the model of a resolved `model` section on the meta device, and the file's plan; None if it has
+        none."""
         factory, plan = self._parts(self._import(), needs_plan=False)
         with torch.device("meta"):
             model = self._make(factory, config)
@@ -142,11 +131,7 @@ class FileSource(ModelSource):
         return model, complete_plan(plan, partial(self._make, factory, config), config, self.path.name, "plan")
 
     def constructor(self, config: ModelConfig) -> tuple[str, dict[str, Any]]:
-        """Return the name of the class or function that makes the model, and its keyword arguments.
-
-        Raises:
-            UserError: the model cannot be loaded.
-        """
+        """Return the name of the class or function that makes the model, and its keyword arguments."""
         factory, _ = self._parts(self._import())
         name = factory.__name__
         if name == "make_model":
@@ -187,7 +172,6 @@ class FileSource(ModelSource):
         return make, plan if isinstance(plan, Plan | ModelPlan) else self._function(module, self.name or "plan")
 
     def _only_class(self, module: ModuleType) -> tuple[Callable[..., Any], Any]:
-        """Return the only model class of the file that has a plan, with that plan."""
         own = [kind for kind in vars(module).values() if _is_model_class(kind) and kind.__module__ == module.__name__]
         planned = [kind for kind in own if getattr(kind, "plan", None) is not None]
         if len(planned) == 1:
@@ -311,11 +295,7 @@ def as_source(
 
 
 def file_source(config: ModelConfig) -> FileSource:
-    """Return the source of an own model's file (`model.file`).
-
-    Raises:
-        UserError: it is not set, because the model was given in Python, or does not exist.
-    """
+    """Return the source of an own model's file; raise UserError if `model.file` is not set or does not exist."""
     if not config.file:
         raise UserError(
             "model.file is not set, as the model was given to Python as an object; name its file, as in --model "
@@ -341,8 +321,7 @@ def with_own_model(config: Config, file: str) -> Config:
 def complete_plan(plan: Any, make: MakeModel, config: ModelConfig, said: str, name: str) -> ModelPlan:
     """Return the complete plan of a model, from a `Plan`, a `ModelPlan` or a function that returns one.
 
-    Raises:
-        UserError: it is none of them, or does not fit the model.
+    Raises UserError if `plan` is none of these, or does not fit the model.
     """
     if callable(plan) and not hasattr(plan, "build"):
         takes_config = bool(inspect.signature(plan).parameters)

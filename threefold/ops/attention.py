@@ -123,10 +123,7 @@ def _inputs(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Iterator[TileInput
 
 
 def _shortest_fused(x: Tensor) -> int | None:
-    """Return the fewest keys of a tile for torch's fused kernel; None on a GPU, which has no such kernel.
-
-    On a GPU, tiles serve the inputs that its kernel for different lengths does not take.
-    """
+    """Return the fewest keys of a tile for torch's fused kernel; None on a GPU, where none takes tiles."""
     if x.device.type != "cpu":
         return None
     return _LONGEST_PLAIN + 1 if x.dtype == torch.bfloat16 else 0
@@ -169,14 +166,9 @@ def varlen_serves(q: Tensor) -> bool:
 
 @torch.compiler.disable  # compiled code would be recompiled for the documents of every batch
 def varlen_lengths(q: Tensor, k: Tensor, sight: Sight) -> Lengths | None:
-    """Return the documents of the last Q of K positions, on the device of `q`; None if a document is in several pieces.
+    """Return the documents of the last Q of K positions, on the device of `q` [B, Q, heads, d].
 
-    The kernel cannot express documents in several pieces.
-
-    Args:
-        q: [B, Q, heads, d].
-        k: [B, K, key-value heads, d].
-        sight: attention mask.
+    None if a document is in several pieces, which the kernel cannot express.
     """
     keys = k.shape[1]
     ends_q, ends_k, most_q, most_k = [0], [0], 0, 0
@@ -195,11 +187,7 @@ def varlen_lengths(q: Tensor, k: Tensor, sight: Sight) -> Lengths | None:
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths) -> Tensor:
-    """Compute `attention` for queries that `varlen_serves`.
-
-    Returns:
-        [B, Q, heads · d].
-    """
+    """Compute `attention` for queries that `varlen_serves`: [B, Q, heads · d]."""
     from torch.nn.attention.varlen import varlen_attn  # imports the compiler
 
     out = varlen_attn(

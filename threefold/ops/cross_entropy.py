@@ -106,10 +106,8 @@ def scaled_exponentials(
 
 
 def _runs(logits: Tensor, at_once: int) -> Iterator[slice]:
-    """Yield the runs of rows to process at once: all on a GPU, few enough on a CPU that a wide copy fits its caches.
-
-    A dry run has nothing to compute, and all runs need the same memory, so it gets only the first.
-    """
+    """Yield runs of rows to process at once: all on a GPU, few enough for its caches on a CPU, only the first in a dry
+    run."""
     count, rows = len(logits), max(1, _rows_at_once(logits, at_once))
     firsts = range(0, count, rows)
     for first in firsts[:1] if logits.untyped_storage().device.type == "meta" else firsts:
@@ -185,11 +183,7 @@ def logit_sums(
 
 
 def check_labels(labels: Tensor, vocab_size: int) -> None:
-    """Check that each label is in the vocabulary or -100.
-
-    Raises:
-        RuntimeError: a label is not (on a GPU as a device-side assertion).
-    """
+    """Raise RuntimeError if a label is neither in the vocabulary nor -100 (on a GPU, as a device-side assertion)."""
     known = (labels >= 0) & (labels < vocab_size) | (labels == IGNORE_INDEX)
     assert_async(known.all(), f"a label is neither in the vocabulary of {vocab_size} nor {IGNORE_INDEX}")
 
@@ -233,7 +227,6 @@ class _LogitSums(torch.autograd.Function):
 
 
 def _chunks(weight: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield `weight` in chunks of `size` rows, each with the index of its first row."""
     for first in range(0, len(weight), size):
         yield first, weight[first : first + size]
 

@@ -30,11 +30,7 @@ _GROUPED = (torch.bfloat16, torch.float16, torch.float32)  # dtypes of torch's g
 
 
 class GradientStore(Protocol):
-    """Store of deferred weight gradients.
-
-    Attributes:
-        is_open: whether gradients are deferred now; otherwise the backward pass computes them as usual.
-    """
+    """Store of deferred weight gradients; while `is_open` is False, the backward pass computes them as usual."""
 
     is_open: bool
 
@@ -43,11 +39,7 @@ class GradientStore(Protocol):
 
 
 class DeferrableWeight(nn.Parameter):
-    """Weight whose gradients the layers below defer to a store while it is open.
-
-    Args:
-        data: values, whose memory it shares.
-        store: store of its gradients.
+    """Weight whose gradients the layers below defer to a store while it is open; shares the memory of `data`.
 
     Attributes:
         handle: weak reference to the weight, for operators of compiled code.
@@ -184,10 +176,8 @@ def _plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _times_transposed(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply `a` [m, k] by the transpose of `b` [n, k] through oneDNN, which takes a transposed view of `b` as it is.
-
-    oneDNN would copy a transposed `a` itself, invisibly to anything that counts memory.
-    """
+    """Multiply `a` [m, k] by the transpose of `b` [n, k] through oneDNN, which takes a transposed view of `b` as it
+    is."""
     return onednn_linear(a.contiguous(), b, bias)
 
 
@@ -252,8 +242,6 @@ class _Linear(torch.autograd.Function):
 
 
 class _DeferredLinear(torch.autograd.Function):
-    """A linear layer whose backward pass defers the gradients of weight and bias to a `GradientStore`."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, store: GradientStore) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])

@@ -128,14 +128,9 @@ def tiles(rows: int, queries: range, keys: range, sight: Sight, longest: int | N
 
 
 def document_bounds(rows: int, keys: int, documents: Tensor | None) -> Iterator[list[int] | None]:
-    """Yield, for each sample, the starts of the documents of its first `keys` positions, and `keys`.
+    """Yield the starts of the documents among each sample's first `keys` positions, and `keys`.
 
-    Yields None for a sample in which a document is in several pieces.
-
-    Args:
-        rows: B.
-        keys: K.
-        documents: documents of the `Sight`.
+    None stands for a sample in which a document is in several pieces.
     """
     for row in range(rows):
         runs = _Runs(np.array([0, keys])) if documents is None else _runs(documents[row, :keys].numpy(force=True))
@@ -255,11 +250,7 @@ def _bias(tile: Tile, q: Tensor) -> Tensor:
 
 
 class TileGradients:
-    """Gradients of queries, keys and values, accumulated over tiles in fp32 at least.
-
-    Args:
-        q, k, v: inputs of `tile_inputs`.
-    """
+    """Gradients of queries, keys and values, accumulated over tiles in fp32 at least."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         self._dtype = q.dtype
@@ -267,19 +258,16 @@ class TileGradients:
         self._of_keys = [each.new_zeros(each.shape, dtype=wide(each)) for each in (k, v)]
 
     def add(self, part: TileInputs, found: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Add the gradients of a tile's `q`, `k` and `v`."""
         self._of_q[part.at_queries] = found[0].transpose(1, 2)
         for sums, gradient in zip(self._of_keys, found[1:], strict=True):
             sums[part.at_keys] += gradient.transpose(1, 2)
 
     def whole(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of all of `q`, `k` and `v`."""
         of_k, of_v = (each.to(self._dtype) for each in self._of_keys)
         return self._of_q, of_k, of_v
 
 
 def gradient_shapes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uninitialized tensors with the shapes of the gradients of `q`, `k` and `v`."""
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 

@@ -147,7 +147,6 @@ def _keep(keys: Tensor, site: int, p: float, rows: Tensor, columns: Tensor) -> T
 # products of positions in unbounded integers.
 @operator("dropout_factors", lambda x, keys, layer: torch.empty_like(x, memory_format=torch.contiguous_format))
 def _factors(x: Tensor, keys: Tensor, layer: Handle) -> Tensor:
-    """Return the factors by which a `Dropout` multiplies the elements of `x`."""
     dropout: Dropout = layer.value
     kept = keep_mask(keys, dropout.site, x.shape, dropout.p, dropout.parts)
     return kept.to(x.dtype).mul_(1 / (1 - dropout.p))
@@ -180,15 +179,12 @@ def _low_word(x: Tensor) -> Tensor:
 
 
 def dropped_attention(q: Tensor, k: Tensor, v: Tensor, sight: Sight, dropout: Dropout, keys: Tensor) -> Tensor:
-    """Compute `ops.attention.attention` with dropout of its attention weights.
+    """Compute `ops.attention.attention` with dropout of its attention weights: [B, Q, heads · d].
 
     Args:
         q, k, v, sight: inputs of `ops.attention.attention`.
         dropout: dropout of the weights [B, heads, Q, K], with all keys local.
         keys: int64 [B], keys of the samples.
-
-    Returns:
-        [B, Q, heads · d].
     """
     sight = sight.within(k.shape[1])
     out: Tensor = _DroppedAttention.apply(q, k, v, sight.documents, sight.window, keys, dropout.handle)

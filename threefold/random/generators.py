@@ -22,9 +22,8 @@ _NUMPY_KIND = "MT19937"
 class ProcessGenerators:
     """Generators of a rank's process, as tensors with names that are unique in the layout.
 
-    Args:
-        place: coordinates of this rank (dp, pp, cp, tp).
-        device: device whose default torch generator is included, besides the CPU's.
+    `place` are the rank's coordinates (dp, pp, cp, tp). The default torch generator of `device` is included, besides
+    the CPU's.
     """
 
     def __init__(self, place: Sequence[int], device: torch.device | str = "cpu") -> None:
@@ -33,11 +32,8 @@ class ProcessGenerators:
         self._kept: set[str] = set()
 
     def stored(self, sizes: Sequence[int]) -> dict[str, Tensor]:
-        """Return the states of the generators used since the start, under their stored names.
-
-        Args:
-            sizes: sizes of the axes (dp, pp, cp, tp).
-        """
+        """Return the states of the generators used since the start, under their stored names in a layout of these axis
+        sizes."""
         states = generator_states(self.device)
         self._kept |= {name for name, state in states.items() if not torch.equal(state, self._start[name])}
         return {self._stored_name(name, sizes): state for name, state in states.items() if name in self._kept}
@@ -72,7 +68,6 @@ class ProcessGenerators:
 
 
 def is_of_process(name: str) -> bool:
-    """Return whether a stored stream belongs to a generator of the process."""
     return any(f".{each}." in name for each in _NAMES)
 
 
@@ -90,12 +85,7 @@ def generators_preserved(device: torch.device | str = "cpu") -> Iterator[None]:
 
 
 def seed_generators(seed: int, device: torch.device | str = "cpu") -> None:
-    """Seed the generators of this process.
-
-    Args:
-        seed: seed of 63 bits.
-        device: device whose generator is seeded too, besides the CPU's.
-    """
+    """Seed the generators of this process, including those of the CPU and `device`, with 63 bits."""
     torch.default_generator.manual_seed(seed)
     if torch.device(device).type == "cuda":
         torch.cuda.manual_seed(seed)
@@ -141,7 +131,6 @@ def _numpy_state() -> Tensor | None:
 
 
 def _as_integer(value: float) -> int:
-    """Return the 64 bits of a float as a signed integer."""
     return int(unpack("<q", pack("<d", value))[0])
 
 

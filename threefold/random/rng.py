@@ -109,13 +109,8 @@ ALL = Slice()
 
 
 def row_major(shape: Sequence[int], parts: Sequence[Positions], device: torch.device) -> Tensor:
-    """Return the row-major positions (int64, flat) of a local tensor's elements in the whole one.
-
-    Args:
-        shape: shape of the local tensor.
-        parts: part of the whole tensor in each dim.
-        device: device of the result.
-    """
+    """Return the row-major positions (int64, flat) of a local tensor's elements in the whole one, of which it is
+    `parts`."""
     index = torch.zeros(1, dtype=torch.int64, device=device)
     for size, part in zip(shape, parts, strict=True):
         index = (index.unsqueeze(-1) * part.whole(size) + part.indices(size, device)).flatten()
@@ -204,11 +199,7 @@ class RandomStreams:
 
     @contextmanager
     def fork(self, name: str) -> Iterator[None]:
-        """Run a block on the stream `name`, as `use` does.
-
-        Raises:
-            KeyError: there is no stream of that name.
-        """
+        """Run a block on the stream `name`, as `use` does; raise KeyError if there is none."""
         outer = self._default_state()
         self._set_default_state(self._states[name])
         self.used = True
@@ -272,11 +263,7 @@ class RandomStreams:
 
 
 def stored_as(sizes: Sequence[int]) -> str:
-    """Return the prefix of the names under which a run of this layout stores its streams.
-
-    Args:
-        sizes: sizes of the axes (dp, pp, cp, tp).
-    """
+    """Return the prefix of the names under which a run with these sizes of (dp, pp, cp, tp) stores its streams."""
     return STREAMS + "-".join(f"{axis}{size}" for axis, size in zip(_AXES, sizes, strict=True)) + "."
 
 
@@ -295,7 +282,6 @@ def draws_in_sequence(module: nn.Module) -> bool:
 
 
 def give_streams(streams: RandomStreams, module: nn.Module) -> None:
-    """Give `streams` to each submodule that draws in sequence."""
     for child in module.modules():
         if isinstance(child, DrawsInSequence):
             child.use_streams(streams)

@@ -67,12 +67,9 @@ with_memory = unset_fake_temporarily
 def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     """Set up a default process group in which this process is one rank of many, and collectives send nothing.
 
-    The block leaves no process group behind.
+    The block leaves no process group behind; a process that has one already gets a RuntimeError.
 
     Why: a module of torch's tests registers the backend `fake`. A public module would replace it.
-
-    Raises:
-        RuntimeError: this process has a process group.
     """
     if dist.is_initialized():
         raise RuntimeError("a fake process group cannot be made in a process that has another")

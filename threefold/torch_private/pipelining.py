@@ -132,14 +132,14 @@ def planned_actions(schedule: PipelineSchedule, rank: int | None = None) -> list
 
 
 def lone_schedule(kind: type[PipelineScheduleRuntime], ranks: list[int], micro_batches: int) -> PipelineScheduleRuntime:
-    """Create a schedule of several stages per rank that has the actions of all ranks but cannot run.
+    """Create a schedule of torch's class `kind` that has the actions of all ranks but cannot run.
 
     Why: planning needs the actions of torch's schedules without their ranks, and without
     `_prepare_schedule_with_comms`, which takes minutes for many micro-batches. Functions that return only the actions
     would replace it.
 
     Args:
-        kind: torch's class.
+        kind: class with several stages per rank.
         ranks: rank of each stage.
         micro_batches: number of micro-batches in a step.
     """

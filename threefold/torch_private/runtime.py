@@ -11,10 +11,7 @@ _PAUSE_HARD = 2
 
 
 def end_openmp_threads() -> bool:
-    """End the threads that ran parallel operations of this thread; the next operation starts new ones.
-
-    Returns:
-        whether the threads were ended: False if torch has no OpenMP library that can do so.
+    """End the threads that ran parallel operations of this thread; return False if torch's OpenMP library cannot.
 
     Why: a forked process has none of these threads and would wait for them in its first parallel operation. Torch's
     OpenMP library is a file in its package that no function names; `omp_pause_resource_all` (OpenMP 5.0, section

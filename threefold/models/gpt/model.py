@@ -85,11 +85,7 @@ class Block(nn.Module):
 
 
 class GPT(Decoder):
-    """The whole model.
-
-    Args:
-        config: `model` section, resolved (no field is None).
-    """
+    """The whole model, of a resolved config (no field is None)."""
 
     def __init__(self, config: GPTConfig) -> None:
         head = Head(nn.LayerNorm(config.hidden_size, config.norm_eps), config.hidden_size, config.vocab_size)

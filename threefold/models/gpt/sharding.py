@@ -20,12 +20,7 @@ from threefold.models.sharding import (
 
 
 def gpt_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
-    """Return the sharding plan of `models.gpt.GPT`.
-
-    Args:
-        config: `model` section.
-        sequence_length: tokens per sample, which determine the cost of attention.
-    """
+    """Return the sharding plan of `models.gpt.GPT`; the tokens of a sample determine the cost of attention."""
     heads, d = config.num_attention_heads, config.head_dim
     inner = Unit("ffn_hidden_size", config.ffn_hidden_size)
     learned = config.position_embedding == "learned"
@@ -54,12 +49,7 @@ def gpt_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
 
 
 def layer_shapes(config: GPTConfig, layer: str) -> Shapes:
-    """Return the shape of each parameter of a layer, in order, by its name in the layer.
-
-    Args:
-        config: `model` section, resolved.
-        layer: name of the layer in the model.
-    """
+    """Return the shape of each parameter of the layer with this name, in order, by its name in the layer."""
     hidden, ffn = config.hidden_size, config.ffn_hidden_size
     if layer == "embed":
         positions = {"positions.weight": (config.max_position_embeddings, hidden)}

@@ -120,11 +120,7 @@ class ConfigJson:
         return self._values.get(key, self._defaults.get(key, default))
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """Return a key's value, checked to be a number; null means the default.
-
-        Raises:
-            UserError: it is missing, or not a number.
-        """
+        """Return a number; null means the default. Raise UserError if it is missing or not a number."""
         value = self.take(key)
         value = default if value is None else value
         if value is None:
@@ -132,11 +128,7 @@ class ConfigJson:
         return self.checked_number(key, value)
 
     def checked_number(self, key: str, value: Any) -> Any:
-        """Check that a value is a number, and return it.
-
-        Raises:
-            UserError: it is not a number, or not finite.
-        """
+        """Return the value if it is a finite number, else raise UserError."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.problem(f"{key} is {shortened(repr(value))}, which is no number", "fetch the file again")
         if abs(value) > _LARGEST_NUMBER or value != value:
@@ -146,17 +138,8 @@ class ConfigJson:
         return value
 
     def whole(self, key: str, default: int | None = None, least: int = 0, most: int = LARGEST_SIZE) -> int:
-        """Return a key's value, checked to be an integer.
-
-        Args:
-            key: key of config.json.
-            default: value if the key is missing.
-            least: smallest allowed value.
-            most: largest allowed value.
-
-        Raises:
-            UserError: it is missing, not an integer, or out of range.
-        """
+        """Return an integer from `least` to `most`; null means the default. Raise UserError for any other value, or
+        none."""
         value = self.number(key, default)
         if value % 1 != 0:
             raise self.problem(f"{key} is {value!r}, which is no whole number", "fetch the file again")
@@ -166,11 +149,7 @@ class ConfigJson:
         return int(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """Return a boolean value; null means the default.
-
-        Raises:
-            UserError: it is not a boolean.
-        """
+        """Return a boolean; null means the default. Raise UserError for any other value."""
         value = self.take(key, default)
         value = default if value is None else value
         if not isinstance(value, bool):
@@ -179,11 +158,8 @@ class ConfigJson:
         return value
 
     def listed(self, key: str, kind: type) -> list[Any] | None:
-        """Return a list whose values are all of type `kind`; None if it is missing or null.
-
-        Raises:
-            UserError: it is not such a list.
-        """
+        """Return a list whose values are all of type `kind`; None if missing or null. Raise UserError for any other
+        value."""
         value = self.take(key)
         if value is not None and not (isinstance(value, list) and all(type(each) is kind for each in value)):
             what = {int: "whole numbers", str: "texts"}[kind]
@@ -191,11 +167,7 @@ class ConfigJson:
         return value
 
     def require(self, key: str, *allowed: Any) -> None:
-        """Check that a key, if present, has a supported value.
-
-        Raises:
-            UserError: it has another value.
-        """
+        """Raise UserError if a key is present with an unsupported value."""
         value = self.take(key, allowed[0])
         if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed):
             raise self.refuse(key, value, f"{key} {' or '.join(repr(each) for each in allowed)} alone")
@@ -208,14 +180,7 @@ class ConfigJson:
         return UserError(f"{self._where}: {what}; {remedy}.")
 
     def finish(self, ignored: Collection[str]) -> None:
-        """Check that every key with a value was read.
-
-        Args:
-            ignored: keys to ignore.
-
-        Raises:
-            UserError: a key is unknown.
-        """
+        """Raise UserError if a key with a value was neither read, nor harmless, nor in `ignored`."""
         known = self._seen | HARMLESS | set(ignored)
         asked = {key: value for key, value in self._values.items() if key not in known and value}
         if asked:
@@ -251,17 +216,10 @@ _NUMBERS = {key for names in _METHODS.values() for _, key in names} | {"rope_the
 
 
 def read_rope(keys: ConfigJson, positions: int) -> dict[str, Any]:
-    """Read the settings of rotary positions.
+    """Read the settings of rotary positions; raise UserError if a method or a value is unsupported.
 
-    The old spelling is `rope_theta` beside `rope_scaling`, the new one is `rope_parameters` with both; like
-    transformers, prefer the old one if a file has both.
-
-    Args:
-        keys: keys of config.json.
-        positions: length of the longest sequence.
-
-    Raises:
-        UserError: a method or a value is unsupported.
+    The old spelling is `rope_theta` beside `rope_scaling`, the new one is `rope_parameters` with both. Like
+    transformers, prefer the old one if a file has both. `positions` is the length of the longest sequence.
     """
     old, new = keys.take("rope_scaling") or {}, keys.take("rope_parameters") or {}
     for key, value in (("rope_scaling", old), ("rope_parameters", new)):

@@ -111,11 +111,8 @@ class HuggingFaceType(ABC):
 
     @abstractmethod
     def read(self, given: ConfigJson) -> dict[str, Any]:
-        """Return the settings of `model` that a config.json has, except the architecture.
-
-        Raises:
-            UserError: a value is unsupported.
-        """
+        """Return the settings of `model` in a config.json, except the architecture; raise UserError for an unsupported
+        value."""
 
     @abstractmethod
     def write(self, model: Any) -> dict[str, Any]:

@@ -90,11 +90,7 @@ class PositionEmbedding(nn.Embedding):
 
 
 class CrossEntropy(nn.Module):
-    """Cross-entropy of each token, computed in fp32 at least.
-
-    Args:
-        logits_at_once: logits processed at once on a CPU; changes no result.
-    """
+    """Cross-entropy of each token in fp32 at least; on a CPU, in runs of `logits_at_once`, which changes no result."""
 
     def __init__(self, logits_at_once: int = LOGITS_AT_ONCE) -> None:
         super().__init__()
@@ -132,18 +128,9 @@ class LinearCrossEntropy(nn.Module):
         return LinearCrossEntropy(chunk_size, self.cross_entropy.in_runs(logits_at_once))
 
     def forward(self, x: Tensor, output: Linear, labels: Tensor) -> Tensor:
-        """Compute the loss of each token.
+        """`x` [..., H], the layer `output` to logits [..., V], `labels` int64 [...] → [...].
 
-        Args:
-            x: [..., H].
-            output: layer from `x` to the logits [..., V].
-            labels: int64 [...].
-
-        Returns:
-            [...].
-
-        Raises:
-            ValueError: the layer has a bias and the logits are not computed all at once.
+        Raises ValueError if the layer has a bias and the logits are not computed all at once.
         """
         if self.chunk_size == 0:
             return self.cross_entropy(output(x), labels)
@@ -153,13 +140,7 @@ class LinearCrossEntropy(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm, projection to the vocabulary and loss.
-
-    Args:
-        norm: final norm of the family.
-        hidden: H.
-        vocab: V.
-    """
+    """Final norm, projection from `hidden` features to the vocabulary, and loss."""
 
     def __init__(self, norm: nn.Module, hidden: int, vocab: int) -> None:
         super().__init__()

@@ -14,14 +14,10 @@ from threefold.ops.kernels import grouped_linear
 
 
 class SwiGLU(nn.Module):
-    """Feed-forward network with gated inner features (Shazeer, arXiv 2002.05202).
+    """Feed-forward network with `inner` gated features (Shazeer, arXiv 2002.05202).
 
     The rows of `gate_up` alternate between a gate and the feature that it gates, so that a contiguous shard has whole
     pairs.
-
-    Args:
-        hidden: H.
-        inner: F, number of inner features.
     """
 
     def __init__(self, hidden: int, inner: int) -> None:
@@ -75,11 +71,8 @@ class Routing(nn.Module):
         return self.aux_loss > 0 or self.z_loss > 0
 
     def forward(self, logits: Tensor, samples: SampleInfo = NOTHING) -> Choice:
-        """Choose experts by `logits` [B, S, E]; computed in fp32 at least.
-
-        Args:
-            samples: inputs whose `weights` scale the gradient of each token's auxiliary losses.
-        """
+        """Choose experts by `logits` [B, S, E], in fp32 at least; `samples.weights` scale the gradient of the auxiliary
+        losses."""
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         probabilities = wide.softmax(-1)
         weights, experts = probabilities.topk(self.per_token)
@@ -93,13 +86,8 @@ class Routing(nn.Module):
         return Choice(experts, weights.to(logits.dtype), may_drop)
 
     def _losses(self, logits: Tensor, probabilities: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """Return the sum of both auxiliary losses over the local tokens, each times its weight.
-
-        Args:
-            logits, probabilities: [B, S, E] of the local positions.
-            experts: [B, S, k] of the local positions.
-            weights: [B, S] of the whole sequence.
-        """
+        """Return the sum of both auxiliary losses over the local tokens, each times its weight of the whole sequence
+        [B, S]."""
         weights = weights.to(probabilities.dtype)
         own = self._own(weights)
         chosen = F.one_hot(experts, self.experts).sum(2).to(weights.dtype) * (own > 0).unsqueeze(-1)
@@ -128,7 +116,7 @@ class Routing(nn.Module):
         return whole
 
     def _sum_over_shares(self, counts: Tensor) -> Tensor:
-        """Sum counts over the local positions up to counts over the whole sequence."""
+        """Sum counts of the local positions over the whole sequence."""
         return counts
 
     def extra_repr(self) -> str:
@@ -136,10 +124,8 @@ class Routing(nn.Module):
 
 
 class _WithLoss(torch.autograd.Function):
-    """Identity on `x` whose backward pass also starts that of `loss`, as in Megatron-LM's MoE layers.
-
-    A pipeline stage has no other way to add to the loss.
-    """
+    """Identity on `x` whose backward pass starts that of `loss`, as in Megatron-LM's MoE: a stage cannot add to the
+    loss."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
@@ -184,11 +170,6 @@ class Experts(nn.Module):
     """SwiGLU networks without biases.
 
     The rows of each expert's `gate_up` alternate between a gate and the feature that it gates.
-
-    Args:
-        experts: E, number of experts.
-        hidden: H.
-        inner: F, number of inner features of each.
     """
 
     def __init__(self, experts: int, hidden: int, inner: int) -> None:
@@ -232,12 +213,7 @@ def through(x: Tensor, choice: Choice, experts: int, run: Callable[[Tensor, Tens
 
 
 def swiglu(rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor) -> Tensor:
-    """Compute each expert's outputs for its rows.
-
-    Args:
-        rows: [n, H], sorted by expert.
-        gate_up, down: [experts, 2F, H], [experts, H, F].
-        counts: int64 [experts], number of rows of each expert.
-    """
+    """Compute each expert's outputs for its rows [n, H], which are sorted by expert; `counts` int64 [experts] has their
+    number."""
     gate, up = grouped_linear(rows, gate_up, counts).unflatten(-1, (-1, 2)).unbind(-1)
     return grouped_linear(F.silu(gate) * up, down, counts)

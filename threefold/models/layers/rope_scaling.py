@@ -51,12 +51,10 @@ def rope_scaling(config: ModelConfig) -> RopeScaling:
 def frequencies(
     head_dim: int, theta: float, scaling: RopeScaling, length: int, device: torch.device | None = None
 ) -> Tensor:
-    """Return the radians per position of each pair: fp64 [d/2].
+    """Return the radians per position of each pair of `Rotary`: fp64 [d/2].
 
-    Args:
-        head_dim, theta, scaling: parameters of `Rotary`.
-        length: length of the whole sequence, for `dynamic`.
-        device: device to compute on, since a copy to a GPU would make the host wait; None for the CPU.
+    `length` is that of the whole sequence, for `dynamic`. The result is computed on `device`, since a copy to a GPU
+    would make the host wait.
     """
     if scaling.method == "dynamic" and length > scaling.original_positions:
         stretch = scaling.factor * length / scaling.original_positions - (scaling.factor - 1)

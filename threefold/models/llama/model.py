@@ -80,11 +80,7 @@ class Block(nn.Module):
 
 
 class Llama(Decoder):
-    """The whole model.
-
-    Args:
-        config: `model` section, resolved (no field is None).
-    """
+    """The whole model, of a resolved config (no field is None)."""
 
     def __init__(self, config: LlamaConfig) -> None:
         head = Head(_norm(config.hidden_size, config), config.hidden_size, config.vocab_size)

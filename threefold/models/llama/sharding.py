@@ -24,12 +24,7 @@ _GATED = (("gate", 1), ("up", 1))
 
 
 def llama_plan(config: LlamaConfig, sequence_length: int) -> ModelPlan:
-    """Return the sharding plan of `models.llama.Llama`.
-
-    Args:
-        config: `model` section.
-        sequence_length: tokens per sample, which determine the cost of attention.
-    """
+    """Return the sharding plan of `models.llama.Llama`; the tokens of a sample determine the cost of attention."""
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     group = (("query", heads // groups * d), ("key", d), ("value", d))  # the rows of a GQA group
     split: dict[str, Split] = {
@@ -55,7 +50,6 @@ def llama_plan(config: LlamaConfig, sequence_length: int) -> ModelPlan:
 
 
 def _mlp_split(config: LlamaConfig) -> dict[str, Split]:
-    """Return the rules of the feed-forward networks that the model has."""
     split: dict[str, Split] = {}
     mixtures = [config.has_experts(layer) for layer in range(config.num_layers)]
     if not all(mixtures):
@@ -77,7 +71,6 @@ def _mlp_split(config: LlamaConfig) -> dict[str, Split]:
 
 
 def _gated(name: str, setting: str, inner: int) -> dict[str, Split]:
-    """Return the rules of a `SwiGLU`: gates stay with the features that they gate."""
     return {f"{name}.gate_up": Column(Unit(setting, inner, _GATED)), f"{name}.down": Row(Unit(setting, inner))}
 
 
@@ -97,12 +90,7 @@ def _mlp_cost(config: LlamaConfig, layer: int) -> int:
 
 
 def layer_shapes(config: LlamaConfig, layer: str) -> Shapes:
-    """Return the shape of each parameter of a layer, in order, by its name in the layer.
-
-    Args:
-        config: `model` section, resolved.
-        layer: name of the layer in the model.
-    """
+    """Return the shape of each parameter of the layer with this name, in order, by its name in the layer."""
     hidden = config.hidden_size
     if layer == "embed":
         return {"tokens.weight": (config.vocab_size, hidden)}
