@@ -31,7 +31,7 @@ def dumps(value: Any) -> bytes:
     Tensors are pickled by value, even if they share memory; a replicated `DTensor` becomes a plain tensor.
 
     Raises:
-        UserError: a `DTensor` is sharded or partial, and the mesh of its ranks does not outlive the process group.
+        UserError: a `DTensor` is sharded or partial; it could outlive the mesh of its ranks.
     """
     file = io.BytesIO()
     _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
@@ -202,7 +202,7 @@ class Axis:
 
     @_waits("all_reduce")
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the sum of `tensor` over the axis, equal to the bit on every rank; `tensor` is unchanged."""
+        """Return the sum of `tensor` over the axis, bitwise equal on every rank; `tensor` is unchanged."""
         if self.shared is None or self.size == 1:
             return self.all_reduce_(tensor.clone(memory_format=torch.contiguous_format))
         self.recorder.add(self.name, "all_reduce", tensor)
@@ -210,7 +210,7 @@ class Axis:
 
     @_waits("all_reduce")
     def all_reduce_(self, tensor: Tensor) -> Tensor:
-        """Sum `tensor` over the axis, in place; every rank ends with the same bits."""
+        """Sum `tensor` over the axis, in place; the result is bitwise equal on every rank."""
         if self.size == 1:
             return tensor
         self.recorder.add(self.name, "all_reduce", tensor)
@@ -344,10 +344,9 @@ class Axis:
         return arrived
 
     def start_shift(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Start to send `tensor` to the next rank of the axis; the last sends to the first.
+        """Start to send `tensor` to the next rank (the last sends to the first); return a function that receives.
 
-        Returns:
-            a function that waits for the previous rank's tensor and returns it.
+        That function waits for the previous rank's tensor and returns it.
         """
         self.recorder.add(self.name, "send", tensor)
         sent = tensor.contiguous()
@@ -412,7 +411,7 @@ class Axis:
             dist.barrier(group=self.group)
 
     def waiting(self, operation: str) -> AbstractContextManager[None]:
-        """Note that this rank waits for the others in a block that uses the process group directly.
+        """Note in the heartbeat that a block waits for the others, as it uses the process group directly.
 
         Args:
             operation: one of `threefold.comm.heartbeat.OPERATIONS`.
@@ -428,8 +427,7 @@ class Axis:
 
     @_waits("all_reduce")
     def _all_reduce_in_order(self, flat: Tensor) -> Tensor:
-        """Sum with all additions in rank order, sending as many bytes as a ring, whose order depends on the
-        position."""
+        """Sum with all additions in rank order, for as many bytes as a ring, whose order depends on the position."""
         self.recorder.add(self.name, "all_reduce", flat)
         part = flat.new_empty(-(-flat.numel() // self.size))
         padded = flat.new_zeros(self.size * part.numel())

@@ -92,13 +92,7 @@ _ACTIVITIES: Final = {
 
 
 class Wait(NamedTuple):
-    """A collective that a rank waits in.
-
-    Attributes:
-        operation: one of `OPERATIONS`.
-        axis: name of the axis.
-        ranks: ranks of the axis, which must all arrive; None if unknown.
-    """
+    """Collective of `OPERATIONS`, on the named axis, that a rank waits in; `ranks` is None if unknown."""
 
     operation: str
     axis: str
@@ -401,16 +395,16 @@ class Observer(Protocol):
     """Receiver of what the training thread notes: sections, activities within them, and waits within activities."""
 
     def section(self, section: RunSection, step: int) -> None:
-        """Begin a part of the run, which ends the current activity."""
+        """Note that a part of the run begins, which ends the current activity."""
 
     def activity(self, activity: Activity, stage: int, micro_batch: int, name: str) -> None:
-        """Begin an activity (with the callback's name, if it is one), which ends the current activity."""
+        """Note that an activity begins, with its name if it is a callback; the current one ends."""
 
     def wait(self, operation: str, axis: str) -> None:
-        """Begin to wait in a collective over an axis, which ends the current wait."""
+        """Note that a wait in a collective over an axis begins; the current one ends."""
 
     def resume(self) -> None:
-        """End the wait."""
+        """Note that the wait ends."""
 
 
 class ObservedHeartbeat(Heartbeat):

@@ -119,19 +119,17 @@ class Layout:
         return [[self.rank_of(**outer, **place) for place in self._places(inner)] for outer in self._places(others)]
 
     def model_groups(self) -> list[list[int]]:
-        """Return the groups that each hold one copy of the model: `ep` neighboring replicas with all their pp, cp and
-        tp ranks."""
+        """Return the groups that hold one copy of the model each: `ep` neighboring replicas, with all pp, cp and tp."""
         size = self.ep * self.pp * self.cp * self.tp
         return [list(range(first, first + size)) for first in range(0, self.world_size, size)]
 
     def shard_groups(self, shards: int) -> list[list[int]]:
-        """Return the groups that each shard one copy of the weights over `shards` neighboring dp replicas."""
+        """Return the groups that each shard one copy of the weights, over `shards` neighboring dp replicas."""
         size = shards * self.cp
         return [group[i : i + size] for group in self.groups("dp", "cp") for i in range(0, len(group), size)]
 
     def copy_groups(self, shards: int) -> list[list[int]]:
-        """Return the groups of ranks that hold the same shard of the weights, sharded over `shards` neighboring dp
-        replicas."""
+        """Return the groups of ranks that hold the same shard of the weights, as `shard_groups` shards them."""
         size = shards * self.cp
         return [group[i::size] for group in self.groups("dp", "cp") for i in range(size)]
 
@@ -148,14 +146,12 @@ class Layout:
         return found
 
     def expert_shard_groups(self, shards: int) -> list[list[int]]:
-        """Return the groups that each shard one copy of some experts, if `shards` replicas share a copy of the other
-        weights."""
+        """Return the groups that each shard one copy of some experts; `shards` replicas share the other weights."""
         size = max(1, shards // self.ep) * self.cp
         return [group[i : i + size] for group in self.expert_copy_groups() for i in range(0, len(group), size)]
 
     def expert_shard_copy_groups(self, shards: int) -> list[list[int]]:
-        """Return the groups of ranks that hold the same shard of the same experts, as `expert_shard_groups` shards
-        them."""
+        """Return the groups of ranks with the same shard of the same experts, as `expert_shard_groups` shards them."""
         size = max(1, shards // self.ep) * self.cp
         return [group[i::size] for group in self.expert_copy_groups() for i in range(size)]
 
@@ -319,7 +315,6 @@ def _word(key: str, value: Any) -> str:
 
 
 def shard_bounds(size: int, shards: int, index: int) -> tuple[int, int]:
-    """Return the first and the past-the-last element of a shard, as `torch.chunk` splits: the last may be short or
-    empty."""
+    """Return the start and end of a shard, as `torch.chunk` splits: the last one may be short or empty."""
     step = -(-size // shards)
     return min(index * step, size), min((index + 1) * step, size)

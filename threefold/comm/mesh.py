@@ -31,7 +31,7 @@ class SharedMemorySizes(NamedTuple):
 
     Attributes:
         slot: bytes of a piece of a message; larger pieces fall out of the cache that the ranks share.
-        sharing: smallest piece size in bytes, times the ranks beyond two, at which the ranks divide its additions.
+        sharing: threshold of piece bytes · (ranks − 2) from which ranks divide the additions of a piece.
     """
 
     slot: int = 2 << 20
@@ -143,8 +143,7 @@ class Mesh:
 
     @cached_property
     def check_group(self) -> Axis:
-        """Ranks that together hold one copy of the model, and must agree on what each finds in its shards (overflow,
-        norm).
+        """Ranks that together hold one copy of the model, and agree on findings in their shards (overflow, norm).
 
         These are the ranks of this rank's pp, cp and tp groups, of `ep` neighboring replicas. The first access is
         collective over the world; `threefold.init_mesh` has made it.
@@ -176,7 +175,7 @@ class Mesh:
             return None if axis is None else self._axes([axis])[0]
 
     def background_axis(self) -> Axis:
-        """Create an axis of all ranks with its own process group, for collectives of a thread beside the training.
+        """Create an axis of all ranks with its own process group, for a thread beside the training.
 
         Its collectives take CPU tensors, may wait for a day without using a processor, and are not recorded. Collective
         over the world.
@@ -186,8 +185,7 @@ class Mesh:
         return Axis("background", world.ranks, world.index, group, Recorder())
 
     def tp_shares(self, count: int) -> Axis:
-        """Return the axis of the `count` neighboring tensor-parallel ranks that include this one. Collective over the
-        world."""
+        """Return the axis of the `count` neighboring tensor ranks around this one. Collective over the world."""
         if count == self.tp.size:
             return self.tp
         if count not in self._tp_shares:
@@ -198,8 +196,7 @@ class Mesh:
         return self._tp_shares[count]
 
     def shard_and_replica_axes(self, shards: int) -> tuple[Axis, Axis]:
-        """Return the axis over which ZeRO shards one copy of the weights, and the axis of the ranks with the same
-        shard.
+        """Return the axis over which ZeRO shards one copy of the weights, and that of ranks with the same shard.
 
         Collective over the world.
 
@@ -218,8 +215,7 @@ class Mesh:
         return shared, copies
 
     def expert_shard_and_replica_axes(self, shards: int) -> tuple[Axis, Axis]:
-        """Return the axis over which ZeRO shards one copy of some experts, and the axis of the ranks with the same
-        shard.
+        """Return the axis over which ZeRO shards one copy of some experts, and that of ranks with the same shard.
 
         A group of `shards` replicas has one copy of all experts, or several such groups have one together. Collective
         over the world.

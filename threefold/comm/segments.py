@@ -78,8 +78,7 @@ class Shared:
 
 
 def memory_bytes(size: int, capacity: int) -> int:
-    """Return the bytes for rounds: two signals per rank, then 2 · (`size` + 1) slots of `capacity` bytes in whole
-    pages."""
+    """Return the bytes for rounds: two signals per rank, then 2 · (`size` + 1) slots of `capacity` in whole pages."""
     return whole_pages(2 * size * SIGNAL_BYTES) + 2 * (size + 1) * whole_pages(capacity)
 
 
@@ -339,8 +338,7 @@ class Turnstile:
             signals.release()
 
     def meet(self, operation: int, dtype: int, count: int, source: int = 0) -> None:
-        """Wait until every rank has called this for the same operation; what they wrote to memory before is then
-        visible.
+        """Wait until every rank has called this for the same operation, and see what they wrote to memory before.
 
         Raises:
             PeerLostError: another rank has ended.

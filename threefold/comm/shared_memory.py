@@ -22,8 +22,8 @@ DEFAULT_CAPACITY = 2 << 20
 """Bytes of one slot; a longer message is split into pieces of this size."""
 
 _TWO_PHASE_BYTES = 1 << 20
-"""Piece size, times the ranks beyond two, from which on ranks divide the additions among them instead of each doing all
-(measured with 3, 4 and 8 ranks on two cores; below it, the second round costs more than the additions saved)."""
+"""Threshold of piece bytes · (ranks − 2) from which ranks divide the additions instead of each doing all (measured with
+3, 4 and 8 ranks on two cores; below it, the second round costs more than the additions saved)."""
 
 _SHARE_BYTES = 64
 """Alignment of the shares, so that no two ranks write to one cache line."""
@@ -120,7 +120,7 @@ class SharedMemoryGroup:
         Args:
             groups: process groups, in one order on all their ranks.
             capacity: bytes of one slot, as for `try_create`.
-            sharing_bytes: piece size, times the ranks beyond two, from which on the ranks divide its additions.
+            sharing_bytes: threshold of piece bytes · (ranks − 2) from which the ranks divide the additions of a piece.
         """
         made = share(groups, partial(room_for_rounds, capacity=capacity))
         return [cls(shared, sharing_bytes) if shared else None for shared in made]
@@ -174,11 +174,7 @@ class SharedMemoryGroup:
         return [part[:size].numpy().tobytes() for part, size in zip(gathered, sizes, strict=True)]
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """Return this rank's part of the sum over ranks of `tensor` [ranks · n, ...]: [n, ...], parts in rank order.
-
-        Raises:
-            ValueError: dim 0 is not divisible by the number of ranks.
-        """
+        """Return this rank's part of the sum over ranks of `tensor` [ranks · n, ...]: [n, ...], parts in rank order."""
         if tensor.dim() == 0 or tensor.shape[0] % self.size:
             raise ValueError(f"dim 0 of shape {[*tensor.shape]} cannot be scattered evenly over {self.size} ranks")
         flat = _flat(tensor)
@@ -207,7 +203,6 @@ class SharedMemoryGroup:
         return _write_back(flat, tensor)
 
     def barrier(self) -> None:
-        """Wait until every rank has called this method."""
         self._round("barrier", torch.uint8, 0)
 
     # -- implementation --------------------------------------------------------------------------------------------
@@ -266,7 +261,8 @@ class SharedMemoryGroup:
 class PostponedSum(NamedTuple):
     """An in-place all-reduce that runs when it is waited for.
 
-    Ranks that copy and add on their own cores gain nothing from an earlier start, and other ranks can wait until then.
+    Ranks that copy and add on their own cores gain nothing from an earlier start, which would only make them wait in
+    the middle of a backward pass.
     """
 
     group: SharedMemoryGroup

@@ -81,8 +81,7 @@ def loss_of(model: Any) -> Any:
 
 @contextmanager
 def keyed_draws(*key: int | str) -> Iterator[None]:
-    """Derive the CPU random numbers of torch, `random` and `numpy.random` from `key` within the block; restore them
-    after."""
+    """Derive the block's CPU random numbers of torch, `random` and `numpy.random` from `key`; restore them after."""
     seed = stream_key(*key)
     with generators_preserved(), torch.device("cpu"):
         seed_generators(seed)

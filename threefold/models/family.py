@@ -45,12 +45,10 @@ class Family:
             resolve_name(part)
 
     def make_model(self, config: ModelConfig) -> "Decoder":
-        """Create the unsharded, single-device model of a resolved config."""
         made: Decoder = resolve_name(self.model)(config)
         return made
 
     def make_plan(self, config: ModelConfig, sequence_length: int) -> "ModelPlan":
-        """Return the sharding plan of a resolved config."""
         made: ModelPlan = resolve_name(self.plan)(config, sequence_length)
         return made
 
@@ -68,7 +66,6 @@ class Family:
 
 
 def family_of(config: ModelConfig) -> Family:
-    """Return the family of a model."""
     found: Family = FAMILIES.load(config.architecture)
     return found
 
@@ -94,8 +91,7 @@ _PER_MULTIPLY_ADD = 6
 
 
 def model_flops_per_token(config: ModelConfig, sequence_length: int) -> float | None:
-    """Return the FLOPs of a training step per token, without torch; None for a user's own model, which declares no
-    costs."""
+    """Return the FLOPs of a training step per token, without torch; None for a user's own model (no costs)."""
     if config.architecture == OWN:
         return None
     plan = model_plan(config, sequence_length)

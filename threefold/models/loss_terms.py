@@ -160,8 +160,7 @@ class TermSums:
         return torch.stack([sums.get(name, zero) for sums in (self.sums, self.weighted) for name in self.counts])
 
     def over_all(self, values: Sequence[float], samples: int) -> LossSums:
-        """Return the terms of all ranks together, given the sum of `values` over the ranks and the samples of the
-        global batch."""
+        """Return the terms of all ranks, given the sum of their `values` and the samples of the global batch."""
         names, count = list(self.counts), len(self.counts)
         sums, weighted = (dict(zip(names, part, strict=True)) for part in (values[:count], values[count:]))
         return LossSums(sums, weighted, dict(self.counts), samples)

@@ -24,12 +24,7 @@ _SAMPLES = "samples"
 
 
 class LayerInputs(NamedTuple):
-    """Arguments of a call of a layer.
-
-    Attributes:
-        args: positional arguments.
-        kwargs: keyword arguments.
-    """
+    """Positional and keyword arguments of a call of a layer."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -117,8 +112,7 @@ def inputs_from(output: Any, layer: str) -> LayerInputs:
 
 
 def map_tensors(batch: Any, compute: Callable[[Tensor], Any]) -> Any:
-    """Return the same nesting with each tensor replaced by `compute(tensor)`; raise UserError for anything but
-    tensors."""
+    """Return the same nesting with `compute(tensor)` for each tensor; raise UserError for anything but tensors."""
     return _map(batch, compute, "batch")
 
 
@@ -142,8 +136,7 @@ def batch_size(batch: Any) -> int:
 
 
 def split_batch(batch: Any, parts: int) -> list[Any]:
-    """Split a batch into micro-batches of equal size, in order; raise UserError if its samples do not divide by
-    `parts`."""
+    """Split a batch into equally large micro-batches, in order; raise UserError if `parts` does not divide its size."""
     size = batch_size(batch)
     if size % parts:
         below = size // parts * parts

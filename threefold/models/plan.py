@@ -289,8 +289,7 @@ _RESIDUAL = ("*.attn.proj.weight", "*.mlp.down.weight", "*.mlp.shared.down.weigh
 
 
 def decoder_plan(config: ModelConfig, split: Mapping[str, Split], block_costs: Sequence[int]) -> ModelPlan:
-    """Return the sharding plan of a `Decoder`, given the rules of its weights and the multiply-adds per token of each
-    block."""
+    """Return the plan of a `Decoder`, given the rules of its weights and each block's multiply-adds per token."""
     layers, table = config.num_layers, config.vocab_size * config.hidden_size
     # A lookup has no multiply-adds, but its gradient and memory traffic are not free.
     costs = (table / 16, *block_costs, table)

@@ -59,7 +59,6 @@ _IF_CONCATENATED: Final = "right if all queries come first, then keys, then valu
 _LOGITS: Final = frozenset(["head", "lm_head", "output", "logits", "unembed", "decoder", "to_logits"])
 _POSITIONS: Final = ("pos", "wpe")
 _HEADS: Final = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead")
-"""Attributes that commonly hold a module's number of heads."""
 
 
 @dataclass(frozen=True)
@@ -151,10 +150,9 @@ def _opaque(model: nn.Module) -> Iterator[str]:
 
 
 def _of_bare(module: nn.Module, shape: tuple[int, ...]) -> tuple[Split, str]:
-    """Return the rule of a bare parameter: sharded along a dim that counts heads or features of a sharded layer beside
-    it.
+    """Return the rule of a bare parameter, with the reason if it is undecided.
 
-    The second result is the reason if it is undecided.
+    It is sharded along a dim that counts the heads, or the features, of a sharded layer beside it.
     """
     linear = {name: each for name, each in module.named_children() if isinstance(each, nn.Linear)}
     columns = {name: each for name, each in linear.items() if name in _COLUMN and linear.keys() & _ROW}

@@ -1,5 +1,4 @@
-"""Sharding rules and plans: patterns of module names, initial values, the rules of each kind of module, and
-`ModelPlan`.
+"""Sharding rules and plans: patterns of module names, initial values, rules of each kind of module, and `ModelPlan`.
 
 A pattern is a dotted name in which a part may be `*`, any one part, or `**`, one or more parts; inside a part, `*`
 matches any characters of that part, as in `attn_*`.
@@ -67,8 +66,7 @@ class Patterns:
         return found[0][1] if found else None
 
     def naming(self, name: str) -> str | None:
-        """Return the pattern that applies to a module if it matches the module's own name, not only a module around
-        it."""
+        """Return the pattern that applies to a module if it matches its own name, not that of a module around it."""
         found = self.deciding(name)
         return found if found is not None and matches(name, found) else None
 
@@ -118,10 +116,9 @@ class Constant:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Initial values from a function such as `torch.nn.init.xavier_uniform_`, which fills an unsharded parameter in
-    place.
+    """Initial values from a function such as `torch.nn.init.xavier_uniform_` that fills a tensor in place.
 
-    A rank holds one unsharded parameter at a time, to keep its shard.
+    It draws torch's random numbers. A rank holds one unsharded parameter at a time, to keep its shard.
     """
 
     fill: Callable[["Tensor"], object]
@@ -199,8 +196,7 @@ class Split:
     needs_tensor_axis: ClassVar[bool] = False
 
     def cuts(self, parameter: str) -> tuple[Cut, ...]:
-        """Return the cuts of the module's parameter with this name, the mesh's outer axis first; empty for a replicated
-        one."""
+        """Return the cuts of a parameter of the module, the mesh's outer axis first; empty for a replicated one."""
         return (self.parameters or {}).get(parameter, ())
 
     def cut_dim(self, parameter: str, axis: str) -> int | None:
@@ -208,7 +204,7 @@ class Split:
         return next((cut.dim for cut in self.cuts(parameter) if cut.axis == axis), None)
 
     def units(self, parameter: str) -> Mapping[str, Unit]:
-        """Return the units of a sharded parameter, by axis; without an axis that may cut anywhere."""
+        """Return the units of a sharded parameter, by axis; an axis that may cut anywhere has none."""
         return {}
 
 
@@ -431,8 +427,7 @@ class ModelPlan:
         return frozenset(self.layers[1:-1])
 
     def divided_settings(self, axis: str) -> dict[str, int]:
-        """Return the settings of the model's config that the size of an axis (`tp` or `ep`) must divide, with their
-        values."""
+        """Return the model settings that the size of an axis (`tp` or `ep`) must divide, with their values."""
         return {setting: unit.count for setting, unit in self.units(axis).items()}
 
     def units(self, axis: str) -> dict[str, Unit]:
@@ -446,8 +441,7 @@ class ModelPlan:
         return found
 
     def nearest_size(self, axis: str, size: int, settings: Collection[str] | None = None) -> int:
-        """Return the size of an axis (`tp` or `ep`) nearest to `size` that the units of `settings` fit; of two, the
-        smaller."""
+        """Return the nearest size of an axis (`tp` or `ep`) that fits the units of `settings`; of two, the smaller."""
         units = [unit for setting, unit in self.units(axis).items() if settings is None or setting in settings]
         most = gcd(*(unit.count for unit in units if not unit.repeated)) or max(unit.count for unit in units)
         fitting = (number for number in divisors(most) if all(unit.fits(number) for unit in units))

@@ -121,8 +121,7 @@ class FileSource(ModelSource):
         return cast("Callable[..., Any] | None", found)
 
     def on_meta_device(self, config: ModelConfig) -> tuple[nn.Module, Plan | ModelPlan | None]:
-        """Return the model of a resolved `model` section on the meta device, and the file's plan; None if it has
-        none."""
+        """Return the model of a resolved section on the meta device, and the file's plan; None if it has none."""
         factory, plan = self._parts(self._import(), needs_plan=False)
         with torch.device("meta"):
             model = self._make(factory, config)

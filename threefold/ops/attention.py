@@ -34,15 +34,12 @@ _LONGEST_PLAIN: Final = 512  # keys of a bf16 tile; above it, torch's fused kern
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, sight: Sight = ALL_BEFORE) -> Tensor:
-    """Attend from the last Q of K positions to the visible positions up to their own.
+    """Attend from the last Q of K positions to the visible ones up to their own: [B, Q, heads · d].
 
     Args:
         q: [B, Q, heads, d].
         k, v: [B, K, key-value heads, d], K ≥ Q; each key-value head serves a group of neighboring heads of `q` (GQA).
         sight: attention mask; of its documents, those of the first K positions count.
-
-    Returns:
-        [B, Q, heads · d].
     """
     # The first queries of a window see everything before them; they are computed like the others, unless they are
     # alone.

@@ -46,15 +46,12 @@ def cross_entropy(logits: Tensor, labels: Tensor, at_once: int = LOGITS_AT_ONCE)
 
 
 def tops_and_sums(logits: Tensor, least: Tensor | None = None, at_once: int = LOGITS_AT_ONCE) -> tuple[Tensor, Tensor]:
-    """Return the maximum of each row's logits (at least `least`) and Σ exp(logit − maximum), in one pass over memory.
+    """Return each row's maximum (at least `least`) and Σ exp(logit − maximum), in one pass over memory.
 
     Args:
         logits: [T, V], V > 0.
-        least: [T], in the dtype to compute in.
+        least: [T], in the dtype to compute in; the results [T] are in fp32 at least.
         at_once: logits processed at once on a CPU.
-
-    Returns:
-        two tensors [T], in fp32 at least.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
     if torch.compiler.is_compiling():  # fused: the compiler widens while reading
@@ -74,16 +71,13 @@ def tops_and_sums(logits: Tensor, least: Tensor | None = None, at_once: int = LO
 def scaled_exponentials(
     logits: Tensor, top: Tensor, factor: Tensor, column: Tensor, added: Tensor, at_once: int = LOGITS_AT_ONCE
 ) -> Tensor:
-    """Compute exp(logit − top) · factor in each row, plus `added` at `column`, rounded once.
+    """Compute exp(logit − top) · factor in each row, plus `added` at `column`, rounded once: [T, V].
 
     Args:
-        logits: [T, V], V > 0.
+        logits: [T, V], V > 0; the result has their dtype.
         top, factor, added: [T], in the dtype to compute in.
         column: int64 [T], in [0, V).
         at_once: logits processed at once on a CPU.
-
-    Returns:
-        [T, V], in the dtype of `logits`.
     """
     factor, column, added = (each.unsqueeze(1) for each in (factor, column, added))
     if torch.compiler.is_compiling():
@@ -106,8 +100,10 @@ def scaled_exponentials(
 
 
 def _runs(logits: Tensor, at_once: int) -> Iterator[slice]:
-    """Yield runs of rows to process at once: all on a GPU, few enough for its caches on a CPU, only the first in a dry
-    run."""
+    """Yield runs of rows to process at once: all on a GPU, as many as fit its caches on a CPU.
+
+    A dry run, which has nothing to compute, gets only the first run: all need the same memory.
+    """
     count, rows = len(logits), max(1, _rows_at_once(logits, at_once))
     firsts = range(0, count, rows)
     for first in firsts[:1] if logits.untyped_storage().device.type == "meta" else firsts:
@@ -144,8 +140,7 @@ class _CrossEntropy(torch.autograd.Function):
 def chunked_cross_entropy(
     x: Tensor, weight: Tensor, labels: Tensor, chunk: int, at_once: int = LOGITS_AT_ONCE
 ) -> Tensor:
-    """Compute `F.cross_entropy(F.linear(x, weight), labels, reduction="none")`, with `chunk` columns of the logits at
-    once.
+    """Compute the cross-entropy of `F.linear(x, weight)`, with `chunk` columns of the logits in memory at once.
 
     Args:
         x: [..., H].
@@ -166,7 +161,9 @@ def chunked_cross_entropy(
 def logit_sums(
     x: Tensor, weight: Tensor, column: Tensor, chunk: int, at_once: int = LOGITS_AT_ONCE
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the maximum, Σ exp(logit − maximum), and the logit at `column`, of each row of the logits `x @ weight.T`.
+    """Return the maximum, Σ exp(logit − maximum), and the logit at `column`, of each row of `x @ weight.T`.
+
+    The three results [T] are in fp32 at least; the maximum is a constant to autograd.
 
     Args:
         x: [T, H].
@@ -174,9 +171,6 @@ def logit_sums(
         column: int64 [T]; outside of [0, V), the logit is returned as zero.
         chunk: columns of the logits in memory at once, at least 1.
         at_once: logits processed at once on a CPU.
-
-    Returns:
-        three tensors [T], in fp32 at least; the maximum is a constant to autograd.
     """
     out: tuple[Tensor, Tensor, Tensor] = _LogitSums.apply(x, weight, column, chunk, at_once)
     return out

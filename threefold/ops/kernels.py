@@ -86,15 +86,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Apply a linear layer of its own to each group of rows.
+    """Apply a linear layer of its own to each group of rows: [n, out].
 
     Args:
         x: [n, in], sorted by group.
         weight: [groups, out, in].
         counts: int64 [groups], number of rows of each group; their sum is n.
-
-    Returns:
-        [n, out].
     """
     store = gradient_store(weight)
     if store is None and _grouped_product_serves(x, weight):
@@ -112,14 +109,11 @@ def embedding(ids: Tensor, table: Tensor) -> Tensor:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend from the last Q of K positions to all positions up to their own.
+    """Attend from the last Q of K positions to all positions up to their own: [B, Q, heads · d].
 
     Args:
         q: [B, Q, heads, d].
         k, v: [B, K, key-value heads, d], K ≥ Q; each key-value head serves a group of neighboring heads of `q` (GQA).
-
-    Returns:
-        [B, Q, heads · d].
     """
     if plain_attention_serves(k):
         return _plain_attention(q, serve_heads(k, q.shape[2]), serve_heads(v, q.shape[2]))
@@ -176,8 +170,10 @@ def _plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _times_transposed(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply `a` [m, k] by the transpose of `b` [n, k] through oneDNN, which takes a transposed view of `b` as it
-    is."""
+    """Multiply `a` [m, k] by `b` [n, k] transposed, through oneDNN, which takes transposed views of `b` as they are.
+
+    oneDNN would copy a transposed `a` itself, invisibly to anything that counts memory.
+    """
     return onednn_linear(a.contiguous(), b, bias)
 
 

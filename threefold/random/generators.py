@@ -22,8 +22,8 @@ _NUMPY_KIND = "MT19937"
 class ProcessGenerators:
     """Generators of a rank's process, as tensors with names that are unique in the layout.
 
-    `place` are the rank's coordinates (dp, pp, cp, tp). The default torch generator of `device` is included, besides
-    the CPU's.
+    `place` has the rank's coordinates (dp, pp, cp, tp). Torch's default generator of `device` is included, besides the
+    CPU's.
     """
 
     def __init__(self, place: Sequence[int], device: torch.device | str = "cpu") -> None:
@@ -32,8 +32,7 @@ class ProcessGenerators:
         self._kept: set[str] = set()
 
     def stored(self, sizes: Sequence[int]) -> dict[str, Tensor]:
-        """Return the states of the generators used since the start, under their stored names in a layout of these axis
-        sizes."""
+        """Return the states of the generators used since the start, by stored name in a layout of these sizes."""
         states = generator_states(self.device)
         self._kept |= {name for name, state in states.items() if not torch.equal(state, self._start[name])}
         return {self._stored_name(name, sizes): state for name, state in states.items() if name in self._kept}
@@ -102,7 +101,6 @@ def generator_states(device: torch.device | str = "cpu") -> dict[str, Tensor]:
 
 
 def restore_generators(states: Mapping[str, Tensor], device: torch.device | str = "cpu") -> None:
-    """Set generators to states that `generator_states` returned."""
     if _TORCH in states:
         torch.set_rng_state(states[_TORCH])
     if _CUDA in states:

@@ -79,7 +79,7 @@ def _normal_chunks(index: Tensor, key: int, elements: int) -> Tensor:
 
 
 class Positions(Protocol):
-    """Indices of a dim of a whole tensor that a rank holds."""
+    """Positions of a rank's part of a dim within the whole dim."""
 
     def indices(self, size: int, device: torch.device) -> Tensor:
         """Return the positions (int64 [size]) in the whole dim of a local dim of `size`."""
@@ -109,8 +109,7 @@ ALL = Slice()
 
 
 def row_major(shape: Sequence[int], parts: Sequence[Positions], device: torch.device) -> Tensor:
-    """Return the row-major positions (int64, flat) of a local tensor's elements in the whole one, of which it is
-    `parts`."""
+    """Return the row-major positions (int64, flat) of elements in the whole tensor, given their `parts` of each dim."""
     index = torch.zeros(1, dtype=torch.int64, device=device)
     for size, part in zip(shape, parts, strict=True):
         index = (index.unsqueeze(-1) * part.whole(size) + part.indices(size, device)).flatten()
@@ -227,8 +226,7 @@ class RandomStreams:
             self.load_state_dict(outer)
 
     def replays(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Return contexts for `torch.utils.checkpoint`: for the forward pass and its replay, which repeats the
-        draws."""
+        """Return contexts for `torch.utils.checkpoint`'s forward pass and its replay, which repeats the draws."""
         return nullcontext(), self.preserved(self.state_dict())
 
     def stored(self, sizes: Sequence[int]) -> dict[str, Tensor]:
@@ -277,7 +275,6 @@ class DrawsInSequence(Protocol):
 
 
 def draws_in_sequence(module: nn.Module) -> bool:
-    """Return whether a module itself draws from the run's streams."""
     return isinstance(module, DrawsInSequence)
 
 

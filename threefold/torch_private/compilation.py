@@ -20,8 +20,8 @@ def keep_signals_from_compilers() -> None:
     that arrives meanwhile is handled by another thread of the process, or afterwards.
 
     Why: a signal that ends a run may be sent to all its processes, and a C++ compiler that it kills would fail the step
-    to be finished. Torch calls callbacks at the begin and end of a compilation, but their module is private. A setting
-    that starts compilers in their own session would replace this.
+    to be finished. Torch calls callbacks at the beginning and end of a compilation, but their module is private. A
+    setting that starts compilers in their own session would replace this.
     """
     from torch._dynamo.callback import on_compile_end, on_compile_start  # imports the compiler, which few runs need
 
@@ -69,10 +69,7 @@ _LIBRARY: Final = torch.library.Library("threefold", "FRAGMENT")
 
 
 class Handle(OpaqueBase):
-    """Opaque object that compiled code passes to operators.
-
-    Args:
-        value: the object.
+    """Opaque object that compiled code passes to operators, with the object `value`.
 
     Why: code that is compiled once for all layers must take the objects of each layer as inputs, and operators take no
     other Python objects. A public name would replace it.
@@ -86,8 +83,7 @@ register_opaque_type(Handle, typ="reference")
 
 
 def operator(name: str, result: Callable[..., Any]) -> Callable[[_F], _F]:
-    """Register a function as the operator `torch.ops.threefold.<name>`, which compiled code and dry runs call as a
-    whole.
+    """Register a function as the operator `torch.ops.threefold.<name>`, opaque to compiled code and dry runs.
 
     Args:
         name: name of the operator.
@@ -148,9 +144,7 @@ def cpu_attention_backward(
 
 
 def softmax_gradient(grad: Tensor, weights: Tensor) -> Tensor:
-    """Return the gradient of the input of `softmax(-1)`, given its output `weights` and their gradient `grad`.
-
-    This is weights · (grad − Σ weights · grad).
+    """Return weights · (grad − Σ weights · grad): the gradient of the input of `softmax(-1)` with output `weights`.
 
     Why: it is one pass over both, where public operations take two and need the sum first; autograd uses it, but not
     for recomputed weights. A public name would replace it.

@@ -22,8 +22,7 @@ from threefold.torch_private.tensors import NO_TORCH_FUNCTION
 def unflatten_mesh(mesh: DeviceMesh, axis: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """Return the mesh with one axis split into several.
 
-    Why: hybrid sharding and expert parallelism split `dp` in two without new groups for the other axes. A public method
-    would replace it.
+    Why: hybrid sharding and expert parallelism split `dp` without new groups. A public method would replace it.
     """
     return mesh._unflatten(axis, sizes, names)
 
@@ -31,8 +30,7 @@ def unflatten_mesh(mesh: DeviceMesh, axis: str, sizes: tuple[int, ...], names: t
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Return the one-dimensional mesh of all ranks of a mesh.
 
-    Why: `fully_shard` shards over one axis, and the replicas are `dp` and `cp` together. A public method would replace
-    it.
+    Why: `fully_shard` shards over one axis, here `dp` and `cp` together. A public method would replace it.
     """
     return mesh._flatten(name)
 
@@ -40,8 +38,8 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     """Return one mesh with the axes of several submeshes of one mesh.
 
-    Why: a weight that tensor parallelism and ZeRO both shard is a DTensor over both axes. A public function would
-    replace it.
+    Why: a weight that both tensor parallelism and ZeRO shard is a DTensor over both. A public function would replace
+    it.
     """
     return DeviceMesh._concatenate(list(meshes))
 
@@ -117,7 +115,7 @@ def with_gloo(
 ) -> dist.ProcessGroup:
     """Give a `PythonGroup` gloo for the CPU, and return a group of torch's own class with the same gloo.
 
-    Torch looks there for a group's timeouts and the device of its objects.
+    Torch reads a group's timeouts, and the device of objects that it sends, from such a backend.
 
     Why: a process group in Python has no backends, and torch's own get theirs by `_register_backend`. Torch's own class
     has gloo's collectives under the names that torch calls. A documented way to write a backend in Python would replace
@@ -133,7 +131,7 @@ def with_gloo(
 
 
 def nccl_records() -> bytes | None:
-    """Return the records of NCCL's flight recorder, in the format of its tools; None if torch was built without NCCL.
+    """Return the records of NCCL's flight recorder, in the format of its tools; None if torch has no NCCL.
 
     Why: the rank that hangs is not the one whose watchdog writes them, and a run that is ended before NCCL's own
     timeout would have none. A public function would replace it.
@@ -145,8 +143,8 @@ def nccl_records() -> bytes | None:
 def default_store() -> dist.Store:
     """Return the store through which the ranks of the default process group meet.
 
-    Why: it keeps the arguments of the first `init_mesh`, for the ranks and the lifetime of the process group. A public
-    accessor would replace it.
+    Why: it keeps the arguments of the first `init_mesh`, as long as the group exists. A public accessor would replace
+    it.
     """
     return dist.distributed_c10d._get_default_store()
 
@@ -172,8 +170,9 @@ def clear_dtensor_cache() -> None:
 
 
 def fresh_parameter(tensor: Tensor, requires_grad: bool = True) -> nn.Parameter:
-    """Return `nn.Parameter(tensor, requires_grad)`; a `DTensor`, to which nothing else refers, becomes the parameter
-    itself.
+    """Return `nn.Parameter(tensor, requires_grad)`; a `DTensor` becomes the parameter itself.
+
+    Nothing else may refer to the tensor.
 
     Why: `nn.Parameter` detaches a tensor of another class, which goes through the sharding rules of `DTensor`;
     `_is_param` is how it marks the copy. A `DTensor.from_local` that creates parameters would replace it.
@@ -204,10 +203,9 @@ def finish_backward(root: FSDPModule) -> None:
 
 
 def unreduced_gradients(module: FSDPModule) -> list[Tensor]:
-    """Return a module's unsharded gradients that are not yet reduce-scattered, and the shards of those that are.
+    """Return a module's unsharded gradients before their reduce-scatter, and the shards of those after it.
 
-    Why: FSDP keeps the gradients that it accumulates over micro-batches beside the parameters, not as their `.grad`. A
-    public accessor would replace it.
+    Why: FSDP keeps accumulated gradients beside the parameters, not as `.grad`. A public accessor would replace it.
     """
     found: list[Tensor | None] = []
     for group in module._get_fsdp_state()._fsdp_param_groups:

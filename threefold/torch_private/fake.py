@@ -40,8 +40,7 @@ leaves = tree_leaves
 def fake_tensors() -> FakeTensorMode:
     """Return a mode in which operations compute shapes and allocate no memory; tensors with memory may take part.
 
-    Why: `FakeTensorMode` is documented for `torch.compile` and tracing tools, but only importable from a private
-    module. A public name would replace it.
+    Why: `FakeTensorMode` is documented, but only a private module has it. A public name would replace it.
     """
     return FakeTensorMode(allow_non_fake_inputs=True)
 

@@ -87,8 +87,7 @@ def fused_adam_(
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute `F.linear` through oneDNN, which takes a transposed view of `weight` as it is, but copies one of `x`.
 
-    Why: `F.linear` copies them first, which takes as long as a small product. `F.linear` without the copy would replace
-    it.
+    Why: `F.linear` copies both, which takes as long as a small product. `F.linear` without copies would replace it.
     """
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return out
@@ -111,8 +110,7 @@ def number_of(storage: torch.UntypedStorage) -> int:
 def has_gradient_hooks(tensor: Tensor) -> bool:
     """Return whether `register_hook` or `register_post_accumulate_grad_hook` was called on a tensor.
 
-    Why: a parameter is stored in shards, and such a hook would see only one; torch has no public record of hooks. A
-    public accessor would replace it.
+    Why: such a hook would see only one shard of a sharded parameter. A public accessor would replace it.
     """
     return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
@@ -129,8 +127,7 @@ def has_module_hooks(module: nn.Module) -> bool:
 def child_names(module: nn.Module) -> Iterable[str]:
     """Return the names of a module's children, including all names of a child that has several.
 
-    Why: `named_children` omits further names of one module. A `remove_duplicate` argument, as in `named_modules`, would
-    replace it.
+    Why: `named_children` omits further names of a module. A `remove_duplicate` argument would replace it.
     """
     return list(module._modules)
 
@@ -138,8 +135,8 @@ def child_names(module: nn.Module) -> Iterable[str]:
 def share_contents(module: nn.Module, other: nn.Module) -> None:
     """Give a module the parameters, buffers and submodules of another under their names, including those set later.
 
-    Why: a module that replaces another for activation checkpointing must not change parameter names. A wrapper of torch
-    that is transparent to names would replace it.
+    Why: a wrapper for activation checkpointing must not change parameter names. A transparent one of torch's would
+    replace it.
     """
     module.__dict__.update(_parameters=other._parameters, _buffers=other._buffers, _modules=other._modules)
     module.__dict__.update(_non_persistent_buffers_set=other._non_persistent_buffers_set)
@@ -161,8 +158,7 @@ def version_of(tensor: Tensor) -> int:
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield a module's own buffers that are in its state dict, with their names.
 
-    Why: `state_dict` runs the hooks of sharded weights, which gather them. A public argument of `named_buffers` would
-    replace it.
+    Why: `state_dict` runs the hooks that gather sharded weights. An argument of `named_buffers` would replace it.
     """
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
         if name not in module._non_persistent_buffers_set:

@@ -27,5 +27,4 @@ class GPTConfig(ModelConfig):
     }
 
     def filled(self, sequence_length: int) -> dict[str, Any]:
-        """Return the values of settings that follow from others."""
         return super().filled(sequence_length) | {"embedding_dropout": self.hidden_dropout}

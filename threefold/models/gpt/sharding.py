@@ -1,4 +1,4 @@
-"""Sharding of GPT's weights, costs of its layers, and initial values of its weights."""
+"""Sharding of GPT's weights, and the costs and parameter shapes of its layers."""
 
 from threefold.config import ModelConfig
 from threefold.models.family import Shapes

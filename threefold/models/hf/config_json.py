@@ -104,10 +104,8 @@ def shortened(text: str) -> str:
 class ConfigJson:
     """Keys of a config.json, with a record of those that have been read.
 
-    Args:
-        values: content of the file.
-        defaults: values of keys that the file lacks.
-        where: name of the file in messages.
+    `values` is the content of the file, `defaults` are the values of keys that it lacks, and `where` names it in
+    messages.
     """
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> None:
@@ -138,8 +136,7 @@ class ConfigJson:
         return value
 
     def whole(self, key: str, default: int | None = None, least: int = 0, most: int = LARGEST_SIZE) -> int:
-        """Return an integer from `least` to `most`; null means the default. Raise UserError for any other value, or
-        none."""
+        """Return an integer from `least` to `most`; null means the default. Raise UserError for anything else."""
         value = self.number(key, default)
         if value % 1 != 0:
             raise self.problem(f"{key} is {value!r}, which is no whole number", "fetch the file again")
@@ -149,7 +146,7 @@ class ConfigJson:
         return int(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """Return a boolean; null means the default. Raise UserError for any other value."""
+        """Return a boolean; null means the default. Raise UserError for anything else."""
         value = self.take(key, default)
         value = default if value is None else value
         if not isinstance(value, bool):
@@ -158,8 +155,7 @@ class ConfigJson:
         return value
 
     def listed(self, key: str, kind: type) -> list[Any] | None:
-        """Return a list whose values are all of type `kind`; None if missing or null. Raise UserError for any other
-        value."""
+        """Return a list of values of type `kind`; None if missing or null. Raise UserError for anything else."""
         value = self.take(key)
         if value is not None and not (isinstance(value, list) and all(type(each) is kind for each in value)):
             what = {int: "whole numbers", str: "texts"}[kind]

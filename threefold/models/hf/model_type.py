@@ -111,8 +111,7 @@ class HuggingFaceType(ABC):
 
     @abstractmethod
     def read(self, given: ConfigJson) -> dict[str, Any]:
-        """Return the settings of `model` in a config.json, except the architecture; raise UserError for an unsupported
-        value."""
+        """Return the settings of `model`, except the architecture; raise UserError for an unsupported value."""
 
     @abstractmethod
     def write(self, model: Any) -> dict[str, Any]:
@@ -148,11 +147,7 @@ class HuggingFaceType(ABC):
     def weights(self, model: ModelConfig, shapes: Shapes, present: Collection[str] = ()) -> list[WeightMap]:
         """Map every parameter, in the order of the layers.
 
-        Args:
-            model: resolved `model` section.
-            shapes: shapes of the parameters, by name.
-            present: names in the files, which determine how experts are stored; if empty, experts are stored one by
-                one.
+        `present` are the names in the files, which determine how experts are stored: one by one if it is empty.
         """
         maps: list[WeightMap] = []
         for name in shapes:

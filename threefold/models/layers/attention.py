@@ -31,8 +31,7 @@ class CausalAttention(nn.Module):
         self.window = window
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
-        """Attend from the last Q of K positions to positions up to their own, within each document if `samples` has
-        documents.
+        """Attend from the last Q of K positions to those up to their own, within documents if `samples` has any.
 
         Args:
             q: [B, Q, heads, d].

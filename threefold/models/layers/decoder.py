@@ -97,7 +97,6 @@ class CrossEntropy(nn.Module):
         self.logits_at_once = logits_at_once
 
     def in_runs(self, logits_at_once: int) -> "CrossEntropy":
-        """Return this loss with `logits_at_once` logits processed at once."""
         return CrossEntropy(logits_at_once)
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -111,12 +110,7 @@ class CrossEntropy(nn.Module):
 
 
 class LinearCrossEntropy(nn.Module):
-    """Projection to the vocabulary and loss of each token, which need not have all logits in memory at once.
-
-    Args:
-        chunk_size: columns of the logits in memory at once; 0 for all.
-        cross_entropy: loss of the logits; by default `CrossEntropy`.
-    """
+    """Projection to the vocabulary and loss of each token, with `chunk_size` columns of the logits at once (0: all)."""
 
     def __init__(self, chunk_size: int = 0, cross_entropy: CrossEntropy | None = None) -> None:
         super().__init__()
@@ -128,7 +122,7 @@ class LinearCrossEntropy(nn.Module):
         return LinearCrossEntropy(chunk_size, self.cross_entropy.in_runs(logits_at_once))
 
     def forward(self, x: Tensor, output: Linear, labels: Tensor) -> Tensor:
-        """`x` [..., H], the layer `output` to logits [..., V], `labels` int64 [...] → [...].
+        """Compute each token's loss [...] from `x` [..., H], the layer `output` to logits, and int64 `labels` [...].
 
         Raises ValueError if the layer has a bias and the logits are not computed all at once.
         """

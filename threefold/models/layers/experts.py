@@ -71,8 +71,7 @@ class Routing(nn.Module):
         return self.aux_loss > 0 or self.z_loss > 0
 
     def forward(self, logits: Tensor, samples: SampleInfo = NOTHING) -> Choice:
-        """Choose experts by `logits` [B, S, E], in fp32 at least; `samples.weights` scale the gradient of the auxiliary
-        losses."""
+        """Choose experts by `logits` [B, S, E], in fp32 at least; `samples.weights` weigh the auxiliary losses."""
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         probabilities = wide.softmax(-1)
         weights, experts = probabilities.topk(self.per_token)
@@ -86,8 +85,7 @@ class Routing(nn.Module):
         return Choice(experts, weights.to(logits.dtype), may_drop)
 
     def _losses(self, logits: Tensor, probabilities: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """Return the sum of both auxiliary losses over the local tokens, each times its weight of the whole sequence
-        [B, S]."""
+        """Return the sum of the auxiliary losses of the local tokens, times `weights` [B, S] of the whole sequence."""
         weights = weights.to(probabilities.dtype)
         own = self._own(weights)
         chosen = F.one_hot(experts, self.experts).sum(2).to(weights.dtype) * (own > 0).unsqueeze(-1)
@@ -124,8 +122,10 @@ class Routing(nn.Module):
 
 
 class _WithLoss(torch.autograd.Function):
-    """Identity on `x` whose backward pass starts that of `loss`, as in Megatron-LM's MoE: a stage cannot add to the
-    loss."""
+    """Identity on `x` whose backward pass also starts that of `loss`, as in Megatron-LM's MoE layers.
+
+    A pipeline stage has no other way to add to the loss.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
@@ -213,7 +213,12 @@ def through(x: Tensor, choice: Choice, experts: int, run: Callable[[Tensor, Tens
 
 
 def swiglu(rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor) -> Tensor:
-    """Compute each expert's outputs for its rows [n, H], which are sorted by expert; `counts` int64 [experts] has their
-    number."""
+    """Compute each expert's outputs for its rows.
+
+    Args:
+        rows: [n, H], sorted by expert.
+        gate_up, down: [experts, 2F, H], [experts, H, F].
+        counts: int64 [experts], number of rows of each expert.
+    """
     gate, up = grouped_linear(rows, gate_up, counts).unflatten(-1, (-1, 2)).unbind(-1)
     return grouped_linear(F.silu(gate) * up, down, counts)

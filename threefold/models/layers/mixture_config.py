@@ -44,7 +44,7 @@ class MixtureConfig(ModelConfig):
     """Most tokens of a sequence that an expert takes in training, as a multiple of its even share; it drops later ones.
     0 for no limit (dropless)."""
     moe_every: int = Field(default=1, ge=1, le=MOST_LAYERS)
-    """With `num_experts`: n for experts in every n-th layer, the last of each n layers."""
+    """With `num_experts`: spacing of the layers with experts; n gives experts to the last of every n layers."""
     dense_layers: int = Field(default=0, ge=0, le=MOST_LAYERS)
     """With `num_experts`: number of first layers without experts."""
     router_aux_loss: float = Field(default=0.0, ge=0)
@@ -55,7 +55,6 @@ class MixtureConfig(ModelConfig):
     comes_after: ClassVar[dict[str, str]] = {"num_experts": "norm_eps"}
 
     def filled(self, sequence_length: int) -> dict[str, Any]:
-        """Return the values of settings that follow from others."""
         width = self.ffn_hidden_size or self.default_ffn_hidden_size()
         return super().filled(sequence_length) | {"expert_ffn_hidden_size": width}
 

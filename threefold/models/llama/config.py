@@ -41,7 +41,6 @@ class LlamaConfig(MixtureConfig):
         return -(-8 * self.hidden_size // (3 * _ROUND)) * _ROUND
 
     def filled(self, sequence_length: int) -> dict[str, Any]:
-        """Return the values of settings that follow from others."""
         values = super().filled(sequence_length) | {
             "num_key_value_heads": self.num_attention_heads,
             "position_embedding": "rope",
@@ -52,7 +51,6 @@ class LlamaConfig(MixtureConfig):
         return values
 
     def broken_rules(self) -> Iterator[tuple[str, str]]:
-        """Yield the settings of a resolved config that break a rule, each with the rule, worded to follow 'but'."""
         yield from self.broken_by_setting_unused()
         if self.position_embedding != "rope":
             yield "position_embedding", "model.architecture llama has rotary positions; use rope"

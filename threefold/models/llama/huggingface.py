@@ -241,7 +241,6 @@ class LlamaType(HuggingFaceType):
         return next((setting for setting, fits in found.items() if not fits), None)
 
     def is_near(self, model: LlamaConfig) -> bool:
-        """Return whether both have experts, or neither."""
         return self.experts == (model.num_experts > 0)
 
     def training_only(self) -> tuple[str, ...]:

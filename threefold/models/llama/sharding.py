@@ -1,4 +1,4 @@
-"""Sharding of Llama's weights, and costs of its layers."""
+"""Sharding of Llama's weights, and the costs and parameter shapes of its layers."""
 
 from threefold.models.family import Shapes
 from threefold.models.llama.config import LlamaConfig

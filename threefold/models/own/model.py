@@ -8,12 +8,10 @@ from threefold.models.source import file_source
 
 
 def make_own_model(config: ModelConfig) -> nn.Module:
-    """Create the unsharded, single-device model."""
     make, _ = file_source(config).load_section(config)
     return make()
 
 
 def own_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
-    """Return the model's sharding plan."""
     _, plan = file_source(config).load_section(config)
     return plan
