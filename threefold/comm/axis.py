@@ -1,7 +1,7 @@
-"""Pickling of values with many tensors in them.
+"""The collectives of one axis of the mesh, the record of them, and the pickling of what ranks exchange.
 
-A tensor that is pickled as torch has it becomes a file of its own, with a header and a record for each part, which
-costs about a millisecond. Here it is its bytes, its dtype and its shape: some ten microseconds.
+Torch pickles each tensor as a file of its own, with a header and records, which takes about a millisecond. `dumps`
+pickles its bytes, dtype and shape, which takes some ten microseconds.
 """
 
 import io
@@ -26,11 +26,12 @@ from threefold.torch_private.tensors import foreach_copy_
 
 
 def dumps(value: Any) -> bytes:
-    """A value as bytes that `pickle.loads` reads. Tensors go by value, also where they share memory, and a `DTensor`
-    that every rank has whole as a plain tensor.
+    """Pickle a value with tensors into bytes that `pickle.loads` reads.
+
+    Tensors are pickled by value, even if they share memory; a replicated `DTensor` becomes a plain tensor.
 
     Raises:
-        UserError: a `DTensor` is a part of a tensor, which the mesh of its ranks does not outlive.
+        UserError: a `DTensor` is sharded or partial; it could outlive the mesh of its ranks.
     """
     file = io.BytesIO()
     _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
@@ -75,11 +76,11 @@ _T = TypeVar("_T")
 _Method = Callable[Concatenate["Axis", _P], _T]
 
 Work = dist.Work | PostponedSum
-"""A collective that has begun."""
+"""A collective that has been started."""
 
 
 def _waits(operation: str) -> Callable[[_Method[_P, _T]], _Method[_P, _T]]:
-    """Marks a method in which this rank waits for the others of the axis, for its heartbeat."""
+    """Note in the heartbeat that this rank waits for the others of the axis while the decorated method runs."""
     first_code = wait_code(operation, 0)
 
     def of(method: _Method[_P, _T]) -> _Method[_P, _T]:
@@ -100,7 +101,7 @@ def _waits(operation: str) -> Callable[[_Method[_P, _T]], _Method[_P, _T]]:
 
 @dataclass(frozen=True)
 class Event:
-    """One collective.
+    """One recorded collective.
 
     Attributes:
         axis: the axis's name.
@@ -116,13 +117,13 @@ class Event:
 
 @dataclass
 class Recorder:
-    """Collects the collectives of this rank while a recording is on."""
+    """Record of this rank's collectives, kept while a `recording` block is open."""
 
     _logs: list[list[Event]] = field(default_factory=list)
 
     @contextmanager
     def recording(self) -> Iterator[list[Event]]:
-        """Collect the events of a block."""
+        """Collect the collectives of a block in the list that is yielded."""
         log: list[Event] = []
         self._logs.append(log)
         try:
@@ -131,23 +132,23 @@ class Recorder:
             self._logs.remove(log)
 
     def add(self, axis: str, operation: str, tensor: Tensor, parts: int = 1) -> None:
-        """Note an operation on a whole that consists of `parts` tensors of the size of `tensor`."""
+        """Record an operation on a tensor that consists of `parts` tensors of the size of `tensor`."""
         for log in self._logs:
             log.append(Event(axis, operation, parts * tensor.nbytes))
 
 
 @dataclass(frozen=True)
 class Axis:
-    """The group of ranks that differ from this one along one axis, and its collectives.
+    """Group of ranks that differ from this one along one axis only, with its collectives.
 
     Attributes:
         name: `dp`, `pp`, `cp`, `tp`, `world`, or the name given to `Mesh.new_axis`.
         ranks: global ranks of the group, in the order of the axis.
         index: this rank's index in `ranks`.
         group: torch's process group of the ranks, for `torch.distributed`; None in a process that is alone.
-        device_mesh: the one-dimensional mesh of this axis's `DTensor`s; None for groups that are no axis.
-        heartbeat: where this rank notes that it waits in a collective, the axis by its `number` there.
-        handle: this axis, for operators of compiled code.
+        device_mesh: one-dimensional mesh for the `DTensor`s of this axis; None for groups that are not an axis.
+        heartbeat: heartbeat in which this rank notes its waits, under the axis's `number`.
+        handle: opaque reference to this axis, for operators of compiled code.
     """
 
     name: str
@@ -162,7 +163,7 @@ class Axis:
     handle: Handle = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "handle", Handle(self))  # which compiled code cannot make
+        object.__setattr__(self, "handle", Handle(self))  # compiled code cannot create it
 
     @property
     def size(self) -> int:
@@ -191,17 +192,17 @@ class Axis:
 
     @property
     def previous(self) -> int:
-        """Global rank of the rank before this one; of the first rank, that of the last (a ring)."""
+        """Global rank of the previous rank on the axis; the first rank's is the last (a ring)."""
         return self.ranks[self.index - 1]
 
     @property
     def next(self) -> int:
-        """Global rank of the rank after this one; of the last rank, that of the first (a ring)."""
+        """Global rank of the next rank on the axis; the last rank's is the first (a ring)."""
         return self.ranks[(self.index + 1) % self.size]
 
     @_waits("all_reduce")
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum of `tensor` over the axis, the same bits on every rank; `tensor` is unchanged."""
+        """Return the sum of `tensor` over the axis, bitwise equal on every rank; `tensor` is unchanged."""
         if self.shared is None or self.size == 1:
             return self.all_reduce_(tensor.clone(memory_format=torch.contiguous_format))
         self.recorder.add(self.name, "all_reduce", tensor)
@@ -209,7 +210,7 @@ class Axis:
 
     @_waits("all_reduce")
     def all_reduce_(self, tensor: Tensor) -> Tensor:
-        """Sum `tensor` over the axis, in place; every rank ends with the same bits."""
+        """Sum `tensor` over the axis, in place; the result is bitwise equal on every rank."""
         if self.size == 1:
             return tensor
         self.recorder.add(self.name, "all_reduce", tensor)
@@ -225,17 +226,17 @@ class Axis:
         values: list[Any]
         if tensor.device.type == "cpu":
             values = summed.tolist()
-        else:  # only this waits for the other ranks
+        else:  # on a GPU, reading the values is what waits for the other ranks
             with self.waiting("all_reduce"):
                 values = summed.tolist()
         return values
 
     def all_reduce_together_(self, tensors: Sequence[Tensor], in_order: bool = False) -> None:
-        """Sum `tensors`, of one dtype and in one order on all ranks, over the axis, in place, as one all-reduce.
+        """Sum several tensors over the axis, in place, in one all-reduce.
 
         Args:
-            tensors: to be summed.
-            in_order: whether the sum of an element must not depend on its place among the tensors, nor on their sizes.
+            tensors: tensors of one dtype, in the same order on all ranks.
+            in_order: whether an element's sum must not depend on its position among the tensors, nor on their sizes.
         """
         if self.size == 1 or not tensors:
             return
@@ -243,7 +244,7 @@ class Axis:
             self.all_reduce_(tensors[0])
             return
         joined = torch.cat([tensor.flatten() for tensor in tensors])
-        # Two summands have one sum in any order, and in shared memory the order is that of the ranks.
+        # Two summands have the same sum in either order, and shared memory adds in the order of the ranks.
         in_order &= self.size > 2 and self.shared is None and joined.device.type == "cpu"
         total = self._all_reduce_in_order(joined) if in_order else self.all_reduce_(joined)
         parts = total.split([tensor.numel() for tensor in tensors])
@@ -251,7 +252,7 @@ class Axis:
 
     @_waits("all_reduce_max")
     def all_reduce_max_(self, tensor: Tensor) -> Tensor:
-        """Maximum of `tensor` over the axis, in place."""
+        """Take the maximum of `tensor` over the axis, in place."""
         if self.size == 1:
             return tensor
         self.recorder.add(self.name, "all_reduce_max", tensor)
@@ -262,7 +263,7 @@ class Axis:
         return tensor
 
     def start_all_reduce_(self, tensor: Tensor) -> Work | None:
-        """Start an all-reduce of a contiguous `tensor`, in place; returns the work to wait on (None if done)."""
+        """Start an all-reduce of a contiguous `tensor`, in place; return the work to wait for (None if done)."""
         if self.size == 1:
             return None
         self.recorder.add(self.name, "all_reduce", tensor)
@@ -272,12 +273,12 @@ class Axis:
 
     @_waits("all_reduce")
     def finish_all_reduce(self, work: Work) -> None:
-        """Wait for what `start_all_reduce_` started."""
+        """Wait for an all-reduce that `start_all_reduce_` started."""
         work.wait()
 
     @_waits("all_gather")
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        """Concatenate the ranks' tensors along `dim`; their sizes along `dim` may differ."""
+        """Concatenate the ranks' tensors along `dim`, where their sizes may differ."""
         if self.size == 1:
             return tensor
         sizes = self._all_sizes(tensor.shape[dim], tensor.device)
@@ -306,7 +307,7 @@ class Axis:
 
     @_waits("reduce_scatter")
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
-        """Reduce-scatter: this rank's shard of the sum of `tensor` over the axis, of equal shards along `dim`.
+        """Return this rank's shard of the sum of `tensor` over the axis, in equal shards along `dim`.
 
         Raises:
             ValueError: the size of `dim` is not divisible by the axis.
@@ -326,14 +327,14 @@ class Axis:
 
     @_waits("all_to_all")
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """All-to-all: send rows to each rank, and receive rows from each.
+        """Send rows to each rank and receive rows from each (all-to-all).
 
         Args:
-            rows: [sum(sent), …], those for the first rank first.
-            sent, received: how many to and from each rank.
+            rows: [sum(sent), …], in the order of the ranks that they are sent to.
+            sent, received: number of rows to and from each rank.
 
         Returns:
-            [sum(received), …], those from the first rank first.
+            [sum(received), …], in the order of the ranks that sent them.
         """
         if self.size == 1:
             return rows
@@ -343,10 +344,9 @@ class Axis:
         return arrived
 
     def start_shift(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Start to send `tensor` to the next rank of the axis; the last sends to the first.
+        """Start to send `tensor` to the next rank (the last sends to the first); return a function that receives.
 
-        Returns:
-            a function that waits and returns what the previous rank sent.
+        That function waits for the previous rank's tensor and returns it.
         """
         self.recorder.add(self.name, "send", tensor)
         sent = tensor.contiguous()
@@ -359,7 +359,7 @@ class Axis:
 
         def finish() -> Tensor:
             self._finish_shift(works)
-            operations.clear()  # which has kept what is sent until now
+            operations.clear()  # kept the sent tensor alive until now
             return received
 
         return finish
@@ -377,7 +377,7 @@ class Axis:
 
     @_waits("receive")
     def receive_(self, into: Tensor, source: int) -> Tensor:
-        """Receive a contiguous tensor from index `source` of the axis."""
+        """Receive a tensor from index `source` of the axis into the contiguous `into`."""
         dist.recv(into, self.ranks[source], group=self.group)
         return into
 
@@ -394,7 +394,7 @@ class Axis:
 
     @_waits("gather")
     def gather_objects(self, value: Any) -> list[Any]:
-        """What each rank of the axis passed, in the order of the axis."""
+        """Gather one picklable value from each rank of the axis, in the order of the axis."""
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
@@ -406,12 +406,12 @@ class Axis:
 
     @_waits("barrier")
     def barrier(self) -> None:
-        """Barrier: wait until every rank of the axis has called it."""
+        """Wait until every rank of the axis has called this method."""
         if self.size > 1:
             dist.barrier(group=self.group)
 
     def waiting(self, operation: str) -> AbstractContextManager[None]:
-        """Notes that this rank waits for the others in a block that calls the process group itself.
+        """Note in the heartbeat that a block waits for the others, as it uses the process group directly.
 
         Args:
             operation: one of `threefold.comm.heartbeat.OPERATIONS`.
@@ -419,7 +419,7 @@ class Axis:
         return self.heartbeat.waiting(wait_code(operation, self.number))
 
     def _reduce_contiguous(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> None:
-        # A collective on a non-contiguous view may work on a copy of it and drop the result.
+        # A collective on a non-contiguous view may work on a copy and drop the result.
         dense = tensor.contiguous()
         dist.all_reduce(dense, op=operation, group=self.group)
         if dense is not tensor:
@@ -427,8 +427,7 @@ class Axis:
 
     @_waits("all_reduce")
     def _all_reduce_in_order(self, flat: Tensor) -> Tensor:
-        """The sum with all additions in the order of the ranks, whereas a ring begins at a rank that follows from the
-        place in the buffer. It sends as many bytes as a ring."""
+        """Sum with all additions in rank order, for as many bytes as a ring, whose order depends on the position."""
         self.recorder.add(self.name, "all_reduce", flat)
         part = flat.new_empty(-(-flat.numel() // self.size))
         padded = flat.new_zeros(self.size * part.numel())

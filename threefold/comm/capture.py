@@ -1,9 +1,9 @@
-"""A whole training step as one graph: forward and backward pass, collectives and update, without Python in between.
+"""Capture of a whole training step as one graph: forward and backward pass, collectives and update, without Python.
 
-Captured are torch's operators on this rank's tensors, including collectives (as functional collectives, which name
-their process group). Not captured: choices that Python makes by a tensor's
-value, such as skipping a step or clipping by a norm that was read; the hooks of bucketed gradients; the sends of a
-pipeline. Sizes, the learning rate and which layers run are fixed when the step is captured.
+The graph holds torch's operators on this rank's tensors, with collectives as functional collectives on its process
+group. It cannot hold choices that Python makes by a tensor's value (a skipped step, clipping by a norm that is read),
+the hooks of bucketed gradients, or the sends of a pipeline. Sizes, the learning rate and the layers that run are fixed
+when the step is captured.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,8 +23,6 @@ _ops = FUNCTIONAL_COLLECTIVES
 
 
 class _CapturableAxis(Axis):
-    """An axis whose collectives are operators that a graph can hold."""
-
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return self._sum(tensor)
 
@@ -62,7 +60,7 @@ class _CapturableAxis(Axis):
 
     @property
     def _group_name(self) -> str:
-        assert self.group is not None  # an axis of several ranks has one
+        assert self.group is not None
         return self.group.group_name
 
     def _sum(self, tensor: Tensor) -> Tensor:
@@ -74,26 +72,22 @@ class _CapturableAxis(Axis):
 
 
 def capturable(axis: Axis) -> Axis:
-    """The same ranks, with collectives that a graph can hold; for layers whose step is to be captured.
+    """Return the same axis with collectives that a graph can hold, for layers whose step is to be captured.
 
-    They go through the process group, never through shared memory, and are not recorded. Gathers of
-    unequal parts cannot be captured.
+    These collectives use the process group, never shared memory, and are not recorded. Gathers of unequal shards cannot
+    be captured.
     """
     return _CapturableAxis(**{field.name: getattr(axis, field.name) for field in fields(axis) if field.init})
 
 
 class CapturedStep:
-    """A training step that was captured.
-
-    Attributes:
-        graph: the step, as a module of torch's operators.
-    """
+    """A captured training step, as the module `graph` of torch's operators."""
 
     def __init__(self, graph: GraphModule, parameters: Sequence[Tensor]) -> None:
         self.graph, self._parameters = graph, list(parameters)
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        """Update the parameters in place by one step on `inputs`, of the shapes of the example; returns the loss."""
+        """Update the parameters in place by one step on `inputs`, shaped as the example; return the loss."""
         with torch.no_grad():
             loss: Tensor = self.graph(self._parameters, *inputs)
         return loss
@@ -105,16 +99,16 @@ def capture_step(
     update_: Callable[[Sequence[Tensor], Sequence[Tensor]], Any],
     *example: Tensor,
 ) -> CapturedStep:
-    """Capture one training step. Collective over the ranks of the axes that are used.
+    """Capture one training step. Collective over the ranks of the axes that it uses.
 
     Args:
-        loss_of: the loss of some inputs; uses `parameters`.
-        parameters: to train (`local` of each parameter); unchanged.
-        update_: changes parameters in place by their gradients.
-        example: inputs of the shapes and dtypes that the steps will have.
+        loss_of: function from inputs to the loss; uses `parameters`.
+        parameters: tensors to train (`local` of each parameter); unchanged.
+        update_: function that changes parameters in place, given them and their gradients.
+        example: inputs with the shapes and dtypes of the steps to come.
 
     Raises:
-        RuntimeError: torch cannot capture something that `loss_of` or `update_` does.
+        RuntimeError: torch cannot capture an operation of `loss_of` or `update_`.
     """
     before = [parameter.detach().clone() for parameter in parameters]
 
@@ -125,7 +119,7 @@ def capture_step(
             update_(leaves, gradients)
         return loss.detach()
 
-    # Traced while it runs, on the tensors themselves: the layers reach their weights by reference, not as arguments.
+    # Traced with real tensors, because the layers refer to their weights directly instead of taking them as arguments.
     graph = make_fx(step, tracing_mode="real")(list(parameters), *example)
     with torch.no_grad():
         foreach_copy_([parameter.detach() for parameter in parameters], before)

@@ -1,7 +1,7 @@
-"""The collectives of an axis on plain tensors, which compiled code calls as operators; not differentiable.
+"""Collectives of an axis as functions of tensors: operators for compiled code, and differentiable ones for layers.
 
-A collective of an `Axis` is Python that no compiler can follow. Compiled code calls an operator instead, which gets the
-axis as an input, so one compilation serves layers of different axes.
+No compiler can follow the Python of an `Axis` collective. Compiled code calls an operator instead, which takes the axis
+as an input, so that one compilation serves layers on different axes.
 """
 
 from collections.abc import Callable
@@ -19,28 +19,24 @@ from threefold.torch_private.compilation import Handle, operator
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
-    """The sum of `x` over the axis."""
+    """Return the sum of `x` over the axis; not differentiable."""
     return _all_reduce(x, axis.handle) if torch.compiler.is_compiling() else axis.all_reduce(x)
 
 
 def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
-    """The maximum of `x` over the axis."""
+    """Return the maximum of `x` over the axis; not differentiable."""
     return _all_reduce_max(x, axis.handle) if torch.compiler.is_compiling() else axis.all_reduce_max_(x.clone())
 
 
 def all_gather_equal(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """The ranks' tensors, all of one shape, joined along `dim`."""
+    """Concatenate the ranks' tensors, all of one shape, along `dim`; not differentiable."""
     if axis.size > 1 and torch.compiler.is_compiling():
         return _all_gather_equal(x, axis.handle, dim % x.dim(), axis.size)
     return axis.all_gather_equal(x, dim)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """This rank's shard of the sum of `x` over the axis, of equal shards along `dim`.
-
-    Raises:
-        ValueError: the size of `dim` is not divisible by the axis.
-    """
+    """Return this rank's equal shard of the sum of `x` over the axis, along `dim`; not differentiable."""
     if axis.size > 1 and torch.compiler.is_compiling():
         return _reduce_scatter(x, axis.handle, dim % x.dim(), axis.size)
     return axis.reduce_scatter(x, dim)
@@ -83,7 +79,7 @@ def _reduce_scatter(x: Tensor, axis: Handle, dim: int, ranks: int) -> Tensor:
 
 
 def local_part(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
-    """This rank's shard of a whole tensor along `dim`, as a view."""
+    """Return this rank's shard of an unsharded tensor along `dim`, as a view."""
     start, end = shard_bounds(tensor.shape[dim], axis.size, axis.index)
     return tensor.narrow(dim, start, end - start)
 
@@ -154,7 +150,7 @@ class _ReduceToShares(torch.autograd.Function):
 
 
 class _GatherAgain(torch.autograd.Function):
-    """The identity; the gathered tensor that was saved to compute `out` has no storage until the backward pass."""
+    """Identity that frees the storage of the gathered tensor, saved to compute `out`, until the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, x: Tensor, joined: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -168,45 +164,40 @@ class _GatherAgain(torch.autograd.Function):
         x, joined = ctx.saved_tensors
         again = all_gather_equal(x, ctx.axis, ctx.dim)
         joined.untyped_storage().resize_(again.nbytes)
-        joined.data.copy_(again)  # not seen by autograd, as the values are unchanged
+        joined.data.copy_(again)  # hidden from autograd, as the values are unchanged
         return grad, None, None, None, None
 
 
 def copy_to(x: Tensor, axis: Axis) -> Tensor:
-    """The identity, before ranks compute with their own shards; backward all-reduces the gradients."""
+    """Return `x` unchanged, before ranks compute with their own shards; backward all-reduces the gradients."""
     return x if axis.size == 1 else _CopyTo.apply(x, axis)
 
 
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
-    """The all-reduce of the ranks' `x`; backward is the identity."""
+    """All-reduce `x` over the axis; backward is the identity."""
     return x if axis.size == 1 else _ReduceFrom.apply(x, axis)
 
 
 def gather_from(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
-    """All-gather along `dim`; backward takes this rank's shard of the gradient."""
+    """All-gather `x` along `dim`; backward takes this rank's shard of the gradient."""
     return x if axis.size == 1 else _GatherFrom.apply(x, axis, dim)
 
 
 def scatter_to(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
-    """This rank's shard of a replicated `x` along `dim`; backward all-gathers the gradients."""
+    """Take this rank's shard of a replicated `x` along `dim`; backward all-gathers the gradients."""
     return x if axis.size == 1 else _ScatterTo.apply(x, axis, dim)
 
 
 def gather_shares(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """All-gather of equal shards along `dim`, whose results the ranks use differently; backward reduce-scatters their
-    gradients."""
+    """All-gather equal shards along `dim` for results that differ by rank; backward reduce-scatters the gradients."""
     return x if axis.size == 1 else _GatherShares.apply(x, axis, dim)
 
 
 def over_gathered(compute: Callable[[Tensor], Tensor], x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """`compute(gather_shares(x, axis, dim))`, of which only the shard `x` is kept for the backward pass.
+    """Return `compute(gather_shares(x, axis, dim))`, keeping only the shard `x` for the backward pass.
 
-    That one gathers again (Korthikanti et al., section 4.2.2).
-
-    Args:
-        compute: may save its argument for its backward pass, but returns nothing that shares its memory.
-        x: this rank's shard.
-        axis, dim: as in `gather_shares`.
+    The backward pass gathers again (Korthikanti et al., section 4.2.2). `compute` may save its argument for its
+    backward pass, but must return nothing that shares its memory.
     """
     if axis.size > 1 and torch.compiler.is_compiling():
         recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
@@ -218,9 +209,5 @@ def over_gathered(compute: Callable[[Tensor], Tensor], x: Tensor, axis: Axis, di
 
 
 def reduce_to_shares(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Reduce-scatter of `x` into equal shards along `dim`; backward all-gathers the gradients.
-
-    Raises:
-        ValueError: the size of `dim` is not divisible by the axis.
-    """
+    """Reduce-scatter `x` into equal shards along `dim`; backward all-gathers the gradients."""
     return x if axis.size == 1 else _ReduceToShares.apply(x, axis, dim)

@@ -1,8 +1,8 @@
-"""Heartbeats: what a rank is doing, in a page of memory that other processes read while it is doing it.
+"""Heartbeats: each rank writes what it is doing into a page of memory that other processes can read at any time.
 
-A rank writes a few integers into its page as it goes: a count that grows with every bit of progress, where it is (step,
-micro-batch, stage), and the collective that it waits in. A write takes a fraction of a microsecond and no system call.
-A thread of the rank adds to another count, so that a process that is stopped can be told from one that waits.
+The page holds a few integers: a count that grows with all progress, the rank's position (step, micro-batch, stage), and
+the collective that it waits in. A write takes a fraction of a microsecond and no system call. A thread of the rank
+increments another count, which distinguishes a stopped process from a waiting one.
 """
 
 import json
@@ -32,12 +32,12 @@ OPERATIONS: Final = (
     "gather",
     "barrier",
 )
-"""Collectives that a rank waits in."""
+"""Collectives that a rank can wait in."""
 _AXES_PER_OPERATION = 256
 
 
 class RunSection(IntEnum):
-    """The part of a run that a rank is in."""
+    """Part of a run that a rank is in."""
 
     NOTHING = 0
     START = 1
@@ -48,7 +48,7 @@ class RunSection(IntEnum):
 
 
 class Activity(IntEnum):
-    """What a rank does in a section."""
+    """Activity of a rank within a section of the run."""
 
     NOTHING = 0
     JOIN = 1
@@ -92,13 +92,7 @@ _ACTIVITIES: Final = {
 
 
 class Wait(NamedTuple):
-    """A collective that a rank waits in.
-
-    Attributes:
-        operation: one of `OPERATIONS`.
-        axis: its name.
-        ranks: of the axis, all of which it waits for; None where they are not known.
-    """
+    """Collective of `OPERATIONS`, on the named axis, that a rank waits in; `ranks` is None if unknown."""
 
     operation: str
     axis: str
@@ -110,21 +104,22 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True)
 class RankState:
-    """Where a rank is.
+    """State of a rank, as read from its page.
 
     Attributes:
-        beats: of the rank's thread; does not grow while its process is stopped.
-        progress: grows with everything that the rank begins or ends.
-        section, step, activity, stage, micro_batch: of what it does; counted from 0 but for the step.
-        wait: the collective that it waits in.
-        waited: seconds that it has waited in collectives, but for this one.
-        aside: seconds that it has spent, without waiting, on what ranks do not share evenly: saving, and callbacks that
-            one rank has.
-        worked: seconds for which its process has had work for a processor, as the thread that beats told.
-        name: of the callback that it is in.
-        process: what identifies its process, where the rank has told.
-        answered: whether it has done what it was asked by `ask`.
-        memory: bytes that it has taken at most; 0 where it has not told.
+        beats: count of the heartbeat thread; does not grow while the process is stopped.
+        progress: count that grows whenever the rank begins or ends something.
+        section, step, activity, stage, micro_batch: current position of the rank; steps count from 1, the others from
+            0.
+        wait: collective that the rank waits in.
+        waited: seconds waited in collectives, without the current one.
+        aside: seconds spent, without waiting, on work that ranks do not share evenly: saving, and callbacks of one
+            rank.
+        worked: seconds in which the process had work for a processor, as its heartbeat thread reported.
+        name: name of the callback that is running.
+        process: identifier of the process, if the rank has set one.
+        answered: whether the rank has done the work requested with `ask`.
+        memory: peak memory in bytes; 0 if not reported.
     """
 
     beats: int = 0
@@ -144,7 +139,7 @@ class RankState:
     memory: int = 0
 
     def __str__(self) -> str:
-        """Such as `in the forward pass of micro-batch 3 in stage 1 in step 7`."""
+        """Describe the state, such as `in the forward pass of micro-batch 3 in stage 1 in step 7`."""
         values = {"step": self.step, "stage": self.stage, "micro_batch": self.micro_batch, "name": self.name}
         parts = [_ACTIVITIES.get(self.activity, ""), _SECTIONS[self.section]]
         return " ".join(part.format(**values) for part in parts if part)
@@ -155,13 +150,14 @@ Page = memoryview
 
 
 class Heartbeat:
-    """Writes what this rank is doing into its page.
+    """Writer of this rank's state into its page.
 
-    For the thread that trains, but for `beat` and `answer`, which are for the one that beats.
+    Only the training thread calls its methods, except `beat` and `answer`, which belong to the heartbeat thread.
 
     Args:
-        page: memory that others read; None for memory of this process's own, which nobody reads.
-        everyone: reads the pages of all ranks by rank; None where a rank's is not known. By default this rank's alone.
+        page: memory that others read; None for private memory, which nobody reads.
+        everyone: function that reads the pages of all ranks, by rank (None for an unknown one); by default only this
+            rank's page is known.
     """
 
     def __init__(
@@ -177,10 +173,11 @@ class Heartbeat:
         self._aside: tuple[int, int] | None = None
         self._saves = False
 
-    # -- what the rank does --------------------------------------------------------------------------------------------
+    # -- written by the training thread
+    # ----------------------------------------------------------------------------------
 
     def section(self, section: RunSection, step: int = 0) -> None:
-        """A part of the run begins; `step` is 1 for the first."""
+        """Begin a part of the run; the first step is 1."""
         numbers = self._numbers
         if numbers[_WAIT]:
             self.resume()
@@ -192,7 +189,7 @@ class Heartbeat:
             self._begin_aside()
 
     def activity(self, activity: Activity, stage: int = 0, micro_batch: int = 0) -> None:
-        """Something else begins within the section; ends a wait."""
+        """Begin another activity within the section, which ends a wait."""
         numbers = self._numbers
         if numbers[_WAIT]:
             self.resume()
@@ -202,7 +199,7 @@ class Heartbeat:
             self._end_aside()
 
     def callback(self, name: str, alone: bool = False) -> None:
-        """A method of a callback begins, which this rank `alone` has or all have."""
+        """Begin a method of a callback; `alone` if only this rank has the callback."""
         if name not in self._names:
             self._names.append(name)
             self._write_text()
@@ -219,11 +216,11 @@ class Heartbeat:
             self._numbers[_ASIDE] += time.monotonic_ns() - since - (self._numbers[_WAITED] - waited)
 
     def progress(self) -> None:
-        """A part of what this rank does is done, such as another tensor of a checkpoint."""
+        """Note progress within an activity, such as another tensor of a checkpoint."""
         self._numbers[_PROGRESS] += 1
 
     def axis(self, name: str, ranks: Sequence[int]) -> int:
-        """Add an axis whose collectives this rank will wait in; returns its number for `wait_code`."""
+        """Add an axis whose collectives this rank will wait in; return its number for `wait_code`."""
         entry = (name, _written(ranks))
         if entry not in self._axes:
             self._axes.append(entry)
@@ -231,14 +228,14 @@ class Heartbeat:
         return min(self._axes.index(entry), _AXES_PER_OPERATION - 2)
 
     def wait(self, code: int) -> None:
-        """A collective begins; `code` is of `wait_code`."""
+        """Begin to wait in a collective, given its `wait_code`."""
         numbers = self._numbers
         numbers[_WAIT] = code
         numbers[_PROGRESS] += 1
         self._since = time.monotonic_ns()
 
     def resume(self) -> None:
-        """The collective has ended; nothing, where there was none."""
+        """End the wait in a collective, if there is one."""
         numbers = self._numbers
         if not numbers[_WAIT]:
             return
@@ -248,7 +245,7 @@ class Heartbeat:
 
     @contextmanager
     def waiting(self, code: int) -> Iterator[None]:
-        """Note that this rank waits in a block; afterwards a wait around it is noted again."""
+        """Note that this rank waits during a block; afterwards restore the wait around it."""
         before = self._numbers[_WAIT]
         self.wait(code)
         try:
@@ -260,7 +257,7 @@ class Heartbeat:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Note that this rank works in a block within a wait, such as what a collective of another library calls."""
+        """Note that this rank works during a block within a wait, such as a call from another library's collective."""
         code = self._numbers[_WAIT]
         self.resume()
         try:
@@ -270,51 +267,53 @@ class Heartbeat:
                 self.wait(code)
 
     def memory(self, largest: int) -> None:
-        """This rank has taken `largest` bytes of memory at most."""
+        """Report this rank's peak memory in bytes."""
         self._numbers[_MEMORY] = largest
 
-    # -- of its process ------------------------------------------------------------------------------------------------
+    # -- written by the heartbeat thread
+    # ---------------------------------------------------------------------------------
 
     def beat(self, worked: float = 0.0) -> None:
-        """The process runs, and has had work for a processor for `worked` seconds."""
+        """Report that the process runs, and that it has had work for a processor for `worked` seconds in total."""
         self._numbers[_WORKED] = int(worked * 1e9)
         self._numbers[_BEATS] += 1
 
     def identify(self, process: str) -> None:
-        """Tell which process this is."""
+        """Publish an identifier of this process."""
         self._process = process
         self._write_text()
 
     @property
     def is_asked(self) -> bool:
-        """Whether a reader of the page has asked for something that the thread that beats does, and has not done."""
+        """Whether a reader of the page has requested work of the heartbeat thread that is not done yet."""
         return bool(self._numbers[_ASKED] and not self._numbers[_ANSWERED])
 
     def answer(self) -> None:
-        """It is done."""
+        """Report that the requested work is done."""
         self._numbers[_ANSWERED] = 1
 
     @property
     def waited(self) -> float:
-        """Seconds for which this rank has waited in collectives, but for one that it is in."""
+        """Seconds that this rank has waited in collectives, without the current one."""
         return float(self._numbers[_WAITED]) / 1e9
 
-    # -- what is known -------------------------------------------------------------------------------------------------
+    # -- reading
+    # ---------------------------------------------------------------------------------------------------------
 
     def place(self) -> RankState:
-        """What is on the page now."""
+        """Read this rank's own state."""
         return read(self._page)
 
     def content(self) -> bytes:
-        """The page as bytes, without what is unused."""
+        """Return the used part of the page as bytes."""
         return bytes(self._page[: _HEADER_BYTES + self._numbers[_TEXT_BYTES]])
 
     def everyone(self) -> Sequence[RankState | None]:
-        """What each rank is doing, by rank; None where it is not known."""
+        """Read the state of each rank, by rank; None if unknown."""
         return [self.place()] if self._everyone is None else self._everyone()
 
     def _write_text(self) -> None:
-        """Write the names; axes that there is no room for stay without one."""
+        """Write the names; if the page is full, the last axes stay unnamed."""
         axes = list(self._axes)
         while True:
             known = {"process": self._process, "names": self._names, "axes": axes}
@@ -323,34 +322,29 @@ class Heartbeat:
                 break
             axes.pop()
         text = text[: len(self._page) - _HEADER_BYTES]
-        self._numbers[_TEXT_BYTES] = 0  # a reader finds no half of it
+        self._numbers[_TEXT_BYTES] = 0  # so that no reader sees half of it
         self._page[_HEADER_BYTES : _HEADER_BYTES + len(text)] = text
         self._numbers[_TEXT_BYTES] = len(text)
 
 
 def wait_code(operation: str, axis: int) -> int:
-    """What `Heartbeat.wait` takes.
-
-    Args:
-        operation: one of `OPERATIONS`.
-        axis: of `Heartbeat.axis`.
-    """
+    """Encode one of `OPERATIONS` on an axis, given its number from `Heartbeat.axis`, for `Heartbeat.wait`."""
     return 1 + axis + _AXES_PER_OPERATION * OPERATIONS.index(operation)
 
 
 def ask(page: Page) -> None:
-    """Ask the rank of a page that other process's thread to `answer`."""
+    """Request the page owner's heartbeat thread to do its work and `answer`."""
     page[:_HEADER_BYTES].cast("q")[_ASKED] = 1
 
 
 def read(page: Page | bytes) -> RankState:
-    """What is on a page."""
+    """Read the state of a rank from its page."""
     numbers = memoryview(page)[:_HEADER_BYTES].cast("q")
     activity, wait = numbers[_ACTIVITY], numbers[_WAIT]
     text = bytes(page[_HEADER_BYTES : _HEADER_BYTES + numbers[_TEXT_BYTES]])
     try:
         known = json.loads(text)
-    except ValueError:  # nothing yet, or it is being written
+    except ValueError:  # nothing there yet, or just being written
         known = {"process": "", "names": [], "axes": []}
     stage, kind = activity >> _STAGE_BITS & 0xFFFF, Activity(activity & 0xFF)
     names = known["names"]
@@ -374,7 +368,7 @@ def read(page: Page | bytes) -> RankState:
 
 
 def wait_of(code: int, axes: Sequence[tuple[str, str]]) -> Wait:
-    """What a code of `wait_code` stands for, given the name and the ranks as text of each axis."""
+    """Decode a `wait_code`, given the name and the ranks (as text) of each axis."""
     operation, axis = divmod(code - 1, _AXES_PER_OPERATION)
     if axis >= len(axes):
         return Wait(OPERATIONS[operation], "an axis", None)
@@ -383,7 +377,7 @@ def wait_of(code: int, axes: Sequence[tuple[str, str]]) -> Wait:
 
 
 def _written(ranks: Sequence[int]) -> str:
-    """Ranks as text: evenly spaced ones as `first:end:distance`, a few others one by one, else nothing."""
+    """Write ranks as text: `first:end:distance` if evenly spaced, a list if they are few, else nothing."""
     distance = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     spaced = range(ranks[0], ranks[0] + distance * len(ranks), distance or 1)
     if list(spaced) == list(ranks):
@@ -398,29 +392,25 @@ def _ranks(text: str) -> tuple[int, ...] | None:
 
 
 class Observer(Protocol):
-    """What is told of the thread that trains; a wait lies within an activity, and what lies in neither is not told."""
+    """Receiver of what the training thread notes: sections, activities within them, and waits within activities."""
 
     def section(self, section: RunSection, step: int) -> None:
-        """A part of the run begins; ends the activity before."""
+        """Note that a part of the run begins, which ends the current activity."""
 
     def activity(self, activity: Activity, stage: int, micro_batch: int, name: str) -> None:
-        """An activity begins, of a callback with its name; ends the one before."""
+        """Note that an activity begins, with its name if it is a callback; the current one ends."""
 
     def wait(self, operation: str, axis: str) -> None:
-        """A wait in a collective over an axis begins; ends the one before."""
+        """Note that a wait in a collective over an axis begins; the current one ends."""
 
     def resume(self) -> None:
-        """The wait ends."""
+        """Note that the wait ends."""
 
 
 class ObservedHeartbeat(Heartbeat):
-    """Writes to the page of another heartbeat, in whose place it is used, and tells the observer.
+    """Heartbeat that replaces another one, writes to its page, and notifies an observer in the writing thread.
 
-    Heartbeats that nobody observes are not slowed down by it.
-
-    Args:
-        heartbeat: whose page it is.
-        observer: is called in the thread that notes something.
+    A separate class, so that heartbeats without an observer are not slowed down.
     """
 
     def __init__(self, heartbeat: Heartbeat, observer: Observer) -> None:

@@ -1,7 +1,7 @@
-"""Ranks and their coordinates on the axes of the mesh: arithmetic alone, no processes.
+"""Ranks and their coordinates on the axes of the mesh: pure arithmetic, without processes.
 
-The axes are ordered from the slowest to the fastest varying, row-major: rank = ((dp·PP + pp)·CP + cp)·TP + tp.
-Tensor-parallel neighbours are therefore adjacent ranks, which launchers put on one host.
+Axes are ordered from the slowest to the fastest varying (row-major): rank = ((dp·PP + pp)·CP + cp)·TP + tp.
+Tensor-parallel neighbors are therefore adjacent ranks, which launchers place on one host.
 """
 
 import re
@@ -21,7 +21,7 @@ AXES = ("dp", "pp", "cp", "tp")
 
 
 class Coordinates(NamedTuple):
-    """The position of a rank on each axis."""
+    """Index of a rank on each axis."""
 
     dp: int
     pp: int
@@ -31,17 +31,17 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The size of each axis of the mesh.
+    """Number of ranks along each axis of the mesh.
 
     Args:
         dp: data-parallel replicas.
         tp: shards of each weight.
         pp: pipeline stages.
         cp: parts of each sequence (context parallelism).
-        ep: neighbouring replicas that share the experts of each layer; a divisor of dp, not a further factor.
+        ep: neighboring replicas that share the experts of each layer; a divisor of dp, not a further factor.
 
     Raises:
-        UserError: an axis is smaller than 1.
+        UserError: an axis is smaller than 1, or ep does not divide dp.
     """
 
     dp: int = 1
@@ -52,7 +52,7 @@ class Layout:
 
     @classmethod
     def of(cls, parallel: ParallelConfig) -> Self:
-        """The layout of a config's settings."""
+        """Return the layout of a config's `parallel` section."""
         return cls(parallel.dp, parallel.tp, parallel.pp, parallel.cp, parallel.ep)
 
     def __post_init__(self) -> None:
@@ -78,13 +78,13 @@ class Layout:
         return prod(self.shape)
 
     def require_world(self, world_size: int, because: str = "") -> None:
-        """Check that `world_size` is the number of ranks of this layout.
+        """Raise if `world_size` is not the number of ranks of this layout.
 
         Args:
-            because: what says that the world has so many, with how to start alone; empty where the caller knows.
+            because: source of the world size, with advice to start alone; empty if the caller knows it.
 
         Raises:
-            UserError: it is not.
+            UserError: the sizes differ.
         """
         if world_size == self.world_size:
             return
@@ -102,44 +102,43 @@ class Layout:
         )
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Position of `rank` on each axis."""
+        """Return the index of `rank` on each axis."""
         rest, tp = divmod(rank, self.tp)
         rest, cp = divmod(rest, self.cp)
         dp, pp = divmod(rest, self.pp)
         return Coordinates(dp, pp, cp, tp)
 
     def rank_of(self, dp: int = 0, pp: int = 0, cp: int = 0, tp: int = 0) -> int:
-        """The rank at these coordinates."""
+        """Return the rank at these coordinates."""
         return ((dp * self.pp + pp) * self.cp + cp) * self.tp + tp
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """The groups of ranks that differ along `axes` alone, each in the order of those axes (row-major)."""
+        """Return the groups of ranks that differ only along `axes`, each in the order of those axes (row-major)."""
         inner = [name for name in AXES if name in axes]
         others = [name for name in AXES if name not in axes]
         return [[self.rank_of(**outer, **place) for place in self._places(inner)] for outer in self._places(others)]
 
     def model_groups(self) -> list[list[int]]:
-        """The groups of ranks that together hold one copy of the model: `ep` neighbouring replicas, with all their pp,
-        cp and tp ranks."""
+        """Return the groups that hold one copy of the model each: `ep` neighboring replicas, with all pp, cp and tp."""
         size = self.ep * self.pp * self.cp * self.tp
         return [list(range(first, first + size)) for first in range(0, self.world_size, size)]
 
     def shard_groups(self, shards: int) -> list[list[int]]:
-        """The groups of ranks that share one copy of the weights when `shards` neighbouring dp replicas do."""
+        """Return the groups that each shard one copy of the weights, over `shards` neighboring dp replicas."""
         size = shards * self.cp
         return [group[i : i + size] for group in self.groups("dp", "cp") for i in range(0, len(group), size)]
 
     def copy_groups(self, shards: int) -> list[list[int]]:
-        """The groups of ranks that then hold the same shard of the weights."""
+        """Return the groups of ranks that hold the same shard of the weights, as `shard_groups` shards them."""
         size = shards * self.cp
         return [group[i::size] for group in self.groups("dp", "cp") for i in range(size)]
 
     def expert_groups(self) -> list[list[int]]:
-        """The groups of neighbouring replicas that share the experts, one rank of each."""
+        """Return the groups of neighboring replicas that share the experts, one rank of each replica."""
         return [group[i : i + self.ep] for group in self.groups("dp") for i in range(0, len(group), self.ep)]
 
     def expert_copy_groups(self) -> list[list[int]]:
-        """The groups of ranks that hold the same experts and process other tokens."""
+        """Return the groups of ranks that hold the same experts and process other tokens."""
         found = []
         for group in self.groups("dp", "cp"):
             replicas = [group[i : i + self.cp] for i in range(0, len(group), self.cp)]
@@ -147,18 +146,16 @@ class Layout:
         return found
 
     def expert_shard_groups(self, shards: int) -> list[list[int]]:
-        """The groups of ranks that share one copy of some experts when `shards` neighbouring replicas share a copy of
-        the other weights."""
+        """Return the groups that each shard one copy of some experts; `shards` replicas share the other weights."""
         size = max(1, shards // self.ep) * self.cp
         return [group[i : i + size] for group in self.expert_copy_groups() for i in range(0, len(group), size)]
 
     def expert_shard_copy_groups(self, shards: int) -> list[list[int]]:
-        """The groups of ranks that then hold the same shard of the same experts."""
+        """Return the groups of ranks with the same shard of the same experts, as `expert_shard_groups` shards them."""
         size = max(1, shards // self.ep) * self.cp
         return [group[i::size] for group in self.expert_copy_groups() for i in range(size)]
 
     def _places(self, axes: Sequence[str]) -> list[dict[str, int]]:
-        """Every combination of coordinates along `axes`, row-major."""
         sizes = (range(self.size(name)) for name in axes)
         return [dict(zip(axes, place, strict=True)) for place in product(*sizes)]
 
@@ -179,7 +176,7 @@ NUMBERS = {
     "chunks": "parallel.stage_chunks",
     "accumulation": "train.gradient_accumulation_steps",
 }
-"""Words with a number → their setting."""
+"""Words that take a number → the setting that they set."""
 _AXES = ("dp", "tp", "pp", "cp", "ep")
 _AXIS = re.compile(rf"({'|'.join(_AXES)})=?(\d+)")
 _AXIS_LIST = re.compile(rf"(({'|'.join(_AXES)})=?\d+x?)+")
@@ -191,11 +188,11 @@ _EXAMPLE = "dp2·tp2·pp2 zbv zero1 sp"
 
 @dataclass(frozen=True)
 class LayoutSpec:
-    """A layout and settings that go with it.
+    """A layout with the settings that go with it.
 
     Attributes:
         layout: ranks along each axis.
-        settings: (`section.key`, value) of the settings that are not the default, in the order of `ORDER`.
+        settings: (`section.key`, value) of the settings that differ from the default, in the order of `ORDER`.
     """
 
     layout: Layout
@@ -209,18 +206,18 @@ class LayoutSpec:
         return self.layout.world_size
 
     def setting(self, key: str, default: Any = None) -> Any:
-        """The value of `section.key`, if it is set here."""
+        """Return the value of `section.key` if it is set here, else `default`."""
         return dict(self.settings).get(key, default)
 
     @property
     def axes(self) -> str:
-        """`dp2·tp2·pp2`: the axes whose size is above 1."""
+        """Axes whose size is above 1, such as `dp2·tp2·pp2`."""
         sizes = [(axis, self.layout.size(axis)) for axis in _AXES]
         return "·".join(f"{axis}{size}" for axis, size in sizes if size > 1) or "dp1"
 
     @property
     def options(self) -> str:
-        """The settings, in the words that `parse` reads."""
+        """Settings, in the words that `parse` reads."""
         return " ".join(_word(key, value) for key, value in self.settings)
 
     def __str__(self) -> str:
@@ -241,11 +238,7 @@ RECOMPUTE = ("selective", "full")
 
 
 def parse_layouts(texts: list[str]) -> list[LayoutSpec]:
-    """Parse several layouts: each text has one, or several separated by `;`; duplicates are dropped.
-
-    Raises:
-        UserError: one is malformed.
-    """
+    """Parse several layouts, one or several (separated by `;`) in each text; drop duplicates."""
     parts = [part.strip() for text in texts for part in text.split(";")]
     return list(dict.fromkeys(parse(part) for part in parts if part))
 
@@ -253,8 +246,8 @@ def parse_layouts(texts: list[str]) -> list[LayoutSpec]:
 def parse(text: str) -> LayoutSpec:
     """Parse one layout: axes with sizes, and words such as `zbv`, `zero3`, `sp`, `full` (recompute), in any order.
 
-    Words are separated by spaces, commas, colons, `·`, `×` or `+`; `=` before a number is optional. A CSV file of
-    pipeline actions is `schedule=PATH.csv`, with spaces around it.
+    Spaces, commas, colons, `·`, `×` or `+` separate words; `=` before a number is optional. A CSV file of pipeline
+    actions is `schedule=PATH.csv`, with spaces around it.
 
     Raises:
         UserError: a word is unknown, or a setting is given twice.
@@ -322,6 +315,6 @@ def _word(key: str, value: Any) -> str:
 
 
 def shard_bounds(size: int, shards: int, index: int) -> tuple[int, int]:
-    """First and past-the-last element of a shard, cut as `torch.chunk` does: the last may be short or empty."""
+    """Return the start and end of a shard, as `torch.chunk` splits: the last one may be short or empty."""
     step = -(-size // shards)
     return min(index * step, size), min((index + 1) * step, size)

@@ -27,11 +27,11 @@ __all__ = ["Axis", "Event", "Mesh", "Recorder"]
 
 
 class SharedMemorySizes(NamedTuple):
-    """Sizes by which collectives in shared memory divide their work; they change no result.
+    """Sizes at which shared-memory collectives split their work; they change no result.
 
     Attributes:
-        slot: bytes of a piece of a message; larger ones fall out of the cache that the ranks share.
-        sharing: bytes of a piece, times the ranks beyond two, from which on they divide its additions.
+        slot: bytes of a piece of a message; larger pieces fall out of the cache that the ranks share.
+        sharing: threshold of piece bytes · (ranks − 2) from which ranks divide the additions of a piece.
     """
 
     slot: int = 2 << 20
@@ -42,7 +42,7 @@ USUAL_SIZES = SharedMemorySizes()
 
 
 class PlannedAxis(NamedTuple):
-    """An axis before it is set up: its name, its ranks, and what torch has of them."""
+    """An axis before its set-up: its name, its ranks, and torch's process group and device mesh."""
 
     name: str
     ranks: tuple[int, ...]
@@ -53,22 +53,22 @@ class PlannedAxis(NamedTuple):
 class Mesh:
     """This rank's coordinates in the layout, its process groups, and its device.
 
-    Collective: every rank of the world makes it at the same time, after `torch.distributed` is initialised.
+    Collective: every rank of the world creates it at the same time, after `torch.distributed` is initialized.
 
     Args:
         layout: ranks along each axis.
-        device: of this rank.
-        shared_memory: whether collectives of CPU tensors between ranks of one host go through memory that they share;
-            False for those of the process group alone.
-        heartbeat: where this rank notes what it does; None for one that nobody reads.
-        sizes: of the pieces that collectives in shared memory go in.
+        device: device of this rank.
+        shared_memory: whether collectives of CPU tensors between ranks of one host use shared memory; False for those
+            of the process group only.
+        heartbeat: heartbeat that notes what this rank does; None for one that nobody reads.
+        sizes: sizes of the pieces in shared-memory collectives.
 
     Attributes:
-        heartbeat: as given.
-        dp, pp, cp, tp: the axes.
+        heartbeat: heartbeat of this rank.
+        dp, pp, cp, tp: axes of the layout.
         replicas: dp and cp together, over which gradients are summed.
-        ep: neighbouring replicas that share the experts; its `device_mesh` has `tp` as well.
-        expert_replicas: over which the gradients of the experts are summed.
+        ep: neighboring replicas that share the experts; its `device_mesh` also has `tp`.
+        expert_replicas: replicas over which the gradients of the experts are summed.
         world: all ranks.
 
     Raises:
@@ -99,12 +99,12 @@ class Mesh:
             self._make_axes(everyone)
 
     def _make_axes(self, everyone: tuple[int, ...]) -> None:
-        # DTensor's cache treats equal meshes as one, and would return the destroyed groups of an earlier one.
+        # DTensor's cache takes equal meshes for one, and would return destroyed groups of an earlier mesh.
         clear_dtensor_cache()
         self.device_mesh = init_device_mesh(self.device.type, self.layout.shape, mesh_dim_names=AXES)
         planned = [PlannedAxis("world", everyone, dist.group.WORLD), *map(self._planned, AXES)]
         replicas, experts = self._replicas(), self._experts()
-        # Set up together, as each set-up waits for all ranks.
+        # Set up together, because each set-up waits for all ranks.
         made = self._axes([*planned, *([replicas] if replicas else []), *experts])
         self.world, self.dp, self.pp, self.cp, self.tp, *others = made
         self.replicas = others.pop(0) if replicas else self.dp if self.cp.size == 1 else self.cp
@@ -113,7 +113,7 @@ class Mesh:
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu") -> "Mesh":
-        """The mesh of a process without a process group: one rank, on which nothing is sharded."""
+        """Create the mesh of a process without a process group: one rank, on which nothing is sharded."""
         mesh = cls.__new__(cls)
         mesh.layout, mesh.rank, mesh.device = Layout(), 0, torch.device(device)
         mesh.coordinates, mesh.recorder, mesh.heartbeat = mesh.layout.coordinates(0), Recorder(), Heartbeat()
@@ -124,7 +124,7 @@ class Mesh:
 
     @property
     def is_alone(self) -> bool:
-        """Whether it was made by `alone`, so that there is no process group."""
+        """Whether this mesh was created by `alone` and has no process group."""
         return self.world.group is None
 
     @property
@@ -134,17 +134,19 @@ class Mesh:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank is the last of its pipeline. (Some schedules give a rank several stages; with `zbv` and
-        `dualpipev` it is the first rank that has the model's last layers.)"""
+        """Whether this rank is the last of its pipeline.
+
+        Some schedules give a rank several stages; with `zbv` and `dualpipev`, the first rank has the model's last
+        layers.
+        """
         return self.pp.is_last
 
     @cached_property
     def check_group(self) -> Axis:
-        """The ranks that together hold one copy of the model: what each finds in its shards, such as an overflow or a
-        term of a norm, has to be agreed among them.
+        """Ranks that together hold one copy of the model, and agree on findings in their shards (overflow, norm).
 
-        They are those of this rank's pp, cp and tp groups, with ep above 1 of ep neighbouring replicas. Collective over
-        the world when it is first asked for; `threefold.init_mesh` has done that.
+        These are the ranks of this rank's pp, cp and tp groups, of `ep` neighboring replicas. The first access is
+        collective over the world; `threefold.init_mesh` has made it.
         """
         groups = self.layout.model_groups()
         if len(groups) == 1:
@@ -155,16 +157,16 @@ class Mesh:
 
     @cached_property
     def local_rank(self) -> int:
-        """This rank's number among those of its host, from 0 on: the index of its GPU where a host gives each rank one.
+        """Number of this rank among those of its host, from 0: the index of its GPU if a host gives each rank one.
 
-        Hosts are told apart by their names. Collective over the world when it is first asked for;
-        `threefold.init_mesh` has done that.
+        Hosts are distinguished by name. The first access is collective over the world; `threefold.init_mesh` has made
+        it.
         """
         hosts = self.world.gather_objects(gethostname())
         return hosts[: self.rank].count(hosts[self.rank])
 
     def new_axis(self, name: str, groups: Sequence[Sequence[int]]) -> Axis | None:
-        """Make further groups of ranks; returns this rank's, or None if it is in none of them.
+        """Create further groups of ranks; return this rank's, or None if it is in none of them.
 
         Collective over the world: every rank passes the same groups.
         """
@@ -173,17 +175,17 @@ class Mesh:
             return None if axis is None else self._axes([axis])[0]
 
     def background_axis(self) -> Axis:
-        """All ranks once more, with a process group of its own, for collectives of a thread beside the training.
+        """Create an axis of all ranks with its own process group, for a thread beside the training.
 
-        They are of tensors on the CPU, may be waited for a day, use no processor while they wait, and are not recorded.
-        Collective over the world.
+        Its collectives take CPU tensors, may wait for a day without using a processor, and are not recorded. Collective
+        over the world.
         """
         world = self.world
         group = dist.new_group(backend="gloo", timeout=timedelta(days=1)) if world.size > 1 else None
         return Axis("background", world.ranks, world.index, group, Recorder())
 
     def tp_shares(self, count: int) -> Axis:
-        """The `count` neighbouring ranks of the tensor axis that this rank is one of. Collective over the world."""
+        """Return the axis of the `count` neighboring tensor ranks around this one. Collective over the world."""
         if count == self.tp.size:
             return self.tp
         if count not in self._tp_shares:
@@ -194,12 +196,12 @@ class Mesh:
         return self._tp_shares[count]
 
     def shard_and_replica_axes(self, shards: int) -> tuple[Axis, Axis]:
-        """The axis over which ZeRO shards one copy of the weights, and that of the ranks with the same shard.
+        """Return the axis over which ZeRO shards one copy of the weights, and that of ranks with the same shard.
 
         Collective over the world.
 
         Args:
-            shards: over how many neighbouring dp replicas (with all their cp ranks) a copy is sharded; a divisor of dp.
+            shards: number of neighboring dp replicas (with all their cp ranks) that share a copy; a divisor of dp.
         """
         name = self.replicas.name
         ranks = self._mine(self.layout.shard_groups(shards))
@@ -213,16 +215,16 @@ class Mesh:
         return shared, copies
 
     def expert_shard_and_replica_axes(self, shards: int) -> tuple[Axis, Axis]:
-        """The same for experts that `ep` replicas share: a group of `shards` replicas has one copy of them, or several
-        such groups have one together.
+        """Return the axis over which ZeRO shards one copy of some experts, and that of ranks with the same shard.
 
-        Collective over the world.
+        A group of `shards` replicas has one copy of all experts, or several such groups have one together. Collective
+        over the world.
 
         Args:
-            shards: as for `shard_and_replica_axes`; a multiple or a divisor of ep.
+            shards: number of replicas, as for `shard_and_replica_axes`; a multiple or a divisor of ep.
         """
         name, ep, cp = self.expert_replicas.name, self.layout.ep, self.cp.size
-        each = max(1, shards // ep)  # replicas of those that have the same experts
+        each = max(1, shards // ep)  # replicas that shard the same experts
         copies = self.dp.size // ep // each
         if copies == 1:
             return self.expert_replicas, self._axis(name, (self.rank,), None)
@@ -238,7 +240,6 @@ class Mesh:
         return self._axis(name, ranks, held_by.get_group(), held_by), replicas
 
     def _shard_mesh(self, shards: int) -> DeviceMesh:
-        """The one-dimensional mesh over the ranks that share a copy."""
         fine, axis = self.device_mesh, "dp"
         if shards < self.dp.size:
             fine, axis = unflatten_mesh(fine, "dp", (self.dp.size // shards, shards), ("copy", "shard")), "shard"
@@ -247,14 +248,13 @@ class Mesh:
         return fine["cp"] if shards == 1 else flatten_mesh(fine[axis, "cp"], f"{axis}_cp")
 
     def _replicas(self) -> PlannedAxis | None:
-        """The ranks that hold the same weights and process other tokens, dp and cp together; None where an axis has
-        them."""
+        """Plan the axis of ranks with the same weights and other tokens; None if dp or cp is that axis."""
         if self.layout.cp == 1 or self.layout.dp == 1:
             return None
         return self._new_group("dp·cp", self.layout.groups("dp", "cp"))
 
     def _experts(self) -> list[PlannedAxis]:
-        """The ranks that share the experts; and with ep above 1, those that have the same ones."""
+        """Plan the axis of ranks that share the experts, and with ep above 1 that of ranks with the same experts."""
         ep = self.layout.ep
         if ep == 1:
             return [PlannedAxis("ep", (self.rank,), None)]
@@ -267,16 +267,13 @@ class Mesh:
         return [experts, PlannedAxis("expert copies", same, held_by.get_group(), held_by)]
 
     def _planned(self, name: str) -> PlannedAxis:
-        """That of an axis of the mesh."""
         ranks = self._mine(self.layout.groups(name))
         return PlannedAxis(name, ranks, self.device_mesh.get_group(name), self.device_mesh[name])
 
     def _mine(self, groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
-        """The group that this rank is in."""
         return tuple(next(group for group in groups if self.rank in group))
 
     def _new_group(self, name: str, groups: Sequence[Sequence[int]]) -> PlannedAxis | None:
-        """The group of `groups` that this rank is in, with a process group; None if it is in none."""
         group = new_group_among(groups)
         mine = next((tuple(ranks) for ranks in groups if self.rank in ranks), None)
         return None if mine is None else PlannedAxis(name, mine, group)
@@ -290,7 +287,7 @@ class Mesh:
         for axis in planned:
             if axis.group is not None:
                 copy_group_timeout(axis.group)
-        # Collectives of gloo cost latency and system time; those in shared memory have little of either.
+        # Gloo's collectives cost latency and system time; shared memory has little of either.
         several = {axis.name: axis.group for axis in planned if axis.group is not None and len(axis.ranks) > 1}
         sharing = several if self._shares_memory else {}
         made = SharedMemoryGroup.try_create_all(list(sharing.values()), *self._sizes) if sharing else []

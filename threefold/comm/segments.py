@@ -1,4 +1,4 @@
-"""Setting up memory and pipes between the processes of one host, for `shared_memory`."""
+"""Set-up of shared memory and pipes between the processes of one host, and the rounds in which they meet."""
 
 import contextlib
 import fcntl
@@ -26,22 +26,22 @@ from threefold.torch_private.distributed import default_store, process_group_tim
 T = TypeVar("T")
 
 SIGNAL_BYTES = 16
-"""What a rank tells of each round."""
+"""Bytes that a rank writes to announce a round."""
 TURNSTILES = ("turnstile-0", "turnstile-1")
 """Names of the pipes that ranks pass in turn."""
 _PIPE_BYTES: Final = 16 << 10
-"""Of a pipe where the system does not tell, as macOS."""
+"""Capacity of a pipe on systems that do not report it, such as macOS."""
 _REFUSAL: Final = 1 << 32
-"""What a vote against counts, beside the one that every vote counts."""
+"""Weight of a vote against, added to the one that every vote counts."""
 
 
 class Room(NamedTuple):
-    """What a group needs, beside a pipe of each rank's that ends with it.
+    """Memory and pipes that a group needs, besides the pipe of each rank that shows that it is alive.
 
     Attributes:
-        nbytes: of memory.
-        pipes: names of the pipes that every rank may read and write, with what is in them at first.
-        unread: bytes that each of these must take while nobody reads it.
+        nbytes: bytes of memory.
+        pipes: names of the pipes that every rank may read and write, with their initial content.
+        unread: bytes that each of these pipes must hold while nobody reads it.
     """
 
     nbytes: int
@@ -51,16 +51,16 @@ class Room(NamedTuple):
 
 @dataclass(frozen=True)
 class Shared:
-    """The shared memory and pipes of a group, as one of its ranks has them.
+    """Shared memory and pipes of a group, as one of its ranks has opened them.
 
     Attributes:
-        ranks: their global ranks.
+        ranks: global ranks of the group.
         index: this process's index among them.
-        memory: as many bytes as the first rank has asked for.
-        pipes: file descriptors of the pipes of its `Room`, in their order.
-        alive: by peer index, the end for reading of a pipe that the peer alone can write to.
-        own: the end for writing of this rank's, which others have in `alive`.
-        timeout: seconds to wait for a peer at most.
+        memory: shared memory, of the size that the first rank asked for.
+        pipes: file descriptors of the pipes of the group's `Room`, in their order.
+        alive: by peer index, read end of a pipe that only the peer can write to.
+        own: write end of this rank's pipe, whose read end others have in `alive`.
+        timeout: longest wait for a peer, in seconds.
     """
 
     ranks: list[int]
@@ -73,45 +73,44 @@ class Shared:
 
     @property
     def descriptors(self) -> list[int]:
-        """Of all its pipes."""
+        """File descriptors of all pipes."""
         return [*self.pipes, *self.alive.values(), self.own]
 
 
 def memory_bytes(size: int, capacity: int) -> int:
-    """Bytes for rounds of `size` ranks: a signal of each, twice, and from the next page on slots of `capacity` bytes in
-    whole pages, twice as many as there are ranks and two more."""
+    """Return the bytes for rounds: two signals per rank, then 2 · (`size` + 1) slots of `capacity` in whole pages."""
     return whole_pages(2 * size * SIGNAL_BYTES) + 2 * (size + 1) * whole_pages(capacity)
 
 
 def room_for_rounds(size: int, capacity: int) -> Room:
-    """What `size` ranks need for rounds: the two pipes that they pass in turn, with tickets in the first."""
+    """Return the room that `size` ranks need for rounds: memory, and two turnstiles with the tickets in the first."""
     return Room(memory_bytes(size, capacity), dict(zip(TURNSTILES, (tickets(size), b""), strict=True)))
 
 
 def whole_pages(length: int) -> int:
-    """`length` bytes, rounded up to whole pages, one at least."""
+    """Round `length` bytes up to whole pages, at least one."""
     return -(-max(length, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def tickets(size: int) -> bytes:
-    """What is in a turnstile that `size` ranks are to pass: a byte for each, of which the last is not zero."""
+    """Return the content of a turnstile for `size` ranks: one byte for each, and only the last one nonzero."""
     return bytes(size - 1) + b"\1"
 
 
 def share(groups: Sequence[dist.ProcessGroup], room: Callable[[int], Room | None]) -> list[Shared | None]:
-    """Make memory and pipes between the ranks of each of `groups`; a collective call over each of them, with the same
-    answer on every rank of a group.
+    """Create memory and pipes between the ranks of each group; None for a group that cannot have them.
+
+    Collective over each group, with the same answer on all of its ranks. The answer is None if the ranks are not all on
+    one host, the host has no room for the memory, or a rank's `room` is None.
 
     Args:
-        groups: gloo process groups, whose store names are exchanged over; in one order on all ranks of two of them.
-        room: what a group of so many ranks needs; None where this rank wants none.
-
-    Returns None for a group whose ranks are not all on one host, or where the host has no room for the memory or a rank
-    wants none.
+        groups: gloo process groups, whose store exchanges the names; two ranks pass the groups that they share in one
+            order.
+        room: function from the size of a group to the room that it needs; None to refuse.
     """
     with contextlib.ExitStack() as stack:
         sharings = [stack.enter_context(contextlib.closing(_Sharing(group, room))) for group in groups]
-        # Of all groups at once: in each of these, a rank waits at most for what others do in the one before.
+        # All groups go through a phase together, so a rank waits at most for what others did in the phase before.
         for phase in (_Sharing.offer, _Sharing.open, _Sharing.open_own):
             for sharing in sharings:
                 phase(sharing)
@@ -119,8 +118,6 @@ def share(groups: Sequence[dist.ProcessGroup], room: Callable[[int], Room | None
 
 
 class _Sharing:
-    """The set-up of one group, in phases."""
-
     def __init__(self, group: dist.ProcessGroup, room: Callable[[int], Room | None]) -> None:
         self._exchange = StoreExchange(group)
         self._ranks, self._index = self._exchange.ranks, self._exchange.index
@@ -130,10 +127,9 @@ class _Sharing:
         self._at: int | None = None
         self._begun: tuple[mmap.mmap, tuple[int, ...], dict[int, int]] | None = None
         self._own: int | None = None
-        self._opened = contextlib.ExitStack()  # closes the pipes again unless every rank gets to the end
+        self._opened = contextlib.ExitStack()  # closes the pipes unless every rank reaches the end
 
     def offer(self) -> None:
-        """The first rank makes the memory and the pipes."""
         if self._index == 0:
             self._folder = self._room and _make_folder(self._room, len(self._ranks))
             self._exchange.tell("folder", json.dumps([_host(), str(self._folder or "")]))
@@ -146,7 +142,7 @@ class _Sharing:
         self._begun = self._voted("opened", mine)
 
     def open_own(self) -> None:
-        """Open what a rank alone has open for writing, which needs a reader: all are there when all have opened."""
+        """Open this rank's own pipe for writing, which needs a reader: all exist once all ranks have opened theirs."""
         mode = os.O_WRONLY if self._peers else os.O_RDWR
         opens = self._exchange.agreed("opened")
         self._own = self._voted("own", partial(self._pipe, _alive(self._index), mode) if opens else _nothing)
@@ -155,7 +151,7 @@ class _Sharing:
         if not self._exchange.agreed("own") or self._begun is None or self._own is None:
             return None
         self._opened.pop_all()
-        # What the group's own collectives wait at most.
+        # The timeout is that of the group's own collectives.
         return Shared(self._ranks, self._index, *self._begun, self._own, self._exchange.timeout)
 
     def close(self) -> None:
@@ -163,7 +159,7 @@ class _Sharing:
         if self._at is not None:
             os.close(self._at)
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)  # what is open stays; nothing is left if we are killed now
+            shutil.rmtree(self._folder, ignore_errors=True)  # open files stay; nothing is left behind if we are killed
 
     def _map_and_open(self, room: Room) -> tuple[mmap.mmap, tuple[int, ...], dict[int, int]]:
         pipes = tuple(self._pipe(name, os.O_RDWR) for name in room.pipes)
@@ -181,12 +177,12 @@ class _Sharing:
 
     def _pipe(self, name: str, mode: int) -> int:
         flags = mode | os.O_NONBLOCK | os.O_NOFOLLOW
-        descriptor = os.open(name, flags, dir_fd=self._at)  # opening must not wait for the other end
+        descriptor = os.open(name, flags, dir_fd=self._at)  # do not wait for the other end
         self._opened.callback(os.close, descriptor)
         return descriptor
 
     def _voted(self, step: str, action: Callable[[], T | None]) -> T | None:
-        """Vote for a step if `action` does not fail; returns its result."""
+        """Run `action`, vote for the step unless it fails, and return its result."""
         try:
             result = action()
         except OSError:
@@ -196,13 +192,13 @@ class _Sharing:
 
 
 def _pipe_bytes(pipe: int) -> int:
-    """What a pipe takes: 64 KiB as a rule on Linux, and a page or two where its user has very many."""
+    """Return a pipe's capacity: usually 64 KiB on Linux, and a page or two if its user has very many pipes."""
     ask = getattr(fcntl, "F_GETPIPE_SZ", None)
     return int(fcntl.fcntl(pipe, ask)) if ask is not None else _PIPE_BYTES
 
 
 def _nothing() -> None:
-    """In place of a step that another one has made impossible."""
+    """Stand in for a step that an earlier failure has made impossible."""
 
 
 def _alive(index: int) -> str:
@@ -210,13 +206,13 @@ def _alive(index: int) -> str:
 
 
 def _host() -> tuple[str, str]:
-    """An identifier of this host, also where hosts share a file system or a name."""
+    """Return an identifier of this host that is unique even if hosts share a file system or a name."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return platform.node(), boot.read_text() if boot.exists() else ""
 
 
 def _make_folder(room: Room, size: int) -> Path | None:
-    """A new folder with the memory and pipes of `size` ranks, in memory where possible; None if there is no room."""
+    """Create a folder with the memory and pipes of `size` ranks, in memory if possible; None if there is no room."""
     for parent in ("/dev/shm", tempfile.gettempdir()):
         folder = None
         try:
@@ -233,9 +229,9 @@ def _make_folder(room: Room, size: int) -> Path | None:
 
 
 def _open_private(folder: str) -> int | None:
-    """A descriptor of a folder that nobody but this user can have made or changed; None where it is another.
+    """Open a folder that only this user can have created or changed; return None for any other.
 
-    Its name comes over a store that other users of the host can reach, and what is in it is unpickled.
+    Its name comes from a store that other users of the host can reach, and its content is unpickled.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -249,7 +245,7 @@ def _open_private(folder: str) -> int | None:
 
 
 def _reserve(descriptor: int, length: int) -> None:
-    """Give the file `length` bytes that are really there: touching a page too many would kill the process."""
+    """Allocate `length` bytes to the file: touching a page that does not exist would kill the process."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, length)
     else:
@@ -257,15 +253,11 @@ def _reserve(descriptor: int, length: int) -> None:
 
 
 class StoreExchange:
-    """Messages and votes of the ranks of a process group, over its store, while they set something up.
+    """Messages and votes between the ranks of a process group, over its store, during a set-up.
 
-    A gather over the process group takes a message from each rank to each; these take some requests to the store a
-    rank. Telling and voting do not wait for other ranks, so that a rank can set several groups up at once.
-
-    Every rank of the group makes one, and as many as the others.
-
-    Args:
-        group: a CPU process group; ranks wait as long as its collectives do.
+    A gather over the CPU group `group` takes a message between each pair of ranks; this takes a few store requests per
+    rank. Telling and voting do not wait for other ranks, so that a rank can set up several groups at once. Every rank
+    of the group creates the same number of exchanges; ranks wait as long as the group's collectives do.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -275,53 +267,53 @@ class StoreExchange:
         place = f"threefold/exchange/{group.group_name}"
         count = store.add(
             f"{place}/{self.index}", 1
-        )  # the same on every rank, so that no message of an earlier one is read
+        )  # equal on every rank, so that none reads messages of an earlier exchange
         self._store = dist.PrefixStore(f"{place}/{count}th", store)
 
     def tell(self, name: str, text: str) -> None:
-        """Tell every rank something under a name; one rank of the group does."""
+        """Send text to every rank under a name; only one rank of the group does so."""
         self._store.set(name, text)
 
     def told(self, name: str) -> str:
-        """What a rank tells under this name; waits for it."""
+        """Wait for the text that a rank sends under this name, and return it."""
         self._store.wait([name], timedelta(seconds=self.timeout))
         return str(self._store.get(name).decode())
 
     def vote(self, name: str, yes: bool) -> None:
-        """Vote on what has this name; every rank of the group does once."""
+        """Vote on a question; every rank of the group does so once."""
         count = self._store.add(f"{name}/votes", 1 if yes else 1 + _REFUSAL)
         if count % _REFUSAL == len(self.ranks):
             self._store.set(name, str(int(count < _REFUSAL)))
 
     def agreed(self, name: str) -> bool:
-        """Whether all ranks have voted for it; waits until they have voted."""
+        """Wait until all ranks have voted on a question; return whether all voted for it."""
         return self.told(name) == "1"
 
 
-_SIGNAL = struct.Struct("<QBBHI")  # number of the round, operation, dtype, source index, elements in this round
+_SIGNAL = struct.Struct("<QBBHI")  # round number, operation, dtype, source index, elements in this round
 assert _SIGNAL.size == SIGNAL_BYTES
-_FIRST = 2  # even, for the turnstile that has tickets from the beginning, and not what the memory is filled with
+_FIRST = 2  # even, as the first turnstile has the tickets; nonzero, as the memory is zero at first
 
 
 class PeerLostError(ConnectionError):
-    """A process of the group has ended while this one was waiting for it; the message begins with its rank."""
+    """A process of the group ended while this one was waiting for it; the message begins with its rank."""
 
     @property
     def rank(self) -> int | None:
-        """The rank that has ended; None where the message does not begin with it."""
+        """Rank that ended; None if the message does not begin with it."""
         found = re.match(r"rank (\d+) ended", str(self))
         return int(found[1]) if found else None
 
 
 class Turnstile:
-    """What a group of processes meets at, round by round.
+    """Meeting point of a group of processes, round by round.
 
     Args:
-        shared: the group's memory and pipes.
-        operations, dtypes: how what a rank does in a round is called in messages, by its code.
+        shared: memory and pipes of the group.
+        operations, dtypes: names of operations and dtypes for messages, by their codes.
 
     Attributes:
-        parity: 0 or 1, of the next round.
+        parity: parity of the next round, 0 or 1.
     """
 
     def __init__(self, shared: Shared, operations: tuple[str, ...], dtypes: tuple[str, ...]) -> None:
@@ -340,18 +332,18 @@ class Turnstile:
         return self._number & 1
 
     def close(self) -> None:
-        """Close the pipes. Peers that wait for this rank then raise `PeerLostError`."""
+        """Close the pipes. Peers that wait for this rank raise `PeerLostError`."""
         self._closed()
         for signals in self._signals:
             signals.release()
 
     def meet(self, operation: int, dtype: int, count: int, source: int = 0) -> None:
-        """Return when every rank has called it, for the same operation; what they wrote to memory before is there.
+        """Wait until every rank has called this for the same operation, and see what they wrote to memory before.
 
         Raises:
             PeerLostError: another rank has ended.
-            TimeoutError: another rank has not come.
-            RuntimeError: another rank has come for something else.
+            TimeoutError: another rank has not come in time.
+            RuntimeError: another rank called a different operation.
         """
         parity, number = self._number & 1, self._number
         signal = _SIGNAL.pack(number, operation, dtype, source, count)
@@ -371,7 +363,6 @@ class Turnstile:
             self._raise_difference(found, signal)
 
     def _sleep(self, exit: int, number: int, operation: str) -> None:
-        """Wait until there is something in the turnstile `exit`."""
         turnstile = self._pipes[exit]
         events = dict(self._pollers[exit].poll(self._timeout * 1000))
         if turnstile in events:
@@ -379,13 +370,13 @@ class Turnstile:
         if not events:
             missing = self._ranks[self._missing(number)]
             raise TimeoutError(f"{self._me} has waited {self._timeout:g} s in {operation} for rank {missing}")
-        # Who has passed may end; what it has passed is seen after its end, if not before.
+        # A peer may end after it has passed; what it wrote is visible by then.
         if not poller(turnstile, {}).poll(0):
             lost = next(peer for peer, descriptor in self._alive.items() if descriptor in events)
             raise PeerLostError(f"rank {self._ranks[lost]} ended while {self._me} was in {operation}")
 
     def _missing(self, number: int) -> int:
-        """The first index that has not come to a round; the last one's where all have, just now."""
+        """Return the first index that has not come to a round; the last index if all have come just now."""
         signals = _SIGNAL.iter_unpack(self._signals[number & 1])
         come = [at == number for at, *_ in signals]
         return come.index(False) if False in come else len(come) - 1
@@ -411,15 +402,14 @@ class Turnstile:
 
 
 def poller(pipe: int, alive: Mapping[int, int]) -> select.poll:
-    """Sleeps until there is something in a pipe, or one of the ranks of `alive` has ended."""
+    """Create a poll object that wakes when a pipe has content or one of the ranks of `alive` has ended."""
     made = select.poll()
     for descriptor in alive.values():
-        made.register(descriptor, 0)  # hang-ups are told without being asked for
+        made.register(descriptor, 0)  # hang-ups are always reported
     made.register(pipe, select.POLLIN)
     return made
 
 
 def close_all(descriptors: list[int]) -> None:
-    """Close file descriptors."""
     for descriptor in descriptors:
         os.close(descriptor)

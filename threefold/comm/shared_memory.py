@@ -1,8 +1,9 @@
-"""Collectives between processes of one host, through memory they share: for CPU tensors, without sockets.
+"""Collectives between processes of one host through shared memory: for CPU tensors, without sockets.
 
-Every collective is built from one primitive, the *round*: fill your own slot, wait until all have (`turnstile`), then
-read any slot. Slots are double-buffered by the parity of the round. A rank fills its slot for round n + 2 only after
-round n + 1, to which a peer comes only after it has read what it needed of round n; so nothing has to be acknowledged.
+Every collective consists of one primitive, the *round*: fill your own slot, wait until all ranks have
+(`Turnstile.meet`), then read any slot. Slots are double-buffered by the parity of the round. A rank fills its slot for
+round n + 2 only after round n + 1, which a peer enters only after reading what it needs of round n, so that no
+acknowledgement is needed.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,17 +19,17 @@ from threefold.comm.segments import SIGNAL_BYTES, PeerLostError, Shared, Turnsti
 __all__ = ["PeerLostError", "SharedMemoryGroup", "accumulate"]
 
 DEFAULT_CAPACITY = 2 << 20
-"""Bytes of one slot; a longer message goes in pieces of this size."""
+"""Bytes of one slot; a longer message is split into pieces of this size."""
 
 _TWO_PHASE_BYTES = 1 << 20
-"""From this size on, times the ranks beyond two, ranks divide the additions among them instead of each doing all
-(measured: 3, 4 and 8 ranks on two cores; below it the second round costs more than the additions saved)."""
+"""Threshold of piece bytes · (ranks − 2) from which ranks divide the additions instead of each doing all (measured with
+3, 4 and 8 ranks on two cores; below it, the second round costs more than the additions saved)."""
 
 _SHARE_BYTES = 64
-"""Shares begin at multiples of this, so that no two ranks write to one cache line."""
+"""Alignment of the shares, so that no two ranks write to one cache line."""
 
 _KEPT_VIEWS = 256
-"""Sizes of messages whose views of the slots are kept; a training step has a few."""
+"""Number of message sizes whose views of the slots are cached; a training step has a few."""
 
 _DTYPES = (
     torch.float32,
@@ -50,14 +51,14 @@ _OPERATION_CODES = {name: code for code, name in enumerate(_OPERATIONS)}
 
 
 class _Views(NamedTuple):
-    """The slots of the rounds of one parity, for messages of one dtype and size.
+    """Slots of the rounds of one parity, viewed for messages of one dtype and size.
 
     Attributes:
         slots: [elements] of each rank.
-        rows: the same as one tensor, [ranks, elements].
-        shares: of each rank's slot, the elements that this rank adds up where that is shared out.
-        result: [elements] of the sum, where all ranks write their shares.
-        own_share: this rank's of `result`.
+        rows: the slots as one tensor, [ranks, elements].
+        shares: of each rank's slot, the elements that this rank adds up if ranks divide the additions.
+        result: [elements] of the sum, to which all ranks write their shares.
+        own_share: this rank's share of `result`.
     """
 
     slots: list[Tensor]
@@ -68,18 +69,21 @@ class _Views(NamedTuple):
 
 
 class SharedMemoryGroup:
-    """The ranks of one process group, all on one host, with collectives over CPU tensors in shared memory.
+    """Ranks of one process group, all on one host, with collectives of CPU tensors in shared memory.
 
     Every rank of the group must call the same operations in the same order, with tensors of the same size and dtype; a
-    rank that does not is named in a `RuntimeError`. Results are equal bit for bit on all ranks, since additions are
-    made in the order of the ranks. bfloat16 and float16 are summed in float32 and rounded once; sums and maxima of bool
-    are the logical or. Operations are not differentiable and block until done; one thread at a time may use a group.
+    `RuntimeError` names a rank that does not. Results are equal bit for bit on all ranks, because additions follow the
+    order of the ranks. bfloat16 and float16 are summed in float32 and rounded once; sums and maxima of bool are the
+    logical or. Operations are not differentiable and block until done; only one thread at a time may use a group.
 
-    Attributes: `size` ranks; `index`, the index of this process among them; `ranks`, their global ranks.
+    Attributes:
+        size: number of ranks.
+        index: index of this process among them.
+        ranks: their global ranks.
     """
 
     def __init__(self, shared: Shared, sharing_bytes: int = _TWO_PHASE_BYTES) -> None:
-        """Wrap memory and pipes that are set up already; use `try_create`, which sets them up."""
+        """Wrap memory and pipes that are already set up; `try_create` sets them up."""
         self._sharing_bytes = sharing_bytes
         self.ranks = shared.ranks
         self.index = shared.index
@@ -96,10 +100,11 @@ class SharedMemoryGroup:
         """Set up shared memory between the ranks of `group`; a collective call, with the same answer on every rank.
 
         Args:
-            group: a gloo process group, through which names are exchanged.
-            capacity: bytes of one slot, rounded up to whole pages; the group takes 2 · ranks · capacity bytes.
+            group: gloo process group, which exchanges the names.
+            capacity: bytes of one slot, rounded up to whole pages; the group takes 2 · (ranks + 1) · capacity bytes.
 
-        Returns None when the ranks are not all on one host, or the host has no room for the memory.
+        Returns:
+            the group; None if the ranks are not all on one host, or the host has no room for the memory.
         """
         return cls.try_create_all([group], capacity)[0]
 
@@ -110,18 +115,18 @@ class SharedMemoryGroup:
         capacity: int = DEFAULT_CAPACITY,
         sharing_bytes: int = _TWO_PHASE_BYTES,
     ) -> "list[SharedMemoryGroup | None]":
-        """As `try_create`, for several groups at once, in one order on all their ranks: what their ranks wait for each
-        other takes hardly longer than for one group.
+        """Set up shared memory for several groups at once, in hardly more time than for one.
 
         Args:
-            groups, capacity: as of `try_create`.
-            sharing_bytes: size of a piece, times the ranks beyond two, from which on they divide its additions.
+            groups: process groups, in one order on all their ranks.
+            capacity: bytes of one slot, as for `try_create`.
+            sharing_bytes: threshold of piece bytes · (ranks − 2) from which the ranks divide the additions of a piece.
         """
         made = share(groups, partial(room_for_rounds, capacity=capacity))
         return [cls(shared, sharing_bytes) if shared else None for shared in made]
 
     def close(self) -> None:
-        """Close the pipes and free the memory. Peers that wait for this rank then raise `PeerLostError`."""
+        """Close the pipes and free the memory. Peers that wait for this rank raise `PeerLostError`."""
         self._turnstile.close()
         self._views.clear()
         self._slots = torch.empty(0, dtype=torch.uint8)
@@ -135,13 +140,13 @@ class SharedMemoryGroup:
         return out
 
     def all_reduce_(self, tensor: Tensor) -> Tensor:
-        """Replace `tensor`, of any shape, by its sum over the ranks; returns it."""
+        """Replace `tensor`, of any shape, by its sum over the ranks, and return it."""
         flat = _flat(tensor)
         self._reduce("all_reduce_", flat, flat, torch.add)
         return _write_back(flat, tensor)
 
     def all_reduce_max_(self, tensor: Tensor) -> Tensor:
-        """Replace `tensor`, of any shape, by its largest values over the ranks (NaN if any is); returns it."""
+        """Replace `tensor`, of any shape, by its maximum over the ranks (NaN if any rank has NaN), and return it."""
         flat = _flat(tensor)
         self._reduce("all_reduce_max_", flat, flat, torch.maximum)
         return _write_back(flat, tensor)
@@ -150,8 +155,8 @@ class SharedMemoryGroup:
         """Return the tensors of all ranks, stacked: [ranks, *tensor.shape].
 
         Args:
-            tensor: of one shape on all ranks; it may lie in its place of `out`.
-            out: contiguous, of as many elements, where they are written; None for a new tensor.
+            tensor: tensor of one shape on all ranks; it may be this rank's place in `out`.
+            out: contiguous tensor for the result, with as many elements; None for a new one.
         """
         flat = _flat(tensor)
         gathered = (flat.new_empty(self.size * flat.numel()) if out is None else out).view(self.size, flat.numel())
@@ -161,7 +166,7 @@ class SharedMemoryGroup:
         return gathered.view(self.size, *tensor.shape)
 
     def gather_bytes(self, content: bytes) -> list[bytes]:
-        """What each rank passes, of any length. Many times as fast as by gloo, whose messages go round all ranks."""
+        """Gather bytes of any length from each rank, many times faster than gloo, which sends them around a ring."""
         sizes = self.all_gather(torch.tensor([len(content)])).flatten().tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -169,10 +174,7 @@ class SharedMemoryGroup:
         return [part[:size].numpy().tobytes() for part, size in zip(gathered, sizes, strict=True)]
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """Return this rank's part of the sum over ranks of `tensor` [ranks · n, ...]: [n, ...], parts in rank order.
-
-        Raises ValueError when dim 0 is not divisible by the number of ranks.
-        """
+        """Return this rank's part of the sum over ranks of `tensor` [ranks · n, ...]: [n, ...], parts in rank order."""
         if tensor.dim() == 0 or tensor.shape[0] % self.size:
             raise ValueError(f"dim 0 of shape {[*tensor.shape]} cannot be scattered evenly over {self.size} ranks")
         flat = _flat(tensor)
@@ -186,7 +188,7 @@ class SharedMemoryGroup:
         return out
 
     def broadcast_(self, tensor: Tensor, source_index: int) -> Tensor:
-        """Replace `tensor`, of any shape, by that of the rank at `source_index` of the group; returns it."""
+        """Replace `tensor`, of any shape, by that of the rank at `source_index` of the group, and return it."""
         if not 0 <= source_index < self.size:
             raise ValueError(f"source_index {source_index} is not in a group of {self.size} ranks")
         flat = _flat(tensor)
@@ -201,7 +203,6 @@ class SharedMemoryGroup:
         return _write_back(flat, tensor)
 
     def barrier(self) -> None:
-        """Return when every rank has called it."""
         self._round("barrier", torch.uint8, 0)
 
     # -- implementation --------------------------------------------------------------------------------------------
@@ -222,7 +223,7 @@ class SharedMemoryGroup:
         return (self.size - 2) * piece.numel() * added >= self._sharing_bytes
 
     def _exchange(self, operation: str, piece: Tensor) -> _Views:
-        """One round in which every rank contributes `piece`; returns all slots, each with its rank's piece."""
+        """Run one round in which every rank contributes `piece`; return all slots, each with its rank's piece."""
         views = self._views_of(piece.dtype, piece.numel())
         views.slots[self.index].view(piece.shape).copy_(piece)
         self._round(operation, piece.dtype, piece.numel())
@@ -233,7 +234,6 @@ class SharedMemoryGroup:
         self._turnstile.meet(_OPERATION_CODES[operation], _DTYPE_CODES[dtype], count, source)
 
     def _views_of(self, dtype: torch.dtype, count: int) -> _Views:
-        """The slots of this round for `count` elements of `dtype`."""
         key = dtype, count
         if key not in self._views:
             if len(self._views) >= _KEPT_VIEWS:
@@ -254,42 +254,39 @@ class SharedMemoryGroup:
 
     @staticmethod
     def _pieces(flat: Tensor, longest: int) -> list[tuple[int, int]]:
-        """(start, count) of the pieces `flat` goes in."""
         total = flat.numel()
         return [(start, min(longest, total - start)) for start in range(0, total, longest)]
 
 
 class PostponedSum(NamedTuple):
-    """An all-reduce in place, made when it is waited for.
+    """An in-place all-reduce that runs when it is waited for.
 
-    Ranks that copy and add on their own cores gain nothing from beginning earlier, and what they wait for in the middle
-    of a backward pass may wait for them.
+    Ranks that copy and add on their own cores gain nothing from an earlier start, which would only make them wait in
+    the middle of a backward pass.
     """
 
     group: SharedMemoryGroup
     tensor: Tensor
 
     def wait(self) -> None:
-        """Make it."""
         self.group.all_reduce_(self.tensor)
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """`tensor` as one contiguous dim: the same memory where it allows that, else a copy."""
+    """Return `tensor` as one contiguous dim, sharing its memory if possible."""
     if tensor.device.type != "cpu":
         raise ValueError(f"shared-memory collectives take CPU tensors, got one on {tensor.device}")
     return tensor.detach().reshape(-1)
 
 
 def _write_back(flat: Tensor, tensor: Tensor) -> Tensor:
-    """Copy a result computed in `flat` to `tensor`, unless they share memory."""
     if flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat.view(tensor.shape))
     return tensor
 
 
 def accumulate(combine: Callable[..., Tensor], parts: list[Tensor], out: Tensor) -> None:
-    """Combine `parts` in their order into `out`, rounding only once."""
+    """Combine `parts` in order into `out`, rounding only once."""
     if len(parts) == 1:
         out.copy_(parts[0])
     elif len(parts) > 2 and out.dtype in _HALVES:

@@ -1,8 +1,8 @@
-"""Gloo for tensors of a GPU: every collective goes through copies on the CPU.
+"""Gloo for GPU tensors, with every collective staged through copies on the CPU.
 
-For debugging. NCCL refuses several ranks on one GPU, and gloo sends, receives and scatters tensors of the CPU only; so
-each collective here copies what it reads to the CPU, has gloo do it, and copies what it gave back. All layers, streams
-and schedules are those of a run over NCCL, and the sums are those of a run on the CPU.
+For debugging. NCCL refuses several ranks on one GPU, and gloo sends, receives and scatters CPU tensors only. Each
+collective here copies its inputs to the CPU, runs gloo, and copies the results back. Layers, streams and schedules are
+those of a run over NCCL, and sums are those of a run on the CPU.
 """
 
 from collections.abc import Sequence
@@ -22,12 +22,9 @@ _Pair = tuple[Tensor, Tensor]
 
 
 class _StagedWork(Work):
-    """A collective under way, whose results are copied to their tensors when it is waited for.
+    """Collective in progress; waiting for it copies its results, (tensor, copy) pairs, to their tensors.
 
-    Args:
-        work: of the collective on the CPU.
-        results: tensor, and the copy that the collective writes.
-        reads: copies that the collective reads, kept until it is done.
+    It keeps `reads`, the copies that the collective reads, alive until it is done.
     """
 
     def __init__(self, work: Work, results: Sequence[_Pair], reads: Sequence[Tensor]) -> None:
@@ -35,7 +32,6 @@ class _StagedWork(Work):
         self._work, self._results, self._reads = work, list(results), list(reads)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait, as gloo's work does."""
         self._work.wait(timeout)
         for tensor, copy in self._results:
             tensor.detach().copy_(copy)
@@ -44,11 +40,9 @@ class _StagedWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has been waited for, or would not wait."""
         return self._work.is_completed()
 
     def get_future(self) -> "torch.futures.Future[Any]":
-        """A future that is done."""
         self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(None)
@@ -56,12 +50,9 @@ class _StagedWork(Work):
 
 
 class StagedGroup(PythonGroup):
-    """A process group of gloo whose collectives also take tensors of a GPU.
+    """Gloo process group whose collectives also take GPU tensors; its arguments are those of a backend's constructor.
 
-    Collectives are those that this package and the parts of torch that it uses call, named as torch calls them.
-
-    Args:
-        store, rank, size, timeout: as torch gives them to the function that makes a backend.
+    It has the collectives that this package, and the parts of torch that it uses, call, under torch's names.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -69,11 +60,9 @@ class StagedGroup(PythonGroup):
         self.gloo: Any = with_gloo(self, store, rank, size, timeout)
 
     def is_staged(self, tensor: Tensor) -> bool:
-        """Whether a tensor goes through a copy."""
         return tensor.device.type != "cpu"
 
     def getBackendName(self) -> str:
-        """As `torch.distributed.get_backend` shows it."""
         return BACKEND
 
     # -- collectives, each with the arguments of torch's method of that name ----------------------------------------
@@ -148,16 +137,16 @@ class StagedGroup(PythonGroup):
     # -- implementation --------------------------------------------------------------------------------------------
 
     def _filled(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What a collective reads: tensors of the CPU themselves, contiguous copies of the others."""
+        """Return the inputs of a collective: CPU tensors themselves, contiguous copies of the others."""
         return [_empty_copy(each).copy_(each.detach()) if self.is_staged(each) else each for each in tensors]
 
     def _empty(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[_Pair]]:
-        """What a collective writes, and where it is copied to."""
+        """Return the outputs of a collective, and the pairs of tensors and copies to copy back."""
         copies = [_empty_copy(each) if self.is_staged(each) else each for each in tensors]
         return copies, [pair for pair in zip(tensors, copies, strict=True) if pair[0] is not pair[1]]
 
     def _both(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[_Pair]]:
-        """What a collective reads and writes, and where it is copied to."""
+        """Return the in-place tensors of a collective, and the pairs of tensors and copies to copy back."""
         copies = self._filled(tensors)
         return copies, [pair for pair in zip(tensors, copies, strict=True) if pair[0] is not pair[1]]
 
@@ -175,6 +164,6 @@ def _empty_copy(tensor: Tensor) -> Tensor:
 
 
 def register_backend() -> None:
-    """Make `BACKEND` known to torch, where it is not yet."""
+    """Register `BACKEND` with torch, unless it is registered."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, StagedGroup, devices=["cpu", "cuda"])

@@ -1,1 +1,1 @@
-"""Models as for one device, a folder for each family, and the rules by which parallelism shards them."""
+"""Models as for one device, with a folder for each family, and the rules by which parallelism shards them."""

@@ -1,4 +1,4 @@
-"""Calls what a user gave to make a model: a class or a function, with the arguments that a config has for it."""
+"""Construction of models from a user's class or function, with the arguments and random numbers of the config."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -16,16 +16,15 @@ from threefold.random.generators import generators_preserved, seed_generators
 from threefold.random.rng import stream_key
 
 _SECTION: Final = ("config", "cfg")
-"""Parameters of a model's constructor that get the whole `model` section."""
+"""Constructor parameters that receive the whole `model` section."""
 _REST: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def bound_arguments(factory: Callable[..., Any], config: ModelConfig, said: str) -> dict[str, Any]:
-    """The keyword arguments of a model's constructor: those of `model.arguments`, and for parameters without a default
-    the settings of their names; `config` is the whole section.
+    """Return the keyword arguments for a model's constructor; raise UserError if one is unknown or missing.
 
-    Raises:
-        UserError: an argument is unknown, or one is missing.
+    They are those of `model.arguments`, and settings of the same name for parameters without a default; a parameter
+    `config` (or `cfg`) receives the whole section.
     """
     given: Mapping[str, Any] = config.arguments
     parameters = [each for each in inspect.signature(factory).parameters.values() if each.kind not in _REST]
@@ -51,11 +50,7 @@ def bound_arguments(factory: Callable[..., Any], config: ModelConfig, said: str)
 
 
 def call(function: Callable[..., Any], positional: tuple[Any, ...], named: Mapping[str, Any], said: str) -> Any:
-    """What a function of the user's returns.
-
-    Raises:
-        UserError: it raises; begins with `said`.
-    """
+    """Call a user's function, and turn any exception into a UserError that begins with `said`."""
     try:
         return function(*positional, **named)
     except UserError:
@@ -71,13 +66,13 @@ _OF_VALUES = (
 
 
 def told(error: Exception) -> str:
-    """An exception and the first line of its message."""
+    """Return an exception's type and the first line of its message."""
     first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
     return f"{type(error).__name__}{': ' if first else ''}{first}"
 
 
 def loss_of(model: Any) -> Any:
-    """The attribute `loss` of a model's class; None where there is none, or it is a method of the model."""
+    """Return the attribute `loss` of a model's class; None if it has none, or if it is a method of the model."""
     found = getattr(model, "loss", None)
     if inspect.isfunction(found) and next(iter(inspect.signature(found).parameters), "") == "self":
         return None
@@ -86,8 +81,7 @@ def loss_of(model: Any) -> Any:
 
 @contextmanager
 def keyed_draws(*key: int | str) -> Iterator[None]:
-    """Random numbers of torch on the CPU, of `random` and of `numpy.random` follow from `key` alone within the block,
-    and go on as before after it."""
+    """Derive the block's CPU random numbers of torch, `random` and `numpy.random` from `key`; restore them after."""
     seed = stream_key(*key)
     with generators_preserved(), torch.device("cpu"):
         seed_generators(seed)
@@ -95,32 +89,22 @@ def keyed_draws(*key: int | str) -> Iterator[None]:
 
 
 def construct(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """The whole model on the CPU, its parameters and buffers as its constructor draws them.
+    """Construct the unsharded model on the CPU, with parameters and buffers as its constructor draws them.
 
-    Args:
-        make_model: makes it.
-        seed: of the run; the constructor's random numbers follow from it, of torch, `random` and `numpy.random` alike.
+    The constructor's random numbers of torch, `random` and `numpy.random` follow from the run's `seed`.
     """
     with keyed_draws("weights", seed):
         return make_model()
 
 
 def skeleton(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """The whole model on the meta device, whose plain attributes are those that its constructor draws in `construct`.
-
-    Args:
-        make_model, seed: as of `construct`.
-    """
+    """Construct the unsharded model on the meta device, with the same plain attributes as in `construct`."""
     with keyed_draws("weights", seed), torch.device("meta"):
         return make_model()
 
 
 class ConstructedModel:
-    """The whole model of `construct`, made when the first of its values is asked for.
-
-    Args:
-        make_model, seed: as of `construct`.
-    """
+    """The unsharded model of `construct`, constructed when a value is first read."""
 
     def __init__(self, make_model: Callable[[], nn.Module], seed: int) -> None:
         self._make_model, self._seed = make_model, seed
@@ -130,23 +114,15 @@ class ConstructedModel:
         return construct(self._make_model, self._seed)
 
     def parameter(self, name: str) -> Tensor:
-        """The whole values of a parameter."""
+        """Return the unsharded values of a parameter."""
         return self._model.get_parameter(name).detach()
 
     def buffer(self, name: str) -> Tensor:
-        """The values of a buffer."""
         return self._model.get_buffer(name)
 
 
 def drawn(fill: Callable[[Tensor], object], name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """A whole parameter as `fill` draws it.
-
-    Args:
-        fill: fills a tensor in place.
-        name: of the parameter in the whole model; with `seed` it keys the random numbers.
-        shape: of the whole parameter.
-        seed: of the run.
-    """
+    """Draw the values of an unsharded parameter with `fill`, in place, keyed by its name and the run's seed."""
     with keyed_draws("weights", seed, name), torch.no_grad():
         whole = torch.empty(shape)
         fill(whole)

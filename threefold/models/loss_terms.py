@@ -1,8 +1,8 @@
-"""A user's own loss: one mean over the samples, or several named terms, each a sum over what it counts.
+"""A user's own loss: one mean over the samples, or several named terms, each a sum with a count.
 
-So that a loss is the same in every layout, it is given to the step as sums over a micro-batch, which are added up over
-micro-batches and replicas, and as counts, by which the sums of the global batch are divided. A count has to be known
-before the first backward pass, so it is computed from the batch alone.
+To be equal in every layout, a loss is computed from sums over each micro-batch, which are added up over micro-batches
+and replicas and divided by the counts of the global batch. Since a count has to be known before the first backward
+pass, it is computed from the batch alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,15 +15,15 @@ from torch import Tensor
 from threefold.errors import UserError
 
 LOSS = "loss"
-"""The name of the one term of a loss that is a scalar."""
+"""Name of the only term of a scalar loss."""
 
 
 class LossTerm(NamedTuple):
     """A term of a loss on a micro-batch.
 
     Attributes:
-        sum: scalar tensor, the sum over what the term counts.
-        weight: of the term's mean in the loss that is minimised.
+        sum: scalar tensor, the sum over the items that the term counts.
+        weight: weight of the term's mean in the minimized loss.
     """
 
     sum: Tensor
@@ -32,11 +32,11 @@ class LossTerm(NamedTuple):
 
 LossValue = Tensor | Mapping[str, Tensor | LossTerm]
 LossFunction = Callable[[Any, Any], LossValue]
-"""`loss(output, batch)` of the model's output for a micro-batch.
+"""A user's `loss(output, batch)` of the model's output for a micro-batch.
 
-It returns a scalar, the mean over the micro-batch's samples; or terms by name, each a `LossTerm` or its sum. Then it
-also has a method `counts(batch)` that returns, for each term, the number that the sum over the global batch is divided
-by: the loss is the weighted sum of these means.
+It returns a scalar, the mean over the micro-batch's samples; or terms by name, each a `LossTerm` or its sum. In the
+latter case it has a method `counts(batch)` that returns, for each term, the number by which the sum over the global
+batch is divided: the loss is the weighted sum of these means.
 """
 
 
@@ -63,15 +63,10 @@ class CountedLoss:
 
 
 def count_terms(loss: LossFunction, batch: Any, samples: int) -> dict[str, float]:
-    """What each term of a loss counts in a batch, by name.
+    """Return the count of each term of a loss in a replica's batch, by name.
 
-    Args:
-        loss: of the user.
-        batch: the samples of one replica.
-        samples: how many these are.
-
-    Raises:
-        UserError: `counts(batch)` of the loss does not return numbers by name.
+    Raises UserError if the loss's `counts(batch)` does not return numbers by name; without one, the count is that of
+    the samples.
     """
     counts = getattr(loss, "counts", None)
     if counts is None:
@@ -94,13 +89,13 @@ def _number(name: Any, count: Any) -> float:
 
 @dataclass(frozen=True)
 class LossSums:
-    """The terms of a loss over one global batch or, added up, over several; the same on every rank.
+    """Terms of a loss over one global batch, or added up over several; equal on every rank.
 
     Attributes:
-        sums: by term.
-        weighted: the same, times the term's weight.
-        counts: what each term counts.
-        samples: of the batches.
+        sums: sum of each term.
+        weighted: sum of each term, times the term's weight.
+        counts: count of each term.
+        samples: number of samples in the batches.
     """
 
     sums: Mapping[str, float] = field(default_factory=dict)
@@ -110,12 +105,12 @@ class LossSums:
 
     @property
     def loss(self) -> float:
-        """The mean loss: the weighted sum of the terms' means."""
+        """Mean loss: the weighted sum of the terms' means."""
         return sum(weighted / self.counts[name] for name, weighted in self.weighted.items() if self.counts[name])
 
     @property
     def terms(self) -> dict[str, float]:
-        """The mean of each term, not weighted; not a number where it counts nothing."""
+        """Unweighted mean of each term; NaN if its count is 0."""
         return {name: self.sums[name] / count if count else float("nan") for name, count in self.counts.items()}
 
     def __add__(self, other: "LossSums") -> "LossSums":
@@ -132,15 +127,11 @@ def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, fl
 
 
 class TermSums:
-    """Sums of the terms of a loss over the micro-batches of one pass, and what a micro-batch adds to the mean loss.
-
-    Args:
-        loss: of the user.
-        counts: by term, of the global batch.
+    """Sums of the terms of a loss over the micro-batches of one pass, given the terms' counts in the global batch.
 
     Attributes:
-        sums: by term.
-        weighted: the same, times the term's weight.
+        sums: sum of each term.
+        weighted: sum of each term, times the term's weight.
     """
 
     def __init__(self, loss: LossFunction, counts: Mapping[str, float]) -> None:
@@ -149,20 +140,14 @@ class TermSums:
         self.weighted: dict[str, Tensor] = {}
 
     def __call__(self, output: Any, batch: Any, samples: int) -> Tensor:
-        """This micro-batch's part of the mean loss of the global batch: a scalar of fp32 at least.
+        """Return this micro-batch's part of the mean loss of the global batch: a scalar of fp32 at least.
 
-        Args:
-            output: of the model's last layer.
-            batch: the micro-batch.
-            samples: how many it has.
-
-        Raises:
-            UserError: the loss is not a scalar or terms of the names that it counts.
+        Raises UserError if the loss is neither a scalar nor terms with the names that it counts.
         """
         parts = []
         for name, term in self._terms(self.loss(output, batch), samples).items():
             weighted, count = term.sum * term.weight, self.counts[name]
-            # A term without anything to count, such as a label that no sample has, adds nothing.
+            # A term that counts nothing, such as a label that no sample has, adds nothing.
             parts.append(weighted * (1 / count if count else 0.0))
             for into, value in ((self.sums, term.sum), (self.weighted, weighted)):
                 value = value.detach().double()
@@ -170,17 +155,12 @@ class TermSums:
         return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
 
     def values(self, device: torch.device) -> Tensor:
-        """fp64 [2 · terms]: the sums and the weighted sums in the order of `counts`; zero for none."""
+        """fp64 [2 · terms]: the sums and the weighted sums in the order of `counts`; zero for missing ones."""
         zero = torch.zeros((), dtype=torch.float64, device=device)
         return torch.stack([sums.get(name, zero) for sums in (self.sums, self.weighted) for name in self.counts])
 
     def over_all(self, values: Sequence[float], samples: int) -> LossSums:
-        """The terms of all ranks together.
-
-        Args:
-            values: what `values` gave, summed over the ranks.
-            samples: of the global batch.
-        """
+        """Return the terms of all ranks, given the sum of their `values` and the samples of the global batch."""
         names, count = list(self.counts), len(self.counts)
         sums, weighted = (dict(zip(names, part, strict=True)) for part in (values[:count], values[count:]))
         return LossSums(sums, weighted, dict(self.counts), samples)

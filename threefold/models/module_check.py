@@ -1,4 +1,4 @@
-"""Checks of a user's model, made on the meta device, for what would not be trained as one process trains it."""
+"""Checks of a user's model, on the meta device, for anything that would train differently from one process."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,21 +14,16 @@ from threefold.errors import UserError
 from threefold.torch_private.tensors import has_gradient_hooks, has_module_hooks, storage_key
 
 _MOST_ELEMENTS = 1 << 26
-"""Of memory that two parameters share, up to which it is found out whether they have an element in common."""
+"""Elements of shared memory up to which two parameters are compared; above, they are assumed to overlap."""
 
 _OF_MODULES = frozenset(vars(nn.Module()))
-"""Attributes that every module has."""
 
 
 def check_modules(model: nn.Module) -> None:
-    """Check the parameters, buffers and other tensors of a whole model.
+    """Check the parameters, buffers and other tensors of an unsharded model, on the meta device or with values.
 
-    Args:
-        model: on the meta device, or with values.
-
-    Raises:
-        UserError: a tensor is no parameter or buffer, so that no rank has it; two parameters share memory, one has
-            gradient hooks, or there is another thing that the layout would change.
+    Raises UserError if a tensor is neither parameter nor buffer, so that ranks would lack it; if two parameters share
+    memory; if a parameter has gradient hooks; or if the layout would change something else.
     """
     modules = dict(model.named_modules())
     for name, module in modules.items():
@@ -46,11 +41,7 @@ def check_modules(model: nn.Module) -> None:
 
 
 def check_hooks(modules: Mapping[str, nn.Module], layers: tuple[str, ...]) -> None:
-    """Check that no hook is on a module around layers: they are called one by one, and it never is.
-
-    Raises:
-        UserError: there is one.
-    """
+    """Raise UserError if a module around layers has a hook, which would never run: layers are called one by one."""
     for name, module in modules.items():
         if has_module_hooks(module) and any(not name or layer.startswith(name + ".") for layer in layers):
             raise UserError(
@@ -78,7 +69,6 @@ def _check_embedding(name: str, module: nn.Module) -> None:
 
 
 def _check_attribute(name: str, module: nn.Module, attribute: str, value: Any, known: set[nn.Module]) -> None:
-    """Tensors that are neither parameters nor buffers, and modules that the model does not know."""
     for found in _inside(value):
         where = f"{attribute!r}" if found is value else f"in {attribute!r}"
         if isinstance(found, nn.Module):
@@ -100,7 +90,6 @@ def _check_attribute(name: str, module: nn.Module, attribute: str, value: Any, k
 
 
 def _inside(value: Any, depth: int = 3) -> Iterator[Tensor | nn.Module]:
-    """Tensors, and modules in lists, of an attribute."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple | dict | set) and depth:
@@ -112,12 +101,12 @@ def _inside(value: Any, depth: int = 3) -> Iterator[Tensor | nn.Module]:
 
 
 def _follows_parameters(module: nn.Module, attribute: str) -> bool:
-    """Whether torch sets the attribute anew where a parameter of the module is set."""
+    """Return whether torch sets the attribute again whenever a parameter of the module is set."""
     return isinstance(module, nn.RNNBase) and attribute == "_flat_weights"
 
 
 def _is_recomputed(module: nn.Module, attribute: str) -> bool:
-    """Whether `torch.nn.utils.weight_norm` or one like it sets the attribute before each forward pass."""
+    """Return whether `torch.nn.utils.weight_norm` or the like sets the attribute before each forward pass."""
     return any(f"{attribute}_{ending}" in dict(module.named_parameters(recurse=False)) for ending in ("g", "orig"))
 
 
@@ -157,7 +146,6 @@ def _overlaps_itself(tensor: Tensor) -> bool:
 
 
 def _check_memory(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> None:
-    """No parameter has memory of another, or of a buffer: an update of one would have to change the other."""
     held: dict[int, list[tuple[str, Tensor]]] = {}
     for name, parameter in parameters.items():
         others = held.setdefault(storage_key(parameter), [])
@@ -178,7 +166,6 @@ def _check_memory(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, 
 
 
 def _share_elements(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one storage have an element in common."""
     ends = []
     for tensor in (one, other):
         if not tensor.numel():
@@ -206,18 +193,10 @@ _WITH_DROPOUT = (nn.MultiheadAttention, nn.RNN, nn.LSTM, nn.GRU)
 _DRAWING = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 _LOOK_UPS = (nn.Embedding, nn.EmbeddingBag)
 _SPECTRAL_NORM = "_SpectralNorm"
-"""The class of the parametrization `torch.nn.utils.parametrizations.spectral_norm`."""
 
 
 def refuse_layout_dependent(modules: Mapping[str, nn.Module]) -> None:
-    """Check that no module of a model is one of torch's that computes something else in another layout.
-
-    Args:
-        modules: of the whole, single-device model by name.
-
-    Raises:
-        UserError: one is; says what to write in its place.
-    """
+    """Raise UserError if the result of a torch module depends on the layout, and name a replacement."""
     for name, module in modules.items():
         kind = type(module).__name__
         if isinstance(module, _BATCH_NORMS):
@@ -267,7 +246,7 @@ def _check_look_up(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
 
 
 def _has_spectral_norm_hook(module: nn.Module) -> bool:
-    """Whether `torch.nn.utils.spectral_norm` was applied, which leaves `weight_orig`, `weight_u` and `weight_v`."""
+    """Return whether `torch.nn.utils.spectral_norm` was applied: it leaves `weight_orig`, `weight_u` and `weight_v`."""
     buffers = {name for name, _ in module.named_buffers(recurse=False)}
     stems = [name.removesuffix("_orig") for name, _ in module.named_parameters(recurse=False) if name.endswith("_orig")]
     return any({f"{stem}_u", f"{stem}_v"} <= buffers for stem in stems)
@@ -280,17 +259,12 @@ _ON_META = re.compile(r"\bmeta\b", re.IGNORECASE)
 
 
 def is_of_sizes(error: BaseException) -> bool:
-    """Whether an error says that sizes of tensors do not go together."""
+    """Return whether an error reports tensor sizes that do not match."""
     return isinstance(error, RuntimeError | ValueError) and _OF_SIZES.search(str(error)) is not None
 
 
 def module_of(error: BaseException, modules: Mapping[str, nn.Module]) -> str:
-    """The innermost of the modules whose method an error comes from; empty for none.
-
-    Args:
-        error: that was raised, or the cause of it.
-        modules: by name.
-    """
+    """Return the name of the innermost module whose method raised an error or its cause; empty if there is none."""
     names = {id(module): name for name, module in modules.items() if name}
     found = ""
     for each in _causes(error):
@@ -300,7 +274,6 @@ def module_of(error: BaseException, modules: Mapping[str, nn.Module]) -> str:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """From the first cause to the error itself."""
     if error.__cause__ is not None:
         yield from _causes(error.__cause__)
     yield error
@@ -316,15 +289,14 @@ def _owners(traceback: TracebackType | None) -> Iterator[object]:
 
 @contextmanager
 def explaining_passes(roots: Iterable[nn.Module], tp: int = 1) -> Iterator[None]:
-    """Within the block, errors of forward and backward passes that have a usual cause become one sentence.
+    """Explain common errors of forward and backward passes within the block in one sentence, as a UserError.
+
+    These are an in-place operation on a tensor that the backward pass needs, a loss without a graph, a tensor without
+    values, and sizes of a rank's shards that do not match.
 
     Args:
-        roots: have the modules under their names in the whole model.
-        tp: ranks of the tensor axis that cut them.
-
-    Raises:
-        UserError: an operation in place has overwritten what the backward pass needs, the loss has no graph, a tensor
-            has no values, or the sizes of a rank's parts do not go together.
+        roots: modules that hold their submodules under the names of the whole model.
+        tp: ranks of the tensor axis that shard them.
     """
     try:
         yield
@@ -373,9 +345,9 @@ ADVICE = (
     "name in shard the bare parameters and buffers that have a value for each head or feature of a cut layer, as "
     "Shard(dim), and take sizes from the tensors, as with -1 in view"
 )
-"""What to do about sizes that do not go together."""
+"""Remedy for tensor sizes that do not match."""
 
 
 def told_once(text: str) -> str:
-    """The first sentence of a message."""
+    """Return the first sentence of a message."""
     return text.split(". ")[0].rstrip(".!")

@@ -1,12 +1,12 @@
-"""Batches of a user's own model: any nesting of tensors whose dim 0 counts the samples, and what of it a layer takes.
+"""Batches of a user's own model: any nesting of tensors whose dim 0 counts the samples, and the inputs of its layers.
 
-A batch is a tensor, or a tuple, list, mapping or `NamedTuple` of batches. The model's first layer takes
+A batch is a tensor, or a tuple, list, mapping or `NamedTuple` of batches. The model's first layer receives
 
-* a batch that is one tensor,
-* of a tuple or list all elements but the last, in order; the last is the target, which only the loss needs,
-* of a mapping or `NamedTuple` the entries that the parameters of its `forward` name,
+* the batch, if it is one tensor,
+* all elements of a tuple or list but the last, in order; the last is the target, which only the loss needs,
+* the entries of a mapping or `NamedTuple` that the parameters of its `forward` name,
 
-with floats in the dtype that the model computes in. The loss takes the batch as it is.
+with floats cast to the dtype that the model computes in. The loss receives the batch unchanged.
 """
 
 import inspect
@@ -24,12 +24,7 @@ _SAMPLES = "samples"
 
 
 class LayerInputs(NamedTuple):
-    """What a layer is called with.
-
-    Attributes:
-        args: positional arguments.
-        kwargs: keyword arguments.
-    """
+    """Positional and keyword arguments of a call of a layer."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -37,13 +32,13 @@ class LayerInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerSignature:
-    """The parameters of a layer's `forward`.
+    """Parameters of a layer's `forward`.
 
     Attributes:
-        layer: its name in the model.
-        names: those that may be given by name, without `self` and `samples`.
-        required: those without a default.
-        takes_samples: whether there is one called `samples`, for dropout keys (`SampleInfo`).
+        layer: name of the layer in the model.
+        names: parameters that may be passed by name, without `self` and `samples`.
+        required: names of those without a default.
+        takes_samples: whether there is a parameter `samples`, for dropout keys (`SampleInfo`).
     """
 
     layer: str
@@ -53,7 +48,6 @@ class LayerSignature:
 
     @classmethod
     def of(cls, layer: str, module: nn.Module) -> "LayerSignature":
-        """That of a single-device module."""
         found = [
             parameter
             for parameter in list(inspect.signature(type(module).forward).parameters.values())[1:]
@@ -65,18 +59,13 @@ class LayerSignature:
 
     @property
     def takes_one_tensor(self) -> bool:
-        """Whether there is one parameter alone, so that nothing else can be passed."""
+        """Whether there is only one parameter, so that nothing else can be passed."""
         return len(self.names) == 1 and not self.takes_samples
 
     def inputs_of(self, batch: Any, dtype: torch.dtype) -> LayerInputs:
-        """What the model's first layer takes of a batch.
+        """Return the inputs of the model's first layer, with the floats of the batch in `dtype`.
 
-        Args:
-            batch: of samples.
-            dtype: that the model computes in.
-
-        Raises:
-            UserError: the batch has not what its parameters name.
+        Raises UserError if the batch lacks an entry that a parameter names.
         """
         args, kwargs = self._chosen(batch)
         args = tuple(_map(each, partial(_floats_as, dtype=dtype), "batch") for each in args)
@@ -108,14 +97,9 @@ def forward_layer(layer: nn.Module, signature: LayerSignature, inputs: LayerInpu
 
 
 def inputs_from(output: Any, layer: str) -> LayerInputs:
-    """What a layer takes of the output of the one before it.
+    """Return the inputs of the layer after `layer`, whose output is a tensor or a tuple of positional arguments.
 
-    Args:
-        output: a tensor, or tensors that are its positional arguments.
-        layer: the name of the one before it.
-
-    Raises:
-        UserError: the output is something else.
+    Raises UserError if the output is neither.
     """
     tensors = (output,) if isinstance(output, Tensor) else output
     if not isinstance(tensors, tuple | list) or not all(isinstance(each, Tensor) for each in tensors):
@@ -128,20 +112,12 @@ def inputs_from(output: Any, layer: str) -> LayerInputs:
 
 
 def map_tensors(batch: Any, compute: Callable[[Tensor], Any]) -> Any:
-    """The same nesting with `compute(tensor)` in the place of each tensor.
-
-    Raises:
-        UserError: the batch holds something else.
-    """
+    """Return the same nesting with `compute(tensor)` for each tensor; raise UserError for anything but tensors."""
     return _map(batch, compute, "batch")
 
 
 def batch_size(batch: Any) -> int:
-    """How many samples a batch has.
-
-    Raises:
-        UserError: it holds something else than tensors, or they differ in their number of samples.
-    """
+    """Return the number of samples in a batch; raise UserError if its tensors differ in it, or if it has none."""
     sizes: dict[str, int] = {}
     for path, tensor in _leaves(batch, "batch"):
         if tensor.dim() == 0:
@@ -160,11 +136,7 @@ def batch_size(batch: Any) -> int:
 
 
 def split_batch(batch: Any, parts: int) -> list[Any]:
-    """A batch divided into micro-batches of equal size, in order.
-
-    Raises:
-        UserError: its samples do not divide by `parts`.
-    """
+    """Split a batch into equally large micro-batches, in order; raise UserError if `parts` does not divide its size."""
     size = batch_size(batch)
     if size % parts:
         below = size // parts * parts
@@ -176,7 +148,7 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
 
 
 def batch_shapes(batch: Any) -> tuple[Any, ...]:
-    """What decides the shapes that the model computes: path, shape and dtype of each tensor."""
+    """Return the path, shape and dtype of each tensor, which determine the shapes that the model computes."""
     return tuple((path, tuple(tensor.shape), tensor.dtype) for path, tensor in _leaves(batch, "batch"))
 
 
@@ -189,7 +161,6 @@ def _floats_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _fields(batch: Any) -> dict[str, Any] | None:
-    """The entries of a mapping or a `NamedTuple`; None for anything else."""
     if isinstance(batch, Mapping):
         return dict(batch)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):

@@ -1,4 +1,4 @@
-"""The plan of one's own model in short form: what it leaves out follows from the model."""
+"""Sharding plans: the short form `Plan` for a user's own model, completed from the model; and that of a `Decoder`."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,30 +26,30 @@ if TYPE_CHECKING:
 
 
 _LOOK_UP = 16
-"""A look-up has no multiply-adds, but its gradient and its memory traffic are not free: the share of a matrix product
-with the table that it costs."""
+"""Parameters of a lookup table that cost as much as one multiply-add, for its gradient and memory traffic."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model of your own is cut: over pipeline stages by its layers, over the tensor axis by the rules of `shard`.
+    """Sharding plan of your own model: its layers for pipeline stages, and the rules of `shard` for the tensor axis.
 
-    Patterns are dotted names in which `*` stands for any one part and `**` for several. Of patterns that match the same
-    module the most specific decides, for it and everything inside it.
+    Patterns are dotted names in which `*` stands for any one part and `**` for several. If several patterns match a
+    module, the most specific one applies, to the module and everything inside it.
 
     Args:
         layers: names or patterns of the modules that the model runs through, in order; a pattern such as `blocks.*`
-            stands for its modules in the model's order. Every parameter has to be in one of them.
-        shard: pattern of modules, or of bare parameters or buffers, to the rule by which they are cut: `Column`,
-            `Row`, `Vocab`, `Replicated`, `PerHead`, `Shard`. Norms and parameters of one element, and buffers, are
-            `Replicated` where nothing is said. None for a model that no tensor axis cuts.
-        tied: pairs (user, owner) of parameters that are one; those that the model itself makes one are found without.
-        costs: pattern of layers to what each costs to run, in any unit. By default the multiply-adds of its weights.
-        recompute: mode of `train.recompute` to the modules that it computes again. By default `full` computes the
-            layers again that a pattern of `layers` stands for, or all if there is no pattern.
+            stands for its modules in the model's order. Every parameter must be in one of them.
+        shard: pattern of modules, or of bare parameters or buffers, to the rule that shards them: `Column`, `Row`,
+            `Vocab`, `Replicated`, `PerHead`, `Shard`. Norms, parameters of one element and buffers are `Replicated` by
+            default. None for a model that no tensor axis shards.
+        tied: pairs (user, owner) of parameters that share one weight; ties that the model itself makes are found
+            without.
+        costs: pattern of layers to the cost of running each, in any unit. By default the multiply-adds of its weights.
+        recompute: mode of `train.recompute` to the modules that it recomputes. By default `full` recomputes the layers
+            that a pattern of `layers` matches, or all layers if there is no pattern.
         initial: pattern of parameters to their initial values: `Normal(std)`, `Constant(value)` or a function that
-            fills a tensor, such as `torch.nn.init.xavier_uniform_`. The others are as the model's constructor draws
-            them, for which each rank makes the whole model once.
+            fills a tensor, such as `torch.nn.init.xavier_uniform_`. All others keep the values drawn by the model's
+            constructor, for which each rank constructs the whole model once.
 
     Parameters whose `requires_grad` the model's constructor sets to False are frozen: they keep their initial values.
 
@@ -88,13 +88,13 @@ class Plan:
                 raise UserError(f"tied has {pair!r} but must have pairs of names, (user, owner).")
 
     def build(self, model: "nn.Module") -> ModelPlan:
-        """The complete plan of a model.
+        """Return the complete plan of a model.
 
         Args:
-            model: the whole model, on any device (the meta device will do).
+            model: the unsharded model, on any device (including the meta device).
 
         Raises:
-            UserError: a pattern matches nothing, or parameters are left of which nothing is said.
+            UserError: a pattern matches nothing, or a parameter has no rule.
         """
         from threefold.models.module_check import check_modules
 
@@ -127,7 +127,7 @@ class Plan:
         )
 
     def _expanded(self, modules: "Mapping[str, nn.Module]") -> tuple[tuple[str, ...], list[str]]:
-        """The layers by name, and those of them that a pattern stands for."""
+        """Return the names of the layers, and of those among them that a pattern matches."""
         names: list[str] = []
         stacked: list[str] = []
         for pattern in self.layers:
@@ -144,7 +144,6 @@ class Plan:
     def _rules(
         self, modules: "Mapping[str, nn.Module]", parameters: "Mapping[str, nn.Parameter]", buffers: Sequence[str]
     ) -> tuple[dict[str, Split], dict[str, Split]]:
-        """The rules of modules, and those of bare parameters and buffers."""
         if self.shard is None:
             return {
                 name: Replicated() for name in dict.fromkeys(each.split(".")[0] for each in parameters if "." in each)
@@ -175,7 +174,7 @@ class Plan:
         return _multiply_adds(modules[layer]) if layer in modules else 0.0
 
     def _ties(self, parameters: "Mapping[str, nn.Parameter]") -> dict[str, str]:
-        """Each further name of a parameter with the name that it is stored under."""
+        """Map each further name of a parameter to the name that it is stored under."""
         ties = dict(self.tied)
         owners = {parameters[owner]: owner for owner in ties.values() if owner in parameters}
         for name, parameter in parameters.items():
@@ -186,8 +185,6 @@ class Plan:
 
 
 class _InitialValues:
-    """The initial values of each parameter by its name."""
-
     def __init__(self, rules: "dict[str, Initial | Callable[[Tensor], object]]") -> None:
         self._rules, self._patterns = rules, Patterns(rules)
 
@@ -206,7 +203,7 @@ def _is_norm(module: "nn.Module") -> bool:
 
 
 def _multiply_adds(layer: "nn.Module") -> float:
-    """Multiply-adds of a layer for each token, as far as they follow from its weights."""
+    """Return a layer's multiply-adds per token, as far as its weights determine them."""
     from torch import nn
 
     total = 0.0
@@ -226,11 +223,7 @@ def _refuse_running_statistics(modules: "Mapping[str, nn.Module]") -> None:
 
 
 def _frozen(parameters: "Mapping[str, nn.Parameter]", ties: Mapping[str, str]) -> frozenset[str]:
-    """The names of the parameters that the model does not train.
-
-    Raises:
-        UserError: a weight is trained under one of its names and not under another, or none is trained.
-    """
+    """Return the untrained parameters; raise UserError if all are, or if only some names of a tied weight are."""
     frozen = frozenset(name for name, parameter in parameters.items() if not parameter.requires_grad)
     if parameters and len(frozen) == len(parameters):
         raise UserError("All parameters of the model are frozen (requires_grad is False); leave one to be trained.")
@@ -250,11 +243,7 @@ def _require_decided(
     bare: Mapping[str, Split],
     modules: "Mapping[str, nn.Module]",
 ) -> None:
-    """Check that something is said of each parameter.
-
-    Raises:
-        UserError: naming the modules and bare parameters that are left.
-    """
+    """Raise UserError if a module or bare parameter has no rule."""
     by_module, by_name = Patterns(split), Patterns(bare)
     left: list[str] = []
     for name in parameters:
@@ -273,7 +262,6 @@ def _require_decided(
 
 
 def _require_use(what: str, patterns: Iterable[str], names: Collection[str]) -> None:
-    """Check that each pattern matches a name."""
     for pattern in patterns:
         if not any(name and matches(name, pattern) for name in names):
             kind = {"shard": "module or parameter", "initial": "parameter", "costs": "layer"}[what]
@@ -283,7 +271,7 @@ def _require_use(what: str, patterns: Iterable[str], names: Collection[str]) -> 
 
 
 def _named(parameter: str, modules: "Mapping[str, nn.Module]") -> str:
-    """What a rule would name for a parameter, as a pattern, and its class."""
+    """Return the pattern and class that a rule for the parameter would name."""
     owner, _, own = parameter.rpartition(".")
     module = modules[owner]
     if own in ("weight", "bias") and type(module).__module__.startswith("torch."):
@@ -292,24 +280,18 @@ def _named(parameter: str, modules: "Mapping[str, nn.Module]") -> str:
 
 
 def as_pattern(name: str) -> str:
-    """A name with `*` in the place of its numbers."""
+    """Return a name with its numbers replaced by `*`."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 _RESIDUAL = ("*.attn.proj.weight", "*.mlp.down.weight", "*.mlp.shared.down.weight", "*.mlp.experts.down")
-"""Weights whose output joins the residual stream."""
+"""Weights whose output is added to the residual stream."""
 
 
 def decoder_plan(config: ModelConfig, split: Mapping[str, Split], block_costs: Sequence[int]) -> ModelPlan:
-    """The plan of a `Decoder`.
-
-    Args:
-        config: its sizes.
-        split: how its weights are cut.
-        block_costs: multiply-adds per token of each block.
-    """
+    """Return the plan of a `Decoder`, given the rules of its weights and each block's multiply-adds per token."""
     layers, table = config.num_layers, config.vocab_size * config.hidden_size
-    # A look-up has no multiply-adds, but its gradient and its memory traffic are not free.
+    # A lookup has no multiply-adds, but its gradient and memory traffic are not free.
     costs = (table / 16, *block_costs, table)
     return ModelPlan(
         split=split,
@@ -323,8 +305,11 @@ def decoder_plan(config: ModelConfig, split: Mapping[str, Split], block_costs: S
 
 
 def initial_values(name: str, config: ModelConfig) -> Initial:
-    """GPT-2's initial weights: N(0, range²), narrower by 1/√(2·layers) where a layer's output joins the residual
-    stream; biases 0, and the weights of norms 1."""
+    """Return the initial values of a weight, as in GPT-2.
+
+    Weights follow N(0, range²), scaled by 1/√(2·layers) if the output is added to the residual stream; biases are 0,
+    and the weights of norms 1.
+    """
     if name.endswith(".bias"):
         return Constant(0.0)
     if fnmatchcase(name, "*norm.weight"):

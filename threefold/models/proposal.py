@@ -1,4 +1,4 @@
-"""Proposes a plan for a model that has none, by the classes and the names of its modules."""
+"""Proposal of a plan for a model that has none, from the classes and names of its modules."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from threefold.models.sharding import Column, Patterns, Replicated, Row, Shard, 
 _ATTENTION: Final = frozenset(
     ["q", "k", "v", "query", "key", "value", "q_proj", "k_proj", "v_proj", "to_q", "to_k", "to_v", "wq", "wk", "wv"]
 )
-"""Last parts of names of the linear layers that make queries, keys and values."""
+"""Last parts of the names of linear layers that compute queries, keys and values."""
 _FEED_FORWARD: Final = frozenset(
     [
         "gate",
@@ -30,9 +30,9 @@ _FEED_FORWARD: Final = frozenset(
         "dense_h_to_4h",
     ]
 )
-"""The same of those that make the features of a feed-forward block."""
+"""Last parts of the names of linear layers that compute the inner features of a feed-forward block."""
 _COLUMN: Final = _ATTENTION | _FEED_FORWARD
-"""Last parts of names of linear layers whose output features are cut; the next layer takes its share."""
+"""Last parts of the names of linear layers to shard by output features; the next layer takes the shard."""
 _ROW: Final = frozenset(
     [
         "o",
@@ -53,39 +53,38 @@ _ROW: Final = frozenset(
         "dense_4h_to_h",
     ]
 )
-"""Of those that take the share."""
+"""Last parts of the names of linear layers that take the shard."""
 _FUSED: Final = frozenset(["qkv", "c_attn", "query_key_value", "wqkv", "in_proj", "qkv_proj", "to_qkv"])
 _IF_CONCATENATED: Final = "right if all queries come first, then keys, then values; without groups if by head"
 _LOGITS: Final = frozenset(["head", "lm_head", "output", "logits", "unembed", "decoder", "to_logits"])
 _POSITIONS: Final = ("pos", "wpe")
 _HEADS: Final = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead")
-"""Attributes in which modules commonly have their number of heads."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A plan that follows from classes and names.
+    """A plan derived from classes and names.
 
     Attributes:
-        plan: what the modules' names suggest; undecided ones are replicated in it.
-        undecided: pattern of a module or bare parameter to why nothing could be said.
+        plan: plan that the modules' names suggest, with undecided modules replicated.
+        undecided: pattern of a module or bare parameter to the reason why it is undecided.
     """
 
     plan: Plan
     undecided: Mapping[str, str] = field(default_factory=dict)
 
     def label(self, name: str) -> str:
-        """What the plan says a module or bare parameter under: its name, or a pattern."""
+        """Return the key of a module or bare parameter in the plan: its name, or a pattern."""
         return name if name in (self.plan.shard or {}) else as_pattern(name)
 
     def rule(self, name: str) -> Split:
-        """The rule of a parameter; what nothing is said of is replicated."""
+        """Return the rule of a parameter; parameters without one are replicated."""
         rules = self.plan.shard or {}
         label = Patterns(rules).naming(name) or Patterns(rules).deciding(name.rpartition(".")[0])
         return rules[label] if label is not None else Replicated()
 
     def source(self) -> str:
-        """The plan as Python, to be pasted into the model's file."""
+        """Return the plan as Python code, to be pasted into the model's file."""
         lines = ["plan = t3.Plan(", f"    layers={_listed(self.plan.layers)},", "    shard={"]
         for pattern, rule in (self.plan.shard or {}).items():
             why = self.undecided.get(pattern)
@@ -94,11 +93,7 @@ class Proposal:
 
 
 def propose(model: nn.Module) -> Proposal:
-    """A plan for a model.
-
-    Args:
-        model: the whole model, on any device.
-    """
+    """Propose a plan for an unsharded model, on any device."""
     vocabularies = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
     decided: dict[str, tuple[Split, str]] = {}
     opaque = tuple(_opaque(model))
@@ -112,7 +107,7 @@ def propose(model: nn.Module) -> Proposal:
             decided[name] = (Replicated() if positions else Vocab()), ""
         elif is_of_torch(module) and name:
             if not _is_norm(module) and any(True for _ in module.parameters(recurse=False)):
-                decided[name] = Replicated(), ""  # a convolution, an LSTM, …: no rule cuts one
+                decided[name] = Replicated(), ""  # a convolution, an LSTM, …: no rule shards these
         else:
             for own, parameter in module.named_parameters(recurse=False):
                 if parameter.numel() > 1:
@@ -121,7 +116,7 @@ def propose(model: nn.Module) -> Proposal:
 
 
 def _by_pattern(model: nn.Module, decided: Mapping[str, tuple[Split, str]]) -> Proposal:
-    """The proposal, with a pattern for names that differ in their numbers alone, if it says the same of all."""
+    """Combine names that differ only in their numbers into a pattern, if all have the same rule."""
     named = Counter(as_pattern(name) for name, _ in model.named_modules())
     same: dict[str, list[str]] = {}
     for name in decided:
@@ -140,22 +135,24 @@ def _by_pattern(model: nn.Module, decided: Mapping[str, tuple[Split, str]]) -> P
 
 
 def is_of_torch(module: nn.Module) -> bool:
-    """Whether a module is one of torch's own, so that its parameters belong together."""
+    """Return whether a module is one of torch's own, so that its parameters belong together."""
     return type(module).__module__.startswith("torch.")
 
 
 def _opaque(model: nn.Module) -> Iterator[str]:
-    """The beginnings of the names of what is inside modules of torch that have parameters of their own, such as
-    `nn.MultiheadAttention`, which compute with what is inside by themselves."""
+    """Yield the prefixes of names inside torch modules with parameters of their own, such as `nn.MultiheadAttention`.
+
+    Such modules compute with their submodules' weights directly.
+    """
     for name, module in model.named_modules():
         if name and is_of_torch(module) and any(True for _ in module.parameters(recurse=False)):
             yield name + "."
 
 
 def _of_bare(module: nn.Module, shape: tuple[int, ...]) -> tuple[Split, str]:
-    """The rule of a bare parameter, and why there is none where nothing could be said.
+    """Return the rule of a bare parameter, with the reason if it is undecided.
 
-    It is cut where a dim of it is the heads, or the features, of the layers beside it whose output is cut.
+    It is sharded along a dim that counts the heads, or the features, of a sharded layer beside it.
     """
     linear = {name: each for name, each in module.named_children() if isinstance(each, nn.Linear)}
     columns = {name: each for name, each in linear.items() if name in _COLUMN and linear.keys() & _ROW}
@@ -171,12 +168,11 @@ def _of_bare(module: nn.Module, shape: tuple[int, ...]) -> tuple[Split, str]:
 
 
 def _heads(module: nn.Module) -> int:
-    """How many heads a module says that it has; 0 where it says nothing."""
     return next((count for each in _HEADS if isinstance(count := getattr(module, each, None), int)), 0)
 
 
 def _cuts_fused(module: nn.Module) -> bool:
-    """Whether a module has a layer of queries, keys and values of equal size, and its heads are known."""
+    """Return whether a module has one layer for equally wide queries, keys and values, and a known number of heads."""
     fused = next(
         (each for name, each in module.named_children() if name in _FUSED and isinstance(each, nn.Linear)), None
     )
@@ -190,7 +186,7 @@ def _cuts_fused(module: nn.Module) -> bool:
 
 
 def _of_linear(name: str, module: nn.Linear, model: nn.Module, vocabularies: set[int]) -> tuple[Split, str]:
-    """The rule of a linear layer, and why there is none where nothing could be said."""
+    """Return the rule of a linear layer, with the reason if it is undecided."""
     owner, _, own = name.rpartition(".")
     parent = model.get_submodule(owner)
     beside = {child for child, each in parent.named_children() if isinstance(each, nn.Linear)}
@@ -218,7 +214,7 @@ def _of_linear(name: str, module: nn.Linear, model: nn.Module, vocabularies: set
 
 
 def _layers(model: nn.Module, prefix: str = "") -> Iterator[str]:
-    """The modules that a model seems to run through: its children, and those of lists inside."""
+    """Yield the modules that a model seems to run through: its children, and patterns for the lists among them."""
     for name, child in model.named_children():
         whole = f"{prefix}{name}"
         if not any(True for _ in child.parameters()):

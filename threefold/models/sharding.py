@@ -1,7 +1,7 @@
-"""Patterns over the dotted names of modules, and which of several patterns decides for a name.
+"""Sharding rules and plans: patterns of module names, initial values, rules of each kind of module, and `ModelPlan`.
 
-A pattern is a dotted name in which a part may be `*`, any one part, or `**`, one or more parts; inside a part `*` is
-any characters of that part, as in `attn_*`.
+A pattern is a dotted name in which a part may be `*`, any one part, or `**`, one or more parts; inside a part, `*`
+matches any characters of that part, as in `attn_*`.
 """
 
 import re
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a whole name fits a pattern: `blocks.3` fits `blocks.*`, and `blocks.3.attn` does not."""
+    """Return whether a whole name matches a pattern: `blocks.3` matches `blocks.*`, and `blocks.3.attn` does not."""
     return _expression(pattern).fullmatch(name) is not None
 
 
 def specificity(pattern: str) -> tuple[int, int, int, int]:
-    """What patterns are compared by; of two, the larger is the more specific.
+    """Return the sort key of a pattern, larger for a more specific one.
 
-    More parts without a star; where those are equally many, more parts with a star inside; then more parts that are
-    `*`; then fewer that are `**`.
+    It compares, in this order: more parts without a star, more parts with a star inside, more parts `*`, fewer parts
+    `**`.
     """
     parts = pattern.split(".")
     several, single = parts.count("**"), parts.count("*")
@@ -36,14 +36,9 @@ def specificity(pattern: str) -> tuple[int, int, int, int]:
 
 
 class Patterns:
-    """Patterns of which each decides for the modules whose names it matches and for everything inside them, unless a
-    more specific one does.
+    """Set of patterns, of which the most specific match applies to a module and everything inside it.
 
-    Args:
-        patterns: of `split`, in any order.
-
-    Raises:
-        UserError: one of them is no pattern.
+    Raises UserError if a pattern is malformed.
     """
 
     def __init__(self, patterns: Iterable[str]) -> None:
@@ -52,10 +47,9 @@ class Patterns:
             _expression(pattern)
 
     def deciding(self, name: str) -> str | None:
-        """The pattern that decides for a module; None where none matches it or a module around it.
+        """Return the pattern that applies to a module; None if none matches it or a module around it.
 
-        Raises:
-            UserError: two do, and neither is more specific.
+        Raises UserError if two patterns match and are equally specific.
         """
         found: list[tuple[tuple[int, int, int, int], str]] = []
         for rank, pattern in self._ranked:
@@ -72,11 +66,7 @@ class Patterns:
         return found[0][1] if found else None
 
     def naming(self, name: str) -> str | None:
-        """The pattern that decides for a module and matches its own name, not that of a module around it alone.
-
-        Raises:
-            UserError: as for `deciding`.
-        """
+        """Return the pattern that applies to a module if it matches its own name, not that of a module around it."""
         found = self.deciding(name)
         return found if found is not None and matches(name, found) else None
 
@@ -118,7 +108,7 @@ class Constant:
     """One initial value for all elements.
 
     Args:
-        value: of each element.
+        value: initial value.
     """
 
     value: float
@@ -126,12 +116,9 @@ class Constant:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Initial values that a function such as `torch.nn.init.xavier_uniform_` draws.
+    """Initial values from a function such as `torch.nn.init.xavier_uniform_` that fills a tensor in place.
 
-    A rank holds one whole parameter at a time while it keeps its shard.
-
-    Args:
-        fill: fills a whole parameter in place, with torch's random numbers.
+    It draws torch's random numbers. A rank holds one unsharded parameter at a time, to keep its shard.
     """
 
     fill: Callable[["Tensor"], object]
@@ -139,9 +126,9 @@ class Drawn:
 
 @dataclass(frozen=True)
 class AsConstructed:
-    """The initial values that the model's own constructor draws.
+    """Initial values that the model's own constructor draws.
 
-    Every rank makes the whole model once, in its memory and not in that of its device, and keeps its shards.
+    Every rank constructs the whole model once, in host memory, and keeps its shards.
     """
 
 
@@ -149,15 +136,15 @@ Initial = Normal | Constant | Drawn | AsConstructed
 
 
 HEADS: Final = "heads"
-"""The name of a unit that no setting counts, but a rule itself."""
+"""Name of a unit that is counted by a rule itself instead of a setting."""
 
 
 class Cut(NamedTuple):
-    """One cut of a parameter.
+    """Sharding of a parameter along one axis.
 
     Attributes:
-        axis: of the mesh, `tp` or `ep`.
-        dim: of the parameter, which the ranks of that axis divide among them.
+        axis: axis of the mesh, `tp` or `ep`.
+        dim: dim of the parameter that the ranks of the axis divide among them.
     """
 
     axis: str
@@ -166,16 +153,15 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Unit:
-    """What a cut keeps together: a dim is so many units one after another, and each is on one rank as a whole.
+    """Run of indices that stays on one rank: a sharded dim consists of `count` units, one after another.
 
     Attributes:
-        setting: of the config, which counts the units; the axis that cuts the dim has to divide it.
-        count: its value.
-        parts: what follows one another inside a unit, as (name, indices of the dim): the queries, keys and values of a
-            GQA group, a gate and the feature that it gates.
-        repeated: the parts that each of several ranks may have whole, where the axis has a multiple of `count` ranks,
-            which divide the other parts of a unit among them: the keys and values of a GQA group. Empty where a unit is
-            on one rank only.
+        setting: setting of the config that counts the units; the size of the axis must divide it.
+        count: value of the setting.
+        parts: consecutive parts of a unit, as (name, indices of the dim): queries, keys and values of a GQA group, or a
+            gate and the feature that it gates.
+        repeated: parts that several ranks hold whole if the axis has a multiple of `count` ranks, which then divide the
+            other parts of a unit among them: keys and values of a GQA group. Empty if a unit is on one rank only.
     """
 
     setting: str
@@ -185,65 +171,55 @@ class Unit:
 
     @property
     def size(self) -> int:
-        """Indices of the dim that one unit has."""
+        """Number of indices in one unit."""
         return sum(size for _, size in self.parts)
 
     def is_shared(self, ranks: int) -> bool:
-        """Whether each unit is shared by several of so many ranks."""
+        """Return whether, on `ranks` ranks, several ranks share each unit."""
         return bool(self.repeated) and ranks > self.count and ranks % self.count == 0
 
     def fits(self, ranks: int) -> bool:
-        """Whether so many ranks can divide the units among them, or share them."""
+        """Return whether `ranks` ranks can divide the units among them, or share them."""
         return self.count % ranks == 0 or self.is_shared(ranks)
 
 
 @dataclass(frozen=True)
 class Split:
-    """How a module is cut; the base of all rules.
+    """Rule that shards a module; base class of all rules.
 
     Attributes:
-        parameters: the parameters that the module may have, and how each is cut; None where it may have any, which are
-            whole on every rank.
-        needs_tensor_axis: whether the rule changes nothing where the tensor axis has one rank.
+        parameters: parameters that the module may have, with the cuts of each; None for any parameters, all replicated.
+        needs_tensor_axis: whether the rule has no effect on a tensor axis of one rank.
     """
 
     parameters: ClassVar[Mapping[str, tuple[Cut, ...]] | None] = None
     needs_tensor_axis: ClassVar[bool] = False
 
     def cuts(self, parameter: str) -> tuple[Cut, ...]:
-        """The cuts of one of the module's parameters, the mesh's outer axis first; empty for one that is whole.
-
-        Args:
-            parameter: its name in the module.
-        """
+        """Return the cuts of a parameter of the module, the mesh's outer axis first; empty for a replicated one."""
         return (self.parameters or {}).get(parameter, ())
 
     def cut_dim(self, parameter: str, axis: str) -> int | None:
-        """The dim of a parameter that an axis cuts; None where its ranks have the whole of it.
-
-        Args:
-            parameter: its name in the module.
-            axis: `tp` or `ep`.
-        """
+        """Return the dim of a parameter that an axis (`tp` or `ep`) shards; None if its ranks hold all of it."""
         return next((cut.dim for cut in self.cuts(parameter) if cut.axis == axis), None)
 
     def units(self, parameter: str) -> Mapping[str, Unit]:
-        """What the cuts of a parameter keep together, by axis; nothing for an axis that may cut anywhere."""
+        """Return the units of a sharded parameter, by axis; an axis that may cut anywhere has none."""
         return {}
 
 
 @dataclass(frozen=True)
 class Column(Split):
-    """A linear layer whose output features are split; the next layer takes the shard.
+    """Linear layer whose output features are sharded; the next layer takes the shard.
 
     Args:
-        unit: of the output features; None where they may be cut anywhere.
-        heads: the same in short: how many heads (or other units of equal width) the output features are; 0 where they
-            may be cut anywhere. The tensor axis has to divide it.
-        groups: how many groups of equal size follow one another in the output features, each of which is split: 3 for
-            queries, keys and values that one layer computes and `chunk(3, -1)` separates; `heads` counts those of each.
-            Ranks hold equal parts of the weight and gather all features, which costs an all-gather that separate
-            layers do without.
+        unit: unit of the output features; None if they may be cut anywhere.
+        heads: short form of `unit`: number of heads (or other units of equal width) in the output features; 0 if they
+            may be cut anywhere. The size of the tensor axis must divide it.
+        groups: number of groups of equal size in the output features, each of which is sharded: 3 for queries, keys and
+            values that one layer computes and `chunk(3, -1)` separates; `heads` counts the heads of one group. Ranks
+            hold equal parts of the weight and gather all features, which costs an all-gather that separate layers
+            avoid.
 
     Example:
         >>> plan = threefold.Plan(
@@ -271,11 +247,11 @@ class Column(Split):
 
 @dataclass(frozen=True)
 class Row(Split):
-    """A linear layer whose input features are split, and arrive split; its output is whole.
+    """Linear layer whose input features are sharded, as is its input; its output is summed over the ranks.
 
     Args:
-        unit: of the input features; None where they may be cut anywhere.
-        heads: as of `Column`, of the input features.
+        unit: unit of the input features; None if they may be cut anywhere.
+        heads: number of heads in the input features, as for `Column`.
     """
 
     unit: Unit | None = None
@@ -295,8 +271,10 @@ def _unit(unit: Unit | None, heads: int) -> Unit | None:
 
 @dataclass(frozen=True)
 class Vocab(Split):
-    """An embedding table whose rows are split, anywhere; or the linear layer that makes logits, split likewise, whose
-    output every rank gathers whole."""
+    """Embedding table whose rows are sharded, or linear layer to logits that is sharded alike and gathers its output.
+
+    The rows may be cut anywhere.
+    """
 
     parameters = {"weight": (Cut("tp", 0),), "bias": (Cut("tp", 0),)}  # noqa: RUF012
     needs_tensor_axis = True
@@ -304,7 +282,7 @@ class Vocab(Split):
 
 @dataclass(frozen=True)
 class VocabLoss(Split):
-    """A cross-entropy whose logits are split over a vocabulary of `vocab_size`."""
+    """Cross-entropy of logits that are sharded over a vocabulary of `vocab_size`."""
 
     parameters = {}  # noqa: RUF012
     needs_tensor_axis = True
@@ -313,8 +291,10 @@ class VocabLoss(Split):
 
 @dataclass(frozen=True)
 class AttentionCore(Split):
-    """A `CausalAttention` of `heads` heads in all: each rank of the tensor axis has some, for all that a context
-    rank holds of the sequence."""
+    """`CausalAttention` with `heads` heads in total, sharded over the tensor axis.
+
+    Each rank attends with its own heads, for the part of the sequence that its context rank holds.
+    """
 
     parameters = {}  # noqa: RUF012
     heads: int
@@ -322,37 +302,39 @@ class AttentionCore(Split):
 
 @dataclass(frozen=True)
 class OverContext(Split):
-    """A `Rotary` on queries and keys, of which the tensor axis holds the sequence together."""
+    """`Rotary` on queries and keys for which all ranks of a tensor axis hold the same positions."""
 
 
 @dataclass(frozen=True)
 class OverSequence(Split):
-    """A `Dropout` or `PositionEmbedding` on activations [B, S, …] that may be cut along the sequence."""
+    """`Dropout` or `PositionEmbedding` on activations [B, S, …] that may be sharded along the sequence."""
 
 
 @dataclass(frozen=True)
 class Replicated(Split):
-    """Every rank holds the whole module and computes the same with it, or with its shard of the sequence."""
+    """Module that every rank holds whole, to compute the same result, or that of its shard of the sequence."""
 
 
 @dataclass(frozen=True)
 class PerHead(Split):
-    """A module that every rank of the tensor axis holds whole and applies to its own heads alone (as QK-norm), so that
-    each rank has a part of the gradients of its weights: the engine adds them up."""
+    """Module that every tensor rank holds whole and applies only to its own heads, such as QK-norm.
+
+    Each rank has a partial gradient of its weights; the partial gradients are summed over the tensor axis.
+    """
 
 
 @dataclass(frozen=True)
 class TokenRouting(Split):
-    """A `Routing`, whose capacity and load balancing loss need the other positions of a sequence."""
+    """`Routing`, whose capacity and load balancing loss depend on the other positions of a sequence."""
 
 
 @dataclass(frozen=True)
 class OverExperts(Split):
-    """`Experts`, of which the expert axis has some on each rank, and the tensor axis a part of each.
+    """`Experts`, divided over the expert axis, with each expert sharded over the tensor axis.
 
     Args:
-        experts: how many there are, as a unit; None where that may be any number.
-        inner: the features inside each, as a unit of `gate_up`; None where they may be cut anywhere.
+        experts: experts, as a unit; None if there may be any number.
+        inner: inner features of each expert, as a unit of `gate_up`; None if they may be cut anywhere.
     """
 
     parameters = {"gate_up": (Cut("ep", 0), Cut("tp", 1)), "down": (Cut("ep", 0), Cut("tp", 2))}  # noqa: RUF012
@@ -360,7 +342,7 @@ class OverExperts(Split):
     inner: Unit | None = None
 
     def uncut_dim(self, parameter: str) -> int:
-        """The dim that neither axis cuts; ZeRO shards along it among the ranks that have the same experts."""
+        """Return the dim that neither axis cuts, along which ZeRO shards among the ranks with the same experts."""
         return next(dim for dim in range(3) if dim not in {cut.dim for cut in self.cuts(parameter)})
 
     def units(self, parameter: str) -> Mapping[str, Unit]:
@@ -372,27 +354,27 @@ class OverExperts(Split):
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """The plan of a model: how it is sharded, partitioned into stages and initialised.
+    """Complete plan of a model: how it is sharded, partitioned into stages and initialized.
 
     Attributes:
-        split: pattern of module names (`models.name_pattern`: `*` for one part, `**` for several) → how they are cut.
-            It decides for the modules that it matches and all inside them, but where a more specific pattern does, in
-            whatever order they are given. Each matches a module, and each parameter is decided.
-        layers: names of the modules that the model runs through, in order; every parameter is in one of them. All
-            but the last are called as `layer(x, samples)`, the last as `layer(x, labels)`.
-        costs: what each of them costs to run, in any unit; the pipeline's stages are balanced by it.
-        initial: parameter name → its initial values.
-        ties: parameter name → the name of the parameter whose weight it shares (tied embeddings), and under which it
-            is stored.
-        recompute: mode of `train.recompute` → patterns (without `**`) of the modules that it computes again in the
-            backward pass; each is in one of the layers.
-        shared: groups of modules that share all their parameters, stored under the name of a group's first.
-        kinds: the class of each layer, for stages with equally many layers of one class; may be left out.
-        bare: pattern of the names of parameters that are in no module of `split`, and of buffers → how they are cut.
+        split: pattern of module names (`*` for one part, `**` for several) → rule of these modules. It applies to the
+            modules that it matches and everything inside them, except where a more specific pattern does, in any order.
+            Each pattern matches a module, and each parameter has a rule.
+        layers: names of the modules that the model runs through, in order; every parameter is in one of them. All but
+            the last are called as `layer(x, samples)`, the last as `layer(x, labels)`.
+        costs: cost of running each layer, in any unit; balances the pipeline stages.
+        initial: parameter name → initial values.
+        ties: parameter name → name of the parameter whose weight it shares (tied embeddings), and under which it is
+            stored.
+        recompute: mode of `train.recompute` → patterns (without `**`) of the modules that it recomputes in the backward
+            pass; each module is in one of the layers.
+        shared: groups of modules that share all their parameters, stored under the name of a group's first module.
+        kinds: class of each layer, for stages with equally many layers of one class; may be omitted.
+        bare: pattern of names of buffers, and of parameters in no module of `split` → rule.
         frozen: names of the parameters that are not trained (`requires_grad` is False): they keep their initial values,
             without gradients and optimizer state.
-        constructed: whether buffers have the values that the model's constructor gives them; they are constants, which
-            no checkpoint has. Without, a model may have none.
+        constructed: whether buffers keep the values that the model's constructor gives them, as constants that no
+            checkpoint stores. If False, the model must not have buffers.
 
     Raises:
         ValueError: a name shares the weights of one that itself shares another's.
@@ -418,26 +400,24 @@ class ModelPlan:
 
     @cached_property
     def patterns(self) -> Patterns:
-        """The patterns of `split`."""
+        """Patterns of `split`."""
         return Patterns(self.split)
 
     def split_of(self, parameter: str) -> Split | None:
-        """How the module of a parameter is cut, or a bare parameter itself; None where no pattern matches it."""
+        """Return the rule of a parameter's module, or of a bare parameter itself; None if no pattern matches."""
         if self.bare and (found := Patterns(self.bare).naming(parameter)) is not None:
             return self.bare[found]
         found = self.patterns.deciding(parameter.rpartition(".")[0])
         return None if found is None else self.split[found]
 
     def is_bare(self, parameter: str) -> bool:
-        """Whether a parameter has a rule by itself."""
+        """Return whether a parameter has a rule of its own."""
         return bool(self.bare) and Patterns(self.bare).naming(parameter) is not None
 
     def is_hidden_matrix(self, name: str, dims: int) -> bool:
-        """Whether a parameter is a weight of two dims or more of a layer between the model's first and its last.
+        """Return whether a parameter of this unsharded name has two `dims` or more and is in an inner layer.
 
-        Args:
-            name: in the whole model; a tied weight's is that of its first use.
-            dims: how many it has.
+        Inner layers are those between the first and the last; a tied weight has the name of its first use.
         """
         parts = name.split(".")
         return dims >= 2 and any(".".join(parts[:end]) in self._hidden_layers for end in range(1, len(parts)))
@@ -447,19 +427,11 @@ class ModelPlan:
         return frozenset(self.layers[1:-1])
 
     def divided_settings(self, axis: str) -> dict[str, int]:
-        """The settings of the model's config that the size of an axis has to divide, and their values.
-
-        Args:
-            axis: `tp` or `ep`.
-        """
+        """Return the model settings that the size of an axis (`tp` or `ep`) must divide, with their values."""
         return {setting: unit.count for setting, unit in self.units(axis).items()}
 
     def units(self, axis: str) -> dict[str, Unit]:
-        """What the cuts of an axis keep together, by the setting that counts it.
-
-        Args:
-            axis: `tp` or `ep`.
-        """
+        """Return the units that an axis (`tp` or `ep`) keeps together, by the setting that counts them."""
         found: dict[str, Unit] = {}
         for rule in self.split.values():
             for parameter in rule.parameters or ():
@@ -469,31 +441,25 @@ class ModelPlan:
         return found
 
     def nearest_size(self, axis: str, size: int, settings: Collection[str] | None = None) -> int:
-        """The size of an axis nearest to `size` that units fit, the smaller of two.
-
-        Args:
-            axis: `tp` or `ep`.
-            size: one that they do not fit.
-            settings: those that count the units; None for all.
-        """
+        """Return the nearest size of an axis (`tp` or `ep`) that fits the units of `settings`; of two, the smaller."""
         units = [unit for setting, unit in self.units(axis).items() if settings is None or setting in settings]
         most = gcd(*(unit.count for unit in units if not unit.repeated)) or max(unit.count for unit in units)
         fitting = (number for number in divisors(most) if all(unit.fits(number) for unit in units))
         return min(fitting, key=lambda number: (abs(number - size), number))
 
     def has_partial_gradient(self, name: str) -> bool:
-        """Whether each tensor rank has a part only of the gradient of a parameter that it holds whole."""
+        """Return whether each tensor rank has only a partial gradient of a parameter that it holds whole."""
         return isinstance(self.split_of(name), PerHead)
 
     def tied_groups(self) -> list[tuple[str, ...]]:
-        """Groups of parameters or modules that share their weights, the one that stores them first."""
+        """Return the groups of parameters or modules that share their weights, the one that stores them first."""
         users: dict[str, list[str]] = {}
         for user, owner in self.ties.items():
             users.setdefault(owner, [owner]).append(user)
         return [*map(tuple, users.values()), *self.shared]
 
     def whole_name(self, name: str) -> str:
-        """The one name that a parameter has everywhere."""
+        """Return the name that a parameter is stored under."""
         for owner, *users in self.shared:
             for user in users:
                 if name.startswith(user + "."):
@@ -503,14 +469,16 @@ class ModelPlan:
 
 @dataclass(frozen=True)
 class Shard(Split):
-    """A bare parameter or a buffer of which each rank of the tensor axis has a part along `dim`, such as a factor for
-    each head or for each feature of a `Column` layer. The module reads its part, as it sees its part of that layer's
-    output. A buffer is registered with `persistent=False`, and each part is cut from what the constructor computes.
+    """Bare parameter or buffer that the tensor axis shards along `dim`, such as a factor for each head.
+
+    It may also be a factor for each feature of a `Column` layer. The module reads its shard, just as it sees its shard
+    of that layer's output. A buffer is registered with `persistent=False`, and each shard is cut from the values that
+    the constructor computes.
 
     Args:
-        dim: of the parameter or buffer.
-        heads: how many heads (or other units of equal width) that dim is, as of the `Column` layers around; 0 where it
-            may be cut anywhere. The tensor axis has to divide it.
+        dim: dim of the parameter or buffer.
+        heads: number of heads (or other units of equal width) along that dim, as in the surrounding `Column` layers; 0
+            if it may be cut anywhere. The size of the tensor axis must divide it.
 
     Example:
         >>> plan = threefold.Plan(

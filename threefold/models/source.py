@@ -1,4 +1,4 @@
-"""Where a run's model comes from: its config, a Python file of the user's, or objects of a Python program."""
+"""Sources of a run's model: the config, a user's Python file, or objects of a Python program."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -23,40 +23,40 @@ from threefold.plugins import import_file
 
 MakeModel = Callable[[], nn.Module]
 AnyPlan = Plan | ModelPlan | Callable[..., Plan | ModelPlan]
-"""A plan, or a function of the `model` section that returns one."""
+"""A plan, or a function from the `model` section to a plan."""
 
 
 class ModelSource(ABC):
-    """Where a model comes from. Can be pickled, so that workers load it by themselves."""
+    """Source of a model. It can be pickled, so that workers load the model themselves."""
 
     @abstractmethod
     def load(self, config: Config) -> tuple[MakeModel, ModelPlan]:
-        """A function that makes the model of a resolved config, and its sharding plan.
+        """Return a function that makes the model of a resolved config, and the model's sharding plan.
 
         Raises:
-            UserError: there is no such model, or it does not have what it needs.
+            UserError: there is no such model, or it lacks a required part.
         """
 
     @abstractmethod
     def describe(self, config: Config) -> str:
-        """Name of the model for the output."""
+        """Return the name of the model for output."""
 
     def loss(self, config: Config) -> Callable[..., Any] | None:
-        """The loss that belongs to the model; None where its last layer returns it."""
+        """Return the loss that belongs to the model; None if its last layer returns it."""
         return None
 
     def configured(self, config: Config) -> Config:
-        """A config, not resolved yet, whose `model` section says where the model comes from."""
+        """Return the unresolved config with this source in its `model` section."""
         return config
 
     def files(self, config: Config) -> tuple[Path, ...]:
-        """The Python files of an own model and its loss, as far as they are known; empty where none are."""
+        """Return the known Python files of an own model and its loss; empty if there are none."""
         return ()
 
 
 @dataclass(frozen=True)
 class ConfigSource(ModelSource):
-    """The model that the config names."""
+    """Model of a family that the config names."""
 
     def load(self, config: Config) -> tuple[MakeModel, ModelPlan]:
         return partial(make_model, config.model), model_plan(config.model, config.data.sequence_length)
@@ -79,15 +79,16 @@ class ConfigSource(ModelSource):
 
 @dataclass(frozen=True)
 class FileSource(ModelSource):
-    """A Python file with a model and its plan.
+    """Model and plan in a Python file.
 
-    Either it has `make_model(config)` and `plan(config)`, a function that returns the plan; `config` is the `model`
-    section. Or `name` is a class or function that makes the model, and the plan is its attribute `plan`, or the file's
-    variable `plan`. A function or variable `loss` is the model's loss.
+    Either the file has the functions `make_model(config)` and `plan(config)`, where `config` is the `model` section. Or
+    `name` is a class or function that makes the model, and the plan is its attribute `plan` or the file's variable
+    `plan`. A function or variable `loss` is the model's loss.
 
     Attributes:
-        path: the file.
-        name: of the model's class or of a function that makes it; in a file with `make_model`, of the plan instead.
+        path: path of the file.
+        name: name of the model's class or of a function that makes it; in a file with `make_model`, of the plan
+            instead.
     """
 
     path: Path
@@ -95,21 +96,16 @@ class FileSource(ModelSource):
 
     @classmethod
     def parse(cls, text: str, setting: str = "--model") -> "FileSource":
-        """`FILE.py`, or `FILE.py:NAME`.
-
-        Raises:
-            UserError: there is no such file.
-        """
+        """Parse `FILE.py` or `FILE.py:NAME`; raise UserError if there is no such file."""
         return cls(*split_model_file(text, setting))
 
     def load(self, config: Config) -> tuple[MakeModel, ModelPlan]:
         return self.load_section(config.model)
 
     def load_section(self, config: ModelConfig) -> tuple[MakeModel, ModelPlan]:
-        """As `load`, from the `model` section.
+        """Load the model of a `model` section: a function that makes it, and its sharding plan.
 
-        Raises:
-            UserError: the file cannot be imported, lacks a function, or a function returns the wrong type.
+        Raises UserError if the file cannot be imported or lacks a function, or if a function returns the wrong type.
         """
         module = self._import()
         factory, plan = self._parts(module)
@@ -117,7 +113,7 @@ class FileSource(ModelSource):
         return make, complete_plan(plan, make, config, self.path.name, self._plan_name)
 
     def loss(self, config: Config) -> Callable[..., Any] | None:
-        """The file's `loss`, or that of the model's class."""
+        """Return the `loss` of the model's class, or else of the file."""
         module = self._import()
         found = loss_of(getattr(module, self.name, None)) or getattr(module, "loss", None)
         if found is not None and not callable(found):
@@ -125,14 +121,7 @@ class FileSource(ModelSource):
         return cast("Callable[..., Any] | None", found)
 
     def on_meta_device(self, config: ModelConfig) -> tuple[nn.Module, Plan | ModelPlan | None]:
-        """The model without memory, and its plan as the file has it; None for a model without one.
-
-        Args:
-            config: the resolved `model` section.
-
-        Raises:
-            UserError: as `load`.
-        """
+        """Return the model of a resolved section on the meta device, and the file's plan; None if it has none."""
         factory, plan = self._parts(self._import(), needs_plan=False)
         with torch.device("meta"):
             model = self._make(factory, config)
@@ -141,11 +130,7 @@ class FileSource(ModelSource):
         return model, complete_plan(plan, partial(self._make, factory, config), config, self.path.name, "plan")
 
     def constructor(self, config: ModelConfig) -> tuple[str, dict[str, Any]]:
-        """The name of what makes the model, and its keyword arguments.
-
-        Raises:
-            UserError: as `load`.
-        """
+        """Return the name of the class or function that makes the model, and its keyword arguments."""
         factory, _ = self._parts(self._import())
         name = factory.__name__
         if name == "make_model":
@@ -169,7 +154,7 @@ class FileSource(ModelSource):
         return "plan"
 
     def _parts(self, module: ModuleType, needs_plan: bool = True) -> tuple[Callable[..., Any], Any]:
-        """What makes the model, and its plan; None for one without, where none is needed."""
+        """Return the class or function that makes the model, and its plan; None if there is none and none is needed."""
         named = getattr(module, self.name, None) if self.name else None
         if _is_model_class(named) or (callable(named) and not hasattr(module, "make_model")):
             plan = getattr(named, "plan", None) or getattr(module, "plan", None)
@@ -186,7 +171,6 @@ class FileSource(ModelSource):
         return make, plan if isinstance(plan, Plan | ModelPlan) else self._function(module, self.name or "plan")
 
     def _only_class(self, module: ModuleType) -> tuple[Callable[..., Any], Any]:
-        """The file's one class of a model that has a plan."""
         own = [kind for kind in vars(module).values() if _is_model_class(kind) and kind.__module__ == module.__name__]
         planned = [kind for kind in own if getattr(kind, "plan", None) is not None]
         if len(planned) == 1:
@@ -226,12 +210,12 @@ class FileSource(ModelSource):
 
 @dataclass(frozen=True)
 class ObjectSource(ModelSource):
-    """A model and its plan as objects of this program; workers find the class again by its module.
+    """Model and plan as objects of this program; workers import the class again from its module.
 
     Attributes:
-        model: its class, or a function that makes it.
-        plan: of it; None where it is the class's attribute `plan`.
-        own_loss: `loss(output, batch)`; None where it is the class's attribute `loss`, or the last layer returns it.
+        model: class of the model, or a function that makes it.
+        plan: plan of the model; None for the class's attribute `plan`.
+        own_loss: `loss(output, batch)`; None for the class's attribute `loss`, or if the last layer returns the loss.
     """
 
     model: Callable[..., nn.Module]
@@ -264,7 +248,7 @@ class ObjectSource(ModelSource):
 
     @property
     def _class(self) -> Any:
-        """The class or function, where its arguments are given by `functools.partial`."""
+        """Class or function inside any `functools.partial`."""
         found: Any = self.model
         while isinstance(found, partial):
             found = found.func
@@ -280,17 +264,17 @@ class ObjectSource(ModelSource):
 def as_source(
     model: "str | Callable[..., nn.Module]", plan: Any = None, loss: Callable[..., Any] | None = None
 ) -> ModelSource:
-    """The source of a model.
+    """Return the source of a model given in Python.
 
     Args:
-        model: a class, a function that makes the model, or `"FILE.py:NAME"`; or what is its plan too, with a method
-            `build`.
-        plan: of the model; None where the class or the file has it.
-        loss: `loss(output, batch)`; None where the class's attribute or the file's function `loss` is it, or the last
-            layer returns the loss.
+        model: class, function that makes the model, or `"FILE.py:NAME"`; or a plan that also makes the model, with a
+            method `build`.
+        plan: plan of the model; None if the class or the file has it.
+        loss: `loss(output, batch)`; None if the class or the file has it as `loss`, or if the last layer returns the
+            loss.
 
     Raises:
-        UserError: it is something else, such as a model that is made already.
+        UserError: it is something else, such as a model that is already constructed.
     """
     if isinstance(model, str):
         for name, given in (("plan", plan), ("loss", loss)):
@@ -310,11 +294,7 @@ def as_source(
 
 
 def file_source(config: ModelConfig) -> FileSource:
-    """The file of an own model (`model.file`).
-
-    Raises:
-        UserError: there is none, as the model was given in Python; or it is not there.
-    """
+    """Return the source of an own model's file; raise UserError if `model.file` is not set or does not exist."""
     if not config.file:
         raise UserError(
             "model.file is not set, as the model was given to Python as an object; name its file, as in --model "
@@ -324,7 +304,7 @@ def file_source(config: ModelConfig) -> FileSource:
 
 
 def with_own_model(config: Config, file: str) -> Config:
-    """A config, not resolved, with the model of a file; empty for one that is given in Python."""
+    """Return an unresolved config with the model of a file; `file` is empty for a model given in Python."""
     from threefold.config.loading import config_of
 
     sections = config.given()
@@ -336,10 +316,9 @@ def with_own_model(config: Config, file: str) -> Config:
 
 
 def complete_plan(plan: Any, make: MakeModel, config: ModelConfig, said: str, name: str) -> ModelPlan:
-    """The plan that the engine reads, of a `Plan`, a `ModelPlan` or a function that returns one.
+    """Return the complete plan of a model, from a `Plan`, a `ModelPlan` or a function that returns one.
 
-    Raises:
-        UserError: it is none of them, or does not fit the model.
+    Raises UserError if `plan` is none of these, or does not fit the model.
     """
     if callable(plan) and not hasattr(plan, "build"):
         takes_config = bool(inspect.signature(plan).parameters)

@@ -1,2 +1,1 @@
-"""Faster kernels for operations that torch has: linear layers, attention and cross-entropy on a CPU; and activation
-functions by name."""
+"""Faster CPU kernels than torch's for linear layers, attention and cross-entropy; and activation functions by name."""

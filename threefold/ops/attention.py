@@ -1,10 +1,10 @@
-"""Causal attention of the last positions of a sequence, also in a sliding window and inside documents.
+"""Causal attention of the last positions of a sequence, also within a sliding window and within documents.
 
-Where something is hidden beside what comes later, only the parts of the attention matrix that hold anything are
-computed, tile by tile (`ops.tiles`), and the backward pass computes them again (FlashAttention, arXiv 2205.14135):
-neither the matrix nor a mask of it is ever there. On a GPU torch's fused kernel for sequences of different lengths does
-the same (`ops.varlen_attention`). Compiled code calls it all as one operator, as the tiles follow from the documents,
-which differ from batch to batch.
+If a window or documents hide keys, only the nonzero parts of the attention matrix are computed, tile by tile
+(`ops.tiles`), and recomputed in the backward pass (FlashAttention, arXiv 2205.14135): neither the matrix nor a mask of
+its size ever exists. On a GPU, torch's fused kernel for sequences of different lengths does the same
+(`varlen_attention`). Compiled code calls all of it as one operator, because the tiles depend on the documents, which
+differ from batch to batch.
 """
 
 from collections.abc import Iterator
@@ -30,21 +30,19 @@ from threefold.ops.tiles import (
 )
 from threefold.torch_private.compilation import cpu_attention, cpu_attention_backward, operator
 
-_LONGEST_PLAIN: Final = 512  # keys of a bf16 tile; above it torch's fused kernel is faster than plain products
+_LONGEST_PLAIN: Final = 512  # keys of a bf16 tile; above it, torch's fused kernel is faster than plain products
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, sight: Sight = ALL_BEFORE) -> Tensor:
-    """Attention of the last Q of K positions to those up to their own that they see.
+    """Attend from the last Q of K positions to the visible ones up to their own: [B, Q, heads · d].
 
     Args:
         q: [B, Q, heads, d].
-        k, v: [B, K, key-value heads, d], K ≥ Q; each key-value head serves a group of neighbouring heads of `q` (GQA).
-        sight: what hides keys; of its documents those of the first K positions count.
-
-    Returns:
-        [B, Q, heads · d].
+        k, v: [B, K, key-value heads, d], K ≥ Q; each key-value head serves a group of neighboring heads of `q` (GQA).
+        sight: attention mask; of its documents, those of the first K positions count.
     """
-    # The first queries of a window see all that is before them; they are computed as the others are, but if alone.
+    # The first queries of a window see everything before them; they are computed like the others, unless they are
+    # alone.
     whole, windowed, sight = q.shape[1] == k.shape[1], sight.window > 0, sight.within(k.shape[1])
     if sight.hides_nothing and (whole or (not windowed and (q.is_cuda or plain_attention_serves(k)))):
         return causal_attention(q, k, v)
@@ -73,8 +71,10 @@ class _TiledAttention(torch.autograd.Function):
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int) -> tuple[Tensor, Tensor]:
-    """[B, Q, heads, d], and of each query the logarithm of the sum of its exponentiated scores, [B, Q, heads], where
-    the fused kernel computed it."""
+    """Return the output [B, Q, heads, d], and the log-sum-exp of each query's scores [B, Q, heads].
+
+    The log-sum-exp is filled only for tiles that the fused kernel computes.
+    """
     out, sums = _forward_shapes(q, k, v, documents, window)
     for part in _inputs(q, k, v, Sight(window, documents)):
         if _is_fused(part):
@@ -93,7 +93,6 @@ def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, w
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, documents: Tensor | None, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `q`, `k` and `v`."""
     gradients = TileGradients(q, k, v)
     for part in _inputs(q, k, v, Sight(window, documents)):
         upper = part.of_queries(grad)
@@ -121,8 +120,7 @@ def _inputs(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Iterator[TileInput
 
 
 def _shortest_fused(x: Tensor) -> int | None:
-    """Fewest keys of a tile that torch's fused kernel computes; None on a GPU, where it has none for tiles: those are
-    for what its kernel of different lengths does not take."""
+    """Return the fewest keys of a tile for torch's fused kernel; None on a GPU, where none takes tiles."""
     if x.device.type != "cpu":
         return None
     return _LONGEST_PLAIN + 1 if x.dtype == torch.bfloat16 else 0
@@ -140,12 +138,12 @@ _CAPABILITY: Final = (8, 0)  # Ampere
 
 
 class Lengths(NamedTuple):
-    """The documents of all samples, one after the other.
+    """Documents of all samples, concatenated.
 
     Attributes:
-        queries, keys: int32 [documents + 1], where the queries and keys of each begin, and where the last ends.
-        most_queries, most_keys: of a document.
-        window: as of `Sight`.
+        queries, keys: int32 [documents + 1], offsets of the queries and keys of each document, and the end of the last.
+        most_queries, most_keys: longest document, in queries and in keys.
+        window: window of the `Sight`.
     """
 
     queries: Tensor
@@ -156,22 +154,18 @@ class Lengths(NamedTuple):
 
 
 def varlen_serves(q: Tensor) -> bool:
-    """Whether the kernel takes queries [B, Q, heads, d]: 16-bit floats on a GPU since Ampere. It has no fp32."""
+    """Return whether the kernel takes queries [B, Q, heads, d]: 16-bit floats on a GPU since Ampere, but not fp32."""
     if not q.is_cuda or q.dtype not in _DTYPES:
         return False
     fits = q.shape[-1] <= _WIDEST_HEAD and q.shape[-1] % _HEAD_MULTIPLE == 0
     return fits and torch.cuda.get_device_capability(q.device) >= _CAPABILITY
 
 
-@torch.compiler.disable  # compiled code would be compiled anew for the documents of every batch
+@torch.compiler.disable  # compiled code would be recompiled for the documents of every batch
 def varlen_lengths(q: Tensor, k: Tensor, sight: Sight) -> Lengths | None:
-    """The documents of the last Q of K positions, on the device of `q`; None where the parts of a document lie apart,
-    which the kernel cannot say.
+    """Return the documents of the last Q of K positions, on the device of `q` [B, Q, heads, d].
 
-    Args:
-        q: [B, Q, heads, d].
-        k: [B, K, key-value heads, d].
-        sight: what hides keys.
+    None if a document is in several pieces, which the kernel cannot express.
     """
     keys = k.shape[1]
     ends_q, ends_k, most_q, most_k = [0], [0], 0, 0
@@ -183,18 +177,14 @@ def varlen_lengths(q: Tensor, k: Tensor, sight: Sight) -> Lengths | None:
             ends_q.append(ends_q[-1] + count_q)
             ends_k.append(ends_k[-1] + end - begin)
             most_q, most_k = max(most_q, count_q), max(most_k, end - begin)
-    # Both in one copy, from pinned memory, for which the host does not wait.
+    # One copy for both, from pinned memory, which the host does not wait for.
     both = torch.tensor([ends_q, ends_k], dtype=torch.int32, pin_memory=q.is_cuda).to(q.device, non_blocking=True)
     of_queries, of_keys = both
     return Lengths(of_queries, of_keys, most_q, most_k, sight.window)
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths) -> Tensor:
-    """As `ops.attention.attention`, for what `varlen_serves`.
-
-    Returns:
-        [B, Q, heads · d].
-    """
+    """Compute `attention` for queries that `varlen_serves`: [B, Q, heads · d]."""
     from torch.nn.attention.varlen import varlen_attn  # imports the compiler
 
     out = varlen_attn(
@@ -205,8 +195,8 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths) -> Tenso
         lengths.keys,
         lengths.most_queries,
         lengths.most_keys,
-        window_size=(lengths.window - 1, 0),  # how many keys before and after its own; −1 for all
+        window_size=(lengths.window - 1, 0),  # keys before and after the query's own; −1 for all
         enable_gqa=q.shape[2] != k.shape[2],
     )
-    assert isinstance(out, Tensor)  # nothing else is asked for
+    assert isinstance(out, Tensor)  # a tuple is returned only on request
     return out.view(*q.shape[:2], -1)

@@ -1,16 +1,16 @@
-"""Cross-entropy: of logits, and of a linear layer's output, some columns of the logits at a time.
+"""Cross-entropy: of logits, and of a linear layer's output with only some columns of the logits in memory at a time.
 
-On a CPU the logits are gone over by runs of rows that the processor's caches hold, with one buffer in fp32 at least:
-torch's own functions go over all of them in memory several times, and over wide copies of narrow ones. What is kept of
-logits for the backward pass is the logits, as the product gave them, and two numbers per token.
+On a CPU, the logits are processed in runs of rows that fit the processor's caches, with one buffer in fp32 at least:
+torch's own functions pass over all logits in memory several times, and over wide copies of narrow ones. The backward
+pass needs only the logits, as the product gave them, and two numbers per token.
 
-What is kept of a layer's output in chunks is the layer's input and one number per token, the largest logit: the
-backward pass computes the logits again, chunk by chunk, as Wijmans et al., "Cut Your Losses in Large-Vocabulary
-Language Models" (arXiv 2411.09009), section 4. So the memory does not depend on how many micro-batches a pipeline has
-under way. (Liger Kernel, Hsu et al., arXiv 2410.10989, goes over chunks of tokens and computes the gradients in the
-forward pass: one product fewer, but each micro-batch under way holds a gradient as large as the weight.)
+For a layer's output in chunks, the backward pass needs only the layer's input and one number per token, the largest
+logit: it recomputes the logits chunk by chunk, as in Wijmans et al., "Cut Your Losses in Large-Vocabulary Language
+Models" (arXiv 2411.09009), section 4. The memory thus does not depend on how many micro-batches a pipeline has in
+flight. (Liger Kernel, Hsu et al., arXiv 2410.10989, processes chunks of tokens and computes the gradients in the
+forward pass: one product fewer, but each micro-batch in flight holds a gradient as large as the weight.)
 
-A chunk is a run of columns of the logits for all tokens, so the rows of the weight's gradient come each from one
+A chunk is a run of columns of the logits for all tokens, so that each row of the weight's gradient comes from one
 product, rounded once.
 """
 
@@ -28,12 +28,12 @@ from threefold.torch_private.tensors import assert_async
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, at_once: int = LOGITS_AT_ONCE) -> Tensor:
-    """`F.cross_entropy(..., reduction="none")`, computed in fp32 at least.
+    """Compute `F.cross_entropy(..., reduction="none")`, in fp32 at least.
 
     Args:
         logits: [T, V].
         labels: int64 [T], -100 to ignore a token.
-        at_once: logits that it goes over at once on a CPU; changes no result.
+        at_once: logits processed at once on a CPU; changes no result.
 
     Returns:
         [T], zero for ignored labels; in fp32, or fp64 for fp64 logits.
@@ -46,22 +46,19 @@ def cross_entropy(logits: Tensor, labels: Tensor, at_once: int = LOGITS_AT_ONCE)
 
 
 def tops_and_sums(logits: Tensor, least: Tensor | None = None, at_once: int = LOGITS_AT_ONCE) -> tuple[Tensor, Tensor]:
-    """The largest logit of each row, or `least` where that is larger, and Σ exp(logit − it); one pass over memory.
+    """Return each row's maximum (at least `least`) and Σ exp(logit − maximum), in one pass over memory.
 
     Args:
         logits: [T, V], V > 0.
-        least: [T], in the dtype to compute in.
-        at_once: as of `cross_entropy`.
-
-    Returns:
-        two tensors [T], in fp32 at least.
+        least: [T], in the dtype to compute in; the results [T] are in fp32 at least.
+        at_once: logits processed at once on a CPU.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
-    if torch.compiler.is_compiling():  # it widens as it reads
+    if torch.compiler.is_compiling():  # fused: the compiler widens while reading
         top = logits.to(wide).amax(1)
         top = top if least is None else torch.maximum(top, least)
         return top, (logits.to(wide) - top.unsqueeze(1)).exp().sum(1)
-    tops, sums = (logits.new_empty(len(logits), dtype=wide) for _ in range(2))  # of which one may be kept alone
+    tops, sums = (logits.new_empty(len(logits), dtype=wide) for _ in range(2))  # two tensors, as one may be kept alone
     buffer = logits.new_empty(_rows_at_once(logits, at_once), logits.shape[1], dtype=wide)
     for rows in _runs(logits, at_once):
         shifted = buffer[: rows.stop - rows.start]
@@ -74,16 +71,13 @@ def tops_and_sums(logits: Tensor, least: Tensor | None = None, at_once: int = LO
 def scaled_exponentials(
     logits: Tensor, top: Tensor, factor: Tensor, column: Tensor, added: Tensor, at_once: int = LOGITS_AT_ONCE
 ) -> Tensor:
-    """exp(logit − top) · factor in each row, and `added` to it at `column`; rounded once.
+    """Compute exp(logit − top) · factor in each row, plus `added` at `column`, rounded once: [T, V].
 
     Args:
-        logits: [T, V], V > 0.
+        logits: [T, V], V > 0; the result has their dtype.
         top, factor, added: [T], in the dtype to compute in.
         column: int64 [T], in [0, V).
-        at_once: as of `cross_entropy`.
-
-    Returns:
-        [T, V], in the dtype of `logits`.
+        at_once: logits processed at once on a CPU.
     """
     factor, column, added = (each.unsqueeze(1) for each in (factor, column, added))
     if torch.compiler.is_compiling():
@@ -106,8 +100,10 @@ def scaled_exponentials(
 
 
 def _runs(logits: Tensor, at_once: int) -> Iterator[slice]:
-    """Rows of `logits` to go over at once: all on a GPU, few enough on a CPU for its caches to hold a wide copy. In a
-    dry run, where there is nothing to compute and all need the same memory, the first of them alone."""
+    """Yield runs of rows to process at once: all on a GPU, as many as fit its caches on a CPU.
+
+    A dry run, which has nothing to compute, gets only the first run: all need the same memory.
+    """
     count, rows = len(logits), max(1, _rows_at_once(logits, at_once))
     firsts = range(0, count, rows)
     for first in firsts[:1] if logits.untyped_storage().device.type == "meta" else firsts:
@@ -139,19 +135,19 @@ class _CrossEntropy(torch.autograd.Function):
         return scaled_exponentials(logits, top, grad / total, column, -grad, ctx.at_once), None, None
 
 
-# Torch's compiler would find the logits of both passes to be the same, and keep them.
+# Torch's compiler would recognize the logits of both passes as equal, and keep them.
 @torch.compiler.disable
 def chunked_cross_entropy(
     x: Tensor, weight: Tensor, labels: Tensor, chunk: int, at_once: int = LOGITS_AT_ONCE
 ) -> Tensor:
-    """`F.cross_entropy(F.linear(x, weight), labels, reduction="none")`, of whose logits `chunk` columns exist at once.
+    """Compute the cross-entropy of `F.linear(x, weight)`, with `chunk` columns of the logits in memory at once.
 
     Args:
         x: [..., H].
         weight: [V, H].
         labels: int64 [...], -100 to ignore a token.
-        chunk: columns of the logits, at least 1.
-        at_once: as of `cross_entropy`.
+        chunk: columns of the logits in memory at once, at least 1.
+        at_once: logits processed at once on a CPU.
 
     Returns:
         [...], zero for ignored labels; in fp32, or fp64 for fp64 inputs.
@@ -165,36 +161,28 @@ def chunked_cross_entropy(
 def logit_sums(
     x: Tensor, weight: Tensor, column: Tensor, chunk: int, at_once: int = LOGITS_AT_ONCE
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row of the logits `x @ weight.T`: the maximum, Σ exp(logit − maximum), and the logit at `column`.
+    """Return the maximum, Σ exp(logit − maximum), and the logit at `column`, of each row of `x @ weight.T`.
+
+    The three results [T] are in fp32 at least; the maximum is a constant to autograd.
 
     Args:
         x: [T, H].
         weight: [V, H], V may be 0.
-        column: int64 [T]; where it is outside of [0, V) the logit is given as zero.
-        chunk: columns of the logits that exist at once, at least 1.
-        at_once: as of `cross_entropy`.
-
-    Returns:
-        three tensors [T], in fp32 at least; the maximum is a constant to autograd.
+        column: int64 [T]; outside of [0, V), the logit is returned as zero.
+        chunk: columns of the logits in memory at once, at least 1.
+        at_once: logits processed at once on a CPU.
     """
     out: tuple[Tensor, Tensor, Tensor] = _LogitSums.apply(x, weight, column, chunk, at_once)
     return out
 
 
 def check_labels(labels: Tensor, vocab_size: int) -> None:
-    """Check that each label is in the vocabulary or -100.
-
-    Raises:
-        RuntimeError: one is not (on a GPU as a device-side assertion).
-    """
+    """Raise RuntimeError if a label is neither in the vocabulary nor -100 (on a GPU, as a device-side assertion)."""
     known = (labels >= 0) & (labels < vocab_size) | (labels == IGNORE_INDEX)
     assert_async(known.all(), f"a label is neither in the vocabulary of {vocab_size} nor {IGNORE_INDEX}")
 
 
 class _LogitSums(torch.autograd.Function):
-    """Of each row of `x @ weight.T`: its maximum (a constant to autograd), Σ exp(logit − maximum), and the logit at
-    `column`, zero where there is none; in fp32 at least."""
-
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, column: Tensor, chunk: int, at_once: int
@@ -209,7 +197,7 @@ class _LogitSums(torch.autograd.Function):
             higher, added = tops_and_sums(logits, top, at_once)
             total.mul_((top - higher).exp_()).add_(added)
             top = higher
-            del logits  # before the next ones are made
+            del logits  # free them before the next chunk
         ctx.save_for_backward(x, weight, column, top)
         ctx.chunk, ctx.at_once = chunk, at_once
         ctx.mark_non_differentiable(top)
@@ -233,12 +221,11 @@ class _LogitSums(torch.autograd.Function):
 
 
 def _chunks(weight: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
-    """The rows of `weight` by `size`, each time with the number of the first."""
     for first in range(0, len(weight), size):
         yield first, weight[first : first + size]
 
 
 def _within(column: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Indices [T, 1] that are safe to look up, and which of them are meant [T]."""
+    """Return indices [T, 1] that are safe to gather, and whether each token's column is among them [T]."""
     there = (column >= 0) & (column < columns)
     return column.masked_fill(~there, 0).unsqueeze(1), there

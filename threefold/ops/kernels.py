@@ -1,9 +1,8 @@
-"""Linear layers, embeddings and attention: the same arithmetic as torch's, faster on a CPU; elsewhere torch's own.
+"""Linear layers, embeddings and attention: torch's arithmetic, faster on a CPU; elsewhere torch's own kernels.
 
-Torch's fp32 linear goes through MKL, which takes a slow path on processors other than Intel's; oneDNN, which torch
-includes, does not. On Intel's MKL is the faster: oneDNN copies what the gradient of a weight transposes. Torch's fused
-bf16 attention takes three times as long as plain products on a CPU, and the memory that it saves is little for short
-sequences.
+Torch's fp32 linear uses MKL, which takes a slow path on processors other than Intel's; oneDNN, which torch includes,
+does not. On Intel's, MKL is faster: oneDNN copies the transposed inputs of a weight's gradient. On a CPU, torch's fused
+bf16 attention takes three times as long as plain products, and saves little memory for short sequences.
 """
 
 from collections.abc import Callable
@@ -22,36 +21,28 @@ from threefold.host import processor_vendor
 from threefold.torch_private.compilation import Handle, operator
 from threefold.torch_private.tensors import onednn_linear
 
-_LONGEST_MATERIALISED = 512  # tokens; above it the attention matrices are worth saving
+_LONGEST_MATERIALISED = 512  # tokens; above it, the memory of the attention matrices is worth saving
 
 _MKL_IS_FAST: Final = torch.backends.mkl.is_available() and processor_vendor() == "GenuineIntel"
-"""Whether fp32 products are torch's own. By the processor, not by a measurement: ranks and restarts agree on it."""
+"""Whether to use torch's own fp32 products. By processor rather than measurement, so that ranks and restarts agree."""
 
-_GROUPED = (torch.bfloat16, torch.float16, torch.float32)  # what torch's grouped product takes
+_GROUPED = (torch.bfloat16, torch.float16, torch.float32)  # dtypes of torch's grouped product
 
 
 class GradientStore(Protocol):
-    """A store of deferred weight gradients.
-
-    Attributes:
-        is_open: whether gradients are deferred now; else the backward pass computes them, as of any other weight.
-    """
+    """Store of deferred weight gradients; while `is_open` is False, the backward pass computes them as usual."""
 
     is_open: bool
 
     def defer(self, leaf: Tensor, gradient: Callable[[], Tensor]) -> None:
-        """Have `gradient()` added to the gradient of `leaf` later."""
+        """Add `gradient()` to the gradient of `leaf` later."""
 
 
 class DeferrableWeight(nn.Parameter):
-    """A weight whose gradients the layers below defer to a store while that is open.
-
-    Args:
-        data: the values, whose memory it shares.
-        store: of its gradients.
+    """Weight whose gradients the layers below defer to a store while it is open; shares the memory of `data`.
 
     Attributes:
-        handle: a weak reference to it, for operators of compiled code.
+        handle: weak reference to the weight, for operators of compiled code.
     """
 
     store: GradientStore
@@ -64,15 +55,15 @@ class DeferrableWeight(nn.Parameter):
 
 
 def gradient_store(weight: Tensor) -> GradientStore | None:
-    """The open store to which a backward pass defers a weight's gradients; None where it computes them."""
-    store: GradientStore | None = getattr(weight, "store", None)  # also of a fake tensor, which stays what it is
+    """Return the open store that a weight's gradients are deferred to; None if the backward pass computes them."""
+    store: GradientStore | None = getattr(weight, "store", None)  # also for a fake tensor, which keeps its attributes
     return store if store is not None and store.is_open else None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`: `x` [..., in], `weight` [out, in], `bias` [out] → [..., out].
+    """Compute `F.linear`: `x` [..., in], `weight` [out, in], `bias` [out] → [..., out].
 
-    Where `weight` is a `DeferrableWeight` whose store is open, the backward pass computes the gradient of `x` alone and
+    If `weight` is a `DeferrableWeight` whose store is open, the backward pass only computes the gradient of `x`, and
     defers those of `weight` and `bias` to the store.
     """
     store = gradient_store(weight)
@@ -95,15 +86,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """A linear layer for each group of rows.
+    """Apply a linear layer of its own to each group of rows: [n, out].
 
     Args:
         x: [n, in], sorted by group.
         weight: [groups, out, in].
-        counts: int64 [groups], rows of each; their sum is n.
-
-    Returns:
-        [n, out].
+        counts: int64 [groups], number of rows of each group; their sum is n.
     """
     store = gradient_store(weight)
     if store is None and _grouped_product_serves(x, weight):
@@ -113,7 +101,7 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 def embedding(ids: Tensor, table: Tensor) -> Tensor:
-    """`F.embedding`: rows of `table` [V, H] at int64 `ids` [...] → [..., H]."""
+    """Compute `F.embedding`: rows of `table` [V, H] at int64 `ids` [...] → [..., H]."""
     if table.device.type == "cpu" and table.itemsize < 4:
         rows: Tensor = _WideEmbedding.apply(ids, table)
         return rows
@@ -121,14 +109,11 @@ def embedding(ids: Tensor, table: Tensor) -> Tensor:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of the last Q of K positions to all positions up to their own.
+    """Attend from the last Q of K positions to all positions up to their own: [B, Q, heads · d].
 
     Args:
         q: [B, Q, heads, d].
-        k, v: [B, K, key-value heads, d], K ≥ Q; each key-value head serves a group of neighbouring heads of `q` (GQA).
-
-    Returns:
-        [B, Q, heads · d].
+        k, v: [B, K, key-value heads, d], K ≥ Q; each key-value head serves a group of neighboring heads of `q` (GQA).
     """
     if plain_attention_serves(k):
         return _plain_attention(q, serve_heads(k, q.shape[2]), serve_heads(v, q.shape[2]))
@@ -137,19 +122,19 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if q.shape[2] == k.shape[2]:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     else:  # torch's own causal mask would align the first query with the first key
-        mask = causal_lower_right(q.shape[2], k.shape[2])  # which the fused kernels of a GPU take without its memory
+        mask = causal_lower_right(q.shape[2], k.shape[2])  # the fused kernels of a GPU do not materialize it
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
     return out.transpose(1, 2).flatten(2)
 
 
 def serve_heads(x: Tensor, heads: int, dim: int = 2) -> Tensor:
-    """GQA: keys or values with each head of `dim` repeated for its group of query heads, `heads` in all."""
+    """Repeat each head of keys or values along `dim` for its group of query heads, `heads` in total (GQA)."""
     served = heads // x.shape[dim]
     return x if served == 1 else x.repeat_interleave(served, dim)
 
 
 def later(queries: int, keys: int, device: torch.device) -> Tensor:
-    """bool [queries, keys]: which keys come after each of the last `queries` positions."""
+    """Return bool [queries, keys]: whether a key comes after each of the last `queries` positions."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).triu(1 + keys - queries)
 
 
@@ -165,13 +150,13 @@ def _onednn_serves(x: Tensor, weight: Tensor) -> bool:
 
 
 def _grouped_product_serves(x: Tensor, weight: Tensor) -> bool:
-    """Torch's grouped product needs rows of a multiple of 16 bytes."""
+    """Return whether torch's grouped product takes the tensors; it needs rows of a multiple of 16 bytes."""
     aligned = all(size * x.itemsize % 16 == 0 for size in weight.shape[1:])
     return x.is_cuda and x.dtype == weight.dtype and x.dtype in _GROUPED and aligned
 
 
 def plain_attention_serves(k: Tensor) -> bool:
-    """Whether causal attention to keys [B, K, heads, d] is computed by plain products, which keep its weights."""
+    """Return whether causal attention to keys [B, K, heads, d] uses plain products, which keep attention weights."""
     return k.dtype == torch.bfloat16 and k.device.type == "cpu" and k.shape[1] <= _LONGEST_MATERIALISED
 
 
@@ -185,15 +170,15 @@ def _plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _times_transposed(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`a` [m, k] times the transpose of `b` [n, k], through oneDNN, which takes a transposed view of `b` as it is.
+    """Multiply `a` [m, k] by `b` [n, k] transposed, through oneDNN, which takes transposed views of `b` as they are.
 
-    Of `a` it would make a copy itself, which nothing that counts memory could see.
+    oneDNN would copy a transposed `a` itself, invisibly to anything that counts memory.
     """
     return onednn_linear(a.contiguous(), b, bias)
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear(a, b, bias)` of matrices, transposed views too, computed the fastest way; not differentiable."""
+    """Compute `F.linear(a, b, bias)` of matrices or transposed views, in the fastest way; not differentiable."""
     if torch.compiler.is_compiling():
         return _product(a, b, bias) if a.device.type == "cpu" else F.linear(a, b, bias)
     return _times_transposed(a, b, bias) if _onednn_serves(a, b) else F.linear(a, b, bias)
@@ -209,10 +194,10 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _WideEmbedding(torch.autograd.Function):
-    """A look-up whose gradient is accumulated in fp32 and rounded once.
+    """Lookup whose gradient is accumulated in fp32 and rounded once.
 
-    Torch accumulates it in the table's dtype on a CPU: in bf16 the sum for a frequent token stops growing at 256 times
-    a single gradient.
+    On a CPU, torch accumulates it in the table's dtype: in bf16, the sum for a frequent token stops growing at 256
+    times a single gradient.
     """
 
     @staticmethod
@@ -253,13 +238,11 @@ class _Linear(torch.autograd.Function):
 
 
 class _DeferredLinear(torch.autograd.Function):
-    """A linear layer whose backward pass defers the gradients of weight and bias to a `GradientStore`."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, store: GradientStore) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(flat, weight)
-        # What is saved may come back as another tensor (recomputation detaches it); the store needs the leaf itself.
+        # A saved tensor may come back as another one (recomputation detaches it); the store needs the leaf itself.
         ctx.leaves, ctx.store = (weight, bias), store
         return product(flat, weight, bias).view(*x.shape[:-1], weight.shape[0])
 
@@ -279,12 +262,12 @@ class _DeferredLinear(torch.autograd.Function):
 
 
 def _handles(weight: Tensor, bias: Tensor | None) -> tuple[Handle, Handle | None]:
-    assert isinstance(weight, DeferrableWeight)  # as it has a store
-    return weight.handle, bias.handle if isinstance(bias, DeferrableWeight) else None  # a frozen one has no store
+    assert isinstance(weight, DeferrableWeight)  # only these have a store
+    return weight.handle, bias.handle if isinstance(bias, DeferrableWeight) else None  # a frozen bias has none
 
 
 class _CompiledDeferredLinear(torch.autograd.Function):
-    """`_DeferredLinear` in compiled code, where an operator finds the store through the handles of the weights."""
+    """`_DeferredLinear` for compiled code, where an operator finds the store through the handles of the weights."""
 
     @staticmethod
     def forward(
@@ -311,9 +294,9 @@ def _of_defer(grad: Tensor, x: Tensor, weight: Tensor, to_weight: Handle, to_bia
 
 @operator("defer", _of_defer)
 def _defer(grad: Tensor, x: Tensor, weight: Tensor, to_weight: Handle, to_bias: Handle, has_bias: bool) -> Tensor:
-    """The gradient of a linear layer's input [rows, in], those of weight and bias being deferred.
+    """Return the gradient of a linear layer's input [rows, in], and defer those of weight and bias.
 
-    Keeps its arguments until those are computed, so compiled code must write into no memory twice (`compilation`).
+    The deferred products keep the arguments, so compiled code must not reuse their memory (`compilation`).
     """
     weight_leaf, bias_leaf = to_weight.value(), to_bias.value()
     weight_leaf.store.defer(weight_leaf, partial(product, grad.t(), x.t()))
@@ -323,7 +306,7 @@ def _defer(grad: Tensor, x: Tensor, weight: Tensor, to_weight: Handle, to_bias: 
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """One product for each group, without the whole-sized gradients that slicing the weight would make."""
+    """One product for each group, without the full-size gradients that slicing the weight would create."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int], store: GradientStore | None) -> Tensor:
@@ -356,21 +339,21 @@ _CUBIC: Final = 0.044715 * _LINEAR
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """`F.gelu(x, approximate="tanh")`: x · σ(2u), u being what the tanh is taken of, as 1 + tanh(u) is 2 · σ(2u)."""
+    """Compute `F.gelu(x, approximate="tanh")`, as x · σ(2u) in compiled code: 1 + tanh(u) = 2 · σ(2u)."""
     if not torch.compiler.is_compiling():
         return F.gelu(x, approximate="tanh")
-    # For a CPU, compiled code takes less than half the time for σ of what it takes for a tanh.
+    # On a CPU, compiled code computes σ in less than half the time of tanh.
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * torch.sigmoid(wide * (_LINEAR + _CUBIC * wide * wide))).to(x.dtype)
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """max(0, x)² (So et al., Primer, arXiv 2109.08668)."""
+    """Compute max(0, x)² (So et al., Primer, arXiv 2109.08668)."""
     return F.relu(x).square()
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """x · σ(1.702 · x), the sigmoid approximation of GELU (Hendrycks and Gimpel, arXiv 1606.08415)."""
+    """Compute x · σ(1.702 · x), the sigmoid approximation of GELU (Hendrycks and Gimpel, arXiv 1606.08415)."""
     return x * torch.sigmoid(1.702 * x)
 
 
@@ -382,4 +365,4 @@ ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "relu2": squared_relu,
     "silu": F.silu,
 }
-"""Name in `model.activation` → function of each element."""
+"""Activation functions by their names in `model.activation`."""

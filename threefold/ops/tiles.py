@@ -1,7 +1,8 @@
-"""Which parts of an attention matrix hold anything: tiles of queries and keys, of a sliding window and of documents.
+"""Tiles of an attention matrix that are not entirely masked, for a sliding window and for documents.
 
-Whatever a tile leaves out is hidden, so that work and memory follow what is attended to: S · window, or the sum of the
-documents' squared lengths, and not S². Nothing here computes; `ops.attention` does.
+Everything outside the tiles is masked, so that work and memory grow with what is attended to, S · window or the sum of
+the documents' squared lengths, instead of S². This module finds the tiles and computes single ones; `ops.attention`
+puts them together.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,36 +21,36 @@ from threefold.torch_private.compilation import softmax_gradient
 Ids: TypeAlias = npt.NDArray[np.int64]
 
 _LONGEST_QUERIES: Final = 256
-"""Queries of a tile that a window bounds, or keys before its first query: with more of them a larger part of the tile
-is hidden, with fewer a call computes too little."""
+"""Most queries of a tile bounded by a window, or with keys before its first query: more of them mask a larger part of
+the tile, fewer make a call compute too little."""
 _SHORTEST_QUERIES: Final = 64
-"""Queries up to which neighbouring documents share a tile, and fewest of a tile of a small window."""
+"""Most queries for which neighboring documents share a tile, and fewest queries of a tile of a small window."""
 
 
 class Sight(NamedTuple):
-    """What hides keys, beside that they come later.
+    """Attention mask in addition to the causal one: a sliding window and documents.
 
     Attributes:
-        window: how many positions back, its own among them, a token attends to; 0 for all.
-        documents: int64 [B, n], the document of each position from the first on, which a token does not attend out of;
-            None for no documents. On the host, wherever the model is: nothing waits for a device to know the bounds.
+        window: number of positions, including its own, that a token attends to; 0 for all.
+        documents: int64 [B, n], document of each position from the first, which confines a token's attention; None for
+            no documents. On the host wherever the model is, so that reading their bounds waits for no device.
     """
 
     window: int = 0
     documents: Tensor | None = None
 
     def within(self, keys: int) -> "Sight":
-        """The same for a sequence of so many positions, without a window that is no smaller."""
+        """Return the mask for a sequence of `keys` positions, without the window if it covers all of them."""
         return Sight(self.window if self.window < keys else 0, self.documents)
 
     @property
     def hides_nothing(self) -> bool:
-        """Whether nothing but what comes later is hidden."""
+        """Whether the mask is only causal."""
         return not self.window and self.documents is None
 
 
 ALL_BEFORE: Final = Sight()
-"""Nothing but what comes later is hidden."""
+"""The causal mask alone."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,10 @@ class Tile:
     """Some queries, and every key that any of them attends to.
 
     Attributes:
-        rows: the samples, which are alike.
+        rows: samples, which have equal masks.
         queries, keys: positions in the sequence.
-        window: as of `Sight`.
-        ids: int64, the document of each position of the sequence, where the tile has several; else None.
+        window: window of the `Sight`.
+        ids: int64, document of each position of the sequence, if the tile has several documents; else None.
     """
 
     rows: slice
@@ -76,16 +77,16 @@ class Tile:
 
     @property
     def is_causal(self) -> bool:
-        """Whether it hides what comes later and nothing else, of as many keys as queries."""
+        """Whether it has as many keys as queries and only the causal mask."""
         return self.queries == self.keys and not self.crosses_window and self.ids is None
 
     @property
     def is_full(self) -> bool:
-        """Whether it hides nothing."""
+        """Whether no key is masked."""
         return self.keys.stop - 1 <= self.queries.start and not self.crosses_window and self.ids is None
 
     def hidden(self, device: torch.device) -> Tensor:
-        """bool [queries, keys]: which keys a query does not attend to."""
+        """Return the mask, bool [queries, keys]: True for keys that a query does not attend to."""
         query = torch.arange(self.queries.start, self.queries.stop, device=device).unsqueeze(1)
         key = torch.arange(self.keys.start, self.keys.stop, device=device)
         hidden = key > query
@@ -99,18 +100,18 @@ class Tile:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Equal for tiles of one sight that hide alike, where `ids` is None."""
+        """Key that is equal for tiles of one `Sight` with equal masks, if `ids` is None."""
         return len(self.queries), len(self.keys), self.queries.start - self.keys.start
 
 
 def tiles(rows: int, queries: range, keys: range, sight: Sight, longest: int | None = None) -> Iterator[Tile]:
-    """Tiles that together hold every pair of a query and a key that it attends to, each once.
+    """Yield tiles that together contain every pair of a query and a key that it attends to, each once.
 
     Args:
         rows: B.
-        queries, keys: positions of the sequence that are at hand.
-        sight: what hides keys.
-        longest: most queries of a tile that is causal alone; None for no limit, as fused kernels skip what comes later.
+        queries, keys: local positions of the sequence.
+        sight: attention mask.
+        longest: most queries of a tile that is only causal; None for no limit, as fused kernels skip masked blocks.
     """
     if sight.documents is None:
         whole = np.array([0, max(queries.stop, keys.stop)])
@@ -127,13 +128,9 @@ def tiles(rows: int, queries: range, keys: range, sight: Sight, longest: int | N
 
 
 def document_bounds(rows: int, keys: int, documents: Tensor | None) -> Iterator[list[int] | None]:
-    """Of each sample, where the documents of its first `keys` positions begin, and `keys`; None where the parts of a
-    document lie apart.
+    """Yield the starts of the documents among each sample's first `keys` positions, and `keys`.
 
-    Args:
-        rows: B.
-        keys: K.
-        documents: as of `Sight`.
+    None stands for a sample in which a document is in several pieces.
     """
     for row in range(rows):
         runs = _Runs(np.array([0, keys])) if documents is None else _runs(documents[row, :keys].numpy(force=True))
@@ -141,12 +138,12 @@ def document_bounds(rows: int, keys: int, documents: Tensor | None) -> Iterator[
 
 
 class _Runs(NamedTuple):
-    """The documents of a sample.
+    """Documents of a sample, as runs of positions; no token attends out of its run.
 
     Attributes:
-        bounds: where each run of positions begins, and where the last ends; no token attends out of its run.
-        ids: of the positions; None for one document.
-        mixed: numbers of the runs that several documents share.
+        bounds: start of each run, and the end of the last.
+        ids: document of each position; None for one document.
+        mixed: indices of the runs that several documents share.
     """
 
     bounds: Ids
@@ -155,14 +152,14 @@ class _Runs(NamedTuple):
 
 
 def _runs(ids: Ids) -> _Runs:
-    """The runs of a sample: its documents, but where the parts of one lie apart, those with what is between."""
+    """Return the runs of a sample: one per document, or one for all pieces of a document and everything in between."""
     bounds = np.concatenate([[0], np.flatnonzero(np.diff(ids)) + 1, [len(ids)]])
     if (np.diff(ids) >= 0).all():
         return _Runs(bounds, ids)
     _, number = np.unique(ids, return_inverse=True)
     places, last = np.arange(len(ids)), np.zeros(len(ids), np.int64)
     np.maximum.at(last, number, places)
-    closed = np.flatnonzero(np.maximum.accumulate(last[number]) == places) + 1  # nothing before occurs after
+    closed = np.flatnonzero(np.maximum.accumulate(last[number]) == places) + 1  # no document continues past this point
     bounds = np.concatenate([[0], closed])
     mixed = (run for run, (begin, end) in enumerate(pairwise(bounds)) if (ids[begin:end] != ids[begin]).any())
     return _Runs(bounds, ids, frozenset(mixed))
@@ -199,13 +196,13 @@ class TileInputs:
     """A tile of the attention of the last Q of K positions.
 
     Attributes:
-        tile: which.
-        at_queries: where it is in a tensor [B, Q, …].
-        at_keys: where it is in a tensor [B, K, …].
+        tile: the tile.
+        at_queries: index of the tile in a tensor [B, Q, …].
+        at_keys: index of the tile in a tensor [B, K, …].
         q: [b, heads, queries, d].
         k, v: [b, key-value heads, keys, d].
-        bias: [queries, keys], −∞ where a key is hidden from a query and 0 elsewhere; None where none is, and where
-            that `tile.is_causal` says it all to a fused kernel.
+        bias: [queries, keys], −∞ for masked keys and 0 elsewhere; None if none is masked, or if a fused kernel needs
+            only `tile.is_causal`.
     """
 
     tile: Tile
@@ -217,19 +214,19 @@ class TileInputs:
     bias: Tensor | None
 
     def of_queries(self, x: Tensor) -> Tensor:
-        """Of `x` [B, Q, heads, …] what belongs to the tile, [b, heads, queries, …]."""
+        """Take the tile's part of `x` [B, Q, heads, …]: [b, heads, queries, …]."""
         return x[self.at_queries].transpose(1, 2)
 
 
 def tile_inputs(q: Tensor, k: Tensor, v: Tensor, sight: Sight, shortest_fused: int | None) -> Iterator[TileInputs]:
-    """The tiles that together hold every pair of a query and a key that it attends to, each once.
+    """Yield tiles that together contain every pair of a query and a key that it attends to, each once.
 
     Args:
         q: [B, Q, heads, d].
         k, v: [B, K, key-value heads, d].
-        sight: what hides keys.
-        shortest_fused: fewest keys of a tile that a fused kernel computes, which may be long and needs no bias if it is
-            causal; None where there is none.
+        sight: attention mask.
+        shortest_fused: fewest keys of a tile for a fused kernel, whose tiles may be long and need no bias if causal;
+            None without a fused kernel.
     """
     first, end = k.shape[1] - q.shape[1], k.shape[1]
     alike: dict[tuple[int, int, int], Tensor] = {}
@@ -253,11 +250,7 @@ def _bias(tile: Tile, q: Tensor) -> Tensor:
 
 
 class TileGradients:
-    """The gradients of queries, keys and values, to which the tiles add theirs, in fp32 at least.
-
-    Args:
-        q, k, v: as of `tile_inputs`.
-    """
+    """Gradients of queries, keys and values, accumulated over tiles in fp32 at least."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         self._dtype = q.dtype
@@ -265,39 +258,36 @@ class TileGradients:
         self._of_keys = [each.new_zeros(each.shape, dtype=wide(each)) for each in (k, v)]
 
     def add(self, part: TileInputs, found: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Those of a tile, of its `q`, `k` and `v`."""
         self._of_q[part.at_queries] = found[0].transpose(1, 2)
         for sums, gradient in zip(self._of_keys, found[1:], strict=True):
             sums[part.at_keys] += gradient.transpose(1, 2)
 
     def whole(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of `q`, `k` and `v`."""
         of_k, of_v = (each.to(self._dtype) for each in self._of_keys)
         return self._of_q, of_k, of_v
 
 
 def gradient_shapes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Tensors as of `TileGradients.whole`, not filled."""
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def wide(x: Tensor) -> torch.dtype:
-    """The dtype in which results of several tiles are added up: fp32 at least."""
+    """Return the dtype for sums of several tiles' results: fp32 at least."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 Drop = Callable[[Tensor], Tensor]
-"""Dropout of attention weights [B, heads, Q, K], or of their gradient: the same elements every time."""
+"""Dropout of attention weights [B, heads, Q, K], or of their gradient: drops the same elements on each call."""
 
 
 def plain_tile(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, drop: Drop | None = None) -> Tensor:
-    """softmax(Q·Kᵀ/√d + bias)·V, [B, heads, Q, d].
+    """Compute softmax(Q·Kᵀ/√d + bias)·V, [B, heads, Q, d].
 
     Args:
         q: [B, heads, Q, d].
-        k, v: [B, key-value heads, K, d]; each key-value head serves a group of neighbouring heads of `q` (GQA).
-        bias: [Q, K]; None for none.
-        drop: of the weights.
+        k, v: [B, key-value heads, K, d]; each key-value head serves a group of neighboring heads of `q` (GQA).
+        bias: [Q, K]; None for no bias.
+        drop: dropout of the attention weights.
     """
     k, v = (serve_heads(each, q.shape[1], 1) for each in (k, v))
     weights = _weights(q, k, bias)
@@ -307,7 +297,7 @@ def plain_tile(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, drop: Drop 
 def plain_tile_gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, drop: Drop | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `q`, `k` and `v` of `plain_tile`, to whose result `grad` is the gradient."""
+    """Return the gradients of `q`, `k` and `v` of `plain_tile`, given the gradient `grad` of its result."""
     key_heads = k.shape[1]
     grad, q = grad.contiguous(), q.contiguous()  # two products each
     k, v = (serve_heads(each, q.shape[1], 1) for each in (k, v))
@@ -333,5 +323,5 @@ def _product(a: Tensor, b: Tensor, scale: float = 1.0, bias: Tensor | None = Non
 
 
 def _of_groups(gradient: Tensor, key_heads: int) -> Tensor:
-    """The gradient of keys or values as all heads have it, added up for the key-value heads."""
+    """Sum the gradient of keys or values over the query heads of each key-value head."""
     return gradient if gradient.shape[1] == key_heads else gradient.unflatten(1, (key_heads, -1)).sum(2)

@@ -1,1 +1,1 @@
-"""Random numbers that follow from a key in every layout: Philox, the keyed permutation, dropout masks."""
+"""Random numbers that are keyed, and thus equal in every layout: Philox, the keyed permutation, dropout masks."""

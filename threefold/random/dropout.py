@@ -1,9 +1,9 @@
 """Dropout whose masks do not depend on the layout.
 
 A mask is a pure function of the seed, the step, the sample, the layer and each element's position in the *whole*
-activation, so a rank drops exactly what one process would drop in its part, and recomputed activations are the same.
+activation. A rank thus drops exactly what one process would drop in its part, and recomputed activations are equal.
 
-Sources: SplitMix64's finaliser, Steele et al., "Fast splittable pseudorandom number generators" (OOPSLA 2014); the
+Sources: SplitMix64's finalizer, Steele et al., "Fast splittable pseudorandom number generators" (OOPSLA 2014); the
 32-bit mixer, Wellons, "lowbias32" (2018).
 """
 
@@ -31,16 +31,16 @@ _MASK32 = 0xFFFFFFFF
 
 
 class Dropout(nn.Module):
-    """Dropout whose mask depends on the sample and the position, never on the rank or on what was drawn before.
+    """Dropout whose mask depends on the sample and the position, never on the rank or on earlier draws.
 
     Args:
-        p: probability of dropping an element.
-        name: of this layer in the whole model; layers of different names have unrelated masks.
-        parts: dim → which part of the whole activation is at hand; dims that are not named are whole.
+        p: dropout probability of an element.
+        name: name of this layer in the whole model; layers with different names have unrelated masks.
+        parts: dim → local part of the whole activation; missing dims are whole.
 
     Attributes:
-        site: the stream of this layer.
-        handle: this layer, for operators of compiled code.
+        site: random stream of this layer.
+        handle: opaque reference to this layer, for operators of compiled code.
 
     Example:
         >>> dropout = threefold.Dropout(0.1, "blocks.0.dropout")
@@ -55,11 +55,11 @@ class Dropout(nn.Module):
         self.handle = Handle(self)
 
     def draws(self, keys: Tensor | None) -> bool:
-        """Whether anything is dropped: only in training, with keys and a positive probability."""
+        """Return whether anything is dropped: only in training, with keys and a positive probability."""
         return self.training and keys is not None and self.p > 0
 
     def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:
-        """Drop elements of `x` [B, …] by the samples' keys [B]; returns `x` itself where nothing is dropped."""
+        """Drop elements of `x` [B, …] by the samples' keys [B]; return `x` itself if nothing is dropped."""
         if keys is None or not self.draws(keys):
             return x
         if torch.compiler.is_compiling():
@@ -67,7 +67,7 @@ class Dropout(nn.Module):
         return drop(x, keys, self.site, self.p, self.parts)
 
     def of_part(self, parts: Mapping[int, Positions]) -> "Dropout":
-        """The same, for other parts of the activation."""
+        """Return this layer for other parts of the activation."""
         return Dropout(self.p, self.name, parts)
 
     def extra_repr(self) -> str:
@@ -75,12 +75,12 @@ class Dropout(nn.Module):
 
 
 def sample_keys(seed: int, step: int, rows: Tensor) -> Tensor:
-    """One 64-bit key for each sample of a step, from which its dropout masks follow.
+    """Return a 64-bit key for each sample of a step, which determines its dropout masks.
 
     Args:
-        seed: the run's seed.
-        step: the optimizer step.
-        rows: int64 [B], each sample's row in the global batch.
+        seed: seed of the run.
+        step: optimizer step.
+        rows: int64 [B], row of each sample in the global batch.
 
     Returns:
         int64 [B].
@@ -94,16 +94,16 @@ def sample_keys(seed: int, step: int, rows: Tensor) -> Tensor:
 def keep_mask(
     keys: Tensor, site: int, shape: torch.Size, p: float, parts: Mapping[int, Positions] | None = None
 ) -> Tensor:
-    """Which elements of an activation survive dropout.
+    """Return the mask of the elements of an activation that survive dropout.
 
-    A function of each sample's key, of the site and of the element's position in the whole activation of that sample.
+    The mask is a function of each sample's key, the site, and the element's position in the sample's whole activation.
 
     Args:
         keys: int64 [B], from `sample_keys`.
-        site: the layer's stream, from `stream_key`.
-        shape: the local activation's shape [B, …, n].
-        p: probability of dropping an element.
-        parts: dim → which part of it this is; dims that are not named are whole.
+        site: random stream of the layer, from `stream_key`.
+        shape: shape of the local activation, [B, …, n].
+        p: dropout probability of an element.
+        parts: dim → local part of the whole activation; missing dims are whole.
 
     Returns:
         bool, of `shape`.
@@ -113,16 +113,16 @@ def keep_mask(
 
 
 def drop(x: Tensor, keys: Tensor, site: int, p: float, parts: Mapping[int, Positions]) -> Tensor:
-    """`x` without the elements that `keep_mask` drops, the others scaled so that the mean stays."""
+    """Zero the elements of `x` that `keep_mask` drops, and scale the others to preserve the mean."""
     return drop_rows(x, keys, site, p, *_places(x.shape, parts, keys.device))
 
 
 def drop_rows(x: Tensor, keys: Tensor, site: int, p: float, rows: Tensor, columns: Tensor) -> Tensor:
-    """`drop` of an activation `x` [B, …, n] that is said by its places in the whole one.
+    """Apply `drop` to an activation `x` [B, …, n] with explicit positions in the whole one.
 
     Args:
         x: the activation.
-        keys, site, p: as of `keep_mask`.
+        keys, site, p: sample keys, stream and probability, as for `keep_mask`.
         rows: int64 […], row-major positions in the whole activation of a sample, without its last dim.
         columns: int64 [n], positions in the last dim.
     """
@@ -130,7 +130,7 @@ def drop_rows(x: Tensor, keys: Tensor, site: int, p: float, rows: Tensor, column
 
 
 def _places(shape: torch.Size, parts: Mapping[int, Positions], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows and columns, as of `drop_rows`, of an activation's `shape` [B, …, n]."""
+    """Return the `rows` and `columns` of `drop_rows` for an activation of `shape` [B, …, n]."""
     held = [parts.get(dim, ALL) for dim in range(len(shape))]
     rows = row_major(shape[1:-1], held[1:-1], device).view(shape[1:-1])
     return rows, held[-1].indices(shape[-1], device)
@@ -139,29 +139,28 @@ def _places(shape: torch.Size, parts: Mapping[int, Positions], device: torch.dev
 def _keep(keys: Tensor, site: int, p: float, rows: Tensor, columns: Tensor) -> Tensor:
     samples = keys.view(-1, *(1,) * rows.dim())
     row_keys = _mix64(samples + site + rows * signed(0x9E3779B97F4A7C15, 64))
-    # Strong mixing once per row, then a cheap 32-bit mix per element: this runs on every activation.
+    # Strong mixing once per row, then a cheap 32-bit mix per element, because this runs on every activation.
     return _mix32(columns.to(torch.int32), row_keys.unsqueeze(-1)) >= min(round(p * 2**32) - 2**31, 2**31 - 1)
 
 
-# As an operator, as compilers do not keep to integers that wrap: C++ may assume that they never do, and torch computes
-# products of positions beforehand, in numbers without end.
+# An operator, because compilers break wrapping integers: C++ may assume that they never overflow, and torch folds
+# products of positions in unbounded integers.
 @operator("dropout_factors", lambda x, keys, layer: torch.empty_like(x, memory_format=torch.contiguous_format))
 def _factors(x: Tensor, keys: Tensor, layer: Handle) -> Tensor:
-    """What a `Dropout` multiplies the elements of `x` by."""
     dropout: Dropout = layer.value
     kept = keep_mask(keys, dropout.site, x.shape, dropout.p, dropout.parts)
     return kept.to(x.dtype).mul_(1 / (1 - dropout.p))
 
 
 def _mix64(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser on int64: a bijection whose every output bit depends on every input bit."""
+    """Apply SplitMix64's finalizer to int64: a bijection whose every output bit depends on every input bit."""
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * signed(0xBF58476D1CE4E5B9, 64)
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * signed(0x94D049BB133111EB, 64)
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
 def _mix32(column: Tensor, row_key: Tensor) -> Tensor:
-    """Uniform int32 for each element, from its column and its row's 64-bit key."""
+    """Draw a uniform int32 for each element, from its column and its row's 64-bit key."""
     low = _low_word(row_key)
     high = _low_word(row_key >> 32)
     x = (column ^ low).mul_(signed(0x7FEB352D, 32))
@@ -175,20 +174,17 @@ def _mix32(column: Tensor, row_key: Tensor) -> Tensor:
 
 
 def _low_word(x: Tensor) -> Tensor:
-    """The low 32 bits as int32, wrapping (a plain cast of an out-of-range value is undefined on some devices)."""
+    """Return the low 32 bits as int32, wrapping (casting an out-of-range value is undefined on some devices)."""
     return (((x + 2**31) & _MASK32) - 2**31).to(torch.int32)
 
 
 def dropped_attention(q: Tensor, k: Tensor, v: Tensor, sight: Sight, dropout: Dropout, keys: Tensor) -> Tensor:
-    """`ops.attention.attention` whose weights have dropout.
+    """Compute `ops.attention.attention` with dropout of its attention weights: [B, Q, heads · d].
 
     Args:
-        q, k, v, sight: as there.
-        dropout: of the weights [B, heads, Q, K], all keys of which are at hand.
-        keys: int64 [B], the samples' keys.
-
-    Returns:
-        [B, Q, heads · d].
+        q, k, v, sight: inputs of `ops.attention.attention`.
+        dropout: dropout of the weights [B, heads, Q, K], with all keys local.
+        keys: int64 [B], keys of the samples.
     """
     sight = sight.within(k.shape[1])
     out: Tensor = _DroppedAttention.apply(q, k, v, sight.documents, sight.window, keys, dropout.handle)
@@ -218,7 +214,6 @@ class _DroppedAttention(torch.autograd.Function):
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int, keys: Tensor, layer: Handle
 ) -> Tensor:
-    """[B, Q, heads, d]; `layer` is the `Dropout`."""
     out, drop_of = q.new_empty(q.shape), _drops(q, keys, layer.value)
     for part in tile_inputs(q, k, v, Sight(window, documents), None):
         out[part.at_queries] = plain_tile(part.q, part.k, part.v, part.bias, drop_of(part)).transpose(1, 2)
@@ -239,7 +234,6 @@ def _backward(
     keys: Tensor,
     layer: Handle,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `q`, `k` and `v`."""
     gradients, drop_of = TileGradients(q, k, v), _drops(q, keys, layer.value)
     for part in tile_inputs(q, k, v, Sight(window, documents), None):
         upper = part.of_queries(grad)
@@ -252,7 +246,6 @@ def _backward_shapes(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) ->
 
 
 def _drops(q: Tensor, keys: Tensor, dropout: Dropout) -> Callable[[TileInputs], Drop]:
-    """The dropout of each tile's weights."""
     shape = q.shape[2], q.shape[1]
     rows = row_major(shape, [dropout.parts.get(dim, ALL) for dim in (1, 2)], q.device).view(shape)
 

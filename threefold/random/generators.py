@@ -1,6 +1,6 @@
-"""The generators that belong to a process: torch's default ones, Python's `random` and `numpy.random`.
+"""Generators of the process: torch's default ones, Python's `random` and `numpy.random`.
 
-What a model, a callback or a data set of the user's draws from them in sequence is continued by a resume.
+A resume continues the sequences that a user's model, callback or data set draws from them.
 """
 
 import random
@@ -20,11 +20,10 @@ _NUMPY_KIND = "MT19937"
 
 
 class ProcessGenerators:
-    """The generators of a rank's process, as tensors under names of their own in the whole layout.
+    """Generators of a rank's process, as tensors with names that are unique in the layout.
 
-    Args:
-        place: this rank's coordinates (dp, pp, cp, tp).
-        device: whose default generator of torch counts, beside that of the CPU.
+    `place` has the rank's coordinates (dp, pp, cp, tp). Torch's default generator of `device` is included, besides the
+    CPU's.
     """
 
     def __init__(self, place: Sequence[int], device: torch.device | str = "cpu") -> None:
@@ -33,17 +32,13 @@ class ProcessGenerators:
         self._kept: set[str] = set()
 
     def stored(self, sizes: Sequence[int]) -> dict[str, Tensor]:
-        """The states of the generators that were drawn from since the start, under their stored names.
-
-        Args:
-            sizes: of the axes (dp, pp, cp, tp).
-        """
+        """Return the states of the generators used since the start, by stored name in a layout of these sizes."""
         states = generator_states(self.device)
         self._kept |= {name for name, state in states.items() if not torch.equal(state, self._start[name])}
         return {self._stored_name(name, sizes): state for name, state in states.items() if name in self._kept}
 
     def places(self, sizes: Sequence[int]) -> dict[str, Tensor]:
-        """Tensors to fill with the states that `stored` gave, by stored name."""
+        """Return tensors to fill with the states of `stored`, by stored name."""
         return {self._stored_name(name, sizes): state for name, state in generator_states(self.device).items()}
 
     def load_stored(self, tensors: Mapping[str, Tensor], sizes: Sequence[int]) -> None:
@@ -54,17 +49,17 @@ class ProcessGenerators:
         self._kept |= states.keys()
 
     def begin(self, seed: int) -> None:
-        """Set each generator to the state that a run begins with, which follows from its seed and this rank's place."""
+        """Set each generator to the initial state of a run, which depends on its seed and this rank's coordinates."""
         self._seed(seed)
         self._start = generator_states(self.device)
 
     def reseed(self, *parts: int | str) -> None:
-        """Set each generator to a state that follows from `parts` and this rank's place alone."""
+        """Set each generator to a state that depends only on `parts` and this rank's coordinates."""
         self._seed(*parts)
         self._kept |= generator_states(self.device).keys()
 
     def _seed(self, *parts: int | str) -> None:
-        # The same on all tensor ranks, which compute with the same activations.
+        # Equal on all tensor ranks, because they compute with the same activations.
         seed_generators(stream_key("process", *self.place[:-1], *parts), self.device)
 
     def _stored_name(self, name: str, sizes: Sequence[int]) -> str:
@@ -72,13 +67,12 @@ class ProcessGenerators:
 
 
 def is_of_process(name: str) -> bool:
-    """Whether a stored stream is that of a process's generator."""
     return any(f".{each}." in name for each in _NAMES)
 
 
 @contextmanager
 def generators_preserved(device: torch.device | str = "cpu") -> Iterator[None]:
-    """Put the generators of this process back after the block."""
+    """Restore the generators of this process after the block."""
     devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices):
@@ -90,12 +84,7 @@ def generators_preserved(device: torch.device | str = "cpu") -> Iterator[None]:
 
 
 def seed_generators(seed: int, device: torch.device | str = "cpu") -> None:
-    """Seed the generators of this process.
-
-    Args:
-        seed: of 63 bits.
-        device: whose generator is seeded too, beside that of the CPU.
-    """
+    """Seed the generators of this process, including those of the CPU and `device`, with 63 bits."""
     torch.default_generator.manual_seed(seed)
     if torch.device(device).type == "cuda":
         torch.cuda.manual_seed(seed)
@@ -104,7 +93,7 @@ def seed_generators(seed: int, device: torch.device | str = "cpu") -> None:
 
 
 def generator_states(device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """The state of each generator as a tensor whose shape is always the same."""
+    """Return the state of each generator as a tensor of constant shape."""
     states = {_TORCH: torch.get_rng_state(), _PYTHON: _python_state(), _NUMPY: _numpy_state()}
     if torch.device(device).type == "cuda":
         states[_CUDA] = torch.cuda.get_rng_state(device)
@@ -112,7 +101,6 @@ def generator_states(device: torch.device | str = "cpu") -> dict[str, Tensor]:
 
 
 def restore_generators(states: Mapping[str, Tensor], device: torch.device | str = "cpu") -> None:
-    """Set generators to states that `generator_states` gave."""
     if _TORCH in states:
         torch.set_rng_state(states[_TORCH])
     if _CUDA in states:
@@ -131,7 +119,7 @@ def _python_state() -> Tensor:
 
 
 def _numpy_state() -> Tensor | None:
-    """None where a user has put another bit generator in its place."""
+    """Return numpy's state; None if a user has replaced its bit generator."""
     state = np.random.get_state(legacy=False)
     if not isinstance(state, dict) or state["bit_generator"] != _NUMPY_KIND:
         return None
@@ -141,7 +129,6 @@ def _numpy_state() -> Tensor | None:
 
 
 def _as_integer(value: float) -> int:
-    """The 64 bits of a float as a signed integer."""
     return int(unpack("<q", pack("<d", value))[0])
 
 

@@ -1,9 +1,9 @@
-"""The sampler: the order of the samples is a keyed pseudo-random permutation, which needs no memory and no start-up.
+"""Sampler: the order of the samples is a keyed pseudo-random permutation, which needs no memory and no start-up.
 
-The sampler is stateless: the samples of a step are a function of the seed and of how many were consumed before it.
-Every row of every global batch has a counter, `consumed_samples + row`; the counter's epoch is `counter // n` and its
-sample `permutation(counter % n)`, under a permutation of the n samples that is keyed by (seed, epoch). Nothing depends
-on the number of ranks, and nothing has to be replayed on resume.
+The sampler is stateless: the samples of a step are a function of the seed and the number of samples consumed before it.
+Every row of every global batch has a counter, `consumed_samples + row`. The counter's epoch is `counter // n` and its
+sample is `permutation(counter % n)`, under a permutation of the n samples that is keyed by (seed, epoch). Nothing
+depends on the number of ranks, and nothing has to be replayed on resume.
 """
 
 import hashlib
@@ -23,17 +23,17 @@ _MULTIPLIER_2: Final = np.uint64(0x94D049BB133111EB)
 
 
 class KeyedPermutation:
-    """A pseudo-random permutation of range(n), chosen by (seed, epoch, purpose), in O(1) memory and start-up.
+    """Pseudo-random permutation of range(n), keyed by (seed, epoch, purpose), with O(1) memory and start-up.
 
     An unbalanced Feistel network over the smallest power of two that holds n (Luby and Rackoff, 1988), with the
-    finaliser of SplitMix64 (Steele, Lea and Flood, 2014) as its round function, and cycle walking (Black and Rogaway,
-    2002) to stay inside n: fewer than two rounds per item on average once n > 32.
+    finalizer of SplitMix64 (Steele, Lea and Flood, 2014) as its round function, and cycle walking (Black and Rogaway,
+    2002) to stay below n: fewer than two rounds per item on average once n > 32.
 
     Args:
         n: number of items, 1 to 2**62.
         seed: any integer.
-        epoch: which pass over the items; each has its own order.
-        purpose: separates uses that share a seed.
+        epoch: number of the pass over the items; each has its own order.
+        purpose: name that separates uses of one seed.
 
     Raises:
         ValueError: n is out of range.
@@ -50,7 +50,7 @@ class KeyedPermutation:
         self._keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
     def __call__(self, indices: Int64Array) -> Int64Array:
-        """Items at `indices` (int64, any shape, each in [0, n)): same shape, int64."""
+        """Return the items at `indices` (int64, any shape, each in [0, n)): same shape, int64."""
         points = indices.astype(np.uint64).ravel()
         if self.n == 1:
             return np.zeros(indices.shape, dtype=np.int64)
@@ -67,7 +67,7 @@ class KeyedPermutation:
         high = points >> low_bits
         low = points & np.uint64((1 << self._low_bits) - 1)
         for i in range(0, _ROUNDS, 2):
-            # Each half is changed by a function of the other alone, so every round can be undone: a bijection.
+            # Each half changes by a function of the other alone, so every round can be undone: a bijection.
             high = high ^ _scramble(low, self._keys[i], self._high_bits)
             low = low ^ _scramble(high, self._keys[i + 1], self._low_bits)
         return (high << low_bits) | low
@@ -81,12 +81,12 @@ def _scramble(half: NDArray[np.uint64], key: np.uint64, bits: int) -> NDArray[np
 
 
 def samples_at(counters: Int64Array, n: int, seed: int) -> Int64Array:
-    """The sampler of a training run: which of n samples each global counter reads.
+    """Return the sample that each global counter of a training run reads.
 
     Args:
         counters: int64 [rows], each `consumed_samples + row`.
         n: number of samples in the split.
-        seed: the run's seed.
+        seed: seed of the run.
 
     Returns:
         int64 [rows], each in [0, n). A batch may span epochs.

@@ -1,4 +1,4 @@
-"""Keys of random streams: what a stream is for, as a number."""
+"""Keys of random streams, layout-independent normal numbers, and named streams for code that draws in sequence."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,24 +15,24 @@ from threefold.errors import UserError
 
 
 def stream_key(*parts: int | str) -> int:
-    """A 63-bit key for the stream named by `parts`; different parts give unrelated keys."""
+    """Return a 63-bit key for the stream named by `parts`; different parts give unrelated keys."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def signed(value: int, bits: int) -> int:
-    """`value` modulo 2**bits as a two's complement number, which is what torch's integers hold."""
+    """Return `value` modulo 2**bits in two's complement, the form of torch's integers."""
     value &= (1 << bits) - 1
     return value - (1 << bits) if value >> (bits - 1) else value
 
 
 _MASK32 = 0xFFFFFFFF
 _AT_ONCE = {"cpu": 1 << 15, "cuda": 1 << 20}
-"""Elements worked on at a time: the temporaries stay in a core's cache; on a GPU they are enough for all its cores."""
+"""Elements processed at a time: few enough for temporaries to stay in a core's cache, enough for all cores of a GPU."""
 
 
 def _philox2x32(counter: Tensor, key: int) -> tuple[Tensor, Tensor]:
-    """Philox2x32-10: two independent 32-bit words (in int64) for each 64-bit `counter`."""
+    """Return two independent 32-bit words (in int64) for each 64-bit `counter`, by Philox2x32-10."""
     low, high = counter & _MASK32, (counter >> 32) & _MASK32
     round_key = key & _MASK32
     for _ in range(10):
@@ -43,22 +43,22 @@ def _philox2x32(counter: Tensor, key: int) -> tuple[Tensor, Tensor]:
 
 
 def _normal(index: Tensor, key: int) -> Tensor:
-    """Standard normal numbers (fp64) at these element positions: one Philox block and one Box-Muller pair each."""
-    # The upper half of the key is mixed into the counter's upper half, which element positions hardly reach.
+    """Return standard normal numbers (fp64) for element positions: one Philox block and one Box-Muller pair each."""
+    # The upper half of the key goes into the counter's upper half, which element positions hardly reach.
     first, second = _philox2x32(index ^ (signed(key >> 32, 32) << 32), key)
     radius = torch.sqrt(-2.0 * torch.log((first.double() + 0.5) / 2**32))
     return radius * torch.cos((second.double() + 0.5) * (2 * pi / 2**32))
 
 
 def fill_normal_(local: Tensor, std: float, key: int, whole: tuple[int, ...], offset: tuple[int, ...]) -> Tensor:
-    """Fill a slice of a tensor with its part of N(0, std²), the same numbers whatever the slicing.
+    """Fill a slice of a tensor with its part of N(0, std²), the same numbers for any slicing.
 
     Args:
-        local: the slice to fill, of shape [n0, n1, …], any float dtype and device.
+        local: slice to fill, of shape [n0, n1, …], any float dtype and device.
         std: standard deviation.
-        key: the whole tensor's stream, from `stream_key`.
+        key: random stream of the whole tensor, from `stream_key`.
         whole: shape of the whole tensor.
-        offset: where the slice starts in the whole tensor, per dim.
+        offset: start of the slice in the whole tensor, per dim.
     """
     if local.numel() == 0 or local.is_meta:
         return local
@@ -67,7 +67,7 @@ def fill_normal_(local: Tensor, std: float, key: int, whole: tuple[int, ...], of
     inner = row_major(local.shape[1:], parts[1:], local.device)
     elements = _AT_ONCE.get(local.device.type, 1 << 15)
     rows_at_once = max(1, elements // inner.numel())
-    # By blocks of rows, so that the indices need no memory of the tensor's size.
+    # In blocks of rows, so that the indices do not need memory of the tensor's size.
     for part, first in zip(local.split(rows_at_once), rows.split(rows_at_once), strict=True):
         index = first.unsqueeze(-1) + inner
         part.copy_(_normal_chunks(index.flatten(), key, elements).view(part.shape).mul_(std))
@@ -79,20 +79,20 @@ def _normal_chunks(index: Tensor, key: int, elements: int) -> Tensor:
 
 
 class Positions(Protocol):
-    """Which indices of a dim of a whole tensor a rank holds."""
+    """Positions of a rank's part of a dim within the whole dim."""
 
     def indices(self, size: int, device: torch.device) -> Tensor:
-        """Their positions (int64 [size]) in the whole dim, for a local dim of `size`."""
+        """Return the positions (int64 [size]) in the whole dim of a local dim of `size`."""
         ...
 
     def whole(self, size: int) -> int:
-        """Size of the whole dim."""
+        """Return the size of the whole dim, given the size of the local one."""
         ...
 
 
 @dataclass(frozen=True)
 class Slice:
-    """A run of indices: from `start`, of `length` in all (None: as many as are held)."""
+    """Run of indices from `start`, in a whole dim of `length` (None: the local size)."""
 
     start: int = 0
     length: int | None = None
@@ -109,7 +109,7 @@ ALL = Slice()
 
 
 def row_major(shape: Sequence[int], parts: Sequence[Positions], device: torch.device) -> Tensor:
-    """Row-major positions (int64, flat) that a local tensor's elements have in the whole one, `parts` of each dim."""
+    """Return the row-major positions (int64, flat) of elements in the whole tensor, given their `parts` of each dim."""
     index = torch.zeros(1, dtype=torch.int64, device=device)
     for size, part in zip(shape, parts, strict=True):
         index = (index.unsqueeze(-1) * part.whole(size) + part.indices(size, device)).flatten()
@@ -117,28 +117,28 @@ def row_major(shape: Sequence[int], parts: Sequence[Positions], device: torch.de
 
 
 STREAMS = "random."
-"""How the names of stored streams begin."""
+"""Prefix of the names of stored streams."""
 _AXES = ("dp", "pp", "cp", "tp")
 
 
 class RandomStreams:
-    """Named torch generators for code that draws in sequence: `global` agrees inside a tp group, `local` differs.
+    """Named torch generators for code that draws in sequence: `global` is equal within a tp group, `local` differs.
 
-    `add` makes further ones, seeded as their user says, such as for dropout that ranks shall have in common:
+    `add` creates further streams with a given seed, such as for dropout that several ranks share:
 
         streams = RandomStreams(seed, mesh.coordinates)
         streams.add("stage", seed + mesh.pp.index)
         with streams.use("stage"):
             x = F.dropout(x, 0.1)
 
-    A module of a model gets its run's by a method `use_streams` (`DrawsInSequence`). Their state is saved in
-    checkpoints once they are used, evaluation leaves it as it was, and recomputed activations draw what they drew the
-    first time.
+    A module of a model receives the run's streams through its method `use_streams` (`DrawsInSequence`). Checkpoints
+    store the state of the streams once they are used, evaluation leaves it unchanged, and recomputed activations repeat
+    their draws.
 
     Args:
-        seed: the run's seed.
-        place: this rank's coordinates (dp, pp, cp, tp); `global` depends on all but tp, `local` on all.
-        device: whose default generator a stream takes over.
+        seed: seed of the run.
+        place: coordinates of this rank (dp, pp, cp, tp); `global` depends on all but tp, `local` on all.
+        device: device whose default generator a stream takes over.
 
     Attributes:
         used: whether anything was drawn.
@@ -151,7 +151,7 @@ class RandomStreams:
         self.reseed()
 
     def reseed(self, *parts: int | str) -> None:
-        """Reset to the state that follows from the seeds and `parts` alone."""
+        """Reset each stream to a state that depends only on the seeds and `parts`."""
         dp, pp, cp, tp = self.place
         self._states = {
             name: self._seeded(stream_key("stream", name, self.seed, *at, *parts))
@@ -161,13 +161,13 @@ class RandomStreams:
             self._states[name] = self._seeded(stream_key("stream", name, seed, *parts) if parts else seed)
 
     def add(self, name: str, seed: int) -> None:
-        """Make a stream that draws what torch draws after `torch.manual_seed(seed)`.
+        """Create a stream that draws what torch draws after `torch.manual_seed(seed)`.
 
-        Ranks whose seeds are equal draw the same.
+        Ranks with equal seeds draw the same numbers.
 
         Raises:
-            UserError: there is a stream of that name, or one with that seed, which would draw the same; or the name has
-                a full stop, which separates the parts of a stored name.
+            UserError: a stream has the same name, or the same seed and would draw the same numbers; or the name has a
+                full stop, which separates the parts of a stored name.
         """
         if "." in name:
             raise UserError(
@@ -185,7 +185,7 @@ class RandomStreams:
         self._states[name] = self._seeded(seed)
 
     def use(self, name: str) -> AbstractContextManager[None]:
-        """Run a block with torch's default generator on the stream `name`, and put the generator back after it.
+        """Run a block with torch's default generator on the stream `name`, and restore the generator afterwards.
 
         Raises:
             UserError: there is no stream of that name.
@@ -198,11 +198,7 @@ class RandomStreams:
 
     @contextmanager
     def fork(self, name: str) -> Iterator[None]:
-        """As `use`.
-
-        Raises:
-            KeyError: there is no stream of that name.
-        """
+        """Run a block on the stream `name`, as `use` does; raise KeyError if there is none."""
         outer = self._default_state()
         self._set_default_state(self._states[name])
         self.used = True
@@ -213,7 +209,7 @@ class RandomStreams:
             self._set_default_state(outer)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The state of each stream."""
+        """Return the state of each stream."""
         return dict(self._states)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -221,7 +217,7 @@ class RandomStreams:
 
     @contextmanager
     def preserved(self, start: Mapping[str, Tensor] | None = None) -> Iterator[None]:
-        """Run a block from the state `start`, or from where the streams are, and put them back after it."""
+        """Run a block from the state `start`, or from the current state, and restore the streams afterwards."""
         outer = self.state_dict()
         self.load_state_dict(start or outer)
         try:
@@ -230,14 +226,14 @@ class RandomStreams:
             self.load_state_dict(outer)
 
     def replays(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """What `torch.utils.checkpoint` runs the forward pass in, and its replay: that one draws the same."""
+        """Return contexts for `torch.utils.checkpoint`'s forward pass and its replay, which repeats the draws."""
         return nullcontext(), self.preserved(self.state_dict())
 
     def stored(self, sizes: Sequence[int]) -> dict[str, Tensor]:
-        """The state of each stream, to be saved or filled in place, under a name of its own in the whole layout.
+        """Return the state of each stream under a name that is unique in the layout, to be saved or filled in place.
 
         Args:
-            sizes: of the axes (dp, pp, cp, tp).
+            sizes: sizes of the axes (dp, pp, cp, tp).
         """
         dp, pp, cp, tp = self.place
         mine = f"{dp}.{pp}.{cp}.{tp}"
@@ -247,7 +243,7 @@ class RandomStreams:
         }
 
     def load_stored(self, tensors: Mapping[str, Tensor], sizes: Sequence[int]) -> None:
-        """Continue from what `stored` gave, once it is filled."""
+        """Continue from the tensors of `stored`, once they are filled."""
         self.load_state_dict({name.removeprefix(stored_as(sizes)).split(".")[0]: t for name, t in tensors.items()})
         self.used = True
 
@@ -265,17 +261,13 @@ class RandomStreams:
 
 
 def stored_as(sizes: Sequence[int]) -> str:
-    """How the names begin under which a run of this layout stores its streams.
-
-    Args:
-        sizes: of the axes (dp, pp, cp, tp).
-    """
+    """Return the prefix of the names under which a run with these sizes of (dp, pp, cp, tp) stores its streams."""
     return STREAMS + "-".join(f"{axis}{size}" for axis, size in zip(_AXES, sizes, strict=True)) + "."
 
 
 @runtime_checkable
 class DrawsInSequence(Protocol):
-    """A module that draws from the run's streams defines this method, and which is called before its first use."""
+    """A module that draws from the run's streams; its method is called before the module is first used."""
 
     def use_streams(self, streams: RandomStreams) -> None:
         """Draw from `streams` from now on."""
@@ -283,12 +275,10 @@ class DrawsInSequence(Protocol):
 
 
 def draws_in_sequence(module: nn.Module) -> bool:
-    """Whether a module itself draws from the run's streams."""
     return isinstance(module, DrawsInSequence)
 
 
 def give_streams(streams: RandomStreams, module: nn.Module) -> None:
-    """Give `streams` to each module inside that draws in sequence."""
     for child in module.modules():
         if isinstance(child, DrawsInSequence):
             child.use_streams(streams)

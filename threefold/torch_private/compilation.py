@@ -1,4 +1,4 @@
-"""Private parts of torch that concern `torch.compile`."""
+"""Private parts of torch for `torch.compile` and operators."""
 
 import signal
 from collections.abc import Callable
@@ -14,16 +14,16 @@ _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def keep_signals_from_compilers() -> None:
-    """Have the programs that `torch.compile` starts get none of the signals that end a run, until `compiler.reset`.
+    """Shield the programs that `torch.compile` starts from signals that end a run, until `compiler.reset`.
 
-    They are blocked in a thread while it compiles, which the threads and processes that it starts inherit. A signal
-    that comes meanwhile is taken by another thread of the process, or afterwards.
+    A thread blocks these signals while it compiles, and the threads and processes that it starts inherit this. A signal
+    that arrives meanwhile is handled by another thread of the process, or afterwards.
 
-    Why: a signal that ends a run may be sent to all its processes, and a C++ compiler that it ends would fail the step
-    that is to be finished first. Torch tells the begin and the end of a compilation to callbacks of a module whose name
-    is private. A setting of torch that gives compilers a session of their own would replace this.
+    Why: a signal that ends a run may be sent to all its processes, and a C++ compiler that it kills would fail the step
+    to be finished. Torch calls callbacks at the beginning and end of a compilation, but their module is private. A
+    setting that starts compilers in their own session would replace this.
     """
-    from torch._dynamo.callback import on_compile_end, on_compile_start  # imports a compiler, which few runs have
+    from torch._dynamo.callback import on_compile_end, on_compile_start  # imports the compiler, which few runs need
 
     before: list[set[Any]] = []
 
@@ -38,10 +38,10 @@ def keep_signals_from_compilers() -> None:
 
 
 class CompileCounts:
-    """What torch has compiled in this process since the object was made.
+    """Counts of what torch has compiled in this process since the object was created.
 
-    Why: whether layers share one compilation is visible in nothing else; torch's counters are in a module whose name is
-    private. A public way to ask how often a function was compiled would replace it.
+    Why: nothing else shows whether layers share one compilation, and torch's counters are in a private module. A public
+    count of a function's compilations would replace it.
     """
 
     def __init__(self) -> None:
@@ -49,12 +49,12 @@ class CompileCounts:
 
     @property
     def graphs(self) -> int:
-        """Graphs, each with its forward and backward pass."""
+        """Number of graphs, each with its forward and backward pass."""
         return self._now()["graphs"] - self._before["graphs"]
 
     @property
     def breaks(self) -> int:
-        """Places where a function could not be compiled whole."""
+        """Number of places where a function could not be compiled as a whole."""
         return self._now()["breaks"] - self._before["breaks"]
 
     @staticmethod
@@ -69,13 +69,10 @@ _LIBRARY: Final = torch.library.Library("threefold", "FRAGMENT")
 
 
 class Handle(OpaqueBase):
-    """An object that compiled code passes to operators without looking into it.
+    """Opaque object that compiled code passes to operators, with the object `value`.
 
-    Args:
-        value: the object.
-
-    Why: code that is compiled once and called with the objects of each layer has to take them as inputs, and operators
-    take no other objects of Python. A public name would replace it.
+    Why: code that is compiled once for all layers must take the objects of each layer as inputs, and operators take no
+    other Python objects. A public name would replace it.
     """
 
     def __init__(self, value: Any) -> None:
@@ -86,16 +83,16 @@ register_opaque_type(Handle, typ="reference")
 
 
 def operator(name: str, result: Callable[..., Any]) -> Callable[[_F], _F]:
-    """Make a function the operator `torch.ops.threefold.<name>`, which compiled code and dry runs call as a whole.
+    """Register a function as the operator `torch.ops.threefold.<name>`, opaque to compiled code and dry runs.
 
     Args:
-        name: of the operator.
-        result: called with the same arguments, gives tensors like the function's results, not computed.
+        name: name of the operator.
+        result: function of the same arguments that returns uncomputed tensors like the operator's results.
 
-    The function changes no argument, and its results share no memory with them. It is not differentiable: an
-    `autograd.Function` calls it in both passes.
+    The function must not change its arguments, or return results that share memory with them. It is not differentiable:
+    an `autograd.Function` calls it in both passes.
 
-    Not `torch.library.custom_op`, whose operators take three times as long to call. All of this is public but
+    Operators of `torch.library.custom_op` would take three times as long to call. Everything here is public except
     `Handle` as the type of an argument.
     """
 
@@ -110,20 +107,20 @@ def operator(name: str, result: Callable[..., Any]) -> Callable[[_F], _F]:
 
 
 def cpu_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
-    """Torch's fused attention of a CPU, with the logarithm of the sum of each query's exponentiated scores.
+    """Compute torch's fused CPU attention, and the log-sum-exp of each query's scores.
 
     Args:
         q: [B, heads, Q, d].
-        k, v: [B, key-value heads, K, d]; each key-value head serves a group of neighbouring heads of `q`.
+        k, v: [B, key-value heads, K, d]; each key-value head serves a group of neighboring heads of `q`.
         bias: [Q, K], added to the scores, in the dtype of `q` or fp32.
-        causal: whether a query attends to its own place and those before it alone; then K is Q.
+        causal: whether a query attends only to positions up to its own; K must then be Q.
 
     Returns:
         [B, heads, Q, d], and [B, heads, Q] in fp32 at least.
 
-    Why: `F.scaled_dot_product_attention` keeps that logarithm for its own backward pass alone, so that its results of
-    parts of a sequence could not be written into one tensor that is kept once. An argument that asks for it, as
-    `return_aux` of `torch.nn.attention.varlen`, would replace it.
+    Why: `F.scaled_dot_product_attention` keeps the log-sum-exp to its own backward pass, so that results for parts of a
+    sequence could not be written into one tensor that is kept once. An argument like `return_aux` of
+    `torch.nn.attention.varlen` would replace it.
     """
     mask = None if bias is None else bias[None, None]
     found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -135,9 +132,9 @@ def cpu_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: 
 def cpu_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, bias: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `q`, `k` and `v` of `cpu_attention`, whose results are `out` and `sums`.
+    """Return the gradients of `q`, `k` and `v` of `cpu_attention`, whose results are `out` and `sums`.
 
-    Why, and what would replace it: as `cpu_attention`.
+    Why, and what would replace it: as for `cpu_attention`.
     """
     mask: Any = None if bias is None else bias[None, None]
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -147,10 +144,10 @@ def cpu_attention_backward(
 
 
 def softmax_gradient(grad: Tensor, weights: Tensor) -> Tensor:
-    """The gradient of what `softmax(-1)` made `weights` of, `grad` being theirs: weights · (grad − Σ weights · grad).
+    """Return weights · (grad − Σ weights · grad): the gradient of the input of `softmax(-1)` with output `weights`.
 
-    Why: it is one pass over both, where public operations take two and a sum that has to be known before; autograd
-    calls it, but not for weights that are computed again. A public name would replace it.
+    Why: it is one pass over both, where public operations take two and need the sum first; autograd uses it, but not
+    for recomputed weights. A public name would replace it.
     """
     found: Tensor = torch.ops.aten._softmax_backward_data(grad, weights, -1, weights.dtype)
     return found

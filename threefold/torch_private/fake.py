@@ -30,19 +30,17 @@ __all__ = [
 ]
 
 OperationMode = TorchDispatchMode
-"""Base class of what sees every operation in a block. Why: its documentation is in a note on extending torch, its
-module private. A public name would replace it."""
+"""Base class of modes that see every operation in a block. Why: its documentation is in a note on extending torch, but
+its module is private. A public name would replace it."""
 
 leaves = tree_leaves
-"""The leaves of nested arguments. Why: arguments of operations are nested in any way. A public module would replace
-it."""
+"""Leaves of nested arguments. Why: operations take arguments with any nesting. A public module would replace it."""
 
 
 def fake_tensors() -> FakeTensorMode:
-    """A mode in which operations compute shapes and allocate no memory; tensors that have memory may take part.
+    """Return a mode in which operations compute shapes and allocate no memory; tensors with memory may take part.
 
-    Why: `FakeTensorMode` is documented for `torch.compile` and tracing tools, and importable from a private module
-    only. A public name would replace it.
+    Why: `FakeTensorMode` is documented, but only a private module has it. A public name would replace it.
     """
     return FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -51,33 +49,30 @@ TOP_K = torch.ops.aten.topk.default
 SPLIT = torch.ops.aten.split.Tensor
 RECEIVE = torch.ops.c10d.recv_.default
 ALL_GATHER = torch.ops.c10d._allgather_base_.default
-"""Operations as modes see them: those of `torch.topk`, `torch.split`, receiving a tensor and gathering equal ones. Why:
-values have to be made up for what other ranks would send. A fake process group that does it would replace it."""
+"""Operations as modes see them: `torch.topk`, `torch.split`, a receive, and a gather of equal tensors. Why: the values
+that other ranks would send have to be made up. A fake process group that does so would replace it."""
 
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 ONEDNN_LINEAR = torch.ops.mkldnn._linear_pointwise
-"""Operations that `torch.utils.flop_counter` has no formula for. Why: they are counted. Formulas of torch's own would
+"""Operations for which `torch.utils.flop_counter` has no formula. Why: their FLOPs are counted. Formulas in torch would
 replace it."""
 
 with_memory = unset_fake_temporarily
-"""Leaves that mode within a block. Why, and what would replace it: as `fake_tensors`."""
+"""Context manager that leaves this mode within a block. Why, and what would replace it: as for `fake_tensors`."""
 
 
 @contextmanager
 def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
-    """The default process group, of one process that takes itself for a rank of many: its collectives send nothing.
+    """Set up a default process group in which this process is one rank of many, and collectives send nothing.
 
-    Leaves nothing behind.
+    The block leaves no process group behind; a process that has one already gets a RuntimeError.
 
-    Why: the backend `fake` is registered by a module of torch's tests. A public module would replace it.
-
-    Raises:
-        RuntimeError: this process has a process group.
+    Why: a module of torch's tests registers the backend `fake`. A public module would replace it.
     """
     if dist.is_initialized():
         raise RuntimeError("a fake process group cannot be made in a process that has another")
-    hook = sys.excepthook  # torch's names the rank in tracebacks, and stays
+    hook = sys.excepthook  # torch's names the rank in tracebacks, and would stay
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield
@@ -88,11 +83,11 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
 
 @contextmanager
 def storage_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Call `resized` with each storage whose size is changed in the block, after the change.
+    """Call `resized` with each storage whose size changes in the block, after the change.
 
-    Why: `fully_shard` frees gathered weights by a resize of their storage, which is no operation that a dispatch mode
-    sees; torch's own `MemTracker` replaces the method as well. An event of the allocator for tensors without memory
-    would replace it.
+    Why: `fully_shard` frees gathered weights by resizing their storage, which is not an operation that a dispatch mode
+    sees; torch's own `MemTracker` replaces the method too. An allocator event for tensors without memory would replace
+    it.
     """
     before = torch.UntypedStorage.resize_
 

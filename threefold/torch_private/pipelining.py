@@ -1,4 +1,4 @@
-"""Private parts of `torch.distributed.pipelining`: why each is used, and what would replace it."""
+"""Private parts of `torch.distributed.pipelining`, each with the reason why, and with what would replace it."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,32 +12,32 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B, ScheduleGPipe
 
 PipelineSchedule = _schedules._PipelineSchedule
-"""Base class of all schedules, whose `step` and `eval` are documented. Why: the type of either kind of schedule. A
-public name of it would replace it."""
+"""Base class of all schedules; its `step` and `eval` are documented. Why: the common type of both kinds of schedules. A
+public name would replace it."""
 
 PipelineScheduleRuntime = _schedules._PipelineScheduleRuntime
-"""The schedule that runs any list of actions with sends and receives among them. Why: schedules of CSV files, and
-evaluation, whose order is none of a training schedule's. A public constructor from actions would replace it."""
+"""Schedule that runs any list of actions, with sends and receives among them. Why: schedules in CSV files, and
+evaluation, whose order no training schedule has. A public constructor from actions would replace it."""
 
 PipelineAction = _schedules._Action
-"""An action of such a list: stage, kind, micro-batch, actions inside. Why: to write lists of them, and to read those of
-torch's schedules. It would be public with the above."""
+"""Action of such a list: stage, kind, micro-batch, and nested actions. Why: to write such lists, and to read those of
+torch's schedules. It would become public with the runtime."""
 
 add_send_recv = _schedules._add_send_recv
-"""Puts sends and receives between actions of computation, in an order in which no rank waits forever. Why: the runtime
-leaves that to its subclasses. It would be part of a constructor from a list of actions."""
+"""Insert sends and receives between actions of computation, in an order without deadlocks. Why: the runtime leaves this
+to its subclasses. It would become part of a constructor from a list of actions."""
 
 RecvInfo = _stage._RecvInfo
-"""A receive buffer of a stage: `buffer`, and `is_root_arg` for the model's own inputs. Why: buffers are made when a
+"""Receive buffer of a stage: `buffer`, and `is_root_arg` for the model's own inputs. Why: buffers are created when a
 micro-batch arrives and dropped after its backward pass, so that memory does not grow with the number of micro-batches.
-Torch allocating them like that itself would replace it."""
+The same allocation in torch would replace it."""
 
 
 class AnyOrderRuntime(PipelineScheduleRuntime):
-    """The runtime, with a last stage that takes the micro-batches in any order.
+    """Runtime whose last stage takes the micro-batches in any order.
 
-    Why: torch keeps their losses as they are computed, and looks them up by the number of the micro-batch, so that a
-    backward pass would start from another micro-batch's loss. Losses kept by their number would replace it.
+    Why: torch lists losses in the order in which they are computed, but looks them up by the number of the micro-batch,
+    so that a backward pass would start from another micro-batch's loss. Losses kept by number would replace it.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -62,15 +62,15 @@ class AnyOrderRuntime(PipelineScheduleRuntime):
 
 
 class BufferedPipelineStage(PipelineStage):
-    """A stage without receive buffers of its own: `args_recv_info` and `grad_recv_info` have none until one is set.
+    """Stage without receive buffers of its own: `args_recv_info` and `grad_recv_info` have none until one is set.
 
-    Why: torch makes those of all micro-batches of a step at once, in `_setup_forward_recv_info` and
-    `_setup_backward_recv_info`, and the memory of hundreds of micro-batches is more than a rank has. Here they are made
-    on the meta device, and dropped. Buffers that are made when a receive is posted would replace it.
+    Why: torch creates the buffers of all micro-batches of a step at once, in `_setup_forward_recv_info` and
+    `_setup_backward_recv_info`; for hundreds of micro-batches, these exceed the memory of a rank. Here they are created
+    on the meta device, and dropped. Buffers created when a receive is posted would replace it.
     """
 
     def is_on_this_rank(self, stage: int) -> bool:
-        """Whether this rank holds `stage` too."""
+        """Return whether this rank also holds `stage`."""
         return bool(self._is_same_rank(stage))
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
@@ -100,8 +100,8 @@ class BufferedPipelineStage(PipelineStage):
 class Schedule1F1BOfAnyCount(Schedule1F1B):
     """1F1B that also takes fewer micro-batches than stages.
 
-    Why: its algorithm is right for them (the warm-up is cut to the micro-batches there are); only the check in its
-    constructor refuses, so the constructor of its base class is called instead. Dropping the check would replace it.
+    Why: torch's algorithm handles them (the warm-up is cut to the available micro-batches), but its constructor refuses
+    them; the constructor of the base class is called instead. Dropping the check would replace it.
     """
 
     def __init__(self, stage: PipelineStage, n_microbatches: int, **options: object) -> None:
@@ -109,9 +109,9 @@ class Schedule1F1BOfAnyCount(Schedule1F1B):
 
 
 def planned_actions(schedule: PipelineSchedule, rank: int | None = None) -> list[PipelineAction]:
-    """What a training schedule has a rank compute, in order; this rank, unless another one's is asked for and known.
+    """Return a training schedule's computations on a rank, in order; by default, on this rank.
 
-    Why: to show and to check what runs. A public accessor of a schedule's order would replace it.
+    Why: to show and check what runs. A public accessor of a schedule's order would replace it.
     """
     if isinstance(schedule, PipelineScheduleRuntime):
         return [
@@ -132,15 +132,16 @@ def planned_actions(schedule: PipelineSchedule, rank: int | None = None) -> list
 
 
 def lone_schedule(kind: type[PipelineScheduleRuntime], ranks: list[int], micro_batches: int) -> PipelineScheduleRuntime:
-    """A schedule of several stages a rank that has the actions of all ranks and can run none.
+    """Create a schedule of torch's class `kind` that has the actions of all ranks but cannot run.
 
-    Why: a plan needs the actions of torch's schedules without their ranks, and without `_prepare_schedule_with_comms`,
-    which takes minutes for many micro-batches. Functions that give the actions alone would replace it.
+    Why: planning needs the actions of torch's schedules without their ranks, and without
+    `_prepare_schedule_with_comms`, which takes minutes for many micro-batches. Functions that return only the actions
+    would replace it.
 
     Args:
-        kind: torch's class.
-        ranks: of each stage.
-        micro_batches: of a step.
+        kind: class with several stages per rank.
+        ranks: rank of each stage.
+        micro_batches: number of micro-batches in a step.
     """
 
     class Lone(kind):  # type: ignore[misc,valid-type]
@@ -150,7 +151,7 @@ def lone_schedule(kind: type[PipelineScheduleRuntime], ranks: list[int], micro_b
             }
 
     count, size = len(ranks), 1 + max(ranks)
-    stages = [  # as much of them as the constructor looks at
+    stages = [  # only the attributes that the constructor reads
         SimpleNamespace(submod=None, stage_index=stage, num_stages=count, group_rank=0, group_size=size, is_last=False)
         for stage, rank in enumerate(ranks)
         if rank == 0

@@ -1,4 +1,4 @@
-"""Private parts of torch that concern tensors and modules of one device."""
+"""Private parts of torch for tensors and modules of one device."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -8,15 +8,15 @@ from torch import Tensor, nn
 
 
 def assert_async(condition: Tensor, message: str) -> None:
-    """Raise RuntimeError where a scalar is false: at once on a CPU, as a device-side assertion on a GPU.
+    """Raise RuntimeError if a scalar is false: at once on a CPU, as a device-side assertion on a GPU.
 
-    Why: a check of labels and token ids that does not make the host wait for the GPU. A public name would replace it.
+    Why: labels and token ids are checked without making the host wait for the GPU. A public name would replace it.
     """
     torch._assert_async(condition, message)
 
 
 def foreach_copy_(into: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each of `sources` into its place in `into`, in few kernels.
+    """Copy each of `sources` to its place in `into`, in few kernels.
 
     Why: one launch instead of one for each parameter. Documented `torch.foreach_*` functions would replace it.
     """
@@ -24,19 +24,19 @@ def foreach_copy_(into: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def foreach_mul_(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiply each tensor, in few kernels. Why, and what would replace it: as `foreach_copy_`."""
+    """Multiply each tensor, in few kernels. Why, and what would replace it: as for `foreach_copy_`."""
     torch._foreach_mul_(list(tensors), factor)
 
 
 def foreach_norm(tensors: Sequence[Tensor], order: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """The norm of each tensor, in few kernels.
+    """Return the norm of each tensor, in few kernels.
 
     Args:
-        tensors: none of them empty where `order` is infinite.
-        order: of the norm.
-        dtype: that elements are added up in; None for their own.
+        tensors: tensors, none of them empty if `order` is infinite.
+        order: order of the norm.
+        dtype: dtype of the sums; None for that of the elements.
 
-    Why, and what would replace it: as `foreach_copy_`.
+    Why, and what would replace it: as for `foreach_copy_`.
     """
     return list(torch._foreach_norm(list(tensors), order, dtype=dtype))
 
@@ -54,16 +54,17 @@ def fused_adam_(
     weight_decay: float,
     eps: float,
 ) -> None:
-    """One update of Adam, in place, in few kernels.
+    """Update weights by Adam, in place, in few kernels.
 
     Args:
         weights, gradients, means, squares: tensors of one device and dtype.
-        steps: fp32 scalars, how many updates there have been with this one.
-        decoupled: whether it is AdamW's, whose decay shrinks the weight.
-        lr, betas, weight_decay, eps: as of `torch.optim.Adam`.
+        steps: fp32 scalars, number of updates including this one.
+        decoupled: whether weight decay shrinks the weight directly, as in AdamW.
+        lr, betas, weight_decay, eps: hyperparameters of `torch.optim.Adam`.
 
-    Why: `torch.optim.adam.adam` counts each step in an operation of its own, and sorts the tensors by device and dtype
-    each time: of a small model's step that is a hundredth. A documented function of the fused kernel would replace it.
+    Why: `torch.optim.adam.adam` increments each step in its own operation, and sorts the tensors by device and dtype
+    each time, which takes a hundredth of a small model's step. A documented function of the fused kernel would replace
+    it.
     """
     update = torch._fused_adamw_ if decoupled else torch._fused_adam_
     update(
@@ -84,17 +85,16 @@ def fused_adam_(
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` through oneDNN, which takes a transposed view of `weight` as it is, and copies one of `x`.
+    """Compute `F.linear` through oneDNN, which takes a transposed view of `weight` as it is, but copies one of `x`.
 
-    Why: `F.linear` copies them first, which takes as long as a small product. `F.linear` without the copy would replace
-    it.
+    Why: `F.linear` copies both, which takes as long as a small product. `F.linear` without copies would replace it.
     """
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return out
 
 
 def storage_key(tensor: Tensor) -> int:
-    """A number that is equal for two tensors that share memory, as long as a storage of it exists.
+    """Return a number that is equal for tensors that share memory, as long as their storage exists.
 
     Why: fake and meta tensors have no address (`data_ptr` is 0). Hashable storages would replace it.
     """
@@ -102,66 +102,63 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def number_of(storage: torch.UntypedStorage) -> int:
-    """The `storage_key` of the tensors whose memory a storage is."""
+    """Return the `storage_key` of the tensors in a storage."""
     key: int = storage._cdata
     return key
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Whether `register_hook` or `register_post_accumulate_grad_hook` was called on a tensor.
+    """Return whether `register_hook` or `register_post_accumulate_grad_hook` was called on a tensor.
 
-    Why: a parameter is stored in shards, of which such a hook would see one; torch counts hooks nowhere in public. A
-    public accessor would replace it.
+    Why: such a hook would see only one shard of a sharded parameter. A public accessor would replace it.
     """
     return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def has_module_hooks(module: nn.Module) -> bool:
-    """Whether forward or backward hooks, or such before the pass, were registered on a module.
+    """Return whether forward or backward hooks, or pre-hooks, were registered on a module.
 
-    Why, and what would replace it: as `has_gradient_hooks`.
+    Why, and what would replace it: as for `has_gradient_hooks`.
     """
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(hooks)
 
 
 def child_names(module: nn.Module) -> Iterable[str]:
-    """The names of a module's children, with those of a child that has several.
+    """Return the names of a module's children, including all names of a child that has several.
 
-    Why: `named_children` leaves out further names of one module. A `remove_duplicate` argument as that of
-    `named_modules` would replace it.
+    Why: `named_children` omits further names of a module. A `remove_duplicate` argument would replace it.
     """
     return list(module._modules)
 
 
 def share_contents(module: nn.Module, other: nn.Module) -> None:
-    """Give a module the parameters, buffers and submodules of another under their names, those that are set later too.
+    """Give a module the parameters, buffers and submodules of another under their names, including those set later.
 
-    Why: a module that takes another's place for activation checkpointing changes no name of a parameter. A wrapper of
-    torch's own that is transparent to names would replace it.
+    Why: a wrapper for activation checkpointing must not change parameter names. A transparent one of torch's would
+    replace it.
     """
     module.__dict__.update(_parameters=other._parameters, _buffers=other._buffers, _modules=other._modules)
     module.__dict__.update(_non_persistent_buffers_set=other._non_persistent_buffers_set)
 
 
 NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
-"""As a class's `__torch_function__`: operations on the subclass return plain tensors. Why: the documentation of
-subclasses says to use it. A public name would replace it."""
+"""Value for a class's `__torch_function__` with which operations on the subclass return plain tensors. Why: the
+documentation of subclasses says to use it. A public name would replace it."""
 
 
 def version_of(tensor: Tensor) -> int:
-    """A number that changes with each operation that writes to a tensor in place.
+    """Return a number that changes with each in-place operation on a tensor.
 
-    Why: to see that a forward pass has written to a buffer, whatever it wrote. A public name would replace it.
+    Why: to detect that a forward pass has written to a buffer, whatever the values. A public name would replace it.
     """
     return int(tensor._version)
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """A module's own buffers that its state dict has, by name.
+    """Yield a module's own buffers that are in its state dict, with their names.
 
-    Why: `state_dict` runs the hooks of sharded weights, which gather them. A public argument of `named_buffers` would
-    replace it.
+    Why: `state_dict` runs the hooks that gather sharded weights. An argument of `named_buffers` would replace it.
     """
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
         if name not in module._non_persistent_buffers_set:

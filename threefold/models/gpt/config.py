@@ -1,4 +1,4 @@
-"""The `model` section of a GPT: what all families have, its activation function and the dropout of its embeddings."""
+"""The `model` section of a GPT: the settings of all families, its activation function and embedding dropout."""
 
 from typing import Any, ClassVar, Literal
 
@@ -15,11 +15,11 @@ class GPTConfig(ModelConfig):
 
     architecture: Literal["gpt"] = "gpt"
     activation: Activation = Field(default="gelu_tanh")
-    """For `gpt`: the function between the two layers of the feed-forward network: `gelu_tanh` (GELU by its tanh
-    approximation, as in GPT-2; Hugging Face's `gelu_new`), `gelu` (exact), `quick_gelu` (by a sigmoid), `relu`, `relu2`
-    (squared ReLU) or `silu`."""
+    """For `gpt`: activation function between the two layers of the feed-forward network: `gelu_tanh` (tanh
+    approximation of GELU, as in GPT-2; `gelu_new` in Hugging Face), `gelu` (exact), `quick_gelu` (sigmoid
+    approximation), `relu`, `relu2` (squared ReLU) or `silu`."""
     embedding_dropout: float = derived(ge=0, lt=1)
-    """For `gpt`: probability of dropping an element of the embeddings. Default: `hidden_dropout`."""
+    """For `gpt`: dropout probability of the embeddings. Default: `hidden_dropout`."""
 
     comes_after: ClassVar[dict[str, str]] = {
         "activation": "ffn_hidden_size",
@@ -27,5 +27,4 @@ class GPTConfig(ModelConfig):
     }
 
     def filled(self, sequence_length: int) -> dict[str, Any]:
-        """Values of the settings that follow from others."""
         return super().filled(sequence_length) | {"embedding_dropout": self.hidden_dropout}

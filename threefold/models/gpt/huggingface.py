@@ -31,7 +31,7 @@ _TRANSPOSED: Final = {
     "mlp.up.weight": "mlp.c_fc.weight",
     "mlp.down.weight": "mlp.c_proj.weight",
 }
-"""Held as [in, out], as are the queries, keys and values."""
+"""Matrices stored as [in, out]; those of queries, keys and values are too."""
 _ACTIVATIONS: Final = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -42,11 +42,11 @@ _ACTIVATIONS: Final = {
     "silu": "silu",
     "swish": "silu",
 }
-"""transformers' name of an activation function → ours; the first of several is written."""
+"""Activation functions, by their names in transformers; export writes the first name that maps to ours."""
 
 
 class GPT2(HuggingFaceType):
-    """`gpt2`."""
+    """Hugging Face models of type `gpt2`."""
 
     def read(self, given: ConfigJson) -> dict[str, Any]:
         hidden = given.whole("n_embd", least=1)
@@ -58,7 +58,7 @@ class GPT2(HuggingFaceType):
         given.require("scale_attn_by_inverse_layer_idx", False)
         given.require("add_cross_attention", False)
         embedded, hidden_dropout = (float(given.number(key, 0.1)) for key in ("embd_pdrop", "resid_pdrop"))
-        own: dict[str, Any] = {}  # what has another value than by default
+        own: dict[str, Any] = {}  # settings that differ from the default
         if _ACTIVATIONS[activation] != "gelu_tanh":
             own["activation"] = _ACTIVATIONS[activation]
         if embedded != hidden_dropout:
@@ -103,7 +103,7 @@ class GPT2(HuggingFaceType):
     def rearranged(
         self, name: str, in_block: str, block: str, model: GPTConfig, shapes: Shapes, present: Collection[str]
     ) -> list[WeightMap]:
-        """Matrices held as [in, out], and all queries before all keys before all values."""
+        """Map matrices stored as [in, out], and rows stored as all queries, all keys, all values."""
         if in_block in _TRANSPOSED:
             return [WeightMap(name, shapes[name], (SourceRows(block + _TRANSPOSED[in_block]),), transposed=True)]
         tensor = block + in_block.replace("attn.qkv", "attn.c_attn")

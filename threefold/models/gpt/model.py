@@ -1,9 +1,8 @@
 """GPT-2 (Radford et al., 2019; sizes up to GPT-3, Brown et al., arXiv 2005.14165), written for one device.
 
-`sharding.py` beside this file says how each weight is cut when the model is spread over a mesh. The `samples` that the
-layers pass along hold one 64-bit number per sample, from which dropout masks follow (without them nothing is dropped),
-and the documents that the attention mask keeps apart. Every module with dropout is given its name in the model, which
-decides its masks.
+`sharding.py` beside this file declares how each weight is sharded over a mesh. Layers pass along `samples`, which hold
+a 64-bit number per sample that keys the dropout masks (without them, nothing is dropped) and the documents that the
+attention mask separates. Each module with dropout gets its name in the model, which also keys its masks.
 """
 
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from threefold.random.dropout import Dropout
 
 
 class Input(nn.Module):
-    """Token embeddings, and those of the positions where they are learned."""
+    """Token embeddings, plus position embeddings if these are learned."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -33,7 +32,7 @@ class Input(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention. The rows of `qkv` are ordered by head, so a contiguous cut is a cut between heads."""
+    """Causal self-attention. The rows of `qkv` are ordered by head, so that a contiguous shard has whole heads."""
 
     def __init__(self, config: GPTConfig, name: str) -> None:
         super().__init__()
@@ -53,7 +52,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers with an activation function between."""
+    """Two linear layers with an activation function in between."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -67,7 +66,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer, normalised before each half."""
+    """One transformer layer, with normalization before each half."""
 
     def __init__(self, config: GPTConfig, name: str) -> None:
         super().__init__()
@@ -86,11 +85,7 @@ class Block(nn.Module):
 
 
 class GPT(Decoder):
-    """The whole model.
-
-    Args:
-        config: its sizes, resolved (no field is None).
-    """
+    """The whole model, of a resolved config (no field is None)."""
 
     def __init__(self, config: GPTConfig) -> None:
         head = Head(nn.LayerNorm(config.hidden_size, config.norm_eps), config.hidden_size, config.vocab_size)

@@ -1,4 +1,4 @@
-"""How GPT's weights are cut, what its layers cost, and what its weights start from."""
+"""Sharding of GPT's weights, and the costs and parameter shapes of its layers."""
 
 from threefold.config import ModelConfig
 from threefold.models.family import Shapes
@@ -20,12 +20,7 @@ from threefold.models.sharding import (
 
 
 def gpt_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
-    """The plan of `models.gpt.GPT`.
-
-    Args:
-        config: the model's sizes.
-        sequence_length: tokens per sample, for what attention costs.
-    """
+    """Return the sharding plan of `models.gpt.GPT`; the tokens of a sample determine the cost of attention."""
     heads, d = config.num_attention_heads, config.head_dim
     inner = Unit("ffn_hidden_size", config.ffn_hidden_size)
     learned = config.position_embedding == "learned"
@@ -54,12 +49,7 @@ def gpt_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
 
 
 def layer_shapes(config: GPTConfig, layer: str) -> Shapes:
-    """The shape of each parameter of a layer, by its name in the layer, in order.
-
-    Args:
-        config: the model's sizes, resolved.
-        layer: its name in the model.
-    """
+    """Return the shape of each parameter of the layer with this name, in order, by its name in the layer."""
     hidden, ffn = config.hidden_size, config.ffn_hidden_size
     if layer == "embed":
         positions = {"positions.weight": (config.max_position_embeddings, hidden)}

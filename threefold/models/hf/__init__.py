@@ -1,1 +1,1 @@
-"""What all families need to map Hugging Face configs and weights, without torch; used by `threefold.huggingface`."""
+"""Mapping of Hugging Face configs and weights for all families, without torch; used by `threefold.huggingface`."""

@@ -1,4 +1,4 @@
-"""Reading a config.json key by key: a key that was not read, and that might change the model, is an error."""
+"""Reader of a config.json, key by key: a key that was not read, and might change the model, is an error."""
 
 from collections.abc import Collection, Mapping
 from math import log
@@ -9,7 +9,7 @@ from threefold.errors import UserError
 
 MOST_LAYERS: Final = 100_000
 LARGEST_SIZE: Final = 1 << 30
-"""Of a width, a vocabulary, positions: far above those of any model, and a product of two is still a whole number."""
+"""Limit of a width, a vocabulary or positions: far above any model's, and a product of two is still exact."""
 _LARGEST_NUMBER: Final = 1e30
 
 HARMLESS: Final = frozenset(
@@ -92,22 +92,20 @@ HARMLESS: Final = frozenset(
         "use_cache",
     )
 )
-"""Keys that change neither logits nor loss: how text is chosen, what is returned, bookkeeping, rounding."""
+"""Keys that change neither logits nor loss: sampling, outputs, bookkeeping, rounding."""
 
 
 def shortened(text: str) -> str:
-    """Text as an error shows it: printable, and truncated where it is long."""
+    """Make text printable and truncate it, for an error message."""
     text = "".join(letter if letter.isprintable() else " " for letter in text)
     return text if len(text) <= 120 else f"{text[:119]}…"
 
 
 class ConfigJson:
-    """The keys of a config.json, and which of them have been read.
+    """Keys of a config.json, with a record of those that have been read.
 
-    Args:
-        values: what it holds.
-        defaults: of keys that it lacks.
-        where: names it in sentences.
+    `values` is the content of the file, `defaults` are the values of keys that it lacks, and `where` names it in
+    messages.
     """
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> None:
@@ -115,16 +113,12 @@ class ConfigJson:
         self._seen: set[str] = set()
 
     def take(self, key: str, default: Any = None) -> Any:
-        """A key's value; null is a value where the file says so."""
+        """Return a key's value, which may be null."""
         self._seen.add(key)
         return self._values.get(key, self._defaults.get(key, default))
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """A number.
-
-        Raises:
-            UserError: it is missing, or something else.
-        """
+        """Return a number; null means the default. Raise UserError if it is missing or not a number."""
         value = self.take(key)
         value = default if value is None else value
         if value is None:
@@ -132,11 +126,7 @@ class ConfigJson:
         return self.checked_number(key, value)
 
     def checked_number(self, key: str, value: Any) -> Any:
-        """A value that is a number.
-
-        Raises:
-            UserError: it is something else, or not finite.
-        """
+        """Return the value if it is a finite number, else raise UserError."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.problem(f"{key} is {shortened(repr(value))}, which is no number", "fetch the file again")
         if abs(value) > _LARGEST_NUMBER or value != value:
@@ -146,17 +136,7 @@ class ConfigJson:
         return value
 
     def whole(self, key: str, default: int | None = None, least: int = 0, most: int = LARGEST_SIZE) -> int:
-        """A whole number.
-
-        Args:
-            key: of config.json.
-            default: where it is missing.
-            least: the smallest that it can be.
-            most: the largest.
-
-        Raises:
-            UserError: it is missing, or something else.
-        """
+        """Return an integer from `least` to `most`; null means the default. Raise UserError for anything else."""
         value = self.number(key, default)
         if value % 1 != 0:
             raise self.problem(f"{key} is {value!r}, which is no whole number", "fetch the file again")
@@ -166,11 +146,7 @@ class ConfigJson:
         return int(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """True or false; null is the default.
-
-        Raises:
-            UserError: it is something else.
-        """
+        """Return a boolean; null means the default. Raise UserError for anything else."""
         value = self.take(key, default)
         value = default if value is None else value
         if not isinstance(value, bool):
@@ -179,11 +155,7 @@ class ConfigJson:
         return value
 
     def listed(self, key: str, kind: type) -> list[Any] | None:
-        """A list of values of a kind; None where it is missing or null.
-
-        Raises:
-            UserError: it is something else.
-        """
+        """Return a list of values of type `kind`; None if missing or null. Raise UserError for anything else."""
         value = self.take(key)
         if value is not None and not (isinstance(value, list) and all(type(each) is kind for each in value)):
             what = {int: "whole numbers", str: "texts"}[kind]
@@ -191,31 +163,20 @@ class ConfigJson:
         return value
 
     def require(self, key: str, *allowed: Any) -> None:
-        """Check that a key, where it is given, has one of the values that Threefold can do.
-
-        Raises:
-            UserError: it has another.
-        """
+        """Raise UserError if a key is present with an unsupported value."""
         value = self.take(key, allowed[0])
         if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed):
             raise self.refuse(key, value, f"{key} {' or '.join(repr(each) for each in allowed)} alone")
 
     def refuse(self, key: str, value: Any, can: str) -> UserError:
-        """The error that the value of `key` is unsupported."""
+        """Return the error that the value of `key` is unsupported."""
         return self.problem(f"{key} is {shortened(repr(value))}", f"Threefold has {can}")
 
     def problem(self, what: str, remedy: str) -> UserError:
         return UserError(f"{self._where}: {what}; {remedy}.")
 
     def finish(self, ignored: Collection[str]) -> None:
-        """Check that every key with a value was read.
-
-        Args:
-            ignored: keys to ignore.
-
-        Raises:
-            UserError: a key is not known.
-        """
+        """Raise UserError if a key with a value was neither read, nor harmless, nor in `ignored`."""
         known = self._seen | HARMLESS | set(ignored)
         asked = {key: value for key, value in self._values.items() if key not in known and value}
         if asked:
@@ -245,23 +206,16 @@ _METHODS: dict[str, tuple[tuple[str, str], ...]] = {
         ("rope_attention_factor", "attention_factor"),
     ),
 }
-"""Our setting and their key of each method."""
+"""Our setting and the key of config.json for each value of a scaling method."""
 _WHOLE = "rope_original_positions"
 _NUMBERS = {key for names in _METHODS.values() for _, key in names} | {"rope_theta", "mscale", "mscale_all_dim"}
 
 
 def read_rope(keys: ConfigJson, positions: int) -> dict[str, Any]:
-    """Settings of the rotary positions.
+    """Read the settings of rotary positions; raise UserError if a method or a value is unsupported.
 
-    The old spelling is `rope_theta` beside `rope_scaling`, the new one `rope_parameters` with both in it; transformers
-    takes the old one where a file has both.
-
-    Args:
-        keys: of config.json.
-        positions: longest sequence.
-
-    Raises:
-        UserError: a method or a value that Threefold does not have.
+    The old spelling is `rope_theta` beside `rope_scaling`, the new one is `rope_parameters` with both. Like
+    transformers, prefer the old one if a file has both. `positions` is the length of the longest sequence.
     """
     old, new = keys.take("rope_scaling") or {}, keys.take("rope_parameters") or {}
     for key, value in (("rope_scaling", old), ("rope_parameters", new)):
@@ -287,7 +241,7 @@ def _scaling(keys: ConfigJson, method: str, given: dict[str, Any], positions: in
     names = dict(_METHODS[method])
     known = {*names.values(), "type", "rope_type", "rope_theta", "mscale", "mscale_all_dim", "truncate"}
     if method == "dynamic":
-        known.add("original_max_position_embeddings")  # which transformers does not look at
+        known.add("original_max_position_embeddings")  # ignored by transformers
     if given.get("partial_rotary_factor", 1.0) == 1.0:
         known.add("partial_rotary_factor")
     for key in given.keys() - known:
@@ -319,7 +273,7 @@ def _default_factor(keys: ConfigJson, method: str, given: dict[str, Any], positi
 
 
 def _attention_factor(factor: float, given: dict[str, Any]) -> float:
-    """As transformers has it where none is given."""
+    """Return transformers' default attention factor of YaRN."""
 
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * log(factor) + 1
@@ -330,7 +284,7 @@ def _attention_factor(factor: float, given: dict[str, Any]) -> float:
 
 
 def write_rope(model: ModelConfig) -> dict[str, Any]:
-    """The keys of config.json, in both spellings, so that old and new readers find theirs."""
+    """Return the keys of config.json in both spellings, for old and new readers."""
     theta = model.rope_theta
     if model.rope_scaling == "none":
         return {
@@ -348,6 +302,6 @@ def write_rope(model: ModelConfig) -> dict[str, Any]:
 
 
 def _plain(spelled: dict[str, Any]) -> dict[str, Any]:
-    """Without what only one of the spellings has."""
+    """Return a spelling without the keys that only one of the two has."""
     kept = {key: value for key, value in spelled.items() if key not in ("rope_theta", "type", "rope_type")}
     return {**kept, "rope_type": spelled.get("rope_type", spelled.get("type", "default"))}

@@ -1,4 +1,4 @@
-"""How a parameter is made of the tensors in Hugging Face's files: groups of rows, taken from one or several of them."""
+"""Types of Hugging Face models: their config.json, and how parameters are assembled from rows of the files' tensors."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
@@ -9,7 +9,7 @@ from threefold.config import ModelConfig
 from threefold.models.hf.config_json import ConfigJson
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Shape by name of a parameter."""
+"""Shapes of parameters, by name."""
 
 
 @dataclass(frozen=True)
@@ -17,10 +17,10 @@ class SourceRows:
     """Rows of a tensor in the files.
 
     Attributes:
-        name: the tensor's.
-        rows: how many of them go into each group of the parameter's rows.
-        start: the first one.
-        index: which of the matrices stacked in the tensor, where it is a stack.
+        name: name of the tensor.
+        rows: number of its rows in each group of the parameter's rows.
+        start: first row.
+        index: index of the matrix, if the tensor is a stack of matrices.
     """
 
     name: str
@@ -31,15 +31,16 @@ class SourceRows:
 
 @dataclass(frozen=True)
 class WeightMap:
-    """A parameter, or one expert's matrix of a parameter that stacks those of all: groups of rows, each with some rows
-    of every source in order.
+    """Map from tensors in the files to a parameter, or to one expert's matrix of a stacked parameter.
+
+    The rows of the parameter form groups, each with some rows of every source in order.
 
     Attributes:
-        name: the parameter's.
-        shape: the parameter's; of one expert's matrix, without the dim of the stack.
-        sources: where the rows of a group come from.
-        transposed: whether the files hold it the other way round, as [in, out].
-        expert: which of the stack, if it is one.
+        name: name of the parameter.
+        shape: shape of the parameter; for one expert's matrix, without the dim of the stack.
+        sources: rows that make up a group.
+        transposed: whether the files hold the transpose, [in, out].
+        expert: index of the expert, if the parameter is a stack.
     """
 
     name: str
@@ -50,11 +51,11 @@ class WeightMap:
 
     @property
     def group(self) -> int:
-        """Rows of a group."""
+        """Number of rows in a group."""
         return sum(source.rows for source in self.sources)
 
     def source_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape by name of each tensor in the files; of a stack without its dim."""
+        """Return the shape of each tensor in the files, by name; of a stack, without its dim."""
         groups, rest = self.shape[0] // self.group, self.shape[1:]
         rows: dict[str, int] = {}
         for source in self.sources:
@@ -64,23 +65,23 @@ class WeightMap:
 
 
 def copied(name: str, source: str, shapes: Shapes) -> WeightMap:
-    """A parameter that the files hold as it is."""
+    """Map a parameter that the files hold unchanged."""
     return WeightMap(name, shapes[name], (SourceRows(source),))
 
 
 def interleaved(name: str, shape: Sequence[int], sources: Sequence[SourceRows], expert: int | None = None) -> WeightMap:
-    """A parameter whose groups of rows alternate between several tensors."""
+    """Map a parameter whose groups of rows alternate between several tensors."""
     return WeightMap(name, tuple(shape), tuple(sources), expert=expert)
 
 
 @dataclass(frozen=True)
 class TensorNames:
-    """The names of the tensors that the files hold as the model does.
+    """Names of the tensors that are copied unchanged.
 
     Attributes:
         outside: parameter outside the blocks → tensor.
-        in_block: parameter, as it is called in its block → tensor, as it is called in its block.
-        block: what the names of a block's tensors begin with; `{}` for its number.
+        in_block: parameter → tensor, both by their names within the block.
+        block: prefix of the names of a block's tensors; `{}` stands for its number.
     """
 
     outside: Mapping[str, str]
@@ -90,15 +91,15 @@ class TensorNames:
 
 @dataclass(frozen=True)
 class HuggingFaceType(ABC):
-    """A `model_type`: its config.json and the names of its tensors.
+    """A `model_type` of Hugging Face: its config.json and the names of its tensors.
 
     Attributes:
         name: the model_type.
-        architecture: the family that it belongs to.
-        head: class of transformers that has a language model's head.
-        names: of the tensors that are copied as they are.
-        prefix: what the names of all tensors but the head's begin with.
-        defaults: of keys that a config.json lacks, as in transformers.
+        architecture: family that it belongs to.
+        head: class of transformers that includes a language-model head.
+        names: names of the tensors that are copied unchanged.
+        prefix: prefix of all tensor names except the head's.
+        defaults: values of keys that a config.json lacks, as in transformers.
     """
 
     name: str
@@ -110,50 +111,43 @@ class HuggingFaceType(ABC):
 
     @abstractmethod
     def read(self, given: ConfigJson) -> dict[str, Any]:
-        """The settings of `model`, except its architecture, from a config.json.
-
-        Raises:
-            UserError: a value that Threefold does not support.
-        """
+        """Return the settings of `model`, except the architecture; raise UserError for an unsupported value."""
 
     @abstractmethod
     def write(self, model: Any) -> dict[str, Any]:
-        """The keys of config.json for a resolved model that `obstacle` finds none in; model_type and tokens aside."""
+        """Return the keys of config.json for a resolved model without an `obstacle`, except model_type and tokens."""
 
     def obstacle(self, model: Any) -> str | None:
-        """The first setting of a model of the family, with its value, that this type has no key for; None for none."""
+        """Return the first setting of a model, with its value, that this type has no key for; None if there is none."""
         return None
 
     def is_near(self, model: Any) -> bool:
-        """Whether an error about a model that no type fits should name this type's obstacle."""
+        """Return whether an error about a model that fits no type should name this type's obstacle."""
         return True
 
     def training_only(self) -> Sequence[str]:
-        """Settings of `model` that matter in training alone, and that config.json has no key for."""
+        """Return the settings of `model` that only matter in training and have no key in config.json."""
         return ()
 
     def rearranged(
         self, name: str, in_block: str, block: str, model: Any, shapes: Shapes, present: Collection[str]
     ) -> list[WeightMap]:
-        """How a parameter of a block is made that the files do not hold as it is.
+        """Map a parameter of a block that the files do not hold unchanged.
 
         Args:
-            name: of the parameter.
-            in_block: the same, as it is called in its block.
-            block: what the names of the block's tensors begin with.
-            model: resolved.
-            shapes: of all parameters, by name.
-            present: names in the files; empty when they are to be written.
+            name: name of the parameter.
+            in_block: its name within the block.
+            block: prefix of the names of the block's tensors.
+            model: resolved `model` section.
+            shapes: shapes of all parameters, by name.
+            present: names in the files; empty when writing.
         """
         raise ValueError(f"{type(self).__name__} has no tensor for {name}")
 
     def weights(self, model: ModelConfig, shapes: Shapes, present: Collection[str] = ()) -> list[WeightMap]:
-        """How every parameter is made, in the order of the layers.
+        """Map every parameter, in the order of the layers.
 
-        Args:
-            model: resolved.
-            shapes: of the parameters, by name.
-            present: names in the files, which determine how experts are stored; one by one where it is empty.
+        `present` are the names in the files, which determine how experts are stored: one by one if it is empty.
         """
         maps: list[WeightMap] = []
         for name in shapes:
@@ -170,5 +164,4 @@ class HuggingFaceType(ABC):
 
 
 def yaml_word(value: bool) -> str:
-    """`true` or `false`."""
     return str(value).lower()

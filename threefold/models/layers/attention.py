@@ -1,4 +1,4 @@
-"""Causal self-attention with its attention mask, and rotary positions."""
+"""Causal self-attention with its attention mask, and rotary position embeddings."""
 
 from typing import Final
 
@@ -13,16 +13,16 @@ from threefold.ops.tiles import Sight
 from threefold.random.dropout import Dropout, dropped_attention
 from threefold.random.rng import ALL, Positions, Slice
 
-_LONGEST_KEPT: Final = 512  # keys; up to it weights with dropout are kept, which takes less time than to draw again
+_LONGEST_KEPT: Final = 512  # keys; up to this length, keeping the dropped weights is faster than drawing again
 
 
 class CausalAttention(nn.Module):
-    """softmax(Q·Kᵀ/√d)·V under a causal attention mask, with GQA where there are fewer key-value heads than heads.
+    """softmax(Q·Kᵀ/√d)·V under a causal attention mask, with GQA if there are fewer key-value heads than heads.
 
     Args:
-        dropout: probability of dropping an attention weight.
-        window: how many positions back, its own among them, a token attends to; 0 for all.
-        name: of this layer in the whole model, which decides its dropout masks.
+        dropout: dropout probability of an attention weight.
+        window: number of positions, including its own, that a token attends to; 0 for all.
+        name: name of this layer in the whole model, which keys its dropout masks.
     """
 
     def __init__(self, dropout: float = 0.0, window: int = 0, name: str = "") -> None:
@@ -31,12 +31,11 @@ class CausalAttention(nn.Module):
         self.window = window
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
-        """Attend from the last Q of K positions to those up to their own, in their own document where `samples` has
-        documents.
+        """Attend from the last Q of K positions to those up to their own, within documents if `samples` has any.
 
         Args:
             q: [B, Q, heads, d].
-            k, v: [B, K, key-value heads, d]; each key-value head serves a group of neighbouring heads of `q` (GQA).
+            k, v: [B, K, key-value heads, d]; each key-value head serves a group of neighboring heads of `q` (GQA).
             samples: dropout keys and documents.
 
         Returns:
@@ -45,7 +44,7 @@ class CausalAttention(nn.Module):
         sight = Sight(self.window, None if samples.documents is None else samples.documents[:, : k.shape[1]])
         if samples.keys is None or not self.dropout.draws(samples.keys):
             return attention(q, k, v, sight)
-        whole = self.dropout.parts.get(2, ALL).whole(q.shape[1])  # the length of the sequence, in every layout
+        whole = self.dropout.parts.get(2, ALL).whole(q.shape[1])  # length of the sequence, independent of the layout
         if whole > _LONGEST_KEPT or 0 < self.window < whole or sight.documents is not None:
             return dropped_attention(q, k, v, sight, self.dropout, samples.keys)
         k, v = (serve_heads(each, q.shape[2]) for each in (k, v))
@@ -56,15 +55,15 @@ class CausalAttention(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding (Su et al., RoFormer, arXiv 2104.09864): turns queries and keys by their position.
+    """Rotary position embedding (Su et al., RoFormer, arXiv 2104.09864): rotates queries and keys by their position.
 
-    Element i of a head's first half and element i of its second half are one pair, as in Hugging Face's Llama.
+    Element i of a head's first half and element i of its second half form a pair, as in Hugging Face's Llama.
 
     Args:
         head_dim: d, even.
-        theta: base of the angles; pair i of d/2 turns by position · theta^(−2i/d).
-        scaling: how they are changed for long sequences.
-        held: which positions the queries and keys cover; by default all, from the first on.
+        theta: base of the angles; pair i of d/2 rotates by position · theta^(−2i/d).
+        scaling: change of the angles for long sequences.
+        held: positions that the queries and keys cover; by default all, from the first.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class Rotary(nn.Module):
         self.head_dim, self.theta, self.scaling = head_dim, theta, scaling or RopeScaling()
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """`q`, `k` [B, S, heads, d], each turned; computed in fp32 at least."""
+        """Rotate `q` and `k` [B, S, heads, d]; computed in fp32 at least."""
         # Exact angles of far positions need fp64; a table of them would be a buffer that every rank has to fill.
         size = q.shape[1]
         turns = frequencies(self.head_dim, self.theta, self.scaling, self.held.whole(size), q.device)
@@ -86,7 +85,7 @@ class Rotary(nn.Module):
         return _turn(q, cos, sin), _turn(k, cos, sin)
 
     def of_positions(self, held: Positions) -> "Rotary":
-        """The same, for queries and keys that cover other positions."""
+        """Return this layer for queries and keys that cover other positions."""
         return Rotary(self.head_dim, self.theta, self.scaling, held)
 
     def extra_repr(self) -> str:

@@ -1,6 +1,6 @@
-"""Every decoder's linear layers, embeddings (tied embeddings too), head and loss, and the decoder itself.
+"""The decoder, and the linear layers, embeddings (also tied), head and loss that all decoders share.
 
-All of it is for one device; `threefold.parallel` puts its own layers in the place of these.
+All of it is written for one device; `threefold.parallel` replaces these layers by its own.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,17 +16,17 @@ from threefold.random.rng import Positions, Slice
 
 
 class SampleInfo(NamedTuple):
-    """Further inputs of layers, beside the activations, for a micro-batch's samples.
+    """Inputs of layers besides the activations, for the samples of a micro-batch.
 
     Attributes:
-        keys: int64 [B], from which dropout masks follow; None to drop nothing.
-        documents: int64 [B, S], the document of each token of the whole sequence, for an attention mask that keeps
-            documents apart; None for plain causal attention. On the host, wherever the model is, so that nothing waits
-            for a device to know their bounds.
-        weights: float [B, S], the weight in the gradient of the losses that layers add for each token of the whole
-            sequence; None for no such losses.
-        positions: int64 [B, S], the position of each token of the whole sequence in its document, where learned
-            positions count by document; None where they count from the start of the sample.
+        keys: int64 [B], keys of the dropout masks; None to drop nothing.
+        documents: int64 [B, S], document of each token of the whole sequence, for an attention mask that separates
+            documents; None for plain causal attention. On the host wherever the model is, so that reading their bounds
+            waits for no device.
+        weights: float [B, S], weight in the gradient of the auxiliary losses that layers add, for each token of the
+            whole sequence; None for no such losses.
+        positions: int64 [B, S], position in its document of each token of the whole sequence, if learned positions
+            count by document; None if they count from the start of the sample.
     """
 
     keys: Tensor | None = None
@@ -36,7 +36,7 @@ class SampleInfo(NamedTuple):
 
 
 NOTHING = SampleInfo()
-"""No dropout, and attention across the bounds of documents."""
+"""No dropout, and attention across document boundaries."""
 
 
 class Linear(nn.Linear):
@@ -47,7 +47,7 @@ class Linear(nn.Linear):
         return linear(input, self.weight, self.bias)
 
     def with_weight(self, compute: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
-        """`compute(x, weight)` in the place of this layer's product."""
+        """Return `compute(x, weight)` in place of this layer's product."""
         return compute(x, self.weight)
 
 
@@ -60,12 +60,12 @@ class Embedding(nn.Embedding):
 
 
 class PositionEmbedding(nn.Embedding):
-    """A learned vector for each position.
+    """Learned vector for each position.
 
     Args:
-        num_embeddings: positions.
+        num_embeddings: number of positions.
         embedding_dim: H.
-        held: which positions the activations cover; by default all, from the first on.
+        held: positions that the activations cover; by default all, from the first.
     """
 
     def __init__(self, num_embeddings: int, embedding_dim: int, held: Positions | None = None) -> None:
@@ -73,7 +73,7 @@ class PositionEmbedding(nn.Embedding):
         self.held = held or Slice()
 
     def forward(self, x: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
-        """Vectors of the positions of `x` [B, S, H]: [S, H], or [B, S, H] where they differ by sample."""
+        """Look up the positions of `x` [B, S, H]: [S, H], or [B, S, H] if they differ by sample."""
         size = x.shape[1]
         if samples.positions is not None:
             return embedding(samples.positions[:, self.held.indices(size, x.device)], self.weight)
@@ -82,7 +82,7 @@ class PositionEmbedding(nn.Embedding):
         return embedding(self.held.indices(size, x.device), self.weight)
 
     def of_positions(self, held: Positions) -> "PositionEmbedding":
-        """The same table, for activations that cover other positions."""
+        """Return a layer with this weight for activations that cover other positions."""
         with torch.device("meta"):
             other = PositionEmbedding(self.num_embeddings, self.embedding_dim, held)
         other.weight = self.weight
@@ -90,18 +90,13 @@ class PositionEmbedding(nn.Embedding):
 
 
 class CrossEntropy(nn.Module):
-    """The loss of each token, computed in fp32 at least.
-
-    Args:
-        logits_at_once: logits that it goes over at once on a CPU; changes no result.
-    """
+    """Cross-entropy of each token in fp32 at least; on a CPU, in runs of `logits_at_once`, which changes no result."""
 
     def __init__(self, logits_at_once: int = LOGITS_AT_ONCE) -> None:
         super().__init__()
         self.logits_at_once = logits_at_once
 
     def in_runs(self, logits_at_once: int) -> "CrossEntropy":
-        """The same loss, which goes over so many logits at once."""
         return CrossEntropy(logits_at_once)
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -109,18 +104,13 @@ class CrossEntropy(nn.Module):
         return cross_entropy(logits.flatten(0, -2), labels.flatten(), self.logits_at_once).view(labels.shape)
 
     def chunked(self, x: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
-        """The same of the logits `x` [..., H] times `weight` [V, H], of which `chunk` columns are in memory at once."""
+        """Compute the loss of the logits `x` [..., H] · `weight`ᵀ [H, V], with `chunk` columns in memory at once."""
         check_labels(labels, len(weight))
         return chunked_cross_entropy(x, weight, labels, chunk, self.logits_at_once)
 
 
 class LinearCrossEntropy(nn.Module):
-    """The head's product and the loss of each token together, so that the logits need not be in memory all at once.
-
-    Args:
-        chunk_size: columns of the logits that are in memory at once; 0 for all.
-        cross_entropy: of the logits; by default `CrossEntropy`.
-    """
+    """Projection to the vocabulary and loss of each token, with `chunk_size` columns of the logits at once (0: all)."""
 
     def __init__(self, chunk_size: int = 0, cross_entropy: CrossEntropy | None = None) -> None:
         super().__init__()
@@ -128,14 +118,13 @@ class LinearCrossEntropy(nn.Module):
         self.cross_entropy = cross_entropy or CrossEntropy()
 
     def in_chunks(self, chunk_size: int, logits_at_once: int = LOGITS_AT_ONCE) -> "LinearCrossEntropy":
-        """The same loss, with so many columns of the logits in memory at once, gone over by so many logits."""
+        """Return this loss with other values of `chunk_size` and `CrossEntropy.logits_at_once`."""
         return LinearCrossEntropy(chunk_size, self.cross_entropy.in_runs(logits_at_once))
 
     def forward(self, x: Tensor, output: Linear, labels: Tensor) -> Tensor:
-        """`x` [..., H], the layer `output` that makes logits [..., V] of it, `labels` int64 [...] → [...].
+        """Compute each token's loss [...] from `x` [..., H], the layer `output` to logits, and int64 `labels` [...].
 
-        Raises:
-            ValueError: the layer has a bias and the logits are not computed all at once.
+        Raises ValueError if the layer has a bias and the logits are not computed all at once.
         """
         if self.chunk_size == 0:
             return self.cross_entropy(output(x), labels)
@@ -145,13 +134,7 @@ class LinearCrossEntropy(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm, projection to the vocabulary and loss.
-
-    Args:
-        norm: of the family.
-        hidden: H.
-        vocab: V.
-    """
+    """Final norm, projection from `hidden` features to the vocabulary, and loss."""
 
     def __init__(self, norm: nn.Module, hidden: int, vocab: int) -> None:
         super().__init__()
@@ -160,18 +143,18 @@ class Head(nn.Module):
         self.loss = LinearCrossEntropy()
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        """[B, S, H] → logits [B, S, V], or with `labels` [B, S] the sum of the losses of the labels not ignored."""
+        """[B, S, H] → logits [B, S, V], or with `labels` [B, S] the sum of the losses, without ignored labels."""
         x = self.norm(x)
         return self.output(x) if labels is None else self.loss(x, self.output, labels).sum()
 
 
 class Decoder(nn.Module):
-    """A whole model.
+    """Embedding, blocks and head: a whole model.
 
     Args:
         embed: int64 [B, S] → [B, S, H]; has the table `tokens`.
-        blocks: [B, S, H] → [B, S, H] each.
-        head: to logits or the loss.
+        blocks: layers, [B, S, H] → [B, S, H] each.
+        head: final layer, [B, S, H] → logits or loss.
         tied: whether the head shares the table's weight (tied embeddings).
     """
 
@@ -184,8 +167,10 @@ class Decoder(nn.Module):
             self.head.output.weight = self.embed.get_submodule("tokens").weight  # type: ignore[assignment]
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, samples: SampleInfo = NOTHING) -> Tensor:
-        """`tokens` int64 [B, S] → logits [B, S, V], or with `labels` int64 [B, S] a scalar: the sum of the losses of
-        the labels not ignored (-100)."""
+        """`tokens` int64 [B, S] → logits [B, S, V], or with `labels` int64 [B, S] the sum of the losses, a scalar.
+
+        Ignored labels (-100) add nothing.
+        """
         x = self.embed(tokens, samples)
         for block in self.blocks:
             x = block(x, samples)

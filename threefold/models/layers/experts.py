@@ -1,4 +1,4 @@
-"""The gated feed-forward network of Llama and of experts."""
+"""Gated feed-forward network (SwiGLU), and mixture of experts: router, experts and auxiliary losses."""
 
 from collections.abc import Callable
 from math import ceil
@@ -14,13 +14,10 @@ from threefold.ops.kernels import grouped_linear
 
 
 class SwiGLU(nn.Module):
-    """A feed-forward network whose inner features are gated (Shazeer, arXiv 2002.05202).
+    """Feed-forward network with `inner` gated features (Shazeer, arXiv 2002.05202).
 
-    The rows of `gate_up` alternate, a gate's before that of what it gates, so a contiguous cut is one between features.
-
-    Args:
-        hidden: H.
-        inner: F, the inner features.
+    The rows of `gate_up` alternate between a gate and the feature that it gates, so that a contiguous shard has whole
+    pairs.
     """
 
     def __init__(self, hidden: int, inner: int) -> None:
@@ -29,18 +26,18 @@ class SwiGLU(nn.Module):
         self.down = Linear(inner, hidden, bias=False)
 
     def forward(self, x: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
-        """[..., H] → [..., H]; the samples are not used."""
+        """[..., H] → [..., H]; `samples` is unused."""
         gate, up = self.gate_up(x).unflatten(-1, (-1, 2)).unbind(-1)
         return self.down(F.silu(gate) * up)
 
 
 class Choice(NamedTuple):
-    """The experts of each token.
+    """Experts chosen for each token.
 
     Attributes:
-        experts: int64 [B, S, k]; the number of experts itself where a token's expert was full.
-        weights: [B, S, k], of each expert's output.
-        may_drop: whether an expert can have been full.
+        experts: int64 [B, S, k]; equal to the number of experts if the chosen expert was full.
+        weights: [B, S, k], weight of each expert's output.
+        may_drop: whether an expert can be full.
     """
 
     experts: Tensor
@@ -49,14 +46,14 @@ class Choice(NamedTuple):
 
 
 class Routing(nn.Module):
-    """The k experts of the highest probability for each token (Shazeer et al., arXiv 1701.06538).
+    """Choice of the k experts with the highest probability for each token (Shazeer et al., arXiv 1701.06538).
 
     Args:
-        experts: E, how many there are.
+        experts: E, number of experts.
         per_token: k.
-        capacity_factor: most tokens of a sequence that an expert takes while training, as a multiple of S·k/E; 0 for
-            no limit.
-        normalize: whether a token's weights add up to 1.
+        capacity_factor: most tokens of a sequence that an expert takes in training, as a multiple of S·k/E; 0 for no
+            limit.
+        normalize: whether a token's weights are normalized to add up to 1.
         aux_loss: weight of the load balancing loss of each token (Fedus et al., Switch Transformers, arXiv 2101.03961,
             section 2.2).
         z_loss: weight of the squared log-sum-exp of each token's logits (Zoph et al., ST-MoE, arXiv 2202.08906).
@@ -74,11 +71,7 @@ class Routing(nn.Module):
         return self.aux_loss > 0 or self.z_loss > 0
 
     def forward(self, logits: Tensor, samples: SampleInfo = NOTHING) -> Choice:
-        """Choose by `logits` [B, S, E]; computed in fp32 at least.
-
-        Args:
-            samples: its `weights` are those of each token's auxiliary losses in the gradient.
-        """
+        """Choose experts by `logits` [B, S, E], in fp32 at least; `samples.weights` weigh the auxiliary losses."""
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         probabilities = wide.softmax(-1)
         weights, experts = probabilities.topk(self.per_token)
@@ -92,13 +85,7 @@ class Routing(nn.Module):
         return Choice(experts, weights.to(logits.dtype), may_drop)
 
     def _losses(self, logits: Tensor, probabilities: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """The sum of both losses over the tokens at hand, each times its weight.
-
-        Args:
-            logits, probabilities: [B, S, E] of the positions at hand.
-            experts: [B, S, k], of the same.
-            weights: [B, S] of the whole sequence.
-        """
+        """Return the sum of the auxiliary losses of the local tokens, times `weights` [B, S] of the whole sequence."""
         weights = weights.to(probabilities.dtype)
         own = self._own(weights)
         chosen = F.one_hot(experts, self.experts).sum(2).to(weights.dtype) * (own > 0).unsqueeze(-1)
@@ -110,24 +97,24 @@ class Routing(nn.Module):
         return (own * (self.aux_loss * balance + self.z_loss * stray)).sum()
 
     def _taken(self, experts: Tensor) -> Tensor:
-        """bool [B, S, k]: which of the tokens their experts have room for."""
+        """bool [B, S, k]: whether the expert has room for the token."""
         whole = self._whole(experts)
         capacity = ceil(self.capacity_factor * whole.shape[1] * self.per_token / self.experts)
         places = F.one_hot(whole.flatten(1), self.experts).cumsum(1).gather(2, whole.flatten(1).unsqueeze(-1))
         return self._own((places.squeeze(-1) <= capacity).view(whole.shape))
 
-    # Where a sequence is spread over ranks, `parallel.expert.routing` has its own versions of the three below.
+    # `parallel.experts` overrides the next three methods for sequences that are sharded over ranks.
 
     def _whole(self, own: Tensor) -> Tensor:
-        """[B, S, …] of the whole sequence, from that of the positions at hand; no gradient passes."""
+        """Gather [B, S, …] of the whole sequence from that of the local positions; not differentiable."""
         return own
 
     def _own(self, whole: Tensor) -> Tensor:
-        """The positions at hand of [B, S, …]."""
+        """Take the local positions of [B, S, …]."""
         return whole
 
     def _sum_over_shares(self, counts: Tensor) -> Tensor:
-        """The sum over all positions of the sequence, from that over those at hand."""
+        """Sum counts of the local positions over the whole sequence."""
         return counts
 
     def extra_repr(self) -> str:
@@ -135,8 +122,9 @@ class Routing(nn.Module):
 
 
 class _WithLoss(torch.autograd.Function):
-    """`x` itself, whose backward pass starts that of `loss` too, as in Megatron-LM's MoE layers: a pipeline stage has
-    no other way to add to the loss.
+    """Identity on `x` whose backward pass also starts that of `loss`, as in Megatron-LM's MoE layers.
+
+    A pipeline stage has no other way to add to the loss.
     """
 
     @staticmethod
@@ -151,7 +139,7 @@ class _WithLoss(torch.autograd.Function):
 
 
 class MixtureOfExperts(nn.Module):
-    """The weighted outputs of the few experts that the router chooses for a token, and of the shared one, if any."""
+    """Weighted sum of the experts that the router chooses for each token, plus the shared expert, if any."""
 
     def __init__(self, config: MixtureConfig) -> None:
         super().__init__()
@@ -181,12 +169,7 @@ class MixtureOfExperts(nn.Module):
 class Experts(nn.Module):
     """SwiGLU networks without biases.
 
-    The rows of each expert's `gate_up` alternate, a gate's before that of what it gates.
-
-    Args:
-        experts: E.
-        hidden: H.
-        inner: F, the inner features of each.
+    The rows of each expert's `gate_up` alternate between a gate and the feature that it gates.
     """
 
     def __init__(self, experts: int, hidden: int, inner: int) -> None:
@@ -194,7 +177,7 @@ class Experts(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(experts, 2 * inner, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, inner))
 
-    # How many tokens each expert gets is known when a layer runs, not when it is compiled.
+    # The number of tokens of each expert is only known when the layer runs, not when it is compiled.
     @torch.compiler.disable
     def forward(self, x: Tensor, choice: Choice) -> Tensor:
         """[B, S, H] → [B, S, H]: the weighted sum of the outputs of each token's experts."""
@@ -206,22 +189,22 @@ def through(x: Tensor, choice: Choice, experts: int, run: Callable[[Tensor, Tens
 
     Args:
         x: [B, S, H].
-        choice: of each token.
-        experts: how many there are.
-        run: (rows [n, H] sorted by expert, int64 [experts] rows of each) → outputs [n, H].
+        choice: experts of each token.
+        experts: number of experts.
+        run: function (rows [n, H] sorted by expert, int64 [experts] rows of each) → outputs [n, H].
 
     Returns:
         [B, S, H]; zero for a token whose experts were all full.
     """
     hidden, per_token = x.shape[-1], choice.experts.shape[-1]
     chosen = choice.experts.flatten()
-    # Not `torch.bincount`, for whose size the host waits for a GPU.
+    # `torch.bincount` would make the host wait for the GPU to know its size.
     ones = chosen.new_ones(1).expand_as(chosen)
     counts = chosen.new_zeros(experts + 1).index_add_(0, chosen, ones)[:experts]
     order = chosen.argsort(stable=True)
     if choice.may_drop:
-        order = order[: int(counts.sum())]  # without those whose expert was full, which come last
-    # One row for each token and expert: both permutations are then copies, whose gradients are deterministic.
+        order = order[: int(counts.sum())]  # drop tokens whose expert was full; they come last
+    # One row for each token and expert makes both permutations copies, whose gradients are deterministic.
     rows = x.reshape(-1, 1, hidden).expand(-1, per_token, -1).reshape(-1, hidden)[order]
     outputs = run(rows, counts)
     slots = outputs.new_zeros(chosen.numel(), hidden).index_copy(0, order, outputs)
@@ -230,12 +213,12 @@ def through(x: Tensor, choice: Choice, experts: int, run: Callable[[Tensor, Tens
 
 
 def swiglu(rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor) -> Tensor:
-    """Each expert's outputs for its rows.
+    """Compute each expert's outputs for its rows.
 
     Args:
         rows: [n, H], sorted by expert.
         gate_up, down: [experts, 2F, H], [experts, H, F].
-        counts: int64 [experts], rows of each.
+        counts: int64 [experts], number of rows of each expert.
     """
     gate, up = grouped_linear(rows, gate_up, counts).unflatten(-1, (-1, 2)).unbind(-1)
     return grouped_linear(F.silu(gate) * up, down, counts)

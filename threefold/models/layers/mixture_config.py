@@ -20,7 +20,7 @@ FOR_EXPERTS: Final = (
     "router_aux_loss",
     "router_z_loss",
 )
-"""Settings that mean nothing without `num_experts`."""
+"""Settings that need `num_experts`."""
 _MOST_EXPERTS: Final = 2**14
 
 
@@ -28,45 +28,45 @@ class MixtureConfig(ModelConfig):
     """The `model` section of a family whose layers may have experts."""
 
     num_experts: int = Field(default=0, ge=0, le=_MOST_EXPERTS)
-    """For `llama`: experts among which each token is sent to a few in place of one feed-forward network; 0 for none."""
+    """For `llama`: number of experts in place of one feed-forward network; each token is sent to a few of them. 0 for
+    none."""
     experts_per_token: int = Field(default=2, ge=1, le=_MOST_EXPERTS)
-    """Experts that each token is sent to."""
+    """Number of experts that each token is sent to."""
     expert_ffn_hidden_size: int = derived(ge=1, le=WIDEST_FFN)
-    """Width inside an expert; a multiple of `parallel.tp`. Default: `ffn_hidden_size`."""
+    """Inner width of an expert; a multiple of `parallel.tp`. Default: `ffn_hidden_size`."""
     shared_expert_ffn_hidden_size: int = Field(default=0, ge=0, le=WIDEST_FFN)
-    """Width inside a feed-forward network that every token goes through beside its experts; 0 for none."""
+    """Inner width of a shared expert that every token passes through besides its own experts; 0 for none."""
     shared_expert_gate: bool = False
-    """Whether a token weighs what the shared expert gives it, as in Qwen2-MoE."""
+    """Whether a gate scales the shared expert's output for each token, as in Qwen2-MoE."""
     normalize_expert_weights: bool = True
-    """Whether the weights of a token's experts add up to 1, as in Mixtral."""
+    """Whether the weights of a token's experts are normalized to add up to 1, as in Mixtral."""
     expert_capacity_factor: float = Field(default=0.0, ge=0)
-    """Most tokens of a sequence that an expert takes while training, as a multiple of its even share; those that come
-    after are dropped by it. 0 for no limit (dropless)."""
+    """Most tokens of a sequence that an expert takes in training, as a multiple of its even share; it drops later ones.
+    0 for no limit (dropless)."""
     moe_every: int = Field(default=1, ge=1, le=MOST_LAYERS)
-    """With `num_experts`: every so many-th layer has experts, counted so that the last of each run does."""
+    """With `num_experts`: spacing of the layers with experts; n gives experts to the last of every n layers."""
     dense_layers: int = Field(default=0, ge=0, le=MOST_LAYERS)
-    """With `num_experts`: the first so many layers have none."""
+    """With `num_experts`: number of first layers without experts."""
     router_aux_loss: float = Field(default=0.0, ge=0)
-    """Weight of the loss that spreads tokens over the experts, for each token and layer beside its own loss."""
+    """Weight of the load balancing loss, which spreads tokens over the experts, for each token and layer."""
     router_z_loss: float = Field(default=0.0, ge=0)
-    """Weight of the loss that keeps the router's logits small."""
+    """Weight of the z-loss, which keeps the router's logits small."""
 
     comes_after: ClassVar[dict[str, str]] = {"num_experts": "norm_eps"}
 
     def filled(self, sequence_length: int) -> dict[str, Any]:
-        """Values of the settings that follow from others."""
         width = self.ffn_hidden_size or self.default_ffn_hidden_size()
         return super().filled(sequence_length) | {"expert_ffn_hidden_size": width}
 
     def unused(self) -> Iterator[tuple[str, str]]:
-        """Settings that the model does not look at, for what others are; each with the rule against setting it."""
+        """Yield the settings that have no effect given the others, each with the rule against setting it."""
         if not self.num_experts:
             for name in FOR_EXPERTS:
                 yield name, "model.num_experts is 0; use num_experts 8 or leave it out"
         yield from super().unused()
 
     def broken_by_experts(self) -> Iterator[tuple[str, str]]:
-        """The rules of a mixture, for `broken_rules` of a family."""
+        """Yield the settings that break a rule of a mixture, each with the rule, for a family's `broken_rules`."""
         if not self.num_experts:
             return
         if self.experts_per_token > self.num_experts:

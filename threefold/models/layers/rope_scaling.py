@@ -1,4 +1,4 @@
-"""How rotary positions are stretched to sequences longer than a model was first trained on."""
+"""Scaling of rotary position embeddings to sequences longer than those of the original training."""
 
 from dataclasses import dataclass
 from math import ceil, floor, log, pi
@@ -12,16 +12,16 @@ from threefold.config import ModelConfig
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How the angles are changed for sequences longer than `original_positions`.
+    """Change of the angles for sequences longer than `original_positions`.
 
     Attributes:
-        method: `linear` (Chen et al., arXiv 2306.15595), `dynamic` ("NTK-aware", for each sequence's own length),
+        method: `linear` (Chen et al., arXiv 2306.15595), `dynamic` ("NTK-aware", by each sequence's own length),
             `llama3` (Llama 3.1), `yarn` (Peng et al., arXiv 2309.00071).
-        factor: by how much.
-        original_positions: what the model was first trained on.
-        low_frequency_factor, high_frequency_factor: for `llama3`, turns in `original_positions`.
-        beta_fast, beta_slow: for `yarn`, turns in `original_positions`.
-        attention_factor: what queries and keys are multiplied by.
+        factor: scaling factor.
+        original_positions: sequence length of the original training.
+        low_frequency_factor, high_frequency_factor: for `llama3`, bounds in turns over `original_positions`.
+        beta_fast, beta_slow: for `yarn`, bounds in turns over `original_positions`.
+        attention_factor: factor on queries and keys.
     """
 
     method: Literal["none", "linear", "dynamic", "llama3", "yarn"] = "none"
@@ -35,7 +35,7 @@ class RopeScaling:
 
 
 def rope_scaling(config: ModelConfig) -> RopeScaling:
-    """The scaling of a config."""
+    """Return the scaling that a config sets."""
     return RopeScaling(
         config.rope_scaling,
         config.rope_factor,
@@ -51,12 +51,10 @@ def rope_scaling(config: ModelConfig) -> RopeScaling:
 def frequencies(
     head_dim: int, theta: float, scaling: RopeScaling, length: int, device: torch.device | None = None
 ) -> Tensor:
-    """Radians per position of each pair: fp64 [d/2].
+    """Return the radians per position of each pair of `Rotary`: fp64 [d/2].
 
-    Args:
-        head_dim, theta, scaling: as for `Rotary`.
-        length: of the whole sequence, for `dynamic`.
-        device: where they are computed, as the host would wait for a GPU to copy them there; None for the CPU.
+    `length` is that of the whole sequence, for `dynamic`. The result is computed on `device`, since a copy to a GPU
+    would make the host wait.
     """
     if scaling.method == "dynamic" and length > scaling.original_positions:
         stretch = scaling.factor * length / scaling.original_positions - (scaling.factor - 1)
@@ -72,7 +70,7 @@ def frequencies(
 
 
 def _mixed(plain: Tensor, factor: float, stays: Tensor) -> Tensor:
-    """A weighted mean of the frequencies as they are (weight `stays`, in [0, 1]) and divided by the factor."""
+    """Return the mean of the frequencies unchanged (weight `stays`, in [0, 1]) and divided by the factor."""
     return plain * stays + plain / factor * (1 - stays)
 
 
@@ -84,7 +82,7 @@ def _llama3_share(plain: Tensor, scaling: RopeScaling) -> Tensor:
 
 def _yarn_share(head_dim: int, theta: float, scaling: RopeScaling, device: torch.device | None) -> Tensor:
     def pair(turns: float) -> float:
-        """Which pair, counted in dims of d/2, turns so many times in the original positions."""
+        """Return the index (real, of d/2) of the pair that makes `turns` turns over the original positions."""
         return head_dim * log(scaling.original_positions / (turns * 2 * pi)) / (2 * log(theta))
 
     first = max(floor(pair(scaling.beta_fast)), 0)

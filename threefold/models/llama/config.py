@@ -1,4 +1,4 @@
-"""The `model` section of a Llama and of the models that followed it: GQA, QK-norm, sliding windows, experts."""
+"""The `model` section of Llama and its successors: GQA, QK-norm, sliding windows, experts."""
 
 from collections.abc import Iterator
 from typing import Any, ClassVar, Final, Literal
@@ -9,7 +9,7 @@ from threefold.config.model import MOST_HEADS, MOST_LAYERS, WIDEST
 from threefold.config.section import MOST_TOKENS, derived, nearest_divisor
 from threefold.models.layers.mixture_config import MixtureConfig
 
-_ROUND: Final = 16  # of the default width inside a SwiGLU
+_ROUND: Final = 16  # the default inner width of SwiGLU is a multiple of it
 
 
 class LlamaConfig(MixtureConfig):
@@ -17,19 +17,19 @@ class LlamaConfig(MixtureConfig):
 
     architecture: Literal["llama"] = "llama"
     num_key_value_heads: int = derived(ge=1, le=MOST_HEADS)
-    """For `llama`: heads of keys and values, each shared by as many query heads; a divisor of `num_attention_heads`,
-    and a multiple of `parallel.tp`, or a divisor of it: then several ranks have each head. Default:
-    `num_attention_heads`."""
+    """For `llama`: number of key-value heads, each shared by a group of query heads (GQA); a divisor of
+    `num_attention_heads`, and a multiple of `parallel.tp` or a divisor of it, in which case several ranks have each
+    head. Default: `num_attention_heads`."""
     head_dim: int = derived(ge=1, le=WIDEST)
     """For `llama`: width of a head, even. Default: `hidden_size` / `num_attention_heads`."""
     qkv_bias: bool = False
     """For `llama`: whether queries, keys and values have biases, as in Qwen2."""
     qk_norm: bool = False
-    """For `llama`: whether each head's queries and keys are normalised, as in Qwen3."""
+    """For `llama`: whether each head's queries and keys are normalized (QK-norm), as in Qwen3."""
     sliding_window: int = Field(default=0, ge=0, le=MOST_TOKENS)
-    """For `llama`: how many positions back, its own among them, a token attends to, as in Mistral; 0 for all."""
+    """For `llama`: number of positions, including its own, that a token attends to, as in Mistral; 0 for all."""
     full_attention_layers: int = Field(default=0, ge=0, le=MOST_LAYERS)
-    """For `llama`: the first so many layers attend to everything whatever `sliding_window` says, as in Qwen2."""
+    """For `llama`: number of first layers that attend to all positions in spite of `sliding_window`, as in Qwen2."""
     comes_after: ClassVar[dict[str, str]] = {
         **MixtureConfig.comes_after,
         "num_key_value_heads": "num_attention_heads",
@@ -37,11 +37,10 @@ class LlamaConfig(MixtureConfig):
     }
 
     def default_ffn_hidden_size(self) -> int:
-        """8/3 of the hidden size, so that SwiGLU's three matrices have the parameters of a GELU network's two."""
+        """Return 8/3 of the hidden size, which gives SwiGLU's three matrices the parameters of a GELU network's two."""
         return -(-8 * self.hidden_size // (3 * _ROUND)) * _ROUND
 
     def filled(self, sequence_length: int) -> dict[str, Any]:
-        """Values of the settings that follow from others."""
         values = super().filled(sequence_length) | {
             "num_key_value_heads": self.num_attention_heads,
             "position_embedding": "rope",
@@ -52,7 +51,6 @@ class LlamaConfig(MixtureConfig):
         return values
 
     def broken_rules(self) -> Iterator[tuple[str, str]]:
-        """Settings of a resolved config that break a rule of the family; each with the rule, as it follows 'but'."""
         yield from self.broken_by_setting_unused()
         if self.position_embedding != "rope":
             yield "position_embedding", "model.architecture llama has rotary positions; use rope"

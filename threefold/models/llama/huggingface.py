@@ -1,4 +1,4 @@
-"""Llama and the models that followed it in Hugging Face's format: keys of config.json and names of tensors.
+"""Llama and its successors in Hugging Face's format: keys of config.json and names of tensors.
 
 Mistral, Qwen2 and Qwen3 add sliding windows, biases and QK-norm to Llama; Mixtral, Qwen2-MoE and Qwen3-MoE have
 experts.
@@ -49,7 +49,7 @@ _MIXTRAL: Final = ("block_sparse_moe.gate.weight", "block_sparse_moe.experts.{}.
 _QWEN: Final = ("mlp.gate.weight", "mlp.experts.{}.", ("gate_proj", "up_proj", "down_proj"))
 """Names of the router, of an expert, and of its gate, up and down projections."""
 _STACKED: Final = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-"""How transformers 5 has all experts in memory, gates before ups, and how some tools store them."""
+"""Names of stacked experts, gates before ups, as transformers 5 holds them in memory and some tools store them."""
 _DEFAULTS: Final[dict[str, Any]] = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 1e4,
@@ -59,16 +59,16 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "attention_dropout": 0.0,
     "router_aux_loss_coef": 0.001,
 }
-"""What keys mean that config.json lacks, in most of the types."""
+"""Values of keys that config.json lacks, in most of the types."""
 
 
 @dataclass(frozen=True)
 class LlamaType(HuggingFaceType):
-    """A `model_type` of Llama's kind.
+    """A `model_type` with Llama's architecture.
 
     Attributes:
-        qkv_bias, qk_norm: what these settings may be.
-        window: which layers may have a sliding window: none, all alike, or all but the first few.
+        qkv_bias, qk_norm: supported values of these settings.
+        window: layers that may have a sliding window: none, all alike, or all but the first few.
         experts: whether it has experts.
         shared: whether it has a gated expert that all tokens share.
     """
@@ -82,7 +82,7 @@ class LlamaType(HuggingFaceType):
     def read(self, given: ConfigJson) -> dict[str, Any]:
         given.require("hidden_act", "silu", "swish")
         given.require("mlp_bias", False)
-        given.require("attention_bias", False)  # transformers adds one to the output projection then, too
+        given.require("attention_bias", False)  # in transformers, this also adds one to the output projection
         hidden, heads = given.whole("hidden_size", least=1), given.whole("num_attention_heads", least=1)
         layers = given.whole("num_hidden_layers", least=1, most=MOST_LAYERS)
         positions = given.whole("max_position_embeddings", least=1)
@@ -110,14 +110,14 @@ class LlamaType(HuggingFaceType):
         return settings | (self._read_experts(given, layers) if self.experts else {})
 
     def _read_window(self, given: ConfigJson, layers: int) -> dict[str, Any]:
-        """The sliding window, which all layers have or all but the first few."""
+        """Read the sliding window, which all layers have, or all but the first few."""
         if self.window == "none":
             return {}
         window = None if given.take("sliding_window") is None else given.whole("sliding_window")
         if self.name not in ("mistral", "mixtral") and not given.flag("use_sliding_window"):
             window = None
         limit, kinds = given.whole("max_window_layers"), given.listed("layer_types", str)
-        first_full = limit if self.window == "tail" else 0  # other types do not look at it
+        first_full = limit if self.window == "tail" else 0  # ignored by other types
         if not window:
             if kinds and _SLIDING in kinds:
                 raise given.refuse(
@@ -125,7 +125,7 @@ class LlamaType(HuggingFaceType):
                 )
             return {}
         if kinds is None and self.name == "qwen2_moe":
-            # As transformers has it: every other layer among the first.
+            # As in transformers: every other one of the first layers.
             kinds = [_SLIDING if layer % 2 == 0 and layer < first_full else _FULL for layer in range(layers)]
         if kinds is not None:
             first_full = next((layer for layer, kind in enumerate(kinds) if kind != _FULL), layers)
@@ -241,7 +241,6 @@ class LlamaType(HuggingFaceType):
         return next((setting for setting, fits in found.items() if not fits), None)
 
     def is_near(self, model: LlamaConfig) -> bool:
-        """Whether both have experts, or neither."""
         return self.experts == (model.num_experts > 0)
 
     def training_only(self) -> tuple[str, ...]:
@@ -250,7 +249,7 @@ class LlamaType(HuggingFaceType):
     def rearranged(
         self, name: str, in_block: str, block: str, model: LlamaConfig, shapes: Shapes, present: Collection[str]
     ) -> list[WeightMap]:
-        """Gates and ups in turn; of each head of keys its queries, keys and values (GQA); experts one by one."""
+        """Map gates interleaved with ups; queries, keys and values by key-value head (GQA); experts one by one."""
         if in_block in _GATE_UP:
             return [interleaved(name, shapes[name], [SourceRows(block + tensor) for tensor in _GATE_UP[in_block]])]
         if not in_block.startswith("attn.qkv."):
@@ -286,7 +285,7 @@ class LlamaType(HuggingFaceType):
 
 
 def _read_sparse_layers(given: ConfigJson, layers: int) -> dict[str, Any]:
-    """`moe_every` and `dense_layers` that give experts to the same layers."""
+    """Return the `moe_every` and `dense_layers` that give experts to the same layers."""
     step, dense = given.whole("decoder_sparse_step", 1, least=1), set(given.listed("mlp_only_layers", int) or [])
     wanted = [layer not in dense and (layer + 1) % step == 0 for layer in range(layers)]
     if not any(wanted):

@@ -1,8 +1,8 @@
 """Llama (Touvron et al., arXiv 2302.13971), and Mistral, Mixtral and Qwen, written for one device.
 
-`sharding.py` beside this file says how each weight is cut when the model is spread over a mesh. The `samples` that the
-layers pass along hold one 64-bit number per sample, from which dropout masks follow, and the documents that the
-attention mask keeps apart. Every module with dropout is given its name in the model, which decides its masks.
+`sharding.py` beside this file declares how each weight is sharded over a mesh. Layers pass along `samples`, which hold
+a 64-bit number per sample that keys the dropout masks, and the documents that the attention mask separates. Each module
+with dropout gets its name in the model, which also keys its masks.
 """
 
 from torch import Tensor, nn
@@ -29,12 +29,11 @@ class Input(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with GQA: several heads of queries share one of keys and values (Ainslie et al., arXiv
-    2305.13245); optionally with QK-norm, a norm of each head's queries and keys.
+    """Causal self-attention with GQA (Ainslie et al., arXiv 2305.13245) and optional QK-norm.
 
-    The rows of `qkv` are ordered by key-value head: the queries that it serves, its keys, its values; so a contiguous
-    cut is a cut between such groups. A rank that shares its key-value head with others has some of the queries that it
-    serves.
+    In GQA, several query heads share one key-value head; QK-norm normalizes each head's queries and keys. The rows of
+    `qkv` are grouped by key-value head: the queries that it serves, its keys, its values. A contiguous shard thus has
+    whole groups. A rank that shares its key-value head with others has some of the queries that it serves.
     """
 
     def __init__(self, config: LlamaConfig, layer: int, name: str) -> None:
@@ -43,7 +42,6 @@ class Attention(nn.Module):
         self.served = config.num_attention_heads // groups
         rows = (self.served + 2) * groups * self.head_dim
         self.qkv = Linear(config.hidden_size, rows, bias=config.qkv_bias)
-        # QK-norm, before the rotary positions.
         self.q_norm = _norm(self.head_dim, config) if config.qk_norm else nn.Identity()
         self.k_norm = _norm(self.head_dim, config) if config.qk_norm else nn.Identity()
         self.rotary = Rotary(config.head_dim, config.rope_theta, rope_scaling(config))
@@ -62,7 +60,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer, normalised before each half."""
+    """One transformer layer, with normalization before each half."""
 
     def __init__(self, config: LlamaConfig, layer: int, name: str) -> None:
         super().__init__()
@@ -82,11 +80,7 @@ class Block(nn.Module):
 
 
 class Llama(Decoder):
-    """The whole model.
-
-    Args:
-        config: its sizes, resolved (no field is None).
-    """
+    """The whole model, of a resolved config (no field is None)."""
 
     def __init__(self, config: LlamaConfig) -> None:
         head = Head(_norm(config.hidden_size, config), config.hidden_size, config.vocab_size)
@@ -95,5 +89,5 @@ class Llama(Decoder):
 
 
 def _norm(width: int, config: LlamaConfig) -> nn.RMSNorm:
-    """Zhang and Sennrich, arXiv 1910.07467."""
+    """RMSNorm (Zhang and Sennrich, arXiv 1910.07467)."""
     return nn.RMSNorm(width, config.norm_eps)

@@ -1,4 +1,4 @@
-"""How Llama's weights are cut, and what its layers cost."""
+"""Sharding of Llama's weights, and the costs and parameter shapes of its layers."""
 
 from threefold.models.family import Shapes
 from threefold.models.llama.config import LlamaConfig
@@ -24,12 +24,7 @@ _GATED = (("gate", 1), ("up", 1))
 
 
 def llama_plan(config: LlamaConfig, sequence_length: int) -> ModelPlan:
-    """The plan of `models.llama.Llama`.
-
-    Args:
-        config: the model's sizes.
-        sequence_length: tokens per sample, for what attention costs.
-    """
+    """Return the sharding plan of `models.llama.Llama`; the tokens of a sample determine the cost of attention."""
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     group = (("query", heads // groups * d), ("key", d), ("value", d))  # the rows of a GQA group
     split: dict[str, Split] = {
@@ -55,7 +50,6 @@ def llama_plan(config: LlamaConfig, sequence_length: int) -> ModelPlan:
 
 
 def _mlp_split(config: LlamaConfig) -> dict[str, Split]:
-    """How the feed-forward networks that the model has are cut."""
     split: dict[str, Split] = {}
     mixtures = [config.has_experts(layer) for layer in range(config.num_layers)]
     if not all(mixtures):
@@ -77,7 +71,6 @@ def _mlp_split(config: LlamaConfig) -> dict[str, Split]:
 
 
 def _gated(name: str, setting: str, inner: int) -> dict[str, Split]:
-    """How a `SwiGLU` is cut: gates stay with what they gate."""
     return {f"{name}.gate_up": Column(Unit(setting, inner, _GATED)), f"{name}.down": Row(Unit(setting, inner))}
 
 
@@ -97,12 +90,7 @@ def _mlp_cost(config: LlamaConfig, layer: int) -> int:
 
 
 def layer_shapes(config: LlamaConfig, layer: str) -> Shapes:
-    """The shape of each parameter of a layer, by its name in the layer, in order.
-
-    Args:
-        config: the model's sizes, resolved.
-        layer: its name in the model.
-    """
+    """Return the shape of each parameter of the layer with this name, in order, by its name in the layer."""
     hidden = config.hidden_size
     if layer == "embed":
         return {"tokens.weight": (config.vocab_size, hidden)}

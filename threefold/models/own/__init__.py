@@ -1,4 +1,4 @@
-"""The family of models that a user brings along: a Python file, or objects of a program."""
+"""The family of models that users bring themselves, as a Python file or as objects of a program."""
 
 from threefold.models.family import Family
 from threefold.models.own.config import OwnConfig

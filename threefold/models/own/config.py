@@ -1,4 +1,4 @@
-"""The `model` section of a model of one's own: where it comes from, and what its constructor is called with."""
+"""The `model` section of a user's own model: its file, and the arguments of its constructor."""
 
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -10,13 +10,13 @@ from threefold.config.section import PathText
 
 
 class OwnConfig(ModelConfig):
-    """A model of a user's own."""
+    """A user's own model."""
 
     architecture: Literal["own"] = "own"
     file: PathText = Field(default="", examples=["FILE.py:NAME"])
-    """For `own`: the Python file of the model, `FILE.py` or `FILE.py:NAME`, as `--model` sets it. Default: none."""
+    """For `own`: Python file of the model, `FILE.py` or `FILE.py:NAME`, as set by `--model`. Default: none."""
     arguments: dict[str, Any] = Field(default_factory=dict, examples=["{width: 64}"])
-    """For `own`: keyword arguments of the model's class. A parameter without a default that is not among them gets the
+    """For `own`: keyword arguments of the model's class. A parameter without a default that is missing here gets the
     setting of its name, such as `vocab_size`; one called `config` gets this whole section. Default: none."""
 
     @property
@@ -24,5 +24,5 @@ class OwnConfig(ModelConfig):
         return None
 
     def broken_rules(self) -> Iterator[tuple[str, str]]:
-        """Settings that break a rule: the model itself decides what its sizes may be."""
+        """Yield the settings that break a rule; the sizes are up to the model itself."""
         yield from self.broken_by_setting_unused()

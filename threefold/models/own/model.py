@@ -1,4 +1,4 @@
-"""The model and the plan that `model.file` names."""
+"""The model and the sharding plan of the file in `model.file`."""
 
 from torch import nn
 
@@ -8,12 +8,10 @@ from threefold.models.source import file_source
 
 
 def make_own_model(config: ModelConfig) -> nn.Module:
-    """The whole, single-device model."""
     make, _ = file_source(config).load_section(config)
     return make()
 
 
 def own_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
-    """How it is sharded."""
     _, plan = file_source(config).load_section(config)
     return plan
