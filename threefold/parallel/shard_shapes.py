@@ -1,4 +1,4 @@
-"""The shape of a rank's shard of a weight: what `shard_modules` does, as arithmetic on shapes, without a mesh."""
+"""Shapes of a rank's shards of weights: the result of `shard_modules` by arithmetic, without a mesh."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ from threefold.models.sharding import OverExperts, Split, matches
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """One of `count` parts."""
+    """Index of one of `count` parts."""
 
     index: int = 0
     count: int = 1
 
 
 class Place(NamedTuple):
-    """A rank's coordinates on the axes that shard weights.
+    """Coordinates of a rank on the axes that shard weights.
 
     Attributes:
-        tp, ep: as the axes of the mesh.
-        zero: among the ranks that hold shards of one copy (ZeRO).
-        zero_experts: among those of them that have the same experts.
+        tp, ep: coordinates on the tensor axis and the expert axis.
+        zero: index among the ranks that hold shards of one copy (ZeRO).
+        zero_experts: index among those of them that have the same experts.
     """
 
     tp: ShardIndex = ShardIndex()
@@ -33,16 +33,16 @@ class Place(NamedTuple):
 
     @property
     def unshared(self) -> "Place":
-        """Without ZeRO: what the rank holds of a gathered parameter."""
+        """Place without ZeRO, which describes a gathered parameter."""
         return self._replace(zero=ShardIndex(), zero_experts=ShardIndex())
 
 
 def place_of(parallel: ParallelConfig, at: Coordinates) -> Place:
-    """The coordinates of a rank.
+    """Return the coordinates of a rank on the axes that shard weights.
 
     Args:
-        parallel: resolved.
-        at: its coordinates in the mesh.
+        parallel: `parallel` section of a resolved config.
+        at: coordinates of the rank in the mesh.
     """
     zero = experts = ShardIndex()
     if parallel.zero:
@@ -54,13 +54,13 @@ def place_of(parallel: ParallelConfig, at: Coordinates) -> Place:
 
 
 def local_shape(shape: Sequence[int], split: Split, parameter: str, place: Place) -> tuple[int, ...]:
-    """The shape of the shard of a weight that the rank at `place` holds.
+    """Return the shape of a weight's shard on the rank at `place`.
 
     Args:
-        shape: of the whole weight.
-        split: of its module.
-        parameter: its name in the module.
-        place: of the rank.
+        shape: shape of the whole weight.
+        split: split of the weight's module.
+        parameter: name of the weight in the module.
+        place: coordinates of the rank.
     """
     local = list(shape)
     for axis, dim in split.cuts(parameter):
@@ -79,12 +79,12 @@ def _length(size: int, shard: ShardIndex) -> int:
 
 
 def chosen_layers(layers: Sequence[str], patterns: Mapping[str, Sequence[str]], mode: str, every: int = 1) -> list[str]:
-    """The layers of a model in which `mode` recomputes something.
+    """Return the layers of a model in which `mode` recomputes something.
 
     Args:
-        layers: of the whole model, in order.
-        patterns: mode → the modules that it recomputes, as in `ModelPlan`.
-        mode, every: as in `apply_recompute`.
+        layers: layers of the whole model, in order.
+        patterns: mode → patterns of the modules that it recomputes, as in `ModelPlan`.
+        mode, every: see `apply_recompute`.
     """
     if mode == "none":
         return []
