@@ -34,13 +34,7 @@ class SequenceChunk:
 
 
 class ContextParallelAttention(nn.Module):
-    """Causal attention by all-gather: this rank's queries attend to the keys of all ranks of the context axis.
-
-    Args:
-        core: attention over the whole sequence.
-        axis: context axis, of at least two ranks.
-        heads: heads of the model that this rank holds.
-    """
+    """Causal attention with all-gathered keys and values, for the queries of this rank's `heads`."""
 
     def __init__(self, core: CausalAttention, axis: Axis, heads: Slice) -> None:
         super().__init__()
@@ -78,11 +72,7 @@ def _of_chunk(core: CausalAttention, heads: Slice, queries: SequenceChunk) -> Ca
 
 
 def gather_sequence(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Gather the ranks' chunks along `dim`, in the order of the sequence (differentiable).
-
-    Backward is a reduce-scatter: each rank used the result for its own queries, so each chunk's gradient is a sum over
-    ranks.
-    """
+    """Gather the ranks' chunks along `dim`, in the order of the sequence; backward is a reduce-scatter."""
     return _GatherSequence.apply(x, axis, dim)
 
 
@@ -119,21 +109,12 @@ def _places(cp: int) -> list[int]:
 
 
 def _take_chunks(x: Tensor, dim: int, numbers: list[int]) -> Tensor:
-    """Reorder the equal chunks of `x` along `dim`."""
     chunks = x.chunk(len(numbers), dim)
     return torch.cat([chunks[number] for number in numbers], dim)
 
 
 class RingAttention(nn.Module):
-    """Causal attention by ring: blocks of keys and values pass around the context axis.
-
-    A rank receives the next block while it computes with the current one.
-
-    Args:
-        core: attention over the whole sequence.
-        axis: context axis, of at least two ranks.
-        heads: heads of the model that this rank holds.
-    """
+    """Causal ring attention: blocks of keys and values move around the context axis while the ranks compute."""
 
     def __init__(self, core: CausalAttention, axis: Axis, heads: Slice) -> None:
         super().__init__()
@@ -142,15 +123,7 @@ class RingAttention(nn.Module):
     # A compiler cannot follow sends that overlap with matrix products.
     @torch.compiler.disable
     def forward(self, q: Tensor, k: Tensor, v: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
-        """Attend from `q` [B, S / cp, heads, d], this rank's two chunks in a row → [B, S / cp, heads · d].
-
-        Args:
-            k, v: keys and values [B, S / cp, key-value heads, d] of the same positions.
-            samples: dropout keys, and the documents of the whole sequence.
-
-        Raises:
-            ValueError: this rank's positions are not two chunks of equal length.
-        """
+        """Attend as `ContextParallelAttention.forward` does, with the same shapes and errors."""
         chunk_length(q.shape[1])  # refuses an odd number of positions
         p = self.dropout.p if self.dropout.draws(samples.keys) else 0.0
         ring = _Ring(self.axis, self.heads, p, self.dropout.site, samples, self.window)
@@ -233,10 +206,7 @@ class _RingTile:
         return scores if self.tile.is_full else scores.masked_fill_(self.tile.hidden(q.device), -torch.inf)
 
     def drop(self, weights: Tensor, length: int) -> Tensor:
-        """Drop weights [b, heads, queries, keys] of the tile, or their gradient, by a mask that each call repeats.
-
-        `length` is the length S of the whole sequence.
-        """
+        """Drop weights [b, heads, queries, keys] or their gradient by the tile's mask; `length` is the whole S."""
         keys, p = self.ring.samples.keys, self.ring.p
         if keys is None or p == 0:
             return weights

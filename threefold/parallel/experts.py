@@ -16,12 +16,7 @@ from threefold.parallel.sequence import ShardingContext
 
 
 class ParallelRouting(Routing):
-    """`Routing` of this rank's positions, with the choices that routing of the whole sequence would make.
-
-    Args:
-        routing: routing of the whole sequence.
-        context: how the sequence is sharded over ranks.
-    """
+    """`Routing` of this rank's positions, with the choices that routing of the whole sequence would make."""
 
     def __init__(self, routing: Routing, context: ShardingContext) -> None:
         super().__init__(
@@ -48,12 +43,7 @@ class ParallelRouting(Routing):
 
 
 class ParallelExperts(nn.Module):
-    """`Experts` sharded over the expert axis, with each expert split over the tensor axis.
-
-    Args:
-        experts: all experts of the layer.
-        context: mesh axes, and this rank's coordinates.
-    """
+    """`Experts` sharded over the expert axis, with each expert split over the tensor axis."""
 
     def __init__(self, experts: Experts, context: ShardingContext) -> None:
         super().__init__()
@@ -98,16 +88,7 @@ class ParallelExperts(nn.Module):
 def all_to_all(rows: Tensor, axis: Axis, sent: list[int], received: list[int]) -> Tensor:
     """Send the first `sent[0]` rows to the first rank of the axis, the next `sent[1]` to the second, and so on.
 
-    Backward sends the gradients back.
-
-    Args:
-        rows: [sum(sent), H].
-        axis: ranks that exchange rows.
-        sent: number of rows to each rank.
-        received: number of rows from each rank.
-
-    Returns:
-        [sum(received), H], in the order of the senders.
+    Rows [sum(sent), H] become [sum(received), H], in the order of the senders. Backward sends the gradients back.
     """
     return _AllToAll.apply(rows, axis, sent, received)
 

@@ -35,9 +35,6 @@ def check_forward(
     A model whose forward pass needs values passes the check, as does one that already fails whole.
 
     Args:
-        make_model: makes the whole model.
-        plan: sharding plan of the model.
-        tp: size of the tensor axis.
         batch: at least one sample on the meta device, as the first layer takes it; (tokens, labels) with
             `takes_labels`.
         takes_labels: whether the last layer computes the loss from labels.
@@ -141,14 +138,7 @@ def _missing(where: str, modules: dict[str, nn.Module], plan: ModelPlan, message
 
 
 def check_source(source: ModelSource, config: Config) -> tuple[int, int]:
-    """Check that a model and its sharding plan match, before any layout is run.
-
-    Returns:
-        number of parameters, and number of trained parameters.
-
-    Raises:
-        UserError: model and plan do not match.
-    """
+    """Return the numbers of all and of trained parameters; raise a `UserError` if model and plan do not match."""
     make_model, plan = source.load(config)
     with torch.device("meta"):
         model = make_model()
@@ -161,21 +151,12 @@ def check_source(source: ModelSource, config: Config) -> tuple[int, int]:
 
 
 def check_layout(source: ModelSource, config: Config) -> None:
-    """Check that a resolved config's layout suits a model's plan: its stages, heads and activation checkpointing.
-
-    Raises:
-        UserError: the layout does not suit the plan.
-    """
+    """Raise a `UserError` unless a config's layout suits a model's plan: its stages, heads and recompute mode."""
     layout_check(source, config)(config)
 
 
 def layout_check(source: ModelSource, config: Config) -> Callable[[Config], None]:
-    """Load a model once, and return `check_layout` for any layout of it.
-
-    Args:
-        source: source of the model.
-        config: config that the model is made from; its layout does not matter.
-    """
+    """Load a model once, and return `check_layout` for any layout of it."""
     make_model, plan = source.load(config)
     own_loss = source.loss(config) is not None
     computes = _forward_check(make_model, plan, own_loss, config)

@@ -49,11 +49,7 @@ class TokenBatch(Protocol):
 
 
 def tokens_and_labels(batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    """Return a batch of tokens as the tuple (tokens, labels) that a user's loss function takes.
-
-    Raises:
-        UserError: documents are separated, which only layers that receive them can do.
-    """
+    """Return a token batch as (tokens, labels) for a user's loss; raise a `UserError` if documents are separated."""
     if batch.documents is not None:
         raise UserError(
             "data.separate_documents is true but a loss function of the user's comes with tokens and labels alone; use "
@@ -73,18 +69,11 @@ class GradientStep:
 
     Args:
         make_model: makes the whole, single-device model.
-        plan: layers of the model, and how each is sharded.
-        mesh: mesh axes, and this rank's coordinates.
-        settings: how the model is stored and computed.
-        activation: shape [b, S, H] of a micro-batch's activations between pipeline stages, if all are alike; None to
-            find
-            the shapes at the first step.
+        activation: shape [b, S, H] of a micro-batch's activations between pipeline stages; None to find it at the first
+            step.
 
     Attributes:
         model: this rank's part of the model, with its weights and gradients.
-        stages, gradients, streams: attributes of `model`.
-        parallelism: how the model is sharded.
-        runner: runs micro-batches through the stages.
         buffers: persistent buffers, which forward passes may change.
         generators: random generators of this process, for user models that draw from them.
 
@@ -170,14 +159,7 @@ class GradientStep:
     def train_batch(
         self, batch: Any, step: int, loss: LossFunction | None = None, rows: Tensor | None = None, scale: float = 1.0
     ) -> LossSums:
-        """Compute the gradients as `compute_gradients` does, and return the loss.
-
-        Returns:
-            the loss and its terms, equal on every rank.
-
-        Raises:
-            UserError: see `compute_gradients`.
-        """
+        """Compute the gradients as `compute_gradients` does; return the loss and its terms, equal on every rank."""
         term, counted = self.compute_gradients(batch, step, loss, rows, scale)
         if self._sums is not None:
             return self._summed(self._sums, self._samples)
@@ -187,16 +169,8 @@ class GradientStep:
     def eval_batch(self, batch: Any, loss: LossFunction | None = None) -> LossSums:
         """Return the loss of a global batch in evaluation mode; gradients and random states stay unchanged.
 
-        There is no dropout, and experts drop no tokens, whatever their capacity.
-
-        Args:
-            batch, loss: see `compute_gradients`.
-
-        Returns:
-            the loss and its terms, equal on every rank; results of several batches can be added.
-
-        Raises:
-            UserError: batch, model and loss do not fit together.
+        There is no dropout, and experts drop no tokens, whatever their capacity. The loss and its terms are equal on
+        every rank; those of several batches can be added. See `compute_gradients` for arguments and errors.
         """
         with self.preserved(), _in_evaluation_mode(self.stages), as_written(self.settings.compile):
             if loss is not None:
@@ -261,11 +235,7 @@ class GradientStep:
 
     @contextmanager
     def preserved(self, streams: Mapping[str, Tensor] | None = None) -> Iterator[None]:
-        """Restore random streams, generators and buffers after the block's forward passes.
-
-        Args:
-            streams: state of the random streams at the start of the block; None for the current one.
-        """
+        """Restore random streams, generators and buffers after the block, which starts with `streams` if given."""
         with self.streams.preserved(streams), generators_preserved(self.mesh.device), self.buffers.preserved():
             yield
 
@@ -339,7 +309,7 @@ class GradientStep:
         return valid, padding
 
     def _local_batch(self, batch: TokenBatch, keys: Tensor | None = None, weights: Tensor | None = None) -> LocalBatch:
-        """Return this rank's positions of every sequence, copied to its device without a wait of the host."""
+        """Return this rank's positions of every sequence, copied to its device without blocking the host."""
         device = self.mesh.device
         tokens, labels = (each.to(device, non_blocking=True) for each in (batch.tokens, batch.labels))
         cut = self.parallelism.context.cut.across_context
@@ -353,11 +323,7 @@ class GradientStep:
 
 
 def check_whole_sequences(cp: int, sequence_parallel: bool) -> None:
-    """Check that a layout does not shard sequences, since a user's loss function needs whole ones.
-
-    Raises:
-        UserError: the layout shards sequences.
-    """
+    """Raise a `UserError` if a layout shards sequences, since a user's loss function needs whole ones."""
     if cp > 1 or sequence_parallel:
         setting = f"cp is {cp}" if cp > 1 else "sequence_parallel is true"
         raise UserError(

@@ -13,7 +13,7 @@ from torch import Tensor
 from threefold.comm.axis import Axis, Work
 
 _TOP = 15  # sums stay below 2^15; fp16 overflows at 2^16
-_FARTHEST = 126  # 2 to ±126 are both normal numbers in fp32
+_FARTHEST = 126  # 2^126 and 2^-126 are both normal numbers in fp32
 
 
 @dataclass
@@ -22,10 +22,7 @@ class NarrowSum:
 
     Attributes:
         flat: the bucket; `finish` writes the sum into it.
-        axis: the replicas.
-        narrow: 16-bit copy of the bucket.
         exponent: power of two that scaled the copy; None for no scaling.
-        work: pending all-reduce.
     """
 
     flat: Tensor
@@ -42,15 +39,10 @@ class NarrowSum:
 
 
 def start_narrow_sum(flat: Tensor, axis: Axis, dtype: torch.dtype, tp: Axis | None = None) -> NarrowSum:
-    """Start to sum a bucket over an axis in 16 bits; the sum is bit-equal on all ranks.
+    """Start to sum a bucket (fp32 [n]) over an axis in fp16 or bf16; the sum is bit-equal on all ranks.
 
-    An element that is not finite on one rank is not finite on any rank afterwards.
-
-    Args:
-        flat: bucket, fp32 [n].
-        axis: replicas, at least two.
-        dtype: `torch.float16` or `torch.bfloat16`.
-        tp: tensor ranks, which sum copies or shards of the same parameters; None without tensor parallelism.
+    An element that is not finite on one rank is not finite on any rank afterwards. `tp` are the tensor ranks, which sum
+    copies or shards of the same parameters.
     """
     narrow, exponent = narrowed(flat, axis, dtype, tp)
     return NarrowSum(flat, axis, narrow, exponent, axis.start_all_reduce_(narrow))
@@ -60,9 +52,6 @@ def narrowed(flat: Tensor, axis: Axis, dtype: torch.dtype, tp: Axis | None = Non
     """Return a 16-bit copy whose sum over the axis cannot overflow, and the exponent that scaled it (None for bf16).
 
     Collective over the axis, and over `tp`.
-
-    Args:
-        flat, axis, dtype, tp: see `start_narrow_sum`.
     """
     exponent = _exponent(flat, axis, tp) if dtype == torch.float16 else None
     return (flat if exponent is None else torch.ldexp(flat, exponent)).to(dtype), exponent
@@ -93,16 +82,9 @@ BUCKET_BYTES = 25 << 20
 
 
 class _Place:
-    """A leaf's part of a bucket.
+    """A leaf's part of a bucket; longer than the leaf, by `gap`, if another tensor rank has a longer shard.
 
-    Args:
-        flat: the part; longer than the leaf if another tensor rank has a longer shard.
-        leaf: leaf whose gradient is stored there.
-
-    Attributes:
-        view: the gradient, in the leaf's shape.
-        gap: unused rest of the part.
-        is_set: whether `view` holds a gradient of this step, rather than an old value.
+    `view` has the leaf's shape; `is_set` says whether it holds a gradient of this step, rather than an old value.
     """
 
     def __init__(self, flat: Tensor, leaf: Tensor) -> None:
@@ -191,7 +173,7 @@ class Gradients(ABC):
         """Wait until every gradient is the sum over the replicas."""
 
     def joined(self, leaves: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradients of `leaves` in few flat tensors, which hold nothing else but zeros."""
+        """Return the gradients of `leaves` in as few flat tensors as possible, with zeros as the only padding."""
         return [self[leaf].flatten() for leaf in leaves]
 
     @abstractmethod
@@ -222,12 +204,10 @@ class GradientBuckets(Gradients):
     all reserve room for the longest.
 
     Args:
-        leaves: tensors whose gradients autograd computes.
-        axis: replicas to sum over.
         dtype: dtype of accumulation; parameters of this dtype have their `.grad` inside the bucket from the first
             gradient of a step on.
-        bucket_bytes: size at which a bucket is closed and the next one started. A bucket is one collective: large ones
-            cost less, small ones start earlier.
+        bucket_bytes: size at which a bucket is closed. A bucket is one collective: large ones cost less, small ones
+            start earlier.
         wire: narrower dtype of the sums (gradient compression); None for `dtype`.
         longest: leaf → number of elements of its longest shard on any tensor rank; None for the leaf's own size.
         tp: tensor ranks, whose buckets hold shards of the same parameters; None without tensor parallelism.
@@ -330,11 +310,7 @@ class GradientBuckets(Gradients):
 
 
 class JoinedGradients(Gradients):
-    """Gradients of several groups of parameters, each summed over its own ranks.
-
-    Args:
-        parts: leaves of each group, and the object that holds their gradients.
-    """
+    """Gradients of several groups of parameters, each summed over its own ranks."""
 
     def __init__(self, parts: Sequence[tuple[Iterable[Tensor], Gradients]]) -> None:
         self._parts = [gradients for _, gradients in parts]
@@ -383,11 +359,7 @@ def buckets_by_dtype(
     longest: Mapping[Tensor, int] | None = None,
     tp: Axis | None = None,
 ) -> Gradients:
-    """Make buckets for leaves of mixed float dtypes; gradients narrower than fp32 are accumulated in fp32.
-
-    Args:
-        leaves, axis, wire, longest, tp: see `GradientBuckets`.
-    """
+    """Make buckets for leaves of mixed float dtypes; gradients narrower than fp32 are accumulated in fp32."""
     groups: dict[torch.dtype, list[Tensor]] = {}
     for leaf in leaves:
         groups.setdefault(torch.promote_types(leaf.dtype, torch.float32), []).append(leaf)
@@ -405,13 +377,7 @@ def _arrived(buckets: "weakref.ref[GradientBuckets]", bucket: "weakref.ref[_Buck
 
 
 def in_buckets(items: Sequence[Item], nbytes: Callable[[Item], int], limit: int = BUCKET_BYTES) -> Iterator[list[Item]]:
-    """Group parameters into buckets, from the last of the model to the first, as the backward pass reaches them.
-
-    Args:
-        items: parameters, in the order of the model.
-        nbytes: returns the size of a parameter.
-        limit: size at which a bucket is closed.
-    """
+    """Group parameters into buckets of at least `limit` bytes, the model's last first, as the backward pass goes."""
     part: list[Item] = []
     size = 0
     for item in reversed(items):

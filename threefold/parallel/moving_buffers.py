@@ -37,8 +37,7 @@ class _Buffer:
         is_recomputed: whether it is in a module under activation checkpointing.
         before: value before the last step.
         given: copy that the current micro-batch computes with.
-        results: results of the step's micro-batches: their fp64 sum for floats, else the first one.
-        count: number of results.
+        results: `count` results of the step's micro-batches: their fp64 sum for floats, else the first one.
         differs: whether results that are not floats differ.
         moved: whether a forward pass has changed it.
         version: tensor version of `given`, or of `value` if nothing should change it.
@@ -103,13 +102,7 @@ class _Buffer:
 
 
 class MovingBuffers:
-    """Persistent buffers of a rank's stages, of which training updates those that forward passes change.
-
-    Args:
-        stages: stages of this rank.
-        plan: plan of the whole model.
-        mesh: mesh, with this rank's coordinates.
-    """
+    """Persistent buffers of a rank's stages, of which training updates those that forward passes change."""
 
     def __init__(self, stages: Sequence[Stage], plan: ModelPlan, mesh: Mesh) -> None:
         self._mesh, self._running, self._known = mesh, False, False
@@ -130,13 +123,9 @@ class MovingBuffers:
         self._running = True
 
     def finish(self, share: float) -> None:
-        """End the step: set each changed buffer to its mean. Collective over the replicas and the tensor ranks.
+        """End the step: set each changed buffer to its mean, weighted by `share`, this rank's share of the samples.
 
-        Args:
-            share: share of the global batch's samples on this rank's replica.
-
-        Raises:
-            UserError: a buffer was changed in a way that depends on the layout.
+        Collective over the replicas and the tensor ranks. Raises a `UserError` if a change depends on the layout.
         """
         self._running = False
         if not self._known:

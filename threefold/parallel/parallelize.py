@@ -33,13 +33,7 @@ from threefold.torch_private.distributed import fresh_parameter
 
 @dataclass(frozen=True)
 class ParallelModel:
-    """This rank's part of a model.
-
-    Attributes:
-        stages: pipeline stages in order, with their parameters allocated.
-        plan: plan of the whole model.
-        parallelism: how the model is sharded over the mesh.
-    """
+    """This rank's part of a model: its pipeline stages in order, with their parameters allocated."""
 
     stages: list[Stage]
     plan: ModelPlan
@@ -58,7 +52,7 @@ class TrainableModel(ParallelModel):
         tied: tied weights (such as tied embeddings) that other ranks hold too.
         streams: random streams of modules that draw in sequence.
         gradients: gradients of the parameters, summed over the replicas.
-        weights: parameters with their master weights, at initial values. Those that the plan freezes have no gradients.
+        weights: parameters with master weights, at initial values. Those that the plan freezes have no gradients.
     """
 
     tied: TiedWeights

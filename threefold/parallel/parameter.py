@@ -20,12 +20,9 @@ from threefold.torch_private.distributed import fresh_parameter
 
 
 def split_parameter(whole: Tensor, axis: Axis, dim: int) -> nn.Parameter:
-    """Return a parameter stored as this rank's shard of `whole` along `dim`.
+    """Return a parameter stored as this rank's shard of `whole` along `dim`, whose size need not be divisible.
 
-    Args:
-        whole: unsharded values, or a tensor on the meta device for the shape alone.
-        axis: mesh axis to shard over.
-        dim: dim to shard; its size need not be divisible.
+    `whole` may be on the meta device, for the shape alone.
     """
     # A dense copy, so that nothing refers to the whole tensor's storage.
     part = local_part(whole.detach(), axis, dim).clone(memory_format=torch.contiguous_format)
@@ -35,10 +32,7 @@ def split_parameter(whole: Tensor, axis: Axis, dim: int) -> nn.Parameter:
 def split_parameter_twice(whole: Tensor, axes: tuple[Axis, Axis], dims: tuple[int, int]) -> nn.Parameter:
     """Return a parameter stored as this rank's shard of `whole`, sharded along one dim for each of two axes.
 
-    Args:
-        whole: see `split_parameter`.
-        axes: outer and inner axis of the mesh; `device_mesh` of the outer one has both.
-        dims: dim that each axis shards; two different ones.
+    The outer axis comes first; its `device_mesh` has both.
     """
     part = whole.detach()
     for axis, dim in zip(axes, dims, strict=True):
@@ -217,12 +211,8 @@ def _all_gather(part: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 class ShardedMatrix:
     """All-gather of matrices, the last two dims of tensors that are sharded like a parameter, or of a vector.
 
-    Dims before the last two are a batch of matrices (experts); axes that cut only those are not gathered.
-
-    Args:
-        parameter: parameter as the stage stores it.
-        axes: all axes that may cut the parameter.
-        every_dim: gather the whole parameter instead, whatever its number of dims.
+    Dims before the last two are a batch of matrices (experts); axes that cut only those are not gathered, unless
+    `every_dim` is true, which gathers the whole parameter.
     """
 
     def __init__(self, parameter: Tensor, axes: Iterable[Axis], every_dim: bool = False) -> None:

@@ -36,11 +36,7 @@ _WITHIN = (Replicated, PerHead)
 
 
 def check_plan(model: nn.Module, plan: ModelPlan) -> None:
-    """Check a plan against the whole model.
-
-    Args:
-        model: single-device model, on any device (the meta device will do).
-        plan: sharding plan of the model.
+    """Check a plan against the whole single-device model, on any device (the meta device will do).
 
     Raises:
         UserError: a layer is missing, listed twice or not in the model; a pattern matches nothing, or as well as
@@ -65,16 +61,7 @@ def check_plan(model: nn.Module, plan: ModelPlan) -> None:
 
 
 def check_tensor_axis(plan: ModelPlan, size: int, setting: str = "parallel.tp") -> None:
-    """Check that the size of the tensor axis divides the heads that a plan's rules name.
-
-    Args:
-        plan: sharding plan of the model.
-        size: size of the tensor axis.
-        setting: name of the setting that decides the size, for the message.
-
-    Raises:
-        UserError: the size does not divide the heads.
-    """
+    """Raise a `UserError`, which names `setting`, unless the tensor axis divides the heads in a plan's rules."""
     for pattern, rule in (*plan.split.items(), *plan.bare.items()):
         for parameter in rule.parameters or ("",):
             unit = rule.units(parameter).get("tp")
@@ -86,11 +73,7 @@ def check_tensor_axis(plan: ModelPlan, size: int, setting: str = "parallel.tp") 
 
 
 def check_cut_modules(model: nn.Module, plan: ModelPlan, size: int) -> None:
-    """Check that no module that the tensor axis replaces has a hook, since its replacement would lose it.
-
-    Raises:
-        UserError: a replaced module has a hook.
-    """
+    """Raise a `UserError` if a module that the tensor axis replaces has a hook, which its replacement would lose."""
     for name, module in model.named_modules() if size > 1 else ():
         pattern = plan.patterns.naming(name) if name else None
         if pattern is not None and plan.split[pattern].needs_tensor_axis and has_module_hooks(module):
@@ -101,11 +84,7 @@ def check_cut_modules(model: nn.Module, plan: ModelPlan, size: int) -> None:
 
 
 def check_sharded_parameters(model: nn.Module, zero: int) -> None:
-    """Check that each parameter has a dim along which ZeRO can shard it.
-
-    Raises:
-        UserError: a parameter has no dims.
-    """
+    """Raise a `UserError` if ZeRO is used and a parameter has no dim to shard."""
     for name, parameter in model.named_parameters() if zero else ():
         if not parameter.dim():
             raise UserError(

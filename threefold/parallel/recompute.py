@@ -31,11 +31,7 @@ class Recomputed(nn.Module):
 
     It has the module's own parameters, buffers and submodules under the same names, so names in checkpoints do not
     change; other attributes are read from the module. Hooks on this wrapper's call (sharded weights) are outside the
-    recomputation.
-
-    Args:
-        module: module whose `forward` is checkpointed.
-        streams: random streams that modules inside draw from; None if none draws.
+    recomputation. `streams` are the random streams that modules inside draw from, if any does.
     """
 
     wrapped: nn.Module
@@ -91,10 +87,9 @@ def apply_recompute(stages: Sequence[Stage], mode: str, every: int = 1, streams:
     """Wrap each module whose activations are computed again in a `Recomputed`.
 
     Args:
-        stages: stages of a rank, with their parallel layers.
         mode: key of the plan's `recompute`, or `none`.
-        every: interval n: of the layers with such modules, every n-th (from the first) is treated, counted over the
-            whole model, so that the choice does not depend on the stages.
+        every: treat every n-th layer that has such modules, from the first; counted over the whole model, so that the
+            choice does not depend on the stages.
         streams: random streams of modules that draw in sequence.
 
     Raises:
@@ -138,11 +133,8 @@ def compile_layers(stages: Sequence[Stage], defers: bool = False) -> None:
     """Compile each layer but the model's first at its first use; layers that are alike share the code.
 
     The first is a look-up, which compiling does not speed up; and on a CPU, torch 2.13 compiles a look-up followed by a
-    keyed mask into code that reads and writes out of bounds.
-
-    Args:
-        stages: stages of a rank.
-        defers: whether weight gradients are deferred, so that their inputs must not be overwritten until then.
+    keyed mask into code that reads and writes out of bounds. With `defers`, weight gradients are computed later, so
+    that their inputs must not be overwritten until then.
     """
     # Torch's caches belong to code, which all layers of a class and all engines of a process share: what an earlier
     # engine compiled would count towards the limit.
@@ -156,8 +148,5 @@ def compile_layers(stages: Sequence[Stage], defers: bool = False) -> None:
 
 
 def as_written(compiled: bool) -> AbstractContextManager[object]:
-    """Run layers without their compiled code in a block.
-
-    For passes of other shapes or without gradients, each of which would be compiled anew.
-    """
+    """Run layers uncompiled in a block: other shapes, or no gradients, would each be a compilation of their own."""
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()

@@ -63,11 +63,7 @@ class SequenceCut:
 
 
 def chunk_length(positions: int) -> int:
-    """Return the number of positions in each of a rank's two chunks.
-
-    Raises:
-        ValueError: the number of positions is odd.
-    """
+    """Return the number of positions in each of a rank's two chunks; raise a `ValueError` if it is odd."""
     if positions % 2:
         raise ValueError(f"{positions} positions of a rank are not two chunks of one length")
     return positions // 2
@@ -78,7 +74,6 @@ class ShardingContext:
     """Mesh axes that parallel layers are made for, and this rank's place on them.
 
     Attributes:
-        tp, cp: tensor axis and context axis.
         ep: replicas that share the experts.
         sequence_parallel: whether activations between parallel layers are sharded along the sequence over tp.
         cp_method: how keys and values reach the queries of other context ranks, as in `parallel.cp_method`.

@@ -57,7 +57,7 @@ class TrainingSettings:
         stage_chunks: number of pipeline stages per rank; None for the schedule's default.
         partition: partition of the layers into stages, as `parallel.partition` of a config.
         recompute: activation checkpointing: a key of the plan's `recompute`, or `none`.
-        recompute_every: interval n: of the layers that `recompute` treats, every n-th.
+        recompute_every: treat only every n-th of the layers that have modules to recompute.
         compile: whether layers run through `torch.compile`.
         loss_chunk_size: number of vocabulary entries whose logits are in memory at once; 0 for all.
         pieces: sizes that work is divided by.
@@ -118,16 +118,12 @@ class TrainingSettings:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """How a model is spread over a mesh.
+    """How a model is spread over a mesh. Attributes that are not listed are those of `TrainingSettings`.
 
     Attributes:
-        mesh: mesh, with this rank's coordinates.
-        stages: stages of the pipeline.
-        sequence_parallel: whether activations between parallel layers are sharded along the sequence over tp.
-        dtype: dtype of the computation.
+        mesh: mesh axes, and this rank's coordinates.
+        stages: stages of the pipeline, with their layers and ranks.
         zero: sharding of the state over the replicas; None without ZeRO.
-        cp_method: how keys and values reach the queries of other context ranks, as in `parallel.cp_method`.
-        master_weights: whether parameters narrower than fp32 are updated, and their gradients accumulated, in fp32.
         deferred: store of the weight gradients that the schedule defers; None if it defers none.
     """
 
@@ -142,25 +138,12 @@ class Parallelism:
 
     @classmethod
     def of(cls, config: Config, plan: ModelPlan, mesh: Mesh) -> "Parallelism":
-        """Return the parallelism of a resolved config. Collective over the world.
-
-        Raises:
-            UserError: see `stage_map`.
-        """
+        """Return the parallelism of a resolved config. Collective over the world; raises as `stage_map`."""
         return cls.make(plan, mesh, TrainingSettings.of(config))
 
     @classmethod
     def make(cls, plan: ModelPlan, mesh: Mesh, settings: TrainingSettings) -> "Parallelism":
-        """Return the parallelism of a model to train. Collective over the world.
-
-        Args:
-            plan: layers of the model.
-            mesh: mesh, with this rank's coordinates.
-            settings: settings of the training, which decide how the model is spread.
-
-        Raises:
-            UserError: see `stage_map`.
-        """
+        """Return the parallelism of a model to train. Collective over the world; raises as `stage_map`."""
         pp, chunks = mesh.pp.size, settings.stage_chunks
         stages = StageMap((0, len(plan.layers)), (0,))
         if pp > 1:

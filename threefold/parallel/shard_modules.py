@@ -38,13 +38,7 @@ from threefold.random.rng import Slice
 
 
 def shard_bare(model: nn.Module, rules: Mapping[str, Split], axis: Axis) -> None:
-    """Shard the bare parameters that rules name, in place; the modules around them read this rank's part.
-
-    Args:
-        model: model that holds the parameters.
-        rules: pattern of parameters → how they are cut.
-        axis: tensor axis.
-    """
+    """Shard the bare parameters that rules name, in place; the modules around them read this rank's part."""
     made: dict[nn.Parameter, nn.Parameter] = {}  # a tied parameter is split once
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         owner, _, own = name.rpartition(".")
@@ -86,12 +80,7 @@ _CONTEXT_ATTENTION = {"all-gather": ContextParallelAttention, "ring": RingAttent
 
 
 class Sharding(NamedTuple):
-    """How a rule is applied.
-
-    Attributes:
-        kinds: classes of modules that the rule is for.
-        make: (rule, module, context) → the module's version for this rank, or the module itself.
-    """
+    """How a rule is applied: the modules it is for, and (rule, module, context) → the module for this rank."""
 
     kinds: tuple[type[nn.Module], ...]
     make: Callable[[Any, Any, ShardingContext], nn.Module]
@@ -179,7 +168,6 @@ def shard_modules(
     Args:
         stages: all stages of a rank, since they may share modules.
         table: pattern of modules of the whole model → how they are split.
-        context: axes that the versions are made for.
         bare: pattern of parameters outside the table, by their own names → how they are cut.
 
     Raises:

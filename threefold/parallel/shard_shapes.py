@@ -38,12 +38,7 @@ class Place(NamedTuple):
 
 
 def place_of(parallel: ParallelConfig, at: Coordinates) -> Place:
-    """Return the coordinates of a rank on the axes that shard weights.
-
-    Args:
-        parallel: `parallel` section of a resolved config.
-        at: coordinates of the rank in the mesh.
-    """
+    """Return a rank's coordinates on the axes that shard weights, from those in the mesh and a resolved config."""
     zero = experts = ShardIndex()
     if parallel.zero:
         shards = parallel.zero_shards * parallel.cp
@@ -54,14 +49,7 @@ def place_of(parallel: ParallelConfig, at: Coordinates) -> Place:
 
 
 def local_shape(shape: Sequence[int], split: Split, parameter: str, place: Place) -> tuple[int, ...]:
-    """Return the shape of a weight's shard on the rank at `place`.
-
-    Args:
-        shape: shape of the whole weight.
-        split: split of the weight's module.
-        parameter: name of the weight in the module.
-        place: coordinates of the rank.
-    """
+    """Return the shape of a weight's shard on the rank at `place`; `parameter` is its name in the module."""
     local = list(shape)
     for axis, dim in split.cuts(parameter):
         local[dim] = _length(local[dim], getattr(place, axis))
@@ -79,13 +67,7 @@ def _length(size: int, shard: ShardIndex) -> int:
 
 
 def chosen_layers(layers: Sequence[str], patterns: Mapping[str, Sequence[str]], mode: str, every: int = 1) -> list[str]:
-    """Return the layers of a model in which `mode` recomputes something.
-
-    Args:
-        layers: layers of the whole model, in order.
-        patterns: mode → patterns of the modules that it recomputes, as in `ModelPlan`.
-        mode, every: see `apply_recompute`.
-    """
+    """Return the layers in which `mode` recomputes something, every `every`-th; `patterns` as in `ModelPlan`."""
     if mode == "none":
         return []
     return [layer for layer in layers if any(_is_within(pattern, layer) for pattern in patterns[mode])][::every]

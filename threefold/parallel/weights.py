@@ -83,13 +83,7 @@ def draw_(
 ) -> Tensor:
     """Fill `into`, of the local shape of `parameter`, with this rank's part of the initial values.
 
-    Args:
-        into: tensor to fill, of any float dtype (a master copy may be wider than the parameter).
-        parameter: decides the whole shape, and where the local part starts.
-        name: name of the parameter in the whole model.
-        plan: plan that chooses the initial values.
-        seed: seed of the run.
-        constructed: whole model, for values that its constructor draws.
+    `into` may be wider than the parameter (a master copy); `constructed` has the values that the constructor draws.
     """
     initial, starts = plan.initial(name), offset(parameter)
     if isinstance(initial, Normal):

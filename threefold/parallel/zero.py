@@ -80,11 +80,8 @@ def make_zero_sharding(mesh: Mesh, stage: int, shards: int) -> ZeroSharding | No
 def shard_parameters(stages: Sequence[Stage], zero: ZeroSharding, mesh: Mesh, dtype: torch.dtype) -> None:
     """Shard the parameters of `stages`, and allocate this rank's shards, their values not yet set.
 
-    Args:
-        stages: stages on the meta device, already split over the tensor axis, in the dtype of the update.
-        zero: ZeRO stage, and ranks over which a copy is sharded.
-        mesh: mesh, with this rank's coordinates.
-        dtype: dtype of the computation.
+    The stages are on the meta device, already split over the tensor axis, in the dtype of the update; `dtype` is the
+    computation's.
     """
     for stage in stages:
         before = dict(stage.named_parameters())
@@ -107,9 +104,7 @@ def shard_values(
 
     Args:
         module: any module; each layer of its outermost `nn.ModuleList`s is gathered by itself, the rest together.
-        zero: ZeRO stage, and ranks over which a copy is sharded.
-        compression: 16-bit dtype that gradients are summed over those ranks in; None for their own. Micro-batches are
-            added up at full width.
+        compression: 16-bit dtype of the gradients' sums; None for their own. Micro-batches are added up at full width.
         tp: tensor ranks, with compression; None for no others.
     """
     before = dict(module.named_parameters())
@@ -249,12 +244,7 @@ def _describe(parameter: nn.Parameter, before: nn.Parameter, axis: Axis) -> None
 
 
 class ShardedGradients(Gradients):
-    """Gradients in shards, reduce-scattered by the end of a step to the ranks that update them.
-
-    Args:
-        stages: stages of this rank, with sharded parameters.
-        zero: ZeRO stage and axes.
-    """
+    """Gradients in shards, reduce-scattered by the end of a step to the ranks that update them."""
 
     def __init__(self, stages: Sequence[nn.Module], zero: ZeroSharding) -> None:
         self._zero = zero

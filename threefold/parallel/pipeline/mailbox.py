@@ -54,9 +54,6 @@ class Mailbox:
     Args:
         shared: memory with `SLOTS` slots per rank, and pipes: inboxes of all ranks, then pipes that return slots.
         group: process group of the same ranks.
-
-    Attributes:
-        ranks: global ranks, by their index in the group.
     """
 
     def __init__(self, shared: Shared, group: dist.ProcessGroup) -> None:
@@ -76,13 +73,12 @@ class Mailbox:
 
     @classmethod
     def try_create(cls, group: dist.ProcessGroup, nbytes: int, messages: int) -> "Mailbox | None":
-        """Set up a mailbox between the ranks of `group`; None if there can be none. Collective over the group.
+        """Set up a mailbox between the ranks of a gloo group; None if there can be none. Collective over the group.
 
         All ranks get the same answer. There can be none if the ranks are not all on one host, if the host has no room
         for the memory or for so many notes, or if a rank has messages of more than `MOST_BYTES`.
 
         Args:
-            group: gloo process group.
             nbytes: largest message that goes through memory; the first rank's value counts.
             messages: most messages that a rank sends or receives in a pass.
         """
@@ -131,12 +127,7 @@ class Mailbox:
         return self._expected[source] - 1
 
     def receive(self, source: int, number: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Wait for a message, and take it.
-
-        Args:
-            source: index of the sender.
-            number: number of the message, from `expect`.
-            shape, dtype: shape and dtype of the tensor that was sent.
+        """Wait for message `number` (from `expect`) of the rank at index `source`, and take it.
 
         Raises:
             PeerLostError: the sender has ended.

@@ -29,27 +29,17 @@ class StepSamples(ABC):
 
     @abstractmethod
     def through(self, stage: Stage, received: tuple[Tensor, ...] | None = None) -> Any:
-        """Run a stage on a micro-batch, and return its activations, or the loss on the last stage.
-
-        Args:
-            stage: layers to run.
-            received: activations of the stage before; None on the first stage.
-        """
+        """Run a stage on received activations (None on the first); return its own, or the loss on the last stage."""
 
     @property
     @abstractmethod
     def shapes(self) -> Hashable:
-        """Key of the shapes that decide those of the activations."""
+        """Key of the samples' shapes, which decide those of the activations."""
 
 
 @dataclass(frozen=True)
 class LocalBatch(StepSamples):
-    """Tokens and labels of a rank's replica, restricted to the rank's positions.
-
-    Attributes:
-        tokens, labels: int64 [B, S], this rank's positions of each sequence.
-        samples: dropout keys and documents.
-    """
+    """Tokens and labels int64 [B, S] of a rank's replica, at the rank's positions of each sequence."""
 
     tokens: Tensor
     labels: Tensor
@@ -73,14 +63,7 @@ class LocalBatch(StepSamples):
 
 @dataclass(frozen=True)
 class OwnBatch(StepSamples):
-    """Batch of a user's own model, whose loss is a function of the last layer's output.
-
-    Attributes:
-        data: tensors in any nesting, on this rank's device.
-        loss: loss of the last layer's output, and sums of its terms.
-        dtype: dtype of the computation.
-        samples: dropout keys.
-    """
+    """Batch of a user's own model (tensors in any nesting), whose loss is a function of the last layer's output."""
 
     data: Any
     loss: TermSums
@@ -106,15 +89,11 @@ class OwnBatch(StepSamples):
 Entry = tuple[Tensor, Callable[[], Tensor]]
 """Leaf, and the function that computes one of its gradients."""
 Watch = Callable[[Tensor], Callable[[Tensor], None]]
-"""Called with a leaf when its gradient is deferred; returns a function to call with the computed gradient."""
+"""Function called with a leaf when its gradient is deferred; returns a function to call with the computed gradient."""
 
 
 class DeferredGradients:
-    """Store of a rank's deferred weight gradients.
-
-    Attributes:
-        is_open: whether backward passes defer weight gradients to this store, as they do within `collecting`.
-    """
+    """Store of deferred weight gradients; `is_open` while backward passes defer to it, within `collecting`."""
 
     def __init__(self) -> None:
         self.is_open = False
@@ -146,10 +125,7 @@ class DeferredGradients:
 
     @contextmanager
     def collecting(self, add: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
-        """Defer the weight gradients of the block's backward passes, which are those of one step.
-
-        Args:
-            add: adds a gradient to that of its leaf, in the dtype of accumulation.
+        """Defer the weight gradients of one step's backward passes; `add` accumulates each in its leaf's gradient.
 
         Raises:
             RuntimeError: some gradients were never computed.

@@ -54,7 +54,6 @@ def stage_bounds(
     Args:
         costs: cost of each layer, in any unit.
         kinds: class name of each layer.
-        stages: number of stages.
         partition: `cost`, `uniform`, `uniform-chunks`, `class:NAME`, or the stage split points.
         pp: number of pipeline ranks, for `uniform-chunks`; by default as many as stages.
 

@@ -30,12 +30,11 @@ __all__ = ["LocalBatch", "LoopRunner", "PipelineRunner", "Runner"]
 
 
 class Runner(ABC):
-    """Runs a replica's micro-batches through the stages of its ranks.
+    """Runner of a replica's micro-batches through the stages of its ranks.
 
     Attributes:
         has_loss: whether this rank has the last stage, which computes the loss.
-        arrivals: number of gradients that autograd accumulates into each parameter in a step; None if parameters
-            differ.
+        arrivals: gradients that autograd accumulates into each parameter in a step; None if parameters differ.
     """
 
     has_loss: bool
@@ -68,13 +67,7 @@ class Runner(ABC):
 
 
 class LoopRunner(Runner):
-    """Gradient accumulation over micro-batches in a loop, on one stage.
-
-    Args:
-        stage: whole model, or this tensor rank's part of it.
-        micro_batches: number of micro-batches of the samples.
-        heartbeat: heartbeat of this rank.
-    """
+    """Gradient accumulation over micro-batches in a loop, on one stage."""
 
     has_loss = True
 
@@ -122,10 +115,6 @@ class PipelineRunner(Runner):
     The shape of the activations is declared, or found once per batch shape, so that steps exchange no metadata.
 
     Args:
-        stages: stages of this rank, in the pipeline's order.
-        parallelism: sharding of the model, with the ranks of the other stages.
-        schedule: pipeline schedule of the config.
-        micro_batches: number of micro-batches of the samples.
         activation: shape [b, S, H] of a micro-batch's activations between stages; None if `prepare` finds the shapes.
         add_gradient: adds a deferred gradient to that of a leaf.
     """
@@ -182,11 +171,7 @@ class PipelineRunner(Runner):
         return _Passes(stages, train, evaluate)
 
     def _make_mailbox(self, activations: Mapping[int, tuple[Tensor, ...]]) -> Mailbox | None:
-        """Make the mailbox for training.
-
-        Evaluation goes without: it has no backward passes that keep first stages from running ahead, but waits of a
-        process group do.
-        """
+        """Make the mailbox for training; evaluation uses the process group, whose waits keep stages in step."""
         pp = self._parallelism.mesh.pp
         if pp.group is None or pp.shared is None:
             return None

@@ -38,7 +38,7 @@ class SendQueue:
 
     Torch's runtime for lists of actions keeps every sent tensor to the end of the step, one per micro-batch. Here, the
     fifth send waits for the first. That cannot deadlock: in torch's order, each receive directly follows its send over
-    all ranks, so that even a wait for each send in its place would end.
+    all ranks, so that even waiting for every send on the spot would end.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class SendQueue:
 
 
 class TensorShape(NamedTuple):
-    """Shape, dtype and need of a gradient, which the receiver of a tensor must know."""
+    """Shape, dtype and `requires_grad` of a tensor, which its receiver must know."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -87,14 +87,8 @@ def find_activations(
 ) -> dict[int, tuple[Tensor, ...]]:
     """Find the activations of this rank's stages, and of the stages before them, by a forward pass.
 
-    The micro-batch passes through all stages but the last. Collective over the pipeline, and over all that the layers
-    communicate with.
-
-    Args:
-        stages: stages of this rank, in the pipeline's order.
-        placement: ranks of all stages.
-        mesh: mesh, with this rank's coordinates.
-        micro_batch: real samples, since layers may depend on their values.
+    The micro-batch, real samples since layers may depend on their values, passes through all stages but the last.
+    Collective over the pipeline, and over all that the layers communicate with.
 
     Returns:
         number of a stage → its activations, on the meta device.
@@ -194,12 +188,7 @@ class ScheduledStage(BufferedPipelineStage):
     several; those without gradients, such as masks, get none.
 
     Args:
-        stage: layers to run.
-        number: index in the pipeline.
-        stages: ranks of all stages.
-        mesh: mesh, with this rank's coordinates.
         micro_batches: list that holds the micro-batches of the current pass.
-        shapes: declared shapes of inputs and outputs.
         deferred: called after each backward pass; returns the function that computes its deferred weight gradients.
         sends: queue of the stage's sends; None if torch's schedule sends, together with receives.
         mailbox: carries all sends and receives between the stages' ranks; None for their process group.
@@ -393,15 +382,7 @@ _KINDS = {"F": F, "B": B, "I": I, "W": W}
 
 
 class ActionSchedule(AnyOrderRuntime):
-    """Schedule given as a list of actions per rank, with stages on any ranks.
-
-    Args:
-        stages: stages of this rank.
-        ranks: coordinate on the pp axis of each stage of the pipeline.
-        orders: actions of each pipeline rank.
-        micro_batches: number of micro-batches of a step.
-        loss: loss function, as torch's schedules call it.
-    """
+    """Schedule given as a list of actions per rank (`orders`), with stages on any ranks (`ranks`, by stage)."""
 
     def __init__(
         self,
@@ -425,14 +406,7 @@ class ActionSchedule(AnyOrderRuntime):
 def training_schedule(
     schedule: Schedule, stages: Sequence[ScheduledStage], micro_batches: int, loss: Loss
 ) -> PipelineSchedule:
-    """Make torch's object for a schedule of the config.
-
-    Args:
-        schedule: row of the schedules' table, or file of actions.
-        stages: stages of this rank.
-        micro_batches: number of micro-batches of a step.
-        loss: loss function, as torch's schedules call it.
-    """
+    """Make torch's object for a schedule of the config."""
     if isinstance(schedule, FileSchedule):
         return ActionSchedule(stages, schedule.stage_ranks(0, 0), schedule.orders, micro_batches, loss)
     kind: Any = _torch_class(schedule)
@@ -463,14 +437,7 @@ def actions(schedule: PipelineSchedule) -> list[Action]:
 
 
 def orders_of_all_ranks(schedule: TorchSchedule, pp: int, stages_per_rank: int, micro_batches: int) -> Orders:
-    """Return the actions of each rank in a training schedule of several stages per rank, without starting ranks.
-
-    Args:
-        schedule: row of the schedules' table.
-        pp: number of pipeline ranks.
-        stages_per_rank: see `parallel.stage_chunks`.
-        micro_batches: number of micro-batches of a step, which the schedule must accept.
-    """
+    """Return the actions of each rank in a training schedule of several stages per rank, without starting ranks."""
     kind: Any = _torch_class(schedule)
     lone = lone_schedule(kind, list(schedule.stage_ranks(pp, stages_per_rank)), micro_batches)
     return tuple(tuple(_as_actions(planned_actions(lone, rank))) for rank in range(pp))

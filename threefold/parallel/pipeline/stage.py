@@ -18,15 +18,10 @@ from threefold.parallel.pipeline.partition import StageMap, covers, shared_betwe
 
 
 class Stage(nn.Module):
-    """Layers `first` up to, not including, `end` of a model.
+    """Layers `first` to `end` (exclusive) of a model, on the meta device or materialised.
 
     Parameters keep their names in the model. A tied weight also appears on the stage of its second use, under its
     second name; `whole_parameters` yields its one name.
-
-    Args:
-        model: whole model, on the meta device or materialised.
-        plan: layers of the model, in order.
-        first, end: range of the layers.
     """
 
     def __init__(self, model: nn.Module, plan: ModelPlan, first: int, end: int) -> None:
@@ -104,11 +99,6 @@ class TiedWeights:
 
     Uses on one rank share a copy, whose gradient autograd accumulates; gradients of several ranks are all-reduced here.
     The constructor is collective over the world, also for ranks whose stages share nothing.
-
-    Args:
-        plan: plan that names the tied weights.
-        stages: stages of the pipeline.
-        mesh: mesh, with this rank's coordinates.
     """
 
     def __init__(self, plan: ModelPlan, stages: StageMap, mesh: Mesh) -> None:
@@ -132,9 +122,7 @@ class TiedWeights:
     def sum_(self, gradients: Mapping[str, Tensor], in_order: bool = False) -> None:
         """Replace each shared weight's gradient by the sum over its uses, bit-equal on every rank that holds it.
 
-        Args:
-            gradients: gradients by the one name of each parameter.
-            in_order: see `Axis.all_reduce_together_`.
+        `gradients` are by the one name of each parameter; for `in_order`, see `Axis.all_reduce_together_`.
         """
         for owner, axis in self._axes.items():
             # In one order on every rank, whatever stages it holds.

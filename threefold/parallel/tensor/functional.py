@@ -34,7 +34,7 @@ class _Call(NamedTuple):
 
 
 class Splitter(nn.Module):
-    """Weights of `split` for the ranks of one axis, by the name of the call.
+    """Module that holds the weights of `split` calls, for the ranks of one axis.
 
     Paddle keeps the weights in its global program. Here this module holds them, so it is the module to pass to an
     optimizer. The weights of a name are made at its first call, in torch's default dtype: make the optimizer after

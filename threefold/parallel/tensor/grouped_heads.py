@@ -26,10 +26,6 @@ class ConcatenatedLinear(ColumnParallelLinear):
     """Column-parallel layer that splits each of several concatenated groups of output features over the axis.
 
     A rank gets its queries, then its keys, then its values. Made by `from_groups`.
-
-    Attributes:
-        groups: number of groups.
-        features: number of output features of the whole layer.
     """
 
     groups: int
@@ -37,14 +33,7 @@ class ConcatenatedLinear(ColumnParallelLinear):
 
     @classmethod
     def from_groups(cls, module: nn.Linear, axis: Axis, groups: int, *, sequence_dim: int | None = None) -> Self:
-        """Split the weight and bias of a linear layer.
-
-        Args:
-            module: whole layer.
-            axis: tensor axis.
-            groups: number of groups, a divisor of the output features.
-            sequence_dim: see `ColumnParallelLinear`.
-        """
+        """Split a linear layer whose output features are `groups` groups of equal size."""
         layer = cls.from_linear(module, axis, gather_output=False, sequence_dim=sequence_dim)
         layer.groups, layer.features = groups, module.out_features
         return layer
@@ -73,7 +62,6 @@ class GroupedHeadsLinear(ColumnParallelLinear):
     Made by `from_units`.
 
     Attributes:
-        unit: unit of the output features.
         sharing: ranks whose features are gathered: those of one unit, or the whole axis.
         longest: number of features of a rank; the last ones may have fewer.
     """
@@ -86,15 +74,11 @@ class GroupedHeadsLinear(ColumnParallelLinear):
     def from_units(
         cls, module: nn.Linear, axis: Axis, unit: Unit, sharing: Axis | None, *, sequence_dim: int | None = None
     ) -> Self:
-        """Split the weight and bias of a linear layer.
+        """Split a linear layer over an axis whose size is a multiple of `unit.count`.
 
         Args:
-            module: whole layer.
-            axis: tensor axis, whose size is a multiple of `unit.count`.
-            unit: unit of the output features.
             sharing: neighbouring ranks that share a unit; None to gather over the whole axis, as also happens if the
                 rows of a unit do not divide equally.
-            sequence_dim: see `ColumnParallelLinear`.
         """
         layer = cls.from_linear(module, axis, gather_output=False, sequence_dim=sequence_dim)
         layer.unit, layer.longest = unit, -(-module.out_features // axis.size)

@@ -24,7 +24,7 @@ from threefold.random.rng import fill_normal_, stream_key
 from threefold.torch_private.tensors import assert_async
 
 Initializer = Callable[[Tensor], Tensor | None]
-"""Sets the values of a whole weight in place, as the functions of `torch.nn.init` do, or returns others."""
+"""Function that sets a whole weight in place, as those of `torch.nn.init` do, or returns other values."""
 
 
 def new_key(name: str | None, seed: int) -> int:
@@ -36,12 +36,11 @@ def new_key(name: str | None, seed: int) -> int:
 def fill_(parameter: Tensor, initializer: Initializer, key: int, what: str) -> None:
     """Set this rank's shard of a parameter to its part of the values that `initializer` gives the whole.
 
-    Each rank has the whole in memory while it is drawn, on the CPU and in fp32 at least.
+    Each rank has the whole in memory while it is drawn, on the CPU and in fp32 at least; on the meta device nothing is
+    drawn.
 
     Args:
-        parameter: parameter as the layer stores it; on the meta device nothing is drawn.
         initializer: draws from torch's default generator, which is seeded with `key` for it and restored after it.
-        key: seed of the generator.
         what: name of the argument in errors.
 
     Raises:
@@ -129,11 +128,7 @@ class _SplitLayer(nn.Module):
 
 
 def check_axis(axis: Any, argument: str) -> None:
-    """Check that an argument is an axis of a mesh.
-
-    Raises:
-        UserError: the argument is something else, such as the mesh itself.
-    """
+    """Raise a `UserError`, which names the argument, unless it is an axis of a mesh."""
     if not isinstance(axis, Axis):
         raise UserError(
             f"{argument} is a {type(axis).__name__} but must be an axis of a mesh; use mesh.tp of "
