@@ -1,6 +1,6 @@
-"""Shards a model over a mesh: tensor, context, expert, data and pipeline parallelism, applied by `parallelize`.
+"""Parallelism of a model over a mesh: tensor, sequence, context, expert, data and pipeline, applied by `parallelize`.
 
-The parallel layers named here can also be used in models of your own. They are imported when they are first used:
+The parallel layers named here also work in your own models. Names are imported at first use, since
 `threefold.comm.layout` alone needs no torch, which takes seconds to import.
 """
 
@@ -83,7 +83,7 @@ _MODULES: Final = {
     "RowParallelLinear": "parallel.tensor.layers",
     "VocabParallelEmbedding": "parallel.tensor.layers",
 }
-"""The module of each name."""
+"""Name → the module below `threefold` that defines it."""
 
 
 def __getattr__(name: str) -> Any:

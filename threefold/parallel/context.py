@@ -21,7 +21,7 @@ from threefold.random.rng import Positions, Slice
 
 @dataclass(frozen=True)
 class SequenceChunk:
-    """One of `count` equal chunks of a dim, as `Positions` of it."""
+    """One of `count` equal chunks of a dim; implements `Positions`."""
 
     number: int
     count: int
@@ -34,13 +34,7 @@ class SequenceChunk:
 
 
 class ContextParallelAttention(nn.Module):
-    """`CausalAttention` of this rank's queries to the keys of all ranks of the context axis.
-
-    Args:
-        core: the attention of the whole sequence.
-        axis: the context axis, of at least two ranks.
-        heads: which of the model's heads this rank has.
-    """
+    """Causal attention with all-gathered keys and values, for the queries of this rank's `heads`."""
 
     def __init__(self, core: CausalAttention, axis: Axis, heads: Slice) -> None:
         super().__init__()
@@ -51,14 +45,14 @@ class ContextParallelAttention(nn.Module):
         )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
-        """`q` [B, S / cp, heads, d] of this rank's two chunks, one after the other → [B, S / cp, heads · d].
+        """Attend from `q` [B, S / cp, heads, d], this rank's two chunks in a row → [B, S / cp, heads · d].
 
         Args:
-            k, v: [B, S / cp, key-value heads, d], of the same.
+            k, v: keys and values [B, S / cp, key-value heads, d] of the same positions.
             samples: dropout keys, and the documents of the whole sequence.
 
         Raises:
-            ValueError: the two chunks are not of one length.
+            ValueError: this rank's positions are not two chunks of equal length.
         """
         size = chunk_length(q.shape[1])
         k, v = gather_sequence(torch.stack([k, v]), self.axis, dim=2).unbind()
@@ -70,24 +64,20 @@ class ContextParallelAttention(nn.Module):
 
 
 def _of_chunk(core: CausalAttention, heads: Slice, queries: SequenceChunk) -> CausalAttention:
-    """`core` for some queries, with the dropout masks of the whole."""
+    """Restrict attention to some heads and queries, with the dropout masks of the whole."""
     attention = CausalAttention(window=core.window)
-    # Of the weights [B, heads, queries, keys]; the keys are taken from the first on, so all of their dim is at hand.
+    # Dropout is of weights [B, heads, queries, keys]; keys start at position 0, so their dim has no offset.
     attention.dropout = core.dropout.of_part({1: heads, 2: queries})
     return attention
 
 
 def gather_sequence(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """The ranks' chunks along `dim`, joined in the order of the sequence.
-
-    Backward sums the gradients over the ranks and gives each rank those of its own chunks: the adjoint, as each rank
-    uses the result for queries of its own.
-    """
+    """Gather the ranks' chunks along `dim`, in the order of the sequence; backward is a reduce-scatter."""
     return _GatherSequence.apply(x, axis, dim)
 
 
 def whole_sequence(x: Tensor, context: ShardingContext) -> Tensor:
-    """The whole sequence along dim 1, gathered from the ranks; not differentiable."""
+    """Gather the whole sequence along dim 1; not differentiable."""
     if context.sequence_parallel:
         x = all_gather_equal(x, context.tp, 1)
     if context.cp.size > 1:
@@ -108,50 +98,33 @@ class _GatherSequence(torch.autograd.Function):
 
 
 def _held(cp: int) -> list[int]:
-    """Numbers of the chunks that the ranks hold, rank after rank."""
+    """Return the numbers of the chunks, in the order in which the ranks hold them."""
     return [number for index in range(cp) for number in SequenceCut(cp, index).chunks]
 
 
 def _places(cp: int) -> list[int]:
-    """The index of each chunk of the sequence in `_held`."""
+    """Return the index in `_held` of each chunk of the sequence."""
     held = _held(cp)
     return [held.index(number) for number in range(2 * cp)]
 
 
 def _take_chunks(x: Tensor, dim: int, numbers: list[int]) -> Tensor:
-    """`x` with its equal chunks along `dim` in the order `numbers`."""
     chunks = x.chunk(len(numbers), dim)
     return torch.cat([chunks[number] for number in numbers], dim)
 
 
 class RingAttention(nn.Module):
-    """`CausalAttention` of this rank's queries to the keys of all ranks of the context axis, block by block.
-
-    While a rank computes with one block of keys and values, it receives the next.
-
-    Args:
-        core: the attention of the whole sequence.
-        axis: the context axis, of at least two ranks.
-        heads: which of the model's heads this rank has.
-    """
+    """Causal ring attention: blocks of keys and values move around the context axis while the ranks compute."""
 
     def __init__(self, core: CausalAttention, axis: Axis, heads: Slice) -> None:
         super().__init__()
         self.dropout, self.window, self.axis, self.heads = core.dropout, core.window, axis, heads
 
-    # Sends that run beside products are nothing that a compiler follows.
+    # A compiler cannot follow sends that overlap with matrix products.
     @torch.compiler.disable
     def forward(self, q: Tensor, k: Tensor, v: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
-        """`q` [B, S / cp, heads, d] of this rank's two chunks, one after the other → [B, S / cp, heads · d].
-
-        Args:
-            k, v: [B, S / cp, key-value heads, d], of the same.
-            samples: dropout keys, and the documents of the whole sequence.
-
-        Raises:
-            ValueError: the two chunks are not of one length.
-        """
-        chunk_length(q.shape[1])  # refuses what cannot be halved
+        """Attend as `ContextParallelAttention.forward` does, with the same shapes and errors."""
+        chunk_length(q.shape[1])  # refuses an odd number of positions
         p = self.dropout.p if self.dropout.draws(samples.keys) else 0.0
         ring = _Ring(self.axis, self.heads, p, self.dropout.site, samples, self.window)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
@@ -161,12 +134,12 @@ class RingAttention(nn.Module):
 
 @dataclass(frozen=True)
 class _Ring:
-    """What is the same for every tile.
+    """Settings of one pass of ring attention, shared by all its tiles.
 
     Attributes:
-        p: probability of dropping a weight, 0 where none is dropped.
-        site: stream of the dropout.
-        window: how many positions back a query attends to; 0 for all.
+        p: probability of dropping an attention weight; 0 for no dropout.
+        site: number of the dropout's random stream.
+        window: positions back that a query attends to; 0 for all.
     """
 
     axis: Axis
@@ -182,7 +155,7 @@ class _Ring:
         return SequenceCut(self.axis.size, self.axis.index).chunks
 
     def rounds(self, block: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """The rank whose block is held, and that block: this rank's own first, then those of the previous ranks."""
+        """Yield each block with its owner's index: this rank's own first, then those of the ranks before it."""
         for step in range(self.axis.size):
             last = step == self.axis.size - 1
             arriving = None if last else self.axis.start_shift(block)
@@ -191,13 +164,7 @@ class _Ring:
                 block = arriving()
 
     def of_owner(self, owner: int, batch: int, size: int) -> Iterator["_RingTile"]:
-        """What this rank's queries attend to of `owner`'s keys, tile by tile.
-
-        Args:
-            owner: index of a rank.
-            batch: B.
-            size: positions of a chunk.
-        """
+        """Yield the tiles where this rank's queries attend to keys of rank `owner`; a chunk has `size` positions."""
         sight = Sight(self.window, self.samples.documents)
         for row, query in enumerate(self.mine):
             for column, key in enumerate(SequenceCut(self.axis.size, owner).chunks):
@@ -213,11 +180,11 @@ def _moved(positions: range, by: int) -> slice:
 
 @dataclass(frozen=True)
 class _RingTile:
-    """Some of this rank's queries, and of some rank's keys those that they attend to.
+    """Some of this rank's queries, and keys of one rank that they attend to.
 
     Attributes:
-        tile: where they are in the sequence.
-        at_queries, at_keys: where they are among the positions of their ranks.
+        tile: their positions in the whole sequence.
+        at_queries, at_keys: their positions within the blocks of the two ranks.
     """
 
     ring: _Ring
@@ -226,25 +193,20 @@ class _RingTile:
     at_keys: slice
 
     def of_queries(self, x: Tensor) -> Tensor:
-        """Of `x` [B, heads, S / cp, …] what belongs to the queries."""
+        """Select the tile's queries from `x` [B, heads, S / cp, …]."""
         return x[self.tile.rows, :, self.at_queries]
 
     def of_keys(self, block: Tensor) -> Tensor:
-        """Of keys and values [2, B, key-value heads, S / cp, d] what belongs to the keys."""
+        """Select the tile's keys and values from a block [2, B, key-value heads, S / cp, d]."""
         return block[:, self.tile.rows, :, self.at_keys]
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """[b, heads, queries, keys], in fp32 at least, −∞ where nothing is attended to."""
+        """Return scores [b, heads, queries, keys] in fp32 or wider, −∞ where a query does not attend."""
         scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1] ** -0.5
         return scores if self.tile.is_full else scores.masked_fill_(self.tile.hidden(q.device), -torch.inf)
 
     def drop(self, weights: Tensor, length: int) -> Tensor:
-        """Dropout of weights [b, heads, queries, keys], or of their gradient: the same elements every time.
-
-        Args:
-            weights: those of the tile.
-            length: S of the sequence.
-        """
+        """Drop weights [b, heads, queries, keys] or their gradient by the tile's mask; `length` is the whole S."""
         keys, p = self.ring.samples.keys, self.ring.p
         if keys is None or p == 0:
             return weights
@@ -280,7 +242,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, own, out, total = ctx.saved_tensors
         ring: _Ring = ctx.ring
-        common = (grad * out).sum(-1)  # what every score of a query gets from the softmax's denominator
+        common = (grad * out).sum(-1)  # the softmax denominator's part of each score's gradient
         grad_q = torch.zeros_like(out)
         grad_own = torch.zeros(own.shape, dtype=out.dtype, device=own.device)
         held = q.shape[2]
@@ -298,22 +260,22 @@ class _Attention(torch.autograd.Function):
                 of_scores = weights.mul_(of_weights.sub_(shared.unsqueeze(-1))).mul_(q.shape[-1] ** -0.5).to(q.dtype)
                 to_query.add_(of_scores @ key)
                 to_key.add_(_gathered(of_scores.mT @ query, own))
-            # It travels behind its block, and after a whole round it is with the rank whose block it is.
+            # The gradient travels behind its block and is back at the block's owner after a full round.
             grad_own = ring.axis.start_shift(grad_own)()
         grad_k, grad_v = grad_own.to(q.dtype)
         return grad_q.to(q.dtype), grad_k, grad_v, None
 
 
 def _served(block: Tensor, q: Tensor) -> Tensor:
-    """Keys and values [2, b, key-value heads, S, d] for all heads of `q` [B, heads, S, d]."""
+    """Expand keys and values [2, b, key-value heads, S, d] to all heads of `q` [B, heads, S, d]."""
     return serve_heads(block, q.shape[1], dim=2)
 
 
 def _gathered(gradient: Tensor, own: Tensor) -> Tensor:
-    """The gradient of keys or values as all heads have it, [b, heads, keys, d], added up for the key-value heads."""
+    """Sum a key or value gradient [b, heads, keys, d] over the heads that share a key-value head."""
     return gradient.unflatten(1, (own.shape[2], -1)).sum(2)
 
 
 def _finite(total: Tensor) -> Tensor:
-    """The log-sum-exp of scores that are all −∞, as before a document begins, without infinities to subtract."""
+    """Replace −∞ log-sum-exps (queries without a key so far), since −∞ − (−∞) would be NaN."""
     return total.clamp_min(torch.finfo(total.dtype).min)

@@ -1,4 +1,4 @@
-"""Expert parallelism: each rank has some experts, and tokens reach them by all-to-all."""
+"""Expert parallelism: each rank holds some experts, and tokens reach them by all-to-all."""
 
 from typing import Any
 
@@ -16,12 +16,7 @@ from threefold.parallel.sequence import ShardingContext
 
 
 class ParallelRouting(Routing):
-    """`Routing` of this rank's positions, each choice as it would be with the whole sequence at hand.
-
-    Args:
-        routing: of the whole sequence.
-        context: how the sequence is spread over ranks.
-    """
+    """`Routing` of this rank's positions, with the choices that routing of the whole sequence would make."""
 
     def __init__(self, routing: Routing, context: ShardingContext) -> None:
         super().__init__(
@@ -48,12 +43,7 @@ class ParallelRouting(Routing):
 
 
 class ParallelExperts(nn.Module):
-    """`Experts`, some of them on each rank of the expert axis, and of each a part on every rank of the tensor axis.
-
-    Args:
-        experts: all of them.
-        context: the axes, and this rank's coordinates.
-    """
+    """`Experts` sharded over the expert axis, with each expert split over the tensor axis."""
 
     def __init__(self, experts: Experts, context: ShardingContext) -> None:
         super().__init__()
@@ -61,10 +51,10 @@ class ParallelExperts(nn.Module):
         self.gate_up = _part("gate_up", experts.gate_up, context)
         self.down = _part("down", experts.down, context)
 
-    # How many tokens each expert gets is known when a layer runs, not when it is compiled.
+    # The number of tokens per expert is only known at run time.
     @torch.compiler.disable
     def forward(self, x: Tensor, choice: Choice) -> Tensor:
-        """[B, S, H] → [B, S, H], the same on every rank of the tensor axis or its shard of the sequence."""
+        """Run the experts: [B, S, H] → [B, S, H], whole on every tensor rank or its shard of the sequence."""
         tp, dim = self.context.tp, self.context.sequence_dim
         if dim is None:
             x, choice = copy_to(x, tp), choice._replace(weights=copy_to(choice.weights, tp))
@@ -76,7 +66,7 @@ class ParallelExperts(nn.Module):
         return reduce_from(out, tp) if dim is None else reduce_to_shares(out, tp, dim)
 
     def _run(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Send `rows` to the ranks of their experts, and receive the outputs."""
+        """Send `rows` to the ranks of their experts, and return the outputs."""
         ep = self.context.ep
         weights = local(self.gate_up), local(self.down)
         if ep.size == 1:
@@ -85,7 +75,7 @@ class ParallelExperts(nn.Module):
         arriving = ep.all_gather_equal(counts.unsqueeze(0), 0)[:, start:end]  # [ep, experts of this rank]
         sent, received = counts.view(ep.size, -1).sum(1).tolist(), arriving.sum(1).tolist()
         rows = all_to_all(rows, ep, sent, received)
-        # They arrive by sender, then expert.
+        # Rows arrive by sender, then expert.
         experts = torch.arange(end - start, device=rows.device).repeat(ep.size)
         order = experts.repeat_interleave(arriving.flatten()).argsort(stable=True)
         done = swiglu(rows[order], *weights, arriving.sum(0))
@@ -96,24 +86,15 @@ class ParallelExperts(nn.Module):
 
 
 def all_to_all(rows: Tensor, axis: Axis, sent: list[int], received: list[int]) -> Tensor:
-    """All-to-all: send the first `sent[0]` rows to the first rank of the axis, the next `sent[1]` to the second, etc.
+    """Send the first `sent[0]` rows to the first rank of the axis, the next `sent[1]` to the second, and so on.
 
-    Backward sends the gradients back.
-
-    Args:
-        rows: [sum(sent), H].
-        axis: the ranks.
-        sent: rows to each.
-        received: rows from each.
-
-    Returns:
-        [sum(received), H], in the order of the senders.
+    Rows [sum(sent), H] become [sum(received), H], in the order of the senders. Backward sends the gradients back.
     """
     return _AllToAll.apply(rows, axis, sent, received)
 
 
 def _part(name: str, weight: nn.Parameter, context: ShardingContext) -> nn.Parameter:
-    """This rank's experts, and of each the tensor rank's part."""
+    """Return this rank's shard: its experts, each cut over the tensor axis."""
     (_, experts), (_, dim) = OverExperts().cuts(name)
     if context.ep.size == 1:
         return split_parameter(weight, context.tp, dim)

@@ -1,7 +1,7 @@
-"""A forward pass without memory of what one tensor rank has of a user's model, before any rank is started.
+"""Forward pass of one tensor rank's part of a user's model on the meta device, before any rank starts.
 
-Each linear layer that the plan cuts is as wide as its part, bare parameters and buffers have their parts, and whatever
-ranks communicate is left out. Sizes that do not go together are an error of the plan if the whole model has none.
+Linear layers have their sharded widths, bare parameters and buffers are cut, and communication is left out. A size
+mismatch that the whole model does not have is an error of the plan.
 """
 
 from collections.abc import Callable
@@ -30,27 +30,24 @@ _KNOWN = (Column, Row, Vocab, Replicated, PerHead, Shard)
 def check_forward(
     make_model: Callable[[], nn.Module], plan: ModelPlan, tp: int, batch: Any, takes_labels: bool = False
 ) -> None:
-    """Check that what a tensor rank has of a model computes, as far as sizes say.
+    """Check that the sizes in a tensor rank's part of a model fit together.
 
-    A model whose forward pass needs values is not refused, nor is one whose whole model fails alike.
+    A model whose forward pass needs values passes the check, as does one that already fails whole.
 
     Args:
-        make_model: makes the whole model.
-        plan: of it.
-        tp: ranks of the tensor axis.
-        batch: of one sample or more, on the meta device, as the first layer takes it; tokens and labels, with
+        batch: at least one sample on the meta device, as the first layer takes it; (tokens, labels) with
             `takes_labels`.
-        takes_labels: whether the last layer computes the loss of labels.
+        takes_labels: whether the last layer computes the loss from labels.
 
     Raises:
-        UserError: sizes do not go together; names the module, the sizes and what is likely to be missing.
+        UserError: sizes do not match; the message names the module, the sizes and the rule that is likely missing.
     """
     rules = (*plan.split.values(), *plan.bare.values())
     if tp == 1 or not all(isinstance(rule, _KNOWN) for rule in rules):
         return
     if _failure(_made(make_model), plan, batch, takes_labels) is not None:
         return
-    for rank in dict.fromkeys((0, tp - 1)):  # all others have sizes of one of the two
+    for rank in dict.fromkeys((0, tp - 1)):  # every other rank has the sizes of one of these
         model = _made(make_model)
         _cut(model, plan, tp, rank)
         error = _failure(model, plan, batch, takes_labels)
@@ -70,7 +67,7 @@ def _made(make_model: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _failure(model: nn.Module, plan: ModelPlan, batch: Any, takes_labels: bool) -> Exception | None:
-    """What a forward pass through the layers raises."""
+    """Return the error of a forward pass through the layers; None if it succeeds."""
     try:
         stage = Stage(model, plan, 0, len(plan.layers))
         with torch.device("meta"), torch.no_grad():
@@ -85,7 +82,7 @@ def _failure(model: nn.Module, plan: ModelPlan, batch: Any, takes_labels: bool) 
 
 
 def _cut(model: nn.Module, plan: ModelPlan, tp: int, rank: int) -> None:
-    """Give a model on the meta device the sizes that a tensor rank has, in place."""
+    """Shrink a model on the meta device to the sizes of one tensor rank, in place."""
     made: dict[nn.Module, nn.Module] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         pattern = plan.patterns.naming(name) if name else None
@@ -123,7 +120,7 @@ def _length(size: int, tp: int, rank: int) -> int:
 
 
 def _missing(where: str, modules: dict[str, nn.Module], plan: ModelPlan, message: str) -> str:
-    """A bare parameter or buffer of the module that failed whose shape the message has, and no rule cuts."""
+    """Suggest a rule for an uncut bare parameter or buffer of the failed module whose shape is in the message."""
     if where not in modules:
         return ""
     bare, module = Patterns(plan.bare), modules[where]
@@ -141,14 +138,7 @@ def _missing(where: str, modules: dict[str, nn.Module], plan: ModelPlan, message
 
 
 def check_source(source: ModelSource, config: Config) -> tuple[int, int]:
-    """Check that a model and its sharding plan match, before any layout is run.
-
-    Returns:
-        the number of its parameters, and of those that are trained.
-
-    Raises:
-        UserError: they do not.
-    """
+    """Return the numbers of all and of trained parameters; raise a `UserError` if model and plan do not match."""
     make_model, plan = source.load(config)
     with torch.device("meta"):
         model = make_model()
@@ -161,21 +151,12 @@ def check_source(source: ModelSource, config: Config) -> tuple[int, int]:
 
 
 def check_layout(source: ModelSource, config: Config) -> None:
-    """Check that a resolved config's layout suits a model's plan: its stages, its heads and what is computed again.
-
-    Raises:
-        UserError: it does not.
-    """
+    """Raise a `UserError` unless a config's layout suits a model's plan: its stages, heads and recompute mode."""
     layout_check(source, config)(config)
 
 
 def layout_check(source: ModelSource, config: Config) -> Callable[[Config], None]:
-    """`check_layout` for any layout of one model, which is loaded once.
-
-    Args:
-        source: of the model.
-        config: that it is made from, in whatever layout.
-    """
+    """Load a model once, and return `check_layout` for any layout of it."""
     make_model, plan = source.load(config)
     own_loss = source.loss(config) is not None
     computes = _forward_check(make_model, plan, own_loss, config)
@@ -187,7 +168,7 @@ def layout_check(source: ModelSource, config: Config) -> Callable[[Config], None
 def _forward_check(
     make_model: MakeModel, plan: ModelPlan, own_loss: bool, config: Config
 ) -> Callable[[int], UserError | None]:
-    """What a forward pass of one tensor rank's part of a user's model on tokens says, by the size of the axis."""
+    """Return a check of one tensor rank's forward pass on tokens: tp → its error, or None."""
     tokens = torch.empty(2, config.data.sequence_length, dtype=torch.int64, device="meta")
 
     @cache

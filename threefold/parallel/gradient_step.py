@@ -1,4 +1,4 @@
-"""The gradients of a global batch's mean loss, the same in every layout: what every training loop is built on."""
+"""Gradients of a global batch's mean loss, equal in every layout: the core of every training loop."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -32,7 +32,7 @@ from threefold.torch_private.fake import FakeTensor
 
 
 class TokenBatch(Protocol):
-    """A replica's rows of a global batch of tokens, as `threefold.data.loader.Batch` has them."""
+    """One replica's rows of a global batch of tokens, as `threefold.data.loader.Batch` has them."""
 
     @property
     def tokens(self) -> Tensor: ...
@@ -49,11 +49,7 @@ class TokenBatch(Protocol):
 
 
 def tokens_and_labels(batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    """A batch of tokens as one of a user's own model, with a loss of the user's.
-
-    Raises:
-        UserError: its documents are to be kept apart, which only layers that get them can do.
-    """
+    """Return a token batch as (tokens, labels) for a user's loss; raise a `UserError` if documents are separated."""
     if batch.documents is not None:
         raise UserError(
             "data.separate_documents is true but a loss function of the user's comes with tokens and labels alone; use "
@@ -63,32 +59,26 @@ def tokens_and_labels(batch: TokenBatch) -> tuple[Tensor, Tensor]:
 
 
 class GradientStep:
-    """A model spread over a mesh, and the gradients of the mean loss of a global batch.
+    """A model sharded over a mesh, and the gradients of a global batch's mean loss.
 
-    The loss is that of the model's last layer, for a batch of tokens and labels; or it is a function of the last
-    layer's output and of the batch, which is then any nesting of tensors (`threefold.models.own_batch`,
+    The last layer computes the loss of a batch of tokens and labels. Otherwise the loss is a function of the last
+    layer's output and the batch, which is any nesting of tensors (`threefold.models.own_batch`,
     `threefold.models.loss_terms`).
 
-    Collective over the world, as all its methods.
+    The constructor and all methods are collective over the world.
 
     Args:
         make_model: makes the whole, single-device model.
-        plan: its layers and how each is cut.
-        mesh: its axes, and this rank's place on them.
-        settings: how it is stored and computed with.
-        activation: shape [b, S, H] of a micro-batch's activations between pipeline stages, where all have one; None
-            where they are found at the first step.
+        activation: shape [b, S, H] of a micro-batch's activations between pipeline stages; None to find it at the first
+            step.
 
     Attributes:
         model: this rank's part of the model, with its weights and gradients.
-        stages, gradients, streams: of `model`.
-        parallelism: how it is spread.
-        runner: runs micro-batches through the stages.
-        buffers: which forward passes may change.
-        generators: those of this process, from which an own model may draw.
+        buffers: persistent buffers, which forward passes may change.
+        generators: random generators of this process, for user models that draw from them.
 
     Raises:
-        UserError: the plan does not fit the model, or the settings not the layout.
+        UserError: the plan does not fit the model, or the settings do not fit the layout.
     """
 
     def __init__(
@@ -130,23 +120,23 @@ class GradientStep:
     def compute_gradients(
         self, batch: Any, step: int, loss: LossFunction | None = None, rows: Tensor | None = None, scale: float = 1.0
     ) -> tuple[Tensor, int]:
-        """Fill the gradients with those of the global batch's mean loss (gradient accumulation over its micro-batches).
+        """Compute the gradients of the global batch's mean loss, accumulated over its micro-batches.
 
         Args:
-            batch: this replica's samples of it, the same on all ranks of the replica.
-            step: 0 for the first; decides the dropout masks.
-            loss: of the last layer's output; None for a `TokenBatch`, whose loss the last layer computes. With a loss,
-                a `TokenBatch` is the tuple (tokens, labels).
-            rows: int64 [samples], the index of each sample in the global batch; None where the replicas have contiguous
-                blocks of it, in the order of dp. A `TokenBatch` has its own.
-            scale: what the loss is multiplied by for the backward pass (loss scaling), and gradients divided by.
+            batch: this replica's samples of the global batch, the same on all ranks of the replica.
+            step: number of the step, from 0; decides the dropout masks.
+            loss: loss of the last layer's output; None for a `TokenBatch`, whose loss the last layer computes. With a
+                loss, a `TokenBatch` is passed as (tokens, labels).
+            rows: int64 [samples], index of each sample in the global batch; None if the replicas hold contiguous
+                blocks, in the order of dp. A `TokenBatch` has its own.
+            scale: loss scale: multiplies the loss in the backward pass, and divides the gradients afterwards.
 
         Returns:
-            this replica's term of the mean loss (on the last stage, zero elsewhere), and how many valid tokens the
-            global batch has; samples, where it is no `TokenBatch`.
+            this replica's term of the mean loss (zero except on the last stage), and the number of valid tokens in the
+            global batch, or of samples if it is not a `TokenBatch`.
 
         Raises:
-            UserError: batch and model or loss do not fit together, or there is nothing to compute a loss of.
+            UserError: batch, model and loss do not fit together, or there is nothing to compute a loss of.
         """
         with self._explaining():
             local, counted, factor = self._samples_of(batch, step, loss, rows, scale)
@@ -169,14 +159,7 @@ class GradientStep:
     def train_batch(
         self, batch: Any, step: int, loss: LossFunction | None = None, rows: Tensor | None = None, scale: float = 1.0
     ) -> LossSums:
-        """Fill the gradients as `compute_gradients` does.
-
-        Returns:
-            the loss and its terms, the same on every rank.
-
-        Raises:
-            UserError: as `compute_gradients`.
-        """
+        """Compute the gradients as `compute_gradients` does; return the loss and its terms, equal on every rank."""
         term, counted = self.compute_gradients(batch, step, loss, rows, scale)
         if self._sums is not None:
             return self._summed(self._sums, self._samples)
@@ -184,18 +167,10 @@ class GradientStep:
         return _of_tokens(total, counted, len(batch.labels) * self.mesh.dp.size)
 
     def eval_batch(self, batch: Any, loss: LossFunction | None = None) -> LossSums:
-        """The loss of a global batch; gradients and randomness stay as they are.
+        """Return the loss of a global batch in evaluation mode; gradients and random states stay unchanged.
 
-        As a trained model is used: nothing is dropped, and experts drop no token, whatever their capacity.
-
-        Args:
-            batch, loss: as for `compute_gradients`.
-
-        Returns:
-            the loss and its terms, the same on every rank; those of several batches can be added up.
-
-        Raises:
-            UserError: batch and model or loss do not fit together.
+        There is no dropout, and experts drop no tokens, whatever their capacity. The loss and its terms are equal on
+        every rank; those of several batches can be added. See `compute_gradients` for arguments and errors.
         """
         with self.preserved(), _in_evaluation_mode(self.stages), as_written(self.settings.compile):
             if loss is not None:
@@ -210,7 +185,7 @@ class GradientStep:
         return _of_tokens(summed, int(count), len(batch.labels) * self.mesh.dp.size)
 
     def _require_unchanged_weights(self) -> None:
-        """Narrow weights are still those of their masters, which an update would put in their place again."""
+        """Refuse weights that a forward pass changed: the update overwrites narrow weights with their masters."""
         for weight in self.model.weights:
             if weight.master is weight.leaf or isinstance(weight.leaf, FakeTensor):
                 continue
@@ -221,13 +196,13 @@ class GradientStep:
                 )
 
     def _explaining(self) -> AbstractContextManager[None]:
-        """A block in which usual errors of a user's own layers are sentences."""
+        """Explain common errors of a user's own layers in the block."""
         return explaining_passes(self.stages, self.mesh.tp.size) if self.plan.constructed else nullcontext()
 
     def _samples_of(
         self, batch: Any, step: int, loss: LossFunction | None, rows: Tensor | None, scale: float
     ) -> tuple[StepSamples, int, float]:
-        """This rank's samples, what the global batch counts, and what each micro-batch's loss is multiplied by."""
+        """Return this rank's samples, the global count, and the factor of each micro-batch's loss."""
         if loss is not None:
             local, counted, self._sums = self._own_samples(batch, loss, rows, step)
             self._samples = counted
@@ -260,18 +235,14 @@ class GradientStep:
 
     @contextmanager
     def preserved(self, streams: Mapping[str, Tensor] | None = None) -> Iterator[None]:
-        """A block whose forward passes leave random streams, generators and buffers as they were.
-
-        Args:
-            streams: the state of the random streams that it begins with; None for the one that they have.
-        """
+        """Restore random streams, generators and buffers after the block, which starts with `streams` if given."""
         with self.streams.preserved(streams), generators_preserved(self.mesh.device), self.buffers.preserved():
             yield
 
     def _own_samples(
         self, batch: Any, loss: LossFunction, rows: Tensor | None, step: int | None
     ) -> tuple[OwnBatch, int, TermSums]:
-        """The same for a batch of the user's own model."""
+        """Return this rank's samples of a user's own batch, the global number of samples, and the loss sums."""
         check_whole_sequences(self.mesh.cp.size, self.settings.sequence_parallel)
         if _is_of_tokens(batch):
             rows, batch = batch.rows, tokens_and_labels(batch)
@@ -291,14 +262,14 @@ class GradientStep:
         samples = NOTHING if keys is None else SampleInfo(keys)
         local = OwnBatch(data, TermSums(loss, counts), self.settings.dtype, samples)
         if unknown:
-            # On all replicas at once, as layers may communicate with those of other replicas.
+            # On all replicas at once: layers may communicate with other replicas.
             self._find_shapes(local)
         return local, sum(sizes), local.loss
 
     def _exchange_counts(
         self, unknown: bool, size: int, counts: Mapping[str, float]
     ) -> tuple[bool, list[int], dict[str, float]]:
-        """Whether any replica has samples of unknown shapes, the samples of each, and counts over all of them."""
+        """Return whether any replica has samples of unknown shapes, the samples per replica, and the summed counts."""
         dp = self.mesh.dp
         sizes = [size if index == dp.index else 0 for index in range(dp.size)]
         summands = [float(unknown), *sizes, *counts.values()]
@@ -307,20 +278,18 @@ class GradientStep:
         return totals[0] > 0, [int(each) for each in totals[1 : 1 + dp.size]], dict(zip(counts, summed, strict=True))
 
     def _summed(self, sums: TermSums, samples: int) -> LossSums:
-        """The terms over all ranks."""
+        """Return the loss terms, summed over all ranks."""
         return sums.over_all(self._sum_over_ranks(self._own_summands(sums.values(self.mesh.device))), samples)
 
     def _own_summands(self, totals: Tensor) -> Tensor:
-        """Of what each rank that computes the loss has: this rank's summands, as one tensor rank counts it."""
+        """Return this rank's summands: zero except on the first tensor rank of the last stage."""
         return totals if self.runner.has_loss and self.mesh.tp.is_first else torch.zeros_like(totals)
 
     def _sum_over_ranks(self, totals: Tensor) -> list[float]:
-        """Numbers, each summed over all ranks."""
         return self.mesh.world.all_reduce_values(totals)
 
     def _sum_over_tensor_ranks(self) -> None:
-        """Complete the gradients of weights that every tensor rank holds whole, but used on its own positions or heads
-        alone."""
+        """All-reduce gradients of weights that tensor ranks hold whole but use on their own positions or heads."""
         if self.mesh.tp.size == 1:
             return
         partial = [
@@ -333,14 +302,14 @@ class GradientStep:
             sum_over_shares_(partial, self.mesh.tp)
 
     def _count(self, batch: TokenBatch) -> tuple[int, int]:
-        """Valid tokens of the global batch, and its padding, from this replica's rows."""
+        """Count the valid tokens and the padding of the global batch, from this replica's rows."""
         valid = (batch.labels != IGNORE_INDEX).sum()
         counts = torch.stack([valid, torch.zeros_like(valid) if batch.padding is None else batch.padding.sum()])
         valid, padding = self.mesh.dp.all_reduce_values(counts)
         return valid, padding
 
     def _local_batch(self, batch: TokenBatch, keys: Tensor | None = None, weights: Tensor | None = None) -> LocalBatch:
-        """This rank's positions of every sequence, on its device; the host does not wait for the copies to it."""
+        """Return this rank's positions of every sequence, copied to its device without blocking the host."""
         device = self.mesh.device
         tokens, labels = (each.to(device, non_blocking=True) for each in (batch.tokens, batch.labels))
         cut = self.parallelism.context.cut.across_context
@@ -354,11 +323,7 @@ class GradientStep:
 
 
 def check_whole_sequences(cp: int, sequence_parallel: bool) -> None:
-    """Check that a layout leaves sequences whole, as a loss of the user's own needs them.
-
-    Raises:
-        UserError: it does not.
-    """
+    """Raise a `UserError` if a layout shards sequences, since a user's loss function needs whole ones."""
     if cp > 1 or sequence_parallel:
         setting = f"cp is {cp}" if cp > 1 else "sequence_parallel is true"
         raise UserError(
@@ -368,7 +333,7 @@ def check_whole_sequences(cp: int, sequence_parallel: bool) -> None:
 
 
 def _is_of_tokens(batch: Any) -> bool:
-    """Whether it is a `TokenBatch`; a `NamedTuple` with such fields is a batch of the user's own."""
+    """Return whether a batch is a `TokenBatch`; a `NamedTuple` with its fields is a user's own batch."""
     return isinstance(getattr(batch, "tokens", None), Tensor) and not isinstance(batch, tuple)
 
 
@@ -386,5 +351,5 @@ def _in_evaluation_mode(stages: Sequence[Stage]) -> Iterator[None]:
     finally:
         for stage in stages:
             stage.train()
-        for module, mode in modes:  # a constructor may keep a part of its model in evaluation mode
+        for module, mode in modes:  # a constructor may leave a part of its model in evaluation mode
             module.training = mode

@@ -1,4 +1,4 @@
-"""Data parallelism: all-reduce of gradients in buckets, their compression, and ZeRO."""
+"""Data parallelism: gradients summed over replicas in buckets (all-reduce), in 16 bits with gradient compression."""
 
 import weakref
 from abc import ABC, abstractmethod
@@ -12,20 +12,17 @@ from torch import Tensor
 
 from threefold.comm.axis import Axis, Work
 
-_TOP = 15  # sums stay below 2^15; fp16 ends just below 2^16
-_FARTHEST = 126  # powers of two that fp32 holds in full, both ways
+_TOP = 15  # sums stay below 2^15; fp16 overflows at 2^16
+_FARTHEST = 126  # 2^126 and 2^-126 are both normal numbers in fp32
 
 
 @dataclass
 class NarrowSum:
-    """An asynchronous sum over replicas of a 16-bit copy.
+    """Asynchronous sum of a bucket's 16-bit copy over the replicas.
 
     Attributes:
-        flat: the bucket, which gets the sum in `finish`.
-        axis: the replicas.
-        narrow: its copy.
-        exponent: the copy was multiplied by 2 to this; None for 1.
-        work: what to wait for.
+        flat: the bucket; `finish` writes the sum into it.
+        exponent: power of two that scaled the copy; None for no scaling.
     """
 
     flat: Tensor
@@ -35,54 +32,46 @@ class NarrowSum:
     work: Work | None = field(default=None)
 
     def finish(self) -> None:
-        """Wait, and copy the sum into the bucket."""
+        """Wait for the sum, and copy it into the bucket."""
         if self.work is not None:
             self.axis.finish_all_reduce(self.work)
         widen_(self.flat, self.narrow, self.exponent)
 
 
 def start_narrow_sum(flat: Tensor, axis: Axis, dtype: torch.dtype, tp: Axis | None = None) -> NarrowSum:
-    """Start to sum a bucket over an axis of several ranks in 16 bits; the result has the same bits on all of them.
+    """Start to sum a bucket (fp32 [n]) over an axis in fp16 or bf16; the sum is bit-equal on all ranks.
 
-    Elements that are not finite are not finite on any rank afterwards.
-
-    Args:
-        flat: fp32 [n].
-        axis: the replicas.
-        dtype: `torch.float16` or `torch.bfloat16`.
-        tp: the tensor ranks, which sum the same parameters or shards of them; None for no others.
+    An element that is not finite on one rank is not finite on any rank afterwards. `tp` are the tensor ranks, which sum
+    copies or shards of the same parameters.
     """
     narrow, exponent = narrowed(flat, axis, dtype, tp)
     return NarrowSum(flat, axis, narrow, exponent, axis.start_all_reduce_(narrow))
 
 
 def narrowed(flat: Tensor, axis: Axis, dtype: torch.dtype, tp: Axis | None = None) -> tuple[Tensor, Tensor | None]:
-    """A 16-bit copy of which a sum over the axis cannot overflow, and the exponent of what it was multiplied by.
+    """Return a 16-bit copy whose sum over the axis cannot overflow, and the exponent that scaled it (None for bf16).
 
     Collective over the axis, and over `tp`.
-
-    Args:
-        flat, axis, dtype, tp: as of `start_narrow_sum`.
     """
     exponent = _exponent(flat, axis, tp) if dtype == torch.float16 else None
     return (flat if exponent is None else torch.ldexp(flat, exponent)).to(dtype), exponent
 
 
 def widen_(into: Tensor, narrow: Tensor, exponent: Tensor | None) -> None:
-    """Set a tensor to a sum of what `narrowed` gave."""
+    """Write a sum of tensors from `narrowed` into a wide tensor, unscaled."""
     into.copy_(narrow)
     if exponent is not None:
         torch.ldexp(into, -exponent, out=into)
 
 
 def _exponent(flat: Tensor, axis: Axis, tp: Axis | None) -> Tensor:
-    """The power of two that scales n times the largest element of any rank to just below 2^15: its exponent, int32."""
+    """Return the exponent (int32) of the power of two that scales ranks · largest element to just below 2^15."""
     largest = axis.all_reduce_max_(torch.linalg.vector_norm(flat, torch.inf))
     if tp is not None:
         tp.all_reduce_max_(largest)
     bound = largest * axis.size
     exponent = _TOP - torch.frexp(bound).exponent
-    # Nothing is scaled where the largest element is zero or NaN.
+    # No scaling if the largest element is zero or not finite.
     return torch.where(bound.isfinite() & (bound > 0), exponent, 0).clamp(-_FARTHEST, _FARTHEST)
 
 
@@ -93,20 +82,13 @@ BUCKET_BYTES = 25 << 20
 
 
 class _Place:
-    """The part of a bucket that is a leaf's.
+    """A leaf's part of a bucket; longer than the leaf, by `gap`, if another tensor rank has a longer shard.
 
-    Args:
-        flat: that part, of which a shard that is longer on another tensor rank leaves some over.
-        leaf: whose gradient it is for.
-
-    Attributes:
-        view: the gradient, of the leaf's shape.
-        gap: what is left over.
-        is_set: whether `view` holds a gradient of this step; else what was there before it.
+    `view` has the leaf's shape; `is_set` says whether it holds a gradient of this step, rather than an old value.
     """
 
     def __init__(self, flat: Tensor, leaf: Tensor) -> None:
-        # In the order in memory of a leaf without gaps, as autograd has it: fused optimizers go by the memory alone.
+        # In memory order of the dense leaf, as autograd's own gradients: fused optimizers go by memory order alone.
         stride = leaf.stride() if leaf.is_contiguous() else torch.empty_like(leaf, device="meta").stride()
         self.view = flat.as_strided(leaf.shape, stride)
         self.gap = flat[leaf.numel() :]
@@ -114,13 +96,12 @@ class _Place:
         self._is_grad = flat.dtype == leaf.dtype
 
     def begin(self, leaf: Tensor) -> None:
-        """Forget the gradient."""
         leaf.grad, self.is_set = None, False
         if len(self.gap):
             self.gap.zero_()  # `scale_` with a factor that is not finite would have left NaN
 
     def add_(self, leaf: Tensor, gradient: Tensor) -> None:
-        """Add a gradient; autograd adds those that follow to it, where they have its dtype."""
+        """Add a gradient; if `view` has the leaf's dtype, autograd adds later ones in place."""
         if self.is_set:
             self.view.add_(gradient)
             return
@@ -131,7 +112,7 @@ class _Place:
         self._hold(leaf)
 
     def finish(self, leaf: Tensor) -> None:
-        """Set it to zeros where this rank did not use the leaf."""
+        """Zero the gradient if this rank did not use the leaf."""
         if not self.is_set:
             self.view.zero_()
             self._hold(leaf)
@@ -143,7 +124,7 @@ class _Place:
 
 
 class _Bucket:
-    """A flat buffer, and how many gradients it still waits for in this step."""
+    """Flat buffer of gradients, and how many it still waits for in this step."""
 
     def __init__(self, leaves: Sequence[Tensor], dtype: torch.dtype, sizes: Sequence[int]) -> None:
         self.flat = torch.zeros(sum(sizes), dtype=dtype, device=leaves[0].device)
@@ -155,7 +136,7 @@ class _Bucket:
         self.narrow: NarrowSum | None = None
 
     def runs(self, leaves: Collection[Tensor]) -> Iterator[Tensor]:
-        """The parts of the buffer that are of `leaves`, neighbours together."""
+        """Yield the parts of the buffer that belong to `leaves`, adjacent ones joined."""
         start = end = 0
         for (leaf, _), size in zip(self.places, self._sizes, strict=True):
             if leaf not in leaves:
@@ -168,23 +149,23 @@ class _Bucket:
 
 
 class Gradients(ABC):
-    """The gradients of a rank's parameters, from the first micro-batch of a step to its update."""
+    """Gradients of a rank's parameters, from the first micro-batch of a step to the update."""
 
     @abstractmethod
     def __getitem__(self, leaf: Tensor) -> Tensor:
-        """The gradient of `leaf`, in the dtype that gradients are added up in; that of the step from `finish` on."""
+        """Return the gradient of `leaf`, in the dtype of accumulation; complete from `finish` on."""
 
     @abstractmethod
     def begin(self, arrivals: int | None) -> None:
-        """Begin a step: forget the gradients of the step before, `.grad` of the leaves too.
+        """Begin a step: drop the gradients of the last one, including `.grad` of the leaves.
 
         Args:
-            arrivals: gradients that autograd accumulates into each parameter in the step, so that sums can start early;
-                None where that is not known, and all sums wait for `finish`.
+            arrivals: number of gradients that autograd accumulates into each parameter in the step, so that sums can
+                start early; None if unknown, in which case all sums wait for `finish`.
         """
 
     def add_(self, leaf: Tensor, gradient: Tensor) -> None:
-        """Add a gradient of `leaf` that did not come from autograd, before `finish`."""
+        """Add a gradient of `leaf` that did not come from autograd; call it before `finish`."""
         self[leaf].add_(gradient)
 
     @abstractmethod
@@ -192,13 +173,12 @@ class Gradients(ABC):
         """Wait until every gradient is the sum over the replicas."""
 
     def joined(self, leaves: Sequence[Tensor]) -> list[Tensor]:
-        """The gradients of `leaves` in as few flat tensors as they are in, with no others but for zeros."""
+        """Return the gradients of `leaves` in as few flat tensors as possible, with zeros as the only padding."""
         return [self[leaf].flatten() for leaf in leaves]
 
     @abstractmethod
     def is_in_norm(self, leaf: Tensor) -> bool:
-        """Whether this rank adds its gradient of `leaf` to the global norm; False where another rank, which has the
-        same one, does."""
+        """Return whether this rank's gradient of `leaf` is in the global norm; False if another rank adds it."""
 
     @abstractmethod
     def weights_changed(self) -> None:
@@ -206,34 +186,31 @@ class Gradients(ABC):
 
     @abstractmethod
     def scale_(self, factor: float) -> None:
-        """Multiply every gradient."""
+        """Multiply every gradient by a factor."""
 
     @abstractmethod
     def observe(self, observer: Observer | None) -> None:
-        """Have `observer` see each buffer of this rank's own gradients before it is summed over the replicas; None for
-        no observer."""
+        """Call `observer` with each buffer of this rank's gradients before its sum over replicas; None to stop."""
 
 
 class GradientBuckets(Gradients):
-    """Gradients that every replica holds, summed over an axis.
+    """Gradients that every replica holds, in buckets that are summed over an axis.
 
-    Buckets are summed in one order on all ranks: a complete one waits for those before it, as another rank may complete
-    them in another order where the ranks' samples use other parameters.
+    Buckets are summed in the same order on all ranks: a complete bucket waits for those before it, because other ranks
+    may complete them in another order if their samples use other parameters.
 
-    What every tensor rank holds whole has the same sum on each, to the bit: with three replicas or more the order of
-    the additions follows from the place in the buffer and from its size, so that tensor ranks whose shards are not of
-    one length give them room for the longest.
+    Weights that every tensor rank holds whole get bit-equal sums on all of them. With three or more replicas, the order
+    of additions depends on the position in the buffer and on its size, so tensor ranks with shards of different lengths
+    all reserve room for the longest.
 
     Args:
-        leaves: the tensors whose gradients autograd computes.
-        axis: the replicas to sum over.
-        dtype: what gradients are added up in; parameters of that very dtype have their `.grad` inside the bucket from
-            the first gradient of a step on.
-        bucket_bytes: size from which a bucket is closed and the next started. A bucket is one collective: large ones
-            cost less, small ones start earlier.
-        wire: a narrower dtype to sum buckets in (gradient compression); None for their own.
-        longest: by leaf, the elements of the longest shard that a tensor rank has in its place; None for its own.
-        tp: the tensor ranks, whose buckets hold shards of the same parameters; None where no axis splits them.
+        dtype: dtype of accumulation; parameters of this dtype have their `.grad` inside the bucket from the first
+            gradient of a step on.
+        bucket_bytes: size at which a bucket is closed. A bucket is one collective: large ones cost less, small ones
+            start earlier.
+        wire: narrower dtype of the sums (gradient compression); None for `dtype`.
+        longest: leaf → number of elements of its longest shard on any tensor rank; None for the leaf's own size.
+        tp: tensor ranks, whose buckets hold shards of the same parameters; None without tensor parallelism.
     """
 
     def __init__(
@@ -270,7 +247,7 @@ class GradientBuckets(Gradients):
         return self._places[leaf].view
 
     def __len__(self) -> int:
-        """Number of buckets, which is the number of collectives in a step."""
+        """Return the number of buckets, which is the number of collectives in a step."""
         return len(self._buckets)
 
     def begin(self, arrivals: int | None) -> None:
@@ -278,14 +255,14 @@ class GradientBuckets(Gradients):
         for bucket in self._buckets:
             for leaf, place in bucket.places:
                 place.begin(leaf)
-            bucket.waiting = -1 if arrivals is None else arrivals * len(bucket.places)  # from -1 it never gets to 0
+            bucket.waiting = -1 if arrivals is None else arrivals * len(bucket.places)  # -1 never reaches 0
             bucket.work = bucket.narrow = None
 
     def add_(self, leaf: Tensor, gradient: Tensor) -> None:
         self._places[leaf].add_(leaf, gradient)
 
     def finish(self) -> None:
-        for bucket in self._buckets[self._started :]:  # what got no gradient on this rank may have got one elsewhere
+        for bucket in self._buckets[self._started :]:  # unused on this rank, maybe used on another
             self._start(bucket)
         for bucket in self._buckets:
             if bucket.work is not None:
@@ -302,7 +279,7 @@ class GradientBuckets(Gradients):
         return self._axis.is_first
 
     def weights_changed(self) -> None:
-        """Nothing to do: there are no copies of the leaves."""
+        """Do nothing: there are no gathered copies."""
 
     def scale_(self, factor: float) -> None:
         for bucket in self._buckets:
@@ -313,7 +290,7 @@ class GradientBuckets(Gradients):
 
     def _arrived(self, bucket: _Bucket, leaf: Tensor) -> None:
         gradient, place = leaf.grad, self._places[leaf]
-        if gradient is not None and gradient is not place.view:  # the first of a step, or narrower
+        if gradient is not None and gradient is not place.view:  # first of the step, or narrower
             leaf.grad = None
             place.add_(leaf, gradient)
         bucket.waiting -= 1
@@ -333,11 +310,7 @@ class GradientBuckets(Gradients):
 
 
 class JoinedGradients(Gradients):
-    """Gradients of several groups of parameters, each summed over its own ranks.
-
-    Args:
-        parts: which leaves each is for.
-    """
+    """Gradients of several groups of parameters, each summed over its own ranks."""
 
     def __init__(self, parts: Sequence[tuple[Iterable[Tensor], Gradients]]) -> None:
         self._parts = [gradients for _, gradients in parts]
@@ -386,11 +359,7 @@ def buckets_by_dtype(
     longest: Mapping[Tensor, int] | None = None,
     tp: Axis | None = None,
 ) -> Gradients:
-    """Buckets for leaves of any float dtypes, gradients narrower than fp32 added up in fp32.
-
-    Args:
-        leaves, axis, wire, longest, tp: as of `GradientBuckets`.
-    """
+    """Make buckets for leaves of mixed float dtypes; gradients narrower than fp32 are accumulated in fp32."""
     groups: dict[torch.dtype, list[Tensor]] = {}
     for leaf in leaves:
         groups.setdefault(torch.promote_types(leaf.dtype, torch.float32), []).append(leaf)
@@ -408,13 +377,7 @@ def _arrived(buckets: "weakref.ref[GradientBuckets]", bucket: "weakref.ref[_Buck
 
 
 def in_buckets(items: Sequence[Item], nbytes: Callable[[Item], int], limit: int = BUCKET_BYTES) -> Iterator[list[Item]]:
-    """Parameters by bucket: the last of the model first, as the backward pass reaches them.
-
-    Args:
-        items: the parameters, in the order of the model.
-        nbytes: how much one takes.
-        limit: size from which a bucket is closed.
-    """
+    """Group parameters into buckets of at least `limit` bytes, the model's last first, as the backward pass goes."""
     part: list[Item] = []
     size = 0
     for item in reversed(items):

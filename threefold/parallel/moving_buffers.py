@@ -1,9 +1,9 @@
-"""Buffers that forward passes change, such as running means, with one meaning in every layout.
+"""Buffers that forward passes change, such as running means, with equal results in every layout.
 
-Every micro-batch of every replica starts from a buffer's value at the start of the step. After the step a buffer of
-floats is the mean of what the samples have made of it, and another one is what all of them have made of it alike. So a
-running mean is that of the global batch, and a count of updates counts updates, however many micro-batches and replicas
-there are. What cannot be right like that is refused by name.
+Every micro-batch of every replica starts from a buffer's value at the start of the step. After the step, a float buffer
+is the mean of what the samples have made of it; any other buffer must come out the same for all of them. So a running
+mean covers the global batch, and a counter counts updates rather than micro-batches or replicas. A change that cannot
+be made independent of the layout is refused, with the buffer's name.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ from threefold.torch_private.fake import FakeTensor
 from threefold.torch_private.tensors import persistent_buffers, version_of
 
 _ALIKE = 1e-3
-"""Relative difference between tensor ranks up to which a buffer counts as one."""
+"""Relative difference between tensor ranks up to which a buffer counts as equal."""
 
 
 @dataclass(eq=False)
@@ -31,17 +31,16 @@ class _Buffer:
     """A persistent buffer of a rank's stages.
 
     Attributes:
-        name: its first name in the stage.
-        value: between the steps, and what each micro-batch starts from.
-        places: the modules that have it, and its name there.
-        is_recomputed: whether it is in a module whose activations are computed again.
-        before: its value before the step that was made last.
-        given: the copy that a micro-batch computes with, while it does.
-        results: what the micro-batches of this step have made of it; floats added up in fp64.
-        count: how many.
-        differs: whether they differ, where they are no floats.
+        name: first name in the stage.
+        value: value between steps, from which each micro-batch starts.
+        places: modules that hold it, and its attribute name there.
+        is_recomputed: whether it is in a module under activation checkpointing.
+        before: value before the last step.
+        given: copy that the current micro-batch computes with.
+        results: `count` results of the step's micro-batches: their fp64 sum for floats, else the first one.
+        differs: whether results that are not floats differ.
         moved: whether a forward pass has changed it.
-        version: of `given`, or of `value` where nothing is to change it.
+        version: tensor version of `given`, or of `value` if nothing should change it.
     """
 
     name: str
@@ -62,22 +61,21 @@ class _Buffer:
 
     @property
     def held(self) -> Tensor:
-        """The tensor of the first module that has not what it was given."""
+        """Tensor that the modules hold; a new one if `forward` has replaced it in any."""
         held = [getattr(module, attribute) for module, attribute in self.places]
         return next((each for each in held if each is not self.given and each is not self.value), held[0])
 
     def begin(self) -> None:
-        self.value = self.held  # which a callback or a checkpoint may have replaced
+        self.value = self.held  # a callback or a checkpoint may have replaced it
         self.results, self.count, self.differs, self.version = None, 0, False, version_of(self.value)
 
     def give(self) -> None:
-        """Have the modules compute with a copy."""
         self.given = self.value.detach().clone()
         self.version = version_of(self.given)
         self.put(self.given)
 
     def take(self) -> None:
-        """Take what a micro-batch has made of the copy."""
+        """Collect what a micro-batch has made of the copy, and put the value back."""
         held = self.held
         made, is_new = held.detach(), held is not self.given
         self.moved = self.moved or is_new or version_of(held) != self.version or self._differs(made)
@@ -99,18 +97,12 @@ class _Buffer:
             self.differs = self.differs or not torch.equal(made, self.results)
 
     def _differs(self, made: Tensor) -> bool:
-        """Whether values have changed without a new version of the tensor, as through `.data` or `numpy()`."""
+        """Return whether values changed without a new tensor version, as through `.data` or `numpy()`."""
         return not isinstance(made, FakeTensor) and not torch.equal(made, self.value)
 
 
 class MovingBuffers:
-    """The persistent buffers of a rank's stages, and which of them forward passes change.
-
-    Args:
-        stages: of this rank.
-        plan: of the whole model.
-        mesh: this rank's.
-    """
+    """Persistent buffers of a rank's stages, of which training updates those that forward passes change."""
 
     def __init__(self, stages: Sequence[Stage], plan: ModelPlan, mesh: Mesh) -> None:
         self._mesh, self._running, self._known = mesh, False, False
@@ -131,13 +123,9 @@ class MovingBuffers:
         self._running = True
 
     def finish(self, share: float) -> None:
-        """End the step. Collective over the replicas, and over the tensor ranks.
+        """End the step: set each changed buffer to its mean, weighted by `share`, this rank's share of the samples.
 
-        Args:
-            share: of the global batch's samples that this rank's replica has.
-
-        Raises:
-            UserError: a buffer was changed in a way that depends on the layout.
+        Collective over the replicas and the tensor ranks. Raises a `UserError` if a change depends on the layout.
         """
         self._running = False
         if not self._known:
@@ -156,14 +144,14 @@ class MovingBuffers:
         self._take_means(share)
 
     def undo(self) -> None:
-        """Put the buffers back to before the last step, which is to make no update."""
+        """Restore the buffers from before the last step, whose update is skipped."""
         for each in self._moving:
             if each.before is not None:
                 each.value.copy_(each.before)
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """Leave the buffers that training changes as they were before the block."""
+        """At the end of the block, restore the buffers that training changes."""
         kept = [(each, each.held, each.held.clone()) for each in (self._moving if self._known else self._buffers)]
         try:
             yield
@@ -190,7 +178,7 @@ class MovingBuffers:
                     each.take()
 
     def _require_no_others(self) -> None:
-        """Parameters and persistent buffers are those that the constructor has made."""
+        """Refuse parameters and persistent buffers that the constructor did not make."""
         for name in sorted(_names(self._stages) - self._names):
             raise UserError(
                 f"forward makes {name!r}, which no optimizer, checkpoint or other rank knows; make it in the "
@@ -198,7 +186,7 @@ class MovingBuffers:
             )
 
     def _agree(self) -> None:
-        """Count a buffer as moving on all replicas where one has moved it."""
+        """Mark a buffer as moving on all replicas if any replica moved it."""
         flags = torch.tensor([each.moved for each in self._buffers], dtype=torch.int64, device=self._mesh.device)
         for each, count in zip(self._buffers, self._mesh.replicas.all_reduce_values(flags), strict=True):
             each.moved = count > 0
@@ -226,7 +214,7 @@ class MovingBuffers:
             assert each.results is not None
             alone = each.count == 1 and replicas.size == 1
             means.append(each.results if alone else each.results.double() * (share / each.count))
-            if not each.value.is_floating_point():  # they are equal, or refused
+            if not each.value.is_floating_point():  # equal everywhere, or refused
                 means[-1] = each.results if alone else each.results.double() * (1 / replicas.size)
         if replicas.size > 1:
             replicas.all_reduce_together_(means)
@@ -269,7 +257,7 @@ class MovingBuffers:
 
 
 def stored_buffers(stages: Sequence[Stage]) -> dict[str, Tensor]:
-    """The persistent buffers of a rank's stages under their names in the whole model, as they are now."""
+    """Return the current persistent buffers of a rank's stages, by their names in the whole model."""
     found: dict[str, Tensor] = {}
     for stage in stages:
         for name, module in stage.named_modules():
@@ -279,7 +267,7 @@ def stored_buffers(stages: Sequence[Stage]) -> dict[str, Tensor]:
 
 
 def _collect(stage: Stage, found: dict[int, _Buffer]) -> list[_Buffer]:
-    """The buffers of a stage, those that another one has too being one with it."""
+    """Collect the buffers of a stage; one that another stage holds too is one `_Buffer`."""
     mine: dict[int, _Buffer] = {}
     around = {name for name, module in stage.named_modules() if isinstance(module, Recomputed)}
     for name, module in stage.named_modules():
@@ -292,7 +280,6 @@ def _collect(stage: Stage, found: dict[int, _Buffer]) -> list[_Buffer]:
 
 
 def _names(stages: Sequence[Stage]) -> set[str]:
-    """The names of all parameters and persistent buffers."""
     names = {name for stage in stages for name, _ in stage.named_parameters(remove_duplicate=False)}
     return names | stored_buffers(stages).keys()
 

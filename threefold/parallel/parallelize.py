@@ -1,4 +1,4 @@
-"""From a single-device model to this rank's shards: all kinds of parallelism, in the order in which they are applied.
+"""From a single-device model to this rank's shards: every kind of parallelism, in the order in which it is applied.
 
 The model is made and sharded on the meta device, so no rank ever holds more than its own shards.
 """
@@ -33,33 +33,26 @@ from threefold.torch_private.distributed import fresh_parameter
 
 @dataclass(frozen=True)
 class ParallelModel:
-    """This rank's part of a model.
-
-    Attributes:
-        stages: its pipeline stages, in order, their parameters allocated.
-        plan: of the whole model.
-        parallelism: how the model is spread.
-    """
+    """This rank's part of a model: its pipeline stages in order, with their parameters allocated."""
 
     stages: list[Stage]
     plan: ModelPlan
     parallelism: Parallelism
 
     def modules(self) -> list[nn.Module]:
-        """All modules of the stages, those whose activations are recomputed as themselves."""
+        """Return all modules of the stages, without the wrappers of activation checkpointing."""
         return [unwrapped(module) for stage in self.stages for module in stage.modules()]
 
 
 @dataclass(frozen=True)
 class TrainableModel(ParallelModel):
-    """This rank's part of a model, to be trained.
+    """This rank's part of a model to train.
 
     Attributes:
-        tied: the tied weights (tied embeddings) that other ranks have too.
-        streams: the random streams of modules that draw in sequence.
-        gradients: of its parameters, summed over the replicas.
-        weights: its parameters, with the master weights; set to their initial values. Those that the plan freezes
-            have no gradients.
+        tied: tied weights (such as tied embeddings) that other ranks hold too.
+        streams: random streams of modules that draw in sequence.
+        gradients: gradients of the parameters, summed over the replicas.
+        weights: parameters with master weights, at initial values. Those that the plan freezes have no gradients.
     """
 
     tied: TiedWeights
@@ -69,7 +62,7 @@ class TrainableModel(ParallelModel):
 
     @property
     def trained(self) -> list[Weight]:
-        """The weights without those that are frozen."""
+        """Weights that are not frozen."""
         return [weight for weight in self.weights if weight.is_trained]
 
 
@@ -93,14 +86,14 @@ def parallelize(
     *,
     seed: int = 0,
 ) -> ParallelModel:
-    """This rank's part of a model. Collective over the world.
+    """Build this rank's part of a model. Collective over the world.
 
     Args:
         make_model: makes the whole, single-device model.
-        plan: the model's layers and how each weight is cut.
-        how: which shards this rank has.
-        training: the settings of a model that is trained; None for one whose weights are only used.
-        seed: of the run that trained it, for the latter; its buffers follow from it if its constructor draws them.
+        plan: layers of the model, and how each weight is sharded.
+        how: how the model is spread over the mesh.
+        training: settings of a model to train; None for one whose weights are only used.
+        seed: seed of the run that trained a model which is only used; decides buffers that its constructor draws.
 
     Raises:
         UserError: the plan does not fit the model, or has no such `recompute`.
@@ -111,39 +104,36 @@ def parallelize(
     check_tensor_axis(plan, how.mesh.tp.size)
     check_cut_modules(model, plan, how.mesh.tp.size)
     check_sharded_parameters(model, 0 if how.zero is None else how.zero.stage)
-    # Stages.
+    # Pipeline parallelism: this rank's stages.
     numbers = how.stages.held_by(how.mesh.pp.index)
     stages = [Stage(model, plan, *how.stages.layers(number)) for number in numbers]
-    # Tensor, sequence, context and expert parallelism: parallel layers in the place of single-device ones.
+    # Tensor, sequence, context and expert parallelism: parallel layers replace single-device ones.
     shard_modules(stages, plan.split, how.context_for(plan), plan.bare)
-    # Tied weights.
+    # Sharding made new parameters, so they are tied and frozen again.
     _tie(stages, plan)
-    # Frozen weights: sharding made parameters anew.
     _freeze(stages, plan)
     constructed = ConstructedModel(make_model, seed)
     if training is None:
         _allocate(stages, how, constructed)
         return ParallelModel(stages, plan, how)
     tied = TiedWeights(plan, how.stages, how.mesh)
-    # Activation checkpointing (recompute), of modules that draw in sequence with their random streams; chunked losses.
+    # Activation checkpointing (recompute), with the random streams of modules inside; chunked losses.
     streams = RandomStreams(training.seed, how.mesh.coordinates, how.mesh.device)
     give_streams(streams, nn.ModuleList(stages))
     _chunk_losses(stages, training.loss_chunk_size, training.pieces.logits_at_once)
     apply_recompute(stages, training.recompute, training.recompute_every, streams)
-    # torch.compile.
     if training.compile:
         compile_layers(stages, how.deferred is not None)
     # Data parallelism, or ZeRO.
     _allocate(stages, how, constructed)
     gradients = _make_gradients(stages, how, training.gradient_compression, training.pieces.bucket_bytes)
-    # Initial weights.
     weights = make_weights(whole_parameters(stages), how.master_dtype)
     initialise_(weights, plan, training.seed, gradients, constructed)
     return TrainableModel(stages, plan, how, tied, streams, gradients, weights)
 
 
 def _tie(stages: Sequence[Stage], plan: ModelPlan) -> None:
-    """Tie the weights that a rank uses several times again: sharding made a parameter of each use."""
+    """Tie weights that a rank uses several times again, since sharding made a parameter for each use."""
     kept: dict[str, nn.Parameter] = {}
     for stage in stages:
         for name, parameter in list(stage.named_parameters(remove_duplicate=False)):
@@ -154,7 +144,6 @@ def _tie(stages: Sequence[Stage], plan: ModelPlan) -> None:
 
 
 def _freeze(stages: Sequence[Stage], plan: ModelPlan) -> None:
-    """Have no gradients computed of the parameters that the plan freezes."""
     for stage in stages:
         for name, parameter in stage.named_parameters():
             if plan.whole_name(name) in plan.frozen:
@@ -162,8 +151,7 @@ def _freeze(stages: Sequence[Stage], plan: ModelPlan) -> None:
 
 
 def _chunk_losses(stages: Sequence[Stage], size: int, logits_at_once: int) -> None:
-    """Have losses compute `size` columns of the logits at a time, 0 for all at once, and go over so many logits of them
-    at once."""
+    """Have losses compute `size` columns of the logits at a time (0 for all) and pass over `logits_at_once`."""
     for stage in stages:
         for name, module in list(stage.named_modules()):
             if isinstance(module, LinearCrossEntropy):
@@ -172,21 +160,20 @@ def _chunk_losses(stages: Sequence[Stage], size: int, logits_at_once: int) -> No
 
 
 def _allocate(stages: Sequence[Stage], how: Parallelism, constructed: ConstructedModel) -> None:
-    """Give the parameters memory, the values not yet set, and the buffers their values."""
+    """Allocate the parameters, values unset, and set the buffers."""
     for stage in stages:
         if stage.model_plan.constructed:
             _set_buffers(stage, constructed, how)
     if how.zero is None:
         _allocate_on(stages, how.mesh.device, how.dtype, how.deferred)
     else:
-        # Sharded while still without memory, in the width of the master weights.
+        # Sharded before allocation, in the width of the master weights.
         _allocate_on(stages, torch.device("meta"), how.master_dtype)
         shard_parameters(stages, how.zero, how.mesh, how.dtype)
 
 
 def _set_buffers(stage: Stage, constructed: ConstructedModel, how: Parallelism) -> None:
-    """Give the buffers of a stage the values that the model's constructor gives them, those of floats in the dtype of
-    the computation."""
+    """Set a stage's buffers to the constructor's values, floats in the dtype of the computation."""
     for name, buffer in list(stage.named_buffers(remove_duplicate=False)):
         if buffer.is_meta:
             parent, _, attribute = name.rpartition(".")
@@ -201,7 +188,7 @@ def _allocate_on(
     stages: Sequence[Stage], device: torch.device, dtype: torch.dtype, deferred: DeferredGradients | None = None
 ) -> None:
     def allocated(parameter: nn.Parameter) -> nn.Parameter:
-        # Contiguous, however its constructor made it: kernels of optimizers and ZeRO go by the order in memory.
+        # Contiguous, however its constructor made it: optimizer kernels and ZeRO rely on memory order.
         shard = torch.empty(local(parameter).shape, device=device, dtype=dtype)
         if deferred is None or not parameter.requires_grad:
             return fresh_parameter(like(parameter, shard), parameter.requires_grad)
@@ -218,7 +205,7 @@ def _allocate_on(
 
 
 def _make_gradients(stages: Sequence[Stage], how: Parallelism, compression: str, bucket_bytes: int) -> Gradients:
-    """Sharded gradients with ZeRO, else buckets; those of experts are summed over the replicas that hold them."""
+    """Make sharded gradients with ZeRO, else buckets; experts are summed over the replicas that hold them."""
     if how.zero is not None:
         return ShardedGradients(stages, how.zero)
     parameters = [parameter for _, parameter in whole_parameters(stages) if parameter.requires_grad]

@@ -1,8 +1,8 @@
-"""Parameters that are sharded over a mesh axis: stored as a `DTensor`, computed with as a plain tensor.
+"""Parameters sharded over a mesh axis: stored as a `DTensor`, computed with as a plain tensor.
 
 The `DTensor` has the global shape and the placement, so checkpoints, counts and comparisons use global tensors. The
-forward pass computes with a plain leaf that shares its memory: no operation is dispatched through `DTensor`, whose cost
-per operation is many times that of a small layer's own on a CPU.
+forward pass computes with a plain leaf that shares its memory: on a CPU, dispatch through `DTensor` costs many times as
+much as a small layer's own operations.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,12 +20,9 @@ from threefold.torch_private.distributed import fresh_parameter
 
 
 def split_parameter(whole: Tensor, axis: Axis, dim: int) -> nn.Parameter:
-    """A parameter stored as this rank's shard of `whole` along `dim`.
+    """Return a parameter stored as this rank's shard of `whole` along `dim`, whose size need not be divisible.
 
-    Args:
-        whole: the unsplit values, or a tensor on the meta device for the shape alone.
-        axis: the mesh axis to split over.
-        dim: the dimension to split; its size need not be divisible.
+    `whole` may be on the meta device, for the shape alone.
     """
     # A dense copy, so that nothing refers to the whole tensor's storage.
     part = local_part(whole.detach(), axis, dim).clone(memory_format=torch.contiguous_format)
@@ -33,12 +30,9 @@ def split_parameter(whole: Tensor, axis: Axis, dim: int) -> nn.Parameter:
 
 
 def split_parameter_twice(whole: Tensor, axes: tuple[Axis, Axis], dims: tuple[int, int]) -> nn.Parameter:
-    """A parameter stored as this rank's shard of `whole`, sharded along a dim for each of two axes.
+    """Return a parameter stored as this rank's shard of `whole`, sharded along one dim for each of two axes.
 
-    Args:
-        whole: as for `split_parameter`.
-        axes: the outer axis of the mesh and the inner one; `device_mesh` of the outer one has both.
-        dims: the dim that each of them shards; two different ones.
+    The outer axis comes first; its `device_mesh` has both.
     """
     part = whole.detach()
     for axis, dim in zip(axes, dims, strict=True):
@@ -47,14 +41,14 @@ def split_parameter_twice(whole: Tensor, axes: tuple[Axis, Axis], dims: tuple[in
 
 
 def empty_parameter(shape: tuple[int, ...], axis: Axis, dim: int, device: torch.device | None = None) -> nn.Parameter:
-    """A parameter of the whole shape `shape`, of which this rank stores an uninitialised shard along `dim`."""
+    """Return a parameter of global shape `shape`, with an uninitialised shard along `dim` on this rank."""
     start, end = shard_bounds(shape[dim], axis.size, axis.index)
     local = torch.empty(*shape[:dim], end - start, *shape[dim + 1 :], device=device)
     return _as_parameter(local, torch.Size(shape), axis, [dim])
 
 
 def _as_parameter(local: Tensor, shape: torch.Size, axis: Axis, dims: Sequence[int]) -> nn.Parameter:
-    """A rank's shard as a parameter of the whole shape, whose `dims` the axes of `axis.device_mesh` shard."""
+    """Wrap a rank's shard as a parameter of global `shape`, whose `dims` the axes of `axis.device_mesh` shard."""
     if axis.device_mesh is None and axis.size == 1:  # of `Mesh.alone`
         return fresh_parameter(local)
     if axis.device_mesh is None:
@@ -67,22 +61,22 @@ def _as_parameter(local: Tensor, shape: torch.Size, axis: Axis, dims: Sequence[i
 
 
 def local(parameter: Tensor) -> Tensor:
-    """The tensor that this rank computes with and trains: the parameter, or the leaf that shares a `DTensor`'s shard.
+    """Return the tensor that this rank computes with and trains: the parameter, or the plain leaf of a `DTensor`.
 
-    Gradients are accumulated on this leaf (`gradient` returns them as a global tensor).
+    Gradients accumulate on this leaf (`gradient` returns them as a global tensor).
     """
     if not isinstance(parameter, DTensor):
         return parameter
     leaf: Tensor | None = getattr(parameter, "_leaf", None)
     if leaf is None:
-        with torch.no_grad():  # else a step of autograd
+        with torch.no_grad():  # autograd would record the view otherwise
             leaf = parameter.to_local().detach().requires_grad_(parameter.requires_grad)
         parameter._leaf = leaf  # type: ignore[attr-defined]
     return leaf
 
 
 def stored_as(stored: Tensor, leaf: nn.Parameter) -> nn.Parameter:
-    """A parameter stored as `stored` and computed with as `leaf`, which shares its memory; `local` gives the latter."""
+    """Return a parameter stored as `stored` for which `local` returns `leaf`, which shares its memory."""
     if not isinstance(stored, DTensor):
         return leaf
     parameter = fresh_parameter(stored)
@@ -91,7 +85,7 @@ def stored_as(stored: Tensor, leaf: nn.Parameter) -> nn.Parameter:
 
 
 def like(parameter: Tensor, shard: Tensor) -> Tensor:
-    """Wrap a tensor of the local shard's shape (a gradient, an optimizer state) as the parameter itself is stored."""
+    """Wrap a tensor of the local shard's shape (a gradient, an optimizer state) the way the parameter is stored."""
     if not isinstance(parameter, DTensor):
         return shard
     return DTensor.from_local(
@@ -105,23 +99,23 @@ def like(parameter: Tensor, shard: Tensor) -> Tensor:
 
 
 def gradient(parameter: Tensor) -> Tensor | None:
-    """The parameter's gradient, stored as the parameter is (a `DTensor` if split); None before a backward pass."""
+    """Return the gradient, a `DTensor` if the parameter is one; None before a backward pass."""
     grad = local(parameter).grad
     return None if grad is None else like(parameter, grad)
 
 
 def stored(parameter: nn.Parameter) -> nn.Parameter:
-    """A module's parameter as a tensor of the whole model; itself, unless ZeRO shards it further (`data/zero.py`)."""
+    """Return a module's parameter as a tensor of the whole model: itself, unless ZeRO shards it further."""
     return getattr(parameter, "_stored", parameter)
 
 
 def keep_stored(parameter: nn.Parameter, whole: Tensor) -> None:
-    """Have `stored` answer for a parameter that ZeRO shards: `whole` is it with all its shardings."""
+    """Record what `stored` returns for a parameter that ZeRO shards: `whole`, which has all its shardings."""
     parameter._stored = nn.Parameter(whole, parameter.requires_grad)  # type: ignore[attr-defined]
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The unsharded tensor, on every rank (all-gather). Collective over the axes that it is sharded over."""
+    """Return the unsharded tensor on every rank (all-gather). Collective over the axes that shard it."""
     if not isinstance(tensor, DTensor):
         return tensor
     joined = tensor.to_local()
@@ -132,7 +126,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def offset(parameter: Tensor) -> tuple[int, ...]:
-    """Where this rank's shard starts in the whole parameter, per dim."""
+    """Return where this rank's shard starts in the whole parameter, per dim."""
     starts, sizes = [0] * parameter.dim(), list(parameter.shape)
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
@@ -144,14 +138,14 @@ def offset(parameter: Tensor) -> tuple[int, ...]:
 
 
 def is_split(parameter: Tensor) -> bool:
-    """Whether it is sharded over the tensor axis."""
+    """Return whether a parameter is sharded over the tensor axis."""
     if not isinstance(parameter, DTensor):
         return False
     return "tp" in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def longest_shard(parameter: Tensor) -> int:
-    """Elements of the longest of the shards that the tensor ranks hold of a parameter, which is the same on all."""
+    """Return the number of elements of the longest shard on any tensor rank, the same on every rank."""
     sizes = list(local(parameter).shape)
     if is_split(parameter):
         dim, ranks = _tensor_cut(parameter)
@@ -160,7 +154,7 @@ def longest_shard(parameter: Tensor) -> int:
 
 
 def has_uneven_shards(parameter: Tensor) -> bool:
-    """Whether tensor ranks hold shards of different lengths of it."""
+    """Return whether tensor ranks hold shards of different lengths."""
     if not is_split(parameter):
         return False
     dim, ranks = _tensor_cut(parameter)
@@ -168,7 +162,7 @@ def has_uneven_shards(parameter: Tensor) -> bool:
 
 
 def _tensor_cut(parameter: Tensor) -> tuple[int, int]:
-    """The dim that the tensor axis cuts, and the size of that axis."""
+    """Return the dim that the tensor axis shards, and the size of that axis."""
     assert isinstance(parameter, DTensor)  # as `is_split` says
     mesh = parameter.device_mesh
     place = (mesh.mesh_dim_names or ()).index("tp")
@@ -178,17 +172,17 @@ def _tensor_cut(parameter: Tensor) -> tuple[int, int]:
 
 
 def is_of_experts(parameter: Tensor) -> bool:
-    """Whether it is sharded over the expert axis."""
+    """Return whether a parameter is sharded over the expert axis."""
     return isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def axes_of(parameter: Tensor) -> frozenset[str]:
-    """The names of the axes that it is sharded over."""
+    """Return the names of the axes that shard a parameter."""
     return frozenset(parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else frozenset()
 
 
 def replace_parameters(module: nn.Module, make: Callable[[nn.Parameter], nn.Parameter]) -> None:
-    """Put `make(parameter)` in the place of each parameter; tied ones stay one parameter."""
+    """Replace each parameter by `make(parameter)`; tied ones stay one parameter."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for child in module.modules():
         for name, parameter in list(child.named_parameters(recurse=False, remove_duplicate=False)):
@@ -198,7 +192,7 @@ def replace_parameters(module: nn.Module, make: Callable[[nn.Parameter], nn.Para
 
 
 def cut_dims(tensor: DTensor) -> list[int | None]:
-    """The dim that each axis of the tensor's mesh cuts. The last axis cuts first, the others cut what it leaves."""
+    """Return the dim that each mesh axis cuts; the last axis cuts first, the others cut what it leaves."""
     return [getattr(placement, "dim", None) for placement in tensor.placements]
 
 
@@ -215,19 +209,15 @@ def _all_gather(part: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 
 class ShardedMatrix:
-    """All-gathers the last two dims of tensors that are sharded as a parameter is, or the one dim of a vector.
+    """All-gather of matrices, the last two dims of tensors that are sharded like a parameter, or of a vector.
 
-    Dims before the last two are a batch of matrices (experts); the axes that cut only those are not gathered.
-
-    Args:
-        parameter: as the stage stores it.
-        axes: all axes that may cut it.
-        every_dim: gather the whole parameter instead, of any number of dims.
+    Dims before the last two are a batch of matrices (experts); axes that cut only those are not gathered, unless
+    `every_dim` is true, which gathers the whole parameter.
     """
 
     def __init__(self, parameter: Tensor, axes: Iterable[Axis], every_dim: bool = False) -> None:
         self._cuts: list[tuple[Axis, int, int]] = []
-        """Axis, dim, and the dim's size before the axis cut it; in the order in which the cuts are undone."""
+        """Axis, dim, and size of the dim before that cut, in the order in which the cuts are undone."""
         first = 0 if every_dim else max(0, parameter.dim() - 2)
         self._matrix_start = offset(parameter)[first:]
         if not isinstance(parameter, DTensor):
@@ -249,8 +239,7 @@ class ShardedMatrix:
         return not self._cuts
 
     def gather(self, shard: Tensor) -> Tensor:
-        """The whole matrices [..., m, n] of a tensor of the local shard's shape. Collective over the axes that cut
-        them; `shard` itself where none does."""
+        """Gather whole matrices [..., m, n] from local shards (collective over the axes that cut them)."""
         whole = shard
         for axis, dim, size in self._cuts:
             longest = -(-size // axis.size)
@@ -261,7 +250,7 @@ class ShardedMatrix:
         return whole
 
     def shard(self, whole: Tensor, like: Tensor) -> Tensor:
-        """This rank's shard of whole matrices, as a view of the shape of `like`."""
+        """Return this rank's shard of whole matrices: a view, of the shape of `like`."""
         for dim, start in zip(range(-len(self._matrix_start), 0), self._matrix_start, strict=True):
             whole = whole.narrow(dim, start, like.shape[dim])
         return whole

@@ -1,4 +1,4 @@
-"""Checks that a plan matches its model: what it names exists, and no parameter is left out."""
+"""Checks that a sharding plan matches its model: all its names exist, and it covers every parameter."""
 
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
@@ -29,24 +29,20 @@ from threefold.parallel.shard_modules import SHARDINGS
 from threefold.torch_private.tensors import child_names, has_module_hooks, persistent_buffers
 
 _CUT_FORWARDS = {each.forward for each in (nn.Linear, nn.Embedding, Linear, Embedding)}
-"""What a module computes in whose place there is a layer that is cut."""
+"""Forward methods that a cut layer can take the place of."""
 
 _WITHIN = (Replicated, PerHead)
-"""Splits of a module that leave what is inside it to other patterns."""
+"""Splits that leave the modules inside a module to other patterns."""
 
 
 def check_plan(model: nn.Module, plan: ModelPlan) -> None:
-    """Check a plan against the whole model.
-
-    Args:
-        model: the single-device model, on any device (the meta device will do).
-        plan: of it.
+    """Check a plan against the whole single-device model, on any device (the meta device will do).
 
     Raises:
         UserError: a layer is missing, listed twice or not in the model; a pattern matches nothing, or as well as
-            another; a parameter is in no layer or is not decided; a split is not for the module that it decides for;
-            tied weights are two; a tensor, a hook, a buffer or an initial value is unsupported; the result of a layer
-            of torch's depends on the layout.
+            another; a parameter is in no layer or under no pattern; a split does not suit its module; tied weights are
+            two parameters; a tensor, a hook, a buffer or an initial value is unsupported; a layer of torch's depends on
+            the layout.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -65,16 +61,7 @@ def check_plan(model: nn.Module, plan: ModelPlan) -> None:
 
 
 def check_tensor_axis(plan: ModelPlan, size: int, setting: str = "parallel.tp") -> None:
-    """Check that the size of the tensor axis divides the heads that the rules of a plan name.
-
-    Args:
-        plan: of the model.
-        size: of the tensor axis.
-        setting: that it follows from.
-
-    Raises:
-        UserError: it does not; or the plan cuts nothing over that axis.
-    """
+    """Raise a `UserError`, which names `setting`, unless the tensor axis divides the heads in a plan's rules."""
     for pattern, rule in (*plan.split.items(), *plan.bare.items()):
         for parameter in rule.parameters or ("",):
             unit = rule.units(parameter).get("tp")
@@ -86,11 +73,7 @@ def check_tensor_axis(plan: ModelPlan, size: int, setting: str = "parallel.tp") 
 
 
 def check_cut_modules(model: nn.Module, plan: ModelPlan, size: int) -> None:
-    """Check that no module in whose place the tensor axis puts another has a hook, which that would not have.
-
-    Raises:
-        UserError: one has.
-    """
+    """Raise a `UserError` if a module that the tensor axis replaces has a hook, which its replacement would lose."""
     for name, module in model.named_modules() if size > 1 else ():
         pattern = plan.patterns.naming(name) if name else None
         if pattern is not None and plan.split[pattern].needs_tensor_axis and has_module_hooks(module):
@@ -101,11 +84,7 @@ def check_cut_modules(model: nn.Module, plan: ModelPlan, size: int) -> None:
 
 
 def check_sharded_parameters(model: nn.Module, zero: int) -> None:
-    """Check that each parameter has a dim, along which ZeRO shards it.
-
-    Raises:
-        UserError: one has none.
-    """
+    """Raise a `UserError` if ZeRO is used and a parameter has no dim to shard."""
     for name, parameter in model.named_parameters() if zero else ():
         if not parameter.dim():
             raise UserError(
@@ -150,7 +129,7 @@ def _check_layers(modules: Mapping[str, nn.Module], plan: ModelPlan) -> None:
 
 
 def _check_listed(parameters: Mapping[str, nn.Parameter], plan: ModelPlan) -> None:
-    """Each parameter is in a layer, tied ones included."""
+    """Check that each parameter, tied ones included, is in a layer."""
     inside = tuple(layer + "." for layer in plan.layers)
     outside = [name for name in parameters if not name.startswith(inside)]
     modules = list(dict.fromkeys(module for name in outside if (module := _unlisted(name, plan))))
@@ -168,14 +147,14 @@ def _check_listed(parameters: Mapping[str, nn.Parameter], plan: ModelPlan) -> No
 
 
 def _unlisted(parameter: str, plan: ModelPlan) -> str:
-    """The largest module around a parameter that has no layer inside; empty where there is none."""
+    """Return the largest module around a parameter without a layer inside; empty if there is none."""
     parts = parameter.split(".")[:-1]
     names = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
     return next((name for name in names if not any(layer.startswith(name + ".") for layer in plan.layers)), "")
 
 
 def _check_decided(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter], plan: ModelPlan) -> None:
-    """Each pattern matches a module, decides for one at least, and decides alone or beside less specific ones."""
+    """Check that each parameter is under a pattern, and that each pattern decides for at least one module."""
     idle = [pattern for pattern in plan.split if not any(matches(name, pattern) for name in modules if name)]
     deciding = {name: plan.patterns.deciding(name) for name in modules}
     for name in parameters:
@@ -203,7 +182,7 @@ def _check_decided(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn
 def _check_bare(
     parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, tuple[Tensor, bool]], plan: ModelPlan
 ) -> None:
-    """Each pattern of bare parameters and buffers matches one, and its rule is one for them."""
+    """Check that each pattern of bare parameters and buffers matches one, and that its rule suits it."""
     for pattern, rule in plan.bare.items():
         said = f"shard has {type(rule).__name__}"
         if not isinstance(rule, (*_WITHIN, Shard)):
@@ -240,7 +219,7 @@ def _check_bare_buffer(said: str, rule: Split, name: str, buffer: Tensor, is_kep
 
 
 def _check_per_head(said: str, pattern: str, name: str, plan: ModelPlan) -> None:
-    """A pattern of bare parameters takes none from a PerHead module by chance: its gradient would not be added up."""
+    """Refuse a bare pattern that takes a parameter of a PerHead module by chance: its gradient would not be summed."""
     of_module = plan.patterns.deciding(name.rpartition(".")[0])
     if of_module is None or not isinstance(plan.split[of_module], PerHead):
         return
@@ -264,7 +243,7 @@ def _check_shard(said: str, rule: Shard, shape: tuple[int, ...], kind: str = "pa
 
 
 def _check_splits(modules: Mapping[str, nn.Module], plan: ModelPlan) -> None:
-    """Each split is for the kind of module that it decides for, and for all that this module holds."""
+    """Check that each split suits the module that it decides for, and all that this module holds."""
     whole: dict[str, str] = {}
     met: dict[nn.Module, tuple[str, str]] = {}
     for name, module in modules.items():
@@ -293,7 +272,7 @@ def _check_split(name: str, module: nn.Module, pattern: str, split: Split) -> No
         raise UserError(f"{said}, a module; it is for a bare parameter, so name one inside, or use another rule.")
     wanted = tuple(each for each in SHARDINGS[type(split)].kinds if each is not nn.Module)
     if kind in {each.__name__ for each in wanted}:
-        kind = f"{type(module).__module__}.{kind}"  # of the same name, and another class
+        kind = f"{type(module).__module__}.{kind}"  # another class of the same name
     if wanted and not isinstance(module, wanted):
         kinds = " or a ".join(each.__name__ for each in wanted)
         raise UserError(f"{said}, which is for a {kinds}, but {name!r} is a {kind}; use Replicated() or another split.")
@@ -383,7 +362,7 @@ def _split_name(name: str, plan: ModelPlan) -> str:
 
 
 def _check_values(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter], plan: ModelPlan) -> None:
-    """Each parameter has an initial value, and nothing else needs one."""
+    """Check that each parameter has an initial value, and that nothing else needs one."""
     for name, (buffer, _) in _buffers(modules):
         if buffer.is_meta and not plan.constructed:
             raise UserError(f"The model keeps the buffer {name!r}, which nothing initialises; compute it instead.")
@@ -399,7 +378,7 @@ def _check_values(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.
 
 
 def _buffers(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, tuple[Tensor, bool]]]:
-    """Each buffer by its name, and whether it is persistent."""
+    """Yield each buffer with its name and whether it is persistent."""
     for name, module in modules.items():
         kept = dict(persistent_buffers(module))
         for buffer, value in module.named_buffers(recurse=False, remove_duplicate=False):

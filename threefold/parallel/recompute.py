@@ -1,11 +1,11 @@
-"""Activation checkpointing (recompute): a module's activations are computed again in the backward pass instead of kept.
+"""Activation checkpointing (recompute): the backward pass computes a module's activations again.
 
 Chen et al., "Training deep nets with sublinear memory cost" (arXiv 1604.06174); `selective` is Korthikanti et al.,
-"Reducing activation recomputation in large transformer models" (arXiv 2205.05198), section 5. The recomputation draws
-the same dropout masks, because those are keyed and not drawn from a generator's state, so the gradients keep every bit.
+"Reducing activation recomputation in large transformer models" (arXiv 2205.05198), section 5. Recomputation draws the
+same dropout masks, since they are keyed rather than drawn from a generator's state, so gradients keep every bit.
 
 Collectives inside a module are repeated too. Torch ends a recomputation at the last tensor that the backward pass
-needs; all ranks of a group run the same operations and so end at the same one.
+needs, which is the same on all ranks of a group, since they run the same operations.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,15 +27,11 @@ from threefold.torch_private.tensors import share_contents
 
 
 class Recomputed(nn.Module):
-    """Wraps a module whose activations the backward pass computes again (activation checkpointing).
+    """Wrapper of a module whose activations the backward pass computes again (activation checkpointing).
 
-    It has the module's own parameters, buffers and submodules, under the same names, so names in checkpoints stay as
-    they are; other attributes are read from the module. Hooks on this module's call (sharded weights) are outside the
-    recomputation.
-
-    Args:
-        module: whose `forward` is checkpointed.
-        streams: the random streams of modules inside, if any draws from them.
+    It has the module's own parameters, buffers and submodules under the same names, so names in checkpoints do not
+    change; other attributes are read from the module. Hooks on this wrapper's call (sharded weights) are outside the
+    recomputation. `streams` are the random streams that modules inside draw from, if any does.
     """
 
     wrapped: nn.Module
@@ -49,11 +45,10 @@ class Recomputed(nn.Module):
         share_contents(self, module)
         self._context = noop_context_fn if streams is None else streams.replays
 
-    # In a layer that is compiled: what is around it is compiled, and what is computed again is not. (torch 2.13 fails
-    # where a part that is computed again in compiled code is beside another one with operators that take a `Handle`.)
+    # Not compiled inside a compiled layer, though what is around it is: torch 2.13 fails if compiled code has a
+    # recomputed part beside another one with operators that take a `Handle`.
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The output of the module."""
         forward = self.compiled or self.wrapped.forward
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
@@ -61,11 +56,11 @@ class Recomputed(nn.Module):
         return recomputed(forward, *args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """As `nn.Module.compile`, inside the recomputation: the backward pass runs the compiled code again."""
+        """Compile the module inside the recomputation: the backward pass runs the compiled code again."""
         self.__dict__["compiled"] = torch.compile(self.wrapped.forward, *args, **kwargs)
 
     def train(self, mode: bool = True) -> "Recomputed":
-        """As `nn.Module.train`, for the module too."""
+        """Set the training mode of the wrapper and the module."""
         self.wrapped.train(mode)
         super().train(mode)
         return self
@@ -84,19 +79,18 @@ class Recomputed(nn.Module):
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module itself, or the one that a `Recomputed` wraps."""
+    """Return the module that a `Recomputed` wraps, or the module itself."""
     return module.wrapped if isinstance(module, Recomputed) else module
 
 
 def apply_recompute(stages: Sequence[Stage], mode: str, every: int = 1, streams: RandomStreams | None = None) -> None:
-    """Wrap each module whose activations are to be computed again in a `Recomputed`.
+    """Wrap each module whose activations are computed again in a `Recomputed`.
 
     Args:
-        stages: a rank's, with their parallel layers.
-        mode: a key of the plan's `recompute`, or `none`.
-        every: of the model's layers that have such modules, every so many-th (from the first) is treated. They are
-            counted over the whole model, so the choice does not depend on the stages.
-        streams: the random streams of modules that draw in sequence.
+        mode: key of the plan's `recompute`, or `none`.
+        every: treat every n-th layer that has such modules, from the first; counted over the whole model, so that the
+            choice does not depend on the stages.
+        streams: random streams of modules that draw in sequence.
 
     Raises:
         UserError: the plan has no such mode.
@@ -106,7 +100,7 @@ def apply_recompute(stages: Sequence[Stage], mode: str, every: int = 1, streams:
     if mode not in stages[0].model_plan.recompute:
         modes = ["none", *stages[0].model_plan.recompute]
         raise UserError(f"recompute is {mode} but the model's plan has no such mode; use {' or '.join(modes)}.")
-    made: dict[nn.Module, Recomputed] = {}  # a module that appears in several places is one
+    made: dict[nn.Module, Recomputed] = {}  # a module with several places is wrapped once
     for stage in stages:
         plan = stage.model_plan
         chosen = set(chosen_layers(plan.layers, plan.recompute, mode, every))
@@ -122,7 +116,7 @@ def apply_recompute(stages: Sequence[Stage], mode: str, every: int = 1, streams:
 
 
 def _matching(stage: Stage, layer: str, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    """The modules of a layer, itself included, whose names match a pattern; containers compute nothing."""
+    """Return the modules of a layer, itself included, that match a pattern; containers compute nothing."""
     found = []
     for inner, module in stage.get_submodule(layer).named_modules(remove_duplicate=False):
         name = f"{layer}.{inner}" if inner else layer
@@ -132,21 +126,18 @@ def _matching(stage: Stage, layer: str, patterns: Sequence[str]) -> list[tuple[s
 
 
 _IN_PLACE = {"allow_buffer_reuse": False, "inplace_buffers": False}
-"""Compiled code that writes into no memory twice, for operators that keep their arguments."""
+"""Options that keep compiled code from reusing memory, for operators that keep their arguments."""
 
 
 def compile_layers(stages: Sequence[Stage], defers: bool = False) -> None:
-    """Have each layer but the model's first compiled at its first use; layers that are alike share what is compiled.
+    """Compile each layer but the model's first at its first use; layers that are alike share the code.
 
-    The first is a look-up, which compiling does not speed up; and torch 2.13 on a CPU compiles a look-up with a keyed
-    mask after it into code that reads and writes out of bounds.
-
-    Args:
-        stages: a rank's.
-        defers: whether weight gradients are deferred, until when what they are computed of must stay as it is.
+    The first is a look-up, which compiling does not speed up; and on a CPU, torch 2.13 compiles a look-up followed by a
+    keyed mask into code that reads and writes out of bounds. With `defers`, weight gradients are computed later, so
+    that their inputs must not be overwritten until then.
     """
-    # Torch's caches belong to code, which all layers of a class and all engines of a process have in common: what an
-    # earlier engine compiled would count towards the limit.
+    # Torch's caches belong to code, which all layers of a class and all engines of a process share: what an earlier
+    # engine compiled would count towards the limit.
     torch.compiler.reset()
     keep_signals_from_compilers()
     first = stages[0].model_plan.layers[0]
@@ -157,8 +148,5 @@ def compile_layers(stages: Sequence[Stage], defers: bool = False) -> None:
 
 
 def as_written(compiled: bool) -> AbstractContextManager[object]:
-    """Have layers run as they are written in a block, where they are compiled at all.
-
-    For passes of other shapes or without gradients, each of which would be a compilation of its own.
-    """
+    """Run layers uncompiled in a block: other shapes, or no gradients, would each be a compilation of their own."""
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()

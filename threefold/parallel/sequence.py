@@ -1,4 +1,4 @@
-"""Which positions of a sequence a rank works on, and the mesh axes that parallel layers are made for."""
+"""Positions of a sequence that a rank works on, and mesh axes that parallel layers are made for."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,15 +11,15 @@ from threefold.comm.axis import Axis
 
 @dataclass(frozen=True)
 class SequenceCut:
-    """The positions that one rank holds of every sequence; `Positions` of the sequence dim.
+    """Positions of every sequence that one rank holds; implements `Positions` for the sequence dim.
 
-    Context parallelism cuts the sequence into 2·cp chunks of which rank i takes the i-th and the i-th from the end, so
-    that causal attention is the same work for all (Llama 3, arXiv 2407.21783, section 3.3.2). Sequence parallelism cuts
-    each rank's part into tp consecutive shards.
+    Context parallelism cuts the sequence into 2·cp chunks, and rank i takes the i-th and the i-th from the end, so that
+    causal attention is the same work for all (Llama 3, arXiv 2407.21783, section 3.3.2). Sequence parallelism cuts each
+    rank's part into tp consecutive shards.
 
     Attributes:
-        cp, cp_index: size of the context axis and this rank's place on it.
-        tp, tp_index: the same of the tensor axis where activations are cut along it, else 1 and 0.
+        cp, cp_index: size of the context axis, and this rank's index.
+        tp, tp_index: size of the tensor axis and this rank's index if it shards the sequence, else 1 and 0.
     """
 
     cp: int = 1
@@ -29,25 +29,25 @@ class SequenceCut:
 
     @property
     def shares(self) -> int:
-        """Ranks that a sequence is sharded over."""
+        """Number of ranks that a sequence is sharded over."""
         return self.cp * self.tp
 
     @property
     def chunks(self) -> tuple[int, int]:
-        """The numbers of the two of 2·cp chunks of the sequence that this context rank has."""
+        """Numbers of this context rank's two chunks, of the 2·cp chunks of the sequence."""
         return self.cp_index, 2 * self.cp - 1 - self.cp_index
 
     @property
     def across_context(self) -> "SequenceCut":
-        """The cut where every tensor rank has the same positions, as inside attention."""
+        """Cut with the same positions on every tensor rank, as inside attention."""
         return replace(self, tp=1, tp_index=0)
 
     def whole(self, size: int) -> int:
-        """Length of the sequence of which a rank holds `size` positions."""
+        """Return the length of a sequence of which a rank holds `size` positions."""
         return size * self.shares
 
     def indices(self, size: int, device: torch.device) -> Tensor:
-        """The `size` positions held, int64 ascending within a chunk.
+        """Return the `size` positions held, int64, ascending within a chunk.
 
         Raises:
             ValueError: the sequence does not divide into 2·cp chunks.
@@ -63,11 +63,7 @@ class SequenceCut:
 
 
 def chunk_length(positions: int) -> int:
-    """Positions of each of a rank's two chunks.
-
-    Raises:
-        ValueError: the two chunks are not of one length.
-    """
+    """Return the number of positions in each of a rank's two chunks; raise a `ValueError` if it is odd."""
     if positions % 2:
         raise ValueError(f"{positions} positions of a rank are not two chunks of one length")
     return positions // 2
@@ -75,14 +71,13 @@ def chunk_length(positions: int) -> int:
 
 @dataclass(frozen=True)
 class ShardingContext:
-    """The axes of the mesh that parallel layers are made for, and this rank's place on them.
+    """Mesh axes that parallel layers are made for, and this rank's place on them.
 
     Attributes:
-        tp, cp: the axes.
-        ep: the replicas that share the experts.
+        ep: replicas that share the experts.
         sequence_parallel: whether activations between parallel layers are sharded along the sequence over tp.
         cp_method: how keys and values reach the queries of other context ranks, as in `parallel.cp_method`.
-        tp_shares: how many neighbouring tensor ranks share a unit → these ranks.
+        tp_shares: number of neighbouring tensor ranks that share a unit → axis of these ranks.
     """
 
     tp: Axis
@@ -94,26 +89,26 @@ class ShardingContext:
 
     @property
     def cut(self) -> SequenceCut:
-        """The part of the sequence that this rank's activations between parallel layers cover."""
+        """Part of the sequence that this rank's activations between parallel layers cover."""
         context = SequenceCut(self.cp.size, self.cp.index)
         return replace(context, tp=self.tp.size, tp_index=self.tp.index) if self.sequence_parallel else context
 
     @property
     def sequence_dim(self) -> int | None:
-        """The dim of activations [B, S, H] that is sharded over the tensor ranks between parallel layers, if any."""
+        """Dim of activations [B, S, H] that is sharded over tp between parallel layers; None if none is."""
         return 1 if self.sequence_parallel else None
 
     @property
     def divides(self) -> bool:
-        """Whether any layer has to be changed at all."""
+        """Whether any layer has to be replaced."""
         return self.tp.size > 1 or self.cp.size > 1 or self.ep.size > 1
 
 
 def sum_over_shares_(gradients: Sequence[Tensor], axis: Axis) -> None:
-    """Complete the gradients of weights that every rank of `axis` holds whole but used on its own positions alone.
+    """All-reduce gradients of weights that each rank of `axis` holds whole but used on its own positions only.
 
     Args:
-        gradients: all of one dtype, in the same order on every rank; replaced by their sums over the axis.
-        axis: the ranks that share the sequence.
+        gradients: gradients of one dtype, in the same order on every rank; replaced by their sums.
+        axis: ranks that share the sequence.
     """
     axis.all_reduce_together_(gradients)

@@ -1,4 +1,4 @@
-"""What the training of a model needs to know of a run, apart from the model and the layout: explicit settings."""
+"""Explicit settings of a model's training and of its layout, as resolved from a config or given in code."""
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,14 +21,14 @@ from threefold.parallel.zero import ZeroSharding, make_zero_sharding
 
 @dataclass(frozen=True)
 class PieceSizes:
-    """Sizes of the pieces that work is divided into: they change no result up to rounding, only memory and time.
+    """Sizes of the pieces that work is divided into; they change memory and time, and results only by rounding.
 
     `threefold verify` makes them tiny, so that the small tensors of a shrunk model have several pieces too.
 
     Attributes:
-        bucket_bytes: size from which a bucket of gradients is closed and the next started.
-        norm_elements: neighbouring elements whose squares are added up in the gradients' own dtype.
-        logits_at_once: logits that the loss goes over at once on a CPU.
+        bucket_bytes: size at which a bucket of gradients is closed and the next one started.
+        norm_elements: number of adjacent elements whose squares are summed in the gradients' own dtype.
+        logits_at_once: number of logits that the loss goes over at once on a CPU.
     """
 
     bucket_bytes: int = BUCKET_BYTES
@@ -38,28 +38,28 @@ class PieceSizes:
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How a model is spread, stored and computed with in training.
+    """How a model is spread, stored and computed in training.
 
-    All but `seed` and the dtypes change no result, only memory and time.
+    Apart from the seed, the dtypes and gradient compression, settings change no result, only memory and time.
 
     Attributes:
-        seed: of initial weights, dropout and random streams.
-        micro_batches: how many parts a replica's samples of a step are computed in, one after another (gradient
-            accumulation); with a pipeline, those that its schedule runs.
-        dtype: of the computation.
+        seed: seed of initial weights, dropout and random streams.
+        micro_batches: number of parts in which a replica's samples of a step are computed, one after another (gradient
+            accumulation); with a pipeline, the micro-batches of its schedule.
+        dtype: dtype of the computation.
         master_weights: whether parameters narrower than fp32 are updated, and their gradients accumulated, in fp32.
-        zero: the ZeRO stage, 0 to 3: what the replicas share of optimizer state (1), gradients (2) and weights (3).
-        zero_shards: replicas over which one copy is sharded where `zero` is not 0; None for all.
-        gradient_compression: what gradients are rounded to while they are summed: `none`, `fp16` or `bf16`.
+        zero: ZeRO stage, 0 to 3: the replicas shard optimizer state (1), gradients (2) and weights (3).
+        zero_shards: number of replicas that share one copy if `zero` is not 0; None for all.
+        gradient_compression: dtype that gradients are rounded to while they are summed: `none`, `fp16` or `bf16`.
         sequence_parallel: whether activations between parallel layers are sharded along the sequence over tp.
         cp_method: how context parallelism exchanges keys and values, `all-gather` or `ring`.
-        schedule: of the pipeline, by the name that `parallel.schedule` of a config has, or the schedule itself.
-        stage_chunks: pipeline stages of each rank; None for what the schedule has by default.
-        partition: of the layers into stages, as `parallel.partition` of a config.
-        recompute: activation checkpointing, a key of the plan's `recompute`, or `none`.
-        recompute_every: of the layers that recompute treats, every so many-th.
+        schedule: pipeline schedule, by its name in `parallel.schedule` of a config, or the schedule itself.
+        stage_chunks: number of pipeline stages per rank; None for the schedule's default.
+        partition: partition of the layers into stages, as `parallel.partition` of a config.
+        recompute: activation checkpointing: a key of the plan's `recompute`, or `none`.
+        recompute_every: treat only every n-th of the layers that have modules to recompute.
         compile: whether layers run through `torch.compile`.
-        loss_chunk_size: entries of the vocabulary whose logits are in memory at once; 0 for all.
+        loss_chunk_size: number of vocabulary entries whose logits are in memory at once; 0 for all.
         pieces: sizes that work is divided by.
     """
 
@@ -83,7 +83,7 @@ class TrainingSettings:
 
     @classmethod
     def of(cls, config: Config, pieces: PieceSizes | None = None) -> "TrainingSettings":
-        """Those of a resolved config, with pieces of the usual sizes unless others are given."""
+        """Return the settings of a resolved config, with pieces of the usual sizes by default."""
         parallel, train = config.parallel, config.train
         return cls(
             seed=train.seed,
@@ -107,10 +107,10 @@ class TrainingSettings:
 
     @cached_property
     def pipeline_schedule(self) -> Schedule:
-        """The schedule that `schedule` names; a file is read once, when it is first used.
+        """Schedule that `schedule` names; a file is read once, when it is first used.
 
         Raises:
-            UserError: the file cannot be read or its actions break a rule.
+            UserError: the file cannot be read, or its actions break a rule.
             ValueError: there is no such schedule.
         """
         return self.schedule if isinstance(self.schedule, Schedule) else find_schedule(self.schedule)
@@ -118,17 +118,13 @@ class TrainingSettings:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """How a model is spread over a mesh.
+    """How a model is spread over a mesh. Attributes that are not listed are those of `TrainingSettings`.
 
     Attributes:
-        mesh: its axes, and this rank's coordinates.
-        stages: the pipeline's stages.
-        sequence_parallel: whether activations between parallel layers are sharded along the sequence over tp.
-        dtype: of the computation.
-        zero: how ZeRO shards the state over the replicas; None without ZeRO.
-        cp_method: how keys and values reach the queries of other context ranks, as in `parallel.cp_method`.
-        master_weights: whether parameters narrower than fp32 are updated, and their gradients accumulated, in fp32.
-        deferred: the store of weight gradients that the schedule defers; None where it defers none.
+        mesh: mesh axes, and this rank's coordinates.
+        stages: stages of the pipeline, with their layers and ranks.
+        zero: sharding of the state over the replicas; None without ZeRO.
+        deferred: store of the weight gradients that the schedule defers; None if it defers none.
     """
 
     mesh: Mesh
@@ -142,25 +138,12 @@ class Parallelism:
 
     @classmethod
     def of(cls, config: Config, plan: ModelPlan, mesh: Mesh) -> "Parallelism":
-        """That of a resolved config. Collective over the world.
-
-        Raises:
-            UserError: as `stage_map`.
-        """
+        """Return the parallelism of a resolved config. Collective over the world; raises as `stage_map`."""
         return cls.make(plan, mesh, TrainingSettings.of(config))
 
     @classmethod
     def make(cls, plan: ModelPlan, mesh: Mesh, settings: TrainingSettings) -> "Parallelism":
-        """That of a model that is trained. Collective over the world.
-
-        Args:
-            plan: the model's layers.
-            mesh: of this rank.
-            settings: how it is spread over the mesh.
-
-        Raises:
-            UserError: as `stage_map`.
-        """
+        """Return the parallelism of a model to train. Collective over the world; raises as `stage_map`."""
         pp, chunks = mesh.pp.size, settings.stage_chunks
         stages = StageMap((0, len(plan.layers)), (0,))
         if pp > 1:
@@ -180,22 +163,22 @@ class Parallelism:
 
     @property
     def context(self) -> ShardingContext:
-        """The axes and settings that parallel layers are made with."""
+        """Axes and settings that parallel layers are made with."""
         return ShardingContext(self.mesh.tp, self.mesh.cp, self.mesh.ep, self.sequence_parallel, self.cp_method)
 
     def context_for(self, plan: ModelPlan) -> ShardingContext:
-        """The same, with the groups of tensor ranks that share a unit of the plan. Collective over the world."""
+        """Return `context` with the groups of tensor ranks that share a unit of the plan. Collective over the world."""
         tp = self.mesh.tp.size
         shares = sorted({tp // unit.count for unit in plan.units("tp").values() if unit.is_shared(tp)})
         return replace(self.context, tp_shares={count: self.mesh.tp_shares(count) for count in shares})
 
     @property
     def sharding_axes(self) -> tuple[Axis, ...]:
-        """The axes that may shard a parameter."""
+        """Axes that may shard a parameter."""
         shards = () if self.zero is None else (self.zero.shards, self.zero.expert_shards)
         return (self.mesh.tp, self.mesh.ep, self.mesh.expert_replicas, *shards)
 
     @property
     def master_dtype(self) -> torch.dtype:
-        """The dtype that weights are updated and gradients accumulated in."""
+        """Dtype that weights are updated and gradients accumulated in."""
         return torch.promote_types(self.dtype, torch.float32) if self.master_weights else self.dtype

@@ -1,4 +1,4 @@
-"""Bare parameters and buffers of a user's modules that are cut over the tensor axis."""
+"""Sharding of a model's modules: a parallel layer replaces each module that the plan's rules name."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -38,14 +38,8 @@ from threefold.random.rng import Slice
 
 
 def shard_bare(model: nn.Module, rules: Mapping[str, Split], axis: Axis) -> None:
-    """Cut the parameters inside a module that the rules cut, in place; the modules around them read this rank's part.
-
-    Args:
-        model: whose parameters they are.
-        rules: pattern of parameters → how they are cut.
-        axis: the tensor axis.
-    """
-    made: dict[nn.Parameter, nn.Parameter] = {}  # a tied one is split once
+    """Shard the bare parameters that rules name, in place; the modules around them read this rank's part."""
+    made: dict[nn.Parameter, nn.Parameter] = {}  # a tied parameter is split once
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         owner, _, own = name.rpartition(".")
         dim = bare_cut(rules, name, axis)
@@ -59,7 +53,7 @@ def shard_bare(model: nn.Module, rules: Mapping[str, Split], axis: Axis) -> None
 
 
 def bare_cut(rules: Mapping[str, Split], name: str, axis: Axis) -> int | None:
-    """The dim along which the rules cut a parameter or buffer by its own name; None where they do not."""
+    """Return the dim along which the rules cut a bare parameter or buffer; None if they do not."""
     pattern = Patterns(rules).naming(name) if rules and axis.size > 1 else None
     return None if pattern is None else rules[pattern].cut_dim(name.rpartition(".")[2], axis.name)
 
@@ -67,17 +61,17 @@ def bare_cut(rules: Mapping[str, Split], name: str, axis: Axis) -> int | None:
 def _read_local(module: nn.Module, name: str) -> None:
     """Have a module read a parameter as the plain tensor that this rank computes with.
 
-    By a property of a subclass, as `torch.nn.utils.parametrize` and `fully_shard` do it: the parameter itself stays
-    where torch looks for it, under its name.
+    A property of a subclass does it, as in `torch.nn.utils.parametrize` and `fully_shard`: the parameter itself stays
+    under its name, where torch looks for it.
     """
 
     kind = type(module)
-    if name in vars(kind):  # the module is in several places of the model
+    if name in vars(kind):  # the module has several places in the model
         return
 
     def read(self: nn.Module) -> Tensor:
         parameter = cast(Tensor, nn.Module.__getattr__(self, name))
-        return local(parameter) if is_split(parameter) else parameter  # ZeRO has taken this rank's part over
+        return local(parameter) if is_split(parameter) else parameter  # otherwise ZeRO has taken over this rank's part
 
     module.__class__ = type(kind.__name__, (kind,), {name: property(read), "__module__": kind.__module__})
 
@@ -86,12 +80,7 @@ _CONTEXT_ATTENTION = {"all-gather": ContextParallelAttention, "ring": RingAttent
 
 
 class Sharding(NamedTuple):
-    """How a rule is applied.
-
-    Attributes:
-        kinds: the modules that it is for.
-        make: (rule, module, context) → the module's version for this rank, or the module itself.
-    """
+    """How a rule is applied: the modules it is for, and (rule, module, context) → the module for this rank."""
 
     kinds: tuple[type[nn.Module], ...]
     make: Callable[[Any, Any, ShardingContext], nn.Module]
@@ -174,13 +163,12 @@ def shard_modules(
     context: ShardingContext,
     bare: Mapping[str, Split] | None = None,
 ) -> None:
-    """Replace each module that the table names by its version for `context`, and cut bare parameters, in place.
+    """Replace each module that the table names by its version for `context`, and shard bare parameters, in place.
 
     Args:
-        stages: all stages of a rank, as they may have modules in common.
-        table: of the whole model.
-        context: the axes that the versions are made for.
-        bare: the same for parameters that the table says nothing of, by their own names.
+        stages: all stages of a rank, since they may share modules.
+        table: pattern of modules of the whole model → how they are split.
+        bare: pattern of parameters outside the table, by their own names → how they are cut.
 
     Raises:
         ValueError: a parameter is in no module of the table.
@@ -188,7 +176,7 @@ def shard_modules(
     named = [(stage, *each) for stage in stages for each in _named(stage, table, bare or {})]
     if not context.divides:
         return
-    made: dict[nn.Module, nn.Module] = {}  # a module that appears in several places is split once
+    made: dict[nn.Module, nn.Module] = {}  # a module with several places is split once
     for stage, name, module, rule in named:
         if rule.needs_tensor_axis and context.tp.size == 1:
             continue
@@ -210,7 +198,7 @@ def _shard(rule: Split, module: nn.Module, context: ShardingContext) -> nn.Modul
 
 
 def _named(model: nn.Module, table: Mapping[str, Split], bare: Collection[str]) -> list[tuple[str, nn.Module, Split]]:
-    """The modules inside that the table names, and how each is split."""
+    """Return the modules that the table names, each with its rule."""
     patterns = Patterns(table)
     for name, _ in model.named_parameters():
         if patterns.deciding(name.rpartition(".")[0]) is None and not any(matches(name, each) for each in bare):

@@ -1,4 +1,4 @@
-"""The shape of a rank's shard of a weight: what `shard_modules` does, as arithmetic on shapes, without a mesh."""
+"""Shapes of a rank's shards of weights: the result of `shard_modules` by arithmetic, without a mesh."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ from threefold.models.sharding import OverExperts, Split, matches
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """One of `count` parts."""
+    """Index of one of `count` parts."""
 
     index: int = 0
     count: int = 1
 
 
 class Place(NamedTuple):
-    """A rank's coordinates on the axes that shard weights.
+    """Coordinates of a rank on the axes that shard weights.
 
     Attributes:
-        tp, ep: as the axes of the mesh.
-        zero: among the ranks that hold shards of one copy (ZeRO).
-        zero_experts: among those of them that have the same experts.
+        tp, ep: coordinates on the tensor axis and the expert axis.
+        zero: index among the ranks that hold shards of one copy (ZeRO).
+        zero_experts: index among those of them that have the same experts.
     """
 
     tp: ShardIndex = ShardIndex()
@@ -33,17 +33,12 @@ class Place(NamedTuple):
 
     @property
     def unshared(self) -> "Place":
-        """Without ZeRO: what the rank holds of a gathered parameter."""
+        """Place without ZeRO, which describes a gathered parameter."""
         return self._replace(zero=ShardIndex(), zero_experts=ShardIndex())
 
 
 def place_of(parallel: ParallelConfig, at: Coordinates) -> Place:
-    """The coordinates of a rank.
-
-    Args:
-        parallel: resolved.
-        at: its coordinates in the mesh.
-    """
+    """Return a rank's coordinates on the axes that shard weights, from those in the mesh and a resolved config."""
     zero = experts = ShardIndex()
     if parallel.zero:
         shards = parallel.zero_shards * parallel.cp
@@ -54,14 +49,7 @@ def place_of(parallel: ParallelConfig, at: Coordinates) -> Place:
 
 
 def local_shape(shape: Sequence[int], split: Split, parameter: str, place: Place) -> tuple[int, ...]:
-    """The shape of the shard of a weight that the rank at `place` holds.
-
-    Args:
-        shape: of the whole weight.
-        split: of its module.
-        parameter: its name in the module.
-        place: of the rank.
-    """
+    """Return the shape of a weight's shard on the rank at `place`; `parameter` is its name in the module."""
     local = list(shape)
     for axis, dim in split.cuts(parameter):
         local[dim] = _length(local[dim], getattr(place, axis))
@@ -79,13 +67,7 @@ def _length(size: int, shard: ShardIndex) -> int:
 
 
 def chosen_layers(layers: Sequence[str], patterns: Mapping[str, Sequence[str]], mode: str, every: int = 1) -> list[str]:
-    """The layers of a model in which `mode` recomputes something.
-
-    Args:
-        layers: of the whole model, in order.
-        patterns: mode → the modules that it recomputes, as in `ModelPlan`.
-        mode, every: as in `apply_recompute`.
-    """
+    """Return the layers in which `mode` recomputes something, every `every`-th; `patterns` as in `ModelPlan`."""
     if mode == "none":
         return []
     return [layer for layer in layers if any(_is_within(pattern, layer) for pattern in patterns[mode])][::every]

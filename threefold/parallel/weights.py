@@ -1,4 +1,4 @@
-"""A rank's weights: those that its layers compute with, the master weights that are updated, and initial values."""
+"""Weights of a rank: tensors that its layers compute with, master weights that are updated, and initial values."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ class Weight:
     """A parameter of a rank.
 
     Attributes:
-        name: its name in the whole model.
-        parameter: as the stage stores it.
-        leaf: the local shard that the model computes with.
-        master: the weight that is updated, of the leaf's shape; the leaf itself where its dtype is wide enough.
+        name: name in the whole model.
+        parameter: parameter as the stage stores it.
+        leaf: local shard that the model computes with.
+        master: weight that is updated, of the leaf's shape; the leaf itself if its dtype is wide enough.
     """
 
     name: str
@@ -36,12 +36,12 @@ class Weight:
         return self.leaf.requires_grad
 
     def stored(self, shard: Tensor) -> Tensor:
-        """A tensor of the local shape as a global one, the way the parameter is stored."""
+        """Wrap a tensor of the local shape as a global one, the way the parameter is stored."""
         return like(self.parameter, shard)
 
 
 def make_weights(parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> list[Weight]:
-    """The weights of parameters, each given with its name in the whole model; masters in `dtype`, not yet set."""
+    """Make the weights of parameters, given with their names in the whole model; masters in `dtype`, not yet set."""
     weights = []
     for name, parameter in parameters:
         leaf = local(parameter)
@@ -57,7 +57,7 @@ def initialise_(
     gradients: Gradients,
     constructed: ConstructedModel | None = None,
 ) -> None:
-    """Set masters and model to the initial weights of `seed`, the masters at their full width."""
+    """Set masters, at their full width, and model to the initial weights of `seed`."""
     for weight in weights:
         draw_(weight.master, weight.parameter, weight.name, plan, seed, constructed)
     publish_(weights, gradients)
@@ -81,15 +81,9 @@ def draw_(
     seed: int,
     constructed: ConstructedModel | None = None,
 ) -> Tensor:
-    """Fill `into`, of the local shape of `parameter`, with the initial values of that part.
+    """Fill `into`, of the local shape of `parameter`, with this rank's part of the initial values.
 
-    Args:
-        into: the tensor to fill, of any float dtype (a master copy may be wider than the parameter).
-        parameter: gives the whole shape and where the local part starts.
-        name: the parameter's name in the whole model.
-        plan: says which values it starts from.
-        seed: the run's seed.
-        constructed: the whole model, for values that are as its constructor draws them.
+    `into` may be wider than the parameter (a master copy); `constructed` has the values that the constructor draws.
     """
     initial, starts = plan.initial(name), offset(parameter)
     if isinstance(initial, Normal):

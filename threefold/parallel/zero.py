@@ -1,15 +1,15 @@
 """ZeRO (sharded data parallelism): weights, gradients and optimizer state sharded over the replicas by `fully_shard`.
 
-ZeRO's three stages (Rajbhandari et al., arXiv 1910.02054). A rank keeps its shard of the weights in the width that they
-are updated in, and its optimizer state. For a step the weights are gathered, layer by layer, in the width that
-is computed in (all-gather); gradients are summed over the replicas into the shards (reduce-scatter). The stages differ
-in how long whole tensors stay in memory: with 1, weights and gradients from their first micro-batch to the end of the
-step; with 2, a layer's gradients are reduce-scattered after each micro-batch; with 3, its weights are freed after each
-forward and each backward pass, too.
+ZeRO has three stages (Rajbhandari et al., arXiv 1910.02054). A rank keeps its shard of the weights in the width of the
+update, and the shard's optimizer state. In a step, weights are gathered layer by layer in the width of the computation
+(all-gather), and gradients are summed over the replicas into the shards (reduce-scatter). The stages differ in how long
+whole tensors stay in memory: with 1, weights and gradients from their first micro-batch to the end of the step; with 2,
+a layer's gradients are reduce-scattered after each micro-batch; with 3, its weights are also freed after each forward
+and each backward pass.
 
-With `zero_shards` below dp, a copy is sharded over that many replicas; ranks that hold the same shard then sum its
+With `zero_shards` below dp, a copy is sharded over that many replicas, and ranks that hold the same shard sum its
 gradients once a step (hybrid sharding, Zhao et al., arXiv 2304.11277, section 3.2.2). Experts that `ep` replicas share
-are sharded over those of the same experts among them.
+are sharded over those of them that have the same experts.
 """
 
 from collections import Counter
@@ -53,13 +53,13 @@ from threefold.torch_private.tensors import foreach_mul_
 
 @dataclass(frozen=True)
 class ZeroSharding:
-    """The ZeRO stage and the axes of hybrid sharding.
+    """ZeRO stage, and axes of hybrid sharding.
 
     Attributes:
         stage: 1 shards the optimizer state, 2 gradients too, 3 weights too.
-        shards: the ranks over which one copy of the state is sharded.
-        replicas: the ranks that hold the same shard.
-        expert_shards, expert_replicas: the same for experts that some replicas share.
+        shards: ranks over which one copy of the state is sharded.
+        replicas: ranks that hold the same shard.
+        expert_shards, expert_replicas: such ranks for experts that some replicas share.
     """
 
     stage: int
@@ -70,7 +70,7 @@ class ZeroSharding:
 
 
 def make_zero_sharding(mesh: Mesh, stage: int, shards: int) -> ZeroSharding | None:
-    """The sharding of `parallel.zero` and `parallel.zero_shards`; None for stage 0. Collective over the world."""
+    """Return the sharding over `shards` replicas; None for ZeRO stage 0. Collective over the world."""
     if not stage:
         return None
     axes = mesh.shard_and_replica_axes(shards)
@@ -78,13 +78,10 @@ def make_zero_sharding(mesh: Mesh, stage: int, shards: int) -> ZeroSharding | No
 
 
 def shard_parameters(stages: Sequence[Stage], zero: ZeroSharding, mesh: Mesh, dtype: torch.dtype) -> None:
-    """Cut the parameters of `stages` into shards and allocate this rank's, their values not yet set.
+    """Shard the parameters of `stages`, and allocate this rank's shards, their values not yet set.
 
-    Args:
-        stages: on the meta device, split over the tensor axis already, in the dtype that weights are updated in.
-        zero: the stage, and the ranks over which a copy is sharded.
-        mesh: of this rank.
-        dtype: what is computed in.
+    The stages are on the meta device, already split over the tensor axis, in the dtype of the update; `dtype` is the
+    computation's.
     """
     for stage in stages:
         before = dict(stage.named_parameters())
@@ -94,7 +91,7 @@ def shard_parameters(stages: Sequence[Stage], zero: ZeroSharding, mesh: Mesh, dt
         layers = [stage.get_submodule(name) for name in stage.layer_names]
         _wrap(stage, layers, zero, _policy(stage, dtype))
         replace_parameters(stage, lambda parameter: _allocated(parameter, mesh.device))
-        stage.to(mesh.device)  # makes torch take the new tensors over (and pad those that need it)
+        stage.to(mesh.device)  # makes torch take over the new tensors (and pad those that need it)
         for name, parameter in stage.named_parameters():
             experts = is_of_experts(before[name])
             _describe(parameter, before[name], zero.expert_shards if experts else zero.shards)
@@ -103,14 +100,12 @@ def shard_parameters(stages: Sequence[Stage], zero: ZeroSharding, mesh: Mesh, dt
 def shard_values(
     module: nn.Module, zero: ZeroSharding, compression: torch.dtype | None = None, tp: Axis | None = None
 ) -> None:
-    """Cut the parameters of a module that has its values, in place; a rank keeps its shards.
+    """Shard the parameters of a module that has its values, in place; a rank keeps its shards.
 
     Args:
-        module: any; each layer of its outermost `nn.ModuleList`s is gathered by itself, the rest together.
-        zero: the stage, and the ranks over which a copy is sharded.
-        compression: 16-bit dtype that gradients are summed over those ranks in; None for their own. Micro-batches are
-            added up at full width.
-        tp: the tensor ranks, with compression; None for no others.
+        module: any module; each layer of its outermost `nn.ModuleList`s is gathered by itself, the rest together.
+        compression: 16-bit dtype of the gradients' sums; None for their own. Micro-batches are added up at full width.
+        tp: tensor ranks, with compression; None for no others.
     """
     before = dict(module.named_parameters())
     # `fully_shard` cuts contiguous tensors only.
@@ -123,7 +118,7 @@ def shard_values(
 
 
 def report_gradients(module: nn.Module, report: Callable[[str], None]) -> None:
-    """Call `report(name)` when autograd has accumulated a gradient of a parameter of a module of `shard_values`."""
+    """Call `report(name)` when autograd has accumulated a parameter's gradient, for a module of `shard_values`."""
     held: dict[nn.Module, list[tuple[nn.Module, str, str]]] = {}
     _find_held(module, module, "", held)
     for wrapped, places in held.items():
@@ -137,7 +132,7 @@ def _find_held(
     prefix: str,
     held: dict[nn.Module, list[tuple[nn.Module, str, str]]],
 ) -> None:
-    """Which module gathers each parameter: the innermost around it that `fully_shard` made one that gathers."""
+    """Collect the parameters of a module in `held`, by the innermost FSDP module around them, which gathers them."""
     wrapped = module if isinstance(module, FSDPModule) else wrapped
     for attribute, _ in module.named_parameters(recurse=False):
         held.setdefault(wrapped, []).append((module, attribute, prefix + attribute))
@@ -152,7 +147,7 @@ def _watch(
     _module: nn.Module,
     _arguments: Any,
 ) -> None:
-    # Called when the whole parameters have been gathered; torch keeps one object for each.
+    # Called when whole parameters have been gathered; torch keeps one object for each.
     for owner, attribute, name in places:
         parameter = getattr(owner, attribute)
         if parameter.requires_grad and parameter not in watched:
@@ -161,7 +156,7 @@ def _watch(
 
 
 def _listed_layers(module: nn.Module) -> list[nn.Module]:
-    """The modules in its outermost lists, except containers, which are not called themselves."""
+    """Return the modules in the outermost lists, except containers, which are not called themselves."""
     found: list[nn.Module] = []
     for child in module.children():
         if isinstance(child, nn.ModuleList):
@@ -202,7 +197,7 @@ def _wrap(
     tp: Axis | None = None,
 ) -> None:
     uses = Counter(parameter for layer in layers for parameter in layer.parameters())
-    # Layers with tied weights have to be gathered together: the root does it, around all its layers.
+    # Layers with tied weights must be gathered together: the root does it, around all its layers.
     alone = [layer for layer in layers if all(uses[parameter] == 1 for parameter in layer.parameters())]
     for module in (*alone, root):
         mesh, reshard = zero.shards.device_mesh, zero.stage == 3
@@ -212,7 +207,7 @@ def _wrap(
 
 def _set_up(module: nn.Module, axis: Axis, compression: torch.dtype | None = None, tp: Axis | None = None) -> None:
     assert isinstance(module, FSDPModule)  # what `fully_shard` made it
-    # The loss is divided by the tokens of the global batch, so the replicas' gradients are summed, not averaged.
+    # The loss is divided by the tokens of the global batch, so gradients are summed over replicas, not averaged.
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
     module.set_custom_all_gather(_AllGather(axis))
@@ -227,7 +222,7 @@ def _allocated(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
 
 
 def _describe(parameter: nn.Parameter, before: nn.Parameter, axis: Axis) -> None:
-    """Record the shard's position in the global weight, where the tensor axis shards that too."""
+    """Record the shard's position in the global weight if the tensor axis shards that too."""
     if not isinstance(before, DTensor) or not isinstance(parameter, DTensor):
         return
     assert axis.device_mesh is not None
@@ -249,12 +244,7 @@ def _describe(parameter: nn.Parameter, before: nn.Parameter, axis: Axis) -> None
 
 
 class ShardedGradients(Gradients):
-    """Gradients whose shards, reduce-scattered at the end of a step, are on the ranks that update them.
-
-    Args:
-        stages: this rank's, their parameters sharded.
-        zero: the stage and its axes.
-    """
+    """Gradients in shards, reduce-scattered by the end of a step to the ranks that update them."""
 
     def __init__(self, stages: Sequence[nn.Module], zero: ZeroSharding) -> None:
         self._zero = zero
@@ -262,7 +252,7 @@ class ShardedGradients(Gradients):
         trained = (each for stage in stages for each in stage.parameters() if each.requires_grad)
         self._parameters = {local(stored(parameter)): parameter for parameter in trained}
         self._experts = {leaf for leaf, parameter in self._parameters.items() if is_of_experts(stored(parameter))}
-        # Reduce-scatters add what a rank gets in one order, wherever it is in the buffer; all-reduces do not.
+        # Reduce-scatters add a rank's elements in one order, wherever they are in the buffer; all-reduces do not.
         self._in_order = any(has_uneven_shards(stored(parameter)) for parameter in self._parameters.values())
         self._gradients: dict[Tensor, Tensor] = {}
         self._observer: Observer | None = None
@@ -281,7 +271,7 @@ class ShardedGradients(Gradients):
             root.set_is_last_backward(False)
             root.set_requires_gradient_sync(self._zero.stage > 1)
             root.set_reshard_after_backward(self._zero.stage == 3)
-            # What one replica did not use, another may have.
+            # Another replica may have used what this one did not.
             root.set_reduce_scatter_unused_params(self._zero.stage > 1)
 
     def finish(self) -> None:
@@ -290,7 +280,7 @@ class ShardedGradients(Gradients):
             root.set_requires_gradient_sync(True)
             root.set_reshard_after_backward(True)
             root.set_reduce_scatter_unused_params(self._zero.stage == 1)
-            # As torch does at the end of a backward pass: reduce-scatter the rest, free gathered weights, wait.
+            # The end of a backward pass in torch: reduce-scatter the rest, free gathered weights, wait.
             finish_backward(root)
         for leaf, parameter in self._parameters.items():
             grad = parameter.grad
@@ -320,11 +310,11 @@ class ShardedGradients(Gradients):
             self._replicas(experts).all_reduce_together_(gradients, self._in_order)
 
     def _replicas(self, experts: bool) -> Axis:
-        """The ranks that have the same shards, of experts or of other weights."""
+        """Return the ranks that have the same shards, of experts or of other weights."""
         return self._zero.expert_replicas if experts else self._zero.replicas
 
     def _axis(self, module: FSDPModule) -> Axis:
-        """The ranks over which a module's gradients are reduce-scattered."""
+        """Return the ranks over which a module's gradients are reduce-scattered."""
         assert isinstance(module, nn.Module)
         experts = all(is_of_experts(stored(parameter)) for parameter in module.parameters())
         return self._zero.expert_shards if experts else self._zero.shards
@@ -335,7 +325,7 @@ class ShardedGradients(Gradients):
 
 
 class _OverAxis:
-    """FSDP's collectives over an `Axis`: recorded, and through shared memory where the axis has it."""
+    """FSDP's collectives over an `Axis`: recorded, and through shared memory if the axis has it."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
@@ -377,7 +367,7 @@ class _ReduceScatter(_OverAxis, ReduceScatter):
 
 
 class _NarrowReduceScatter(_ReduceScatter):
-    """The sum in 16 bits, as that of `compression`."""
+    """Reduce-scatter in 16 bits (gradient compression)."""
 
     def __init__(self, axis: Axis, dtype: torch.dtype, tp: Axis | None) -> None:
         super().__init__(axis)

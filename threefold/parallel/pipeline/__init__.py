@@ -1,1 +1,1 @@
-"""Pipeline parallelism: which stages a rank has, and schedules that run micro-batches through them."""
+"""Pipeline parallelism: stages of a model on different ranks, and schedules that run micro-batches through them."""

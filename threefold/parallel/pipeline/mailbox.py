@@ -1,14 +1,14 @@
-"""What ranks of one host send each other, through memory that they share: for CPU tensors, without sockets.
+"""Messages between ranks of one host through shared memory: CPU tensors, without sockets.
 
-A rank copies what it sends into a free slot of its own and puts a note into the receiver's inbox, a pipe, which wakes
-that one if it sleeps. The receiver copies it out when it needs it, and gives the slot back through another pipe, which
-wakes nobody. A tensor for which there is no slot goes through the process group; the note has a number from `SLOTS` on
-in place of a slot, which comes back in the same way, and until then the tensor is kept.
+A sender copies a tensor into a free slot of its own and writes a note into the receiver's inbox, a pipe, which wakes
+the receiver if it sleeps. The receiver copies the tensor out when it needs it, and returns the slot through another
+pipe, which wakes nobody. Without a slot for it, a tensor goes through the process group: its note has a number from
+`SLOTS` up in place of a slot, which is returned in the same way, and the sender keeps the tensor until then.
 
-A sender never waits for a receiver: pipes have room for the notes of two passes, and none is ahead of another rank by
-more. So no rank waits for one that waits for it, in whatever order the ranks of a pipeline send and receive, and
-whatever else they wait for in between: with fewer slots than what is under way, a rank that waits for a slot could wait
-for one that waits for it in a collective. Pipes order the accesses to memory around them, as in `comm.turnstile`.
+A sender never waits for a receiver: pipes have room for the notes of two passes, and no rank is further ahead of
+another. So ranks cannot deadlock, in whatever order they send, receive and wait for something else. If senders waited
+for slots, one could wait for a rank that waits for it in a collective. Pipes order the accesses to memory around them,
+as those of `Turnstile` do.
 """
 
 import os
@@ -27,11 +27,9 @@ from torch import Tensor
 from threefold.comm.segments import PeerLostError, Room, Shared, close_all, poller, share, whole_pages
 
 SLOTS: Final = 8
-"""Of each rank. Of a pipeline's messages, those that are sent and not needed yet: about two for each micro-batch in
-flight between two stages."""
+"""Slots of each rank; a pipeline has about two waiting messages per micro-batch in flight between two stages."""
 MOST_BYTES: Final = 4 << 20
-"""Of a slot. Longer messages have longer computations beside them, gloo takes them as fast, and a host's shared memory
-may be small."""
+"""Largest slot. Longer messages overlap with more computation, gloo is as fast, and shared memory may be small."""
 
 _NOTE = struct.Struct("<IHHQ")  # number of the pass, index of the sender, slot, bytes
 _RETURNED = struct.Struct("<H")  # slot
@@ -40,7 +38,7 @@ _READ_BYTES = 4096
 
 
 class _Message(NamedTuple):
-    """What has arrived: in a slot of its sender's, or received through the process group."""
+    """An arrived message: in a slot of its sender, or received through the process group."""
 
     slot: int
     nbytes: int
@@ -48,18 +46,14 @@ class _Message(NamedTuple):
 
 
 class Mailbox:
-    """Sends and receives between the ranks of a process group that are on one host.
+    """Sends and receives between the ranks of a process group on one host.
 
-    Messages from one rank to another are numbered in the order in which they are sent, and anew in each pass. All ranks
-    begin as many passes as the others, and send and receive the same messages in each; what is left of a pass that
-    failed is dropped.
+    Messages from one rank to another are numbered in the order of their sends, anew in each pass. All ranks run the
+    same number of passes, with matching sends and receives; what is left of a failed pass is dropped.
 
     Args:
-        shared: memory with `SLOTS` slots of each rank, and pipes: the inboxes of all ranks, and what they get back.
-        group: of the same ranks.
-
-    Attributes:
-        ranks: global ranks, by their index in the group.
+        shared: memory with `SLOTS` slots per rank, and pipes: inboxes of all ranks, then pipes that return slots.
+        group: process group of the same ranks.
     """
 
     def __init__(self, shared: Shared, group: dist.ProcessGroup) -> None:
@@ -79,15 +73,14 @@ class Mailbox:
 
     @classmethod
     def try_create(cls, group: dist.ProcessGroup, nbytes: int, messages: int) -> "Mailbox | None":
-        """Set one up between the ranks of `group`; a collective call, with the same answer on every rank.
+        """Set up a mailbox between the ranks of a gloo group; None if there can be none. Collective over the group.
+
+        All ranks get the same answer. There can be none if the ranks are not all on one host, if the host has no room
+        for the memory or for so many notes, or if a rank has messages of more than `MOST_BYTES`.
 
         Args:
-            group: a gloo process group.
-            nbytes: of a message; those of up to so many as the first rank says go through memory.
-            messages: that a rank sends or receives in a pass, at most.
-
-        Returns None when the ranks are not all on one host, when it has no room for the memory or for so many messages,
-        or when one of them has messages of more than `MOST_BYTES`.
+            nbytes: largest message that goes through memory; the first rank's value counts.
+            messages: most messages that a rank sends or receives in a pass.
         """
         shared = share([group], partial(room_for_mail, nbytes=nbytes, messages=messages))[0]
         return None if shared is None else cls(shared, group)
@@ -99,7 +92,7 @@ class Mailbox:
         self._slots = torch.empty(0, dtype=torch.uint8)
 
     def begin(self) -> None:
-        """A pass begins."""
+        """Begin a pass, and drop messages of earlier ones."""
         self._pass += 1
         self._expected.clear()
         self._take_back()
@@ -114,7 +107,7 @@ class Mailbox:
         self._by_group.clear()
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Send a tensor to the rank at index `to`; it must not be overwritten before `finish`."""
+        """Send a tensor to the rank at index `to`; do not overwrite it before `finish`."""
         flat = tensor.detach().reshape(-1).contiguous()
         if self._by_group or not self._free:
             self._take_back()
@@ -124,27 +117,22 @@ class Mailbox:
         else:
             slot = next(self._numbers)
             work = dist.isend(flat.view(torch.uint8), group=self._group, group_dst=to)
-            assert work is not None  # this rank is one of the group
+            assert work is not None  # this rank is in the group
             self._by_group[slot] = work, flat
         self._write(self._inboxes[to], _NOTE.pack(self._pass, self._index, slot, flat.nbytes), to, "send")
 
     def expect(self, source: int) -> int:
-        """The number of the next message from the rank at index `source` that nobody has expected in this pass."""
+        """Return the number of this pass's next message from the rank at index `source` that is not yet expected."""
         self._expected[source] += 1
         return self._expected[source] - 1
 
     def receive(self, source: int, number: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Wait for a message, and take it.
-
-        Args:
-            source: index of its sender.
-            number: of `expect`.
-            shape, dtype: of what was sent.
+        """Wait for message `number` (from `expect`) of the rank at index `source`, and take it.
 
         Raises:
-            PeerLostError: its sender has ended.
-            TimeoutError: it has not come.
-            RuntimeError: it has another length.
+            PeerLostError: the sender has ended.
+            TimeoutError: the message has not come in time.
+            RuntimeError: the message has another length.
         """
         arrived = self._arrived[self._pass, source]
         while len(arrived) <= number:
@@ -162,8 +150,6 @@ class Mailbox:
         self._give_back(source, slot)
         return out
 
-    # -- implementation --------------------------------------------------------------------------------------------
-
     def _slot(self, owner: int, slot: int, nbytes: int, dtype: torch.dtype) -> Tensor:
         return self._slots[owner, slot, :nbytes].view(dtype)
 
@@ -177,19 +163,18 @@ class Mailbox:
                 if slot < SLOTS:
                     self._free.append(slot)
                 elif slot in self._by_group:  # and not dropped by `finish`
-                    self._by_group.pop(slot)[0].wait()  # not for long, as it has arrived
+                    self._by_group.pop(slot)[0].wait()  # short: the tensor has arrived
 
     def _give_back(self, owner: int, slot: int) -> None:
         if slot != _TAKEN:
             self._write(self._returns[owner], _RETURNED.pack(slot), owner, "receive")
 
     def _write(self, pipe: int, content: bytes, peer: int, operation: str) -> None:
-        """Write into a pipe that the rank at index `peer` reads."""
         while True:
             try:
                 os.write(pipe, content)
                 return
-            except BlockingIOError:  # full, as its reader is passes behind
+            except BlockingIOError:  # full: its reader is passes behind
                 self._wait_for_room(pipe, peer, operation)
 
     def _wait_for_room(self, pipe: int, peer: int, operation: str) -> None:
@@ -203,7 +188,7 @@ class Mailbox:
             raise self._lost(operation, peer)
 
     def _read(self, source: int) -> None:
-        """Read what notes there are, or wait for one of the rank at index `source`."""
+        """Read the notes that are there, or wait for one of the rank at index `source`."""
         inbox = self._inboxes[self._index]
         try:
             notes = os.read(inbox, _READ_BYTES)
@@ -211,7 +196,7 @@ class Mailbox:
             return self._sleep(source, inbox)
         for number, sender, slot, nbytes in _NOTE.iter_unpack(notes):
             received = None
-            if slot >= SLOTS:  # now, since these arrive in the order of the notes
+            if slot >= SLOTS:  # now, since these tensors arrive in the order of the notes
                 received = torch.empty(nbytes, dtype=torch.uint8)
                 dist.recv(received, group=self._group, group_src=sender)
                 self._give_back(sender, slot)
@@ -225,7 +210,7 @@ class Mailbox:
         events = dict(self._pollers[source].poll(self._timeout * 1000))
         if not events:
             raise self._too_late("receive", source)
-        # What a rank has sent may be taken after its end.
+        # Messages of a rank that has ended can still be taken.
         if inbox not in events and not poller(inbox, {}).poll(0):
             raise self._lost("receive", source)
 
@@ -241,7 +226,7 @@ class Mailbox:
 
 
 def room_for_mail(size: int, nbytes: int, messages: int) -> Room | None:
-    """What `size` ranks need for so many messages a pass of up to `nbytes`; None where these are too long."""
+    """Return the memory and pipes that `size` ranks need for messages of up to `nbytes`; None if these are too long."""
     if nbytes > MOST_BYTES:
         return None
     names = [f"{kind}-{index}" for kind in ("inbox", "returns") for index in range(size)]

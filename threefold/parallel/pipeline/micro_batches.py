@@ -1,4 +1,4 @@
-"""The samples of one step on a rank, and how a stage computes with a micro-batch of them."""
+"""Samples of a step on a rank, and how a stage computes with a micro-batch of them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -17,11 +17,11 @@ from threefold.parallel.pipeline.stage import Stage
 
 
 class StepSamples(ABC):
-    """The samples of one step on a rank, or a micro-batch of them."""
+    """Samples of one step on a rank, or a micro-batch of them."""
 
     @abstractmethod
     def split(self, parts: int) -> "Sequence[StepSamples]":
-        """Micro-batches of equal size.
+        """Split into micro-batches of equal size.
 
         Raises:
             ValueError, UserError: the samples do not divide by `parts`.
@@ -29,38 +29,23 @@ class StepSamples(ABC):
 
     @abstractmethod
     def through(self, stage: Stage, received: tuple[Tensor, ...] | None = None) -> Any:
-        """What a stage computes for a micro-batch: its activations, or the loss on the last one.
-
-        Args:
-            stage: the layers.
-            received: the activations of the stage before it; None on the first stage.
-        """
+        """Run a stage on received activations (None on the first); return its own, or the loss on the last stage."""
 
     @property
     @abstractmethod
     def shapes(self) -> Hashable:
-        """What decides the shapes of the activations."""
+        """Key of the samples' shapes, which decide those of the activations."""
 
 
 @dataclass(frozen=True)
 class LocalBatch(StepSamples):
-    """Tokens and labels: those of a rank's replica, each sequence restricted to the rank's positions.
-
-    Attributes:
-        tokens, labels: int64 [B, S], this rank's positions of each sequence.
-        samples: dropout keys and documents.
-    """
+    """Tokens and labels int64 [B, S] of a rank's replica, at the rank's positions of each sequence."""
 
     tokens: Tensor
     labels: Tensor
     samples: SampleInfo = NOTHING
 
     def split(self, parts: int) -> list["LocalBatch"]:
-        """The batch divided into micro-batches of equal size.
-
-        Raises:
-            ValueError: the samples do not divide by `parts`.
-        """
         if len(self.tokens) % parts:
             raise ValueError(f"{len(self.tokens)} samples do not divide into {parts} micro-batches")
         facts = [[None] * parts if fact is None else fact.chunk(parts) for fact in self.samples]
@@ -78,14 +63,7 @@ class LocalBatch(StepSamples):
 
 @dataclass(frozen=True)
 class OwnBatch(StepSamples):
-    """A batch of a user's own model, whose loss is computed of what its last layer returns.
-
-    Attributes:
-        data: tensors in any nesting, on this rank's device.
-        loss: of the last layer's output, and sums of its terms.
-        dtype: that the model computes in.
-        samples: dropout keys.
-    """
+    """Batch of a user's own model (tensors in any nesting), whose loss is a function of the last layer's output."""
 
     data: Any
     loss: TermSums
@@ -93,11 +71,6 @@ class OwnBatch(StepSamples):
     samples: SampleInfo = NOTHING
 
     def split(self, parts: int) -> list["OwnBatch"]:
-        """The batch divided into micro-batches of equal size.
-
-        Raises:
-            UserError: the samples do not divide by `parts`.
-        """
         data, keys = split_batch(self.data, parts), self.samples.keys
         samples = [NOTHING] * parts if keys is None else [SampleInfo(each) for each in keys.chunk(parts)]
         return [OwnBatch(part, self.loss, self.dtype, of_part) for part, of_part in zip(data, samples, strict=True)]
@@ -114,17 +87,13 @@ class OwnBatch(StepSamples):
 
 
 Entry = tuple[Tensor, Callable[[], Tensor]]
-"""A leaf, and the function that computes one of its gradients."""
+"""Leaf, and the function that computes one of its gradients."""
 Watch = Callable[[Tensor], Callable[[Tensor], None]]
-"""Called with a leaf when a gradient of it is deferred; returns what is called with the gradient, once computed."""
+"""Function called with a leaf when its gradient is deferred; returns a function to call with the computed gradient."""
 
 
 class DeferredGradients:
-    """A rank's store of deferred weight gradients.
-
-    Attributes:
-        is_open: whether backward passes defer weight gradients to this store, as they do within `collecting`.
-    """
+    """Store of deferred weight gradients; `is_open` while backward passes defer to it, within `collecting`."""
 
     def __init__(self) -> None:
         self.is_open = False
@@ -134,14 +103,14 @@ class DeferredGradients:
         self._watch: Watch | None = None
 
     def defer(self, leaf: Tensor, gradient: Callable[[], Tensor]) -> None:
-        """Have `gradient()` added to the gradient of `leaf` later."""
+        """Add `gradient()` to the gradient of `leaf` later."""
         if self._watch is not None:
             gradient = partial(_watched, gradient, self._watch(leaf))
         self._entries.append((leaf, gradient))
 
     @contextmanager
     def watching(self, watch: Watch) -> Iterator[None]:
-        """Have `watch` see the gradients that are deferred within the block."""
+        """Call `watch` for the gradients that are deferred within the block."""
         self._watch = watch
         try:
             yield
@@ -149,20 +118,17 @@ class DeferredGradients:
             self._watch = None
 
     def take(self) -> Callable[[], None]:
-        """What computes all that was deferred since the last call: one micro-batch's weight gradients on one stage."""
+        """Return a function that computes the gradients deferred since the last call: one micro-batch on one stage."""
         entries, self._entries = self._entries, []
         self._outstanding += 1
         return partial(self._compute, entries)
 
     @contextmanager
     def collecting(self, add: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
-        """Defer the weight gradients of the block's backward passes, those of one step.
-
-        Args:
-            add: adds a gradient to that of its leaf, in the dtype that gradients are accumulated in.
+        """Defer the weight gradients of one step's backward passes; `add` accumulates each in its leaf's gradient.
 
         Raises:
-            RuntimeError: at its end, some were never computed.
+            RuntimeError: some gradients were never computed.
         """
         self.is_open, self._add = True, add
         try:

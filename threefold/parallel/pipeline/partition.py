@@ -1,4 +1,4 @@
-"""Which pipeline rank holds which stages, and which layers these have."""
+"""Partition of a model's layers into pipeline stages, and placement of the stages on ranks."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -16,26 +16,26 @@ from threefold.models.sharding import ModelPlan
 
 @dataclass(frozen=True)
 class StageMap:
-    """The stages of a pipeline, their layers and their ranks.
+    """Stages of a pipeline, with their layers and ranks.
 
     Attributes:
-        bounds: first layer of each stage, and the number of layers.
-        ranks: the coordinate on the pp axis of the rank that holds each stage.
+        bounds: first layer of each stage, then the number of layers.
+        ranks: coordinate on the pp axis of the rank that holds each stage.
     """
 
     bounds: tuple[int, ...]
     ranks: tuple[int, ...]
 
     def held_by(self, rank: int) -> list[int]:
-        """Numbers of the stages that `rank` of the pp axis holds, ascending."""
+        """Return the numbers of the stages on `rank` of the pp axis, ascending."""
         return [stage for stage, holder in enumerate(self.ranks) if holder == rank]
 
     def layers(self, stage: int) -> tuple[int, int]:
-        """First and past-the-last layer of a stage."""
+        """Return the first and the past-the-last layer of a stage."""
         return self.bounds[stage], self.bounds[stage + 1]
 
     def stage_of(self, layer: int) -> int:
-        """The stage that holds `layer`."""
+        """Return the number of the stage that holds `layer`."""
         return next(stage for stage in range(len(self.ranks)) if self.bounds[stage] <= layer < self.bounds[stage + 1])
 
 
@@ -49,12 +49,11 @@ def stage_bounds(
     partition: str | Sequence[int] = "cost",
     pp: int | None = None,
 ) -> list[int]:
-    """First layer of each stage, and the number of layers.
+    """Return the first layer of each stage, then the number of layers.
 
     Args:
-        costs: what each layer costs, in any unit.
-        kinds: the class name of each layer.
-        stages: number of stages.
+        costs: cost of each layer, in any unit.
+        kinds: class name of each layer.
         partition: `cost`, `uniform`, `uniform-chunks`, `class:NAME`, or the stage split points.
         pp: number of pipeline ranks, for `uniform-chunks`; by default as many as stages.
 
@@ -91,18 +90,18 @@ def stage_bounds(
 
 
 def partition_uniform(items: int, pp: int, chunks: int = 1) -> list[int]:
-    """Bounds of pp · chunks runs of layers whose lengths differ by one at most; the longer ones come last.
+    """Return the bounds of pp · chunks stages whose lengths differ by one at most; the longer ones come last.
 
     Args:
         items: number of layers.
         pp: number of pipeline ranks.
-        chunks: runs of layers (stages) of each rank.
+        chunks: number of stages per rank.
 
     Returns:
         pp · chunks + 1 ascending numbers, from 0 to `items`.
 
     Raises:
-        UserError: there are fewer layers than runs, so a stage would be empty.
+        UserError: there are fewer layers than stages, so that one would be empty.
     """
     parts = pp * chunks
     _require_enough(items, parts)
@@ -111,21 +110,21 @@ def partition_uniform(items: int, pp: int, chunks: int = 1) -> list[int]:
 
 
 def partition_uniform_chunks(items: int, pp: int, chunks: int) -> list[int]:
-    """Bounds by Colossal-AI's rule: the layers in `chunks` equal parts, and each of these over all `pp` ranks.
+    """Return stage bounds by Colossal-AI's rule: layers in `chunks` equal parts, each divided over all `pp` ranks.
 
-    What does not divide makes the later parts longer, and within each part the later runs. So every pass through the
-    ranks has about as many layers as every other, where `partition_uniform` gives what is left over to the last pass.
+    A remainder makes the later parts longer, and within each part the later stages. So every pass through the ranks has
+    about as many layers as the others, where `partition_uniform` gives the remainder to the last pass.
 
     Args:
         items: number of layers.
         pp: number of pipeline ranks.
-        chunks: runs of layers (stages) of each rank.
+        chunks: number of stages per rank.
 
     Returns:
         pp · chunks + 1 ascending numbers, from 0 to `items`.
 
     Raises:
-        UserError: a part has fewer layers than there are ranks, so a stage would be empty.
+        UserError: a part has fewer layers than there are ranks, so that a stage would be empty.
 
     Example:
         >>> threefold.partition_uniform_chunks(10, 2, 2)
@@ -139,18 +138,18 @@ def partition_uniform_chunks(items: int, pp: int, chunks: int) -> list[int]:
 
 
 def layers_by_rank(bounds: Sequence[int], pp: int, schedule: str = "interleaved") -> list[list[tuple[int, int]]]:
-    """The layers of each pipeline rank.
+    """Return the layers of each pipeline rank.
 
     Args:
-        bounds: of the stages, as `partition_uniform` gives them.
+        bounds: bounds of the stages, as from `partition_uniform`.
         pp: number of pipeline ranks.
-        schedule: as in `parallel.schedule`, which places the stages: stage n on rank n modulo `pp`, or folded in a V.
+        schedule: `parallel.schedule`, which places the stages: stage n on rank n modulo `pp`, or folded in a V.
 
     Returns:
-        For each rank the first and the past-the-last layer of each of its stages.
+        for each rank, the first and the past-the-last layer of each of its stages.
 
     Raises:
-        UserError: the schedule does not have so many stages on so many ranks.
+        UserError: the schedule has another number of stages or ranks.
 
     Example:
         >>> threefold.layers_by_rank([0, 2, 5, 7, 10], pp=2)
@@ -174,15 +173,15 @@ def layers_by_rank(bounds: Sequence[int], pp: int, schedule: str = "interleaved"
 
 
 def partition_by_class(kinds: Sequence[str], kind: str, pp: int) -> list[int]:
-    """Bounds that divide the layers of class `kind` evenly; layers before the first of them are on the first stage.
+    """Return bounds that divide the layers of class `kind` evenly; layers before them are on the first stage.
 
     Args:
-        kinds: the class name of each layer, in order.
-        kind: the class to count.
+        kinds: class name of each layer, in order.
+        kind: class to count.
         pp: number of stages.
 
     Raises:
-        UserError: fewer layers of that class than stages.
+        UserError: there are fewer layers of that class than stages.
     """
     places = [place for place, name in enumerate(kinds) if name == kind]
     if len(places) < pp:
@@ -195,13 +194,13 @@ def partition_by_class(kinds: Sequence[str], kind: str, pp: int) -> list[int]:
 
 
 def partition_by_cost(costs: Sequence[float], pp: int) -> list[int]:
-    """Bounds that minimise the cost of the most expensive stage (the linear partition problem).
+    """Return the bounds that minimise the cost of the most expensive stage (the linear partition problem).
 
-    Of equally good answers, the one whose earlier stages are the lighter: they also hold the most activations. Takes
-    time in proportion to layers · stages.
+    Of equally good answers, it takes the one with lighter earlier stages, which hold the most activations. Time is
+    proportional to layers · stages.
 
     Args:
-        costs: what each layer costs, in any unit; not negative.
+        costs: cost of each layer, in any unit; not negative.
         pp: number of stages.
 
     Raises:
@@ -214,7 +213,7 @@ def partition_by_cost(costs: Sequence[float], pp: int) -> list[int]:
 
 @lru_cache(maxsize=2048)
 def _bounds_by_cost(costs: tuple[float, ...], pp: int) -> tuple[int, ...]:
-    for stages in range(1, pp):  # ascending, so that none recurses deeply
+    for stages in range(1, pp):  # ascending, so that no call recurses deeply
         _last_stages(costs, stages)
     bounds = [len(costs)]
     for stages in range(pp, 0, -1):
@@ -223,10 +222,10 @@ def _bounds_by_cost(costs: tuple[float, ...], pp: int) -> tuple[int, ...]:
 
 
 class _LastStages(NamedTuple):
-    """The best partition of the first layers into some number of stages, for each number of layers.
+    """Best partitions of the first n layers into a number of stages, for each n.
 
     Attributes:
-        peaks: cost of the most expensive stage; infinite where there are fewer layers than stages.
+        peaks: cost of the most expensive stage; infinite if there are fewer layers than stages.
         begins: first layer of the last stage.
     """
 
@@ -236,13 +235,13 @@ class _LastStages(NamedTuple):
 
 @lru_cache(maxsize=2048)
 def _last_stages(costs: tuple[float, ...], stages: int) -> _LastStages:
-    """Those of `stages` stages; kept, as those of more stages follow from them."""
+    """Return the best partitions into `stages` stages; cached, since those into more stages build on them."""
     count, sums = len(costs), _sums(costs)
     worst = _last_stages(costs, stages - 1).peaks if stages > 1 else [0.0] + [float("inf")] * count
     peaks, begins = [float("inf")] * (count + 1), [0] * (count + 1)
     low, crossing = stages - 1, stages - 1
     for end in range(stages, count + 1):
-        # A later start makes the last stage cheaper and those before it dearer: the best is where the two cross.
+        # A later start makes the last stage cheaper and those before it dearer: the best start is where the two cross.
         while crossing < end - 1 and worst[crossing] < sums[end] - sums[crossing]:
             crossing += 1
         peak = max(worst[crossing], sums[end] - sums[crossing])
@@ -259,12 +258,11 @@ def _last_stages(costs: tuple[float, ...], stages: int) -> _LastStages:
 
 @lru_cache(maxsize=8)
 def _sums(costs: tuple[float, ...]) -> list[float]:
-    """Of the first layers, for each number of them."""
+    """Return the cost of the first n layers, for each n."""
     return [0.0, *accumulate(costs)]
 
 
 def _require_bounds(bounds: Sequence[int], layers: int, stages: int) -> None:
-    """Check a hand-written list of stage split points."""
     _require_enough(layers, stages)
     ends = [0, *bounds, layers]
     if len(bounds) == stages - 1 and all(a < b for a, b in pairwise(ends)):
@@ -279,7 +277,7 @@ def _require_bounds(bounds: Sequence[int], layers: int, stages: int) -> None:
 
 
 def _nearest_split_points(bounds: Sequence[int], layers: int) -> list[int]:
-    """The nearest ascending numbers with which each stage has a layer."""
+    """Return the nearest ascending numbers that leave no stage empty."""
     up: list[int] = []
     for bound in bounds:
         up.append(max(bound, up[-1] + 1 if up else 1))
@@ -292,7 +290,7 @@ def _require_enough(items: int, parts: int) -> None:
 
 
 def stage_map(plan: ModelPlan, config: Config) -> StageMap:
-    """The stages of a model's layers, as a config partitions them.
+    """Return the stages of a model's layers, as a config partitions them.
 
     Raises:
         UserError: the layers cannot be divided among the stages like that, or not with ZeRO.
@@ -320,7 +318,7 @@ def partitioned(
 
 
 def shared_between(plan: ModelPlan, stages: StageMap) -> dict[str, tuple[int, ...]]:
-    """Owner of each group of tied weights that more than one pp rank uses → those ranks, the owner's first."""
+    """Map the owner of each tied weight on several pp ranks to those ranks, the owner's first."""
     used: dict[str, tuple[int, ...]] = {}
     for owner, *users in plan.tied_groups():
         places = [_rank_of(name, plan, stages) for name in (owner, *users)]
@@ -331,7 +329,7 @@ def shared_between(plan: ModelPlan, stages: StageMap) -> dict[str, tuple[int, ..
 
 
 def between_stages_of_a_rank(plan: ModelPlan, stages: StageMap) -> tuple[str, str, int] | None:
-    """Two names that share a weight from different stages of one pp rank, and that rank; None where none do."""
+    """Return two names that share a weight across stages of one pp rank, and that rank; None if there are none."""
     for group in plan.tied_groups():
         places = [(name, _stage_of(name, plan, stages)) for name in group]
         for (name, stage), (other, later) in combinations(places, 2):
@@ -341,7 +339,7 @@ def between_stages_of_a_rank(plan: ModelPlan, stages: StageMap) -> tuple[str, st
 
 
 def covers(owner: str, name: str) -> bool:
-    """Whether the parameter `name` is the one called `owner`, or is in the module of that name."""
+    """Return whether the parameter `name` is called `owner`, or is in the module of that name."""
     return name == owner or name.startswith(owner + ".")
 
 

@@ -1,4 +1,4 @@
-"""Runs the micro-batches of a step: gradient accumulation on one stage, a pipeline schedule on several."""
+"""Run of a step's micro-batches: gradient accumulation on one stage, a pipeline schedule on several."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -30,11 +30,11 @@ __all__ = ["LocalBatch", "LoopRunner", "PipelineRunner", "Runner"]
 
 
 class Runner(ABC):
-    """Runs a replica's micro-batches through the stages of its ranks.
+    """Runner of a replica's micro-batches through the stages of its ranks.
 
     Attributes:
         has_loss: whether this rank has the last stage, which computes the loss.
-        arrivals: how many gradients autograd accumulates into each parameter in a step; None where parameters differ.
+        arrivals: gradients that autograd accumulates into each parameter in a step; None if parameters differ.
     """
 
     has_loss: bool
@@ -42,20 +42,20 @@ class Runner(ABC):
 
     @abstractmethod
     def forward_backward(self, batch: StepSamples, scale: float) -> Tensor:
-        """Forward and backward passes of all micro-batches; gradients are accumulated in the parameters' leaves.
+        """Run the forward and backward passes of all micro-batches; gradients accumulate in the parameters' leaves.
 
         Args:
-            batch: the replica's samples, the same on all its stages.
-            scale: what each loss is multiplied by: the loss scale, over the number of tokens with labels where a
-                micro-batch's loss is the sum over its tokens.
+            batch: samples of the replica, the same on all its stages.
+            scale: factor of each loss: the loss scale, divided by the number of valid tokens if a micro-batch's loss is
+                the sum over its tokens.
 
         Returns:
-            the scaled loss of all micro-batches together where `has_loss`, zero elsewhere (fp32 or fp64 scalar).
+            the scaled loss of all micro-batches together if `has_loss`, else zero (fp32 or fp64 scalar).
         """
 
     @abstractmethod
     def knows(self, shapes: Hashable) -> bool:
-        """Whether it can run samples of these `shapes`; else `prepare` is to be called with such."""
+        """Return whether samples of these shapes can run; otherwise `prepare` must be called with such samples."""
 
     @abstractmethod
     def prepare(self, batch: StepSamples) -> None:
@@ -63,17 +63,11 @@ class Runner(ABC):
 
     @abstractmethod
     def evaluate(self, batch: StepSamples) -> Tensor:
-        """The summed loss of all micro-batches, without gradients, where `has_loss`; zero elsewhere."""
+        """Return the summed loss of all micro-batches, without gradients, if `has_loss`; else zero."""
 
 
 class LoopRunner(Runner):
-    """One stage: gradient accumulation over micro-batches in a loop.
-
-    Args:
-        stage: the whole model (or this tensor rank's part of it).
-        micro_batches: how many the samples are split into.
-        heartbeat: of this rank.
-    """
+    """Gradient accumulation over micro-batches in a loop, on one stage."""
 
     has_loss = True
 
@@ -85,7 +79,7 @@ class LoopRunner(Runner):
         return True
 
     def prepare(self, batch: StepSamples) -> None:
-        """Nothing is sent, so nothing has to be known."""
+        """Do nothing: no activations are sent."""
 
     def forward_backward(self, batch: StepSamples, scale: float) -> Tensor:
         losses = []
@@ -108,12 +102,7 @@ class LoopRunner(Runner):
 
 
 class _Passes(NamedTuple):
-    """Torch's objects for the passes of batches of one shape.
-
-    Attributes:
-        stages: of `train`.
-        train, evaluate: schedules.
-    """
+    """Torch's objects for the passes of batches of one shape: the schedules, and the stages of `train`."""
 
     stages: list[ScheduledStage]
     train: PipelineSchedule
@@ -123,15 +112,10 @@ class _Passes(NamedTuple):
 class PipelineRunner(Runner):
     """Several stages, run in the order of a pipeline schedule by `torch.distributed.pipelining`.
 
-    The shape of the activations is declared, or found once for each shape of a batch, so that steps exchange no
-    metadata.
+    The shape of the activations is declared, or found once per batch shape, so that steps exchange no metadata.
 
     Args:
-        stages: this rank's, in the pipeline's order.
-        parallelism: which ranks hold the other stages.
-        schedule: of the config.
-        micro_batches: how many the samples are split into.
-        activation: shape [b, S, H] of one micro-batch's activations between stages; None where `prepare` finds them.
+        activation: shape [b, S, H] of a micro-batch's activations between stages; None if `prepare` finds the shapes.
         add_gradient: adds a deferred gradient to that of a leaf.
     """
 
@@ -146,7 +130,7 @@ class PipelineRunner(Runner):
     ) -> None:
         self._stages, self._parallelism, self._schedule = stages, parallelism, schedule
         self.has_loss = any(stage.gives_loss for stage in stages)
-        # With several stages on a rank, a tied weight may get a gradient from each, or one that was deferred.
+        # With several stages on a rank, a tied weight may get a gradient from each, or a deferred one.
         self.arrivals = micro_batches if schedule.one_backward_per_micro_batch else None
         loss_dtype = torch.promote_types(parallelism.dtype, torch.float32)
         self._zero = torch.zeros((), dtype=loss_dtype, device=parallelism.mesh.device)
@@ -177,24 +161,23 @@ class PipelineRunner(Runner):
         self.scheduled_stages, self._train, self._eval = passes
 
     def _make_passes(self, activations: Mapping[int, tuple[Tensor, ...]]) -> _Passes:
-        """Those for activations that each stage of this rank and each before one of them gives the next."""
+        """Make the schedules for the activations that each stage (of this rank, or before one of them) sends on."""
         count, placement = len(self._numbers), self._parallelism.stages
         self._mailbox = self._mailbox or self._make_mailbox(activations)
         stages = self._make_stages(activations, self._schedule.sends_apart, self._deferred, self._mailbox)
         train = training_schedule(self._schedule, stages, count, _scaled)
-        # Stages of its own: torch's keep buffers and shapes of the last pass, with or without gradients.
+        # Separate stages: torch's keep buffers and shapes of the last pass, with or without gradients.
         evaluate = evaluation_schedule(self._make_stages(activations, True), placement, count, _scaled)
         return _Passes(stages, train, evaluate)
 
     def _make_mailbox(self, activations: Mapping[int, tuple[Tensor, ...]]) -> Mailbox | None:
-        """For training. An evaluation has no backward passes that keep the first stages from running ahead, which waits
-        of a process group do."""
+        """Make the mailbox for training; evaluation uses the process group, whose waits keep stages in step."""
         pp = self._parallelism.mesh.pp
         if pp.group is None or pp.shared is None:
             return None
         nbytes = max(each.nbytes for given in activations.values() for each in given)
         tensors = max(map(len, activations.values()))
-        # An activation and a gradient of each micro-batch for each of a rank's stages.
+        # An activation and a gradient per micro-batch and stage.
         messages = 2 * tensors * len(self._numbers) * len(self._stages)
         with pp.waiting("gather"):
             return Mailbox.try_create(pp.group, nbytes, messages)
@@ -220,7 +203,7 @@ class PipelineRunner(Runner):
         return made
 
     def actions(self) -> list[Action]:
-        """The actions of this rank in a step, in order."""
+        """Return the actions of this rank in a step, in order."""
         return actions(self._train)
 
     @contextmanager
@@ -262,7 +245,7 @@ class PipelineRunner(Runner):
         losses: list[Tensor] = []
         is_first = any(stage.is_first for stage in self.scheduled_stages)
         try:
-            with mesh.pp.waiting("send"):  # but while one of its actions runs
+            with mesh.pp.waiting("send"):  # except while an action runs
                 run(
                     *([self._numbers] if is_first else []),
                     target=self._numbers if self.has_loss else None,
@@ -274,10 +257,10 @@ class PipelineRunner(Runner):
                 self._sends.finish()
         finally:
             self._micro_batches.clear()
-            self._sends.abandon()  # those of a step that failed
+            self._sends.abandon()  # left over if the step failed
         return torch.stack([loss.detach() for loss in losses]).sum() if self.has_loss else self._zero
 
 
 def _scaled(loss: Tensor, _number: Tensor, *, scale: float) -> Tensor:
-    """The last stage has computed the loss already."""
+    """Scale the loss, which the last stage has computed already."""
     return loss * scale

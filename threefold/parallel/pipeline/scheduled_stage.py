@@ -1,4 +1,4 @@
-"""Sends of a pipeline that runs on while they are under way, and frees what was sent before its step ends."""
+"""Stages and schedules of `torch.distributed.pipelining`, with sends that overlap and are freed within the step."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,30 +34,29 @@ from threefold.torch_private.pipelining import (
 
 
 class SendQueue:
-    """The sends of a rank's stages, in the order in which its schedule has them.
+    """Sends of a rank's stages, in the order of its schedule.
 
-    Torch's runtime for lists of actions keeps what was sent to the end of the step, which is a tensor for each
-    micro-batch. Here the fifth send waits for the first. No rank waits forever: in the order that torch puts sends and
-    receives in, each receive follows at once on its send, over all ranks, so that every send could be waited for where
-    it stands.
+    Torch's runtime for lists of actions keeps every sent tensor to the end of the step, one per micro-batch. Here, the
+    fifth send waits for the first. That cannot deadlock: in torch's order, each receive directly follows its send over
+    all ranks, so that even waiting for every send on the spot would end.
     """
 
     def __init__(self) -> None:
         self._under_way: deque[tuple[dist.Work | None, Tensor]] = deque()
 
     def start(self, ops: Iterable[dist.P2POp]) -> None:
-        """Start to send, and wait for the oldest where many are under way."""
+        """Start sends, and wait for the oldest if many are under way."""
         for op in ops:
             work = dist.isend(op.tensor, group=op.group, tag=op.tag, group_dst=op.group_peer)
             self._under_way.append((work, op.tensor))
         self._wait(SENDS_UNDER_WAY)
 
     def finish(self) -> None:
-        """Wait for all of them."""
+        """Wait for all sends."""
         self._wait(0)
 
     def abandon(self) -> None:
-        """Forget those of a step that failed."""
+        """Forget the sends of a step that failed."""
         self._under_way.clear()
 
     def _wait(self, rest: int) -> None:
@@ -68,7 +67,7 @@ class SendQueue:
 
 
 class TensorShape(NamedTuple):
-    """What the receiver of a tensor has to know of it."""
+    """Shape, dtype and `requires_grad` of a tensor, which its receiver must know."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -79,26 +78,20 @@ class TensorShape(NamedTuple):
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def on(self, device: torch.device | str) -> Tensor:
-        """An empty tensor like it."""
+        """Return an empty tensor of this shape and dtype."""
         return torch.empty(self.shape, dtype=self.dtype, device=device, requires_grad=self.requires_grad)
 
 
 def find_activations(
     stages: Sequence[Stage], placement: StageMap, mesh: Mesh, micro_batch: StepSamples
 ) -> dict[int, tuple[Tensor, ...]]:
-    """What each stage gives the next one, on the meta device, for the stages of this rank and those before them.
+    """Find the activations of this rank's stages, and of the stages before them, by a forward pass.
 
-    The micro-batch goes through all stages but the last, forward alone. Collective over the pipeline, and over whatever
-    the layers communicate with.
-
-    Args:
-        stages: this rank's, in the pipeline's order.
-        placement: which ranks hold the other stages.
-        mesh: of this rank.
-        micro_batch: real samples, so that layers may compute with their values.
+    The micro-batch, real samples since layers may depend on their values, passes through all stages but the last.
+    Collective over the pipeline, and over all that the layers communicate with.
 
     Returns:
-        number of a stage → its activations.
+        number of a stage → its activations, on the meta device.
     """
     found: dict[int, tuple[Tensor, ...]] = {}
     last: tuple[Tensor, ...] = ()
@@ -114,7 +107,7 @@ def find_activations(
         with torch.enable_grad():
             outputs = inputs_from(micro_batch.through(stage, received), stage.layer_names[-1]).args
         found[number] = _on_meta(outputs)
-        # As the next stage gets it: apart from the graph of this one.
+        # Detached from this stage's graph, as the next stage gets them.
         last = tuple(each.detach().requires_grad_(each.requires_grad) for each in outputs)
         receiver = placement.ranks[number + 1]
         if receiver != rank:
@@ -157,7 +150,7 @@ DeferredWeights = Callable[[], Callable[[], None]]
 
 
 class TimedAction(NamedTuple):
-    """When an action ran: seconds of `time.perf_counter`, on this rank."""
+    """Start and end of an action on this rank, in seconds of `time.perf_counter`."""
 
     action: Action
     start: float
@@ -165,13 +158,7 @@ class TimedAction(NamedTuple):
 
 
 class _StageOfMicroBatches(nn.Module):
-    """A stage as torch's schedules call it: with the number of a micro-batch, whose samples it knows.
-
-    Args:
-        stage: the layers.
-        micro_batches: those of the pass that runs.
-        is_first: whether it receives nothing.
-    """
+    """A stage as torch's schedules call it: with the number of a micro-batch instead of its samples."""
 
     def __init__(self, stage: Stage, micro_batches: Sequence[StepSamples], is_first: bool) -> None:
         super().__init__()
@@ -182,11 +169,11 @@ class _StageOfMicroBatches(nn.Module):
 
 
 class StageShapes(NamedTuple):
-    """Shapes of what a stage receives and gives, on the meta device: known before, so that no metadata is exchanged.
+    """Shapes of a stage's inputs and outputs on the meta device, declared so that no metadata is exchanged.
 
     Attributes:
-        inputs: the first stage's is the number of the micro-batch.
-        outputs: the last stage's is the loss.
+        inputs: activations received; on the first stage the number of the micro-batch.
+        outputs: activations sent; on the last stage the loss.
     """
 
     inputs: tuple[Tensor, ...]
@@ -196,20 +183,15 @@ class StageShapes(NamedTuple):
 class ScheduledStage(BufferedPipelineStage):
     """One stage of a rank, as a `PipelineStage` of torch.
 
-    In addition to torch's class, it has receive buffers for the micro-batches in flight only, counts its sends in the
-    mesh's recorder, refuses activations of another shape than declared, and can log when it computed. Activations are
-    one tensor or several; those without gradients, such as masks, get none.
+    Beyond torch's class, it has receive buffers for the micro-batches in flight only, counts its sends in the mesh's
+    recorder, refuses activations of an undeclared shape, and can log when it computes. Activations are one tensor or
+    several; those without gradients, such as masks, get none.
 
     Args:
-        stage: the layers.
-        number: its index in the pipeline.
-        stages: which ranks hold the other stages.
-        mesh: of this rank.
-        micro_batches: a list that holds those of the pass that runs.
-        shapes: of what the stage receives and gives.
+        micro_batches: list that holds the micro-batches of the current pass.
         deferred: called after each backward pass; returns the function that computes its deferred weight gradients.
-        sends: starts what the stage sends; None where torch's schedule does, together with receives.
-        mailbox: of the ranks of the stages, which has all they send and receive; None for their process group.
+        sends: queue of the stage's sends; None if torch's schedule sends, together with receives.
+        mailbox: carries all sends and receives between the stages' ranks; None for their process group.
     """
 
     def __init__(
@@ -253,7 +235,7 @@ class ScheduledStage(BufferedPipelineStage):
         if not self.has_backward:
             _drop(self.args_recv_info[fwd_chunk_id])
             if self.is_last or self.is_on_this_rank(self.stage_index + 1):
-                del self.fwd_cache[fwd_chunk_id]  # else it is still to be sent
+                del self.fwd_cache[fwd_chunk_id]  # otherwise it is still to be sent
         return out
 
     def backward_one_chunk(
@@ -268,12 +250,12 @@ class ScheduledStage(BufferedPipelineStage):
             else:
                 self._skip_backward(bwd_chunk_id, full_backward)
         if loss is not None:
-            loss.detach_()  # torch's schedules keep it to the end of the step, and its graph the receive buffer
+            loss.detach_()  # torch keeps it to the end of the step, and its graph keeps the receive buffer
         _drop(self.args_recv_info[bwd_chunk_id])
         _drop(self.grad_recv_info[bwd_chunk_id])
 
     def _skip_backward(self, micro_batch: int, full_backward: bool) -> None:
-        """In place of a backward pass through outputs of which none has a gradient."""
+        """Skip a backward pass through outputs without gradients."""
         del self.fwd_cache[micro_batch]
         self.bwd_cache[micro_batch] = (None,) * len(self.args_recv_info[micro_batch])
         if not full_backward and self.dw_builder is not None:
@@ -281,7 +263,7 @@ class ScheduledStage(BufferedPipelineStage):
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
         infos = self.grad_recv_info[mb_index]
-        # What the next stage did not use has a gradient of zero, which torch would leave out.
+        # Torch would leave out outputs that the next stage did not use; their gradient is zero.
         grads = tuple(
             torch.zeros(info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=self.device)
             if grad is None and info.tensor_meta is not None
@@ -319,7 +301,7 @@ class ScheduledStage(BufferedPipelineStage):
 
     def _sent(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         for op in ops:
-            # Gloo sends the memory of a dense tensor in its order there, whatever its strides.
+            # Gloo sends the memory of a dense tensor in storage order, whatever its strides.
             op.tensor = op.tensor.contiguous()
             self._recorder.add("pp", "send", op.tensor)
         if self._mailbox is not None:
@@ -351,7 +333,7 @@ class ScheduledStage(BufferedPipelineStage):
                 )
 
     def _expects(self, infos: tuple[RecvInfo, ...]) -> bool:
-        """Have what a micro-batch receives come by the mailbox; returns False, with buffers made, if there is none."""
+        """Reserve a micro-batch's inputs in the mailbox; without one, allocate buffers and return False."""
         for info in infos:
             if not info.is_root_arg and info.tensor_meta is not None:
                 if self._mailbox is None:
@@ -361,7 +343,7 @@ class ScheduledStage(BufferedPipelineStage):
         return self._mailbox is not None
 
     def _take(self, infos: tuple[RecvInfo, ...]) -> None:
-        """Wait for what is to come by the mailbox, as late as can be."""
+        """Wait for a micro-batch's inputs in the mailbox, as late as possible."""
         for info in infos:
             number = self._expected.pop(info, None)
             if self._mailbox is not None and number is not None and info.tensor_meta is not None:
@@ -369,8 +351,7 @@ class ScheduledStage(BufferedPipelineStage):
                 info.buffer = self._mailbox.receive(self._rank_of(info), number, shape, dtype)
 
     def _rank_of(self, info: RecvInfo) -> int:
-        """The index of the sender on the pp axis."""
-        assert info.source is not None  # a tensor that comes has a sender
+        assert info.source is not None  # a received tensor has a sender
         rank: int = self.stage_index_to_group_rank[info.source]
         return rank
 
@@ -392,7 +373,6 @@ class ScheduledStage(BufferedPipelineStage):
 
 
 def _drop(infos: tuple[RecvInfo, ...]) -> None:
-    """Free a micro-batch's buffers."""
     for info in infos:
         info.buffer = None
 
@@ -402,15 +382,7 @@ _KINDS = {"F": F, "B": B, "I": I, "W": W}
 
 
 class ActionSchedule(AnyOrderRuntime):
-    """A schedule given as a list of actions per rank, with stages on any ranks.
-
-    Args:
-        stages: of this rank.
-        ranks: the coordinate on the pp axis of each stage of the pipeline.
-        orders: for each pipeline rank its actions.
-        micro_batches: how many a step has.
-        loss: as torch's schedules call it.
-    """
+    """Schedule given as a list of actions per rank (`orders`), with stages on any ranks (`ranks`, by stage)."""
 
     def __init__(
         self,
@@ -434,14 +406,7 @@ class ActionSchedule(AnyOrderRuntime):
 def training_schedule(
     schedule: Schedule, stages: Sequence[ScheduledStage], micro_batches: int, loss: Loss
 ) -> PipelineSchedule:
-    """Torch's object for a schedule of the config.
-
-    Args:
-        schedule: the row or the file.
-        stages: of this rank.
-        micro_batches: how many a step has.
-        loss: as torch's schedules call it.
-    """
+    """Make torch's object for a schedule of the config."""
     if isinstance(schedule, FileSchedule):
         return ActionSchedule(stages, schedule.stage_ranks(0, 0), schedule.orders, micro_batches, loss)
     kind: Any = _torch_class(schedule)
@@ -454,10 +419,10 @@ def training_schedule(
 def evaluation_schedule(
     stages: Sequence[ScheduledStage], placement: StageMap, micro_batches: int, loss: Loss
 ) -> PipelineSchedule:
-    """Forward passes for evaluation: all micro-batches through each of a rank's stages in turn.
+    """Make a schedule of forward passes for evaluation: all micro-batches through each of a rank's stages in turn.
 
-    The order of a training schedule has gaps for backward passes, and torch's own evaluation fails where
-    neighbouring stages share a rank.
+    The order of a training schedule has gaps for backward passes, and torch's own evaluation fails if neighbouring
+    stages share a rank.
     """
     orders = [
         [Action(stage, "F", number) for stage in placement.held_by(rank) for number in range(micro_batches)]
@@ -467,19 +432,12 @@ def evaluation_schedule(
 
 
 def actions(schedule: PipelineSchedule) -> list[Action]:
-    """The actions of this rank in a training schedule, in order."""
+    """Return the actions of this rank in a training schedule, in order."""
     return _as_actions(planned_actions(schedule))
 
 
 def orders_of_all_ranks(schedule: TorchSchedule, pp: int, stages_per_rank: int, micro_batches: int) -> Orders:
-    """The actions of each rank in a training schedule of several stages a rank, without any rank.
-
-    Args:
-        schedule: the row.
-        pp: pipeline ranks.
-        stages_per_rank: as in `parallel.stage_chunks`.
-        micro_batches: how many a step has; a number that the schedule accepts.
-    """
+    """Return the actions of each rank in a training schedule of several stages per rank, without starting ranks."""
     kind: Any = _torch_class(schedule)
     lone = lone_schedule(kind, list(schedule.stage_ranks(pp, stages_per_rank)), micro_batches)
     return tuple(tuple(_as_actions(planned_actions(lone, rank))) for rank in range(pp))

@@ -1,4 +1,4 @@
-"""A pipeline stage: consecutive layers of the model, under their names in the whole model."""
+"""Pipeline stages: consecutive layers of a model, under their names in the whole model."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,24 +18,19 @@ from threefold.parallel.pipeline.partition import StageMap, covers, shared_betwe
 
 
 class Stage(nn.Module):
-    """The layers `first` up to, not including, `end` of a model.
+    """Layers `first` to `end` (exclusive) of a model, on the meta device or materialised.
 
-    Parameters keep their names: `named_parameters` of all stages together is that of the model, but that a tied weight
-    also appears on the stage of its second use, under its second name (`whole_parameters` gives the one name).
-
-    Args:
-        model: the whole model, on the meta device or materialised.
-        plan: its layers, in order.
-        first, end: which of them.
+    Parameters keep their names in the model. A tied weight also appears on the stage of its second use, under its
+    second name; `whole_parameters` yields its one name.
     """
 
     def __init__(self, model: nn.Module, plan: ModelPlan, first: int, end: int) -> None:
         super().__init__()
-        # Names that no layer of a model is likely to have, since layers are attributes of the same module.
+        # Names that no layer is likely to have, since layers become attributes of the same module.
         self.model_plan = plan
         self.layer_names: tuple[str, ...] = plan.layers[first:end]
         self.gives_loss = end == len(plan.layers)
-        # Of the single-device layers: the parallel ones in their place are called alike.
+        # Of the single-device layers: their parallel replacements are called alike.
         self.layer_signatures = {
             name: LayerSignature.of(name, model.get_submodule(name)) for name in plan.layers[first:end]
         }
@@ -46,14 +41,14 @@ class Stage(nn.Module):
         """Run the stage's layers.
 
         Args:
-            x: tokens int64 [B, S] on the first stage, activations [B, S, H] on the others; or what the first of the
-                layers takes, for a model whose loss is not in its last layer.
+            x: tokens int64 [B, S] on the first stage, activations [B, S, H] on the others; or the first layer's inputs,
+                for a model whose loss is not in its last layer.
             labels: int64 [B, S], used by the last stage.
-            samples: their dropout keys and documents.
+            samples: dropout keys and documents of the samples.
 
         Returns:
-            activations [B, S, H]; on the last stage the summed loss, or where `labels` is None this tensor rank's
-            columns of the logits. For `LayerInputs`, what the last of the layers returns.
+            activations [B, S, H]; on the last stage the summed loss, or if `labels` is None this tensor rank's columns
+            of the logits. For `LayerInputs`, the last layer's output.
         """
         if isinstance(x, LayerInputs):
             return self._through(x, samples)
@@ -76,12 +71,12 @@ class Stage(nn.Module):
         return output
 
     def call(self, layer: str, inputs: LayerInputs, samples: SampleInfo = NOTHING) -> Any:
-        """Run one layer, which gets `samples` if its `forward` has a parameter of that name."""
+        """Run one layer, with `samples` if its `forward` has a parameter of that name."""
         return forward_layer(self.get_submodule(layer), self.layer_signatures[layer], inputs, samples)
 
 
 def whole_parameters(stages: Sequence[Stage]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Each distinct parameter of a rank's stages with the one name that it has in the whole model."""
+    """Yield each distinct parameter of a rank's stages with its one name in the whole model."""
     seen: set[nn.Parameter] = set()
     for stage in stages:
         for name, parameter in stage.named_parameters():
@@ -100,16 +95,10 @@ def _place(root: nn.Module, name: str, module: nn.Module) -> None:
 
 
 class TiedWeights:
-    """The tied weights (such as tied embeddings) of this rank's stages that another rank uses too.
+    """Tied weights (such as tied embeddings) of this rank's stages that another rank uses too.
 
-    Uses on one rank share a copy, whose gradient autograd accumulates; those of several ranks are all-reduced here.
-
-    Collective over the world: every rank makes it, also those whose stages share nothing.
-
-    Args:
-        plan: names the tied weights.
-        stages: the pipeline's stages.
-        mesh: of this rank.
+    Uses on one rank share a copy, whose gradient autograd accumulates; gradients of several ranks are all-reduced here.
+    The constructor is collective over the world, also for ranks whose stages share nothing.
     """
 
     def __init__(self, plan: ModelPlan, stages: StageMap, mesh: Mesh) -> None:
@@ -126,16 +115,14 @@ class TiedWeights:
         return self._axis_of(name) is not None
 
     def is_primary(self, name: str) -> bool:
-        """Whether this rank holds the copy of the parameter `name` that the global norm includes."""
+        """Return whether this rank's copy of the parameter `name` is in the global norm."""
         axis = self._axis_of(name)
         return axis is None or axis.is_first
 
     def sum_(self, gradients: Mapping[str, Tensor], in_order: bool = False) -> None:
         """Replace each shared weight's gradient by the sum over its uses, bit-equal on every rank that holds it.
 
-        Args:
-            gradients: by the one name that a parameter has.
-            in_order: as of `Axis.all_reduce_together_`.
+        `gradients` are by the one name of each parameter; for `in_order`, see `Axis.all_reduce_together_`.
         """
         for owner, axis in self._axes.items():
             # In one order on every rank, whatever stages it holds.
@@ -147,7 +134,7 @@ class TiedWeights:
 
 
 def _axis(ranks: tuple[int, ...], mesh: Mesh) -> Axis | None:
-    """The indices `ranks` of this rank's pp axis, as an axis in that order; None where the rank is at none of them."""
+    """Return the indices `ranks` of this rank's pp axis as an axis; None if this rank is not among them."""
     if ranks == tuple(range(mesh.pp.size)):
         return replace(mesh.pp, name="tie", device_mesh=None)
     return mesh.new_axis("tie", _groups(ranks, mesh.layout))

@@ -1,1 +1,1 @@
-"""Tensor and sequence parallelism: layers whose weights or activations are sharded over the tp axis."""
+"""Tensor and sequence parallelism: layers with weights or activations sharded over the tp axis."""

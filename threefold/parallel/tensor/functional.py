@@ -1,4 +1,4 @@
-"""Split operations in the form of PaddlePaddle's `paddle.distributed.split`, for users of Fleet."""
+"""Split operations in the style of PaddlePaddle's `paddle.distributed.split`, for users of Fleet."""
 
 from contextvars import ContextVar, Token
 from typing import Any, NamedTuple, Self
@@ -19,11 +19,11 @@ from threefold.parallel.tensor.layers import (
 
 _OPERATIONS = ("linear", "embedding")
 _BLOCK: ContextVar["Splitter | None"] = ContextVar("threefold.split", default=None)
-"""Whose weights `split` uses: those of the innermost `with` block that runs."""
+"""Splitter of the innermost `with` block that runs, whose weights `split` uses."""
 
 
 class _Call(NamedTuple):
-    """What decides which layer a call needs; the same at each call of one name."""
+    """Arguments that decide which layer a call needs; equal at each call of one name."""
 
     size: tuple[int, int]
     operation: str
@@ -34,25 +34,25 @@ class _Call(NamedTuple):
 
 
 class Splitter(nn.Module):
-    """`split` for the ranks of one axis, and the weights that its calls use.
+    """Module that holds the weights of `split` calls, for the ranks of one axis.
 
-    Paddle keeps the weights in its global program; here they are this module's, by the `name` of the call, so that it
-    is the module to pass to an optimizer. A name's weights are made at its first call, in torch's default dtype: make
-    the optimizer after that, of `threefold.parallel.parameter.local` of each.
+    Paddle keeps the weights in its global program. Here this module holds them, so it is the module to pass to an
+    optimizer. The weights of a name are made at its first call, in torch's default dtype: make the optimizer after
+    that, from `threefold.parallel.parameter.local` of each.
 
         split = Splitter(mesh.tp)
         x = split(ids, (50000, 512), operation="embedding", num_partitions=mesh.tp.size, name="tokens")
         x = split(x, (512, 2048), operation="linear", axis=1, num_partitions=2, gather_out=False, name="up")
         x = split(x, (2048, 512), operation="linear", axis=0, num_partitions=2, name="down")
 
-    In a block `with splitter:` the function `split` of this module uses its weights, and calls need no name.
+    In a block `with splitter:`, the function `split` of this module uses its weights, and calls need no name.
 
     Args:
-        over: the mesh axis that weights are split over.
+        over: mesh axis that weights are split over.
         seed: keys the initial weights, with each call's name.
 
     Raises:
-        UserError: `over` is no axis of a mesh.
+        UserError: `over` is not an axis of a mesh.
 
     Example:
         >>> weights = threefold.Splitter(mesh.tp)
@@ -78,7 +78,7 @@ class Splitter(nn.Module):
         _BLOCK.reset(self._blocks.pop())
 
     def next_name(self) -> str:
-        """The name of a call without one: by its place among those of the block, which a model repeats in each step."""
+        """Return a name for a call without one: its position in the block, which a model repeats in each step."""
         self._unnamed += 1
         return f"split_{self._unnamed - 1}"
 
@@ -97,7 +97,7 @@ class Splitter(nn.Module):
         weight_init: Initializer | None = None,
         bias_init: Initializer | None = None,
     ) -> Tensor:
-        """One split operation. The result:
+        """Run one split operation, with this result:
 
         | operation | axis | gather_out | result |
         | --- | --- | --- | --- |
@@ -111,18 +111,18 @@ class Splitter(nn.Module):
             x: int64 [...] for an embedding; [..., in] for a linear layer, or with axis 0 this rank's part of it.
             size: (rows, columns) of an embedding's table, (in, out) of a linear layer.
             operation: `embedding` or `linear`.
-            axis: the dim of that `size` which is split. (The name is Paddle's; it is no axis of the mesh.)
+            axis: dim of `size` which is split (Paddle's name; not an axis of the mesh).
             num_partitions: number of ranks that share the weight, the size of the mesh's axis.
             gather_out: see the table.
             weight_attr: initial values of the whole weight, of shape `size`; otherwise N(0, 0.02²), keyed by the name.
-            bias_attr: initial values [out] of a linear layer's bias; False for none; otherwise zero.
-            name: of these weights, the same at each call that uses them.
-            weight_init, bias_init: draw the whole weight, [out, in] of a linear layer, and its bias, instead of
+            bias_attr: initial values [out] of a linear layer's bias; False for no bias; otherwise zero.
+            name: name of the weights, the same at each call that uses them.
+            weight_init, bias_init: draw the whole weight, [out, in] of a linear layer, and its bias, in place of
                 values; such as `nn.init.xavier_normal_`.
 
         Raises:
-            UserError: there is no such operation, its sizes or the input do not fit it, or the name is missing or that
-                of another operation.
+            UserError: the operation is unknown, its sizes or the input do not fit it, or the name is missing or belongs
+                to another operation.
         """
         self._check(size, operation, axis, num_partitions, name)
         _check_input(x, size, operation, axis, self.over)
@@ -191,22 +191,22 @@ def split(
     weight_init: Initializer | None = None,
     bias_init: Initializer | None = None,
 ) -> Tensor:
-    """One linear layer or embedding whose weight is split over ranks, as `paddle.distributed.split`.
+    """Run one linear layer or embedding whose weight is split over ranks, as `paddle.distributed.split`.
 
-    The weights are those of the `Splitter` in whose `with` block the call is: a module, which a model keeps and an
-    optimizer gets the parameters of. They are made at the first call, and found again by the name of the call, or
-    without one by its place among the block's calls.
+    The weights belong to the `Splitter` of the enclosing `with` block, a module that a model keeps and whose parameters
+    an optimizer gets. They are made at the first call, and found again by the name of the call, or without one by its
+    position among the block's calls.
 
     Args:
-        x, size, operation, axis, num_partitions, gather_out, weight_attr, bias_attr: as `Splitter.forward`.
-        name: of the weights; None for the place of the call.
-        weight_init, bias_init: as `Splitter.forward`.
+        x, size, operation, axis, num_partitions, gather_out, weight_attr, bias_attr: see `Splitter.forward`.
+        name: name of the weights; None for the position of the call.
+        weight_init, bias_init: see `Splitter.forward`.
 
     Returns:
-        as the table of `Splitter.forward` says.
+        the result in the table of `Splitter.forward`.
 
     Raises:
-        UserError: there is no block, or as `Splitter.forward`.
+        UserError: there is no block, or an error of `Splitter.forward`.
 
     Example:
         >>> weights = threefold.Splitter(mesh.tp)
@@ -227,11 +227,7 @@ def split(
 
 
 def _check_input(x: Any, size: tuple[int, int], operation: str, axis: int, over: Axis) -> None:
-    """Check what an operation is applied to.
-
-    Raises:
-        UserError: it is no tensor, or does not have the features of the weight.
-    """
+    """Check that the input is a tensor with the features that the operation takes."""
     if not isinstance(x, Tensor):
         raise UserError(f"x is a {type(x).__name__} but must be a tensor; give one.")
     if operation != "linear":
@@ -248,7 +244,7 @@ def _check_input(x: Any, size: tuple[int, int], operation: str, axis: int, over:
 
 
 def _fill_(layer: nn.Module, call: _Call, weight: Tensor | None, bias: bool | Tensor | None) -> None:
-    """Set this rank's part of the initial values that were given; `weight` in Paddle's order, [in, out]."""
+    """Set this rank's part of given initial values; `weight` is in Paddle's order, [in, out]."""
     if weight is not None:
         keep_shard_(layer.get_parameter("weight"), weight if call.operation == "embedding" else weight.T)
     if isinstance(bias, Tensor) and call.has_bias:

@@ -1,13 +1,12 @@
-"""Column-parallel layers that gather features, as a rank's share of them is no equal part of the weight's rows.
+"""Column-parallel layers that gather features, since a rank's share is not an equal part of the weight's rows.
 
-Such are queries, keys and values one after another in one layer; and queries, keys and values where the tensor axis has
-more ranks than there are key-value heads (GQA). Each key-value head is then repeated on the ranks that share it, which
-divide among them the queries that it serves.
+Such are queries, keys and values concatenated in one layer; and queries, keys and values with more tensor ranks than
+key-value heads (GQA). Each key-value head is then repeated on the ranks that share it, which divide its queries.
 
-The weight is stored and updated as that of any column-parallel layer, in equal parts without a copy, so checkpoints,
-ZeRO and gradient norms know nothing of it. What the ranks exchange are features: they gather them after the product,
-and reduce-scatter their gradients before its backward pass, which adds up those of the repeated parts. So does
-Megatron-LM (`num_query_groups` below the tensor-parallel size), over the whole axis.
+The weight is stored and updated like that of any column-parallel layer, in equal parts without copies, so checkpoints,
+ZeRO and gradient norms need no special case. The ranks exchange features instead: they gather them after the product,
+and reduce-scatter their gradients before its backward pass, which sums those of repeated parts. Megatron-LM does the
+same (`num_query_groups` below the tensor-parallel size), over the whole axis.
 """
 
 from typing import Self
@@ -24,12 +23,9 @@ from threefold.parallel.tensor.layers import ColumnParallelLinear
 
 
 class ConcatenatedLinear(ColumnParallelLinear):
-    """A column-parallel layer of whose output each of several groups of features, one after another, is split over the
-    axis: a rank's queries, then its keys, then its values. Made by `from_groups`.
+    """Column-parallel layer that splits each of several concatenated groups of output features over the axis.
 
-    Attributes:
-        groups: how many there are.
-        features: of the whole layer.
+    A rank gets its queries, then its keys, then its values. Made by `from_groups`.
     """
 
     groups: int
@@ -37,20 +33,13 @@ class ConcatenatedLinear(ColumnParallelLinear):
 
     @classmethod
     def from_groups(cls, module: nn.Linear, axis: Axis, groups: int, *, sequence_dim: int | None = None) -> Self:
-        """The same weight and bias, split.
-
-        Args:
-            module: the whole layer.
-            axis: the tensor axis.
-            groups: divides the output features.
-            sequence_dim: as for `ColumnParallelLinear`.
-        """
+        """Split a linear layer whose output features are `groups` groups of equal size."""
         layer = cls.from_linear(module, axis, gather_output=False, sequence_dim=sequence_dim)
         layer.groups, layer.features = groups, module.out_features
         return layer
 
     def forward(self, input: Tensor) -> Tensor:
-        """`input` [..., in] as for `ColumnParallelLinear` → [..., this rank's share of each group]."""
+        """Compute this rank's share of each group, concatenated, from `input` as for `ColumnParallelLinear`."""
         features = _gathered(super().forward(input), -(-self.features // self.axis.size), self.axis)
         size = self.features // self.groups
         start, end = shard_bounds(size, self.axis.size, self.axis.index)
@@ -61,26 +50,20 @@ class ConcatenatedLinear(ColumnParallelLinear):
 
 
 def _gathered(out: Tensor, longest: int, axis: Axis) -> Tensor:
-    """The features of all ranks in their order, and zeros after them.
-
-    Args:
-        out: of this rank; the last ranks may have fewer than the others.
-        longest: how many the others have.
-        axis: the ranks.
-    """
+    """Gather all ranks' features in order, then zeros; the last ranks may have fewer than `longest`."""
     if out.shape[-1] < longest:
         out = F.pad(out, (0, longest - out.shape[-1]))
     return gather_shares(out, axis, -1)
 
 
 class GroupedHeadsLinear(ColumnParallelLinear):
-    """A column-parallel layer of whose units each is shared by several ranks: some of its parts are divided among them,
-    the others repeated. Made by `from_units`.
+    """Column-parallel layer whose units are shared by several ranks, which divide some parts and repeat others.
+
+    Made by `from_units`.
 
     Attributes:
-        unit: of the output features.
-        sharing: the ranks whose features are gathered: those of one unit, or all of the axis.
-        longest: features of a rank; the last ones may have fewer.
+        sharing: ranks whose features are gathered: those of one unit, or the whole axis.
+        longest: number of features of a rank; the last ones may have fewer.
     """
 
     unit: Unit
@@ -91,15 +74,11 @@ class GroupedHeadsLinear(ColumnParallelLinear):
     def from_units(
         cls, module: nn.Linear, axis: Axis, unit: Unit, sharing: Axis | None, *, sequence_dim: int | None = None
     ) -> Self:
-        """The same weight and bias, split.
+        """Split a linear layer over an axis whose size is a multiple of `unit.count`.
 
         Args:
-            module: the whole layer.
-            axis: the tensor axis, of a multiple of `unit.count` ranks.
-            unit: of the output features.
-            sharing: the neighbouring ranks that share a unit; None to gather over the whole axis, as is done anyway
-                where the rows of a unit cannot be divided equally.
-            sequence_dim: as for `ColumnParallelLinear`.
+            sharing: neighbouring ranks that share a unit; None to gather over the whole axis, as also happens if the
+                rows of a unit do not divide equally.
         """
         layer = cls.from_linear(module, axis, gather_output=False, sequence_dim=sequence_dim)
         layer.unit, layer.longest = unit, -(-module.out_features // axis.size)
@@ -108,11 +87,11 @@ class GroupedHeadsLinear(ColumnParallelLinear):
         return layer
 
     def forward(self, input: Tensor) -> Tensor:
-        """`input` [..., in] as for `ColumnParallelLinear` → [..., this rank's share of a unit]."""
+        """Compute this rank's share of a unit from `input` as for `ColumnParallelLinear`."""
         return self._own(_gathered(super().forward(input), self.longest, self.sharing))
 
     def _own(self, features: Tensor) -> Tensor:
-        """Of the gathered features, this rank's share of its unit."""
+        """Select this rank's share of its unit from the gathered features."""
         ranks = self.axis.size // self.unit.count
         number, index = divmod(self.axis.index, ranks)
         start = number * self.unit.size if self.sharing.size > ranks else 0

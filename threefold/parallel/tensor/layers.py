@@ -1,5 +1,7 @@
-"""Initial values that a function such as `nn.init.xavier_normal_` draws: of the whole weight, of which a rank keeps its
-shard, so that they are the same in every layout."""
+"""Linear layers and embeddings with weights split over a mesh axis.
+
+Initial values are those of the whole weight, of which a rank keeps its shard, so they are the same in every layout.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,28 +24,27 @@ from threefold.random.rng import fill_normal_, stream_key
 from threefold.torch_private.tensors import assert_async
 
 Initializer = Callable[[Tensor], Tensor | None]
-"""Sets the values of a whole weight in place, as the functions of `torch.nn.init` do, or returns others."""
+"""Function that sets a whole weight in place, as those of `torch.nn.init` do, or returns other values."""
 
 
 def new_key(name: str | None, seed: int) -> int:
-    """The key of a layer's initial values: of its name and a seed, or without a name torch's next random number, which
-    is the same on every rank that was seeded alike."""
+    """Return the key of initial values, from name and seed; else a random number that equally seeded ranks share."""
     return int(torch.randint(2**62, (), device="cpu")) if name is None else stream_key("initial", seed, name)
 
 
 @torch.no_grad()
 def fill_(parameter: Tensor, initializer: Initializer, key: int, what: str) -> None:
-    """Set this rank's shard of a parameter to its part of what `initializer` makes of the whole.
+    """Set this rank's shard of a parameter to its part of the values that `initializer` gives the whole.
 
-    Each rank has the whole in memory while it is drawn, on the CPU and in fp32 at least.
+    Each rank has the whole in memory while it is drawn, on the CPU and in fp32 at least; on the meta device nothing is
+    drawn.
 
     Args:
-        parameter: as the layer stores it; on the meta device nothing is drawn.
         initializer: draws from torch's default generator, which is seeded with `key` for it and restored after it.
-        what: names the argument in errors.
+        what: name of the argument in errors.
 
     Raises:
-        UserError: `initializer` is no function, or returns a tensor of another shape.
+        UserError: `initializer` is not a function, or returns a tensor of another shape.
     """
     if not callable(initializer):
         raise UserError(
@@ -68,7 +69,7 @@ def fill_(parameter: Tensor, initializer: Initializer, key: int, what: str) -> N
 
 @torch.no_grad()
 def keep_shard_(parameter: Tensor, whole: Tensor) -> None:
-    """Set this rank's shard of a parameter to its part of whole values."""
+    """Set this rank's shard of a parameter to its part of the whole values."""
     held = local(parameter).detach()
     for dim, (first, size) in enumerate(zip(offset(parameter), held.shape, strict=True)):
         whole = whole.narrow(dim, first, size)
@@ -76,12 +77,12 @@ def keep_shard_(parameter: Tensor, whole: Tensor) -> None:
 
 
 def linear_weight_(weight: Tensor) -> Tensor:
-    """As `nn.Linear` draws its weight [out, in]."""
+    """Draw a weight [out, in] as `nn.Linear` does."""
     return nn.init.kaiming_uniform_(weight, a=sqrt(5))
 
 
 def linear_bias(in_features: int) -> Initializer:
-    """As `nn.Linear` draws its bias."""
+    """Return an initializer that draws a bias as `nn.Linear` does."""
     bound = 1 / sqrt(in_features) if in_features else 0.0
     return lambda bias: nn.init.uniform_(bias, -bound, bound)
 
@@ -97,25 +98,24 @@ def _drawing_from(key: int) -> Iterator[None]:
 
 
 class _SplitLayer(nn.Module):
-    """What the layers have in common: a weight split as a rule says, and how to fill it."""
+    """Base class of the layers: a weight that a rule splits, and its initial values."""
 
     weight: nn.Parameter
     axis: Axis
     rule: Split
-    """How the parameters are cut."""
+    """Rule that splits the parameters."""
 
     def _empty(self, name: str, shape: tuple[int, ...]) -> nn.Parameter:
-        """This rank's part of the parameter `name`, uninitialised."""
+        """Return this rank's part of a parameter, uninitialised."""
         dim = self.rule.cut_dim(name, "tp")
         return nn.Parameter(torch.empty(shape)) if dim is None else empty_parameter(shape, self.axis, dim)
 
     def _split(self, name: str, whole: Tensor) -> nn.Parameter:
-        """This rank's part of the parameter `name`."""
         dim = self.rule.cut_dim(name, "tp")
         return cast(nn.Parameter, whole) if dim is None else split_parameter(whole, self.axis, dim)
 
     def _shapes(self) -> str:
-        """The shapes of the weight and of this rank's part of it, which computes, for `repr`."""
+        """Describe the shapes of the weight and of this rank's part, which computes, for `repr`."""
         # With ZeRO the stored weight is a shard of this rank's part.
         whole, own = tuple(stored(self.weight).shape), tuple(local(self.weight).shape)
         return f"weight {whole}, {own} on {self.axis.name} rank {self.axis.index} of {self.axis.size}"
@@ -128,11 +128,7 @@ class _SplitLayer(nn.Module):
 
 
 def check_axis(axis: Any, argument: str) -> None:
-    """Check that an argument is an axis of a mesh.
-
-    Raises:
-        UserError: it is something else, as the mesh itself.
-    """
+    """Raise a `UserError`, which names the argument, unless it is an axis of a mesh."""
     if not isinstance(axis, Axis):
         raise UserError(
             f"{argument} is a {type(axis).__name__} but must be an axis of a mesh; use mesh.tp of "
@@ -141,12 +137,12 @@ def check_axis(axis: Any, argument: str) -> None:
 
 
 def _leave(x: Tensor, axis: Axis, sequence_dim: int | None) -> Tensor:
-    """The sum over the ranks (all-reduce), or this rank's shard of it (reduce-scatter)."""
+    """Sum over the ranks (all-reduce), or to this rank's shard of the sum (reduce-scatter)."""
     return reduce_from(x, axis) if sequence_dim is None else reduce_to_shares(x, axis, sequence_dim)
 
 
 def _pad_rows(weight: Tensor, multiple: int) -> Tensor:
-    """Zero rows up to a multiple (and at least one row): matrix units need whole tiles, a look-up a row."""
+    """Pad with zero rows to a multiple, at least one: matrix units need whole tiles, a look-up needs a row."""
     rows = max(1, -(-weight.shape[0] // multiple) * multiple)
     return weight if rows == weight.shape[0] else F.pad(weight, (0, 0, 0, rows - weight.shape[0]))
 
@@ -155,11 +151,7 @@ _ROW_ARGUMENTS = ("name", "seed", "weight_init", "bias_init", "bias", "input_is_
 
 
 def _check_sizes(axis: Any, **sizes: Any) -> None:
-    """Check what a layer is made with.
-
-    Raises:
-        UserError: the axis is none, or a size is no number of features.
-    """
+    """Check the axis and the sizes that a layer is made with."""
     check_axis(axis, "axis")
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 0:
@@ -171,17 +163,17 @@ class VocabParallelEmbedding(_SplitLayer):
 
     Args:
         num_embeddings: rows V of the whole table; need not be divisible by the axis.
-        embedding_dim: columns H.
-        axis: the mesh axis to split over.
-        name, seed: key the initial weights; give every layer of a model its own name. Without a name torch's default
-            generator, seeded alike on every rank, is the source, as for `nn.Embedding`.
-        weight_init: draws the whole table, the same values in every layout, such as `nn.init.xavier_normal_`; None
+        embedding_dim: columns H of the table.
+        axis: mesh axis to split over.
+        name, seed: key of the initial weights; give every layer of a model its own name. Without a name they come from
+            torch's default generator, as for `nn.Embedding`; seed it alike on every rank.
+        weight_init: draws the whole table, with the same values in every layout, such as `nn.init.xavier_normal_`; None
             for N(0, 0.02²) with a name, N(0, 1) without.
-        pad_to: rows are padded with zeros to a multiple of this before use; storage and results do not change.
+        pad_to: pads rows with zeros to a multiple of this before use; storage and results do not change.
         sequence_dim: dim of the output along which each rank gets its shard; None for the whole output on every rank.
 
     Attributes:
-        padding_idx: a row that gets no gradient, as of an `nn.Embedding` that it was made from; None for none.
+        padding_idx: row without a gradient, from the `nn.Embedding` that the layer was made of; None for none.
 
     Example:
         >>> embed = threefold.VocabParallelEmbedding(50257, 512, mesh.tp)
@@ -217,7 +209,7 @@ class VocabParallelEmbedding(_SplitLayer):
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, axis: Axis, *, sequence_dim: int | None = None) -> Self:
-        """The same table, split."""
+        """Split the table of an `nn.Embedding`."""
         with torch.device("meta"):
             layer = cls(embedding.num_embeddings, embedding.embedding_dim, axis, name="", sequence_dim=sequence_dim)
         layer.weight = layer._split("weight", embedding.weight)
@@ -225,15 +217,15 @@ class VocabParallelEmbedding(_SplitLayer):
         return layer
 
     def forward(self, input: Tensor) -> Tensor:
-        """`input` [...] of ids, the same on every rank → their rows [..., H], the same on every rank, or its shard.
+        """Look up ids [...], the same on every rank → rows [..., H], whole on every rank, or its shard.
 
         Raises:
-            RuntimeError, IndexError: an id is in no rank's rows (on a GPU as a device-side assertion).
+            RuntimeError, IndexError: an id is outside the table (on a GPU as a device-side assertion).
         """
         return _leave(self.own_rows(input), self.axis, self.sequence_dim)
 
     def own_rows(self, ids: Tensor) -> Tensor:
-        """This rank's part of the look-up [..., H]: zero rows for ids that another rank holds."""
+        """Return this rank's part of the look-up [..., H]: zero rows for ids that another rank holds."""
         table = _pad_rows(local(self.weight), self.pad_to)
         if self.axis.size == 1:
             return self._without_gradient(ids, embedding(ids, table))
@@ -246,7 +238,7 @@ class VocabParallelEmbedding(_SplitLayer):
         return self._without_gradient(ids, looked_up.masked_fill(foreign.unsqueeze(-1), 0))
 
     def _without_gradient(self, ids: Tensor, rows: Tensor) -> Tensor:
-        """The rows, of which that of `padding_idx` gets no gradient."""
+        """Detach the rows of `padding_idx`, which get no gradient."""
         if self.padding_idx is None:
             return rows
         return torch.where((ids == self.padding_idx).unsqueeze(-1), rows.detach(), rows)
@@ -256,14 +248,14 @@ class VocabParallelEmbedding(_SplitLayer):
 
 
 class _SplitLinear(_SplitLayer):
-    """A linear layer with a split weight, and a bias or none."""
+    """Linear layer with a split weight, and a bias or none."""
 
     bias: nn.Parameter | None
 
     def _initialise(
         self, name: str | None, seed: int, weight_init: Initializer | None, bias_init: Initializer | None
     ) -> None:
-        """Draw weight and bias, each by its initializer, else as the name says, else as `nn.Linear` does."""
+        """Draw weight and bias, each by its initializer if given, else keyed by the name, else as `nn.Linear` does."""
         if name is not None:
             self.reset_parameters(name, seed)
         key = new_key(name, seed) if name is None or weight_init or bias_init else 0
@@ -275,7 +267,7 @@ class _SplitLinear(_SplitLayer):
             fill_(self.bias, bias_init, key + 1, "bias_init")
 
     def reset_parameters(self, name: str, seed: int = 0, std: float = 0.02) -> None:
-        """Draw the weight as `_SplitLayer` does, and set the bias to zero."""
+        """Draw the weight from N(0, std²), keyed by `seed` and `name`, and set the bias to zero."""
         super().reset_parameters(name, seed, std)
         if self.bias is not None:
             with torch.no_grad():
@@ -288,14 +280,15 @@ class ColumnParallelLinear(_SplitLinear):
     Args:
         in_features: size of the input's last dim.
         out_features: whole size of the output's last dim; need not be divisible by the axis.
-        axis: the mesh axis to split over.
-        name, seed: key the initial weights; give every layer of a model its own name. Without a name torch's default
-            generator, seeded alike on every rank, is the source, as for `nn.Linear`.
-        weight_init, bias_init: draw the whole weight [out, in] and bias [out], the same values in every layout, such as
-            `nn.init.xavier_normal_`; None for N(0, 0.02²) and zero with a name, as `nn.Linear` draws them without.
-        bias: add a (split) bias.
-        gather_output: return the whole output on every rank; otherwise this rank's part.
-        pad_to: this rank's output features are computed in multiples of this; the padding is cut off again.
+        axis: mesh axis to split over.
+        name, seed: key of the initial weights; give every layer of a model its own name. Without a name they come from
+            torch's default generator, as for `nn.Linear`; seed it alike on every rank.
+        weight_init, bias_init: draw the whole weight [out, in] and bias [out], with the same values in every layout,
+            such as `nn.init.xavier_normal_`; None for N(0, 0.02²) and zero with a name, as `nn.Linear` draws them
+            without.
+        bias: whether to add a (split) bias.
+        gather_output: whether to return the whole output on every rank; otherwise this rank's part.
+        pad_to: computes this rank's output features in multiples of this; the padding is cut off again.
         sequence_dim: dim of the input of which each rank passes its shard; None for the whole input on every rank.
 
     Example:
@@ -332,7 +325,7 @@ class ColumnParallelLinear(_SplitLinear):
     def from_linear(
         cls, module: nn.Linear, axis: Axis, *, gather_output: bool = True, sequence_dim: int | None = None
     ) -> Self:
-        """The same weight and bias, split."""
+        """Split the weight and bias of an `nn.Linear`."""
         sizes = module.in_features, module.out_features
         with torch.device("meta"):
             layer = cls(*sizes, axis, name="", gather_output=gather_output, sequence_dim=sequence_dim)
@@ -341,18 +334,18 @@ class ColumnParallelLinear(_SplitLinear):
         return layer
 
     def forward(self, input: Tensor) -> Tensor:
-        """`input` [..., in], the same on every rank or its shard of it → [..., out], or this rank's part of it."""
+        """Compute [..., out], or this rank's part, from [..., in], the same on every rank or its shard."""
         out = self._over_whole_input(self._own_features, input)
         return gather_from(out, self.axis) if self.gather_output else out
 
-    # What compilers do not follow must not be computed again in a recomputation that they do.
+    # Code that compilers skip must not run again in a recomputation that they compile.
     @torch.compiler.disable
     def with_weight(self, compute: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
-        """`compute(x, weight)` in the place of this layer's product, of the whole input and this rank's rows.
+        """Return `compute(x, weight)` in place of this layer's product, of the whole input and this rank's rows.
 
         Args:
-            compute: its result must not be a view of `x`; its gradient of `x` is summed over the axis.
-            x: as `forward` takes it.
+            compute: must not return a view of `x`; its gradient of `x` is summed over the axis.
+            x: input, as for `forward`.
         """
         return self._over_whole_input(lambda whole: compute(whole, local(self.weight)), x)
 
@@ -378,18 +371,19 @@ class RowParallelLinear(_SplitLinear):
     Args:
         in_features: whole size of the input's last dim; need not be divisible by the axis.
         out_features: size of the output's last dim.
-        axis: the mesh axis to split over.
-        name, seed: key the initial weights; give every layer of a model its own name. Without a name torch's default
-            generator, seeded alike on every rank, is the source, as for `nn.Linear`.
-        weight_init, bias_init: draw the whole weight [out, in] and bias [out], the same values in every layout, such as
-            `nn.init.xavier_normal_`; None for N(0, 0.02²) and zero with a name, as `nn.Linear` draws them without.
-        bias: add a bias, once, after the sum.
-        input_is_parallel: the input is already this rank's part (the output of a column-parallel layer); otherwise it
-            is whole on every rank, and this rank takes its part.
+        axis: mesh axis to split over.
+        name, seed: key of the initial weights; give every layer of a model its own name. Without a name they come from
+            torch's default generator, as for `nn.Linear`; seed it alike on every rank.
+        weight_init, bias_init: draw the whole weight [out, in] and bias [out], with the same values in every layout,
+            such as `nn.init.xavier_normal_`; None for N(0, 0.02²) and zero with a name, as `nn.Linear` draws them
+            without.
+        bias: whether to add a bias, once, after the sum.
+        input_is_parallel: whether the input is already this rank's part (the output of a column-parallel layer);
+            otherwise it is whole on every rank, and this rank takes its part.
         sequence_dim: dim of the output along which each rank gets its shard; None for the whole output on every rank.
 
     Raises:
-        UserError: an argument that there is none of, as `gather_output`.
+        UserError: an argument is unknown, such as `gather_output`.
 
     Example:
         >>> down = threefold.RowParallelLinear(2048, 512, mesh.tp, input_is_parallel=True, weight_init=nn.init.zeros_)
@@ -432,7 +426,7 @@ class RowParallelLinear(_SplitLinear):
     def from_linear(
         cls, module: nn.Linear, axis: Axis, *, input_is_parallel: bool = False, sequence_dim: int | None = None
     ) -> Self:
-        """The same weight and bias, the weight split."""
+        """Split the weight of an `nn.Linear`, whose bias every rank keeps."""
         sizes = module.in_features, module.out_features
         with torch.device("meta"):
             layer = cls(*sizes, axis, name="", input_is_parallel=input_is_parallel, sequence_dim=sequence_dim)
@@ -441,12 +435,12 @@ class RowParallelLinear(_SplitLinear):
         return layer
 
     def forward(self, input: Tensor) -> Tensor:
-        """`input` [..., in], or this rank's part of it → [..., out], the same on every rank, or its shard."""
+        """Compute [..., out], the same on every rank or its shard, from [..., in] or this rank's part."""
         out = _leave(self.partial_sum(input), self.axis, self.sequence_dim)
         return out if self.bias is None else out + self.bias
 
     def partial_sum(self, x: Tensor) -> Tensor:
-        """What this rank adds to the output, without the bias: [..., in], or this rank's part of it → [..., out]."""
+        """Return this rank's summand of the output [..., out], without the bias, from [..., in] or its part."""
         if not self.input_is_parallel:
             x = scatter_to(x, self.axis)
         return linear(x, local(self.weight))

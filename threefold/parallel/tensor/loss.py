@@ -1,4 +1,4 @@
-"""The head's product and the cross-entropy together, in chunks, over a vocabulary that is split over ranks.
+"""Cross-entropy over a vocabulary that is split over ranks, also in chunks together with the head's product.
 
 A rank computes its own columns of the logits (`ops.cross_entropy`); a maximum and two sums per token are all-reduced,
 once for all chunks.
@@ -17,22 +17,22 @@ from threefold.constants import IGNORE_INDEX, LOGITS_AT_ONCE
 from threefold.ops.cross_entropy import check_labels, logit_sums, scaled_exponentials, tops_and_sums
 
 
-# Torch's compiler would find the logits of both passes to be the same, and keep them.
+# Torch's compiler would find that the logits of both passes are equal, and keep them.
 @torch.compiler.disable
 def parallel_chunked_cross_entropy(
     x: Tensor, weight: Tensor, labels: Tensor, chunk: int, start: int, axis: Axis, at_once: int = LOGITS_AT_ONCE
 ) -> Tensor:
-    """`F.cross_entropy(F.linear(x, weight), labels, reduction="none")`, of whose logits `chunk` columns exist at once.
+    """Return the cross-entropy of each token for logits `x @ weight.T`, with `chunk` columns in memory at once.
 
     Args:
-        x: [..., H], the same on every rank of `axis`; its gradient is this rank's part of a sum over them (`copy_to`
-            or `gather_shares` before this completes it).
-        weight: this rank's rows of the whole [V, H], which may be none.
+        x: [..., H], the same on every rank of `axis`; its gradient is this rank's part of a sum over them (`copy_to` or
+            `gather_shares` before this completes it).
+        weight: this rank's rows of the whole [V, H]; there may be none.
         labels: int64 [...], in the whole vocabulary, or -100 to ignore a token.
         chunk: columns of the logits, at least 1.
-        start: the first of this rank's rows.
-        axis: the ranks that the vocabulary is split over.
-        at_once: logits that it goes over at once on a CPU; changes no result.
+        start: index of this rank's first row.
+        axis: ranks that the vocabulary is split over.
+        at_once: number of logits that it goes over at once on a CPU; changes no result.
 
     Returns:
         [...], zero for ignored labels, the same on every rank; in fp32, or fp64 for fp64 inputs.
@@ -53,8 +53,8 @@ class ParallelCrossEntropy(nn.Module):
 
     Args:
         vocab_size: whole size V of the vocabulary; need not be divisible by the axis.
-        axis: the mesh axis that the vocabulary is split over.
-        logits_at_once: logits that it goes over at once on a CPU; changes no result.
+        axis: mesh axis that the vocabulary is split over.
+        logits_at_once: number of logits that it goes over at once on a CPU; changes no result.
 
     Example:
         >>> head = threefold.ColumnParallelLinear(512, 50257, mesh.tp, gather_output=False)
@@ -67,11 +67,11 @@ class ParallelCrossEntropy(nn.Module):
         self.start, self.end = shard_bounds(vocab_size, axis.size, axis.index)
 
     def in_runs(self, logits_at_once: int) -> "ParallelCrossEntropy":
-        """The same loss, which goes over so many logits at once."""
+        """Return this loss with another number of logits at once."""
         return ParallelCrossEntropy(self.vocab_size, self.axis, logits_at_once)
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Loss of each token.
+        """Return the loss of each token.
 
         Args:
             logits: [..., end − start], this rank's part.
@@ -89,16 +89,16 @@ class ParallelCrossEntropy(nn.Module):
         return flat.view(labels.shape)
 
     def chunked(self, x: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
-        """The same of the logits `x @ weight.T`, of which `chunk` columns are in memory at once.
+        """Return the loss of each token for logits `x @ weight.T`, with `chunk` columns in memory at once.
 
         Args:
             x: [..., H], the same on every rank; its gradient is yet to be summed over the axis.
             weight: [end − start, H], this rank's rows.
-            labels: as `forward` takes them.
-            chunk: at least 1.
+            labels: labels, as for `forward`.
+            chunk: columns of the logits, at least 1.
 
         Raises:
-            RuntimeError: as `forward` does.
+            RuntimeError: see `forward`.
         """
         check_labels(labels, self.vocab_size)
         return parallel_chunked_cross_entropy(x, weight, labels, chunk, self.start, self.axis, self.logits_at_once)
@@ -110,7 +110,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         ctx.at_once = at_once
         columns = logits.shape[-1]
         wide = torch.promote_types(logits.dtype, torch.float32)
-        # Finite, so that a shard whose logits are all −∞ adds zero to the sum, and no NaN.
+        # Finite, so that a shard whose logits are all −∞ adds zero to the sum, not NaN.
         least = logits.new_full(labels.shape, torch.finfo(wide).min, dtype=wide)
         own_top, total = tops_and_sums(logits, least, at_once) if columns else (least, torch.zeros_like(least))
         top = all_reduce_max(own_top, axis)
