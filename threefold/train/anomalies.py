@@ -22,7 +22,7 @@ class SpikeDetector:
     """Detector of loss and gradient-norm spikes, relative to the medians of the last steps that made an update.
 
     Args:
-        factor: a step is a spike above this many times a median; None to detect none.
+        factor: multiple of a median above which a step is a spike; None to detect none.
         window: number of steps of the medians; until that many have been seen, no step is a spike.
 
     Attributes:
@@ -69,9 +69,6 @@ class AnomalyPolicy:
     A skipped step makes no update and leaves the optimizer state unchanged, including the step count of Adam's bias
     correction. The global step counter advances, so all other steps keep their learning rate, samples and dropout
     masks.
-
-    Args:
-        config: resolved config.
 
     Attributes:
         spikes: detector of spikes.
@@ -144,14 +141,8 @@ class AnomalyPolicy:
         return f"train.on_{kind} is rollback, and train.max_rollbacks allows {most}" if self._rollbacks > most else ""
 
     def rolled_back(self, step: int, start: int, reason: str, facts: AnomalyFacts | None) -> None:
-        """Mark the steps that led to a bad one as skipped.
-
-        Args:
-            step: the bad step.
-            start: number of updates of the checkpoint that was loaded.
-            reason: why the step is bad.
-            facts: anomaly facts of the checkpoint.
-        """
+        """Mark the steps that led to bad `step` as skipped, after loading the checkpoint of `start` updates and its
+        `facts`."""
         count = self._train.rollback_steps
         first = start + 1 if count is None else max(start + 1, step - count + 1)
         self._rolled_back = self._rolled_back.with_range(first, step)
@@ -184,8 +175,6 @@ class BadSteps:
     """Handler of bad steps. All methods are collective over the world.
 
     Args:
-        engine: model and optimizer.
-        loader: loader of this replica.
         saving: tracks which checkpoints are good.
         store: loads checkpoints.
         policy: decides the response.
@@ -231,11 +220,7 @@ class BadSteps:
         return self._respond("nan", step, ["weights or optimizer state are not finite after it"], [])
 
     def spike(self, reason: str, done: int) -> Response:
-        """Follow `train.on_spike`.
-
-        Args:
-            reason: why the step is a spike.
-            done: updates made before the step.
+        """Follow `train.on_spike`, given why the step after `done` updates is a spike.
 
         Raises:
             DivergenceError: the run must end.

@@ -37,7 +37,7 @@ class Verdict:
 
 
 def compare(hashes: Mapping[int, int], column: Callable[[int], Hashable]) -> Verdict | None:
-    """Find the wrong copies of one tensor.
+    """Find the wrong copies of one tensor; None if all are equal.
 
     The ranks of a column apply the same summed gradient, so a wrong copy in a column stays the only wrong one. Ranks of
     different columns, such as tensor-parallel ranks that hold a weight whole, compute their gradients from activations
@@ -47,9 +47,6 @@ def compare(hashes: Mapping[int, int], column: Callable[[int], Hashable]) -> Ver
     Args:
         hashes: hash of the tensor by rank.
         column: returns a key that is equal for ranks whose gradients are summed.
-
-    Returns:
-        None if all copies are equal.
     """
     if len(set(hashes.values())) <= 1:
         return None
@@ -71,7 +68,6 @@ def compare(hashes: Mapping[int, int], column: Callable[[int], Hashable]) -> Ver
 
 
 def _majority(values: Iterable[int]) -> int | None:
-    """Return the value of more than half of them, or None."""
     counts = Counter(values)
     value, count = counts.most_common(1)[0]
     return value if 2 * count > counts.total() else None
@@ -101,15 +97,10 @@ class Finding:
 
 
 def explain(finding: Finding, newest: Path | None) -> HardwareFault:
-    """Return the error that ends the run.
+    """Return the error that ends the run; `newest` is the newest checkpoint, whose weights have been compared.
 
     A tensor that changed at rest names its rank with certainty, and so does a majority of copies; two copies alone do
-    not. Among tensors without a majority, those with the fewest suspects are named, as a fault spreads to other
-    tensors.
-
-    Args:
-        finding: the differences, at least one.
-        newest: folder of the newest checkpoint, whose weights have been compared; None if there is none.
+    not. Among tensors without a majority, those with the fewest suspects are named, as a fault spreads to others.
     """
     ranks, sentence = _found(finding)
     return HardwareFault(f"{sentence}; {_resumed(newest)}.", tuple(ranks), finding.step)
@@ -142,7 +133,6 @@ def explain_gradients(
 
 
 def _found(finding: Finding) -> tuple[list[int], str]:
-    """Return the ranks at fault, and a sentence about them without its end."""
     if finding.at_rest:
         ranks = sorted(finding.at_rest)
         what = _listed(label for rank in ranks for label in finding.at_rest[rank])
@@ -210,12 +200,8 @@ class Watched:
 def watched_tensors(model: TrainableModel, optimizer: Optimizer, sums_alike: bool = True) -> list[Watched]:
     """Return this rank's weights (both the computed ones and their masters) and optimizer state.
 
-    The order is the same on ranks that hold the same tensors.
-
-    Args:
-        model: model of this rank.
-        optimizer: optimizer of this rank.
-        sums_alike: result of `sums_alike`; if False, whole tensors of tensor-parallel ranks do not count as copies.
+    The order is the same on ranks that hold the same tensors. Unless `sums_alike`, whole tensors of tensor-parallel
+    ranks do not count as copies of one another.
     """
     entries = {entry.name: entry for entry in optimizer.entries}
     return [
@@ -287,13 +273,18 @@ def identity_of(watched: Sequence[Watched]) -> int:
 class CorruptionWatch:
     """Watch that compares hashes of weights and optimizer state every `every` steps, and before each checkpoint.
 
-    Collective over the world, except `begin` and, unless gradients are watched, `before_update`.
+    Every method takes the number of updates made; before an update, the number of the next one. All are collective over
+    the world, except `begin` and, unless gradients are watched, `before_update`.
 
     Args:
         engine: engine whose weights and optimizer state are watched.
         every: steps between two comparisons, at least 1.
         newest: returns the folder of the newest checkpoint, or None; called on every rank.
         gradients: compares the gradients of the watched steps; None to leave them out.
+
+    Raises:
+        HardwareFault: on every rank, if copies differ, a rank's state changed before an update, or ranks computed
+            different gradients of the same samples.
     """
 
     def __init__(
@@ -315,42 +306,22 @@ class CorruptionWatch:
         self._gradients_agreed = 0
 
     def begin(self, step: int) -> None:
-        """Record the state before the first step of this process, or after a rollback.
-
-        Args:
-            step: updates made.
-        """
+        """Record the state before the first step of this process, or after a rollback."""
         if step:  # before the first step, other packages' optimizers have no state
             self._note(step, None)
         self._gradients_agreed, self._compared = step, -1
 
     def is_proved(self, step: int) -> bool:
-        """Return whether everything that is watched has been compared and found right since a checkpoint was saved.
-
-        Args:
-            step: number of updates of the checkpoint.
-        """
+        """Return whether all watched values have been compared and found right since the checkpoint of `step` updates."""
         return self._gradients is None or self._gradients_agreed >= step
 
     def before_forward(self, step: int) -> None:
-        """Compute the gradients of a watched step a first time; collective if gradients are watched.
-
-        Args:
-            step: number of the next update, 1 for the first.
-        """
+        """Compute the gradients of a watched step a first time; collective if gradients are watched."""
         if self._gradients is not None and step % self._every == 0:
             self._gradients.before_forward(step)
 
     def before_update(self, step: int) -> None:
-        """Compare the state with the state after the previous update, and the gradients; collective if these are
-        watched.
-
-        Args:
-            step: number of the next update, 1 for the first.
-
-        Raises:
-            HardwareFault: on every rank, if ranks computed different gradients of the same samples.
-        """
+        """Compare the state with the state after the previous update, and the gradients if they are watched."""
         self._changed, self._update = None, step
         if step % self._every == 0 and self._at_rest is not None:
             restored, before = self._at_rest
@@ -365,43 +336,21 @@ class CorruptionWatch:
             self._gradients_agreed = step
 
     def after_update(self, step: int) -> None:
-        """Compare the copies if a comparison is due.
-
-        Args:
-            step: number of the update that was made.
-
-        Raises:
-            HardwareFault: on every rank, if copies differ, or a rank's state changed before the update.
-        """
+        """Compare the copies if a comparison is due."""
         self._note(step, self._compare(step) if step % self._every == 0 else None)
         self._changed = None
 
     def before_save(self, step: int) -> None:
-        """Compare the copies, so that no checkpoint is written from copies that differ.
-
-        Args:
-            step: updates made.
-
-        Raises:
-            HardwareFault: see `after_update`.
-        """
+        """Compare the copies, so that no checkpoint is written from copies that differ."""
         if self._compared != step:
             self._compare(step)
 
     def after_divergence(self, step: int) -> None:
-        """Compare the copies after a step without an update, as a wrong bit may be why its loss or gradient is not
-        finite.
-
-        Args:
-            step: updates made.
-
-        Raises:
-            HardwareFault: see `after_update`.
-        """
+        """Compare the copies after a step without an update: a wrong bit may have made its loss or gradient infinite or
+        NaN."""
         self._compare(step)
 
     def _note(self, step: int, hashes: Tensor | None) -> None:
-        """Keep the hashes if the next update is watched."""
         self._at_rest = None
         if (step + 1) % self._every == 0:
             known = self._hashes(self._watched()) if hashes is None else hashes
@@ -457,13 +406,7 @@ class CorruptionWatch:
 def make_watch(
     engine: Engine, loader: Loader, newest: Callable[[], Path | None] = lambda: None
 ) -> CorruptionWatch | None:
-    """Return the watch that the engine's config asks for; None for none. Collective over the world.
-
-    Args:
-        engine: engine whose state is watched.
-        loader: loader of this replica.
-        newest: see `CorruptionWatch`.
-    """
+    """Return the watch that the engine's config asks for; None for none. Collective over the world."""
     train = engine.config.train
     if not train.watch_every:
         return None

@@ -31,10 +31,6 @@ def agree_on_micro_batch(config: Config, mesh: Mesh) -> Config:
     """Set a derived micro-batch size to the smallest of all ranks, as each derives it from its host's memory.
 
     Collective over the world.
-
-    Args:
-        config: resolved config.
-        mesh: mesh of this rank.
     """
     if not is_derived(config, "train.micro_batch_size"):
         return config
@@ -48,12 +44,8 @@ def agree_on_micro_batch(config: Config, mesh: Mesh) -> Config:
 class DataCheck(Callback):
     """Compare fingerprints of the ranks' batches in the first step and every `every` steps; a mismatch ends the run.
 
-    Runs on every rank, as it calls a collective.
-
-    Args:
-        mesh: mesh of this rank.
-        every: steps between comparisons.
-        rows: this rank's rows of the global batch, for batches that do not hold them.
+    Runs on every rank, as it calls a collective. `rows` are this rank's rows of the global batch, for batches without
+    rows.
 
     Raises:
         UserError: on every rank, naming a rank that reads different samples.
@@ -83,12 +75,7 @@ def nested_fingerprint(batch: Any, rows: Sequence[int]) -> int:
 
 
 def disagreement(fingerprints: list[int], layout: Layout) -> str | None:
-    """Describe the first mismatch between the ranks' data, as a clause; None if there is none.
-
-    Args:
-        fingerprints: fingerprint of each rank's batch, by rank.
-        layout: layout of the ranks.
-    """
+    """Describe the first mismatch between the ranks' fingerprints, as a clause; None if there is none."""
     replicas: dict[int, list[int]] = {}
     for rank in range(layout.world_size):
         replicas.setdefault(layout.coordinates(rank).dp, []).append(rank)
@@ -121,9 +108,8 @@ _LOOK: Final = 0.5
 class TokenCheck(Callback):
     """Read all tokens in the background, and end the run on all ranks at the same step if a checksum differs.
 
-    Checksums are compared with those in the files and with those in the checkpoint that the run resumes from.
-
-    Collective over the world. One rank of each host reads, at the lowest scheduling priority.
+    Checksums are compared with those in the files and with those in the checkpoint that the run resumes from. One rank
+    of each host reads, at the lowest scheduling priority. Collective over the world.
 
     Args:
         mesh: mesh of this rank.
@@ -203,7 +189,6 @@ class TokenCheck(Callback):
                 self.mesh.heartbeat.progress()
 
     def _agree(self) -> None:
-        """Raise on all ranks if one has found a problem."""
         if self._settled:
             return
         reading = self._reader is not None and self._reader.is_alive()

@@ -56,9 +56,6 @@ class FiniteChecks:
     micro-batches or ranks. So a rank sees only values that arose on it or reached it through its activations.
     Recomputed activations are not checked again.
 
-    Args:
-        engine: engine whose next step is checked.
-
     Attributes:
         first: first bad value; None while everything is finite.
     """
@@ -105,7 +102,6 @@ class FiniteChecks:
             self._handles.append(stage.register_forward_hook(self._ended))
 
     def _register_begin(self, number: int, stage: Stage) -> None:
-        """Track the micro-batch of each forward pass."""
         runner = self._engine.runner
         if isinstance(runner, PipelineRunner):
             (scheduled,) = (each for each in runner.scheduled_stages if each.stage_index == number)
@@ -168,7 +164,6 @@ class FiniteChecks:
         self._check(gradient, (1, -number, -calls.get(module, 0), _WEIGHT), micro_batch, f"the gradient of {name}")
 
     def _deferred(self, leaf: Tensor) -> Callable[[Tensor], None]:
-        """Check a weight gradient that the schedule computes later."""
         engine = self._engine
         weight = next(weight for weight in engine.model.weights if weight.leaf is leaf)
         numbers = engine.parallelism.stages.held_by(engine.mesh.pp.index)
@@ -243,12 +238,7 @@ class RankFindings:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Cause of a bad step, the same on every rank.
-
-    Attributes:
-        findings: findings of each rank.
-        layout: layout of the ranks.
-    """
+    """Cause of a bad step, from the findings of all ranks; the same on every rank."""
 
     findings: tuple[RankFindings, ...]
     layout: Layout
@@ -342,7 +332,6 @@ class Diagnosis:
         return next((found.weight for found in self.findings if found.weight), None)
 
     def _named(self, ranks: Sequence[int]) -> str:
-        """Name ranks in words, a single one with its coordinates."""
         if len(ranks) > 1:
             return "all ranks" if len(ranks) == self.layout.world_size else _listed("rank", list(map(str, ranks)))
         (rank,) = ranks
@@ -423,7 +412,6 @@ def _is_bad(batch: Any) -> bool:
 
 
 def _samples(loader: Loader, done: int, micro_batch: int, micro_batches: int) -> tuple[str, ...]:
-    """Return the numbers of a micro-batch's samples, with the name of the corpus for a mixture."""
     indices = loader.sample_indices(done).tolist()
     size = len(indices) // micro_batches
     return tuple(loader.sample_name(index) for index in indices[micro_batch * size : (micro_batch + 1) * size])

@@ -49,10 +49,9 @@ class CheckpointStore(Protocol):
         ...
 
     def set_aside(self, step: int) -> tuple[Path, Path] | None:
-        """Rename the checkpoint of `step` so that no run resumes from it.
+        """Rename the checkpoint of `step` so that no run resumes from it; return its new folder and the next older one.
 
-        Returns:
-            its new folder and the next older one; None if it is the only checkpoint and stays.
+        Returns None if it is the only checkpoint, which then stays.
         """
         ...
 
@@ -68,16 +67,12 @@ class SafeSaving:
     a bad update shows in the next loss. Hence
 
     - a save that is due while steps are skipped, or after a loss that is not finite, waits for the next good step;
-    - older checkpoints are deleted only when the new one is complete and known to be good;
+    - older checkpoints are deleted only when the new one is complete and known to be good (and `is_proved`, for its
+      step);
     - when the run diverges, a checkpoint that no good step followed is renamed, and a resumed run starts from the one
       before it.
 
     All ranks see the same losses and make the same decisions.
-
-    Args:
-        store: store of the checkpoints.
-        is_proved: returns whether no other check of a checkpoint, given its step, is pending before older ones are
-            deleted.
     """
 
     def __init__(self, store: CheckpointStore, is_proved: Callable[[int], bool] | None = None) -> None:
@@ -106,11 +101,10 @@ class SafeSaving:
         return (self._due or due) and self._healthy
 
     def save(self, step: int, due: bool) -> Path | None:
-        """Save after `step` updates if a checkpoint is or was due and the last loss was finite.
+        """Save after `step` updates if a checkpoint is or was due and the last loss was finite; return its folder.
 
-        Returns:
-            folder of the checkpoint; None if none was saved, or if it could not be written (the next due save tries
-            again).
+        Returns None if nothing was saved; a checkpoint that could not be written is tried again when the next one is
+        due.
 
         Raises:
             DivergenceError: the weights are not finite.
@@ -139,11 +133,8 @@ class SafeSaving:
         self._store.end(seconds)
 
     def save_last(self, step: int, loss: Callable[[], float]) -> Path:
-        """Save the checkpoint after the last step of this process, which no later step can prove good.
-
-        Args:
-            step: updates made.
-            loss: computes a loss from the current weights.
+        """Save the checkpoint after the last step of this process, which only `loss`, computed from its weights, can
+        prove good.
 
         Raises:
             DivergenceError: weights or loss are not finite.
@@ -161,7 +152,7 @@ class SafeSaving:
         return path
 
     def roll_back(self) -> Path | None:
-        """Return the checkpoint to load after a bad step: the newest; None if there is none.
+        """Return the checkpoint to load after a bad step, the newest one; None if there is none.
 
         If the newest was already loaded like this and no good step followed, set it aside and return the one before it.
         """

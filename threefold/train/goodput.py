@@ -90,8 +90,6 @@ class Goodput:
 
 @dataclass
 class _Clock:
-    """Stopwatch on a clock that nobody sets."""
-
     last: float = field(default_factory=time.perf_counter)
 
     def lap(self) -> float:
@@ -101,13 +99,7 @@ class _Clock:
 
 
 class GoodputLedger(Callback):
-    """Write the goodput ledger of a run. A failure to write is reported once.
-
-    Args:
-        path: path of the file.
-        attempt: attempt of the run.
-        say: prints the warning.
-    """
+    """Write the goodput ledger of a run. A failure to write is reported once."""
 
     @classmethod
     def for_run(cls, run: RunContext) -> Callback:
@@ -186,7 +178,6 @@ class GoodputLedger(Callback):
         self._saving = False
 
     def _start(self) -> None:
-        """Count the time up to the first step."""
         goodput, self._started = self.goodput, True
         restarted = self.attempt.number and goodput.at
         passed = max(0.0, time.time() - (goodput.at if restarted else self.attempt.began))

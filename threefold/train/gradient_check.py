@@ -33,12 +33,9 @@ the hash."""
 
 
 class BitHash:
-    """Hash of a tensor's bits, computed on its device.
+    """Hash of a tensor's bits, computed on `device`; small tensors on another device are copied to it.
 
     Equal bits have equal hashes on every device. Equal values with different bits (0 and -0) have different hashes.
-
-    Args:
-        device: device of all tensors; small ones on another device are copied to it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -47,14 +44,7 @@ class BitHash:
         self._at_once = _AT_ONCE.get(device.type, _COLUMNS)
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Hash a tensor's bits in the order of its elements.
-
-        Args:
-            tensor: tensor of any shape and dtype.
-
-        Returns:
-            int64 scalar.
-        """
+        """Hash a tensor's bits in the order of its elements, as an int64 scalar."""
         words = tensor.detach().to(self._device).reshape(-1).view(_WORDS[tensor.element_size()])
         total = torch.zeros((), dtype=torch.int64, device=words.device)
         whole = words.numel() - words.numel() % _COLUMNS
@@ -69,14 +59,7 @@ class BitHash:
 
 
 def combined(hashes: Tensor) -> Tensor:
-    """Combine hashes into one that depends on their order.
-
-    Args:
-        hashes: int64 [n].
-
-    Returns:
-        int64 scalar.
-    """
+    """Combine hashes, int64 [n], into one int64 scalar that depends on their order."""
     return (hashes * factors(0, len(hashes), hashes.device)).sum()
 
 
@@ -115,13 +98,8 @@ class GradientCheck:
     """Bit-exact comparison of a step's gradients with those that another replica computes from the same samples.
 
     Without another replica, a rank computes its own gradients twice. It also does so for layers that draw random
-    numbers in sequence, and for experts, as their results depend on the samples of other replicas too.
-
-    All methods are collective over the world.
-
-    Args:
-        engine: engine that computes the gradients.
-        loader: loader of this replica.
+    numbers in sequence, and for experts, as their results depend on the samples of other replicas too. All methods are
+    collective over the world.
     """
 
     def __init__(self, engine: Engine, loader: Loader) -> None:
@@ -136,11 +114,7 @@ class GradientCheck:
         self._checked = self._sum
 
     def before_forward(self, step: int) -> None:
-        """Compute the gradients of the next replica's samples, then observe the step's own gradients, which follow.
-
-        Args:
-            step: number of the next update, 1 for the first.
-        """
+        """Compute the next replica's gradients of update `step`, then observe the step's own gradients."""
         self._checked = self._computed(self._next, step)
         self._observe()
 
@@ -156,7 +130,6 @@ class GradientCheck:
         return disagreement(pairs, unstable, self._engine.mesh.layout)
 
     def _exchanged(self, own: Tensor, checked: Tensor) -> list[list[int]]:
-        """Gather both hashes of every rank."""
         row = torch.stack([own, checked]).view(1, 2)
         found: list[list[int]] = self._engine.mesh.world.all_gather_equal(row, 0).tolist()
         return found
@@ -200,12 +173,9 @@ def disagreeing(table: Sequence[Sequence[int]], layout: Layout, shift: int) -> l
 
 
 def disagreement(pairs: Sequence[tuple[int, int]], unstable: Sequence[int], layout: Layout) -> Disagreement:
-    """Find the ranks at fault.
+    """Find the ranks at fault, from the (checker, owner) pairs that disagree (at least one).
 
-    Args:
-        pairs: (checker, owner) pairs that disagree, at least one.
-        unstable: ranks whose second computation gave different results.
-        layout: layout of the ranks.
+    Ranks are `unstable` if their second computation gave different results.
     """
     everyone = {rank for pair in pairs for rank in pair}
     if unstable:

@@ -42,9 +42,6 @@ class TrainingLoop:
     Collective over the world: every rank has one; their callbacks may differ.
 
     Args:
-        engine: model and optimizer.
-        loader: batches of this replica.
-        config: resolved config.
         callbacks: callbacks, called in this order at each moment.
         store: saves and loads checkpoints.
         run: argument of the callbacks' `setup`; None if they have been set up already.
@@ -275,11 +272,8 @@ class TrainingLoop:
         return self._epochs_ended(step, train.eval_every_epochs) or step == train.max_steps
 
     def _back_from(self, step: int) -> int | None:
-        """Roll back instead of saving a state that is not finite, if the policy rolls back.
-
-        Returns:
-            updates made after the rollback; None if the run goes on.
-        """
+        """Roll back instead of saving a state that is not finite; return the updates made then, or None if the run goes
+        on."""
         ends = step == self.config.train.max_steps or self.engine.stop.is_due
         if not self.policy.rolls_back or not (ends or self.saving.will_save(self._is_due(step))):
             return None
@@ -294,7 +288,6 @@ class TrainingLoop:
         return by_clock or is_due(step, self.config.checkpoint.every, self.config.train.max_steps)
 
     def _save(self, step: int) -> bool:
-        """Save a checkpoint if one is due; return whether it was saved."""
         due, self.engine.stop.save_is_due = self._is_due(step), False
         if self.saving.will_save(due):
             self.heartbeat.section(RunSection.SAVE, step)
@@ -306,7 +299,6 @@ class TrainingLoop:
         return path is not None
 
     def _finish_saving(self) -> None:
-        """Wait for the checkpoint being written in the background, and notify the callbacks."""
         self.engine.stop.save_ended = False
         if (written := self.saving.finish()) is not None:
             self._notify("after_checkpoint", written.step, written.path)
@@ -324,8 +316,8 @@ class TrainingLoop:
         self._notify("before_checkpoint", step)
 
     def _loss_after(self, step: int) -> float:
-        """Return a loss of the weights after `step` updates: this step's evaluation, or else the loss of the last batch
-        that made an update."""
+        """Return a loss of the weights after `step` updates: this step's evaluation, or the last batch that made an
+        update."""
         known = self._evaluation
         if known is not None and known.step == step and isfinite(known.loss):
             return known.loss

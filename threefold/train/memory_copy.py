@@ -40,10 +40,7 @@ _INVALID: Final = -1
 
 
 class MemoryCopy:
-    """Copy of a state in a file in memory; an empty file holds none.
-
-    Args:
-        path: path of a file in memory (`memory_files`).
+    """Copy of a state in the file in memory at `path` (`memory_files`); an empty file holds none.
 
     Raises:
         OSError: the file cannot be opened.
@@ -82,12 +79,7 @@ class MemoryCopy:
         return dict(self._index()["facts"])
 
     def write(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Replace the copy.
-
-        Args:
-            step: updates made.
-            tensors: this rank's tensors by name.
-            facts: other parts of the state, as JSON values.
+        """Replace the copy by `tensors` and `facts` (JSON values) of the state after `step` updates.
 
         Raises:
             OSError: there is no room for it.
@@ -105,13 +97,7 @@ class MemoryCopy:
         _RECORD.pack_into(held, 0, step, end, len(index), self._checksum(step, end, len(index)))
 
     def read(self, tensors: Mapping[str, Tensor]) -> set[str]:
-        """Fill tensors in place from a whole copy.
-
-        Args:
-            tensors: tensors by name; those that are not in the copy stay unchanged.
-
-        Returns:
-            names of the tensors that were filled.
+        """Fill tensors in place from a whole copy; return the names of those that it holds.
 
         Raises:
             ValueError: a tensor of the copy is missing here, or has another shape or dtype.
@@ -175,7 +161,6 @@ class KeptStates(Callback):
     Args:
         files: files in memory of this rank; empty if states are not kept.
         config: resolved config; a state counts only in the same layout.
-        mesh: mesh of this rank.
 
     Attributes:
         anomalies: record of the run's bad steps, once a state is restored.

@@ -82,12 +82,6 @@ class PerformanceMeter:
     """Meter of this rank's steps, without a collective and without waiting for a GPU.
 
     Every rank notes its memory on its heartbeat's page; the first rank reads the notes of the others now and then.
-
-    Args:
-        mesh: mesh of this rank.
-        config: resolved config.
-        peak_rate: peak FLOP/s of a rank, see `RunContext`.
-        began: `time.time()` at the start of the run; None for now.
     """
 
     def __init__(self, mesh: "Mesh", config: Config, peak_rate: float | None, began: float | None = None) -> None:

@@ -79,11 +79,7 @@ class _DeviceClock:
 
 
 class SpanRecorder:
-    """Recorder of a heartbeat's activities between `start` and `stop`.
-
-    Args:
-        device: device of the rank.
-    """
+    """Recorder of a heartbeat's activities between `start` and `stop`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -187,13 +183,6 @@ class Profiler(Callback):
     """Profile some steps of this rank with torch's profiler.
 
     The numerical results of the run are unchanged; profiling adds one barrier and one gather of times.
-
-    Args:
-        request: steps to profile.
-        recorder: observer of the rank's heartbeat.
-        mesh: mesh of the rank.
-        run_dir: folder of the run.
-        last: last step of the run.
     """
 
     ranks: ClassVar[Literal["first", "all"]] = "all"
@@ -265,7 +254,6 @@ class Profiler(Callback):
         profiled.export_chrome_trace(str(replace_link(self._folder / f"rank-{self._mesh.rank:04}{suffix}")))
 
     def _report(self, stages: list[tuple[int, list[Span]]], problems: list[str]) -> None:
-        """Write the spans, draw them, and print where everything is."""
         for rank, problem in enumerate(problems):
             if problem:
                 say(f"Warning: the trace of rank {rank} cannot be written to {self._folder} ({problem}).")

@@ -242,12 +242,8 @@ class Start:
     """Starting point of a run, chosen on rank 0 for all ranks. Collective over the world.
 
     Args:
-        config: resolved config.
-        run_dir: folder of the run.
         resume: whether to resume from the run's own checkpoint; "auto" resumes if there is one.
-        world: axis of all ranks.
         kept: this rank's states in memory, used if no checkpoint is newer.
-        attempt: attempt of the run.
 
     Attributes:
         is_unsaved: whether the start is a state in memory that is newer than every checkpoint.

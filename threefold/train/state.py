@@ -51,7 +51,7 @@ class RunClock:
 
     Attributes:
         limit: the setting that ends the run, with its value.
-        longest_save: seconds of the longest save; updated by `saved`.
+        longest_save: seconds of the longest save, updated by `saved`.
     """
 
     def __init__(self, config: Config, began: float, state_bytes: int, save_ended: Callable[[], bool]) -> None:
@@ -65,7 +65,6 @@ class RunClock:
         self._longest_pause = 0.0
 
     def saving(self) -> None:
-        """Note that a save begins."""
         self._saved = time.monotonic()
 
     def saved(self, seconds: float) -> None:
@@ -88,16 +87,13 @@ class RunClock:
         return now + 2 * self._longest_pause + self.longest_save >= self._end
 
     def save_ended(self) -> bool:
-        """Return whether the checkpoint written in the background is complete or has failed."""
         return self._save_ended()
 
 
 class FailureWarning:
     """Warning printed once when something begins to fail, and not again until it has worked in between.
 
-    Args:
-        prints: whether this rank prints.
-        consequence: what follows from the failure, printed after a semicolon.
+    It ends with the `consequence` of the failure, after a semicolon.
     """
 
     def __init__(self, prints: bool, consequence: str) -> None:
@@ -172,9 +168,6 @@ class Checkpoints:
     """Checkpoints of a run: saved, resumed from, pruned and mirrored. Collective over the world.
 
     Args:
-        run_dir: folder of the run.
-        engine: engine whose state is saved.
-        config: resolved config.
         dataset: training data, with its tokenizer if it has one.
         contents: returns the checksums of each corpus.
         anomalies: returns the record of the run's bad steps.
@@ -229,18 +222,12 @@ class Checkpoints:
 
     @property
     def is_background(self) -> bool:
-        """Whether `save` returns before a checkpoint is complete, except for the last one."""
         return self._background is not None
 
     def save(self, step: int, last: bool = False) -> Path | None:
-        """Save a checkpoint after `step` updates, in the background if the config says so.
+        """Save a checkpoint after `step` updates, in the background if the config says so; return its folder.
 
-        Args:
-            step: updates made so far.
-            last: whether the run ends with this checkpoint, so that it must be written and is waited for.
-
-        Returns:
-            folder of the checkpoint; None if it could not be written and the run continues.
+        Returns None if it could not be written and the run continues. The `last` one is waited for and must be written.
 
         Raises:
             UserError: on every rank, if the last checkpoint cannot be written.
@@ -359,8 +346,7 @@ class Checkpoints:
             passed: folders of newer, damaged checkpoints, which do not count as kept.
 
         Raises:
-            DamagedCheckpoint: on every rank, if a checksum differs; the engine's state is undefined then.
-            UserError: on every rank, if the checkpoint cannot be read.
+            DamagedCheckpoint, UserError: see `restore_engine`.
         """
         self.passed = frozenset(passed)
         restore_engine(self.engine, checkpoint)
@@ -387,8 +373,7 @@ class Checkpoints:
         """Warm-start from the weights of another run's checkpoint; each rank reads only its own shards.
 
         Raises:
-            DamagedCheckpoint: on every rank, if a checksum differs; the engine's state is undefined then.
-            UserError: on every rank, if the checkpoint cannot be read.
+            DamagedCheckpoint, UserError: see `restore_engine`.
         """
         _load(self.engine, model_tensors(self.engine), checkpoint.path)
         self.engine.optimizer.restored()

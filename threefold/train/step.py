@@ -77,8 +77,6 @@ class Optimizer:
     """Optimizer of one rank's parameters.
 
     Args:
-        weights: weights of this rank, with their masters.
-        gradients: gradients of these weights.
         config: optimizer settings.
         plan: layers of the model; the weights between the first and the last layer are hidden.
         axes: mesh axes that may shard a parameter.
@@ -138,13 +136,8 @@ class Optimizer:
 
 
 class GradientNorm:
-    """This rank's terms of the global gradient norm, computed from the current gradients.
-
-    Args:
-        model: model whose gradients are measured.
-        entries: trained weights of the model.
-        piece: number of elements whose squares are summed in the gradients' own dtype.
-    """
+    """This rank's terms of the global gradient norm, computed from the current gradients in pieces (see
+    `squared_norm`)."""
 
     def __init__(self, model: TrainableModel, entries: Sequence[Entry], piece: int = PieceSizes.norm_elements) -> None:
         self._gradients, self._piece = model.gradients, piece
@@ -261,9 +254,7 @@ class Engine(GradientStep):
 
     Args:
         make_model: constructs the whole, single-device model.
-        plan: sharding plan of the model.
         mesh: mesh axes, and this rank's place on them.
-        config: resolved config.
         stop: requests to end the run; every step and evaluation sums them over the ranks.
         loss: function of the last layer's output and the batch, for a model that does not compute its loss itself.
         loss_scale: loss scale of the backward pass; None for the config's, which only fp16 has.

@@ -155,7 +155,6 @@ def _holds(requests: float, flag: float) -> bool:
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
-    """Return device and inode number of a folder; None if it does not exist."""
     try:
         found = os.stat(folder)
     except OSError:

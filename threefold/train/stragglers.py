@@ -19,7 +19,6 @@ class Straggler:
     """Rank that is slower than the median of the ranks with the same work.
 
     Attributes:
-        rank: number of the rank.
         factor: busy time as a multiple of the median.
         waited: share of the time that the rank waited.
         others_waited: share of the time that the median rank waited.
@@ -165,13 +164,7 @@ class StragglerReport(Callback):
 
 
 class _Look(NamedTuple):
-    """Times of all ranks after a step.
-
-    Attributes:
-        step: number of the step.
-        when: `time.monotonic()` of the look.
-        spent: seconds that each rank had waited so far, and its `RankState.aside`.
-    """
+    """Times of all ranks after a step: for each, the seconds that it had waited so far, and its `RankState.aside`."""
 
     step: int
     when: float

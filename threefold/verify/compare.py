@@ -70,7 +70,6 @@ class Comparison:
     Args:
         expected: trace of one process; without `leverage`, weights are compared like gradients.
         held: this rank's part of each parameter.
-        rank: number of the rank.
         floor: a tensor whose magnitudes are all below this share of the model's largest is measured against that share;
             0 to measure each tensor against its own largest.
         check: check of the second run that the results belong to.
@@ -144,12 +143,8 @@ class Comparison:
 
 
 def coverage(ranks: list[list[Held]], expected: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Return a sentence about elements that the ranks together lack or hold in excess; None if there are none.
-
-    Args:
-        ranks: parts that each rank holds.
-        expected: parameter name → whole shape.
-    """
+    """Return a clause about elements that the `ranks` lack or hold too often of the `expected` shapes; None if there
+    are none."""
     parts = {
         name: {(held.start, held.shape) for rank in ranks for held in rank if held.name == name} for name in expected
     }
@@ -164,12 +159,8 @@ def coverage(ranks: list[list[Held]], expected: Mapping[str, tuple[int, ...]]) -
 
 
 def relative_error(got: Tensor, expected: Tensor, scale: float | None = None) -> float:
-    """Return the largest difference of any element, relative to `scale`.
-
-    Args:
-        got, expected: tensors of one shape.
-        scale: defaults to the largest expected magnitude, or 1 if that is 0.
-    """
+    """Return the largest difference of any element, relative to `scale`: by default the largest expected magnitude, or
+    1."""
     return largest(got - expected) / (scale or largest(expected) or 1.0)
 
 

@@ -41,15 +41,8 @@ def tiny_mesh(config: Config) -> Mesh:
 def tiny_engine(
     source: ModelSource, config: Config, mesh: Mesh, clip: float, loss_scale: LossScale | None = None
 ) -> Engine:
-    """Return an engine with tiny pieces.
-
-    Args:
-        source: source of the model.
-        config: config of the layout.
-        mesh: mesh of this rank.
-        clip: norm that gradients are clipped to; 0 for no clip.
-        loss_scale: None for the config's.
-    """
+    """Return an engine with tiny pieces that clips to norm `clip` (0 for no clip), with the config's loss scale by
+    default."""
     optimizer = config.optimizer.model_copy(update={"clip_grad_norm": clip})
     config = config.model_copy(update={"optimizer": optimizer})
     make_model, plan = source.load(config)
@@ -102,7 +95,6 @@ class SecondRun:
 
     Attributes:
         config: config of the single process.
-        rows: source of the batches.
         steps: steps of the first run; only their batches are used, as the user may have no others.
     """
 
@@ -129,10 +121,7 @@ def write_second_trace(source: ModelSource, run: SecondRun, folder: str) -> None
 
 
 def second_errors(source: ModelSource, config: Config, run: SecondRun, mesh: Mesh, folder: str) -> list[Error]:
-    """Make the second run as a rank of the config's layout, and compare it with the trace in `folder`.
-
-    Collective over the world.
-    """
+    """Make the second run as a rank of the config's layout, and compare it with the trace in `folder`. Collective."""
     path = Path(folder) / "second"
     expected = Trace.load(path)
     first = _Training(source, config, run, mesh, expected)
@@ -160,7 +149,6 @@ class _Training:
             self._step(place, CHECKS[place])
 
     def resume(self, checkpoint: Checkpoint, check: str) -> None:
-        """Load a checkpoint, and make the step after it."""
         restore_engine(self.engine, checkpoint)
         comparison = self._comparison(check)
         comparison.weights(_SAVED, weights_of(self.engine))
@@ -173,7 +161,6 @@ class _Training:
         self.engine.eval_batch(batch, self.engine.loss)
 
     def save(self, folder: Path) -> Checkpoint:
-        """Save a checkpoint of the step of `_SAVED`."""
         scale, good_steps = loss_scale_facts(self.engine)
         seed, step = self.config.train.seed, _STEPS[_SAVED] + 1
         facts = Facts(step, 0, seed, None, None, 0, 0, loss_scale=scale, good_steps=good_steps)

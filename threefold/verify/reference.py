@@ -181,7 +181,6 @@ class OneProcess:
             trace.leverage[name] += lr * self.optimizer.leverage(name)
 
     def _mean_loss(self, batch: Any, step: int | None) -> Tensor:
-        """Return the mean loss of a batch; without a step, nothing is dropped."""
         return reference_loss(self.model, self.plan, batch, step, self.config, self.loss)
 
 
@@ -248,7 +247,6 @@ def write_trace(
 
 
 def _token_loss(model: nn.Module, batch: Any, step: int | None, config: Config) -> Tensor:
-    """Return the mean loss of a batch of tokens, which the model computes."""
     keys = None if step is None else sample_keys(config.train.seed, step, batch.rows)
     counted = batch.labels != IGNORE_INDEX
     weights = None if step is None else counted.double() / counted.sum()
@@ -329,12 +327,7 @@ def _copies(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
 
 
 class ReferenceOptimizer(ABC):
-    """Reference optimizer over whole parameters.
-
-    Args:
-        parameters: parameters of the whole model, by name.
-        config: resolved config.
-    """
+    """Reference optimizer over the parameters of the whole model, by name."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> None:
         self.parameters, self.config = dict(parameters), config
@@ -366,13 +359,7 @@ class ReferenceOptimizer(ABC):
 def reference_optimizer(
     parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, plan: ModelPlan
 ) -> ReferenceOptimizer:
-    """Return the reference optimizer of a config.
-
-    Args:
-        parameters: parameters of the whole model, by name.
-        config: resolved config.
-        plan: determines the first and the last layer.
-    """
+    """Return the reference optimizer of a config, for the parameters of the whole model by name."""
     if config.name == "muon":
         return _Muon(parameters, config, plan)
     kinds = {"adamw": _Torch, "adam": _Torch, "sgd": _Torch, "lion": _Lion}
@@ -403,8 +390,8 @@ class _Torch(ReferenceOptimizer):
     def leverage(self, name: str) -> Tensor | float:
         """Bound the movement by an error δ: δ·G / (1 − momentum) for SGD, δ·G / (√v + ε) for Adam (bias-corrected v).
 
-        For gradients that are only rounding noise (a key bias, which softmax ignores), Adam's bound far exceeds δ, and
-        that is no mistake. It falls to the kind of SGD's bound for a real gradient.
+        Adam's bound far exceeds δ for gradients that are only rounding noise (a key bias, which softmax ignores); that
+        is no mistake.
         """
         if self.config.name == "sgd":
             return self._largest(name) / (1 - self.config.momentum)
@@ -492,8 +479,6 @@ class _Muon(ReferenceOptimizer):
 
 
 class _WholeGradients(Gradients):
-    """Gradients in the `.grad` of whole parameters."""
-
     def __getitem__(self, leaf: Tensor) -> Tensor:
         assert leaf.grad is not None
         return leaf.grad
@@ -540,7 +525,6 @@ class _Added(ReferenceOptimizer):
             self._leverage[name] = moved / (_DISTURBANCE * lr) if lr else torch.zeros_like(moved)
 
     def leverage(self, name: str) -> Tensor | float:
-        """Return the measured movement."""
         return self._leverage[name]
 
     def _distance(self, name: str) -> Tensor:

@@ -83,7 +83,6 @@ class LayoutResult:
     """Result of comparing a layout with a single process.
 
     Attributes:
-        spec: the layout.
         verdict: `equal`, `departs`, `error` (did not run to the end) or `unsplit` (equal, but one of its axes shards
             nothing of the model, so nothing is verified).
         seconds: wall-clock time.

@@ -183,7 +183,6 @@ def _are_equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 
 @torch.no_grad()
 def _copy_state(model: nn.Module, another: nn.Module) -> None:
-    """Copy the parameters and persistent buffers of a model to one that was made alike."""
     state = dict(another.named_parameters())
     for name, parameter in model.named_parameters():
         if name in state:
@@ -205,7 +204,7 @@ def _get(model: nn.Module, name: str, attribute: str) -> Any:
 
 @contextmanager
 def _watching(model: nn.Module) -> Iterator[list[str]]:
-    """Collect the modules whose forward pass in the block draws from a generator, the innermost of the first ones
+    """Collect the modules whose forward pass draws from a generator in the block, the innermost of the first ones
     first."""
     found: list[str] = []
     begun: list[dict[str, object]] = [_states()]
@@ -255,9 +254,7 @@ def state_preserved(model: nn.Module) -> Iterator[None]:
 def _attributes(model: nn.Module, by_value: bool = False) -> dict[tuple[str, str], object]:
     """Return marks of the values of each attribute of each module, and of each buffer that is not persistent.
 
-    Args:
-        model: model with the attributes.
-        by_value: whether marks are to be compared with those of another model.
+    Marks `by_value` can be compared with those of another model.
     """
     found: dict[tuple[str, str], object] = {}
     for name, module in model.named_modules():
@@ -495,11 +492,7 @@ def _positions(batch: Any) -> int:
 
 
 def _compare(config: Config, small: Config, source: ModelSource, rows: BatchSource, mesh: Mesh, folder: Path) -> str:
-    """Compute the steps in the layout; return the line that reports equality.
-
-    Raises:
-        UserError: the results differ.
-    """
+    """Compute the steps in the layout; return the line that reports equality, or raise a `UserError`."""
     began = time.monotonic()
     # Read before the ranks meet, as the first one may remove the folder afterwards.
     spec, order = LayoutSpec(Layout.of(config.parallel)), list(Trace.load(folder).initial)

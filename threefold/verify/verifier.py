@@ -49,7 +49,6 @@ class Selection:
     """Layouts to verify, and the unsupported ones.
 
     Attributes:
-        specs: the layouts.
         unsupported: layouts that were left out.
         second_every: every n-th of `specs` makes the second run too.
     """
@@ -73,9 +72,7 @@ def candidates(layout: Layout, experts: int) -> Iterator[LayoutSpec]:
     """Yield the layout with each schedule, ZeRO stage, expert-parallel size and sequence parallelism that has an
     effect.
 
-    Args:
-        layout: ranks along each axis.
-        experts: number of the model's experts.
+    Expert-parallel sizes divide the number of the model's `experts`.
     """
     shares = [ep for ep in range(1, layout.dp + 1) if layout.dp % ep == 0 == experts % ep and (experts or ep == 1)]
     schedules = SCHEDULES if layout.pp > 1 else ("1f1b",)
@@ -182,9 +179,6 @@ class Verification:
 
     Attributes:
         config: config of the single process (`shrunk_config.prepare`, and `shrink` unless `full`).
-        steps: optimizer steps.
-        rows: source of the batches.
-        source: source of the model.
         full: whether the model keeps the full size of the config file; there is no second run then.
         thorough: whether attention drops in the second run too.
     """
@@ -222,10 +216,7 @@ def choose_batches(config: Config, loss: LossFunction | None = None) -> BatchSou
 class Verifier:
     """Comparison of layouts with the single process, one after the other, on a worker pool.
 
-    Args:
-        task: what to verify.
-        pool: pool with as many workers as the largest layout has ranks.
-        folder: folder for the trace of the single process.
+    The pool has as many workers as the largest layout has ranks; the folder gets the trace of the single process.
     """
 
     def __init__(self, task: Verification, pool: WorkerPool, folder: Path) -> None:
@@ -257,12 +248,7 @@ class Verifier:
         return self._shapes
 
     def verify(self, spec: LayoutSpec, second_run: bool = True) -> LayoutResult:
-        """Run one layout and compare it with the single process.
-
-        Args:
-            spec: the layout.
-            second_run: whether it makes the second run too.
-        """
+        """Run one layout, and its second run if asked for, and compare it with the single process."""
         task, started = self.task, time.perf_counter()
         config = compose(task.config, spec)
         try:

@@ -201,8 +201,7 @@ class Callback:
         only."""
 
     def after_checkpoint(self, step: int, path: Path) -> None:
-        """Hook called when the checkpoint at `path` is complete; with `checkpoint.async_save`, some steps after `step`.
-        """
+        """Hook called when a checkpoint is complete at `path`; some steps after `step` with `checkpoint.async_save`."""
 
     def after_stop(self, step: int, reason: str) -> None:
         """Hook called when a callback's `stop` has ended the run after `step` updates, before its last step."""
@@ -301,10 +300,6 @@ class LineFile:
 
     A line that a full disk cut short is truncated before the next one is written, so the file never contains half a
     line in its middle.
-
-    Args:
-        path: path of the file.
-        say: prints the warning about a failure.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:

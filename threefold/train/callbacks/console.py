@@ -22,15 +22,10 @@ _SECONDS_BETWEEN_REFRESHES = 0.1
 
 
 class LiveLine(Callback):
-    """Live line at the bottom of a terminal: step, losses, speed, time left; evaluations and checkpoints above it.
-
-    Args:
-        steps: steps of the whole run.
-    """
+    """Live line at the bottom of a terminal: step, losses, speed, time left; evaluations and checkpoints above it."""
 
     @classmethod
     def for_run(cls, run: RunContext) -> Callback | None:
-        """Make the callback if standard output is a terminal."""
         return cls(run.config.train.max_steps) if on_terminal() else None
 
     def __init__(self, steps: int) -> None:
@@ -194,7 +189,6 @@ class Summary(Callback):
 
 
 def _goodput(found: goodput.Goodput) -> str:
-    """Format the goodput of the run over all its attempts, and the rest of the time."""
     parts = {
         "steps": found.steps,
         "repeated steps": found.repeated,

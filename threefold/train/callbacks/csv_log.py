@@ -71,10 +71,8 @@ class Table:
     """CSV file with a header, written row by row.
 
     Args:
-        path: path of the file.
         columns: column names; a row may lack some.
         key: column of whole numbers that decides which rows a resumed run keeps.
-        say: prints the warning about a failure.
     """
 
     def __init__(self, path: Path, columns: Sequence[str], key: str, say: Callable[[str], None]) -> None:
@@ -243,6 +241,5 @@ class EpochMetrics(Callback):
 
 
 def _values(record: EpochRecord) -> dict[str, Any]:
-    """Return the columns of a record and their values."""
     values = {name: value for name, value in asdict(record).items() if name not in ("terms", "_weights")}
     return values | {f"term/{name}": mean for name, mean in record.terms.items()}

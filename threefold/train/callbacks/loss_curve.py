@@ -16,15 +16,7 @@ _TRAIN, _VALID, _GREY = "#3366aa", "#cc4422", "#777777"
 
 
 class LossCurve(Callback):
-    """Plot the loss of the whole run after its last step, including the part before it was resumed.
-
-    Args:
-        path: path of the PNG.
-        metrics: path of the metrics file, complete by then.
-        vocab_size: vocabulary size, for the line of a uniform guess.
-        title: title of the plot.
-        say: prints a warning if the plot fails.
-    """
+    """Plot the loss of the whole run after its last step, including the part before it was resumed."""
 
     @classmethod
     def for_run(cls, run: RunContext) -> Callback:
@@ -43,17 +35,10 @@ class LossCurve(Callback):
 
 
 def smoothed(values: list[float], span: int) -> list[float]:
-    """Return the centered moving average over `span` values.
+    """Return the centered moving average over `span` values, an odd number.
 
-    The first and last `span // 2` values have none: a mean over fewer values would follow single steps at the ends of
-    the curve.
-
-    Args:
-        values: one per step.
-        span: window size, odd.
-
-    Returns:
-        one mean per value, without `span // 2` at either end.
+    The first and last `span // 2` values have none: a mean over fewer would follow single steps at the ends of the
+    curve.
     """
     sums = [0.0, *accumulate(values)]
     return [(sums[place + span] - sums[place]) / span for place in range(len(values) - span + 1)]

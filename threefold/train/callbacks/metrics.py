@@ -39,11 +39,6 @@ class MetricsFile(Callback):
     """Write the metrics file; a resumed run removes the steps after its starting point, then appends.
 
     Damaged lines of the existing file are removed, with one warning.
-
-    Args:
-        path: path of the file.
-        say: prints the warnings.
-        ledger: file with the goodput; None if there is none.
     """
 
     @classmethod

@@ -97,12 +97,8 @@ def make_callbacks(run: RunContext, given: Sequence[Callback] = ()) -> list[Call
 def require_packages(kind: Callback | type[Callback], beginning: str) -> None:
     """Check that the packages of a callback are installed.
 
-    Args:
-        kind: the callback.
-        beginning: beginning of the error message.
-
     Raises:
-        UserError: a package is not installed.
+        UserError: one is not; its message starts with `beginning`.
     """
     for package in kind.packages:
         if find_spec(package) is None:

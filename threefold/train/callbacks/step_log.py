@@ -23,13 +23,13 @@ FILE = "train.log"
 
 
 class StepLog(Callback):
-    """Write a line every `every` steps, and one for each evaluation, checkpoint and early stop.
+    """Write a line every `every` steps, and one for each evaluation, checkpoint and early stop; a resumed run appends.
 
     Times, speeds and tokens per second (tokens read, without padding) are averages since the previous line; loss and
     learning rate are those of the line's step, with the loss averaged over the global batch.
 
     Args:
-        path: path of the file; a resumed run appends.
+        path: path of the file.
         every: steps between lines.
         world_size: number of ranks, for the tokens per second of each.
         emit: receives each line as well.
@@ -94,12 +94,7 @@ class StepLog(Callback):
 
 
 def step_line(since: list[StepRecord], ranks: int) -> str:
-    """Format the line of the last of these steps.
-
-    Args:
-        since: steps since the previous line, at least one.
-        ranks: number of ranks of the run.
-    """
+    """Format the line of the last of the steps `since` the previous line, of which there is at least one."""
     last, count = since[-1], len(since)
     seconds = sum(record.seconds for record in since)
     rate = sum(record.tokens_read for record in since) / seconds

@@ -38,10 +38,6 @@ class TensorBoard(Callback):
     This uses TensorBoard's messages, but neither its `SummaryWriter`, whose thread would print a traceback on a full
     disk, nor its record writer, whose import takes a tenth of a second before the first step. The first failure is
     reported once, and the run continues without these files.
-
-    Args:
-        folder: folder of the event files.
-        say: prints the warning.
     """
 
     @classmethod

@@ -13,8 +13,6 @@ from threefold.train.optimizers.base import Entry, TorchRule, zeros
 
 
 class _Group:
-    """Weights of one weight decay, and their tensors in the same order."""
-
     def __init__(self, decay: float, entries: Sequence[Entry], states: Sequence[dict[str, Tensor]]) -> None:
         self.decay, self.entries = decay, entries
         self.masters = [entry.master for entry in entries]

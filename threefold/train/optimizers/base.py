@@ -148,17 +148,13 @@ def zeros(master: Tensor) -> Tensor:
 
 
 class UpdatedWeights:
-    """Tensors that a `torch.optim.Optimizer` updates: each entry's master, or its whole weight if needed and sharded.
+    """Tensors that a `torch.optim.Optimizer` updates: each entry's master, or its whole weight if `gathers` and
+    sharded.
 
     Every rank that holds a shard of a gathered weight makes the same update of the whole, and keeps its shard of the
     result. This costs an all-gather of the gradient in each step, and, on each of these ranks, memory for the whole
-    weight and its whole state.
-
-    All methods are collective over the axes that shard the weights: all ranks call them in the same order.
-
-    Args:
-        entries: weights of this rank.
-        gathers: whether the optimizer needs whole weights.
+    weight and its whole state. All methods are collective over the axes that shard the weights: all ranks call them in
+    the same order.
     """
 
     def __init__(self, entries: Sequence[Entry], gathers: bool) -> None:

@@ -46,7 +46,7 @@ def update_rule(config: OptimizerConfig) -> type[UpdateRule]:
 
 
 def check_optimizer(config: OptimizerConfig) -> None:
-    """Check before any process starts that a user's optimizer can be constructed, steps, and keeps a state that can be
+    """Check before any process starts that a user's optimizer can be made and stepped, and that its state can be
     sharded.
 
     Raises:
@@ -161,7 +161,6 @@ def needs_whole_matrices(config: OptimizerConfig) -> bool:
 
 
 def _make(config: OptimizerConfig, groups: Sequence[tuple[list[Tensor], float]]) -> torch.optim.Optimizer:
-    """Construct the optimizer over groups of parameters with their weight decay."""
     make: Callable[..., Any] = OPTIMIZERS.load(config.name)
     arguments = dict(config.arguments or {})
     takes = _takes(make)
