@@ -67,11 +67,7 @@ class AnomalyPolicy:
     """Policy of `data.skip_steps`, `train.on_nan` and `train.on_spike` with their limits, and its counters.
 
     A skipped step makes no update and leaves the optimizer state unchanged, including the step count of Adam's bias
-    correction. The global step counter advances, so all other steps keep their learning rate, samples and dropout
-    masks.
-
-    Attributes:
-        spikes: detector of spikes.
+    correction. The global step counter advances, so all other steps keep their learning rate, samples and dropout.
     """
 
     def __init__(self, config: Config) -> None:
@@ -141,8 +137,7 @@ class AnomalyPolicy:
         return f"train.on_{kind} is rollback, and train.max_rollbacks allows {most}" if self._rollbacks > most else ""
 
     def rolled_back(self, step: int, start: int, reason: str, facts: AnomalyFacts | None) -> None:
-        """Mark the steps that led to bad `step` as skipped, after loading the checkpoint of `start` updates and its
-        `facts`."""
+        """Mark the steps that led to bad `step` as skipped, after loading the checkpoint of `start` updates."""
         count = self._train.rollback_steps
         first = start + 1 if count is None else max(start + 1, step - count + 1)
         self._rolled_back = self._rolled_back.with_range(first, step)
@@ -172,12 +167,9 @@ class Response(NamedTuple):
 
 
 class BadSteps:
-    """Handler of bad steps. All methods are collective over the world.
+    """Handler of bad steps: each method returns its response, or raises a `DivergenceError` if the run must end.
 
-    Args:
-        saving: tracks which checkpoints are good.
-        store: loads checkpoints.
-        policy: decides the response.
+    All methods are collective over the world.
     """
 
     def __init__(
@@ -199,7 +191,6 @@ class BadSteps:
             streams: state of the random streams before the step.
 
         Raises:
-            DivergenceError: the run must end.
             HardwareFault: the run must end, and a second run of the step was finite.
         """
         found = diagnose(self._engine, self._loader, batch, done, loss, streams)
@@ -210,21 +201,13 @@ class BadSteps:
         return self._respond("nan", done + 1, clauses, [error.advice] if found.is_reproducible else [])
 
     def state_not_finite(self, step: int) -> Response | None:
-        """Roll back if weights or optimizer state are not finite after `step`; return None if they are finite.
-
-        Raises:
-            DivergenceError: the run must end.
-        """
+        """Roll back if weights or optimizer state are not finite after `step`; return None if they are finite."""
         if self._store.is_finite():
             return None
         return self._respond("nan", step, ["weights or optimizer state are not finite after it"], [])
 
     def spike(self, reason: str, done: int) -> Response:
-        """Follow `train.on_spike`, given why the step after `done` updates is a spike.
-
-        Raises:
-            DivergenceError: the run must end.
-        """
+        """Follow `train.on_spike`, given why the step after `done` updates is a spike."""
         return self._respond("spike", done + 1, [reason], [])
 
     def _respond(self, kind: Kind, step: int, clauses: Sequence[str], advice: Sequence[str]) -> Response:

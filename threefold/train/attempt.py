@@ -47,10 +47,8 @@ class Attempt:
 def memory_files(ranks: int) -> tuple[tuple[Path, ...], ...]:
     """Create empty files in memory for the states of `ranks` ranks, `COPIES` for each.
 
-    They exist as long as this process or another one that opened them, so nothing is left when all are killed.
-
-    Raises:
-        UserError: the system does not support files in memory.
+    They exist as long as this process or another one that opened them, so nothing is left when all are killed. Raises a
+    `UserError` on systems without such files.
     """
     if sys.platform != "linux":
         raise UserError("checkpoint.memory_every is not 0 but needs files in memory, which only Linux has; use 0.")

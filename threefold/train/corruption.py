@@ -109,15 +109,7 @@ def explain(finding: Finding, newest: Path | None) -> HardwareFault:
 def explain_gradients(
     step: int, found: Disagreement, hosts: Sequence[str], newest: Path | None, agreed: int
 ) -> HardwareFault:
-    """Return the error about gradients that differ.
-
-    Args:
-        step: number of the update that would have used them.
-        found: ranks that computed them.
-        hosts: host names of all ranks.
-        newest: folder of the newest checkpoint; None if there is none.
-        agreed: last step in which compared gradients agreed.
-    """
+    """Return the error about gradients of update `step` that differ; compared ones last agreed in step `agreed`."""
     named = _ranks(found.ranks, hosts)
     others = f" than {_ranks(found.others)}" if found.others else ", computed twice"
     fault = named if len(found.ranks) == 1 else "one of them"
@@ -312,7 +304,7 @@ class CorruptionWatch:
         self._gradients_agreed, self._compared = step, -1
 
     def is_proved(self, step: int) -> bool:
-        """Return whether all watched values have been compared and found right since the checkpoint of `step` updates."""
+        """Return whether all comparisons since the checkpoint of `step` updates are made and found no difference."""
         return self._gradients is None or self._gradients_agreed >= step
 
     def before_forward(self, step: int) -> None:
@@ -346,8 +338,7 @@ class CorruptionWatch:
             self._compare(step)
 
     def after_divergence(self, step: int) -> None:
-        """Compare the copies after a step without an update: a wrong bit may have made its loss or gradient infinite or
-        NaN."""
+        """Compare the copies after a step without an update, which a wrong bit may have caused."""
         self._compare(step)
 
     def _note(self, step: int, hashes: Tensor | None) -> None:
@@ -415,11 +406,7 @@ def make_watch(
 
 
 def check_device(config: Config) -> None:
-    """Check that the device of a resolved config supports what `train.watch` compares.
-
-    Raises:
-        UserError: it does not.
-    """
+    """Raise a `UserError` unless the device of a resolved config supports what `train.watch` compares."""
     train = config.train
     if train.watch_every and train.watch == "gradients" and train.device == "cuda":
         raise UserError(

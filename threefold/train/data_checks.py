@@ -1,5 +1,4 @@
-"""Checks of the data that the ranks read: same samples within a replica, different ones across replicas, right
-checksums."""
+"""Data checks: same samples within a replica, different ones across replicas, unchanged token files."""
 
 import hashlib
 import os
@@ -44,7 +43,7 @@ def agree_on_micro_batch(config: Config, mesh: Mesh) -> Config:
 class DataCheck(Callback):
     """Compare fingerprints of the ranks' batches in the first step and every `every` steps; a mismatch ends the run.
 
-    Runs on every rank, as it calls a collective. `rows` are this rank's rows of the global batch, for batches without
+    Runs on every rank, as it calls a collective. `rows` are the rank's rows of the global batch, for batches without
     rows.
 
     Raises:
@@ -165,10 +164,9 @@ class TokenCheck(Callback):
         self._stopped = True
 
     def contents(self) -> tuple[Content, ...]:
-        """Return the known checksums of each corpus; wait first if at most `wait_for` bytes are left to read.
+        """Return the known checksums of each corpus, or raise a `UserError` if one differs.
 
-        Raises:
-            UserError: a checksum differs.
+        Waits for the reader first if at most `wait_for` bytes are left.
         """
         self._wait()
         if self._problem:

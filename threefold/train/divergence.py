@@ -24,8 +24,7 @@ class CheckpointStore(Protocol):
         ...
 
     def save(self, step: int, last: bool = False) -> Path | None:
-        """Save a checkpoint after `step` updates, and return its folder; None if it could not be written and is not the
-        last."""
+        """Save a checkpoint after `step` updates; return its folder, or None if it failed and is not the last."""
         ...
 
     def finish(self) -> Written | None:
@@ -67,10 +66,9 @@ class SafeSaving:
     a bad update shows in the next loss. Hence
 
     - a save that is due while steps are skipped, or after a loss that is not finite, waits for the next good step;
-    - older checkpoints are deleted only when the new one is complete and known to be good (and `is_proved`, for its
-      step);
-    - when the run diverges, a checkpoint that no good step followed is renamed, and a resumed run starts from the one
-      before it.
+    - older checkpoints are deleted only when the new one is complete, good, and proved by `is_proved`, given its step;
+    - when the run diverges, a checkpoint that no good step followed is renamed; a resumed run starts from the one
+      before.
 
     All ranks see the same losses and make the same decisions.
     """
@@ -103,8 +101,7 @@ class SafeSaving:
     def save(self, step: int, due: bool) -> Path | None:
         """Save after `step` updates if a checkpoint is or was due and the last loss was finite; return its folder.
 
-        Returns None if nothing was saved; a checkpoint that could not be written is tried again when the next one is
-        due.
+        A checkpoint that could not be written is tried again when the next one is due.
 
         Raises:
             DivergenceError: the weights are not finite.
@@ -119,8 +116,7 @@ class SafeSaving:
         return self._store.is_background
 
     def finish(self) -> Written | None:
-        """Wait for the checkpoint being written in the background; return it once if complete. Collective over the
-        world."""
+        """Wait for the checkpoint being written in the background; return it once if complete. Collective."""
         written = self._store.finish()
         if written is None or written.failure is None:
             return written
@@ -133,8 +129,7 @@ class SafeSaving:
         self._store.end(seconds)
 
     def save_last(self, step: int, loss: Callable[[], float]) -> Path:
-        """Save the checkpoint after the last step of this process, which only `loss`, computed from its weights, can
-        prove good.
+        """Save the checkpoint after the last step of this process, which no later step can prove good, so `loss` does.
 
         Raises:
             DivergenceError: weights or loss are not finite.
@@ -170,14 +165,12 @@ class SafeSaving:
         return found
 
     def kept(self) -> str:
-        """Return a clause naming the checkpoint to resume from after a hardware fault, which puts no checkpoint in
-        doubt."""
+        """Return a clause with the checkpoint to resume from after a hardware fault, which casts doubt on none."""
         whole = self._store.whole()
         return f"--resume starts from {whole[-1]}" if whole else "there is no checkpoint to resume from"
 
     def explained(self, error: DivergenceError) -> DivergenceError:
-        """Return the error, extended by the checkpoint to resume from; set aside a checkpoint that no good step
-        followed."""
+        """Return the error with the checkpoint to resume from; set aside a checkpoint that no good step followed."""
         message = str(error).removesuffix(".")
         self.finish()
         if self._unproved is not None and (moved := self._store.set_aside(self._unproved)):

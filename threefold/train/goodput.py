@@ -195,8 +195,7 @@ class GoodputLedger(Callback):
         return passed
 
     def _write(self) -> None:
-        """Overwrite the file. Until the first step its last event stays, so that time since then is lost if the attempt
-        fails."""
+        """Overwrite the file; until the first step the last event stays, so a failing attempt loses the time since."""
         if self._started:
             self.goodput.at = time.time()
         if self._descriptor is not None:

@@ -28,8 +28,7 @@ _COLUMNS = 1 << 12
 _AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 24}
 """Words whose products are in memory at once; on a CPU few enough for a core's cache."""
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
-"""Word type by bytes per element: at most 32 bits, so that differences in the upper bits alone still reach many bits of
-the hash."""
+"""Word type by bytes per element: at most 32 bits, so that a change of the top bits still depends on the factor."""
 
 
 class BitHash:
@@ -158,10 +157,8 @@ class GradientCheck:
 def disagreeing(table: Sequence[Sequence[int]], layout: Layout, shift: int) -> list[tuple[int, int]]:
     """Return the pairs (checker, owner) of ranks whose hashes of the owner's gradients differ.
 
-    Args:
-        table: by rank, the hashes of its own gradients and of those that it checked.
-        layout: layout of the ranks.
-        shift: distance from a replica to the one that it checks.
+    By rank, `table` holds the hashes of its own gradients and of those that it checked; a replica checks the one that
+    is `shift` further.
     """
     pairs = []
     for checker, (_, checked) in enumerate(table):

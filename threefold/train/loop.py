@@ -37,9 +37,7 @@ def is_due(step: int, every: int, last: int) -> bool:
 
 
 class TrainingLoop:
-    """Training loop of a run.
-
-    Collective over the world: every rank has one; their callbacks may differ.
+    """Training loop of a run. Collective over the world: every rank has one; their callbacks may differ.
 
     Args:
         callbacks: callbacks, called in this order at each moment.
@@ -82,8 +80,8 @@ class TrainingLoop:
             evaluation_missed: whether an evaluation after them is still due.
 
         Returns:
-            None after the last step; otherwise the step at which a signal or a callback ended the run, the same on
-            every rank.
+            None after the last step; otherwise the step, equal on every rank, at which a signal or a callback ended the
+            run.
 
         Raises:
             CallbackFailed: on the ranks whose callback raised.
@@ -272,8 +270,7 @@ class TrainingLoop:
         return self._epochs_ended(step, train.eval_every_epochs) or step == train.max_steps
 
     def _back_from(self, step: int) -> int | None:
-        """Roll back instead of saving a state that is not finite; return the updates made then, or None if the run goes
-        on."""
+        """Roll back if the state to save is not finite; return the updates made then, or None if the run goes on."""
         ends = step == self.config.train.max_steps or self.engine.stop.is_due
         if not self.policy.rolls_back or not (ends or self.saving.will_save(self._is_due(step))):
             return None
@@ -316,8 +313,7 @@ class TrainingLoop:
         self._notify("before_checkpoint", step)
 
     def _loss_after(self, step: int) -> float:
-        """Return a loss of the weights after `step` updates: this step's evaluation, or the last batch that made an
-        update."""
+        """Return a loss of the weights after `step` updates: this step's evaluation, or the last updating batch."""
         known = self._evaluation
         if known is not None and known.step == step and isfinite(known.loss):
             return known.loss
@@ -360,12 +356,7 @@ class TrainingLoop:
 
 
 def call(callback: Callback, moment: str, rank: int, *arguments: Any) -> None:
-    """Call a method of a callback.
-
-    Raises:
-        CallbackFailed: the callback raised any other exception.
-        UserError: the callback raised it.
-    """
+    """Call a method of a callback; a `UserError` passes, and any other exception becomes `CallbackFailed`."""
     try:
         getattr(callback, moment)(*arguments)
     except UserError:

@@ -14,8 +14,7 @@ def constant(update: int, config: OptimizerConfig) -> float:
 
 
 def cosine(update: int, config: OptimizerConfig) -> float:
-    """Decay from `lr` at the end of the warm-up to `min_lr` at `decay_steps` along half a cosine, then stay at
-    `min_lr`."""
+    """Decay from `lr` at the end of the warm-up to `min_lr` at `decay_steps` along half a cosine, then stay there."""
     if update >= config.decay_steps:
         return config.min_lr
     if update <= config.warmup_steps:
@@ -27,10 +26,7 @@ def cosine(update: int, config: OptimizerConfig) -> float:
 def linear(update: int, config: OptimizerConfig, hold_until: int | None = None) -> float:
     """Decay linearly from `lr` at the end of the warm-up to `min_lr` at `decay_steps`, then stay at `min_lr`.
 
-    Args:
-        update: number of the update after the warm-up, 1 for the first of the run.
-        config: resolved config.
-        hold_until: last update at `lr`; None for the last of the warm-up.
+    `hold_until` is the last update at `lr`, by default the last one of the warm-up.
     """
     start = config.warmup_steps if hold_until is None else hold_until
     if update >= config.decay_steps:
@@ -42,14 +38,12 @@ def linear(update: int, config: OptimizerConfig, hold_until: int | None = None) 
 
 
 def wsd(update: int, config: OptimizerConfig) -> float:
-    """Hold `lr` for `stable_steps` after the warm-up, then decay linearly to `min_lr` at `decay_steps` (warm-up,
-    stable, decay)."""
+    """Hold `lr` for `stable_steps` after the warm-up, then decay linearly to `min_lr` at `decay_steps`."""
     return linear(update, config, hold_until=config.warmup_steps + config.stable_steps)
 
 
 AfterWarmup = Callable[[int, OptimizerConfig], float]
-"""Learning-rate schedule: maps an update after the warm-up (1 for the first of the run) and the resolved config to its
-learning rate."""
+"""Learning-rate schedule: learning rate of an update after the warm-up (1 for the first), from the resolved config."""
 
 
 def learning_rate(update: int, config: OptimizerConfig) -> float:

@@ -40,11 +40,7 @@ _INVALID: Final = -1
 
 
 class MemoryCopy:
-    """Copy of a state in the file in memory at `path` (`memory_files`); an empty file holds none.
-
-    Raises:
-        OSError: the file cannot be opened.
-    """
+    """Copy of a state in the file in memory at `path` (`memory_files`); an empty file holds none."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -79,11 +75,7 @@ class MemoryCopy:
         return dict(self._index()["facts"])
 
     def write(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Replace the copy by `tensors` and `facts` (JSON values) of the state after `step` updates.
-
-        Raises:
-            OSError: there is no room for it.
-        """
+        """Replace the copy with `tensors` and `facts` (JSON) after `step` updates; raise an `OSError` without room."""
         places, end = {}, 0
         for name, tensor in tensors.items():
             places[name] = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end)

@@ -60,7 +60,7 @@ def train(
     profile: ProfileRequest | None = None,
     verify: SelfCheck | None = None,
 ) -> Stopped | None:
-    """Train a model as its config says. Call on every rank, in an initialised process group that matches the layout.
+    """Train a model as its config says. Call on every rank, in an initialized process group that matches the layout.
 
     Args:
         config: resolved config; `train.device` is the device.
@@ -78,8 +78,8 @@ def train(
         verify: check called before the model is made, in the first attempt only.
 
     Returns:
-        None after the last step; otherwise the step at which a signal or a callback ended the run, the same on every
-        rank.
+        None after the last step; otherwise the step, equal on every rank, at which a signal or a callback ended the
+        run.
 
     Raises:
         UserError: on every rank: bad data, no checkpoint to resume from, divergence, a full disk.
@@ -141,9 +141,9 @@ def train(
 
 
 def check_division(config: Config, source: ModelSource = ConfigSource()) -> tuple[int, int]:  # noqa: B008
-    """Check a resolved config before any process starts: pipeline partition, layout, device and the user's own model.
+    """Check the partition, layout, device and user's model of a resolved config before any process starts.
 
-    For the user's own model, also check that its plan and layout suit it, and that checkpoints can hold its files.
+    A user's model must suit its plan and the layout, and checkpoints must be able to hold its files.
 
     Returns:
         number of parameters of the user's own model, and of its trained parameters; zeros for a built-in model.
@@ -162,7 +162,7 @@ def check_division(config: Config, source: ModelSource = ConfigSource()) -> tupl
 
 
 def import_named(config: Config) -> None:
-    """Import everything that a config names and `train` would import lazily, before processes are forked.
+    """Import everything that a config names and `train` would import lazily, for processes that are forked later.
 
     Raises:
         UserError: the optimizer or the learning-rate schedule cannot be imported.
@@ -175,11 +175,7 @@ def import_named(config: Config) -> None:
 
 
 def open_loader(config: Config, dataset: Dataset, replicas: Axis) -> Loader:
-    """Return the loader of this rank's replica.
-
-    Raises:
-        UserError: the training part has no sample, or the validation part has none and there are evaluations.
-    """
+    """Return the loader of this rank's replica; raise a `UserError` if a part that it needs has no sample."""
     heldout = dataset.samples("valid") if config.train.evaluates else None
     share = Share(config.train.global_batch_size, replicas.index, replicas.size)
     return Loader(
@@ -286,10 +282,9 @@ class Start:
         return self.resumed is not None and self.resumed.facts.evaluation_missed
 
     def load(self, checkpoints: Checkpoints) -> tuple[int, list[str]]:
-        """Load the starting point into the engine; all ranks skip a checkpoint that any rank finds damaged.
+        """Load the starting point into the engine, and return its number of updates and the lines to print.
 
-        Returns:
-            updates made so far, and lines to print.
+        All ranks skip a checkpoint that any rank finds damaged.
 
         Raises:
             UserError: on every rank, if no checkpoint can be read.

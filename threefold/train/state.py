@@ -38,8 +38,7 @@ _FIRST_SAVE: Final = 100e6
 
 
 class RunClock:
-    """Clock of the first rank: decides when a save or the end of the run is due; the ranks agree in a step's
-    collective.
+    """Clock of the first rank that makes saves and the end of the run due; the ranks agree in a step's collective.
 
     The run ends early enough for twice the longest pause between two queries, plus the longest save so far.
 
@@ -91,10 +90,7 @@ class RunClock:
 
 
 class FailureWarning:
-    """Warning printed once when something begins to fail, and not again until it has worked in between.
-
-    It ends with the `consequence` of the failure, after a semicolon.
-    """
+    """Warning printed when something begins to fail, ending with its `consequence`; again only after a success."""
 
     def __init__(self, prints: bool, consequence: str) -> None:
         self._prints, self._consequence, self._failing = prints, consequence, False
@@ -227,10 +223,8 @@ class Checkpoints:
     def save(self, step: int, last: bool = False) -> Path | None:
         """Save a checkpoint after `step` updates, in the background if the config says so; return its folder.
 
-        Returns None if it could not be written and the run continues. The `last` one is waited for and must be written.
-
-        Raises:
-            UserError: on every rank, if the last checkpoint cannot be written.
+        The `last` one is waited for; if it cannot be written, a `UserError` is raised on every rank. For any other one,
+        None is returned and the run continues.
         """
         begun = time.monotonic()
         if self.clock is not None:
@@ -250,8 +244,7 @@ class Checkpoints:
         return path
 
     def finish(self) -> Written | None:
-        """Wait for the checkpoint being written in the background, warn if it failed, and return it once; None without
-        one."""
+        """Wait for the checkpoint being written in the background; warn if it failed; return it once, else None."""
         if self._background is None:
             return None
         begun = time.monotonic()
@@ -277,8 +270,7 @@ class Checkpoints:
             self._mirror.end(seconds)
 
     def prune(self, step: int) -> None:
-        """Delete the checkpoints up to `step` that `checkpoint.keep` and `keep_every` do not keep; on the first rank
-        only."""
+        """Delete, on the first rank, checkpoints up to `step` that `checkpoint.keep` and `keep_every` do not keep."""
         if not self.engine.mesh.world.is_first:
             return
         if self._background is not None:  # only with the checkpoint of `step` complete are older ones superfluous
@@ -320,8 +312,8 @@ class Checkpoints:
         return next(reversed(self.whole()), None)
 
     def set_aside(self, step: int) -> tuple[Path, Path] | None:
-        """Rename the checkpoint of `step` so that no run resumes from it (`set_aside_checkpoint`), and drop its remote
-        copy."""
+        """Rename the checkpoint of `step` (`set_aside_checkpoint`) and drop its copy, so that no run resumes from it.
+        """
         self.finish()
         moved = set_aside_checkpoint(self.run_dir, step, self.engine.mesh.world)
         if moved is not None and self._mirror is not None:
@@ -339,14 +331,9 @@ class Checkpoints:
         return int(self.engine.mesh.world.all_reduce_(bad)) == 0
 
     def restore(self, checkpoint: Checkpoint, passed: Collection[Path] = ()) -> int:
-        """Load a checkpoint into the engine, and return its number of updates.
+        """Load a checkpoint into the engine, and return its number of updates; raises like `restore_engine`.
 
-        Args:
-            checkpoint: checkpoint to load.
-            passed: folders of newer, damaged checkpoints, which do not count as kept.
-
-        Raises:
-            DamagedCheckpoint, UserError: see `restore_engine`.
+        Newer, damaged checkpoints that were `passed` over do not count as kept.
         """
         self.passed = frozenset(passed)
         restore_engine(self.engine, checkpoint)
@@ -355,11 +342,7 @@ class Checkpoints:
         return checkpoint.step
 
     def load(self, path: Path) -> Facts:
-        """Load one of the run's checkpoints into the engine, and return its facts.
-
-        Raises:
-            UserError: on every rank, if it is damaged or cannot be read.
-        """
+        """Load one of the run's checkpoints and return its facts; raise a `UserError` on every rank if that fails."""
         try:
             checkpoint = Checkpoint(path, read_manifest(path).facts)
             self.restore(checkpoint, self.passed)
@@ -370,11 +353,7 @@ class Checkpoints:
         return checkpoint.facts
 
     def start_from(self, checkpoint: Checkpoint) -> None:
-        """Warm-start from the weights of another run's checkpoint; each rank reads only its own shards.
-
-        Raises:
-            DamagedCheckpoint, UserError: see `restore_engine`.
-        """
+        """Warm-start from another run's weights, each rank reading its shards; raises like `restore_engine`."""
         _load(self.engine, model_tensors(self.engine), checkpoint.path)
         self.engine.optimizer.restored()
         self.carry(checkpoint)

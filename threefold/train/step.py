@@ -29,7 +29,7 @@ from threefold.train.optimizers.own import update_rule
 from threefold.train.stop import Stop
 
 LEAST = 1.0
-"""Smallest loss scale; gradients that overflow at this scale overflow without scaling, too."""
+"""Smallest loss scale; gradients that overflow at this scale also overflow unscaled."""
 
 
 class LossScale:
@@ -37,8 +37,8 @@ class LossScale:
 
     Small gradients vanish below fp16's smallest number, 6e-8. The loss is therefore multiplied by a large factor before
     the backward pass, and the gradients are divided by it afterwards (Micikevicius et al., "Mixed precision training",
-    arXiv 1710.03740, section 3.2). The scale stays as large as possible: it halves when the gradients overflow, and
-    doubles after enough steps without an overflow.
+    arXiv 1710.03740, section 3.2). The scale halves when the gradients overflow, and doubles after enough steps without
+    an overflow.
 
     Args:
         initial: scale of the first step, a power of two, so that multiplying and dividing by it is exact.
@@ -85,9 +85,6 @@ class Optimizer:
         entries: the trained weights.
         rule: update rule of all entries.
         restorations: number of calls of `restored`.
-
-    Raises:
-        UserError: the optimizer of another package or of the user cannot be imported or constructed.
     """
 
     def __init__(
@@ -136,8 +133,7 @@ class Optimizer:
 
 
 class GradientNorm:
-    """This rank's terms of the global gradient norm, computed from the current gradients in pieces (see
-    `squared_norm`)."""
+    """This rank's terms of the global gradient norm, from the current gradients, in pieces as in `squared_norm`."""
 
     def __init__(self, model: TrainableModel, entries: Sequence[Entry], piece: int = PieceSizes.norm_elements) -> None:
         self._gradients, self._piece = model.gradients, piece
@@ -230,8 +226,7 @@ class NonFiniteStep(DivergenceError):
     """Error of a step whose loss or gradient norm is not finite, so that no update was made.
 
     Attributes:
-        what: the values, as a clause.
-        advice: what to change, as a clause.
+        what, advice: the values, and what to change, as clauses.
         result: result of the step.
     """
 
@@ -248,13 +243,13 @@ class NonFiniteStep(DivergenceError):
 
 
 class Engine(GradientStep):
-    """Model, gradients and optimizer of a run, sharded over a mesh.
-
-    Collective over the world.
+    """Model, gradients and optimizer of a run, sharded over a mesh. Collective over the world.
 
     Args:
         make_model: constructs the whole, single-device model.
+        plan: sharding plan of the model.
         mesh: mesh axes, and this rank's place on them.
+        config: resolved config.
         stop: requests to end the run; every step and evaluation sums them over the ranks.
         loss: function of the last layer's output and the batch, for a model that does not compute its loss itself.
         loss_scale: loss scale of the backward pass; None for the config's, which only fp16 has.
@@ -354,8 +349,7 @@ class Engine(GradientStep):
         return result
 
     def evaluate(self, batch: Any) -> tuple[float, int]:
-        """Return the summed loss and the number of valid tokens of a global batch; gradients and random state are
-        unchanged.
+        """Return the summed loss and the number of valid tokens of a global batch; gradients and random state are kept.
 
         For a user's loss with one term, return its sum and its count; with several terms, the mean times the number of
         samples, and that number. Experts drop no token, whatever their capacity, as in a trained model.

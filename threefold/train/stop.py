@@ -112,11 +112,7 @@ class Stop:
         return due + up + (_SAVED if not self.save_ended and clock.save_ended() else 0.0)
 
     def receive(self, requests: float) -> None:
-        """Update the agreed attributes from the sum of all ranks' requests.
-
-        Raises:
-            UserError: on every rank, if the run's folder is gone.
-        """
+        """Update the agreed attributes from the sum of all requests; raise a `UserError` if the folder is gone."""
         if _holds(requests, _FOLDER_LOST):
             name = f" {shown(self._run_dir)}" if self._run_dir else ""
             raise UserError(
@@ -138,7 +134,7 @@ class Stop:
         return self.is_due
 
     def result(self, mesh: Mesh, step: int) -> Stopped:
-        """Return how the run ended after `step` updates. Call it once `is_due`; collective over the world.
+        """Return how the run ended after `step` updates, once `is_due`; collective over the world.
 
         A signal takes precedence over a reason, and a reason over the time limit; the lowest rank's reason is used.
         """

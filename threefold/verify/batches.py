@@ -82,12 +82,9 @@ class RandomBatches(BatchSource):
 
 @dataclass(frozen=True)
 class TokenFileBatches(BatchSource):
-    """Training samples of the config's data, read by the training loader.
+    """Training samples of the data of config `given`, read by the training loader.
 
-    Token ids are taken modulo the vocabulary size, for a model shrunk to a smaller vocabulary.
-
-    Attributes:
-        given: config before shrinking, whose data is read.
+    Token ids are taken modulo the vocabulary size, for a model shrunk from `given` to a smaller vocabulary.
     """
 
     given: Config
@@ -109,11 +106,7 @@ class TokenFileBatches(BatchSource):
 
 @dataclass(frozen=True)
 class NestedBatches(BatchSource):
-    """Training samples that are not tokens, read from the config's data by the training loader.
-
-    Attributes:
-        given: config whose data is read.
-    """
+    """Training samples that are not tokens, of the data of config `given`, read by the training loader."""
 
     given: Config
     masked: bool = False
@@ -136,19 +129,14 @@ class OwnBatches:
     """Global batches made by a function of the user.
 
     Attributes:
-        make: returns the global batch of a step, a nesting of tensors whose dim 0 counts the samples; the same on every
-            rank.
+        make: maps a step to its global batch, nested tensors whose dim 0 counts the samples; the same on every rank.
     """
 
     make: Callable[[int], Any]
     masked: ClassVar[bool] = False
 
     def batch(self, config: Config, step: int, dp_index: int = 0, dp: int = 1) -> Any:
-        """Return a replica's samples of the global batch of `step`.
-
-        Raises:
-            UserError: the samples do not divide among the replicas.
-        """
+        """Return a replica's samples of the global batch of `step`; raise a `UserError` if dp does not divide them."""
         whole = self.make(step)
         samples = batch_size(whole)
         if samples % dp:

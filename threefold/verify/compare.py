@@ -53,7 +53,7 @@ class Error:
         step: from 1; 0 for the initial weights.
         rank: rank that computed it.
         relative: difference relative to the largest magnitude in the whole tensor.
-        check: check of the second run that it belongs to (`second_run`); empty for the first run.
+        check: check of the second run that saw it (`rank_worker.CHECKS`); empty for the first run.
     """
 
     what: str
@@ -107,8 +107,7 @@ class Comparison:
     def weights(self, step: int, weights: Mapping[str, Tensor]) -> None:
         """Compare the weights after the update of a step (from 0).
 
-        An error is relative to the tensor's largest magnitude plus the effect of a gradient error in the optimizer
-        (`Trace.leverage`).
+        Errors are relative to the tensor's largest magnitude plus the effect of a gradient error (`Trace.leverage`).
         """
         for held, got, whole, scale in self._pairs(weights, self.expected.weights[step]):
             leverage = self.expected.leverage.get(held.name)
@@ -143,8 +142,7 @@ class Comparison:
 
 
 def coverage(ranks: list[list[Held]], expected: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Return a clause about elements that the `ranks` lack or hold too often of the `expected` shapes; None if there
-    are none."""
+    """Return a clause about elements of `expected` shapes that the ranks lack or hold in excess; None without any."""
     parts = {
         name: {(held.start, held.shape) for rank in ranks for held in rank if held.name == name} for name in expected
     }
@@ -159,8 +157,7 @@ def coverage(ranks: list[list[Held]], expected: Mapping[str, tuple[int, ...]]) -
 
 
 def relative_error(got: Tensor, expected: Tensor, scale: float | None = None) -> float:
-    """Return the largest difference of any element, relative to `scale`: by default the largest expected magnitude, or
-    1."""
+    """Return the largest difference relative to `scale`, by default the largest expected magnitude, or else 1."""
     return largest(got - expected) / (scale or largest(expected) or 1.0)
 
 

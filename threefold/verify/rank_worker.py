@@ -29,8 +29,8 @@ from threefold.verify.shrunk_config import compose
 
 PIECES: Final = PieceSizes(bucket_bytes=8 << 10, norm_elements=16, logits_at_once=1 << 5)
 SHARED_MEMORY: Final = SharedMemorySizes(slot=4 << 10, sharing=2 << 10)
-"""Sizes that divide even a shrunk model's tensors into several full and partial pieces, so that a mistake at the bound
-of a piece, or in all but the first, is no smaller than in the full model."""
+"""Sizes that divide even a shrunk model's tensors into several full and partial pieces, so that a mistake at a bound,
+or in all but the first piece, is no smaller than in the full model."""
 
 
 def tiny_mesh(config: Config) -> Mesh:
@@ -41,8 +41,7 @@ def tiny_mesh(config: Config) -> Mesh:
 def tiny_engine(
     source: ModelSource, config: Config, mesh: Mesh, clip: float, loss_scale: LossScale | None = None
 ) -> Engine:
-    """Return an engine with tiny pieces that clips to norm `clip` (0 for no clip), with the config's loss scale by
-    default."""
+    """Return an engine with tiny pieces that clips to norm `clip`, 0 for no clip."""
     optimizer = config.optimizer.model_copy(update={"clip_grad_norm": clip})
     config = config.model_copy(update={"optimizer": optimizer})
     make_model, plan = source.load(config)
@@ -84,8 +83,7 @@ _STEPS: Final = (0, 1, 3, 4)  # step 2 is skipped
 _OVERFLOWS, _SAVED = 1, 2  # indices in _STEPS
 _SCALE, _WINDOW = 4096.0, 2
 _SCALES: Final = (4096.0, 2048.0, 2048.0, 4096.0)
-"""Loss scale after each step: halved by the overflow, and doubled by the second good step after it (the first of which
-precedes the checkpoint)."""
+"""Loss scale after each step: halved by the overflow, doubled by the second good step, after the checkpoint."""
 _OF_ONE_PROCESS, _OF_LAYOUT = "one-process", "layout"
 
 

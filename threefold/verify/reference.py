@@ -120,8 +120,8 @@ class OneProcess:
         Args:
             batch: global batch.
             step: number of the step, from 0, for the dropout masks and the learning rate.
-            updates: whether the weights are updated.
-            evaluates: whether the loss of the batch is evaluated before the update.
+            updates: whether to update the weights.
+            evaluates: whether to evaluate the loss of the batch before the update.
         """
         trace, parameters, before = self.trace, self.parameters, self._buffers()
         self.model.zero_grad()
@@ -338,8 +338,7 @@ class ReferenceOptimizer(ABC):
 
     @abstractmethod
     def leverage(self, name: str) -> Tensor | float:
-        """Return how far the last update, at learning rate 1, moves each element of a weight per relative gradient
-        error.
+        """Return how far the last update, at learning rate 1, moves each element per relative error of the gradient.
 
         A relative error δ is an error of δ times the gradient's largest magnitude.
         """
@@ -390,8 +389,8 @@ class _Torch(ReferenceOptimizer):
     def leverage(self, name: str) -> Tensor | float:
         """Bound the movement by an error δ: δ·G / (1 − momentum) for SGD, δ·G / (√v + ε) for Adam (bias-corrected v).
 
-        Adam's bound far exceeds δ for gradients that are only rounding noise (a key bias, which softmax ignores); that
-        is no mistake.
+        For gradients that are only rounding noise (a key bias, which softmax ignores), Adam's bound rightly far exceeds
+        δ.
         """
         if self.config.name == "sgd":
             return self._largest(name) / (1 - self.config.momentum)
@@ -454,8 +453,10 @@ class _Muon(ReferenceOptimizer):
         self._others.step(lr)
 
     def leverage(self, name: str) -> Tensor | float:
-        """Bound the movement: each iteration amplifies small singular values, and errors of the normalized matrix, by
-        at most 3.4445; an error of δ·G per element is one of δ·G·√(m·n) in the norm of the matrix."""
+        """Bound the movement: an error of δ·G per element is one of δ·G·√(m·n) in the norm of the matrix.
+
+        Each iteration amplifies small singular values, and errors of the normalized matrix, by at most 3.4445.
+        """
         if name not in self._momentum:
             return self._others.leverage(name)
         *_, rows, columns = self.parameters[name].shape

@@ -87,8 +87,8 @@ class LayoutResult:
             nothing of the model, so nothing is verified).
         seconds: wall-clock time.
         worst: largest relative error of all comparisons; None if the run failed.
-        first: first departure: the earliest step, then the earliest of initial weights, gradients, loss, norm and
-            weights after the update, then the first in model order and the lowest rank.
+        first: first departure: the earliest step, then the earliest of initial weights, evaluation, gradients, loss,
+            norm, clipped gradients, weights and buffers, then the first in model order and the lowest rank.
         nearest_to_loss: if gradients depart while the step's loss is equal, the last of them in model order. The fault
             is there, as the backward pass goes from the last layer to the first.
         departing: names of the parameters that depart in the step of the first departure, in model order.

@@ -204,8 +204,7 @@ def _get(model: nn.Module, name: str, attribute: str) -> Any:
 
 @contextmanager
 def _watching(model: nn.Module) -> Iterator[list[str]]:
-    """Collect the modules whose forward pass draws from a generator in the block, the innermost of the first ones
-    first."""
+    """Collect the modules whose forward draws from a generator in the block, the innermost of the first ones first."""
     found: list[str] = []
     begun: list[dict[str, object]] = [_states()]
     names = {module: name for name, module in model.named_modules()}
@@ -296,8 +295,8 @@ _PARTIAL: Final = "verify.partial"
 STEPS: Final = 2
 """Number of steps; the second uses buffers that the first has changed."""
 TOLERANCE: Final = 1e-3
-"""Largest relative error that counts as rounding. A layer that depends on the layout exceeds it, while the rounding of
-an unusual model must not fail a check that every run makes."""
+"""Largest relative error that counts as rounding: below the error of a layer that depends on the layout, and above the
+rounding of an unusual model, as every run makes this check."""
 MOST_PARAMETERS: Final = 20_000_000
 """Largest number of parameters that rank 0 runs in one process: some 0.8 GB with gradients and copies."""
 MOST_WORK: Final = 5e9
@@ -410,8 +409,7 @@ def _small(config: Config) -> Config:
 def _prepare(config: Config, small: Config, run_dir: Path, source: ModelSource, rows: BatchSource) -> _Prepared:
     """Look for state outside the state dict, and compute the reference in one process.
 
-    Raises:
-        UserError: there is such state, or the model draws random numbers that depend on the layout.
+    Raises a `UserError` if there is such state, or if the model draws random numbers that depend on the layout.
     """
     key = _key(config, small, source)
     if key and key in _remembered(run_dir):

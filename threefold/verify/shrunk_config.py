@@ -27,12 +27,7 @@ Settings = dict[str, dict[str, Any]]
 def prepare(config: Config, dtype: str, vocab_size: int) -> Config:
     """Return the config of the single process: resolved, on the CPU, in `dtype`, not compiled.
 
-    The eps of Adam and Muon is at least `LEAST_EPS`.
-
-    Args:
-        config: config of the run.
-        dtype: dtype of the verification.
-        vocab_size: vocabulary size of the data, for a config that sets none.
+    The eps of Adam and Muon is at least `LEAST_EPS`. The data's `vocab_size` applies if the config sets none.
 
     Raises:
         UserError: its settings cannot be combined.
@@ -55,12 +50,7 @@ def shrink(config: Config, specs: Sequence[LayoutSpec], batch_alone: bool = Fals
     Widths keep their ratios, an odd vocabulary stays odd, a wider initialization preserves the magnitude of
     activations, and the batch is the smallest that every layout can divide. Nothing grows. The warm-up is at most one
     step, so that the few steps use the full learning rate. A user's own data set determines the length of its samples,
-    so the sequence length stays.
-
-    Args:
-        config: prepared config.
-        specs: the layouts.
-        batch_alone: whether the model keeps its size.
+    so the sequence length stays. If `batch_alone`, the model keeps its size.
     """
     settings = _settings(config)
     fewest = (each.layout.dp * (_schedule(each).micro_batches or each.layout.pp) for each in specs)
@@ -160,10 +150,7 @@ def compose(base: Config, spec: LayoutSpec) -> Config:
 def with_further_features(config: Config, attention_dropout: bool, documents: bool) -> Config:
     """Return the config of the second run: with dropout if the model supports it, and with packed documents.
 
-    Args:
-        config: config of the first run.
-        attention_dropout: whether attention drops too; otherwise as in `config`.
-        documents: whether documents are kept apart.
+    Attention drops too if `attention_dropout`; otherwise as in `config`. Documents are kept apart if `documents`.
     """
     if config.model.architecture == OWN:
         return config

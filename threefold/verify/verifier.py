@@ -69,8 +69,7 @@ def products(ranks: int) -> list[Layout]:
 
 
 def candidates(layout: Layout, experts: int) -> Iterator[LayoutSpec]:
-    """Yield the layout with each schedule, ZeRO stage, expert-parallel size and sequence parallelism that has an
-    effect.
+    """Yield the layout with each schedule, ZeRO stage, expert-parallel size and sequence parallelism with an effect.
 
     Expert-parallel sizes divide the number of the model's `experts`.
     """
@@ -102,8 +101,7 @@ def every(base: Config, ranks: int, check: Check = suits) -> Selection:
 
 
 def covering(base: Config, ranks: int, check: Check = suits) -> Selection:
-    """Select each factorization of `ranks` once, with features that together cover most pairs (greedy pairwise
-    testing).
+    """Select each factorization of `ranks` once, with features that cover most pairs (greedy pairwise testing).
 
     For each one, take the candidate that adds most new pairs of features and single features, so that each schedule,
     ZeRO stage, sequence parallelism and recompute mode is covered, and most of their pairs.
@@ -122,11 +120,7 @@ def covering(base: Config, ranks: int, check: Check = suits) -> Selection:
 
 
 def asked_for(base: Config, specs: list[LayoutSpec], check: Check = suits) -> Selection:
-    """Select the given layouts.
-
-    Raises:
-        UserError: one is unsupported.
-    """
+    """Select the given layouts; raise a `UserError` if one is unsupported."""
     for spec in specs:
         reason = unsupported_because(base, spec, check)
         if reason is not None:

@@ -123,8 +123,7 @@ class RunContext:
 
 
 class CallbackFailed(UserError):
-    """Error of a callback; the message names the callback, its rank and the exception, and the rank's log has the
-    traceback."""
+    """Error of a callback; the message names it, its rank and the exception, and the rank's log has the traceback."""
 
 
 class Callback:
@@ -174,15 +173,20 @@ class Callback:
         """Hook called before the first step of `epoch`, or the first step of a resumed run."""
 
     def before_step(self, step: int, batch: Any) -> None:
-        """Hook called before update `step` (1 for the first) with this rank's `batch`: its `tokens`, `labels` and
-        `rows`, or the nesting of tensors that a data set of other samples gives."""
+        """Hook called before update `step` (1 for the first) with this rank's `batch`.
+
+        The batch has `tokens`, `labels` and `rows`, or is the nesting of tensors that a data set of other samples
+        gives.
+        """
 
     def after_step(self, record: StepRecord) -> None:
         """Hook called after an optimizer step; the record is the same on every rank except for the times."""
 
     def after_rollback(self, step: int, start: int, reason: str) -> None:
-        """Hook called when `step` was bad for `reason` and the checkpoint of `start` updates has been loaded; the steps
-        after it run again, without those that led to the bad one."""
+        """Hook called when `step` was bad for `reason` and the checkpoint of `start` updates has been loaded.
+
+        The steps after the checkpoint follow again, except those that led to the bad one.
+        """
 
     def after_epoch(self, epoch: int) -> None:
         """Hook called when all samples of `epoch` have been read."""
@@ -197,8 +201,8 @@ class Callback:
         """Hook called before a checkpoint is saved, after `step` updates."""
 
     def after_staging(self, step: int) -> None:
-        """Hook called when the state after `step` updates is copied and training goes on; with `checkpoint.async_save`
-        only."""
+        """Hook called when the state after `step` updates is copied and steps go on; only with `checkpoint.async_save`.
+        """
 
     def after_checkpoint(self, step: int, path: Path) -> None:
         """Hook called when a checkpoint is complete at `path`; some steps after `step` with `checkpoint.async_save`."""
@@ -284,8 +288,7 @@ def hardware_values(record: StepRecord) -> dict[str, float]:
 
 
 def evaluation_values(record: EvaluationRecord) -> dict[str, float]:
-    """Return `valid_loss`, `valid_loss/NAME` for each corpus of a mixture, and `valid_term/NAME` for each of several
-    terms."""
+    """Return `valid_loss`, `valid_loss/NAME` of each corpus of a mixture, and `valid_term/NAME` of several terms."""
     values = {"valid_loss": record.loss}
     values |= {f"valid_loss/{name}": loss for name, loss in record.corpus_losses.items()}
     return values | {f"valid_term/{name}": mean for name, mean in record.terms.items()}

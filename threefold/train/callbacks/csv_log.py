@@ -68,12 +68,7 @@ class CSVLog(Callback):
 
 
 class Table:
-    """CSV file with a header, written row by row.
-
-    Args:
-        columns: column names; a row may lack some.
-        key: column of whole numbers that decides which rows a resumed run keeps.
-    """
+    """CSV file with a header, written row by row; a resumed run keeps rows by the whole number in column `key`."""
 
     def __init__(self, path: Path, columns: Sequence[str], key: str, say: Callable[[str], None]) -> None:
         self.path, self.columns, self.key = path, tuple(columns), key

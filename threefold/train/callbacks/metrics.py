@@ -1,5 +1,4 @@
-"""RUN/metrics.jsonl: metrics of every step and evaluation, and the goodput at every checkpoint, one JSON object per
-line."""
+"""RUN/metrics.jsonl: metrics of every step and evaluation, and goodput at every checkpoint, as JSON lines."""
 
 import json
 import os

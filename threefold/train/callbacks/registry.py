@@ -60,8 +60,7 @@ def check_names(entries: Sequence[Entry]) -> None:
 
 
 def files_of(entries: Sequence[Entry]) -> list[str]:
-    """Return the files in the run's folder that the built-in callbacks of `train.callbacks` overwrite: their argument
-    `path`."""
+    """Return the files in the run's folder that built-in callbacks of `train.callbacks` overwrite (their `path`)."""
     found = []
     for name, arguments in map(_parsed, entries):
         if name in _CHOSEN and (parameter := inspect.signature(_load(name)).parameters.get("path")):

@@ -83,8 +83,7 @@ class UpdateRule(ABC):
         """
 
     def is_replicated(self, entry: Entry, state: str, value: Tensor) -> bool:
-        """Return whether a tensor of `state` is equal on all ranks that hold the weight, instead of sharded like the
-        weight."""
+        """Return whether a tensor of `state` is equal on all ranks that hold the weight, not sharded like it."""
         return value.dim() == 0
 
     def restored(self) -> None:  # noqa: B027 - most have nothing to do
@@ -148,13 +147,12 @@ def zeros(master: Tensor) -> Tensor:
 
 
 class UpdatedWeights:
-    """Tensors that a `torch.optim.Optimizer` updates: each entry's master, or its whole weight if `gathers` and
-    sharded.
+    """Tensors that a `torch.optim.Optimizer` updates: masters, or whole weights if it needs them and they are sharded.
 
     Every rank that holds a shard of a gathered weight makes the same update of the whole, and keeps its shard of the
     result. This costs an all-gather of the gradient in each step, and, on each of these ranks, memory for the whole
-    weight and its whole state. All methods are collective over the axes that shard the weights: all ranks call them in
-    the same order.
+    weight and its whole state. All methods are collective over the axes that shard the weights, in the same order on
+    all ranks.
     """
 
     def __init__(self, entries: Sequence[Entry], gathers: bool) -> None:
@@ -196,8 +194,7 @@ class UpdatedWeights:
                 self.of(entry).detach().copy_(entry.whole.gather(entry.master.detach()))
 
     def is_replicated(self, entry: Entry, shape: torch.Size) -> bool:
-        """Return whether an optimizer state of this shape is equal on all ranks that hold the weight, not sharded like
-        it."""
+        """Return whether a state of this shape is equal on all ranks that hold the weight, not sharded like it."""
         return shape != self.of(entry).shape
 
     def shard_of_state(self, entry: Entry, value: Tensor) -> Tensor:

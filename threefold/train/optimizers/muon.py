@@ -71,8 +71,7 @@ class Muon(UpdateRule):
 
 
 def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
-    """Replace the singular values of each matrix [..., m, n] with values near 1, by Newton–Schulz iterations, at least
-    in fp32."""
+    """Move the singular values of matrices [..., m, n] near 1 by Newton–Schulz iterations, at least in fp32."""
     x = matrices.to(torch.promote_types(matrices.dtype, torch.float32))
     wide = x.shape[-2] <= x.shape[-1]
     x = x if wide else x.mT

@@ -1,5 +1,4 @@
-"""Any `torch.optim.Optimizer` over the shards of a layout: a class or function that `optimizer.name` gives as an import
-path.
+"""Any `torch.optim.Optimizer` over the shards of a layout, named by its import path in `optimizer.name`.
 
 It updates this rank's local shards of the master weights, so it must treat elements independently, as Adam and Lion do;
 its state tensors are then sharded like the weight. A class that needs whole weights, for example to divide by a matrix
@@ -29,11 +28,7 @@ _OF_THE_SECTION = ("lr", "weight_decay")
 
 
 def update_rule(config: OptimizerConfig) -> type[UpdateRule]:
-    """Return the update rule of a config.
-
-    Raises:
-        UserError: `optimizer.name` cannot be imported or is no optimizer.
-    """
+    """Return a config's update rule; raise a `UserError` if `optimizer.name` cannot be imported or is no optimizer."""
     found = OPTIMIZERS.load(config.name)
     if isinstance(found, type) and issubclass(found, UpdateRule):
         return found
@@ -46,12 +41,7 @@ def update_rule(config: OptimizerConfig) -> type[UpdateRule]:
 
 
 def check_optimizer(config: OptimizerConfig) -> None:
-    """Check before any process starts that a user's optimizer can be made and stepped, and that its state can be
-    sharded.
-
-    Raises:
-        UserError: it does not.
-    """
+    """Raise a `UserError`, before any process starts, unless a user's optimizer steps and its state can be sharded."""
     if update_rule(config) is OwnOptimizer:
         for shape in ((4, 6), (6,)):
             _trial(config, torch.zeros(shape))
@@ -62,8 +52,7 @@ class OwnOptimizer(UpdateRule):
 
     It reads `lr`, which follows the schedule, and, if its constructor takes it, `weight_decay`, which does not apply to
     biases and norms. For each parameter it may keep tensors of the parameter's shape, tensors without dims, and
-    numbers; with `needs_whole_matrices` also tensors of other shapes, which are equal on all ranks that hold the
-    weight.
+    numbers; with `needs_whole_matrices` also tensors of other shapes, which all ranks that hold the weight share.
     """
 
     def __init__(self, entries: Sequence[Entry], config: OptimizerConfig) -> None:
@@ -198,11 +187,7 @@ def _check_arguments(config: OptimizerConfig, arguments: Mapping[str, Any], take
 
 @torch.enable_grad()
 def _trial(config: OptimizerConfig, like: Tensor, decays: bool = True) -> dict[str, Any]:
-    """Return the state that the optimizer keeps for a parameter after one step.
-
-    Raises:
-        UserError: it cannot be constructed or step, or its state cannot be sharded.
-    """
+    """Return a parameter's state after one trial step; raise a `UserError` if it fails or cannot be sharded."""
     parameter = like.detach().clone().requires_grad_()
     optimizer = _make(config, [([parameter], config.weight_decay if decays else 0.0)])
     parameter.grad = torch.ones_like(parameter)
