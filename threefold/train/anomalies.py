@@ -1,4 +1,4 @@
-"""Bad steps (loss or gradient not finite, or a spike): detect them, find their origin, and stop, skip or roll back."""
+"""Bad steps (non-finite loss or gradient, or a spike): detect them, find their origin, and stop, skip or roll back."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -107,7 +107,7 @@ class AnomalyPolicy:
 
     @property
     def rolls_back(self) -> bool:
-        """Whether a value that is not finite leads to a rollback."""
+        """Whether a non-finite value leads to a rollback."""
         return self.action("nan") == "rollback"
 
     def action(self, kind: Kind) -> str:
@@ -181,7 +181,7 @@ class BadSteps:
     def not_finite(
         self, error: NonFiniteStep, batch: Any, done: int, loss: Tensor, streams: Mapping[str, Tensor]
     ) -> Response:
-        """Diagnose a loss or gradient norm that is not finite, and follow `train.on_nan`.
+        """Diagnose a non-finite loss or gradient norm, and follow `train.on_nan`.
 
         Args:
             error: error of the step.

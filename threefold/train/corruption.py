@@ -79,10 +79,9 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class Finding:
-    """Differences that a watch has found.
+    """Differences that a watch has found after `step` updates.
 
     Attributes:
-        step: updates made.
         update: number of the last watched update, made or not.
         at_rest: by rank, the tensors that changed between the previous update and that one.
         copies: by tensor, its wrong copies.

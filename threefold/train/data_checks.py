@@ -111,7 +111,6 @@ class TokenCheck(Callback):
     of each host reads, at the lowest scheduling priority. Collective over the world.
 
     Args:
-        mesh: mesh of this rank.
         corpora: token files of the run.
         every: steps between all-reduces of the ranks' states.
         resumed: checkpoint that the run resumes from.

@@ -1,4 +1,4 @@
-"""Diagnosis of a bad step: reruns it with checks that find the first output or gradient that is not finite."""
+"""Diagnosis of a bad step: reruns it with checks that find the first non-finite output or gradient."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,7 +29,7 @@ _OUTPUT, _WEIGHT = 0, 1
 
 
 class BadValue(NamedTuple):
-    """First value of a rank that is not finite; the smallest of several comes first in the step.
+    """First non-finite value of a rank; the smallest of several comes first in the step.
 
     Attributes:
         order: 0 in the forward pass and 1 in the backward pass; then stage and module in the order of that pass; then

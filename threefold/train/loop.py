@@ -32,7 +32,7 @@ _PATIENCE: Final = 60.0
 
 
 def is_due(step: int, every: int, last: int) -> bool:
-    """Return whether something done every `every` steps (0: never) and after the last step is due after `step`."""
+    """Return whether something done every `every` steps (0: never), and after the last step, is due after `step`."""
     return every > 0 and (step % every == 0 or step == last)
 
 
@@ -80,8 +80,7 @@ class TrainingLoop:
             evaluation_missed: whether an evaluation after them is still due.
 
         Returns:
-            None after the last step; otherwise the step, equal on every rank, at which a signal or a callback ended the
-            run.
+            None after the last step; otherwise how a signal or a callback ended the run, the same on every rank.
 
         Raises:
             CallbackFailed: on the ranks whose callback raised.

@@ -43,14 +43,7 @@ class Performance:
 
 @dataclass
 class MeanRates:
-    """Mean FLOP/s and MFU over several steps.
-
-    Attributes:
-        seconds: duration of the steps.
-        flops: FLOPs that the steps computed.
-        peak: FLOPs possible at the peak rate; 0 if it is not known.
-        last: performance of the newest step; None before the first.
-    """
+    """Mean FLOP/s and MFU over several steps; `last` is the performance of the newest step."""
 
     seconds: float = 0.0
     flops: float = 0.0

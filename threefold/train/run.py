@@ -78,8 +78,7 @@ def train(
         verify: check called before the model is made, in the first attempt only.
 
     Returns:
-        None after the last step; otherwise the step, equal on every rank, at which a signal or a callback ended the
-        run.
+        None after the last step; otherwise how a signal or a callback ended the run, the same on every rank.
 
     Raises:
         UserError: on every rank: bad data, no checkpoint to resume from, divergence, a full disk.
@@ -210,10 +209,7 @@ def _announce(config: Config, mesh: Mesh, loader: Loader, make_model: MakeModel,
 
 
 def _announce_stages(model: torch.nn.Module, plan: ModelPlan, stages: StageMap) -> None:
-    """Print two lines per pipeline stage: its rank on the pp axis and its parameters, then its layers.
-
-    A tied weight is counted once, at the first stage that uses it.
-    """
+    """Print each stage's pp rank, parameters and layers; a tied weight counts at the first stage that uses it."""
     counted: set[torch.nn.Parameter] = set()
     for number, place in enumerate(stages.ranks):
         first, end = stages.layers(number)

@@ -312,8 +312,7 @@ class Checkpoints:
         return next(reversed(self.whole()), None)
 
     def set_aside(self, step: int) -> tuple[Path, Path] | None:
-        """Rename the checkpoint of `step` (`set_aside_checkpoint`) and drop its copy, so that no run resumes from it.
-        """
+        """Rename the checkpoint of `step` (see `set_aside_checkpoint`) and remove it from the remote store."""
         self.finish()
         moved = set_aside_checkpoint(self.run_dir, step, self.engine.mesh.world)
         if moved is not None and self._mirror is not None:

@@ -1,4 +1,4 @@
-"""One training step on a rank: compute the gradients, scale the loss, clip by the global norm, update the weights."""
+"""One training step on a rank: scale the loss, compute the gradients, clip by the global norm, update the weights."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -77,6 +77,8 @@ class Optimizer:
     """Optimizer of one rank's parameters.
 
     Args:
+        weights: weights of this rank, with their masters.
+        gradients: gradients of these weights.
         config: optimizer settings.
         plan: layers of the model; the weights between the first and the last layer are hidden.
         axes: mesh axes that may shard a parameter.
@@ -85,6 +87,9 @@ class Optimizer:
         entries: the trained weights.
         rule: update rule of all entries.
         restorations: number of calls of `restored`.
+
+    Raises:
+        UserError: the optimizer of another package or of the user cannot be imported or constructed.
     """
 
     def __init__(

@@ -96,8 +96,7 @@ class StragglerReport(Callback):
         every: steps between two looks.
         places: reads the state of each rank, None if it is not known.
         groups: ranks with the same work.
-        emit: prints the lines before the end.
-        say: prints the line at the end.
+        emit, say: print the lines before the end, and the line at the end.
     """
 
     @classmethod

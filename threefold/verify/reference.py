@@ -193,13 +193,7 @@ def one_process(
     loss: LossFunction | None = None,
     clip_share: float | None = None,
 ) -> Trace:
-    """Train for `steps` steps on one device.
-
-    Args:
-        make_model, plan, config, loss, clip_share: see `OneProcess`.
-        rows: source of the global batches.
-        steps: optimizer steps.
-    """
+    """Train for `steps` steps on one device, on the global batches of `rows`; other arguments as for `OneProcess`."""
     run = OneProcess(make_model, plan, config, loss, clip_share)
     for step in range(steps):
         run.step(rows.batch(config, step), step, evaluates=step == evaluated_step(steps))

@@ -137,13 +137,8 @@ def judge(
 ) -> LayoutResult:
     """Return the result of a layout from the reports of its ranks.
 
-    Args:
-        spec: the layout.
-        reports: reports of all ranks.
-        order: names of the parameters in model order.
-        tolerance: largest relative error that counts as equal.
-        seconds: wall-clock time.
-        missing: result of `coverage`.
+    `order` lists the parameters in model order; errors up to `tolerance` are equal; `missing` is the result of
+    `coverage`.
     """
     number = {name: place for place, name in enumerate(order)}
     places = [_located(error, report.held, spec) for report in reports for error in report.errors]

@@ -295,8 +295,8 @@ _PARTIAL: Final = "verify.partial"
 STEPS: Final = 2
 """Number of steps; the second uses buffers that the first has changed."""
 TOLERANCE: Final = 1e-3
-"""Largest relative error that counts as rounding: below the error of a layer that depends on the layout, and above the
-rounding of an unusual model, as every run makes this check."""
+"""Largest relative error that counts as rounding: less than a layer that depends on the layout causes, and more than
+the rounding of an unusual model, as every run makes this check."""
 MOST_PARAMETERS: Final = 20_000_000
 """Largest number of parameters that rank 0 runs in one process: some 0.8 GB with gradients and copies."""
 MOST_WORK: Final = 5e9

@@ -201,8 +201,7 @@ class Callback:
         """Hook called before a checkpoint is saved, after `step` updates."""
 
     def after_staging(self, step: int) -> None:
-        """Hook called when the state after `step` updates is copied and steps go on; only with `checkpoint.async_save`.
-        """
+        """Hook called when the state after `step` updates is copied and steps go on; with `checkpoint.async_save`."""
 
     def after_checkpoint(self, step: int, path: Path) -> None:
         """Hook called when a checkpoint is complete at `path`; some steps after `step` with `checkpoint.async_save`."""

@@ -104,12 +104,7 @@ class LiveLine(Callback):
 
 
 class Summary(Callback):
-    """Print a table of the results after the last step.
-
-    Args:
-        places: label → file or folder, shown if it exists.
-        ledger: file with the run's goodput; None if there is none.
-    """
+    """Print a table of the results after the last step, with those of `places` (label → file or folder) that exist."""
 
     @classmethod
     def for_run(cls, run: RunContext) -> Callback:

@@ -25,15 +25,9 @@ FILE = "train.log"
 class StepLog(Callback):
     """Write a line every `every` steps, and one for each evaluation, checkpoint and early stop; a resumed run appends.
 
-    Times, speeds and tokens per second (tokens read, without padding) are averages since the previous line; loss and
-    learning rate are those of the line's step, with the loss averaged over the global batch.
-
-    Args:
-        path: path of the file.
-        every: steps between lines.
-        world_size: number of ranks, for the tokens per second of each.
-        emit: receives each line as well.
-        say: prints a warning if the file cannot be written.
+    Times, speeds and tokens per second (tokens read, without padding, in total and per rank) are averages since the
+    previous line; loss and learning rate are those of the line's step, with the loss averaged over the global batch.
+    `emit` receives each line as well.
     """
 
     @classmethod

@@ -128,13 +128,7 @@ class OwnOptimizer(UpdateRule):
 
 
 class _State:
-    """One state of a parameter.
-
-    Attributes:
-        tensor: stored tensor of this rank.
-        shape: shape that the optimizer keeps.
-        number: type of a plain number, which is stored as a tensor; None for a tensor.
-    """
+    """One state of a parameter: this rank's stored tensor, and the shape and number type that the optimizer keeps."""
 
     def __init__(self, tensor: Tensor, shape: torch.Size, number: "type | None") -> None:
         self.tensor, self.shape, self.number = tensor, shape, number
