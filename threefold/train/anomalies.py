@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient is not finite, or a spike: where that began, and what follows (stop, skip, rollback)."""
+"""Bad steps (non-finite loss or gradient, or a spike): detect them, find their origin, and stop, skip or roll back."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,11 +19,11 @@ from threefold.train.step import Engine, NonFiniteStep
 
 
 class SpikeDetector:
-    """Compares a step's loss and gradient norm with their medians over the last steps with an update.
+    """Detector of loss and gradient-norm spikes, relative to the medians of the last steps that made an update.
 
     Args:
-        factor: a step is a spike above so many times a median; None where none is.
-        window: steps over which the medians are taken; before there are as many, none is a spike.
+        factor: multiple of a median above which a step is a spike; None to detect none.
+        window: number of steps of the medians; until that many have been seen, no step is a spike.
 
     Attributes:
         recent: loss and gradient norm of these steps, the newest last; empty without a factor.
@@ -34,7 +34,7 @@ class SpikeDetector:
         self.recent: deque[tuple[float, float]] = deque(maxlen=window)
 
     def reason(self, loss: float, norm: float) -> str:
-        """Why a step is a spike, as a clause; empty where it is none."""
+        """Return why a step is a spike, as a clause; empty if it is none."""
         if self.factor is None or len(self.recent) < self.window:
             return ""
         for name, value, known in zip(
@@ -49,12 +49,12 @@ class SpikeDetector:
         return ""
 
     def add(self, loss: float, norm: float) -> None:
-        """Count a step with an update."""
+        """Add a step that made an update."""
         if self.factor is not None:
             self.recent.append((loss, norm))
 
     def restore(self, recent: Iterable[tuple[float, float]]) -> None:
-        """Continue from the steps of a checkpoint."""
+        """Continue from the steps recorded in a checkpoint."""
         self.recent.clear()
         if self.factor is not None:
             self.recent.extend(recent)
@@ -64,17 +64,10 @@ Kind = Literal["nan", "spike"]
 
 
 class AnomalyPolicy:
-    """The settings `data.skip_steps`, `train.on_nan` and `train.on_spike` with their limits, and what has been counted.
+    """Policy of `data.skip_steps`, `train.on_nan` and `train.on_spike` with their limits, and its counters.
 
-    A skipped step makes no update and leaves the optimizer state as it is, also the number of updates that Adam
-    corrects its averages by. The step counter goes on: the learning rate, the samples and the dropout of every other
-    step are those that they would have been.
-
-    Args:
-        config: resolved.
-
-    Attributes:
-        spikes: tells spikes.
+    A skipped step makes no update and leaves the optimizer state unchanged, including the step count of Adam's bias
+    correction. The global step counter advances, so all other steps keep their learning rate, samples and dropout.
     """
 
     def __init__(self, config: Config) -> None:
@@ -85,7 +78,7 @@ class AnomalyPolicy:
         self.spikes = SpikeDetector(config.train.spike_factor, config.train.spike_window)
 
     def facts(self) -> AnomalyFacts | None:
-        """What a checkpoint stores; None where there is nothing to remember."""
+        """Return the state to store in a checkpoint; None if there is nothing to remember."""
         facts = AnomalyFacts(
             self._rolled_back.ranges, self._skips, self._consecutive, self._rollbacks, tuple(self.spikes.recent)
         )
@@ -99,7 +92,7 @@ class AnomalyPolicy:
         self.spikes.restore(facts.recent)
 
     def skipped_for(self, step: int) -> str:
-        """Why a step (1 for the first) is not made at all, in words; empty where it is."""
+        """Return why a step (1 for the first) is skipped without reading its samples; empty if it is not."""
         if (found := self._on_purpose.around(step)) is not None:
             return f"data.skip_steps has {_words(found)}"
         if step in self._bad:
@@ -109,25 +102,25 @@ class AnomalyPolicy:
         return ""
 
     def next_step(self, step: int) -> int:
-        """The first step from `step` on that is made."""
+        """Return the first step from `step` on that is not skipped."""
         return self._all().next_outside(step)
 
     @property
     def rolls_back(self) -> bool:
-        """Whether a rollback follows what is not finite."""
+        """Whether a non-finite value leads to a rollback."""
         return self.action("nan") == "rollback"
 
     def action(self, kind: Kind) -> str:
-        """What follows a bad step: `stop`, `skip` or `rollback`."""
+        """Return the response to a bad step: `stop`, `skip` or `rollback`."""
         return self._train.on_nan if kind == "nan" else self._train.on_spike
 
     def updated(self, loss: float, norm: float) -> None:
-        """Count a step with an update."""
+        """Count a step that made an update."""
         self._consecutive = 0
         self.spikes.add(loss, norm)
 
     def skip(self, kind: Kind) -> str:
-        """Count a step that is skipped; returns the limit that is passed by it, as a clause, if one is."""
+        """Count a skipped step; return the limit that it exceeds, as a clause, or an empty string."""
         self._skips += 1
         self._consecutive += 1
         in_a_row, most = self._train.max_consecutive_skips, self._train.max_skipped_steps
@@ -138,20 +131,13 @@ class AnomalyPolicy:
         return ""
 
     def roll_back(self, kind: Kind) -> str:
-        """Count a rollback; returns the limit that is passed by it, as a clause, if one is."""
+        """Count a rollback; return the limit that it exceeds, as a clause, or an empty string."""
         self._rollbacks += 1
         most = self._train.max_rollbacks
         return f"train.on_{kind} is rollback, and train.max_rollbacks allows {most}" if self._rollbacks > most else ""
 
     def rolled_back(self, step: int, start: int, reason: str, facts: AnomalyFacts | None) -> None:
-        """Skip the steps that led to a bad one.
-
-        Args:
-            step: the bad one.
-            start: updates that the checkpoint has.
-            reason: why it is bad.
-            facts: of the checkpoint.
-        """
+        """Mark the steps that led to bad `step` as skipped, after loading the checkpoint of `start` updates."""
         count = self._train.rollback_steps
         first = start + 1 if count is None else max(start + 1, step - count + 1)
         self._rolled_back = self._rolled_back.with_range(first, step)
@@ -169,11 +155,11 @@ def _words(found: tuple[int, int]) -> str:
 
 
 class Response(NamedTuple):
-    """What was done about a bad step.
+    """Response to a bad step.
 
     Attributes:
-        reason: why it is bad, in words.
-        start: updates of the checkpoint that was loaded; None where the step is skipped alone.
+        reason: why the step is bad, in words.
+        start: updates of the checkpoint that was loaded; None if only the step is skipped.
     """
 
     reason: str
@@ -181,14 +167,9 @@ class Response(NamedTuple):
 
 
 class BadSteps:
-    """Responds to bad steps. Collective over the world, as its methods.
+    """Handler of bad steps: each method returns its response, or raises a `DivergenceError` if the run must end.
 
-    Args:
-        engine: the model and its update.
-        loader: this replica's batches.
-        saving: knows which checkpoints are good.
-        store: loads them.
-        policy: what follows.
+    All methods are collective over the world.
     """
 
     def __init__(
@@ -200,18 +181,17 @@ class BadSteps:
     def not_finite(
         self, error: NonFiniteStep, batch: Any, done: int, loss: Tensor, streams: Mapping[str, Tensor]
     ) -> Response:
-        """Find out where a loss or gradient norm that is not finite came from, and follow `train.on_nan`.
+        """Diagnose a non-finite loss or gradient norm, and follow `train.on_nan`.
 
         Args:
-            error: of the step.
+            error: error of the step.
             batch: this replica's samples.
             done: updates made before the step.
-            loss: this rank's term of its mean loss.
-            streams: the state of the random streams before the step.
+            loss: this rank's term of the step's mean loss.
+            streams: state of the random streams before the step.
 
         Raises:
-            DivergenceError: the run is to end.
-            HardwareFault: the same, where a second run of the step was finite.
+            HardwareFault: the run must end, and a second run of the step was finite.
         """
         found = diagnose(self._engine, self._loader, batch, done, loss, streams)
         clauses = [error.what, *found.clauses()]
@@ -221,25 +201,13 @@ class BadSteps:
         return self._respond("nan", done + 1, clauses, [error.advice] if found.is_reproducible else [])
 
     def state_not_finite(self, step: int) -> Response | None:
-        """Roll back where weights or optimizer state are not finite after `step`; None where they are finite.
-
-        Raises:
-            DivergenceError: the run is to end.
-        """
+        """Roll back if weights or optimizer state are not finite after `step`; return None if they are finite."""
         if self._store.is_finite():
             return None
         return self._respond("nan", step, ["weights or optimizer state are not finite after it"], [])
 
     def spike(self, reason: str, done: int) -> Response:
-        """Follow `train.on_spike`.
-
-        Args:
-            reason: why the step is a spike.
-            done: updates made before it.
-
-        Raises:
-            DivergenceError: the run is to end.
-        """
+        """Follow `train.on_spike`, given why the step after `done` updates is a spike."""
         return self._respond("spike", done + 1, [reason], [])
 
     def _respond(self, kind: Kind, step: int, clauses: Sequence[str], advice: Sequence[str]) -> Response:

@@ -1,4 +1,4 @@
-"""What a run needs to survive restarts: which attempt it is, its state in memory, and the ledger of its goodput."""
+"""Attempt of a run that its launcher may restart, and the files in memory that keep its states across attempts."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from typing import Final
 from threefold.errors import UserError
 
 COPIES: Final = 2
-"""Copies of a rank's state in memory: one stays whole while the other is written."""
+"""Number of copies of a rank's state in memory: one stays whole while the other is written."""
 
 
 @dataclass(frozen=True)
@@ -18,12 +18,12 @@ class Attempt:
     """One start of all ranks of a run.
 
     Attributes:
-        number: how often the same launcher has started them before; 0 for the first attempt.
-        most: how often it may start them again.
-        began: `time.time()` at which its start began.
-        failure: what ended the attempt before it, a clause such as `rank 3 failed: …`; empty where none did.
-        layout: the layout in which it goes on, where that is a fallback; else empty.
-        memory: for each rank the files in memory that hold its states (`memory_files`); none where states are not kept.
+        number: starts by the same launcher before this one; 0 for the first attempt.
+        most: maximum number of restarts.
+        began: `time.time()` at the beginning of the start.
+        failure: what ended the previous attempt, as a clause such as `rank 3 failed: …`; empty for the first.
+        layout: fallback layout that the run continues in; empty for its own layout.
+        memory: for each rank, the files in memory that hold its states (`memory_files`); empty if states are not kept.
     """
 
     number: int = 0
@@ -34,7 +34,7 @@ class Attempt:
     memory: tuple[tuple[Path, ...], ...] = ()
 
     def lines(self, start: str) -> list[str]:
-        """What the reporting rank prints about the start of this attempt, given where it goes on."""
+        """Return the lines to print at the start of this attempt, given a sentence about its starting point."""
         if not self.number:
             return [f"{start}."] if start else []
         count = f"{self.number:,} of {self.most:,}" if self.most else f"{self.number:,}"
@@ -45,12 +45,10 @@ class Attempt:
 
 
 def memory_files(ranks: int) -> tuple[tuple[Path, ...], ...]:
-    """Files in memory for the states of `ranks` ranks, empty at first, `COPIES` for each.
+    """Create empty files in memory for the states of `ranks` ranks, `COPIES` for each.
 
-    They exist as long as this process or one that opened them, so that nothing is left where all are killed.
-
-    Raises:
-        UserError: this system has no such files.
+    They exist as long as this process or another one that opened them, so nothing is left when all are killed. Raises a
+    `UserError` on systems without such files.
     """
     if sys.platform != "linux":
         raise UserError("checkpoint.memory_every is not 0 but needs files in memory, which only Linux has; use 0.")
@@ -61,7 +59,7 @@ def memory_files(ranks: int) -> tuple[tuple[Path, ...], ...]:
 
 
 def fresh_files(files: tuple[tuple[Path, ...], ...]) -> tuple[tuple[Path, ...], ...]:
-    """As many empty files as these, which are given up, for states that are not to be trusted."""
+    """Close these files, whose states are not to be trusted, and create as many empty ones."""
     for each in files:
         for file in each:
             os.close(int(file.name))

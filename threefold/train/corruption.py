@@ -1,4 +1,4 @@
-"""Silent corruption: finds bits that changed on one rank without an error, and names the rank."""
+"""Silent data corruption: detects bits that changed on one rank without an error, and names the rank."""
 
 import hashlib
 from collections import Counter
@@ -23,10 +23,10 @@ from threefold.train.step import Engine, Optimizer
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which ranks' copies are wrong.
+    """Ranks whose copies of a tensor are wrong.
 
     Attributes:
-        ranks: the wrong ones where `is_certain`, else those of which one is wrong, in ascending order.
+        ranks: in ascending order, the wrong ranks if `is_certain`; otherwise the suspects, one of which is wrong.
         is_certain: whether a majority decided.
         others: further ranks with a copy.
     """
@@ -37,19 +37,16 @@ class Verdict:
 
 
 def compare(hashes: Mapping[int, int], column: Callable[[int], Hashable]) -> Verdict | None:
-    """Find the wrong copies of one tensor.
+    """Find the wrong copies of one tensor; None if all are equal.
 
-    Ranks of a column get one gradient, summed over them, so a copy of theirs that went wrong stays the only one. Ranks
-    of other columns, such as tensor-parallel ranks that hold a weight whole, compute their gradients from activations
-    that may have gone wrong with it: a whole column may differ from the others when one of its ranks is at fault. So
-    a column that has come apart is judged by itself first.
+    The ranks of a column apply the same summed gradient, so a wrong copy in a column stays the only wrong one. Ranks of
+    different columns, such as tensor-parallel ranks that hold a weight whole, compute their gradients from activations
+    that may be wrong too: one faulty rank can make a whole column differ from the others. A column that disagrees
+    within itself is therefore judged by itself first.
 
     Args:
-        hashes: of the tensor by rank.
-        column: by rank, equal for ranks whose gradients are summed.
-
-    Returns:
-        None where all are equal.
+        hashes: hash of the tensor by rank.
+        column: returns a key that is equal for ranks whose gradients are summed.
     """
     if len(set(hashes.values())) <= 1:
         return None
@@ -71,26 +68,24 @@ def compare(hashes: Mapping[int, int], column: Callable[[int], Hashable]) -> Ver
 
 
 def _majority(values: Iterable[int]) -> int | None:
-    """The value of more than half of them."""
     counts = Counter(values)
     value, count = counts.most_common(1)[0]
     return value if 2 * count > counts.total() else None
 
 
 _NAMED = 3
-"""Tensors that a message names."""
+"""Maximum number of tensors that a message names."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a watch has found.
+    """Differences that a watch has found after `step` updates.
 
     Attributes:
-        step: updates made.
-        update: the number of the last update that was watched, made or not.
-        at_rest: by rank, the tensors that changed between the update before and that one.
-        copies: by tensor, which of its copies are wrong.
-        hosts: of all ranks.
+        update: number of the last watched update, made or not.
+        at_rest: by rank, the tensors that changed between the previous update and that one.
+        copies: by tensor, its wrong copies.
+        hosts: host names of all ranks.
     """
 
     step: int
@@ -101,14 +96,10 @@ class Finding:
 
 
 def explain(finding: Finding, newest: Path | None) -> HardwareFault:
-    """The error that ends the run.
+    """Return the error that ends the run; `newest` is the newest checkpoint, whose weights have been compared.
 
-    A tensor that changed at rest names its rank with certainty, a majority of copies does, and two copies alone do not.
-    Of tensors without a majority, those with the fewest suspects are named, as a fault spreads to others.
-
-    Args:
-        finding: not empty.
-        newest: the folder of the newest checkpoint, whose weights have been compared; None where there is none.
+    A tensor that changed at rest names its rank with certainty, and so does a majority of copies; two copies alone do
+    not. Among tensors without a majority, those with the fewest suspects are named, as a fault spreads to others.
     """
     ranks, sentence = _found(finding)
     return HardwareFault(f"{sentence}; {_resumed(newest)}.", tuple(ranks), finding.step)
@@ -117,15 +108,7 @@ def explain(finding: Finding, newest: Path | None) -> HardwareFault:
 def explain_gradients(
     step: int, found: Disagreement, hosts: Sequence[str], newest: Path | None, agreed: int
 ) -> HardwareFault:
-    """The error about gradients that differ.
-
-    Args:
-        step: the number of the update that would have used them.
-        found: which ranks computed them.
-        hosts: of all ranks.
-        newest: the folder of the newest checkpoint; None where there is none.
-        agreed: the step in which gradients were compared before.
-    """
+    """Return the error about gradients of update `step` that differ; compared ones last agreed in step `agreed`."""
     named = _ranks(found.ranks, hosts)
     others = f" than {_ranks(found.others)}" if found.others else ", computed twice"
     fault = named if len(found.ranks) == 1 else "one of them"
@@ -141,7 +124,6 @@ def explain_gradients(
 
 
 def _found(finding: Finding) -> tuple[list[int], str]:
-    """The ranks at fault, and a sentence about them without its end."""
     if finding.at_rest:
         ranks = sorted(finding.at_rest)
         what = _listed(label for rank in ranks for label in finding.at_rest[rank])
@@ -173,7 +155,7 @@ def _resumed(newest: Path | None) -> str:
 
 
 def _ranks(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
-    """Ranks by number, with their hosts where there are several hosts."""
+    """Name ranks by number, with their hosts if there are several hosts."""
     named = [f"{rank} ({hosts[rank]})" if len(set(hosts)) > 1 else str(rank) for rank in ranks]
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {_joined(named)}"
 
@@ -191,13 +173,13 @@ def _joined(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Watched:
-    """A tensor that is to stay as the last update left it.
+    """Tensor that must stay unchanged between updates.
 
     Attributes:
-        label: what it is, for a message.
-        identity: what it is a copy of: ranks whose identities are equal hold the same bits.
-        sharing: equal for tensors of this rank that the same ranks have copies of.
-        tensor: on this rank.
+        label: description for a message.
+        identity: identity of the copies: ranks with equal identities hold the same bits.
+        sharing: key that is equal for tensors of this rank with copies on the same ranks.
+        tensor: the tensor on this rank.
     """
 
     label: str
@@ -207,13 +189,10 @@ class Watched:
 
 
 def watched_tensors(model: TrainableModel, optimizer: Optimizer, sums_alike: bool = True) -> list[Watched]:
-    """The weights of this rank, those that it computes with and their masters, and the optimizer state; the same order
-    on ranks that hold the same.
+    """Return this rank's weights (both the computed ones and their masters) and optimizer state.
 
-    Args:
-        model: of this rank.
-        optimizer: its.
-        sums_alike: as `sums_alike` says; else what tensor ranks hold whole is no copy of one another.
+    The order is the same on ranks that hold the same tensors. Unless `sums_alike`, whole tensors of tensor-parallel
+    ranks do not count as copies of one another.
     """
     entries = {entry.name: entry for entry in optimizer.entries}
     return [
@@ -224,17 +203,17 @@ def watched_tensors(model: TrainableModel, optimizer: Optimizer, sums_alike: boo
 
 
 def sums_alike(model: TrainableModel) -> bool:
-    """Whether tensor ranks add up the gradients of weights that they hold whole in the same order.
+    """Return whether tensor-parallel ranks sum the gradients of weights that they hold whole in the same order.
 
-    They do on a CPU (`threefold.parallel.gradients`). With NCCL the order of a sum over three replicas or more follows
-    from the group of ranks, so that sums may differ by a rounding. The same on all ranks.
+    They do on a CPU (`threefold.parallel.gradients`). With NCCL, the order of a sum over three or more replicas depends
+    on the group of ranks, so sums may differ by rounding. The result is the same on all ranks.
     """
     mesh = model.parallelism.mesh
     return mesh.tp.size == 1 or mesh.replicas.size < 3 or mesh.device.type == "cpu"
 
 
 def most_groups(model: TrainableModel, optimizer: Optimizer) -> int:
-    """How many values `sharing` has at most on this rank."""
+    """Return an upper bound for the number of values of `sharing` on this rank."""
     return 2 * len({_sharing(weight, model) for weight in model.weights})
 
 
@@ -252,7 +231,7 @@ def _of_weight(
     for state, value in optimizer.rule.state(entry).items():
         label = f"{state} of {entry.name}"
         if optimizer.rule.is_replicated(entry, state, value):
-            # Cut along no dim of a matrix; of a batch of matrices (experts) a rank has its own.
+            # Replicated over the dims of a matrix; of a batch of matrices (experts), each rank has its own.
             batch = offset(entry.parameter)[:-2]
             yield _watched(label, f"{entry.name}{column} {batch} {state}", ("replicated", *sharing), value)
         else:
@@ -269,7 +248,7 @@ def _sharing(weight: Weight, model: TrainableModel) -> tuple[str, ...]:
 
 
 def grouped(watched: Sequence[Watched]) -> Mapping[tuple[str, ...], list[int]]:
-    """The places in `watched` by `sharing`."""
+    """Group the indices in `watched` by `sharing`."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for place, each in enumerate(watched):
         groups.setdefault(each.sharing, []).append(place)
@@ -277,21 +256,26 @@ def grouped(watched: Sequence[Watched]) -> Mapping[tuple[str, ...], list[int]]:
 
 
 def identity_of(watched: Sequence[Watched]) -> int:
-    """A positive 63-bit number that is equal for equal identities in equal order."""
+    """Return a positive 63-bit number that is equal for equal identities in equal order."""
     digest = hashlib.blake2b("\n".join(each.identity for each in watched).encode(), digest_size=8)
     return int.from_bytes(digest.digest(), "little") >> 1 or 1
 
 
 class CorruptionWatch:
-    """Compares hashes of weights and optimizer state every `every` steps, and before a checkpoint is saved.
+    """Watch that compares hashes of weights and optimizer state every `every` steps, and before each checkpoint.
 
-    Collective over the world, but for `begin` and, unless gradients are watched, `before_update`.
+    Every method takes the number of updates made; before an update, the number of the next one. All are collective over
+    the world, except `begin` and, unless gradients are watched, `before_update`.
 
     Args:
-        engine: whose weights and optimizer state they are.
-        every: steps between two watches, at least 1.
-        newest: returns the folder of the newest checkpoint; None where there is none. Called on every rank.
-        gradients: compares the gradients of the steps that are watched; None to leave them out.
+        engine: engine whose weights and optimizer state are watched.
+        every: steps between two comparisons, at least 1.
+        newest: returns the folder of the newest checkpoint, or None; called on every rank.
+        gradients: compares the gradients of the watched steps; None to leave them out.
+
+    Raises:
+        HardwareFault: on every rank, if copies differ, a rank's state changed before an update, or ranks computed
+            different gradients of the same samples.
     """
 
     def __init__(
@@ -307,47 +291,28 @@ class CorruptionWatch:
         self._groups = int(engine.mesh.world.all_reduce_max_(groups))
         self._sums_alike = sums_alike(engine.model)
         self._at_rest: tuple[int, Tensor] | None = None
-        """How often the state had been restored, and its hashes after an update."""
+        """Number of restorations, and the hashes after an update."""
         self._changed: Tensor | None = None
         self._update, self._compared = 0, -1
         self._gradients_agreed = 0
 
     def begin(self, step: int) -> None:
-        """Note the state before the first step of this process, and after a rollback.
-
-        Args:
-            step: updates made.
-        """
-        if step:  # else optimizers of others have no state yet
+        """Record the state before the first step of this process, or after a rollback."""
+        if step:  # before the first step, other packages' optimizers have no state
             self._note(step, None)
         self._gradients_agreed, self._compared = step, -1
 
     def is_proved(self, step: int) -> bool:
-        """Whether all that is watched has been compared and found right since a checkpoint was saved.
-
-        Args:
-            step: updates made when it was saved.
-        """
+        """Return whether all comparisons since the checkpoint of `step` updates are made and found no difference."""
         return self._gradients is None or self._gradients_agreed >= step
 
     def before_forward(self, step: int) -> None:
-        """Compute the gradients a first time where they are watched; collective then.
-
-        Args:
-            step: the number of the update that comes, 1 for the first.
-        """
+        """Compute the gradients of a watched step a first time; collective if gradients are watched."""
         if self._gradients is not None and step % self._every == 0:
             self._gradients.before_forward(step)
 
     def before_update(self, step: int) -> None:
-        """Compare the state with that after the update before, and the gradients; collective where these are watched.
-
-        Args:
-            step: the number of the update that comes, 1 for the first.
-
-        Raises:
-            HardwareFault: on every rank, when ranks computed other gradients of the same samples.
-        """
+        """Compare the state with the state after the previous update, and the gradients if they are watched."""
         self._changed, self._update = None, step
         if step % self._every == 0 and self._at_rest is not None:
             restored, before = self._at_rest
@@ -356,49 +321,26 @@ class CorruptionWatch:
                 self._changed = now != before
         if self._gradients is not None and step % self._every == 0:
             if found := self._gradients.compare(step):
-                self._compare(step - 1)  # weights that differ are the cause of gradients that do
+                self._compare(step - 1)  # weights that differ would explain gradients that differ
                 hosts = self._engine.mesh.world.gather_objects(gethostname())
                 raise explain_gradients(step, found, hosts, self._newest(), self._gradients_agreed)
             self._gradients_agreed = step
 
     def after_update(self, step: int) -> None:
-        """Compare the copies if a watch is due.
-
-        Args:
-            step: the number of the update that was made.
-
-        Raises:
-            HardwareFault: on every rank, when copies differ, or a rank's state changed before the update.
-        """
+        """Compare the copies if a comparison is due."""
         self._note(step, self._compare(step) if step % self._every == 0 else None)
         self._changed = None
 
     def before_save(self, step: int) -> None:
-        """Compare the copies, so that no checkpoint is written of copies that differ.
-
-        Args:
-            step: updates made.
-
-        Raises:
-            HardwareFault: as `after_update`.
-        """
+        """Compare the copies, so that no checkpoint is written from copies that differ."""
         if self._compared != step:
             self._compare(step)
 
     def after_divergence(self, step: int) -> None:
-        """Compare the copies when an update could not be made, as a wrong bit may be why loss or gradient is not
-        finite.
-
-        Args:
-            step: updates made.
-
-        Raises:
-            HardwareFault: as `after_update`.
-        """
+        """Compare the copies after a step without an update, which a wrong bit may have caused."""
         self._compare(step)
 
     def _note(self, step: int, hashes: Tensor | None) -> None:
-        """Keep the hashes where the next update is watched."""
         self._at_rest = None
         if (step + 1) % self._every == 0:
             known = self._hashes(self._watched()) if hashes is None else hashes
@@ -408,13 +350,13 @@ class CorruptionWatch:
         return watched_tensors(self._engine.model, self._engine.optimizer, self._sums_alike)
 
     def _hashes(self, watched: Sequence[Watched]) -> Tensor:
-        """int64 [tensors]."""
+        """Return the hash of each tensor, int64 [tensors]."""
         with torch.no_grad():
             found = [self._hash(each.tensor) for each in watched]
         return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64, device=self._engine.mesh.device)
 
     def _compare(self, step: int) -> Tensor:
-        """Exchange the hashes of groups of tensors; returns those of this rank's tensors."""
+        """Exchange one hash per group of tensors; return the hashes of this rank's tensors."""
         watched = self._watched()
         hashes, groups = self._hashes(watched), grouped(watched)
         device = self._engine.mesh.device
@@ -431,7 +373,7 @@ class CorruptionWatch:
         return hashes
 
     def _fault(self, step: int, watched: Sequence[Watched], hashes: Tensor) -> HardwareFault:
-        """What has gone wrong, from the hashes of all tensors of all ranks."""
+        """Return the error, from the hashes of all tensors of all ranks."""
         mine = {each.identity: value for each, value in zip(watched, hashes.tolist(), strict=True)}
         labels = {each.identity: each.label for each in watched}
         changed = [] if self._changed is None else self._changed.tolist()
@@ -454,13 +396,7 @@ class CorruptionWatch:
 def make_watch(
     engine: Engine, loader: Loader, newest: Callable[[], Path | None] = lambda: None
 ) -> CorruptionWatch | None:
-    """The watch that the engine's config asks for; None for none. Collective over the world.
-
-    Args:
-        engine: whose state is watched.
-        loader: of this replica.
-        newest: as of `CorruptionWatch`.
-    """
+    """Return the watch that the engine's config asks for; None for none. Collective over the world."""
     train = engine.config.train
     if not train.watch_every:
         return None
@@ -469,11 +405,7 @@ def make_watch(
 
 
 def check_device(config: Config) -> None:
-    """Check that what a resolved config watches can be watched on its device.
-
-    Raises:
-        UserError: it cannot.
-    """
+    """Raise a `UserError` unless the device of a resolved config supports what `train.watch` compares."""
     train = config.train
     if train.watch_every and train.watch == "gradients" and train.device == "cuda":
         raise UserError(
@@ -483,14 +415,14 @@ def check_device(config: Config) -> None:
 
 
 def _differ(table: Sequence[Sequence[int]]) -> bool:
-    """Whether ranks with copies of a group have other hashes of it."""
+    """Return whether ranks with copies of a group have different hashes of it."""
     known: dict[int, int] = {}
     pairs = ((row[place], row[place + 1]) for row in table for place in range(1, len(row), 2) if row[place])
     return any(known.setdefault(identity, value) != value for identity, value in pairs)
 
 
 def _verdicts(hashes: Sequence[Mapping[str, int]], column: Callable[[int], tuple[int, int]]) -> dict[str, Verdict]:
-    """By identity, of the tensors whose copies differ."""
+    """Return, by identity, the verdicts on the tensors whose copies differ."""
     by_identity: dict[str, dict[int, int]] = {}
     for rank, mine in enumerate(hashes):
         for identity, value in mine.items():

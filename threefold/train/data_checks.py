@@ -1,4 +1,4 @@
-"""Checks that the ranks of a replica read the same samples, and different replicas different ones."""
+"""Data checks: same samples within a replica, different ones across replicas, unchanged token files."""
 
 import hashlib
 import os
@@ -27,17 +27,13 @@ from threefold.train.callbacks.base import Callback, EvaluationRecord, say
 
 
 def agree_on_micro_batch(config: Config, mesh: Mesh) -> Config:
-    """Set the default micro-batch size to the smallest of all ranks, as each derives it from the memory of its host.
+    """Set a derived micro-batch size to the smallest of all ranks, as each derives it from its host's memory.
 
-    A collective over the world.
-
-    Args:
-        config: resolved.
-        mesh: this rank's.
+    Collective over the world.
     """
     if not is_derived(config, "train.micro_batch_size"):
         return config
-    # A sum in which each rank has its own element: every backend has all-reduce.
+    # An all-reduce with one element per rank, as every backend supports it.
     sizes = torch.zeros(mesh.world.size, dtype=torch.int64, device=mesh.device)
     sizes[mesh.rank] = config.train.micro_batch_size
     smallest = int(mesh.world.all_reduce_(sizes).min())
@@ -45,17 +41,13 @@ def agree_on_micro_batch(config: Config, mesh: Mesh) -> Config:
 
 
 class DataCheck(Callback):
-    """Compares fingerprints of the ranks' batches at the first step and every `every` steps; a mismatch ends the run.
+    """Compare fingerprints of the ranks' batches in the first step and every `every` steps; a mismatch ends the run.
 
-    On every rank, as it calls a collective.
-
-    Args:
-        mesh: this rank's.
-        every: steps between comparisons.
-        rows: of this rank in the global batch, for batches that do not have them.
+    Runs on every rank, as it calls a collective. `rows` are the rank's rows of the global batch, for batches without
+    rows.
 
     Raises:
-        UserError: on every rank, naming a rank that reads other samples.
+        UserError: on every rank, naming a rank that reads different samples.
     """
 
     def __init__(self, mesh: Mesh, every: int, rows: Sequence[int] = ()) -> None:
@@ -66,7 +58,7 @@ class DataCheck(Callback):
         if self.mesh.world.size == 1 or (self._compared and step % self.every):
             return
         self._compared = True
-        # A sum in which each rank has its own element: cheaper than gathering on every backend.
+        # An all-reduce with one element per rank: cheaper than a gather on every backend.
         table = torch.zeros(self.mesh.world.size, dtype=torch.int64, device=self.mesh.device)
         table[self.mesh.rank] = fingerprint(batch) if isinstance(batch, Batch) else nested_fingerprint(batch, self.rows)
         found = self.mesh.world.all_reduce_(table).tolist()
@@ -75,19 +67,14 @@ class DataCheck(Callback):
 
 
 def nested_fingerprint(batch: Any, rows: Sequence[int]) -> int:
-    """As `fingerprint`, of a batch that is a nesting of tensors on the CPU, and its rows in the global batch."""
+    """Return the `fingerprint` of a nested batch of CPU tensors and its rows in the global batch."""
     digest = hashlib.blake2b(repr((batch_shapes(batch), tuple(rows))).encode(), digest_size=8)
     map_tensors(batch, lambda tensor: digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data))
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
 def disagreement(fingerprints: list[int], layout: Layout) -> str | None:
-    """Describes the first mismatch between the ranks' data, as a clause; None if there is none.
-
-    Args:
-        fingerprints: of each rank's batch, by rank.
-        layout: says which ranks are one replica.
-    """
+    """Describe the first mismatch between the ranks' fingerprints, as a clause; None if there is none."""
     replicas: dict[int, list[int]] = {}
     for rank in range(layout.world_size):
         replicas.setdefault(layout.coordinates(rank).dp, []).append(rank)
@@ -109,28 +96,26 @@ def disagreement(fingerprints: list[int], layout: Layout) -> str | None:
 
 
 _READING, _DONE, _PROBLEMS = 0, 1, 2
-"""State of a rank's reader; from `_PROBLEMS` on, the number of a problem."""
+"""States of a rank's reader; values from `_PROBLEMS` on are the number of a problem."""
 _DAMAGED, _OTHER, _UNREADABLE = range(3)
 WORTH_WAITING: Final = 4 << 30
-"""Remaining bytes up to which a checkpoint and the end of the run wait for the reader: seconds."""
+"""Unread bytes up to which a checkpoint and the end of the run wait for the reader: seconds."""
 _LOOK: Final = 0.5
-"""Seconds between two looks at how far the reader is, while it is waited for."""
+"""Seconds between two looks at the reader's progress while waiting for it."""
 
 
 class TokenCheck(Callback):
-    """Reads all tokens in the background and ends the run, on all ranks at the same step, if a checksum differs.
+    """Read all tokens in the background, and end the run on all ranks at the same step if a checksum differs.
 
-    It differs from the one in the files, or from the one in the checkpoint that the run is resumed from.
-
-    Collective over the world. One rank of each host reads, at the lowest scheduling priority.
+    Checksums are compared with those in the files and with those in the checkpoint that the run resumes from. One rank
+    of each host reads, at the lowest scheduling priority. Collective over the world.
 
     Args:
-        mesh: this rank's.
         corpora: token files of the run.
-        every: steps between the all-reduces of the ranks' states.
-        resumed: the checkpoint that the run is resumed from.
+        every: steps between all-reduces of the ranks' states.
+        resumed: checkpoint that the run resumes from.
         reads: whether this rank reads.
-        wait_for: as `WORTH_WAITING`.
+        wait_for: see `WORTH_WAITING`.
 
     Raises:
         UserError: on every rank, naming the file.
@@ -178,10 +163,9 @@ class TokenCheck(Callback):
         self._stopped = True
 
     def contents(self) -> tuple[Content, ...]:
-        """Checksums of each corpus, as far as they are known; waits if at most `wait_for` bytes are left to read.
+        """Return the known checksums of each corpus, or raise a `UserError` if one differs.
 
-        Raises:
-            UserError: a checksum differs.
+        Waits for the reader first if at most `wait_for` bytes are left.
         """
         self._wait()
         if self._problem:
@@ -197,12 +181,11 @@ class TokenCheck(Callback):
             return
         while reader.is_alive():
             reader.join(_LOOK)
-            if self._left != seen:  # on a slow disk it may take long, while other ranks wait for this one
+            if self._left != seen:  # a slow disk takes long, and the other ranks wait for this one
                 seen = self._left
                 self.mesh.heartbeat.progress()
 
     def _agree(self) -> None:
-        """Raise on all ranks if one has found a problem."""
         if self._settled:
             return
         reading = self._reader is not None and self._reader.is_alive()

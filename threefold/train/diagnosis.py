@@ -1,4 +1,4 @@
-"""Checks, while a step runs, that what each module gives and every gradient is finite: finds where that ends first."""
+"""Diagnosis of a bad step: reruns it with checks that find the first non-finite output or gradient."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,13 +29,13 @@ _OUTPUT, _WEIGHT = 0, 1
 
 
 class BadValue(NamedTuple):
-    """The first value of a rank that is not finite. Of several the smallest is the one that comes first in a step.
+    """First non-finite value of a rank; the smallest of several comes first in the step.
 
     Attributes:
-        order: 0 in the forward pass and 1 in the backward pass; then the stage and, within it, the module, as they come
-            in that pass; then outputs before weights.
-        micro_batch: number of the micro-batch on its replica, 0 for the first.
-        place: such as `the output of blocks.1.mlp.up`.
+        order: 0 in the forward pass and 1 in the backward pass; then stage and module in the order of that pass; then
+            outputs before weights.
+        micro_batch: number of the micro-batch in its replica, 0 for the first.
+        place: place such as `the output of blocks.1.mlp.up`.
         value: `NaN` or `Inf`.
     """
 
@@ -50,33 +50,30 @@ class BadValue(NamedTuple):
 
 
 class FiniteChecks:
-    """Checks the modules of a rank's stages, in `running`.
+    """Check that the outputs and gradients of a rank's modules are finite, within `running`.
 
-    The gradient of a module's output and those of weights are checked as autograd computes them, before they are added
-    up over micro-batches or ranks; so a rank sees only what began on it or reached it through its activations.
-    Activations that are recomputed are not checked again.
-
-    Args:
-        engine: whose next step is checked.
+    Gradients of module outputs and weights are checked as autograd computes them, before they are summed over
+    micro-batches or ranks. So a rank sees only values that arose on it or reached it through its activations.
+    Recomputed activations are not checked again.
 
     Attributes:
-        first: what was found; None while everything is finite.
+        first: first bad value; None while everything is finite.
     """
 
     def __init__(self, engine: GradientStep) -> None:
         self._engine = engine
         self.first: BadValue | None = None
         self._handles: list[RemovableHandle] = []
-        self._forward: tuple[int, int] | None = None  # stage and micro-batch of the forward pass that runs
-        self._backward = 0  # micro-batch of the backward pass that runs
-        self._calls: dict[tuple[int, int], dict[str, int]] = {}  # of a forward pass: the modules, and when each ended
+        self._forward: tuple[int, int] | None = None  # stage and micro-batch of the running forward pass
+        self._backward = 0  # micro-batch of the running backward pass
+        self._calls: dict[tuple[int, int], dict[str, int]] = {}  # by forward pass, the order in which modules ended
         self._ended_calls = 0
         self._seen: dict[int, ReferenceType[Tensor]] = {}
         self._weights: set[Tensor] = set()
 
     @contextmanager
     def running(self) -> Iterator["FiniteChecks"]:
-        """Check the step that the block runs; compiled layers run as they are written."""
+        """Check the step inside the block; compiled layers run eagerly."""
         deferred = self._engine.parallelism.deferred
         with ExitStack() as stack:
             stack.callback(self._remove)
@@ -105,7 +102,6 @@ class FiniteChecks:
             self._handles.append(stage.register_forward_hook(self._ended))
 
     def _register_begin(self, number: int, stage: Stage) -> None:
-        """Note which micro-batch each forward pass is of."""
         runner = self._engine.runner
         if isinstance(runner, PipelineRunner):
             (scheduled,) = (each for each in runner.scheduled_stages if each.stage_index == number)
@@ -139,14 +135,14 @@ class FiniteChecks:
             self._handles.append(leaf.register_hook(partial(self._weight_gradient, number, whole, None)))
 
     def _after(self, number: int, name: str, _module: nn.Module, _args: Any, output: Any) -> None:
-        if self._forward is None or self._forward[0] != number:  # activations that are recomputed
+        if self._forward is None or self._forward[0] != number:  # recomputed activations
             return
         micro_batch, place = self._forward[1], self._ended_calls
         self._calls[self._forward][name] = place
         self._ended_calls += 1
         for tensor in _floats(output):
             known = self._seen.get(id(tensor))
-            if known is not None and known() is tensor:  # the output of a module inside
+            if known is not None and known() is tensor:  # output of an inner module
                 continue
             self._seen[id(tensor)] = ref(tensor)
             self._check(tensor, (0, number, place, _OUTPUT), micro_batch, f"the output of {name}")
@@ -163,12 +159,11 @@ class FiniteChecks:
     def _weight_gradient(self, number: int, name: str, micro_batch: int | None, gradient: Tensor | None) -> None:
         micro_batch = self._backward if micro_batch is None else micro_batch
         calls, module = self._calls.get((number, micro_batch), {}), name.rpartition(".")[0]
-        while module and module not in calls:  # a weight that another module used
+        while module and module not in calls:  # the weight is used by another module
             module = module.rpartition(".")[0]
         self._check(gradient, (1, -number, -calls.get(module, 0), _WEIGHT), micro_batch, f"the gradient of {name}")
 
     def _deferred(self, leaf: Tensor) -> Callable[[Tensor], None]:
-        """Check a weight gradient that the schedule computes later."""
         engine = self._engine
         weight = next(weight for weight in engine.model.weights if weight.leaf is leaf)
         numbers = engine.parallelism.stages.held_by(engine.mesh.pp.index)
@@ -180,7 +175,7 @@ class FiniteChecks:
         return partial(self._weight_gradient, number, weight.name, self._backward)
 
     def _check(self, tensor: Tensor | None, order: tuple[int, int, int, int], micro_batch: int, place: str) -> None:
-        if tensor is None:  # a gradient that is zero, or deferred
+        if tensor is None:  # gradient is zero or deferred
             return
         found = BadValue(order, micro_batch, place, "")
         if (self.first is None or found < self.first) and (value := bad_value(tensor)):
@@ -189,14 +184,14 @@ class FiniteChecks:
 
 @torch.no_grad()
 def bad_value(tensor: Tensor) -> str:
-    """`NaN` or `Inf` where a tensor has one, and an empty string where all of it is finite."""
+    """Return `NaN` or `Inf` if a tensor holds one, and an empty string if all of it is finite."""
     if bool(tensor.isfinite().all()):
         return ""
     return "NaN" if bool(tensor.isnan().any()) else "Inf"
 
 
 def _floats(value: Any) -> Iterator[Tensor]:
-    """The tensors of floats in what a module returns."""
+    """Yield the floating-point tensors in the output of a module."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield value
@@ -209,24 +204,24 @@ def _floats(value: Any) -> Iterator[Tensor]:
 
 
 _NAMED = 8
-"""Samples and ranks that a sentence lists at most."""
+"""Maximum number of samples and ranks that a sentence lists."""
 
 
 @dataclass(frozen=True)
 class RankFindings:
-    """What a rank found in the runs of a step.
+    """Findings of one rank from the reruns of a step.
 
     Attributes:
-        same: whether loss and gradients had the same bits in both runs.
-        finite: whether they were finite in the second.
-        loss: its term of the second run's mean loss.
-        first: the first bad value with checks on; None where there was none.
-        weight: the first weight that was not finite before the step; None where all are.
-        summed: the first weight whose gradient was not finite after all sums; None where all are.
-        large: the first weight whose gradient was finite but too large for its norm, and its largest value, in words.
-        bad_loss: whether its term of the loss was not finite.
-        samples: of the micro-batch of `first`.
-        bad_data: whether numbers of its part of the batch were not finite.
+        same: whether loss and gradients had the same bits in the second run.
+        finite: whether they were finite in the second run.
+        loss: this rank's term of the second run's mean loss.
+        first: first bad value of the run with checks; None if there was none.
+        weight: first weight that was not finite before the step; None if all were.
+        summed: first weight whose gradient was not finite after all sums; None if all were.
+        large: first weight whose gradient was finite but too large for its norm, with its largest value, in words.
+        bad_loss: whether this rank's term of the loss was not finite.
+        samples: samples of the micro-batch of `first`.
+        bad_data: whether floats of this rank's part of the batch were not finite.
     """
 
     same: bool
@@ -243,19 +238,14 @@ class RankFindings:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What made a step bad, the same on every rank.
-
-    Attributes:
-        findings: of each rank.
-        layout: says where the ranks are.
-    """
+    """Cause of a bad step, from the findings of all ranks; the same on every rank."""
 
     findings: tuple[RankFindings, ...]
     layout: Layout
 
     @property
     def is_reproducible(self) -> bool:
-        """Whether a second run of the step was bad too, or the same."""
+        """Whether a second run of the step was bad too, or gave the same bits."""
         return not all(found.finite for found in self.findings) or not self.differing
 
     @property
@@ -269,16 +259,16 @@ class Diagnosis:
 
     @property
     def first(self) -> BadValue | None:
-        """The first bad value of the step in the order of the model; None where no module had one."""
+        """The first bad value of the step in model order; None if no module had one."""
         return min((self.findings[rank].first for rank in self.ranks), default=None)  # type: ignore[type-var]
 
     @property
     def differing(self) -> list[int]:
-        """The ranks on which a second run of the step had other bits than the first."""
+        """The ranks on which a second run of the step gave different bits."""
         return [rank for rank, found in enumerate(self.findings) if not found.same]
 
     def clauses(self) -> list[str]:
-        """The parts of a sentence: where it began, and what a second run gave."""
+        """Return the parts of a sentence: where the bad value arose, and what a second run gave."""
         if not self.is_reproducible:
             return [self._of_hardware()]
         return [self._where(), self._of_bits()]
@@ -342,7 +332,6 @@ class Diagnosis:
         return next((found.weight for found in self.findings if found.weight), None)
 
     def _named(self, ranks: Sequence[int]) -> str:
-        """Ranks in words, a single one with its coordinates."""
         if len(ranks) > 1:
             return "all ranks" if len(ranks) == self.layout.world_size else _listed("rank", list(map(str, ranks)))
         (rank,) = ranks
@@ -354,15 +343,15 @@ class Diagnosis:
 def diagnose(
     engine: Engine, loader: Loader, batch: Any, done: int, loss: Tensor, streams: Mapping[str, Tensor]
 ) -> Diagnosis:
-    """Run a bad step again, twice at most. Collective over the world; weights and random streams stay as they are.
+    """Rerun a bad step, at most twice; weights and random streams are unchanged. Collective over the world.
 
     Args:
-        engine: whose gradients are still those of the bad step.
-        loader: of its batch.
+        engine: engine that still holds the gradients of the bad step.
+        loader: loader of the step's batch.
         batch: this replica's samples.
-        done: updates made before it.
-        loss: this rank's term of its mean loss.
-        streams: the state of the random streams before it.
+        done: updates made before the step.
+        loss: this rank's term of the step's mean loss.
+        streams: state of the random streams before the step.
     """
     world, layout = engine.mesh.world, engine.mesh.layout
     before = _digest(engine, loss)
@@ -398,7 +387,7 @@ def diagnose(
 
 
 def _digest(engine: Engine, loss: Tensor) -> str:
-    """A checksum of a rank's loss and gradients, in which one NaN is as another."""
+    """Return a checksum of a rank's loss and gradients in which all NaNs are equal."""
     tensors = [loss, *(entry.gradient for entry in engine.optimizer.entries)]
     return checksum_of_blocks(_bytes(tensor.detach()) for tensor in tensors)
 
@@ -414,7 +403,7 @@ def _of_gradient(entry: Entry) -> str:
 
 
 def _is_bad(batch: Any) -> bool:
-    """Whether the floats of a batch of a user's own are not all finite."""
+    """Return whether the floats of a user's own batch are not all finite."""
     if not isinstance(getattr(batch, "tokens", None), Tensor) or isinstance(batch, tuple):
         found: list[str] = []
         map_tensors(batch, lambda tensor: found.append(bad_value(tensor)) if tensor.is_floating_point() else None)
@@ -423,7 +412,6 @@ def _is_bad(batch: Any) -> bool:
 
 
 def _samples(loader: Loader, done: int, micro_batch: int, micro_batches: int) -> tuple[str, ...]:
-    """The samples of a micro-batch of this rank's replica: their numbers, of a mixture with the name of the corpus."""
     indices = loader.sample_indices(done).tolist()
     size = len(indices) // micro_batches
     return tuple(loader.sample_name(index) for index in indices[micro_batch * size : (micro_batch + 1) * size])

@@ -1,4 +1,4 @@
-"""Divergence: keeps the checkpoints of a run good when its loss, gradients or weights become NaN or infinite."""
+"""Divergence: keeps a run's checkpoints good when its loss, gradients or weights become NaN or infinite."""
 
 from collections.abc import Callable
 from math import isfinite
@@ -12,28 +12,27 @@ from threefold.train.callbacks.base import EvaluationRecord, StepRecord
 
 
 class DivergenceError(UserError):
-    """The loss, the gradient or the weights are not finite, and a smaller loss scale would not help."""
+    """Error of a loss, gradient or weights that are not finite, when a smaller loss scale would not help."""
 
 
 class CheckpointStore(Protocol):
-    """Stores a run's checkpoints. Each method is collective over the world."""
+    """Store of a run's checkpoints. All methods are collective over the world."""
 
     @property
     def is_background(self) -> bool:
-        """Whether `save` returns before a checkpoint is complete, unless it is the last."""
+        """Whether `save` returns before a checkpoint is complete, except for the last one."""
         ...
 
     def save(self, step: int, last: bool = False) -> Path | None:
-        """Save a checkpoint after `step` updates, and return its folder; None where it could not be written and is not
-        the last of the run."""
+        """Save a checkpoint after `step` updates; return its folder, or None if it failed and is not the last."""
         ...
 
     def finish(self) -> Written | None:
-        """Wait for the checkpoint that is being written in the background, and return it once."""
+        """Wait for the checkpoint being written in the background, and return it once."""
         ...
 
     def end(self, seconds: float | None = None) -> None:
-        """End what goes on beside the training, for which it may take so many seconds; None for as many as it takes."""
+        """End the background writes, within this many seconds; None to wait until they are done."""
         ...
 
     def prune(self, step: int) -> None:
@@ -41,16 +40,18 @@ class CheckpointStore(Protocol):
         ...
 
     def is_finite(self) -> bool:
-        """Whether weights and optimizer state are finite on every rank."""
+        """Return whether weights and optimizer state are finite on every rank."""
         ...
 
     def whole(self) -> list[Path]:
-        """Folders of the complete checkpoints, oldest first."""
+        """Return the folders of the complete checkpoints, oldest first."""
         ...
 
     def set_aside(self, step: int) -> tuple[Path, Path] | None:
-        """Rename the checkpoint of `step` so that no run resumes from it; returns its new and the next older folder, or
-        None where it is the only one and stays."""
+        """Rename the checkpoint of `step` so that no run resumes from it; return its new folder and the next older one.
+
+        Returns None if it is the only checkpoint, which then stays.
+        """
         ...
 
     def load(self, path: Path) -> Facts:
@@ -59,21 +60,17 @@ class CheckpointStore(Protocol):
 
 
 class SafeSaving:
-    """Saves when a checkpoint is due, and never replaces a good checkpoint by one of a diverged model.
+    """Save due checkpoints, and never replace a good checkpoint with one of a diverged model.
 
     A checkpoint is good once its weights have given a finite loss, in a step that was not skipped or in an evaluation:
-    a bad update shows in the loss after it. So
+    a bad update shows in the next loss. Hence
 
     - a save that is due while steps are skipped, or after a loss that is not finite, waits for the next good step;
-    - older checkpoints are deleted only when the new one is known to be good, and is complete;
-    - when the run diverges, a checkpoint that no good step followed is renamed, and a resumed run starts from the one
-      before it.
+    - older checkpoints are deleted only when the new one is complete, good, and proved by `is_proved`, given its step;
+    - when the run diverges, a checkpoint that no good step followed is renamed; a resumed run starts from the one
+      before.
 
-    The losses are the same on all ranks, so all make the same decision.
-
-    Args:
-        store: where the checkpoints go.
-        is_proved: whether nothing else has to be known of a checkpoint, given its step, before older ones are deleted.
+    All ranks see the same losses and make the same decisions.
     """
 
     def __init__(self, store: CheckpointStore, is_proved: Callable[[int], bool] | None = None) -> None:
@@ -82,11 +79,11 @@ class SafeSaving:
         self._unproved: int | None = None
         self._tried: Path | None = None
         self._newest: int | None = None
-        """Of a checkpoint that a good step followed, while older ones are kept."""
+        """Step of a checkpoint that a good step followed, while older ones are kept."""
         self._steps = 0
 
     def after_step(self, record: StepRecord) -> None:
-        """Record a step; call directly after it."""
+        """Record a step; call it directly after the step."""
         self._healthy = not record.skipped
         if self._healthy:
             self._steps += 1
@@ -98,12 +95,13 @@ class SafeSaving:
         self._healthy = self._healthy and isfinite(record.loss)
 
     def will_save(self, due: bool) -> bool:
-        """Whether `save` would save now: a checkpoint is due, or was, and the last loss was finite."""
+        """Return whether `save` would save now: a checkpoint is or was due, and the last loss was finite."""
         return (self._due or due) and self._healthy
 
     def save(self, step: int, due: bool) -> Path | None:
-        """Save after `step` updates if a checkpoint is due, or was, and the last loss was finite; None otherwise, and
-        where it could not be written: then the next one that is due tries again.
+        """Save after `step` updates if a checkpoint is or was due and the last loss was finite; return its folder.
+
+        A checkpoint that could not be written is tried again when the next one is due.
 
         Raises:
             DivergenceError: the weights are not finite.
@@ -114,12 +112,11 @@ class SafeSaving:
 
     @property
     def is_background(self) -> bool:
-        """Whether `save` returns before a checkpoint is complete, unless it is the last."""
+        """Whether `save` returns before a checkpoint is complete, except for the last one."""
         return self._store.is_background
 
     def finish(self) -> Written | None:
-        """Wait for the checkpoint that is being written in the background; returns it once it is complete, else None.
-        Collective over the world."""
+        """Wait for the checkpoint being written in the background; return it once if complete. Collective."""
         written = self._store.finish()
         if written is None or written.failure is None:
             return written
@@ -128,19 +125,15 @@ class SafeSaving:
         return None
 
     def end(self, seconds: float | None = None) -> None:
-        """End what goes on beside the training, for which it may take so many seconds; None for as many as it takes."""
+        """End the background writes, within this many seconds; None to wait until they are done."""
         self._store.end(seconds)
 
     def save_last(self, step: int, loss: Callable[[], float]) -> Path:
-        """Save the checkpoint after the last step of this process, which no later step can show to be good.
-
-        Args:
-            step: updates made.
-            loss: computes a loss from the weights as they are.
+        """Save the checkpoint after the last step of this process, which no later step can prove good, so `loss` does.
 
         Raises:
             DivergenceError: weights or loss are not finite.
-            UserError: on every rank, when it cannot be written.
+            UserError: on every rank, if the checkpoint cannot be written.
         """
         value = loss()
         if not isfinite(value):
@@ -148,14 +141,16 @@ class SafeSaving:
                 DivergenceError(f"Training diverged at step {step}: the loss of the weights after it is {value:g}")
             )
         path = self._save(step, last=True)
-        assert path is not None  # else it raises
-        if self._healthy:  # else all that is known is that the weights have not changed since the last good step
+        assert path is not None  # the last save raises instead
+        if self._healthy:  # otherwise the weights are only known to be unchanged since the last good step
             self._prove()
         return path
 
     def roll_back(self) -> Path | None:
-        """The checkpoint to load after a bad step: the newest, or where no good step followed after it had been loaded
-        like that, the one before it, the newest being set aside; None where there is none."""
+        """Return the checkpoint to load after a bad step, the newest one; None if there is none.
+
+        If the newest was already loaded like this and no good step followed, set it aside and return the one before it.
+        """
         self.finish()
         whole = self._store.whole()
         if not whole:
@@ -170,12 +165,12 @@ class SafeSaving:
         return found
 
     def kept(self) -> str:
-        """Where a run that ends for a fault of the hardware resumes from, as a clause: no checkpoint is in doubt."""
+        """Return a clause with the checkpoint to resume from after a hardware fault, which casts doubt on none."""
         whole = self._store.whole()
         return f"--resume starts from {whole[-1]}" if whole else "there is no checkpoint to resume from"
 
     def explained(self, error: DivergenceError) -> DivergenceError:
-        """The error with the checkpoint to resume from; one that no good step followed is set aside."""
+        """Return the error with the checkpoint to resume from; set aside a checkpoint that no good step followed."""
         message = str(error).removesuffix(".")
         self.finish()
         if self._unproved is not None and (moved := self._store.set_aside(self._unproved)):
@@ -212,5 +207,4 @@ class SafeSaving:
 
 
 def _step_of(path: Path) -> int:
-    """The updates of a checkpoint's folder."""
     return int(path.name.partition(".")[0].rpartition("_")[2])

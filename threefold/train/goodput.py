@@ -1,8 +1,8 @@
-"""RUN/goodput.json: the ledger of where the time of a run went, over all its attempts.
+"""RUN/goodput.json: ledger of the time spent by a run, over all its attempts.
 
-The file is overwritten in place after each step, evaluation and checkpoint, so that it is right whenever the processes
-of the run are killed. *Goodput* is the share of the time in steps that were made for the first time, as
-https://cloud.google.com/blog/products/ai-machine-learning/goodput-metric-as-measure-of-ml-productivity has it.
+The file is overwritten in place after each step, evaluation and checkpoint, so it is valid whenever the processes are
+killed. *Goodput* is the share of time in steps made for the first time, as defined in
+https://cloud.google.com/blog/products/ai-machine-learning/goodput-metric-as-measure-of-ml-productivity.
 """
 
 import json
@@ -23,25 +23,25 @@ from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContex
 
 FILE: Final = "goodput.json"
 _SIZE: Final = 1024
-"""Bytes of the file: a multiple that a kill leaves either old or new, as it lies in one page of the kernel's cache."""
+"""Bytes of the file. A kill leaves either the old or the new content, as it lies in one page of the kernel's cache."""
 
 
 @dataclass
 class Goodput:
-    """Seconds of a run over its attempts, those between two commands left out.
+    """Seconds of a run over its attempts, without the time between two commands.
 
     Attributes:
-        steps: in steps that were made for the first time.
-        repeated: in steps that were made again after a restart, or after an older checkpoint was resumed.
-        evaluating: in evaluations.
-        saving: in checkpoints, as long as the steps waited for them.
-        starting: from the start of a command to its first step.
-        lost: from the last event before each failure to the first step after it.
-        total: of all of these and of what lies between them, such as callbacks.
+        steps: seconds in steps made for the first time.
+        repeated: seconds in steps made again after a restart or after resuming from an older checkpoint.
+        evaluating: seconds in evaluations.
+        saving: seconds that steps waited for checkpoints.
+        starting: seconds from the start of a command to its first step.
+        lost: seconds from the last event before each failure to the first step after it.
+        total: seconds of all of these, and of everything in between, such as callbacks.
         attempts: starts of all ranks.
-        restarts: of them those that a launcher made after a failure.
-        step: the last that the newest attempt has finished, or began after.
-        furthest: the last that any attempt has finished.
+        restarts: starts by a launcher after a failure.
+        step: last step that the newest attempt finished, or its starting point.
+        furthest: last step that any attempt finished.
         at: `time.time()` of the last event.
     """
 
@@ -60,17 +60,17 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """The goodput, 0 to 1."""
+        """The goodput, from 0 to 1."""
         return self.steps / self.total if self.total > 0 else 0.0
 
     def seconds(self) -> dict[str, float]:
-        """The parts and the total, rounded to milliseconds."""
+        """Return the parts and the total, rounded to milliseconds."""
         names = ("steps", "repeated", "evaluating", "saving", "starting", "lost", "total")
         return {name: round(getattr(self, name), 3) for name in names}
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """The ledger in a file; None where there is none, or it is damaged."""
+        """Read the ledger from a file; None if there is none, or it is damaged."""
         try:
             text = read_text(path).rstrip() + "\n"
             if not is_intact(text):
@@ -84,14 +84,12 @@ class Goodput:
             return None
 
     def text(self) -> bytes:
-        """The file's content, always of the same size."""
+        """Return the file's content, always of the same size."""
         return seal_text(json.dumps(asdict(self), indent=2)).encode().ljust(_SIZE - 1) + b"\n"
 
 
 @dataclass
 class _Clock:
-    """Seconds since the last event, by a clock that nobody sets."""
-
     last: float = field(default_factory=time.perf_counter)
 
     def lap(self) -> float:
@@ -101,13 +99,7 @@ class _Clock:
 
 
 class GoodputLedger(Callback):
-    """Keeps the ledger of a run. A failure to write it is reported once.
-
-    Args:
-        path: of the file.
-        attempt: which of the run this is.
-        say: prints the warning.
-    """
+    """Write the goodput ledger of a run. A failure to write is reported once."""
 
     @classmethod
     def for_run(cls, run: RunContext) -> Callback:
@@ -129,7 +121,7 @@ class GoodputLedger(Callback):
         if not self.attempt.number:
             goodput.at = self.attempt.began
         with self._failures_reported():
-            # Non-blocking, or a FIFO of this name would block the run.
+            # Non-blocking, as a FIFO of this name would block the run.
             self._descriptor = os.open(replace_link(self.path), os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o644)
             os.ftruncate(self._descriptor, _SIZE)
         self._write()
@@ -156,7 +148,7 @@ class GoodputLedger(Callback):
         self._write()
 
     def before_checkpoint(self, step: int) -> None:
-        if not self._started:  # a stop that came before the first step
+        if not self._started:  # stopped before the first step
             self._start()
         self._pass()
         self._saving = True
@@ -180,13 +172,12 @@ class GoodputLedger(Callback):
             self._descriptor = None
 
     def _saved(self) -> None:
-        """The steps wait no longer for a checkpoint, which may be written in the background from here on."""
+        """Count the time that the steps waited for a checkpoint; the rest of it may be written in the background."""
         if self._saving:
             self.goodput.saving += self._pass()
         self._saving = False
 
     def _start(self) -> None:
-        """The first step begins."""
         goodput, self._started = self.goodput, True
         restarted = self.attempt.number and goodput.at
         passed = max(0.0, time.time() - (goodput.at if restarted else self.attempt.began))
@@ -204,8 +195,7 @@ class GoodputLedger(Callback):
         return passed
 
     def _write(self) -> None:
-        """Overwrite the file; until the first step its last event stays what it was, and the time since then is lost if
-        this attempt fails."""
+        """Overwrite the file; until the first step the last event stays, so a failing attempt loses the time since."""
         if self._started:
             self.goodput.at = time.time()
         if self._descriptor is not None:

@@ -1,13 +1,13 @@
-"""A fast exact hash of a tensor's bits, computed on its device.
+"""Silent corruption in gradients: a fast exact hash of a tensor's bits, and the comparison of replicas by it.
 
-Multilinear hashing (Carter and Wegman, "Universal classes of hash functions", 1979; Lemire and Kaser, "Strongly
-universal string hashing is fast", 2014): the tensor's bits as words, each times an odd 64-bit factor that follows from
-its position, summed modulo 2^64. Integer sums have no rounding, so no order of the additions changes the result. One
-word that changed always changes the hash, as an odd factor keeps every bit of the difference; words that changed places
-change it but for one case in about 2^32. It protects against what hardware does, not against an attacker.
+The hash is multilinear (Carter and Wegman, "Universal classes of hash functions", 1979; Lemire and Kaser, "Strongly
+universal string hashing is fast", 2014): the tensor's bits, as words, are multiplied by odd 64-bit factors that depend
+on their position, and summed modulo 2^64. Integer sums do not round, so the order of additions does not matter.
+Changing one word always changes the hash, as an odd factor keeps every bit of the difference; swapping words goes
+unnoticed in about one case of 2^32. The hash protects against hardware faults, not against an attacker.
 
-The factor of a word is that of its row times that of its column in a table of `_COLUMNS` columns, so that the table is
-small and only one factor for each row is computed: by splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
+The factor of a word is the factor of its row times that of its column in a table of `_COLUMNS` columns. The table stays
+small, and only one factor per row is computed, by splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
 number generators", OOPSLA 2014).
 """
 
@@ -26,19 +26,15 @@ from threefold.train.step import Engine
 
 _COLUMNS = 1 << 12
 _AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 24}
-"""Words whose products are in memory at once: on a CPU few enough for a core's cache."""
+"""Words whose products are in memory at once; on a CPU few enough for a core's cache."""
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
-"""By bytes of an element: its bits in words of 32 bits at most, so that a difference in their upper bits alone leaves
-room for the factors to differ in."""
+"""Word type by bytes per element: at most 32 bits, so that a change of the top bits still depends on the factor."""
 
 
 class BitHash:
-    """Hashes tensors on a device.
+    """Hash of a tensor's bits, computed on `device`; small tensors on another device are copied to it.
 
-    Equal bits have equal hashes on every device. Values that are equal but not in their bits (0 and -0) differ.
-
-    Args:
-        device: of all tensors but small ones, which are copied to it.
+    Equal bits have equal hashes on every device. Equal values with different bits (0 and -0) have different hashes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -47,14 +43,7 @@ class BitHash:
         self._at_once = _AT_ONCE.get(device.type, _COLUMNS)
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """The hash of a tensor's bits in the order of its elements.
-
-        Args:
-            tensor: of any shape and dtype.
-
-        Returns:
-            int64 scalar.
-        """
+        """Hash a tensor's bits in the order of its elements, as an int64 scalar."""
         words = tensor.detach().to(self._device).reshape(-1).view(_WORDS[tensor.element_size()])
         total = torch.zeros((), dtype=torch.int64, device=words.device)
         whole = words.numel() - words.numel() % _COLUMNS
@@ -69,19 +58,12 @@ class BitHash:
 
 
 def combined(hashes: Tensor) -> Tensor:
-    """One hash of several, which depends on their order.
-
-    Args:
-        hashes: int64 [n].
-
-    Returns:
-        int64 scalar.
-    """
+    """Combine hashes, int64 [n], into one int64 scalar that depends on their order."""
     return (hashes * factors(0, len(hashes), hashes.device)).sum()
 
 
 def factors(start: int, count: int, device: torch.device) -> Tensor:
-    """The odd factors of the positions from `start` on: int64 [count]."""
+    """Return the odd factors of `count` positions from `start` on, int64 [count]."""
     mixed = torch.arange(start + 1, start + count + 1, device=device) * _GOLDEN
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
         mixed = (mixed ^ _shifted(mixed, shift)) * factor
@@ -89,7 +71,7 @@ def factors(start: int, count: int, device: torch.device) -> Tensor:
 
 
 def _shifted(values: Tensor, bits: int) -> Tensor:
-    """Shifted to the right, with zeros from the left."""
+    """Shift right, filling with zeros from the left."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -100,11 +82,11 @@ _GOLDEN, _FIRST, _SECOND = (
 
 @dataclass(frozen=True)
 class Disagreement:
-    """Ranks that computed other gradients of the same samples than others did.
+    """Ranks that computed different gradients of the same samples.
 
     Attributes:
-        ranks: at fault, or those of which one is where there are several.
-        others: those that computed the same without them.
+        ranks: the rank at fault, or several suspects, one of which is.
+        others: ranks that computed the same samples without them.
     """
 
     ranks: tuple[int, ...]
@@ -112,16 +94,11 @@ class Disagreement:
 
 
 class GradientCheck:
-    """Compares the gradients of a step, bit for bit, with those that another replica computes.
+    """Bit-exact comparison of a step's gradients with those that another replica computes from the same samples.
 
-    Without another replica a rank computes its own gradients twice instead; so it does with layers that draw random
-    numbers in sequence, and with experts, where what a rank computes depends on the samples of other replicas too.
-
-    Collective over the world, as its methods.
-
-    Args:
-        engine: computes the gradients.
-        loader: of this replica.
+    Without another replica, a rank computes its own gradients twice. It also does so for layers that draw random
+    numbers in sequence, and for experts, as their results depend on the samples of other replicas too. All methods are
+    collective over the world.
     """
 
     def __init__(self, engine: Engine, loader: Loader) -> None:
@@ -136,16 +113,12 @@ class GradientCheck:
         self._checked = self._sum
 
     def before_forward(self, step: int) -> None:
-        """Compute the gradients of the next replica's samples, and observe the step's own, which come next.
-
-        Args:
-            step: the number of the update that comes, 1 for the first.
-        """
+        """Compute the next replica's gradients of update `step`, then observe the step's own gradients."""
         self._checked = self._computed(self._next, step)
         self._observe()
 
     def compare(self, step: int) -> Disagreement | None:
-        """Compare, when the step's own gradients have been computed; None where they agree."""
+        """Compare the gradients once the step's own have been computed; None if they agree."""
         own, replica = self._observed(), self._engine.mesh.dp.index
         table = self._exchanged(own, self._checked)
         pairs = disagreeing(table, self._engine.mesh.layout, self._shift)
@@ -156,13 +129,12 @@ class GradientCheck:
         return disagreement(pairs, unstable, self._engine.mesh.layout)
 
     def _exchanged(self, own: Tensor, checked: Tensor) -> list[list[int]]:
-        """The two hashes of each rank."""
         row = torch.stack([own, checked]).view(1, 2)
         found: list[list[int]] = self._engine.mesh.world.all_gather_equal(row, 0).tolist()
         return found
 
     def _computed(self, replica: int, step: int) -> Tensor:
-        """The hash of this rank's part of the gradients of a replica's samples."""
+        """Return the hash of this rank's part of the gradients of a replica's samples."""
         loader = self._loader.of_replica(replica)
         self._observe()
         with self._engine.preserved():
@@ -183,12 +155,10 @@ class GradientCheck:
 
 
 def disagreeing(table: Sequence[Sequence[int]], layout: Layout, shift: int) -> list[tuple[int, int]]:
-    """The pairs (checker, owner) of ranks whose hashes of the owner's gradients differ.
+    """Return the pairs (checker, owner) of ranks whose hashes of the owner's gradients differ.
 
-    Args:
-        table: by rank, the hash of its own gradients and of those it has checked.
-        layout: of the ranks.
-        shift: a replica checks the one that comes so many after it.
+    By rank, `table` holds the hashes of its own gradients and of those that it checked; a replica checks the one that
+    is `shift` further.
     """
     pairs = []
     for checker, (_, checked) in enumerate(table):
@@ -200,17 +170,14 @@ def disagreeing(table: Sequence[Sequence[int]], layout: Layout, shift: int) -> l
 
 
 def disagreement(pairs: Sequence[tuple[int, int]], unstable: Sequence[int], layout: Layout) -> Disagreement:
-    """Who is at fault.
+    """Find the ranks at fault, from the (checker, owner) pairs that disagree (at least one).
 
-    Args:
-        pairs: (checker, owner) that disagree, at least one.
-        unstable: ranks that computed something else the second time.
-        layout: of the ranks.
+    Ranks are `unstable` if their second computation gave different results.
     """
     everyone = {rank for pair in pairs for rank in pair}
     if unstable:
         ranks = set(unstable)
-    else:  # a replica that always computes wrong disagrees with the one that it checks and the one that checks it
+    else:  # a replica that is always wrong disagrees with the replica it checks and with its checker
         replica = {rank: layout.coordinates(rank).dp for rank in everyone}
         met = {frozenset((replica[checker], replica[owner])) for checker, owner in pairs}
         times = Counter(place for pair in met for place in pair)

@@ -1,4 +1,4 @@
-"""The training loop."""
+"""Training loop: step, evaluate, save, and call the callbacks."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,28 +28,23 @@ from threefold.train.step import Engine, NonFiniteStep
 from threefold.train.stop import Stopped
 
 _PATIENCE: Final = 60.0
-"""Seconds that a run which failed gives what it is writing beside the training."""
+"""Seconds that a failed run waits for background writes to complete."""
 
 
 def is_due(step: int, every: int, last: int) -> bool:
-    """Whether something done every `every` steps (0: never) is due after `step`; it also is after the last one."""
+    """Return whether something done every `every` steps (0: never), and after the last step, is due after `step`."""
     return every > 0 and (step % every == 0 or step == last)
 
 
 class TrainingLoop:
-    """Runs an engine through the steps of a run.
-
-    Collective over the world: every rank has one; their callbacks may differ.
+    """Training loop of a run. Collective over the world: every rank has one; their callbacks may differ.
 
     Args:
-        engine: the model and its update.
-        loader: this replica's batches.
-        config: resolved.
-        callbacks: called in this order at each moment.
-        store: saves the checkpoints.
-        run: what the callbacks' `setup` gets; None where they have been set up.
-        policy: which steps are skipped, and what follows a bad one; None for that of the config.
-        watch: for silent corruption; None for none.
+        callbacks: callbacks, called in this order at each moment.
+        store: saves and loads checkpoints.
+        run: argument of the callbacks' `setup`; None if they have been set up already.
+        policy: decides which steps are skipped and what follows a bad step; None for the config's policy.
+        watch: watch for silent corruption; None for none.
     """
 
     def __init__(
@@ -71,33 +66,32 @@ class TrainingLoop:
         began = None if run is None else run.attempt.began
         self.meter = PerformanceMeter(engine.mesh, config, None if run is None else run.peak_rate, began)
         self._evaluation: EvaluationRecord | None = None
-        self._updated = 0  # the last step of this process that made an update
+        self._updated = 0  # last step of this process that made an update
 
     def fit(self, start: int = 0, unsaved: bool = False, evaluation_missed: bool = False) -> Stopped | None:
         """Run the remaining updates of `train.max_steps`, after `start` updates.
 
-        A signal, or a callback's `stop`, ends it after the current step, with a checkpoint; an evaluation ends at once,
-        and is made where the run continues.
+        A signal or a callback's `stop` ends the run after the current step, with a checkpoint. An evaluation ends at
+        once, and is repeated when the run resumes.
 
         Args:
             start: updates made before.
-            unsaved: whether the state after them is in no checkpoint, so that one is saved if the run ends here.
-            evaluation_missed: whether an evaluation after them is still to be made.
+            unsaved: whether no checkpoint holds the state after them, so that one is saved if the run ends here.
+            evaluation_missed: whether an evaluation after them is still due.
 
         Returns:
-            None after the last step; else the step at which a signal or a callback ended the run, the same on every
-            rank.
+            None after the last step; otherwise how a signal or a callback ended the run, the same on every rank.
 
         Raises:
             CallbackFailed: on the ranks whose callback raised.
-            UserError: divergence, a full disk, or what a callback says is the user's to correct.
+            UserError: divergence, a full disk, or a callback's error for the user to fix.
         """
         try:
             ended = self._run(start, unsaved, evaluation_missed)
         except BaseException as error:
-            # With another error a rank may be lost, which what is being written would wait for.
+            # After any other error a rank may be lost, and the background writes would wait for it.
             self.saving.end(_PATIENCE if isinstance(error, UserError) else 0)
-            with suppress(UserError):  # the first error is the one to report
+            with suppress(UserError):  # report the first error
                 self._close()
             raise
         self.saving.end()
@@ -122,7 +116,7 @@ class TrainingLoop:
             if done == start or self._epochs_ended(done):
                 self._notify("before_epoch", self._epoch(done))
             step = self._step(done)
-            if step <= done:  # after a rollback
+            if step <= done:  # rolled back
                 done = start = step
                 continue
             done = step
@@ -141,14 +135,14 @@ class TrainingLoop:
             if step == last or stop.is_due:
                 self._save_last(step)
             elif self._save(step):
-                stop.agree(mesh)  # no further step follows a signal that came during a long save
+                stop.agree(mesh)  # a signal during a long save must not start another step
             if stop.is_due and step < last:
                 return self._stopped(step)
         self._notify("after_fit")
         return None
 
     def _stopped(self, step: int) -> Stopped:
-        """How the run ended before its last step; told to the callbacks where one of them ended it."""
+        """Return how the run ended before its last step, and notify the callbacks if one of them ended it."""
         stopped = self.engine.stop.result(self.engine.mesh, step)
         if stopped.reason:
             self._notify("after_stop", step, stopped.reason)
@@ -156,7 +150,7 @@ class TrainingLoop:
         return stopped
 
     def _step(self, done: int) -> int:
-        """Make the step after `done` updates, or skip it; returns how many were made then, fewer after a rollback."""
+        """Make or skip the step after `done` updates; return the new number of updates, smaller after a rollback."""
         started = time.perf_counter()
         self.heartbeat.section(RunSection.STEP, done + 1)
         self.meter.before_step()
@@ -228,7 +222,6 @@ class TrainingLoop:
         return done + 1
 
     def _pass_over(self, done: int, reason: str, started: float) -> None:
-        """Skip a step whose samples are not read."""
         epoch = self._epoch(done)
         record = StepRecord(
             step=done + 1,
@@ -251,7 +244,6 @@ class TrainingLoop:
         self._notify("after_step", record)
 
     def _rolled_back(self, step: int, response: Response, start: int) -> int:
-        """Go on from the checkpoint that was loaded after a bad step."""
         self._evaluation, self._updated = None, 0
         if self.watch is not None:
             self.watch.begin(start)
@@ -259,7 +251,7 @@ class TrainingLoop:
         return start
 
     def _evaluate(self, step: int) -> bool:
-        """Returns whether it was made, and the run not ended before."""
+        """Evaluate; return False if the run ended before the evaluation was complete."""
         self.heartbeat.section(RunSection.EVALUATION, step)
         self._notify("before_evaluation", step)
         record = evaluate(self.engine, self.loader, self.config.train.eval_batches, step)
@@ -277,12 +269,11 @@ class TrainingLoop:
         return self._epochs_ended(step, train.eval_every_epochs) or step == train.max_steps
 
     def _back_from(self, step: int) -> int | None:
-        """Roll back where a checkpoint would be saved of a state that is not finite, if bad steps lead to a rollback;
-        returns the updates made then, or None where the run goes on."""
+        """Roll back if the state to save is not finite; return the updates made then, or None if the run goes on."""
         ends = step == self.config.train.max_steps or self.engine.stop.is_due
         if not self.policy.rolls_back or not (ends or self.saving.will_save(self._is_due(step))):
             return None
-        self._finish_saving()  # a rollback may go back to it
+        self._finish_saving()  # a rollback may load it
         response = self.bad_steps.state_not_finite(step)
         if response is None or response.start is None:
             return None
@@ -293,7 +284,6 @@ class TrainingLoop:
         return by_clock or is_due(step, self.config.checkpoint.every, self.config.train.max_steps)
 
     def _save(self, step: int) -> bool:
-        """Save if a checkpoint is due; returns whether it was."""
         due, self.engine.stop.save_is_due = self._is_due(step), False
         if self.saving.will_save(due):
             self.heartbeat.section(RunSection.SAVE, step)
@@ -305,13 +295,11 @@ class TrainingLoop:
         return path is not None
 
     def _finish_saving(self) -> None:
-        """Wait for the checkpoint that is being written in the background, and tell the callbacks of it."""
         self.engine.stop.save_ended = False
         if (written := self.saving.finish()) is not None:
             self._notify("after_checkpoint", written.step, written.path)
 
     def _save_last(self, step: int) -> None:
-        """Save the checkpoint after the last step of this process."""
         self.heartbeat.section(RunSection.SAVE, step)
         self._finish_saving()
         self._before_save(step)
@@ -324,18 +312,16 @@ class TrainingLoop:
         self._notify("before_checkpoint", step)
 
     def _loss_after(self, step: int) -> float:
-        """A loss of the weights after `step` updates: from the evaluation at this step, or of the last batch that made
-        one."""
+        """Return a loss of the weights after `step` updates: this step's evaluation, or the last updating batch."""
         known = self._evaluation
         if known is not None and known.step == step and isfinite(known.loss):
             return known.loss
-        # Of samples that made a good step: those of a skipped one are not read, or may be what was bad.
+        # Use samples that made a good step: a skipped step has none, or they may be the cause.
         measured = self._updated or self.policy.next_step(step + 1)
         loss, tokens = self.engine.evaluate(self.loader.batch(measured - 1, self.policy.next_step(step + 1) - 1))
         return loss / max(1, tokens)
 
     def _consumed_by(self, done: int) -> int | None:
-        """What a record has as `consumed_samples`."""
         consumed = self.loader.consumed
         return None if consumed.has_one_size else consumed.before(done)
 
@@ -343,11 +329,11 @@ class TrainingLoop:
         return int(self.loader.epoch(done))
 
     def _epochs_ended(self, done: int, count: int = 1) -> bool:
-        """Whether the last of `done` updates was the last of a multiple of `count` epochs."""
+        """Return whether the last of `done` updates completed a multiple of `count` epochs."""
         return done > 0 and self._epoch(done) // count > self._epoch(done - 1) // count
 
     def _first_step(self, epoch: int) -> int:
-        """Updates made before the first step that begins in `epoch`."""
+        """Return the number of updates before the first step that begins in `epoch`."""
         return self.loader.consumed.steps_until(epoch * len(self.loader.train))
 
     def _notify(self, moment: str, *arguments: Any) -> None:
@@ -358,7 +344,6 @@ class TrainingLoop:
                 self.engine.stop.ask(reason)
 
     def _close(self) -> None:
-        """Close all callbacks, even where one fails."""
         failures = []
         for callback in self.callbacks:
             try:
@@ -370,12 +355,7 @@ class TrainingLoop:
 
 
 def call(callback: Callback, moment: str, rank: int, *arguments: Any) -> None:
-    """Call a method of a callback.
-
-    Raises:
-        CallbackFailed: it raised.
-        UserError: it raised this.
-    """
+    """Call a method of a callback; a `UserError` passes, and any other exception becomes `CallbackFailed`."""
     try:
         getattr(callback, moment)(*arguments)
     except UserError:
@@ -387,22 +367,22 @@ def call(callback: Callback, moment: str, rank: int, *arguments: Any) -> None:
 
 
 def evaluate(engine: Engine, loader: Loader, batches: int, step: int) -> EvaluationRecord | None:
-    """Mean loss over the tokens of the first `batches` global batches of the validation part; the same on every rank.
+    """Return the mean loss over the first `batches` global batches of the validation part, the same on every rank.
 
-    The corpora of a mixture get batches by their weights, and the loss is the mean of theirs by the same weights.
-    Gradients and randomness stay as they are. Collective over the world.
+    The batches are divided among the corpora of a mixture by their weights, and the loss is the weighted mean of the
+    corpora's losses. Gradients and random state are unchanged. Collective over the world.
 
     Args:
-        engine: the model.
-        loader: has the validation samples; gives every rank the same number of batches.
-        batches: at most so many.
+        engine: model to evaluate.
+        loader: loader of the validation samples, with the same number of batches on every rank.
+        batches: maximum number of batches.
         step: updates made so far.
 
     Returns:
-        None where the run is to end before all batches were seen (`engine.stop`).
+        the record; None if the run is to end before all batches were seen (`engine.stop`).
 
     Raises:
-        UserError: all their labels are masked.
+        UserError: all labels of the batches are masked.
     """
     started = time.perf_counter()
     loss, tokens, by_corpus, terms = 0.0, 0, {}, dict[str, float]()
@@ -419,18 +399,18 @@ def evaluate(engine: Engine, loader: Loader, batches: int, step: int) -> Evaluat
 
 
 def several(terms: Mapping[str, float]) -> dict[str, float]:
-    """The terms of a loss where they say more than the loss: none of a loss that is a single mean."""
+    """Return the terms of a loss; none for a loss that is a single mean."""
     return {} if set(terms) <= {LOSS} else dict(terms)
 
 
 def _counted(sums: LossSums) -> int:
-    """What the mean is taken over: valid tokens, or what the one term counts; the samples where there are several."""
+    """Return the number of valid tokens, or the count of the only term; the number of samples for several terms."""
     (only, *others) = sums.counts.values()
     return sums.samples if others else int(only)
 
 
 def _sums(engine: Engine, batches: Iterator[Any], name: str) -> LossSums | None:
-    """The loss over the valid tokens, or of the user's terms; None where the run is to end."""
+    """Sum the loss over batches; None if the run is to end."""
     sums, heartbeat = LossSums(), engine.mesh.heartbeat
     heartbeat.activity(Activity.DATA)
     for batch in batches:

@@ -1,5 +1,4 @@
-"""Learning-rate schedules, one file each: what follows the warm-up. `config.optimizer.LR_SCHEDULES` has a row for
-every one of them."""
+"""Learning-rate schedules: learning rate after the warm-up. Each one has a row in `config.optimizer.LR_SCHEDULES`."""
 
 from collections.abc import Callable
 from functools import cache
@@ -10,12 +9,12 @@ from threefold.config.optimizer import LR_SCHEDULES
 
 
 def constant(update: int, config: OptimizerConfig) -> float:
-    """`lr` for good."""
+    """Keep `lr` constant."""
     return config.lr
 
 
 def cosine(update: int, config: OptimizerConfig) -> float:
-    """Half a cosine from `lr` at the end of the warm-up to `min_lr` at `decay_steps`, and `min_lr` from there on."""
+    """Decay from `lr` at the end of the warm-up to `min_lr` at `decay_steps` along half a cosine, then stay there."""
     if update >= config.decay_steps:
         return config.min_lr
     if update <= config.warmup_steps:
@@ -25,12 +24,9 @@ def cosine(update: int, config: OptimizerConfig) -> float:
 
 
 def linear(update: int, config: OptimizerConfig, hold_until: int | None = None) -> float:
-    """From `lr` at the end of the warm-up to `min_lr` at `decay_steps`, and `min_lr` from there on.
+    """Decay linearly from `lr` at the end of the warm-up to `min_lr` at `decay_steps`, then stay at `min_lr`.
 
-    Args:
-        update: 1 for the first; past the warm-up.
-        config: resolved.
-        hold_until: the last update at `lr`, if not the last of the warm-up.
+    `hold_until` is the last update at `lr`, by default the last one of the warm-up.
     """
     start = config.warmup_steps if hold_until is None else hold_until
     if update >= config.decay_steps:
@@ -42,31 +38,30 @@ def linear(update: int, config: OptimizerConfig, hold_until: int | None = None) 
 
 
 def wsd(update: int, config: OptimizerConfig) -> float:
-    """`lr` for `stable_steps` after the warm-up, then linear decay to `min_lr` at `decay_steps`."""
+    """Hold `lr` for `stable_steps` after the warm-up, then decay linearly to `min_lr` at `decay_steps`."""
     return linear(update, config, hold_until=config.warmup_steps + config.stable_steps)
 
 
 AfterWarmup = Callable[[int, OptimizerConfig], float]
-"""A learning-rate schedule: the learning rate of an update (1 for the first) after the warm-up, from the resolved
-config."""
+"""Learning-rate schedule: learning rate of an update after the warm-up (1 for the first), from the resolved config."""
 
 
 def learning_rate(update: int, config: OptimizerConfig) -> float:
-    """The learning rate of an update: linear warm-up from 0 to `lr`, then the schedule that `decay` names.
+    """Return the learning rate of an update: linear warm-up from 0 to `lr`, then the schedule named by `decay`.
 
     Args:
-        update: 1 for the first update; at 0 the learning rate from which the warm-up starts.
-        config: resolved, so no field is None.
+        update: 1 for the first update; 0 gives the learning rate from which the warm-up starts.
+        config: resolved config, so no field is None.
 
     Raises:
-        UserError: the schedule is another package's and cannot be imported.
+        UserError: the schedule belongs to another package and cannot be imported.
     """
     if update < config.warmup_steps:
         return config.lr * update / config.warmup_steps
     return _schedule(config.decay)(update, config)
 
 
-@cache  # another package's takes a search of all that are installed
+@cache  # finding another package's schedule searches all installed packages
 def _schedule(name: str) -> AfterWarmup:
     found: AfterWarmup = LR_SCHEDULES.load(name)
     return found

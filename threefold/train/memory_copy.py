@@ -1,11 +1,11 @@
-"""One copy of a rank's state in a file in memory, which outlives the process of the rank.
+"""Copies of a rank's state in files in memory, which outlive the rank's process.
 
     record: step, bytes of the tensors, bytes of the index, checksum of all that
     tensors, each at a multiple of `ALIGNMENT`
     index: JSON with the facts, and name, dtype, shape and place of each tensor
 
-A process may be killed at any moment, so a copy counts only where its checksum is right. The record is made invalid
-before anything else of the copy changes, and written last.
+A process may be killed at any moment, so a copy counts only if its checksum is right. The record is invalidated before
+anything else of the copy changes, and written last.
 """
 
 import json
@@ -40,14 +40,7 @@ _INVALID: Final = -1
 
 
 class MemoryCopy:
-    """A copy in the file at `path`; a file that is empty holds none.
-
-    Args:
-        path: of a file in memory (`memory_files`).
-
-    Raises:
-        OSError: the file cannot be opened.
-    """
+    """Copy of a state in the file in memory at `path` (`memory_files`); an empty file holds none."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -55,19 +48,19 @@ class MemoryCopy:
 
     def close(self) -> None:
         """Close the file; its content stays."""
-        self._map = None  # unmapped with the last tensor that is a view of it
+        self._map = None  # the last tensor that views it unmaps it
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
 
     @property
     def step(self) -> int | None:
-        """The number of updates after which it was made, as the record says; None where there is none."""
+        """Number of updates of the copy, according to its record; None without a copy."""
         found = self._record()
         return found[0] if found else None
 
     def is_whole(self) -> bool:
-        """Whether it is as it was written, by its checksum."""
+        """Return whether the copy is complete and unchanged, by its checksum."""
         found = self._record()
         if found is None:
             return False
@@ -78,20 +71,11 @@ class MemoryCopy:
         return self._checksum(step, data, index) == checksum
 
     def facts(self) -> dict[str, Any]:
-        """The facts of a whole copy."""
+        """Return the facts of a whole copy."""
         return dict(self._index()["facts"])
 
     def write(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Replace the copy.
-
-        Args:
-            step: updates made.
-            tensors: this rank's, by name.
-            facts: what else belongs to the state, as JSON has it.
-
-        Raises:
-            OSError: there is no room for it.
-        """
+        """Replace the copy with `tensors` and `facts` (JSON) after `step` updates; raise an `OSError` without room."""
         places, end = {}, 0
         for name, tensor in tensors.items():
             places[name] = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end)
@@ -105,16 +89,10 @@ class MemoryCopy:
         _RECORD.pack_into(held, 0, step, end, len(index), self._checksum(step, end, len(index)))
 
     def read(self, tensors: Mapping[str, Tensor]) -> set[str]:
-        """Fill tensors in place from a whole copy.
-
-        Args:
-            tensors: by name; those that the copy does not have stay as they are.
-
-        Returns:
-            the names of those that were filled.
+        """Fill tensors in place from a whole copy; return the names of those that it holds.
 
         Raises:
-            ValueError: the copy has a tensor that is not among them, or in another shape or dtype.
+            ValueError: a tensor of the copy is missing here, or has another shape or dtype.
         """
         places = self._index()["tensors"]
         for name, (dtype, shape, start) in places.items():
@@ -125,7 +103,7 @@ class MemoryCopy:
         return set(places)
 
     def discard(self) -> None:
-        """Make it one that does not count."""
+        """Invalidate the copy."""
         if self._record() is not None:
             _RECORD.pack_into(self._mapped(), 0, _INVALID, 0, 0, b"")
 
@@ -159,27 +137,25 @@ class MemoryCopy:
         return self._map
 
     def _grown(self, size: int) -> mmap.mmap:
-        """The memory, of `size` bytes at least."""
         if os.fstat(self._descriptor).st_size < size:
             self._map = None
-            os.posix_fallocate(self._descriptor, 0, size)  # fails here, and not by a signal where it is written
+            os.posix_fallocate(self._descriptor, 0, size)  # fails here instead of with a signal while writing
         return self._mapped()
 
 
 class KeptStates(Callback):
-    """Keeps the state of this rank in memory before every n-th step, and finds the one to go on from.
+    """Keep this rank's state in memory before every n-th step, and find the state to resume from.
 
-    The state before step s + 1 is that after s updates and all that followed them: the evaluation and the checkpoint
-    that were due. A rank makes step s + 1 only together with all others, so no rank is more than one state ahead of
-    another, and of two copies that are written in turn one belongs to a step that every rank has.
+    The state before step s + 1 is the state after s updates and after the evaluation and checkpoint that were due then.
+    A rank makes step s + 1 only together with all others, so no rank is more than one state ahead of another. Of two
+    copies written in turn, one therefore belongs to a step that every rank has.
 
     Args:
-        files: in memory, of this rank; none where states are not kept.
-        config: resolved; a state counts only in the same layout.
-        mesh: this rank's.
+        files: files in memory of this rank; empty if states are not kept.
+        config: resolved config; a state counts only in the same layout.
 
     Attributes:
-        anomalies: what the run had done about bad steps, once a state is restored.
+        anomalies: record of the run's bad steps, once a state is restored.
     """
 
     ranks: ClassVar[Literal["first", "all"]] = "all"
@@ -190,12 +166,12 @@ class KeptStates(Callback):
         self._checkpoints: Checkpoints | None = None
         self._copies: list[MemoryCopy] = []
         self.anomalies: AnomalyFacts | None = None
-        with suppress(OSError):  # gone with the launcher, which ends this rank too
+        with suppress(OSError):  # the launcher is gone, which ends this rank too
             for file in files:
                 self._copies.append(MemoryCopy(file))
 
     def newest(self, world: Axis) -> int | None:
-        """The newest step whose state every rank has whole. Collective over the world where states are kept."""
+        """Return the newest step whose state every rank holds whole. Collective over the world if states are kept."""
         if not self._copies:
             return None
         mine = {copy.step for copy in self._copies if copy.is_whole() and copy.facts()["layout"] == self._layout}
@@ -238,7 +214,7 @@ class KeptStates(Callback):
         if not self._copies or not done or done % self._every:
             return
         self._discard_after(done)
-        if any(copy.step == done for copy in self._copies):  # the one that the run went on from
+        if any(copy.step == done for copy in self._copies):  # the run resumed from this state
             return
         try:
             self._keep(done)
@@ -254,7 +230,7 @@ class KeptStates(Callback):
         self._copies = []
 
     def _discard_after(self, step: int) -> None:
-        """Drop the states of later steps, which a run that has gone back does not make in the same way."""
+        """Discard states of later steps, which a run that went back does not reproduce."""
         for copy in self._copies:
             if copy.step is not None and copy.step > step:
                 copy.discard()
@@ -276,13 +252,13 @@ class KeptStates(Callback):
 
 
 def _locals(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What this rank has of each, sharing its memory."""
+    """Return this rank's part of each tensor, sharing its memory."""
     with torch.no_grad():
         return {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
 
 
 def _anomalies(stored: dict[str, Any] | None) -> AnomalyFacts | None:
-    """Facts that JSON has had, which knows lists alone."""
+    """Convert the facts from JSON, which turns tuples into lists."""
     if stored is None:
         return None
     pairs = {name: tuple(map(tuple, stored[name])) for name in ("skipped", "recent")}
@@ -290,7 +266,7 @@ def _anomalies(stored: dict[str, Any] | None) -> AnomalyFacts | None:
 
 
 def _key(config: Config) -> str:
-    """What the states of two attempts have to have in common besides their tensors."""
+    """Return a checksum of the settings that two attempts must share to exchange states."""
     sections = config.sections()
     settings = [sections[name] for name in ("parallel", "model", "precision")]
     return checksum_of(json.dumps(settings, default=str).encode())

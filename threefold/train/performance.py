@@ -1,4 +1,4 @@
-"""How well a step uses its hardware: FLOP/s and MFU, the memory of the ranks, and the time that ranks wait."""
+"""Hardware use of a step: FLOP/s, MFU, memory of the ranks, and time spent waiting for other ranks."""
 
 import time
 from dataclasses import dataclass
@@ -12,24 +12,24 @@ if TYPE_CHECKING:
     from threefold.comm.mesh import Mesh
 
 _SECONDS_A_RANK: Final = 0.01
-"""Between two looks at what the ranks tell of their memory, for each: a thousand times what it takes."""
+"""Seconds per rank between two looks at the ranks' memory: a thousand times what a look takes."""
 
 
 @dataclass(frozen=True)
 class Performance:
-    """How well a step used its hardware.
+    """Hardware use of a step.
 
     Attributes:
-        flops_per_second: model FLOPs (`threefold.models.family`) of the step per second and rank, the mean over the
-            ranks; None for a model of one's own.
-        mfu: the part that this is of the peak rate of a rank; None where that is not known.
-        memory: bytes that this rank has taken so far at most: resident ones of its process on a CPU, those that torch
-            has reserved of the memory of a GPU.
-        largest_memory: those of the rank that takes most, of the ranks that this one hears of.
-        largest_rank: that rank.
-        waited: seconds of the step in which this rank waited in collectives; on a GPU, whose collectives run beside the
-            Python code, only those in which that waits.
-        wall_clock: seconds since the run, or this attempt of it, was started.
+        flops_per_second: model FLOPs (`threefold.models.family`) of the step per second and rank, averaged over the
+            ranks; None for a user's own model.
+        mfu: share of a rank's peak rate that this is; None if the peak is not known.
+        memory: peak memory of this rank in bytes: resident memory of its process on a CPU, memory reserved by torch on
+            a GPU.
+        largest_memory: peak memory of the rank that uses most, among the ranks that this one hears of.
+        largest_rank: number of that rank.
+        waited: seconds of the step that this rank waited in collectives; on a GPU, whose collectives run beside the
+            Python code, only the seconds that the code waits.
+        wall_clock: seconds since the run, or this attempt of it, started.
     """
 
     flops_per_second: float | None
@@ -43,14 +43,7 @@ class Performance:
 
 @dataclass
 class MeanRates:
-    """The rates over several steps.
-
-    Attributes:
-        seconds: of the steps.
-        flops: that they computed.
-        peak: what they could have computed; 0 where that is not known.
-        last: of the newest step; None before the first.
-    """
+    """Mean FLOP/s and MFU over several steps; `last` is the performance of the newest step."""
 
     seconds: float = 0.0
     flops: float = 0.0
@@ -58,7 +51,7 @@ class MeanRates:
     last: Performance | None = None
 
     def add(self, seconds: float, step: Performance | None) -> None:
-        """Count a step; one without a performance does not count."""
+        """Add a step; a step without a performance does not count."""
         if step is None:
             return
         self.last = step
@@ -69,25 +62,19 @@ class MeanRates:
 
     @property
     def teraflops(self) -> float:
-        """Model TFLOP/s of each rank; 0 where they are not known."""
+        """Model TFLOP/s per rank; 0 if not known."""
         return self.flops / self.seconds / 1e12 if self.seconds else 0.0
 
     @property
     def mfu(self) -> float:
-        """0 where it is not known."""
+        """Model FLOPs utilization; 0 if not known."""
         return self.flops / self.peak if self.peak else 0.0
 
 
 class PerformanceMeter:
-    """Measures each step of this rank, without a collective and without waiting for a GPU.
+    """Meter of this rank's steps, without a collective and without waiting for a GPU.
 
-    Every rank notes its memory on its heartbeat's page; the first rank reads now and then what the others noted.
-
-    Args:
-        mesh: of this rank.
-        config: resolved.
-        peak_rate: as of `RunContext`.
-        began: `time.time()` at which the run was started; None for now.
+    Every rank notes its memory on its heartbeat's page; the first rank reads the notes of the others now and then.
     """
 
     def __init__(self, mesh: "Mesh", config: Config, peak_rate: float | None, began: float | None = None) -> None:
@@ -102,11 +89,11 @@ class PerformanceMeter:
         self._largest, self._largest_rank = 0, mesh.rank
 
     def before_step(self) -> None:
-        """A step begins."""
+        """Start measuring a step."""
         self._waited = self._heartbeat.waited
 
     def after_step(self, seconds: float) -> Performance:
-        """What a step of `seconds` was like; called on every rank."""
+        """Return the performance of a step that took `seconds`; call it on every rank."""
         memory = self._memory()
         self._heartbeat.memory(memory)
         if memory > self._largest:

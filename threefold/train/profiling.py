@@ -1,4 +1,4 @@
-"""Profiles of some steps of a run: a trace of each rank for Perfetto, and when each pipeline stage did what."""
+"""Profiles of some steps of a run: a Perfetto trace of each rank, and a timeline of the pipeline stages."""
 
 import json
 import threading
@@ -37,12 +37,12 @@ _SECTIONS: Final = {RunSection.STEP: "step", RunSection.EVALUATION: "evaluation"
 
 
 class Span(NamedTuple):
-    """Something that a rank did without a pause.
+    """Uninterrupted activity of a rank.
 
     Attributes:
-        name: as in the trace, such as `0F2`, `update` or `callback Summary`.
-        kind: `F`, `B`, `I` or `W` of a pipeline's action; else empty.
-        stage, micro_batch: of an action.
+        name: name in the trace, such as `0F2`, `update` or `callback Summary`.
+        kind: `F`, `B`, `I` or `W` for a pipeline action; otherwise empty.
+        stage, micro_batch: stage and micro-batch of a pipeline action.
         step: 1 for the first.
         start, end: seconds since the epoch.
     """
@@ -57,11 +57,7 @@ class Span(NamedTuple):
 
 
 class _DeviceClock:
-    """Moments of the device that computes, which on a GPU are noted in its stream, without waiting for it.
-
-    Args:
-        device: of the rank.
-    """
+    """Clock of the computing device; on a GPU it records events in the stream without waiting for them."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -77,17 +73,13 @@ class _DeviceClock:
         return event
 
     def seconds(self, moment: Any) -> float:
-        """Since the epoch; on a GPU only after what was noted has passed."""
+        """Return seconds since the epoch; on a GPU only after the event has passed."""
         since = self._base.elapsed_time(moment) / 1e3 if self._on_gpu else moment - self._base
         return float(self._epoch + since)
 
 
 class SpanRecorder:
-    """Observes a heartbeat between `start` and `stop`.
-
-    Args:
-        device: of the rank.
-    """
+    """Recorder of a heartbeat's activities between `start` and `stop`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -99,11 +91,11 @@ class SpanRecorder:
         self._step = 0
 
     def start(self, step: int) -> None:
-        """Record from now on, first what follows `step`."""
+        """Record from now on, after `step`."""
         self._clock, self._step = _DeviceClock(self._device), step
 
     def stop(self) -> list[Span]:
-        """End, and return what was recorded, in order; waits for a GPU."""
+        """Stop recording and return the spans in order; waits for a GPU."""
         self._end_section()
         clock, self._clock = self._clock, None
         if clock is None:
@@ -113,7 +105,7 @@ class SpanRecorder:
         taken, self._taken = self._taken, []
         return [Span(*what, clock.seconds(start), clock.seconds(end)) for what, start, end in taken]
 
-    # -- told by the heartbeat -----------------------------------------------------------------------------------------
+    # -- called by the heartbeat ---------------------------------------------------------------------------------------
 
     def section(self, section: RunSection, step: int) -> None:
         self._end_section()
@@ -140,7 +132,7 @@ class SpanRecorder:
     def resume(self) -> None:
         if self._wait is not None:
             (thread, named), self._wait = self._wait, None
-            if thread == threading.get_ident():  # a range ends in the thread in which it began
+            if thread == threading.get_ident():  # a range must end in the thread that began it
                 named.__exit__(None, None, None)
 
     def _end_activity(self) -> None:
@@ -169,18 +161,18 @@ def _begun(name: str) -> record_function:
 FOLDER: Final = "profile"
 SPANS_FILE: Final = "spans.json"
 WARM_UP: Final = 2
-"""Steps before those that are profiled: the first ones allocate memory and choose kernels."""
+"""Steps before the profiled ones, as the first steps allocate memory and choose kernels."""
 _COMPRESSED_FROM: Final = 64
-"""Ranks from which on traces are compressed, as there may be gigabytes of them."""
+"""Number of ranks from which on traces are compressed, as they may take gigabytes."""
 
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """What is profiled.
+    """Request to profile some steps of a run.
 
     Attributes:
-        steps: how many, after the warm-up.
-        draw: makes pictures of a file of spans, and returns their paths; called on the first rank.
+        steps: number of steps, after the warm-up.
+        draw: draws a file of spans and returns the paths of the pictures; called on the first rank.
     """
 
     steps: int
@@ -188,16 +180,9 @@ class ProfileRequest:
 
 
 class Profiler(Callback):
-    """Profiles some steps of this rank with torch's profiler.
+    """Profile some steps of this rank with torch's profiler.
 
-    The numbers of the run are not touched: there is one barrier and one gathering of times more than without it.
-
-    Args:
-        request: what is profiled.
-        recorder: observes the rank's heartbeat.
-        mesh: of the rank.
-        run_dir: the run's folder.
-        last: the last step of the run.
+    The numerical results of the run are unchanged; profiling adds one barrier and one gather of times.
     """
 
     ranks: ClassVar[Literal["first", "all"]] = "all"
@@ -227,7 +212,7 @@ class Profiler(Callback):
             self._finish(self._profile)
 
     def close(self) -> None:
-        if self._profile is not None:  # a signal or a failure ended it, and other ranks may be lost
+        if self._profile is not None:  # after a signal or a failure, when other ranks may be lost
             self._profile.stop()
             self._recorder.stop()
             with suppress(OSError, RuntimeError):
@@ -236,11 +221,11 @@ class Profiler(Callback):
 
     def _start(self, step: int) -> None:
         on_gpu = [ProfilerActivity.CUDA] if self._mesh.device.type == "cuda" else []
-        if not on_gpu:  # on a GPU it may have something to say
+        if not on_gpu:  # on a GPU its messages may matter
             quieten_kineto()
         self._profile = profile(activities=[ProfilerActivity.CPU, *on_gpu])
         self._profile.start()
-        self._mesh.world.barrier()  # starting takes a while, and not equally long on all ranks
+        self._mesh.world.barrier()  # ranks take different times to start profiling
         self._recorder.start(step)
 
     def _finish(self, profiled: profile) -> None:
@@ -269,7 +254,6 @@ class Profiler(Callback):
         profiled.export_chrome_trace(str(replace_link(self._folder / f"rank-{self._mesh.rank:04}{suffix}")))
 
     def _report(self, stages: list[tuple[int, list[Span]]], problems: list[str]) -> None:
-        """Write the spans, draw them, and say where all of it is."""
         for rank, problem in enumerate(problems):
             if problem:
                 say(f"Warning: the trace of rank {rank} cannot be written to {self._folder} ({problem}).")

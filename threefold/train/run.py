@@ -1,4 +1,4 @@
-"""Per-rank training entry point: opens the data, builds the engine, restores the start, runs the loop."""
+"""Training entry point of a rank: opens the data, builds the engine, restores the state, runs the loop."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ from threefold.train.step import Engine
 from threefold.train.stop import Stop, Stopped
 
 SelfCheck = Callable[[Config, Path, ModelSource, Mesh], None]
-"""Checks a run's layout, in its ranks, and raises a `UserError` on all of them."""
+"""Check of a run's layout, called on all its ranks; raises a `UserError` on every rank."""
 
 
 def train(
@@ -60,25 +60,25 @@ def train(
     profile: ProfileRequest | None = None,
     verify: SelfCheck | None = None,
 ) -> Stopped | None:
-    """Train as `config` says. Called on every rank, in an initialised process group of as many ranks as the layout.
+    """Train a model as its config says. Call on every rank, in an initialized process group that matches the layout.
 
     Args:
-        config: resolved, `train.device` being the device.
-        run_dir: a folder shared by all ranks; gets the metrics, logs, curves and checkpoints.
-        resume: whether to resume from its newest checkpoint; "auto" does if there is one.
+        config: resolved config; `train.device` is the device.
+        run_dir: folder of the run, shared by all ranks, for metrics, logs, curves and checkpoints.
+        resume: whether to resume from the newest checkpoint of the run; "auto" resumes if there is one.
         asked: returns the number of the signal that ends the run, 0 for none.
         reads: whether this rank checks the token files of its host in the background.
-        callbacks: beside those of every run and those of `train.callbacks`, called after them.
-        source: of the model.
-        began: when the run was started, as `time.time` has it; None for now.
-        heartbeat: where this rank notes what it does; None where nobody reads it.
-        attempt: which of the run this is; None for the first.
-        peak_rate: as of `RunContext`.
-        profile: which steps are profiled; None for none.
-        verify: called before the model is made, in the first attempt.
+        callbacks: further callbacks, called after the built-in ones and those of `train.callbacks`.
+        source: source of the model.
+        began: start of the run in `time.time` seconds; None for now.
+        heartbeat: where this rank reports its activity; None if nobody reads it.
+        attempt: attempt of the run; None for the first.
+        peak_rate: peak FLOP/s of a rank, see `RunContext`.
+        profile: steps to profile; None for none.
+        verify: check called before the model is made, in the first attempt only.
 
     Returns:
-        None after the last step; else the step at which a signal or a callback ended the run, the same on every rank.
+        None after the last step; otherwise how a signal or a callback ended the run, the same on every rank.
 
     Raises:
         UserError: on every rank: bad data, no checkpoint to resume from, divergence, a full disk.
@@ -140,14 +140,15 @@ def train(
 
 
 def check_division(config: Config, source: ModelSource = ConfigSource()) -> tuple[int, int]:  # noqa: B008
-    """Check, before any process starts, that the layers can be partitioned into stages as a resolved config says, and
-    that an own model suits its plan and the layout, and that checkpoints can keep its files.
+    """Check the partition, layout, device and user's model of a resolved config before any process starts.
+
+    A user's model must suit its plan and the layout, and checkpoints must be able to hold its files.
 
     Returns:
-        the number of parameters of an own model, and of those that are trained; zeros for another.
+        number of parameters of the user's own model, and of its trained parameters; zeros for a built-in model.
 
     Raises:
-        UserError: they cannot, or it does not.
+        UserError: one of the checks fails.
     """
     parameters = (0, 0)
     if config.model.architecture == OWN:
@@ -160,7 +161,7 @@ def check_division(config: Config, source: ModelSource = ConfigSource()) -> tupl
 
 
 def import_named(config: Config) -> None:
-    """Import what `train` finds by names of a config and imports when it needs it, for processes that are then forked.
+    """Import everything that a config names and `train` would import lazily, for processes that are forked later.
 
     Raises:
         UserError: the optimizer or the learning-rate schedule cannot be imported.
@@ -173,11 +174,7 @@ def import_named(config: Config) -> None:
 
 
 def open_loader(config: Config, dataset: Dataset, replicas: Axis) -> Loader:
-    """The batches of this rank's replica.
-
-    Raises:
-        UserError: the training part, or the validation part where there are evaluations, has no sample.
-    """
+    """Return the loader of this rank's replica; raise a `UserError` if a part that it needs has no sample."""
     heldout = dataset.samples("valid") if config.train.evaluates else None
     share = Share(config.train.global_batch_size, replicas.index, replicas.size)
     return Loader(
@@ -212,10 +209,7 @@ def _announce(config: Config, mesh: Mesh, loader: Loader, make_model: MakeModel,
 
 
 def _announce_stages(model: torch.nn.Module, plan: ModelPlan, stages: StageMap) -> None:
-    """Two lines for each pipeline stage: its rank on the pp axis and its parameters; and its layers one by one.
-
-    A tied weight is counted once, at the first stage that uses it.
-    """
+    """Print each stage's pp rank, parameters and layers; a tied weight counts at the first stage that uses it."""
     counted: set[torch.nn.Parameter] = set()
     for number, place in enumerate(stages.ranks):
         first, end = stages.layers(number)
@@ -237,21 +231,17 @@ def _device(config: Config) -> torch.device:
 
 
 class Start:
-    """Finds on rank 0, for all ranks, the checkpoint that a run starts from. Collective over the world.
+    """Starting point of a run, chosen on rank 0 for all ranks. Collective over the world.
 
     Args:
-        config: resolved.
-        run_dir: the run's folder.
-        resume: whether to resume from its own checkpoint; "auto" does if there is one.
-        world: all ranks.
-        kept: the states in memory of this rank, which are taken where no checkpoint is newer.
-        attempt: which of the run this is.
+        resume: whether to resume from the run's own checkpoint; "auto" resumes if there is one.
+        kept: this rank's states in memory, used if no checkpoint is newer.
 
     Attributes:
-        is_unsaved: whether it is a state in memory that is newer than every checkpoint.
+        is_unsaved: whether the start is a state in memory that is newer than every checkpoint.
 
     Raises:
-        UserError: on every rank, when no checkpoint fits the config.
+        UserError: on every rank, if no checkpoint fits the config.
     """
 
     def __init__(
@@ -272,29 +262,28 @@ class Start:
 
     @property
     def resumed(self) -> Checkpoint | None:
-        """The run's own checkpoint that it is resumed from, after `load`; None otherwise."""
+        """The run's own checkpoint that it resumes from, after `load`; None otherwise."""
         return self._found.checkpoint if isinstance(self._found, Resumption) else None
 
     @property
     def anomalies(self) -> AnomalyFacts | None:
-        """What the run had done about bad steps, after `load`."""
+        """Record of the run's bad steps at the starting point, after `load`."""
         if self._kept is not None and self._step_kept is not None:
             return self._kept.anomalies
         return self.resumed.facts.anomalies if self.resumed else None
 
     @property
     def evaluation_missed(self) -> bool:
-        """Whether the run was ended before an evaluation that was due where it goes on, after `load`."""
+        """Whether the run ended before an evaluation that was due at the starting point, after `load`."""
         return self.resumed is not None and self.resumed.facts.evaluation_missed
 
     def load(self, checkpoints: Checkpoints) -> tuple[int, list[str]]:
-        """Load the starting point into the engine; all ranks skip a checkpoint that any rank finds damaged.
+        """Load the starting point into the engine, and return its number of updates and the lines to print.
 
-        Returns:
-            updates made so far, and lines to print.
+        All ranks skip a checkpoint that any rank finds damaged.
 
         Raises:
-            UserError: on every rank, when no checkpoint can be read.
+            UserError: on every rank, if no checkpoint can be read.
         """
         if self._kept is not None and self._step_kept is not None:
             self._kept.restore(self._step_kept, checkpoints)
@@ -307,7 +296,7 @@ class Start:
                 self._found = self._find()
 
     def _newer_in_memory(self) -> int | None:
-        """The step of the state in memory, if every rank has it and no checkpoint is newer."""
+        """Return the step of the state in memory, if every rank has it and no checkpoint is newer."""
         step = None if self._kept is None else self._kept.newest(self._world)
         if step is None:
             return None

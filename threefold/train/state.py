@@ -1,4 +1,4 @@
-"""When a run saves, by the clock and before its time limit, and what it says when it cannot."""
+"""State of a run: its checkpoints, the clock that makes saves due, and the warnings about failed saves."""
 
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -34,23 +34,23 @@ from threefold.train.callbacks.base import say
 from threefold.train.step import Engine
 
 _FIRST_SAVE: Final = 100e6
-"""Bytes per second that the first save is assumed to write, before one has been measured."""
+"""Assumed speed of the first save in bytes per second, until one has been measured."""
 
 
 class RunClock:
-    """Tells, on the first rank, what is due by the clock; the ranks agree on it in what a step exchanges anyway.
+    """Clock of the first rank that makes saves and the end of the run due; the ranks agree in a step's collective.
 
-    The run ends early enough for the longest pause between two questions, twice, and for the longest save so far.
+    The run ends early enough for twice the longest pause between two queries, plus the longest save so far.
 
     Args:
-        config: resolved.
-        began: when the run was started, as `time.time` has it.
-        state_bytes: of a checkpoint.
-        save_ended: says whether a checkpoint that was written in the background is complete, or failed.
+        config: resolved config.
+        began: start of the run in `time.time` seconds.
+        state_bytes: size of a checkpoint in bytes.
+        save_ended: returns whether the checkpoint written in the background is complete or has failed.
 
     Attributes:
-        limit: the setting that ends the run, and its value.
-        longest_save: seconds; to be raised by whoever saves.
+        limit: the setting that ends the run, with its value.
+        longest_save: seconds of the longest save, updated by `saved`.
     """
 
     def __init__(self, config: Config, began: float, state_bytes: int, save_ended: Callable[[], bool]) -> None:
@@ -64,20 +64,19 @@ class RunClock:
         self._longest_pause = 0.0
 
     def saving(self) -> None:
-        """A save begins."""
         self._saved = time.monotonic()
 
     def saved(self, seconds: float) -> None:
-        """A save has taken so long."""
+        """Note that a save took this many seconds."""
         self.longest_save = max(self.longest_save, seconds) if self._measured else seconds
         self._measured = True
 
     def save_is_due(self) -> bool:
-        """Whether `checkpoint.every_seconds` have passed since the last save began."""
+        """Return whether `checkpoint.every_seconds` have passed since the last save began."""
         return self._every is not None and time.monotonic() - self._saved >= self._every
 
     def time_is_up(self) -> bool:
-        """Whether the run has to end now; to be asked once a step, and in evaluations."""
+        """Return whether the run must end now; call it once per step and during evaluations."""
         if self._end is None:
             return False
         now = time.monotonic()
@@ -87,44 +86,38 @@ class RunClock:
         return now + 2 * self._longest_pause + self.longest_save >= self._end
 
     def save_ended(self) -> bool:
-        """Whether a checkpoint that was written in the background is complete, or failed."""
         return self._save_ended()
 
 
 class FailureWarning:
-    """Prints one sentence when something begins to fail, and is silent until it has worked again.
-
-    Args:
-        prints: whether this rank prints.
-        consequence: what follows, after a semicolon.
-    """
+    """Warning printed when something begins to fail, ending with its `consequence`; again only after a success."""
 
     def __init__(self, prints: bool, consequence: str) -> None:
         self._prints, self._consequence, self._failing = prints, consequence, False
 
     def failed(self, sentence: str) -> None:
-        """It has failed, as a sentence says."""
+        """Report a failure, described by a sentence."""
         if self._prints and not self._failing:
             say(f"Warning: {sentence.removesuffix('.')}; {self._consequence}.")
         self._failing = True
 
     def worked(self) -> None:
-        """It has worked."""
+        """Report a success, so that the next failure is printed."""
         self._failing = False
 
 
 _LONG_WAIT = 1.0
-"""Seconds of waiting for the checkpoint before, from which on it is told."""
+"""Seconds of waiting for the previous checkpoint above which a warning is printed."""
 
 
 def model_tensors(engine: Engine) -> dict[str, Tensor]:
-    """Master weights and persistent buffers under their names in the unsplit model, sharing memory."""
+    """Return master weights and persistent buffers by their names in the unsplit model, sharing memory."""
     weights = {MODEL + weight.name: weight.stored(weight.master.detach()) for weight in engine.model.weights}
     return weights | {MODEL + name: buffer for name, buffer in stored_buffers(engine.stages).items()}
 
 
 def engine_tensors(engine: Engine) -> dict[str, Tensor]:
-    """Weights, buffers and optimizer state under their names in the unsplit model, sharing memory.
+    """Return weights, buffers and optimizer state by their names in the unsplit model, sharing memory.
 
     Tied embeddings on two stages have the same name and value on both, so they are stored once.
     """
@@ -135,20 +128,19 @@ def engine_tensors(engine: Engine) -> dict[str, Tensor]:
 
 
 def drawn_tensors(engine: Engine) -> dict[str, Tensor]:
-    """The states of random streams, and for an own model of the process's generators, as far as they were drawn
-    from."""
+    """Return the states of the random streams drawn from, and the process's generators for the user's own model."""
     sizes = engine.mesh.layout.shape
     streams = engine.streams.stored(sizes) if engine.streams.used else {}
     return streams | engine.generators.stored(sizes) if engine.config.model.architecture == OWN else streams
 
 
 def checkpoint_tensors(engine: Engine) -> dict[str, Tensor]:
-    """The tensors of a checkpoint: `engine_tensors` and `drawn_tensors`."""
+    """Return all tensors of a checkpoint: `engine_tensors` and `drawn_tensors`."""
     return engine_tensors(engine) | drawn_tensors(engine)
 
 
 def loss_scale_facts(engine: Engine) -> tuple[float | None, int]:
-    """`loss_scale` and `good_steps` of the facts of a checkpoint."""
+    """Return `loss_scale` and `good_steps` for the facts of a checkpoint."""
     scale = engine.loss_scale
     return (scale.value, scale.good_steps) if scale else (None, 0)
 
@@ -157,8 +149,8 @@ def restore_engine(engine: Engine, checkpoint: Checkpoint) -> None:
     """Load a checkpoint of any layout into an engine: weights, optimizer state, loss scale, streams and generators.
 
     Raises:
-        DamagedCheckpoint: on every rank, when a checksum differs; the engine's state is undefined then.
-        UserError: on every rank, when it cannot be read.
+        DamagedCheckpoint: on every rank, if a checksum differs; the engine's state is undefined then.
+        UserError: on every rank, if the checkpoint cannot be read.
     """
     _load(engine, engine_tensors(engine), checkpoint.path)
     engine.optimizer.restored()
@@ -169,19 +161,16 @@ def restore_engine(engine: Engine, checkpoint: Checkpoint) -> None:
 
 
 class Checkpoints:
-    """Saves and resumes a run. Collective over the world.
+    """Checkpoints of a run: saved, resumed from, pruned and mirrored. Collective over the world.
 
     Args:
-        run_dir: the run's folder.
-        engine: whose state it is.
-        config: resolved.
         dataset: training data, with its tokenizer if it has one.
-        contents: returns the checksums of each of its corpora.
-        anomalies: returns what the run has done about bad steps.
+        contents: returns the checksums of each corpus.
+        anomalies: returns the record of the run's bad steps.
 
     Attributes:
-        consumed: the training samples consumed before each step, from where the run starts on.
-        passed: folders of damaged checkpoints that were passed over when the run was resumed.
+        consumed: training samples consumed before each step, from the starting point on.
+        passed: folders of damaged checkpoints that were skipped on resuming.
     """
 
     def __init__(
@@ -206,7 +195,7 @@ class Checkpoints:
         self._sizes = dataset.sizes()
         self._texts: dict[str, str] = {}
         if engine.mesh.world.is_first:
-            # Model and data with every setting resolved, as the weights depend on them; the rest as it was given.
+            # Resolve every setting of model and data, which the weights depend on; keep the others as given.
             self._texts = {CONFIG: config.to_yaml_as_given(("model", "data"), kept=("train.max_steps",))}
             if config.model.file:
                 files = model_files(file_source(config.model).path)
@@ -217,7 +206,7 @@ class Checkpoints:
                 self._texts |= {PREFIX + name: text for name, text in dataset.template.files().items()}
 
     def run_by(self, began: float) -> RunClock | None:
-        """Have this rank's clock say what is due, of a run that was started at `began`; None where nothing is."""
+        """Start this rank's clock for a run that began at `began`; None if nothing depends on the clock."""
         config = self.config
         background = self._background
         if not (config.checkpoint.every_seconds or config.train.max_seconds or background):
@@ -229,21 +218,13 @@ class Checkpoints:
 
     @property
     def is_background(self) -> bool:
-        """Whether `save` returns before a checkpoint is complete, unless it is the last."""
         return self._background is not None
 
     def save(self, step: int, last: bool = False) -> Path | None:
-        """Save a checkpoint after `step` updates, in the background where the config says so.
+        """Save a checkpoint after `step` updates, in the background if the config says so; return its folder.
 
-        Args:
-            step: made so far.
-            last: whether the run ends with it, so that it is waited for and has to be written.
-
-        Returns:
-            its folder; None where it could not be written and the run continues.
-
-        Raises:
-            UserError: on every rank, when the last one cannot be written.
+        The `last` one is waited for; if it cannot be written, a `UserError` is raised on every rank. For any other one,
+        None is returned and the run continues.
         """
         begun = time.monotonic()
         if self.clock is not None:
@@ -263,8 +244,7 @@ class Checkpoints:
         return path
 
     def finish(self) -> Written | None:
-        """Wait for the checkpoint that is being written in the background; returns it once, and None where there is
-        none. One that could not be written was told."""
+        """Wait for the checkpoint being written in the background; warn if it failed; return it once, else None."""
         if self._background is None:
             return None
         begun = time.monotonic()
@@ -283,17 +263,17 @@ class Checkpoints:
         return written
 
     def end(self, seconds: float | None = None) -> None:
-        """End what goes on beside the training, for which it may take so many seconds; None for as many as it takes."""
+        """End the background writes, within this many seconds; None to wait until they are done."""
         if self._background is not None and self._background.end(seconds):
             self.finish()
         if self._mirror is not None:
             self._mirror.end(seconds)
 
     def prune(self, step: int) -> None:
-        """Delete those up to that of `step` that `checkpoint.keep` and `keep_every` do not keep, on the first rank."""
+        """Delete, on the first rank, checkpoints up to `step` that `checkpoint.keep` and `keep_every` do not keep."""
         if not self.engine.mesh.world.is_first:
             return
-        if self._background is not None:  # after the one of `step`, without which none is superfluous
+        if self._background is not None:  # only with the checkpoint of `step` complete are older ones superfluous
             self._background.then(lambda: self._prune(step))
         else:
             self._prune(step, self.engine.mesh.heartbeat.progress)
@@ -307,7 +287,6 @@ class Checkpoints:
             self._pruning.failed(f"An old checkpoint of {self.run_dir} cannot be deleted ({error})")
 
     def _complete(self, step: int, path: Path, seconds: float) -> None:
-        """A checkpoint is complete."""
         self._saving.worked()
         self.passed -= {path}  # it replaced a damaged one
         if self.clock is not None:
@@ -324,16 +303,16 @@ class Checkpoints:
         return Mirror(remote, settings.keep, settings.keep_every, told.failed, told.worked)
 
     def whole(self) -> list[Path]:
-        """Folders of the complete checkpoints, oldest first."""
+        """Return the folders of the complete checkpoints, oldest first."""
         self.finish()
         return [checkpoint.path for checkpoint in complete(self.run_dir)]
 
     def newest(self) -> Path | None:
-        """Folder of the newest complete checkpoint; None where there is none."""
+        """Return the folder of the newest complete checkpoint; None if there is none."""
         return next(reversed(self.whole()), None)
 
     def set_aside(self, step: int) -> tuple[Path, Path] | None:
-        """As `set_aside_checkpoint`."""
+        """Rename the checkpoint of `step` (see `set_aside_checkpoint`) and remove it from the remote store."""
         self.finish()
         moved = set_aside_checkpoint(self.run_dir, step, self.engine.mesh.world)
         if moved is not None and self._mirror is not None:
@@ -341,7 +320,7 @@ class Checkpoints:
         return moved
 
     def is_finite(self) -> bool:
-        """Whether weights and optimizer state are finite on every rank."""
+        """Return whether weights and optimizer state are finite on every rank."""
         optimizer = self.engine.optimizer
         tensors = [weight.master.detach() for weight in self.engine.model.weights]
         tensors += [value for _, _, value in optimizer.states()]
@@ -351,15 +330,9 @@ class Checkpoints:
         return int(self.engine.mesh.world.all_reduce_(bad)) == 0
 
     def restore(self, checkpoint: Checkpoint, passed: Collection[Path] = ()) -> int:
-        """Load a checkpoint into the engine, and return the number of updates it was saved after.
+        """Load a checkpoint into the engine, and return its number of updates; raises like `restore_engine`.
 
-        Args:
-            checkpoint: to read.
-            passed: folders of newer, damaged checkpoints, which do not count as kept.
-
-        Raises:
-            DamagedCheckpoint: on every rank, when a checksum differs; the engine's state is undefined then.
-            UserError: on every rank, when it cannot be read.
+        Newer, damaged checkpoints that were `passed` over do not count as kept.
         """
         self.passed = frozenset(passed)
         restore_engine(self.engine, checkpoint)
@@ -368,11 +341,7 @@ class Checkpoints:
         return checkpoint.step
 
     def load(self, path: Path) -> Facts:
-        """Load one of the run's checkpoints into the engine, and return its facts.
-
-        Raises:
-            UserError: on every rank, when it is damaged or cannot be read.
-        """
+        """Load one of the run's checkpoints and return its facts; raise a `UserError` on every rank if that fails."""
         try:
             checkpoint = Checkpoint(path, read_manifest(path).facts)
             self.restore(checkpoint, self.passed)
@@ -383,22 +352,17 @@ class Checkpoints:
         return checkpoint.facts
 
     def start_from(self, checkpoint: Checkpoint) -> None:
-        """Warm start: load the weights of another run's checkpoint; each rank reads only its own shards.
-
-        Raises:
-            DamagedCheckpoint: on every rank, when a checksum differs; the engine's state is undefined then.
-            UserError: on every rank, when it cannot be read.
-        """
+        """Warm-start from another run's weights, each rank reading its shards; raises like `restore_engine`."""
         _load(self.engine, model_tensors(self.engine), checkpoint.path)
         self.engine.optimizer.restored()
         self.carry(checkpoint)
 
     def carry(self, checkpoint: Checkpoint) -> None:
-        """Copy the sidecar files of a checkpoint into the following ones."""
+        """Copy the sidecar files of a checkpoint into the checkpoints that follow."""
         if self.engine.mesh.world.is_first:
             carried = carried_by(checkpoint.path)
             settings = {name: text for name, text in carried.items() if name == PREFIX + CONFIG_FILE}
-            # The data's tokenizer.json, where there is one, is the same; the checkpoint has more settings of it.
+            # A tokenizer.json of the data is the same; the checkpoint's settings are more complete.
             self._texts = carried | self._texts | settings
 
     def _facts(self, step: int) -> Facts:
@@ -424,7 +388,7 @@ class Checkpoints:
 
 
 def _load(engine: Engine, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Fill tensors; buffers that a checkpoint of an older version lacks stay as the constructor makes them."""
+    """Fill tensors; buffers missing from a checkpoint of an older version keep the constructor's values."""
     lacking = {MODEL + name for name in stored_buffers(engine.stages)} - stored_names(path)
     wanted = {name: tensor for name, tensor in tensors.items() if name not in lacking}
     load_tensors(wanted, path, engine.mesh.world)
@@ -439,7 +403,7 @@ def _restore_streams(engine: Engine, checkpoint: Checkpoint) -> None:
         mine = {name: state for name, state in (streams | generators).items() if name in names}
         load_tensors(mine, checkpoint.path, engine.mesh.world)
         if drawn := {name: state for name, state in mine.items() if name in streams}:
-            engine.streams.load_stored(drawn, layout.shape)  # else this rank's stage never drew
+            engine.streams.load_stored(drawn, layout.shape)  # otherwise this rank's stage never drew
         engine.generators.load_stored(mine, layout.shape)
         return
     of_process = {name for name in names if is_of_process(name)}

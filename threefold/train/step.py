@@ -1,10 +1,4 @@
-"""Dynamic loss scaling of fp16 training.
-
-Small gradients vanish below fp16's smallest number, 6e-8. So the loss is multiplied by a large number before the
-backward pass, and the gradients divided by it after (Micikevicius et al., "Mixed precision training", arXiv
-1710.03740, section 3.2). The scale is as large as it can be: it halves where the gradients overflow, and doubles after
-enough steps in which they do not.
-"""
+"""One training step on a rank: scale the loss, compute the gradients, clip by the global norm, update the weights."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,19 +29,24 @@ from threefold.train.optimizers.own import update_rule
 from threefold.train.stop import Stop
 
 LEAST = 1.0
-"""The smallest scale; gradients that overflow at this one overflow unscaled."""
+"""Smallest loss scale; gradients that overflow at this scale also overflow unscaled."""
 
 
 class LossScale:
-    """The scale, and for how many steps without overflow; the same on every rank, as all have the same gradient norm.
+    """Dynamic loss scale of fp16 training; equal on every rank, as all ranks see the same gradient norm.
+
+    Small gradients vanish below fp16's smallest number, 6e-8. The loss is therefore multiplied by a large factor before
+    the backward pass, and the gradients are divided by it afterwards (Micikevicius et al., "Mixed precision training",
+    arXiv 1710.03740, section 3.2). The scale halves when the gradients overflow, and doubles after enough steps without
+    an overflow.
 
     Args:
-        initial: of the first step, a power of two, so that multiplying and dividing round nothing.
-        window: steps without overflow after which it doubles.
+        initial: scale of the first step, a power of two, so that multiplying and dividing by it is exact.
+        window: steps without overflow after which the scale doubles.
 
     Attributes:
-        value: of the coming step.
-        good_steps: without overflow, since it last changed.
+        value: scale of the next step.
+        good_steps: steps without overflow since the scale last changed.
     """
 
     def __init__(self, initial: float, window: int) -> None:
@@ -56,42 +55,41 @@ class LossScale:
 
     @classmethod
     def of(cls, config: PrecisionConfig) -> "LossScale | None":
-        """That of a run; None without loss scaling, which no precision but fp16 needs."""
+        """Return the loss scale that a config asks for; None unless the dtype is fp16."""
         return cls(config.loss_scale, config.loss_scale_window) if config.dtype == "fp16" else None
 
     @property
     def is_least(self) -> bool:
-        """Whether it cannot halve any more."""
         return self.value <= LEAST
 
     def overflowed(self) -> None:
-        """The gradients of a step were not finite: halve."""
+        """Halve the scale, as the gradients of a step were not finite."""
         self.value, self.good_steps = max(LEAST, self.value / 2), 0
 
     def held(self) -> None:
-        """The gradients of a step were finite: double after `window` such steps."""
+        """Count a step with finite gradients, and double the scale after `window` of them."""
         self.good_steps += 1
         if self.good_steps == self.window:
             self.value, self.good_steps = self.value * 2, 0
 
 
 class Optimizer:
-    """Updates a rank's parameters.
+    """Optimizer of one rank's parameters.
 
     Args:
-        weights: with their masters.
-        gradients: theirs.
-        config: which optimizer, and its constants.
-        plan: the model's layers; the weights between the first and the last are hidden.
-        axes: those that may cut a parameter.
+        weights: weights of this rank, with their masters.
+        gradients: gradients of these weights.
+        config: optimizer settings.
+        plan: layers of the model; the weights between the first and the last layer are hidden.
+        axes: mesh axes that may shard a parameter.
 
     Attributes:
-        entries: the weights that are trained.
-        rule: the update of each.
-        restorations: how often `restored` was called.
+        entries: the trained weights.
+        rule: update rule of all entries.
+        restorations: number of calls of `restored`.
 
     Raises:
-        UserError: the optimizer is another package's or the user's and cannot be imported or made.
+        UserError: the optimizer of another package or of the user cannot be imported or constructed.
     """
 
     def __init__(
@@ -115,38 +113,32 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """One update with learning rate `lr`."""
+        """Update the weights once with learning rate `lr`."""
         self.rule.step(lr)
         publish_(self._trained, self._gradients)
 
     @torch.no_grad()
     def restored(self) -> None:
-        """Take over masters, and tensors of `states`, that have been filled from a checkpoint."""
+        """Take over the masters and the tensors of `states` after a checkpoint has filled them."""
         self.rule.restored()
         publish_(self._weights, self._gradients)
         self.restorations += 1
 
     def stored_states(self) -> Iterator[tuple[str, str, Tensor]]:
-        """As `states`, as global tensors for a checkpoint: sharded as the parameter is, or replicated."""
+        """Yield `states` as global tensors for a checkpoint: sharded like the parameter, or replicated."""
         for entry in self.entries:
             for state, value in self.rule.state(entry).items():
                 yield entry.name, state, value if self.rule.is_replicated(entry, state, value) else entry.stored(value)
 
     def states(self) -> Iterator[tuple[str, str, Tensor]]:
-        """The optimizer state: parameter name, state name, local tensor (scalars are the same on every rank)."""
+        """Yield the optimizer state: parameter name, state name, local tensor (scalars are equal on every rank)."""
         for entry in self.entries:
             for state, value in self.rule.state(entry).items():
                 yield entry.name, state, value
 
 
 class GradientNorm:
-    """This rank's terms of the norm, of gradients as they are when asked for.
-
-    Args:
-        model: which it trains.
-        entries: its weights.
-        piece: elements whose squares are added up in the gradients' own dtype.
-    """
+    """This rank's terms of the global gradient norm, from the current gradients, in pieces as in `squared_norm`."""
 
     def __init__(self, model: TrainableModel, entries: Sequence[Entry], piece: int = PieceSizes.norm_elements) -> None:
         self._gradients, self._piece = model.gradients, piece
@@ -155,20 +147,19 @@ class GradientNorm:
         self._device = model.parallelism.mesh.device
 
     def squared(self) -> Tensor:
-        """This rank's term of the squared norm: of the gradients that it is the one to count. fp64 scalar."""
+        """Return this rank's term of the squared norm, over the gradients that it counts. fp64 scalar."""
         return self._of(self._counted)
 
     def uncounted_overflow(self) -> Tensor:
-        """Zero, or not a number where a gradient that another rank counts is not finite on this one. fp64 scalar.
+        """Return 0, or NaN if a gradient that another rank counts is not finite on this rank. fp64 scalar.
 
-        The ranks that have a gradient in common have the same bits of it, unless memory or a link of one fails: then
-        the norm would be finite, and the update of this rank alone would spoil its weights.
+        Ranks that share a gradient hold the same bits of it unless the memory or a link of one of them fails. The norm
+        would then be finite, and the update of that rank alone would spoil its weights.
         """
         return 0 * self._of(self._others)
 
     def squared_or_overflow(self) -> Tensor:
-        """`squared`, or not a number where any gradient of this rank is not finite, those included that another rank
-        counts. fp64 scalar."""
+        """Return `squared`, or NaN if any gradient of this rank is not finite, counted or not. fp64 scalar."""
         squared = self.squared()
         return squared + 0 * squared + self.uncounted_overflow()
 
@@ -187,10 +178,10 @@ def _is_counted(model: TrainableModel, entry: Entry) -> bool:
 
 
 def squared_norm(tensors: Sequence[Tensor], piece: int = PieceSizes.norm_elements) -> Tensor:
-    """Sum of squares of all elements, in fp64; those of `piece` neighbours are added up in their own dtype.
+    """Sum the squares of all elements in fp64, `piece` neighbours at a time in their own dtype.
 
-    Torch adds the squares of a tensor up in its own dtype, which for fp32 and millions of elements loses three digits;
-    by short pieces it loses none that matter, at a third of the cost of working in fp64 throughout.
+    torch sums the squares of a tensor in the tensor's dtype, which loses three digits for fp32 and millions of
+    elements. Short pieces lose none that matter, at a third of the cost of fp64 throughout.
     """
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
     norms, rest = [], []
@@ -206,23 +197,23 @@ def squared_norm(tensors: Sequence[Tensor], piece: int = PieceSizes.norm_element
     return torch.cat(norms).double().square().sum()
 
 
-_CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+_CLIP_EPS = 1e-6  # same as torch.nn.utils.clip_grad_norm_
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gave, the same on every rank.
+    """Result of a training step, the same on every rank.
 
     Attributes:
-        loss: mean over the valid tokens of the global batch, or as an own loss says.
-        grad_norm: global norm of the gradient, before it was clipped.
-        lr: the learning rate of this update.
-        tokens: valid tokens of the global batch, those without ignored labels; of a batch without tokens its samples.
-        skipped: whether the gradient was not finite or the step refused, so that no update was made.
-        loss_scale: what the loss was multiplied by for the backward pass; None where it never is.
-        padding: tokens that fill the global batch's samples up to their length.
-        terms: the mean of each term of an own loss, not weighted.
-        refused: why the step was refused; empty where it was not.
+        loss: mean over the valid tokens of the global batch, or as the user's loss defines it.
+        grad_norm: global gradient norm before clipping.
+        lr: learning rate of this update.
+        tokens: valid tokens of the global batch (label not ignored); samples if the batch has no tokens.
+        skipped: whether no update was made, because the gradient was not finite or the step was refused.
+        loss_scale: factor of the loss in the backward pass; None without loss scaling.
+        padding: padding tokens of the global batch.
+        terms: unweighted mean of each term of the user's loss.
+        refused: reason why the step was refused; empty if it was not.
     """
 
     loss: float
@@ -237,12 +228,11 @@ class StepResult:
 
 
 class NonFiniteStep(DivergenceError):
-    """The loss or the gradient norm of a step is not finite, so that no update was made.
+    """Error of a step whose loss or gradient norm is not finite, so that no update was made.
 
     Attributes:
-        what: the values, as a clause.
-        advice: what to change, as a clause.
-        result: of the step.
+        what, advice: the values, and what to change, as clauses.
+        result: result of the step.
     """
 
     what: str
@@ -251,26 +241,24 @@ class NonFiniteStep(DivergenceError):
 
     @classmethod
     def of(cls, step: int, what: str, advice: str, result: StepResult) -> "NonFiniteStep":
-        """That of a step, 1 for the first."""
-        error = cls(f"Training diverged at step {step}: {what}; {advice}.")  # one argument, so that it can be pickled
+        """Make the error of a step, 1 for the first."""
+        error = cls(f"Training diverged at step {step}: {what}; {advice}.")  # a single argument keeps it picklable
         error.what, error.advice, error.result = what, advice, result
         return error
 
 
 class Engine(GradientStep):
-    """A model, its gradients and its optimizer, spread over a mesh.
-
-    Collective over the world.
+    """Model, gradients and optimizer of a run, sharded over a mesh. Collective over the world.
 
     Args:
-        make_model: makes the whole, single-device model.
-        plan: how it is cut.
-        mesh: its axes, and this rank's place on them.
-        config: resolved.
-        stop: sums over the ranks, in each step and evaluation, which of them ask to end the run.
-        loss: of the last layer's output and the batch, for a model that does not compute it in its last layer.
-        loss_scale: of the backward pass; None for that of the config, which only fp16 has.
-        pieces: sizes that work is divided by; None for the usual ones.
+        make_model: constructs the whole, single-device model.
+        plan: sharding plan of the model.
+        mesh: mesh axes, and this rank's place on them.
+        config: resolved config.
+        stop: requests to end the run; every step and evaluation sums them over the ranks.
+        loss: function of the last layer's output and the batch, for a model that does not compute its loss itself.
+        loss_scale: loss scale of the backward pass; None for the config's, which only fp16 has.
+        pieces: sizes of the pieces that work is divided into; None for the default sizes.
     """
 
     def __init__(
@@ -288,7 +276,7 @@ class Engine(GradientStep):
         if config.parallel.sequence_parallel:
             positions //= config.parallel.tp
         activation = (config.train.micro_batch_size, positions, config.model.hidden_size)
-        declared = loss is None and config.model.architecture != OWN  # else the runner finds the shapes
+        declared = loss is None and config.model.architecture != OWN  # otherwise the runner finds the shapes
         settings = TrainingSettings.of(config, pieces)
         super().__init__(make_model, plan, mesh, settings, activation if declared else None)
         self.config, self.loss, self.stop = config, loss, stop or Stop()
@@ -300,14 +288,14 @@ class Engine(GradientStep):
         self.loss_scale = loss_scale or LossScale.of(config.precision)
 
     def train_step(self, batch: Any, step: int) -> StepResult:
-        """One update from a global batch.
+        """Make one update from a global batch.
 
         Args:
-            batch: this replica's rows of it.
-            step: 0 for the first; decides the dropout masks and the learning rate.
+            batch: this replica's rows of the global batch.
+            step: 0 for the first; determines the dropout masks and the learning rate.
 
         Raises:
-            NonFiniteStep: as `update` says.
+            NonFiniteStep: see `update`.
             UserError: all labels are ignored.
         """
         loss, tokens = self.compute_gradients(batch, step)
@@ -321,7 +309,7 @@ class Engine(GradientStep):
         rows: Tensor | None = None,
         scale: float | None = None,
     ) -> tuple[Tensor, int]:
-        """As `GradientStep.compute_gradients`, with the loss and the loss scale of the run where none are given."""
+        """Compute the gradients of a global batch, with the run's loss and loss scale by default."""
         if scale is None:
             scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         return super().compute_gradients(batch, step, loss or self.loss, rows, scale)
@@ -331,16 +319,16 @@ class Engine(GradientStep):
     ) -> StepResult:
         """Clip the gradients by their global norm and update the weights.
 
-        Where there is a loss scale and loss or norm are not finite, on all ranks alike, nothing is updated and
-        the scale halves.
+        With a loss scale, if the loss or the norm is not finite (on all ranks alike), the update is skipped and the
+        scale halves.
 
         Args:
-            local_loss, tokens: from `compute_gradients`.
+            local_loss, tokens: results of `compute_gradients`.
             step: 0 for the first.
-            refuses: why a step with this loss and norm, both finite, is to make no update; empty where it makes one.
+            refuses: returns why a step with this loss and norm, both finite, must not update; empty to update.
 
         Raises:
-            NonFiniteStep: loss or norm are not finite, and no smaller loss scale could help.
+            NonFiniteStep: the loss or the norm is not finite, and no smaller loss scale could help.
         """
         self.mesh.heartbeat.activity(Activity.UPDATE)
         loss, norm = self._loss_and_norm(local_loss)
@@ -366,12 +354,10 @@ class Engine(GradientStep):
         return result
 
     def evaluate(self, batch: Any) -> tuple[float, int]:
-        """Summed loss and number of valid tokens of a global batch; gradients and randomness stay as they are.
+        """Return the summed loss and the number of valid tokens of a global batch; gradients and random state are kept.
 
-        Of an own loss with one term, its sum and what it counts; of one with several, the mean times the number of
-        samples, and that.
-
-        As a trained model is used: experts drop no token, whatever their capacity.
+        For a user's loss with one term, return its sum and its count; with several terms, the mean times the number of
+        samples, and that number. Experts drop no token, whatever their capacity, as in a trained model.
         """
         found = self.eval_batch(batch, self.loss)
         if len(found.counts) > 1:
@@ -380,7 +366,6 @@ class Engine(GradientStep):
         return found.weighted[name], int(found.counts[name])
 
     def _loss_and_norm(self, loss: Tensor) -> tuple[float, float]:
-        """The mean loss and the norm of the gradient."""
         terms = None if self._sums is None else self._own_summands(self._sums.values(self.mesh.device))
         totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         if self.mesh.tp.is_first:
@@ -394,9 +379,8 @@ class Engine(GradientStep):
         return mean, squared**0.5
 
     def _sum_over_ranks(self, totals: Tensor) -> list[float]:
-        """Numbers, each summed over all ranks; with them, in the one small collective, go the requests to end the
-        run."""
-        # Filled on the device: a tensor of a Python number would be copied there while the host waits.
+        """Sum numbers over all ranks; the requests to end the run travel in the same small collective."""
+        # Fill on the device: copying a tensor from a Python number would block the host.
         request = torch.full((1,), self.stop.request(), dtype=totals.dtype, device=totals.device)
         *summed, requests = super()._sum_over_ranks(torch.cat([totals, request]))
         self.stop.receive(requests)

@@ -1,8 +1,8 @@
-"""Early stop: the ranks of a run agree to end it after the same step, or to save a checkpoint after it.
+"""Early stop: the ranks of a run agree to end it, or to save a checkpoint, after the same step.
 
-A rank's request is one more element of an all-reduce that each step and each evaluation does anyway, so it needs no
-collective of its own, and every rank receives it at the same point of its program. Only where a callback asked do the
-ranks then exchange the text of its reason.
+A rank's request is one more element of an all-reduce that each step and evaluation makes anyway. It needs no collective
+of its own, and every rank receives it at the same point of its program. Only if a callback asked do the ranks also
+exchange the text of its reason.
 """
 
 import os
@@ -18,23 +18,23 @@ from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
 from threefold.files import shown
 
-# Powers far enough apart that a sum over up to 2^16 ranks shows which of them it contains; exact in fp64. Only one rank
-# watches the folder and the clock.
+# Powers far enough apart to be recognized in a sum over up to 2^16 ranks; exact in fp64. Only one rank watches the
+# folder and the clock.
 _INTERRUPT, _TERMINATE, _REASON = 1.0, float(1 << 16), float(1 << 32)
 _FOLDER_LOST, _SAVE_DUE, _TIME_UP, _SAVED = (float(1 << bit) for bit in (49, 50, 51, 52))
 _LONGEST_REASON = 1000
-"""Characters of a reason that are exchanged."""
+"""Maximum number of characters of a reason that are exchanged."""
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """A run that a signal, a callback or its time limit ended before its last step.
+    """Early end of a run by a signal, a callback or its time limit.
 
     Attributes:
-        signal: SIGINT or SIGTERM; 0 where something else ended it.
+        signal: SIGINT or SIGTERM; 0 for another cause.
         step: updates made.
-        reason: the callback's; empty where something else ended it.
-        limit: the time limit that ended it, as its setting and value; empty where something else did.
+        reason: reason given by a callback; empty for another cause.
+        limit: setting and value of the time limit; empty for another cause.
     """
 
     signal: int
@@ -44,38 +44,38 @@ class Stopped:
 
 
 class Clock(Protocol):
-    """What the first rank's clock asks of the run."""
+    """Clock of the first rank, which decides what is due by time."""
 
     limit: str
 
     def save_is_due(self) -> bool:
-        """Whether a checkpoint is due by the clock."""
+        """Return whether a checkpoint is due by the clock."""
         ...
 
     def time_is_up(self) -> bool:
-        """Whether the run has to end now, to be done within its time limit."""
+        """Return whether the run must end now to stay within its time limit."""
         ...
 
     def save_ended(self) -> bool:
-        """Whether a checkpoint that was written in the background is complete now."""
+        """Return whether the checkpoint written in the background is complete now."""
         ...
 
 
 class Stop:
-    """Whether the run is to end, agreed on by all ranks.
+    """Agreement of all ranks on whether the run is to end.
 
     Args:
-        asked: the number of the signal that asked this rank to end the run, 0 for none.
-        run_dir: the run's folder; None where there is none.
+        asked: returns the number of the signal that asked this rank to end the run, 0 for none.
+        run_dir: folder of the run; None if there is none.
         watches: whether this rank checks that the folder still exists.
 
     Attributes:
-        signal: what the ranks agreed on: the number of the signal that ends the run, 0 where none does.
-        is_due: whether they agreed to end the run, for a signal, a callback's reason or its time limit.
-        save_is_due: whether they agreed that a checkpoint is due by the clock; to be reset where it is saved.
-        save_ended: whether they agreed that the checkpoint in the background is complete; to be reset likewise.
-        evaluation_missed: whether the end of the run came before an evaluation that was due, for the last checkpoint.
-        clock: of the first rank, where there is one; the others have None.
+        signal: agreed number of the signal that ends the run, 0 for none.
+        is_due: whether the ranks agreed to end the run, by a signal, a callback's reason or the time limit.
+        save_is_due: whether the ranks agreed that a checkpoint is due by the clock; reset by whoever saves it.
+        save_ended: whether the ranks agreed that the background checkpoint is complete; reset by whoever finishes it.
+        evaluation_missed: whether the run ended before an evaluation that was due; stored in the last checkpoint.
+        clock: clock of the first rank, if any; None on other ranks.
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class Stop:
         self.evaluation_missed = False
 
     def ask(self, reason: str) -> None:
-        """Ask to end the run, from this rank alone; the ranks agree on it at their next all-reduce."""
+        """Ask from this rank to end the run; the ranks agree in their next all-reduce."""
         self._reason = self._reason or " ".join(reason.split())[:_LONGEST_REASON] or "no reason was given"
 
     def request(self) -> float:
-        """This rank's summand of the all-reduce."""
+        """Return this rank's term of the all-reduce."""
         if self._watched is not None and _identity(self._watched) != self._identity:
             return _FOLDER_LOST
         reason = 0.0 if self._reason is None else _REASON
@@ -112,11 +112,7 @@ class Stop:
         return due + up + (_SAVED if not self.save_ended and clock.save_ended() else 0.0)
 
     def receive(self, requests: float) -> None:
-        """Set `signal` and `is_due` from the sum of all ranks' requests.
-
-        Raises:
-            UserError: on every rank, when the run's folder is gone.
-        """
+        """Update the agreed attributes from the sum of all requests; raise a `UserError` if the folder is gone."""
         if _holds(requests, _FOLDER_LOST):
             name = f" {shown(self._run_dir)}" if self._run_dir else ""
             raise UserError(
@@ -138,8 +134,10 @@ class Stop:
         return self.is_due
 
     def result(self, mesh: Mesh, step: int) -> Stopped:
-        """How the run ended after `step` updates: of the reasons of several ranks that of the lowest rank, and of a
-        signal, a reason and the time limit the first. Collective over the world, once `is_due`."""
+        """Return how the run ended after `step` updates, once `is_due`; collective over the world.
+
+        A signal takes precedence over a reason, and a reason over the time limit; the lowest rank's reason is used.
+        """
         if self.signal:
             return Stopped(self.signal, step)
         told = mesh.world.gather_objects((self._reason, "" if self.clock is None else self.clock.limit))
@@ -148,12 +146,11 @@ class Stop:
 
 
 def _holds(requests: float, flag: float) -> bool:
-    """Whether a sum of requests has a flag that one rank alone sets."""
+    """Return whether a sum of requests contains a flag that only one rank sets."""
     return requests // flag % 2 == 1
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
-    """Device and inode number of a folder; None if it does not exist."""
     try:
         found = os.stat(folder)
     except OSError:

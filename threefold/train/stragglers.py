@@ -1,4 +1,4 @@
-"""Stragglers: ranks that take longer for the same work than the others, which wait for them."""
+"""Stragglers: ranks that take longer than the others for the same work and keep them waiting."""
 
 import time
 from collections import Counter
@@ -11,19 +11,18 @@ from threefold.comm.heartbeat import RankState
 from threefold.train.callbacks.base import Callback, RunContext, StepRecord, on_terminal, say
 
 FACTOR: Final = 1.3
-"""Times the median from which on a rank is slow: that at which NVIDIA's Resiliency Extension reports one, 1 / 0.75."""
+"""Multiple of the median from which on a rank is slow: NVIDIA's Resiliency Extension reports one at 1 / 0.75."""
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that is slower than the median of those with the same work.
+    """Rank that is slower than the median of the ranks with the same work.
 
     Attributes:
-        rank: its number.
-        factor: how many times as long as the median it was busy.
-        waited: part of the time in which it waited.
-        others_waited: that of the rank of the median.
-        alike: whether the ranks of the median have the same work.
+        factor: busy time as a multiple of the median.
+        waited: share of the time that the rank waited.
+        others_waited: share of the time that the median rank waited.
+        alike: whether the compared ranks have the same work.
     """
 
     rank: int
@@ -47,16 +46,17 @@ def find_stragglers(
     least: float = 0.0,
     aside: Sequence[float] = (),
 ) -> list[Straggler]:
-    """The ranks that were busy `FACTOR` times as long as the median of their group, the slowest first; of several those
-    that lost at least half as much time as the one that lost most.
+    """Return the ranks that were busy `FACTOR` times as long as the median of their group, slowest first.
+
+    Only ranks that lost at least half as much time as the worst one are returned.
 
     Args:
         waited: seconds that each rank waited, by rank.
-        seconds: that passed.
-        groups: ranks with the same work, such as those of a pipeline stage; where each rank is alone in its own, all
-            ranks are compared.
-        least: seconds that a slow rank is busy longer than the median at least.
-        aside: seconds that each rank spent on what is not compared, by rank; none where it is empty.
+        seconds: seconds that passed.
+        groups: ranks with the same work, such as the ranks of a pipeline stage; if every group has one rank, all ranks
+            are compared.
+        least: minimum number of seconds by which a slow rank exceeds the median.
+        aside: seconds that each rank spent on work that is not compared, by rank; empty for none.
     """
     if seconds <= 0:
         return []
@@ -65,7 +65,7 @@ def find_stragglers(
     compared = alike or [range(len(busy))]
     found, largest = [], 0.0
     for group in compared:
-        # Of an even number the lower one, so that of two ranks the faster one is the measure.
+        # The lower one of an even number, so that of two ranks the faster is the measure.
         median = median_low(busy[rank] for rank in group)
         slow = [rank for rank in group if median > 0 and busy[rank] >= max(FACTOR * median, median + least)]
         usual = next((waited[rank] / seconds for rank in group if busy[rank] == median), 0.0)
@@ -73,33 +73,30 @@ def find_stragglers(
             straggler = Straggler(rank, busy[rank] / median, waited[rank] / seconds, usual, bool(alike))
             found.append((busy[rank] - median, straggler))
         largest = max([largest, *(busy[rank] - median for rank in slow)])
-    # A step lasts as long as the slowest takes: what is lost to others may be its doing, as on cores that they share.
+    # A step lasts as long as its slowest rank, which may also slow others, for example on shared cores.
     return sorted((each for lost, each in found if lost >= largest / 2), key=lambda each: -each.factor)
 
 
 _LEAST_SECONDS: Final = 0.02
-"""Of a step that a slow rank costs: the callbacks of the first rank and the noise of a busy host cost less."""
+"""Seconds per step that a slow rank costs at least: the first rank's callbacks and a busy host's noise cost less."""
 _LEAST_LOOK: Final = 5.0
-"""Seconds between two looks that a line is about: what else a host does may slow a rank for shorter."""
+"""Minimum seconds between two reported looks, as other load on a host may slow a rank for less."""
 _OFTEN, _LEAST_LOOKS = 0.75, 4
-"""Part of the looks, and how many, in which a rank that is slow over the whole run has to be slow."""
+"""Share and minimum number of looks in which a rank must be slow to count as slow over the whole run."""
 _MOST_NAMED: Final = 4
 
 
 class StragglerReport(Callback):
-    """Says which ranks are slow, once they were so between two looks twice in a row, and at the end which were so over
-    the whole run.
+    """Report ranks that were slow in two looks in a row, and at the end those that were slow over the whole run.
 
-    Saving, and callbacks that one rank alone has, do not count: other ranks have less of that work.
-
-    On a GPU a rank waits in the same call for its own work and for the other ranks, so that there is no report.
+    Saving, and callbacks that only one rank has, do not count, as other ranks have less of that work. On a GPU a rank
+    waits for its own work and for other ranks in the same call, so there is no report.
 
     Args:
         every: steps between two looks.
-        places: reads where each rank is; None for one of which that is not known.
+        places: reads the state of each rank, None if it is not known.
         groups: ranks with the same work.
-        emit: gets the lines before the end.
-        say: gets the line at the end.
+        emit, say: print the lines before the end, and the line at the end.
     """
 
     @classmethod
@@ -107,7 +104,7 @@ class StragglerReport(Callback):
         mesh = run.mesh
         if mesh.world.size == 1 or mesh.device.type != "cpu":
             return None
-        emit = (lambda _: None) if on_terminal() else say  # a live line is drawn there until the end
+        emit = (lambda _: None) if on_terminal() else say  # a live line occupies the terminal until the end
         groups = mesh.layout.groups("dp", "cp", "tp")
         return cls(run.config.log.every, mesh.heartbeat.everyone, groups, emit, say)
 
@@ -131,7 +128,7 @@ class StragglerReport(Callback):
 
     def after_step(self, record: StepRecord) -> None:
         self._step = record.step
-        if self._first is None:  # from the end of the first step on, which is not like the others
+        if self._first is None:  # the first step is not representative
             self._first = self._before = self._last = self._look()
         elif record.step % self._every == 0 and (now := self._look()) is not None:
             self._looks += 1
@@ -166,13 +163,7 @@ class StragglerReport(Callback):
 
 
 class _Look(NamedTuple):
-    """What was known after a step.
-
-    Attributes:
-        step: its number.
-        when: `time.monotonic`.
-        spent: seconds that each rank had waited so far, and those of `RankState.aside`.
-    """
+    """Times of all ranks after a step: for each, the seconds that it had waited so far, and its `RankState.aside`."""
 
     step: int
     when: float

@@ -23,30 +23,30 @@ _DOCUMENT_BEGINS = 0.2
 
 
 class BatchSource(ABC):
-    """Batches as a function of config and step.
+    """Source of batches as a function of config and step.
 
     Attributes:
-        masked: whether some labels are ignored (`IGNORE_INDEX`) that the data does not ignore. Not so for a loss of the
-            user's own, which need not know such labels, and may be a mean that counts them.
+        masked: whether to ignore some labels (`IGNORE_INDEX`) that the data does not ignore. False for a user's loss,
+            which need not know ignored labels, or may be a mean that counts them.
     """
 
     masked: bool
 
     @property
     def is_nested(self) -> bool:
-        """Whether they are nestings of tensors for a model of the user's, and no tokens."""
+        """Whether batches are nested tensors for a user's own model instead of tokens."""
         return False
 
     @abstractmethod
     def read(self, config: Config, step: int, share: Share) -> Any:
-        """The rows of `share` of the global batch of `step`."""
+        """Return the rows of `share` of the global batch of `step`."""
 
     def batch(self, config: Config, step: int, dp_index: int = 0, dp: int = 1) -> Any:
-        """As `read`; if `masked`, with some labels ignored, a different fraction in each row.
+        """Read a replica's rows; if `masked`, ignore some labels, a different fraction in each row.
 
-        So the ranks have different numbers of labels, and a mean of means is not the mean. Some rows keep all labels,
-        and of four rows or more one in the middle keeps none: the first and the last, each of which may be a
-        micro-batch, have a gradient that can be lost.
+        The ranks thus have different numbers of labels, so a mean of means is not the mean. Some rows keep all labels;
+        with four or more rows, one in the middle keeps none. The first and the last row, each of which may be a
+        micro-batch, always have a gradient that could be lost.
         """
         size = config.train.global_batch_size
         batch = self.read(config, step, Share(size, dp_index, dp))
@@ -82,12 +82,9 @@ class RandomBatches(BatchSource):
 
 @dataclass(frozen=True)
 class TokenFileBatches(BatchSource):
-    """Training samples of the config's data, through the loader of training.
+    """Training samples of the data of config `given`, read by the training loader.
 
-    For a model shrunk to a smaller vocabulary, token ids are taken modulo its size.
-
-    Attributes:
-        given: the config before it was shrunk, for reading its data.
+    Token ids are taken modulo the vocabulary size, for a model shrunk from `given` to a smaller vocabulary.
     """
 
     given: Config
@@ -109,11 +106,7 @@ class TokenFileBatches(BatchSource):
 
 @dataclass(frozen=True)
 class NestedBatches(BatchSource):
-    """Training samples of the config's data where they are no tokens, through the loader of training.
-
-    Attributes:
-        given: the config, for reading its data.
-    """
+    """Training samples that are not tokens, of the data of config `given`, read by the training loader."""
 
     given: Config
     masked: bool = False
@@ -133,21 +126,17 @@ class NestedBatches(BatchSource):
 
 @dataclass(frozen=True)
 class OwnBatches:
-    """The global batches of a user's own model.
+    """Global batches made by a function of the user.
 
     Attributes:
-        make: step → the global batch, any nesting of tensors whose dim 0 counts the samples; the same on every rank.
+        make: maps a step to its global batch, nested tensors whose dim 0 counts the samples; the same on every rank.
     """
 
     make: Callable[[int], Any]
     masked: ClassVar[bool] = False
 
     def batch(self, config: Config, step: int, dp_index: int = 0, dp: int = 1) -> Any:
-        """A replica's samples of the global batch of `step`.
-
-        Raises:
-            UserError: they do not divide among the replicas.
-        """
+        """Return a replica's samples of the global batch of `step`; raise a `UserError` if dp does not divide them."""
         whole = self.make(step)
         samples = batch_size(whole)
         if samples % dp:

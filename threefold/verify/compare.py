@@ -1,6 +1,7 @@
-"""Compares one rank's part of a layout with one process: a relative error for everything that is computed.
+"""Comparison of one rank's part of a layout with one process: a relative error for everything that is computed.
 
-`threefold verify` and the tests compare with this, each with their own tolerances."""
+Used by `threefold verify` and the tests, each with their own tolerances.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,23 +12,23 @@ from torch import Tensor
 from threefold.verify.reference import Trace
 
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5}
-"""The largest relative error that still counts as rounding."""
+"""Largest relative error that counts as rounding, by dtype."""
 SMALL = 1e-3
-"""A tensor whose magnitudes are all below this share of the model's largest is measured against that share."""
+"""Share of the model's largest magnitude; a tensor that stays below it is measured against it."""
 
 INITIAL, LOSS, GRADIENT, NORM, WEIGHT = "initial weight", "loss", "gradient", "gradient norm", "weight"
 BUFFER, EVALUATION, CLIPPED, SCALE = "buffer", "evaluation loss", "clipped gradient", "loss scale"
-"""What is compared."""
+"""Kinds of compared quantities."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """The part of a parameter that a rank has.
+    """Part of a parameter that a rank holds.
 
     Attributes:
-        name: the parameter's, in the whole model.
-        stage: the pipeline stage it is on.
-        start, shape: of the part within the whole, per dim.
+        name: name of the parameter in the whole model.
+        stage: pipeline stage of the parameter.
+        start, shape: offset and shape of the part within the whole, per dim.
     """
 
     name: str
@@ -36,7 +37,7 @@ class Held:
     shape: tuple[int, ...]
 
     def of(self, whole: Tensor) -> Tensor:
-        """The part of the whole tensor, as a view."""
+        """Return this part of the whole tensor, as a view."""
         for dim, (start, size) in enumerate(zip(self.start, self.shape, strict=True)):
             whole = whole.narrow(dim, start, size)
         return whole
@@ -44,15 +45,15 @@ class Held:
 
 @dataclass(frozen=True)
 class Error:
-    """How far one thing is from what one process has.
+    """Deviation of one quantity from the single process.
 
     Attributes:
         what: `INITIAL`, `LOSS`, `GRADIENT`, `EVALUATION`, `NORM`, `CLIPPED`, `WEIGHT`, `BUFFER` or `SCALE`.
-        parameter: its name, or that of a buffer; empty for the loss and the norm.
+        parameter: name of the parameter or buffer; empty for the loss and the norm.
         step: from 1; 0 for the initial weights.
-        rank: where it was seen.
-        relative: the difference relative to the largest magnitude in the whole tensor.
-        check: the check of the second run that it belongs to (`second_run`); empty for the first run.
+        rank: rank that computed it.
+        relative: difference relative to the largest magnitude in the whole tensor.
+        check: check of the second run that saw it (`rank_worker.CHECKS`); empty for the first run.
     """
 
     what: str
@@ -64,15 +65,14 @@ class Error:
 
 
 class Comparison:
-    """Compares what a rank computes with a trace, piece by piece.
+    """Comparison of a rank's results with a trace, piece by piece.
 
     Args:
-        expected: what one process computed; without `leverage`, weights are compared as gradients are.
+        expected: trace of one process; without `leverage`, weights are compared like gradients.
         held: this rank's part of each parameter.
-        rank: its number.
-        floor: a tensor whose magnitudes are all below this share of the model's largest is measured against that
-            share; 0 to measure each against its own largest.
-        check: the check of the second run that what is compared belongs to.
+        floor: a tensor whose magnitudes are all below this share of the model's largest is measured against that share;
+            0 to measure each tensor against its own largest.
+        check: check of the second run that the results belong to.
     """
 
     def __init__(
@@ -82,15 +82,15 @@ class Comparison:
         self.errors: list[Error] = []
 
     def initial(self, weights: Mapping[str, Tensor]) -> None:
-        """Compare the weights before the first step, each this rank's part."""
+        """Compare this rank's weights before the first step."""
         self._tensors(INITIAL, 0, weights, self.expected.initial)
 
     def gradients(self, step: int, gradients: Mapping[str, Tensor]) -> None:
-        """Compare the gradients of a step (from 0), complete and before the clip."""
+        """Compare the complete, unclipped gradients of a step (from 0)."""
         self._tensors(GRADIENT, step + 1, gradients, self.expected.gradients[step])
 
     def clipped(self, step: int, gradients: Mapping[str, Tensor]) -> None:
-        """Compare the gradients of a step (from 0) after the clip."""
+        """Compare the clipped gradients of a step (from 0)."""
         coefficient = self.expected.coefficients[step]
         expected = {name: gradient * coefficient for name, gradient in self.expected.gradients[step].items()}
         self._tensors(CLIPPED, step + 1, gradients, expected)
@@ -107,8 +107,7 @@ class Comparison:
     def weights(self, step: int, weights: Mapping[str, Tensor]) -> None:
         """Compare the weights after the update of a step (from 0).
 
-        An error is relative to the tensor's largest magnitude plus what an error of the gradients makes of itself in
-        the optimizer (`Trace.leverage`).
+        Errors are relative to the tensor's largest magnitude plus the effect of a gradient error (`Trace.leverage`).
         """
         for held, got, whole, scale in self._pairs(weights, self.expected.weights[step]):
             leverage = self.expected.leverage.get(held.name)
@@ -120,7 +119,7 @@ class Comparison:
         for name, got in buffers.items():
             expected = self.expected.buffers[step].get(name)
             if expected is not None and expected.is_floating_point() and expected.shape == got.shape:
-                finite = expected.isfinite()  # a mask may be of infinite ones
+                finite = expected.isfinite()  # a mask may contain infinities
                 parts = got.masked_fill(~finite, 0.0), expected.masked_fill(~finite, 0.0)
                 self._add(BUFFER, name, step + 1, relative_error(*parts))
 
@@ -131,7 +130,7 @@ class Comparison:
     def _pairs(
         self, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]
     ) -> Iterator[tuple[Held, Tensor, Tensor, float]]:
-        """Each held part, what is there, the whole tensor it should be cut from, and the magnitude to measure by."""
+        """Yield each held part, its value, the whole expected tensor, and the magnitude to measure by."""
         least = self.floor * max(largest(tensor) for tensor in expected.values()) if self.floor else 0.0
         for name, part in got.items():
             if name in expected:
@@ -143,12 +142,7 @@ class Comparison:
 
 
 def coverage(ranks: list[list[Held]], expected: Mapping[str, tuple[int, ...]]) -> str | None:
-    """What the ranks together hold too much or too little of the model; None if each element is there.
-
-    Args:
-        ranks: what each rank holds.
-        expected: parameter name → whole shape.
-    """
+    """Return a clause about elements of `expected` shapes that the ranks lack or hold in excess; None without any."""
     parts = {
         name: {(held.start, held.shape) for rank in ranks for held in rank if held.name == name} for name in expected
     }
@@ -163,15 +157,10 @@ def coverage(ranks: list[list[Held]], expected: Mapping[str, tuple[int, ...]]) -
 
 
 def relative_error(got: Tensor, expected: Tensor, scale: float | None = None) -> float:
-    """Largest difference of any element, relative to `scale`.
-
-    Args:
-        got, expected: of one shape.
-        scale: by default the largest expected magnitude, or 1 where that is 0.
-    """
+    """Return the largest difference relative to `scale`, by default the largest expected magnitude, or else 1."""
     return largest(got - expected) / (scale or largest(expected) or 1.0)
 
 
 def largest(tensor: Tensor) -> float:
-    """Magnitude of the largest element; 0 of none."""
+    """Return the magnitude of the largest element; 0 for an empty tensor."""
     return tensor.abs().max().item() if tensor.numel() else 0.0

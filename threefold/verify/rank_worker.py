@@ -1,4 +1,4 @@
-"""The engine of a verified layout, all of whose work goes in tiny pieces, and this rank's part of it."""
+"""Verification on one rank: trains the layout in tiny pieces and compares it with the trace of one process."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -29,27 +29,19 @@ from threefold.verify.shrunk_config import compose
 
 PIECES: Final = PieceSizes(bucket_bytes=8 << 10, norm_elements=16, logits_at_once=1 << 5)
 SHARED_MEMORY: Final = SharedMemorySizes(slot=4 << 10, sharing=2 << 10)
-"""Sizes with which the tensors of a shrunk model have several pieces too, of full and of other lengths, so that a
-mistake at the bound of a piece, or in all but the first, is no smaller than in the full model."""
+"""Sizes that divide even a shrunk model's tensors into several full and partial pieces, so that a mistake at a bound,
+or in all but the first piece, is no smaller than in the full model."""
 
 
 def tiny_mesh(config: Config) -> Mesh:
-    """The mesh of a config's layout, with tiny pieces in shared memory."""
+    """Return the mesh of a config's layout, with tiny pieces in shared memory."""
     return Mesh(Layout.of(config.parallel), sizes=SHARED_MEMORY)
 
 
 def tiny_engine(
     source: ModelSource, config: Config, mesh: Mesh, clip: float, loss_scale: LossScale | None = None
 ) -> Engine:
-    """An engine with tiny pieces.
-
-    Args:
-        source: the model.
-        config: of the layout.
-        mesh: of this rank.
-        clip: norm to which gradients are clipped; 0 for no clip.
-        loss_scale: None for that of the config.
-    """
+    """Return an engine with tiny pieces that clips to norm `clip`, 0 for no clip."""
     optimizer = config.optimizer.model_copy(update={"clip_grad_norm": clip})
     config = config.model_copy(update={"optimizer": optimizer})
     make_model, plan = source.load(config)
@@ -57,7 +49,7 @@ def tiny_engine(
 
 
 def held_parts(engine: Engine) -> dict[str, Held]:
-    """This rank's shard of each parameter of its stages, by name."""
+    """Return this rank's shard of each parameter of its stages, by name."""
     numbers = engine.parallelism.stages.held_by(engine.mesh.pp.index)
     stages: dict[str, int] = {}
     for number, stage in zip(numbers, engine.stages, strict=True):
@@ -70,12 +62,12 @@ def held_parts(engine: Engine) -> dict[str, Held]:
 
 
 def weights_of(engine: Engine) -> dict[str, Tensor]:
-    """This rank's part of each weight, as it is updated."""
+    """Return this rank's part of each master weight."""
     return {weight.name: weight.master.detach() for weight in engine.model.weights}
 
 
 def gradients_of(engine: Engine) -> dict[str, Tensor]:
-    """This rank's part of each gradient."""
+    """Return this rank's part of each gradient."""
     return {entry.name: entry.gradient.detach() for entry in engine.optimizer.entries}
 
 
@@ -85,25 +77,23 @@ SKIPPED: Final = "skipped step"
 RESUMED: Final = "resume"
 MOVED: Final = "resume from one process"
 CHECKS: Final = (MIXED, OVERFLOW, SKIPPED, RESUMED, MOVED)
-"""What the second run checks, in order; a departure belongs to the first that sees it."""
+"""Checks of the second run, in order; a departure belongs to the first check that sees it."""
 
-_STEPS: Final = (0, 1, 3, 4)  # 2 is passed over
-_OVERFLOWS, _SAVED = 1, 2  # places in _STEPS
+_STEPS: Final = (0, 1, 3, 4)  # step 2 is skipped
+_OVERFLOWS, _SAVED = 1, 2  # indices in _STEPS
 _SCALE, _WINDOW = 4096.0, 2
 _SCALES: Final = (4096.0, 2048.0, 2048.0, 4096.0)
-"""After each step: halved by the overflow, and doubled by the second good step after it, of which the first is before
-the checkpoint."""
+"""Loss scale after each step: halved by the overflow, doubled by the second good step, after the checkpoint."""
 _OF_ONE_PROCESS, _OF_LAYOUT = "one-process", "layout"
 
 
 @dataclass(frozen=True)
 class SecondRun:
-    """What the second run trains.
+    """Second training run of a verification, with further features.
 
     Attributes:
-        config: of the single process.
-        rows: the batches.
-        steps: of the first run; batches are taken of these alone, as the user's may have no others.
+        config: config of the single process.
+        steps: steps of the first run; only their batches are used, as the user may have no others.
     """
 
     config: Config
@@ -129,10 +119,7 @@ def write_second_trace(source: ModelSource, run: SecondRun, folder: str) -> None
 
 
 def second_errors(source: ModelSource, config: Config, run: SecondRun, mesh: Mesh, folder: str) -> list[Error]:
-    """Make the second run as a rank of the config's layout, and compare it with the trace in `folder`.
-
-    Collective over the world.
-    """
+    """Make the second run as a rank of the config's layout, and compare it with the trace in `folder`. Collective."""
     path = Path(folder) / "second"
     expected = Trace.load(path)
     first = _Training(source, config, run, mesh, expected)
@@ -140,14 +127,14 @@ def second_errors(source: ModelSource, config: Config, run: SecondRun, mesh: Mes
     checkpoint = first.save(path / _OF_LAYOUT)
     second = _Training(source, config, run, mesh, expected)
     second.resume(checkpoint, RESUMED)
-    # What the evaluation has gathered of the weights is out of date when others are loaded.
+    # An evaluation gathers weights, which must not outlive the load of other weights.
     second.evaluate()
     second.resume(_checkpoint(path / _OF_ONE_PROCESS), MOVED)
     return first.errors + second.errors
 
 
 class _Training:
-    """An engine of this rank, compared step by step."""
+    """Engine of this rank, compared step by step."""
 
     def __init__(self, source: ModelSource, config: Config, run: SecondRun, mesh: Mesh, expected: Trace) -> None:
         self.config, self.run, self.mesh, self.expected = config, run, mesh, expected
@@ -156,12 +143,10 @@ class _Training:
         self.errors: list[Error] = []
 
     def steps(self, count: int) -> None:
-        """Make the first steps."""
         for place in range(count):
             self._step(place, CHECKS[place])
 
     def resume(self, checkpoint: Checkpoint, check: str) -> None:
-        """Load a checkpoint, and make the step after it."""
         restore_engine(self.engine, checkpoint)
         comparison = self._comparison(check)
         comparison.weights(_SAVED, weights_of(self.engine))
@@ -170,12 +155,10 @@ class _Training:
         self._step(_SAVED + 1, check)
 
     def evaluate(self) -> None:
-        """Evaluate the first batch."""
         batch = self.run.rows.batch(self.config, 0, self.mesh.dp.index, self.mesh.dp.size)
         self.engine.eval_batch(batch, self.engine.loss)
 
     def save(self, folder: Path) -> Checkpoint:
-        """Save a checkpoint of the step of `_SAVED`."""
         scale, good_steps = loss_scale_facts(self.engine)
         seed, step = self.config.train.seed, _STEPS[_SAVED] + 1
         facts = Facts(step, 0, seed, None, None, 0, 0, loss_scale=scale, good_steps=good_steps)
@@ -184,7 +167,7 @@ class _Training:
 
     @property
     def _scale(self) -> float:
-        assert self.engine.loss_scale is not None  # it was given one
+        assert self.engine.loss_scale is not None  # the constructor sets it
         return self.engine.loss_scale.value
 
     def _comparison(self, check: str) -> Comparison:
@@ -209,7 +192,7 @@ class _Training:
         self.errors += comparison.errors
 
     def _overflow(self) -> None:
-        """Have a gradient of one rank overflow: of the last that holds any."""
+        """Make a gradient overflow on the last rank that holds any."""
         filled = [entry for entry in self.engine.optimizer.entries if entry.gradient.numel()]
         holders = [rank for rank, holds in enumerate(self.mesh.world.gather_objects(bool(filled))) if holds]
         if self.mesh.rank == holders[-1]:
@@ -226,10 +209,10 @@ class RankReport:
     """Results of a rank.
 
     Attributes:
-        errors: of all comparisons, in the order of computation.
-        held: its shards of the parameters.
-        sent: axis → bytes of its tensors in the collectives of one step.
-        cut: the axes over which any of its parameters is sharded.
+        errors: errors of all comparisons, in the order of computation.
+        held: shards of the parameters on this rank.
+        sent: axis → bytes of this rank's tensors in the collectives of one step.
+        cut: axes that shard any of its parameters.
     """
 
     errors: list[Error]
@@ -250,13 +233,13 @@ def run_rank(
     """Train for `steps` steps as a rank of the config's layout, and compare with the trace in `folder`.
 
     Args:
-        source: the model.
-        config: of the layout.
-        rows: the batches.
+        source: source of the model.
+        config: config of the layout.
+        rows: source of the batches.
         steps: optimizer steps.
-        folder: has the traces of one process.
-        second: the layout's config in the second run, and that run; None for the first run alone.
-        mesh: of the layout; None for one that is made here.
+        folder: folder with the traces of one process.
+        second: the second run, preceded by the layout's config in it; None for the first run only.
+        mesh: mesh of the layout; None to make it here.
     """
     mesh, expected = mesh or tiny_mesh(config), Trace.load(Path(folder))
     engine = tiny_engine(source, config, mesh, expected.limit)
@@ -278,7 +261,7 @@ def run_rank(
         sent = _bytes(events)
         comparison.gradients(step, gradients)
         comparison.scalars(step, result.loss, result.grad_norm)
-        if config.optimizer.name in BUILT_IN:  # those of others may change what they are given
+        if config.optimizer.name in BUILT_IN:  # other packages' optimizers may change the gradients that they are given
             comparison.clipped(step, gradients_of(engine))
         comparison.weights(step, weights_of(engine))
         comparison.buffers(step, stored_buffers(engine.stages))
@@ -287,7 +270,7 @@ def run_rank(
     if second is not None:
         limit = TOLERANCE[config.precision.dtype]
         is_equal = all(error.relative <= limit for error in errors) and held.keys() <= expected.initial.keys()
-        if all(mesh.world.gather_objects(is_equal)):  # else there is nothing more to learn
+        if all(mesh.world.gather_objects(is_equal)):  # after a departure the second run adds nothing
             errors = errors + second_errors(source, *second, mesh, folder)
     return RankReport(errors, list(held.values()), sent, cut)
 

@@ -1,9 +1,9 @@
-"""The reference: one process with the plain model, torch's own optimizer and clip, the whole batch in one pass.
+"""Reference run: one process with the plain model, torch's own optimizer and clip, and the whole batch in one pass.
 
-Nothing of the engine, of `parallel` and of `comm` is used, so a mistake in them cannot hide on both sides of the
-comparison. Shared with the engine is what does not depend on the layout and has tests of its own: the single-device
-layers of `models` with their kernels (`ops`), the keyed random numbers of weights and dropout (`random`), the
-learning-rate schedule, and the update rule of an optimizer of another package (`reference_optimizers`).
+It uses nothing of the engine, `parallel` or `comm`, so a mistake there cannot hide on both sides of the comparison. It
+shares with the engine only parts that do not depend on the layout and have their own tests: the single-device layers of
+`models` with their kernels (`ops`), the keyed random numbers of weights and dropout (`random`), the learning-rate
+schedule, and the update rule of another package's optimizer.
 """
 
 from abc import ABC, abstractmethod
@@ -39,23 +39,23 @@ from threefold.verify.batches import BatchSource, OwnBatches
 
 FILE = "one-process.pt"
 CLIP_SHARE = 0.5
-"""Share of the first gradient's norm to which gradients are clipped while verifying, where the config clips."""
+"""Share of the first gradient norm that gradients are clipped to while verifying, if the config clips."""
 
 
 @dataclass
 class Trace:
-    """What a run computed, by parameter name in model order.
+    """Results of a run, by parameter name in model order.
 
     Attributes:
-        initial: the weights before the first step.
-        losses, norms: each step's loss, and gradient norm before the clip.
-        gradients: each step's gradients of the parameters that are trained, before the clip and the update.
-        weights: the weights after each step.
-        buffers: the persistent buffers after each step.
-        leverage: how far the updates of all steps together move each weight per relative error in the gradients.
-        coefficients: what the clip multiplied the gradients of each step by.
-        evaluations: step → the loss of its batch in evaluation mode, before the update.
-        limit: the norm to which gradients were clipped; 0 for no clip.
+        initial: weights before the first step.
+        losses, norms: loss and unclipped gradient norm of each step.
+        gradients: gradients of the trained parameters in each step, before the clip and the update.
+        weights: weights after each step.
+        buffers: persistent buffers after each step.
+        leverage: total movement of each weight, over all steps, per relative error in the gradients.
+        coefficients: clip coefficient of each step.
+        evaluations: step → loss of its batch in evaluation mode, before the update.
+        limit: norm that gradients were clipped to; 0 for no clip.
     """
 
     initial: dict[str, Tensor] = field(default_factory=dict)
@@ -70,12 +70,12 @@ class Trace:
     buffers: list[dict[str, Tensor]] = field(default_factory=list)
 
     def save(self, folder: Path) -> None:
-        """Write it for the ranks of the layouts."""
+        """Write the trace for the ranks of the layouts."""
         torch.save(self.__dict__, folder / FILE)
 
     @classmethod
     def load(cls, folder: Path) -> "Trace":
-        """Memory-mapped: a rank reads the parts that it compares."""
+        """Load a trace memory-mapped, as a rank reads only the parts that it compares."""
         return cls(**torch.load(folder / FILE, mmap=True, weights_only=True))
 
 
@@ -83,16 +83,16 @@ class OneProcess:
     """Training on one device, step by step.
 
     Args:
-        make_model: the model's `forward(tokens, labels, samples)` returns the summed loss of the valid labels; with
-            `loss`, its `forward` takes the inputs of a batch, or it has none and its layers are called one by one.
-        plan: for the initial values, and the layers of a model without a `forward`.
-        config: resolved; its layout is not read.
-        loss: of the model's output and the batch.
-        clip_share: clip to this share of the first gradient's norm, where the config clips at all, so that the clip is
-            active; None for the limit of the config.
+        make_model: constructs a model whose `forward(tokens, labels, samples)` returns the summed loss of the valid
+            labels; with `loss`, its `forward` takes the inputs of a batch, or its layers are called one by one.
+        plan: plan of the initial values, and of the layers of a model without a `forward`.
+        config: resolved config; its layout is ignored.
+        loss: function of the model's output and the batch.
+        clip_share: share of the first gradient norm to clip to, if the config clips at all, so that the clip is active;
+            None for the config's limit.
 
     Attributes:
-        trace: of the steps made so far.
+        trace: trace of the steps made so far.
     """
 
     def __init__(
@@ -115,13 +115,13 @@ class OneProcess:
         self.trace = Trace(initial=_copies(self.parameters), leverage=leverage, limit=limit)
 
     def step(self, batch: Any, step: int, updates: bool = True, evaluates: bool = False) -> None:
-        """One step.
+        """Make one step.
 
         Args:
-            batch: the global batch.
-            step: its number, from 0; for the dropout masks and the learning rate.
-            updates: whether the weights are updated.
-            evaluates: whether the loss of the batch is evaluated before the update.
+            batch: global batch.
+            step: number of the step, from 0, for the dropout masks and the learning rate.
+            updates: whether to update the weights.
+            evaluates: whether to evaluate the loss of the batch before the update.
         """
         trace, parameters, before = self.trace, self.parameters, self._buffers()
         self.model.zero_grad()
@@ -181,7 +181,6 @@ class OneProcess:
             trace.leverage[name] += lr * self.optimizer.leverage(name)
 
     def _mean_loss(self, batch: Any, step: int | None) -> Tensor:
-        """The mean loss of a batch; without a step, nothing is dropped."""
         return reference_loss(self.model, self.plan, batch, step, self.config, self.loss)
 
 
@@ -194,12 +193,7 @@ def one_process(
     loss: LossFunction | None = None,
     clip_share: float | None = None,
 ) -> Trace:
-    """Train for `steps` steps on one device.
-
-    Args:
-        make_model, plan, config, loss, clip_share: as of `OneProcess`.
-        rows: the global batches.
-    """
+    """Train for `steps` steps on one device, on the global batches of `rows`; other arguments as for `OneProcess`."""
     run = OneProcess(make_model, plan, config, loss, clip_share)
     for step in range(steps):
         run.step(rows.batch(config, step), step, evaluates=step == evaluated_step(steps))
@@ -207,8 +201,7 @@ def one_process(
 
 
 def evaluated_step(steps: int) -> int:
-    """The step, from 0, between whose gradients and update the loss is evaluated too: one that others follow, which
-    what the evaluation leaves behind would change."""
+    """Return the step, from 0, that also evaluates: one with later steps, which would show any side effect."""
     return min(1, steps - 1)
 
 
@@ -221,11 +214,11 @@ def reference_loss(
     loss: LossFunction | None,
     by_layers: bool = False,
 ) -> Tensor:
-    """The mean loss of a global batch, in one pass of the plain model; arguments as of `one_process`.
+    """Return the mean loss of a global batch, in one pass of the plain model; other arguments as for `one_process`.
 
     Args:
-        step: from 0, for the dropout masks; None for a pass in which nothing is dropped.
-        by_layers: call the layers one by one, as training does, whatever `forward` the model has.
+        step: number of the step, from 0, for the dropout masks; None to drop nothing.
+        by_layers: call the layers one by one, as training does, even if the model has a `forward`.
     """
     if loss is None:
         return _token_loss(model, batch, step, config)
@@ -239,7 +232,7 @@ def write_trace(
     steps: int,
     folder: str,
 ) -> list[float]:
-    """Run one process, with a clip that is active, and write its trace to `folder`; returns the losses."""
+    """Train in one process with an active clip, write the trace to `folder`, and return the losses."""
     make_model, plan = source.load(config)
     with explaining_passes(()) if plan.constructed else nullcontext():
         trace = one_process(make_model, plan, config, rows, steps, source.loss(config), CLIP_SHARE)
@@ -248,7 +241,6 @@ def write_trace(
 
 
 def _token_loss(model: nn.Module, batch: Any, step: int | None, config: Config) -> Tensor:
-    """The mean loss of a batch of tokens, which the model computes."""
     keys = None if step is None else sample_keys(config.train.seed, step, batch.rows)
     counted = batch.labels != IGNORE_INDEX
     weights = None if step is None else counted.double() / counted.sum()
@@ -258,7 +250,7 @@ def _token_loss(model: nn.Module, batch: Any, step: int | None, config: Config) 
 
 
 def has_forward(model: nn.Module) -> bool:
-    """Whether a model has a `forward`; else its layers are called one by one."""
+    """Return whether a model has a `forward`; otherwise its layers are called one by one."""
     return type(model).forward is not nn.Module.forward
 
 
@@ -271,7 +263,7 @@ def _own_loss(
     loss: LossFunction,
     by_layers: bool = False,
 ) -> Tensor:
-    """The mean loss of a batch of the user's own model: forward once through the model, or through its layers."""
+    """Return the mean loss of a batch of the user's own model, through its `forward` or its layers."""
     if isinstance(batch, Batch):
         batch = (batch.tokens, batch.labels)
     size = batch_size(batch)
@@ -291,7 +283,7 @@ def _own_loss(
 
 
 def _with_floats(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Convert the floats of a model, and leave its complex buffers as they are, whose imaginary part would be lost."""
+    """Convert a model's floats; keep its complex buffers, which would lose their imaginary part."""
     complexes = [
         (module, name, buffer)
         for module in model.modules()
@@ -308,7 +300,7 @@ def _with_floats(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 @torch.no_grad()
 def _draw_(parameter: nn.Parameter, initial: Initial, name: str, seed: int) -> None:
-    """Set a whole parameter to its initial values, unless it has them from the model's constructor."""
+    """Set a whole parameter to its initial values, unless the constructor has set them."""
     if isinstance(initial, Normal):
         key = stream_key("weights", seed, name)
         fill_normal_(parameter, initial.std, key, tuple(parameter.shape), (0,) * parameter.dim())
@@ -319,7 +311,7 @@ def _draw_(parameter: nn.Parameter, initial: Initial, name: str, seed: int) -> N
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:  # not used by the loss: zero, as in the engine's cleared buffers
+    if parameter.grad is None:  # unused by the loss: zero, as in the engine's cleared buffers
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
 
@@ -329,24 +321,21 @@ def _copies(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
 
 
 class ReferenceOptimizer(ABC):
-    """Updates whole parameters.
-
-    Args:
-        parameters: of the whole model, by name.
-        config: resolved.
-    """
+    """Reference optimizer over the parameters of the whole model, by name."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> None:
         self.parameters, self.config = dict(parameters), config
 
     @abstractmethod
     def step(self, lr: float) -> None:
-        """Update from the parameters' `.grad`."""
+        """Update the parameters from their `.grad`."""
 
     @abstractmethod
     def leverage(self, name: str) -> Tensor | float:
-        """How far the update just made, at learning rate 1, moves each element of a weight per relative error of its
-        gradient: an error of δ times the gradient's largest magnitude."""
+        """Return how far the last update, at learning rate 1, moves each element per relative error of the gradient.
+
+        A relative error δ is an error of δ times the gradient's largest magnitude.
+        """
 
     def _gradient(self, name: str) -> Tensor:
         gradient = self.parameters[name].grad
@@ -363,13 +352,7 @@ class ReferenceOptimizer(ABC):
 def reference_optimizer(
     parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, plan: ModelPlan
 ) -> ReferenceOptimizer:
-    """The optimizer that a config names.
-
-    Args:
-        parameters: of the whole model, by name.
-        config: resolved.
-        plan: which layers are the first and the last.
-    """
+    """Return the reference optimizer of a config, for the parameters of the whole model by name."""
     if config.name == "muon":
         return _Muon(parameters, config, plan)
     kinds = {"adamw": _Torch, "adam": _Torch, "sgd": _Torch, "lion": _Lion}
@@ -377,7 +360,7 @@ def reference_optimizer(
 
 
 class _Torch(ReferenceOptimizer):
-    """AdamW, Adam and SGD of `torch.optim`."""
+    """Reference for AdamW, Adam and SGD: `torch.optim`."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> None:
         super().__init__(parameters, config)
@@ -398,9 +381,11 @@ class _Torch(ReferenceOptimizer):
         self._optimizer.step()
 
     def leverage(self, name: str) -> Tensor | float:
-        """SGD moves by at most δ·G / (1 − momentum). Adam divides by √v + ε (bias corrected), so by δ·G / (√v + ε): for
-        gradients that are rounding noise alone (a key bias, which softmax ignores) that is far more than δ, and no
-        mistake. The bound falls to that of SGD's kind where the gradient is a gradient."""
+        """Bound the movement by an error δ: δ·G / (1 − momentum) for SGD, δ·G / (√v + ε) for Adam (bias-corrected v).
+
+        For gradients that are only rounding noise (a key bias, which softmax ignores), Adam's bound rightly far exceeds
+        δ.
+        """
         if self.config.name == "sgd":
             return self._largest(name) / (1 - self.config.momentum)
         state = self._optimizer.state[self.parameters[name]]
@@ -409,7 +394,7 @@ class _Torch(ReferenceOptimizer):
 
 
 class _Lion(ReferenceOptimizer):
-    """Algorithm 2 of arXiv 2302.06675."""
+    """Reference for Lion: algorithm 2 of arXiv 2302.06675."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> None:
         super().__init__(parameters, config)
@@ -426,13 +411,13 @@ class _Lion(ReferenceOptimizer):
             self._momentum[name] = beta2 * momentum + (1 - beta2) * gradient
 
     def leverage(self, name: str) -> Tensor | float:
-        """An error of δ·G turns the sign of what is no larger, and moves the weight by 2."""
+        """Bound the movement: an error of δ·G flips the sign of any smaller value, and moves the weight by 2."""
         tiny = torch.finfo(self._signed[name].dtype).tiny
         return 2 * self._largest(name) / self._signed[name].abs().clamp(min=tiny)
 
 
 class _Muon(ReferenceOptimizer):
-    """Muon of each weight of two dims or more between the first and the last layer, AdamW of the others."""
+    """Reference for Muon: weights of two or more dims between the first and the last layer; AdamW for the others."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, plan: ModelPlan) -> None:
         super().__init__(parameters, config)
@@ -462,8 +447,10 @@ class _Muon(ReferenceOptimizer):
         self._others.step(lr)
 
     def leverage(self, name: str) -> Tensor | float:
-        """An iteration makes small singular values, and an error of the normalised matrix, at most 3.4445 times as
-        large; an error of δ·G in each element is one of δ·G·√(m·n) in the norm of the matrix."""
+        """Bound the movement: an error of δ·G per element is one of δ·G·√(m·n) in the norm of the matrix.
+
+        Each iteration amplifies small singular values, and errors of the normalized matrix, by at most 3.4445.
+        """
         if name not in self._momentum:
             return self._others.leverage(name)
         *_, rows, columns = self.parameters[name].shape
@@ -471,7 +458,7 @@ class _Muon(ReferenceOptimizer):
         return self._largest(name) * amplified * self._scale(name) / self._norms[name]
 
     def _orthogonalised(self, matrix: Tensor) -> Tensor:
-        """The quintic iteration of https://kellerjordan.github.io/posts/muon, without bf16."""
+        """Orthogonalize by the quintic iteration of https://kellerjordan.github.io/posts/muon, without bf16."""
         if matrix.shape[0] > matrix.shape[1]:
             return self._orthogonalised(matrix.T).T
         matrix = matrix / max(float(matrix.norm()), 1e-7)
@@ -487,8 +474,6 @@ class _Muon(ReferenceOptimizer):
 
 
 class _WholeGradients(Gradients):
-    """The `.grad` of whole parameters."""
-
     def __getitem__(self, leaf: Tensor) -> Tensor:
         assert leaf.grad is not None
         return leaf.grad
@@ -508,7 +493,7 @@ class _WholeGradients(Gradients):
 
 
 class _Added(ReferenceOptimizer):
-    """The update rule of another package, and the same beside it on slightly wrong gradients."""
+    """Reference for another package's update rule, run a second time on slightly wrong gradients."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, plan: ModelPlan) -> None:
         super().__init__(parameters, config)
@@ -535,7 +520,6 @@ class _Added(ReferenceOptimizer):
             self._leverage[name] = moved / (_DISTURBANCE * lr) if lr else torch.zeros_like(moved)
 
     def leverage(self, name: str) -> Tensor | float:
-        """Measured."""
         return self._leverage[name]
 
     def _distance(self, name: str) -> Tensor:
@@ -543,4 +527,4 @@ class _Added(ReferenceOptimizer):
 
 
 _DISTURBANCE = 1e-3
-"""Relative error of the gradients whose effect is measured: far above rounding, small enough to act in proportion."""
+"""Relative gradient error whose effect is measured: far above rounding, small enough to act proportionally."""

@@ -31,13 +31,13 @@ Verdict = Literal["equal", "departs", "error", "unsplit"]
 
 @dataclass(frozen=True)
 class LocatedError:
-    """An error with the rank and stage where it occurred.
+    """Error with the rank and the stage where it occurred.
 
     Attributes:
-        what, parameter, step, relative, check: as in `Error`.
-        rank: the global rank.
-        dp, tp, pp, cp: its coordinates.
-        stage: the pipeline stage of the parameter; of a loss or norm, the rank's pp coordinate.
+        what, parameter, step, relative, check: see `Error`.
+        rank: global rank.
+        dp, tp, pp, cp: coordinates of the rank.
+        stage: pipeline stage of the parameter; for a loss or norm, the rank's pp coordinate.
     """
 
     what: str
@@ -53,21 +53,21 @@ class LocatedError:
     check: str = ""
 
     def __str__(self) -> str:
-        """`gradient of blocks.0.mlp.up.weight, step 1`, with the check of the second run that saw it."""
+        """Format as `gradient of blocks.0.mlp.up.weight, step 1`, with the check of the second run that saw it."""
         of = f" of {self.parameter}" if self.parameter else ""
         seen = f" in the check of {self.check}" if self.check else ""
         return f"{self.what}{of}" + (f", step {self.step}" if self.step else "") + seen
 
     @property
     def short(self) -> str:
-        """`step 1 grad blocks.0.mlp.up.weight`, for the table."""
+        """Short form for the table: `step 1 grad blocks.0.mlp.up.weight`."""
         what = {INITIAL: "init", GRADIENT: "grad", NORM: "grad norm", CLIPPED: "clipped"}.get(self.what, self.what)
         if self.check:
             return " ".join(part for part in (f"{self.check}:", what, self.parameter) if part)
         return " ".join(part for part in (f"step {self.step}" if self.step else "", what, self.parameter) if part)
 
     def where(self, layout: Layout) -> str:
-        """`stage 1, tp shard 0 of 2, rank 2`: the coordinates on the axes of the layout."""
+        """Format the coordinates on the axes of the layout: `stage 1, tp shard 0 of 2, rank 2`."""
         parts = [f"stage {self.stage}"] if layout.pp > 1 else []
         names = {"tp": "tp shard", "dp": "dp replica", "cp": "cp part"}
         parts += [
@@ -83,22 +83,20 @@ class LayoutResult:
     """Result of comparing a layout with a single process.
 
     Attributes:
-        spec: the layout.
-        verdict: `equal`, `departs`, `error` (it did not run to the end) or `unsplit` (equal, but nothing of the model
-            is sharded over one of its axes, so nothing is verified).
+        verdict: `equal`, `departs`, `error` (did not run to the end) or `unsplit` (equal, but one of its axes shards
+            nothing of the model, so nothing is verified).
         seconds: wall-clock time.
-        worst: the largest relative error of all comparisons; None if the run failed.
-        first: the first departure: the earliest step, there the earliest of initial weights, gradients, loss, norm and
-            weights after the update, and there the first in model order and the lowest rank.
-        nearest_to_loss: where gradients depart while the step's loss is equal: the last of them in model order. As the
-            backward pass goes from the last layer to the first, the fault is there.
+        worst: largest relative error of all comparisons; None if the run failed.
+        first: first departure: the earliest step, then the earliest of initial weights, evaluation, gradients, loss,
+            norm, clipped gradients, weights and buffers, then the first in model order and the lowest rank.
+        nearest_to_loss: if gradients depart while the step's loss is equal, the last of them in model order. The fault
+            is there, as the backward pass goes from the last layer to the first.
         departing: names of the parameters that depart in the step of the first departure, in model order.
         sent: axis → largest number of bytes of a rank's tensors in the collectives of one step.
         parameters: largest number of parameter elements that a rank updates.
-        message: of the error where the verdict is `error`, of a departure that is not numerical, or the axes over which
-            nothing is sharded.
-        details: the traceback of an error.
-        checks: of the second run, each with its largest relative error, in order.
+        message: message of an error, of a departure that is not numerical, or about the axes that shard nothing.
+        details: traceback of an error.
+        checks: checks of the second run, each with its largest relative error, in order.
     """
 
     spec: LayoutSpec
@@ -115,7 +113,7 @@ class LayoutResult:
     checks: tuple[tuple[str, float], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """As docs/verify.md describes it."""
+        """Return the result as the JSON object that docs/verify.md describes."""
         layout = self.spec.layout
         return {
             "layout": str(self.spec),
@@ -137,11 +135,10 @@ class LayoutResult:
 def judge(
     spec: LayoutSpec, reports: list[RankReport], order: list[str], tolerance: float, seconds: float, missing: str | None
 ) -> LayoutResult:
-    """The result of a layout from the reports of its ranks.
+    """Return the result of a layout from the reports of its ranks.
 
-    Args:
-        order: names of the parameters in model order.
-        missing: result of `coverage`.
+    `order` lists the parameters in model order; errors up to `tolerance` are equal; `missing` is the result of
+    `coverage`.
     """
     number = {name: place for place, name in enumerate(order)}
     places = [_located(error, report.held, spec) for report in reports for error in report.errors]
@@ -177,7 +174,7 @@ def judge(
 
 
 def _nothing_split(spec: LayoutSpec, reports: list[RankReport], order: list[str]) -> str:
-    """A message that names the axes over which the model should be sharded but is not; empty if there are none."""
+    """Return a message that names the axes that should shard the model but do not; empty if there are none."""
     layout, cut = spec.layout, {axis for report in reports for axis in report.cut}
     sharing = {
         "tp": layout.tp == 1 or "tp" in cut,

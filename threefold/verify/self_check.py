@@ -1,4 +1,4 @@
-"""State and random draws of an own model outside its state dict, found by running its forward pass from one state."""
+"""Self-check of a user's own model before a run: state outside its state dict, random draws, and its layout."""
 
 import json
 import os
@@ -50,11 +50,11 @@ from threefold.verify.report import DEPARTS, judge
 from threefold.verify.verifier import choose_batches
 
 _OF_TORCH: Final = frozenset(vars(nn.Module()))
-"""What every module has, its parameters, buffers, submodules and hooks among it."""
+"""Attributes of every module, including its parameters, buffers, submodules and hooks."""
 _ALIKE: Final = 1e-4
-"""Relative difference up to which gradients count as equal."""
+"""Largest relative difference at which gradients count as equal."""
 _DEPTH, _MOST = 3, 1000
-"""How deep containers and objects in an attribute are looked into, and how many of their elements."""
+"""Depth and number of elements to which containers and objects in an attribute are inspected."""
 _GENERATORS: Final[dict[str, Callable[[], object]]] = {
     "torch": lambda: torch.get_rng_state().numpy().tobytes(),
     "random": random.getstate,
@@ -67,8 +67,8 @@ class HiddenState:
     """Findings of `find_hidden_state`.
 
     Attributes:
-        refusal: a clause about state that is no buffer and that the loss depends on; empty where there is none.
-        drawing: the module that draws, and the generator that it draws from; empty where none does.
+        refusal: clause about state that is no buffer and that the loss depends on; empty if there is none.
+        drawing: the module that draws, and the generator it draws from; empty if none does.
         notes: sentences about attributes that forward changes without an effect on the loss so far.
     """
 
@@ -80,15 +80,15 @@ class HiddenState:
 def find_hidden_state(
     model: nn.Module, make: Callable[[], nn.Module], loss: Callable[[nn.Module], Tensor]
 ) -> HiddenState:
-    """Run a model's passes three times, and those of a model that is made anew with its parameters and buffers once.
+    """Run a model's passes three times, and the passes of a newly made copy of it once, and compare them.
 
-    All begin with equal parameters, buffers and generators. The first passes fill what a model computes once and keeps;
+    All begin with equal parameters, buffers and generators. The first passes fill caches that a model computes once;
     the others are compared.
 
     Args:
-        model: in training mode; its parameters and persistent buffers are as before in the end, as are the generators.
-        make: makes another one as `model` was made.
-        loss: a model's loss of some samples, which runs the forward pass.
+        model: model in training mode; its parameters, persistent buffers and the generators are restored at the end.
+        make: makes another model as `model` was made.
+        loss: returns a model's loss of some samples, by running the forward pass.
     """
     names = model.state_dict().keys()
     with state_preserved(model):
@@ -159,7 +159,7 @@ def _told_made(kept: dict[tuple[str, str], object], made: dict[tuple[str, str], 
 
 
 def _passes(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> list[Tensor]:
-    """The loss, and the gradients of a backward pass, of which a state may be too."""
+    """Return the loss and the gradients of a backward pass, both of which may depend on hidden state."""
     model.zero_grad()
     mean = loss(model)
     if mean.requires_grad:
@@ -170,7 +170,7 @@ def _passes(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> list[Tenso
 
 
 def _are_equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    """Whether losses are equal, and gradients but for the order in which threads may add up."""
+    """Return whether losses are equal, and gradients up to the order in which threads may sum."""
     return (
         len(one) == len(other)
         and torch.equal(one[0], other[0])
@@ -183,7 +183,6 @@ def _are_equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 
 @torch.no_grad()
 def _copy_state(model: nn.Module, another: nn.Module) -> None:
-    """Give a model the parameters and persistent buffers of one that was made alike."""
     state = dict(another.named_parameters())
     for name, parameter in model.named_parameters():
         if name in state:
@@ -205,8 +204,7 @@ def _get(model: nn.Module, name: str, attribute: str) -> Any:
 
 @contextmanager
 def _watching(model: nn.Module) -> Iterator[list[str]]:
-    """Note, in the block, the modules whose forward pass draws from a generator, the innermost of the first ones
-    first."""
+    """Collect the modules whose forward draws from a generator in the block, the innermost of the first ones first."""
     found: list[str] = []
     begun: list[dict[str, object]] = [_states()]
     names = {module: name for name, module in model.named_modules()}
@@ -237,7 +235,7 @@ def _states() -> dict[str, object]:
 
 @contextmanager
 def state_preserved(model: nn.Module) -> Iterator[None]:
-    """Put parameters, persistent buffers and generators back after the block."""
+    """Restore parameters, persistent buffers and generators after the block."""
     places = [
         (module, name, value)
         for module in model.modules()
@@ -253,11 +251,9 @@ def state_preserved(model: nn.Module) -> Iterator[None]:
 
 
 def _attributes(model: nn.Module, by_value: bool = False) -> dict[tuple[str, str], object]:
-    """Marks of the values of each attribute of each module, and of each buffer that is not persistent.
+    """Return marks of the values of each attribute of each module, and of each buffer that is not persistent.
 
-    Args:
-        model: with the attributes.
-        by_value: whether marks are to be compared with those of another model.
+    Marks `by_value` can be compared with those of another model.
     """
     found: dict[tuple[str, str], object] = {}
     for name, module in model.named_modules():
@@ -272,7 +268,7 @@ def _attributes(model: nn.Module, by_value: bool = False) -> dict[tuple[str, str
 
 
 def _mark(value: Any, depth: int, by_value: bool = False) -> object:
-    """Something that is equal while a value stays as it is."""
+    """Return an object that is equal as long as a value stays unchanged."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
@@ -294,29 +290,28 @@ def _mark(value: Any, depth: int, by_value: bool = False) -> object:
 
 
 FILE: Final = "verified.json"
-"""In the run's folder: the checksums of what was found equal."""
+"""File in the run's folder with the checksums of layouts that were found equal."""
 _PARTIAL: Final = "verify.partial"
 STEPS: Final = 2
-"""In the second, buffers matter that the first has changed."""
+"""Number of steps; the second uses buffers that the first has changed."""
 TOLERANCE: Final = 1e-3
-"""The largest relative error that counts as rounding. A layer that depends on the layout is off by more; and a check
-that every run makes must not take the rounding of an unusual model for a mistake."""
+"""Largest relative error that counts as rounding: less than a layer that depends on the layout causes, and more than
+the rounding of an unusual model, as every run makes this check."""
 MOST_PARAMETERS: Final = 20_000_000
-"""Of the whole model, up to which rank 0 makes it in one process: some 0.8 GB with gradients and copies."""
+"""Largest number of parameters that rank 0 runs in one process: some 0.8 GB with gradients and copies."""
 MOST_WORK: Final = 5e9
-"""Multiply-adds of a forward pass of the samples, up to which one process computes them: seconds, as it makes three
-forward passes and two steps."""
+"""Largest number of multiply-adds of a forward pass in one process: seconds for three forward passes and two steps."""
 _SAMPLES: Final = 2
-"""Of a micro-batch at most."""
+"""Maximum number of samples per micro-batch."""
 _OF_TRAINING: Final = (
     *("seed", "global_batch_size", "micro_batch_size", "gradient_accumulation_steps", "loss_chunk_size"),
     *("recompute", "recompute_every"),
 )
-"""The settings of `train` that the result depends on."""
+"""Settings of `train` that the result depends on."""
 _VERSIONED: Final = {"torch", "threefold"}
-"""Packages that are known by their versions."""
+"""Packages that are identified by their versions."""
 _KEPT: Final = 32
-"""Results that are remembered in a run's folder."""
+"""Number of results that a run's folder keeps."""
 
 
 @dataclass(frozen=True)
@@ -324,9 +319,9 @@ class _Prepared:
     """Findings of rank 0 before the ranks compare.
 
     Attributes:
-        lines: to print.
-        key: checksum of all that the result depends on; empty where it is not to be kept.
-        compares: whether one process has computed its part, and the ranks follow.
+        lines: lines to print.
+        key: checksum of everything that the result depends on; empty if the result is not to be kept.
+        compares: whether one process has computed its part and the ranks follow.
     """
 
     lines: tuple[str, ...] = ()
@@ -335,19 +330,20 @@ class _Prepared:
 
 
 def self_check(config: Config, run_dir: Path, source: ModelSource, mesh: Mesh) -> None:
-    """Check that a run's layout computes what one process computes. Collective over the world.
+    """Check that a run's layout computes the same as one process. Collective over the world.
 
-    Nothing is checked where `train.verify` is false, of a model of this package, or of one that was found equal before.
-    What is too large, or does not run in one process, is not either, as a line says. Generators stay as they are.
+    Nothing is checked if `train.verify` is false, for a built-in model, or for a model that was found equal before. A
+    model that is too large, or does not run in one process, is skipped with a line that says so. Generators are
+    unchanged.
 
     Args:
-        config: of the run, resolved.
-        run_dir: shared by all ranks.
-        source: of the model.
-        mesh: of the run.
+        config: resolved config of the run.
+        run_dir: folder of the run, shared by all ranks.
+        source: source of the model.
+        mesh: mesh of the run.
 
     Raises:
-        UserError: on every rank, when it does not, or keeps state that no checkpoint has.
+        UserError: on every rank, if the results differ, or the model keeps state that no checkpoint stores.
     """
     if config.model.architecture != OWN or not config.train.verify:
         return
@@ -355,7 +351,7 @@ def self_check(config: Config, run_dir: Path, source: ModelSource, mesh: Mesh) -
     with generators_preserved(mesh.device):
         try:
             small, rows = _small(config), choose_batches(config, source.loss(config))
-        except UserError as error:  # settings that go with the run's sizes alone; the same on every rank
+        except UserError as error:  # depends only on the run's sizes, so it is the same on every rank
             if mesh.rank == 0:
                 say(f"Not verified against one process: a few samples do not go with the settings ({error})")
             return
@@ -375,8 +371,10 @@ def self_check(config: Config, run_dir: Path, source: ModelSource, mesh: Mesh) -
 
 
 def _small(config: Config) -> Config:
-    """The run's config with a few samples, SGD and fp32; its layout is as it was, with two micro-batches or the fewest
-    that the schedule takes where it has several."""
+    """Return the run's config with a few samples, SGD and fp32.
+
+    The layout stays the same, with two micro-batches, or the fewest that the schedule takes, if it has several.
+    """
     sections = {name: dict(values) for name, values in config.sections().items()}
     parallel, train = config.parallel, config.train
     share = train.global_batch_size // parallel.dp
@@ -409,10 +407,9 @@ def _small(config: Config) -> Config:
 
 
 def _prepare(config: Config, small: Config, run_dir: Path, source: ModelSource, rows: BatchSource) -> _Prepared:
-    """Look for state outside of the state dict, and compute in one process what is to be compared.
+    """Look for state outside the state dict, and compute the reference in one process.
 
-    Raises:
-        UserError: there is such state; or the model draws where the layout decides what it gets.
+    Raises a `UserError` if there is such state, or if the model draws random numbers that depend on the layout.
     """
     key = _key(config, small, source)
     if key and key in _remembered(run_dir):
@@ -436,7 +433,7 @@ def _prepare(config: Config, small: Config, run_dir: Path, source: ModelSource, 
                 trace = one_process(make_model, plan, small, rows, STEPS, loss)
                 (run_dir / _PARTIAL).mkdir(exist_ok=True)
                 trace.save(run_dir / _PARTIAL)
-    except Exception as error:  # of a model that runs in layers alone, for one
+    except Exception as error:  # for example of a model that runs only layer by layer
         reason = f"one process does not run it ({told(error)})"
     if reason:
         return _Prepared((f"Not verified against one process: {reason}.",))
@@ -453,7 +450,7 @@ def _prepare(config: Config, small: Config, run_dir: Path, source: ModelSource, 
 
 
 def _other_forward(model: nn.Module, plan: ModelPlan, batch: Any, small: Config, loss: LossFunction) -> str:
-    """Return a clause about a model whose forward computes something else than its layers; empty where it does not."""
+    """Return a clause about a model whose forward computes something else than its layers; empty if it does not."""
     if not has_forward(model):
         return ""
     with torch.no_grad(), state_preserved(model):
@@ -470,7 +467,7 @@ def _other_forward(model: nn.Module, plan: ModelPlan, batch: Any, small: Config,
 
 
 def _too_large(config: Config, small: Config, make_model: MakeModel, rows: BatchSource) -> str:
-    """Return why a model is not run in one process; empty where it is."""
+    """Return why a model is not run in one process; empty if it is."""
     if config.train.device != "cpu":
         return f"the run is on {config.train.device}; use threefold verify"
     model = skeleton(make_model, small.train.seed)
@@ -486,20 +483,16 @@ def _too_large(config: Config, small: Config, make_model: MakeModel, rows: Batch
 
 
 def _positions(batch: Any) -> int:
-    """How often a batch uses the weights, about: the places of its tensors, without the last dim of floats."""
+    """Return about how often a batch uses the weights: the elements of its tensors, without the last dim of floats."""
     if isinstance(batch, Batch):
         return batch.tokens.numel()
     return max(prod(shape[:-1] if dtype.is_floating_point else shape) for _, shape, dtype in batch_shapes(batch))
 
 
 def _compare(config: Config, small: Config, source: ModelSource, rows: BatchSource, mesh: Mesh, folder: Path) -> str:
-    """Compute the steps in the layout; returns the line that says that they are equal.
-
-    Raises:
-        UserError: they are not.
-    """
+    """Compute the steps in the layout; return the line that reports equality, or raise a `UserError`."""
     began = time.monotonic()
-    # Read before the ranks meet: after that the first one may have removed the folder.
+    # Read before the ranks meet, as the first one may remove the folder afterwards.
     spec, order = LayoutSpec(Layout.of(config.parallel)), list(Trace.load(folder).initial)
     reports = mesh.world.gather_objects(run_rank(source, small, rows, STEPS, str(folder), mesh=mesh))
     result = judge(spec, reports, order, TOLERANCE, time.monotonic() - began, None)
@@ -516,7 +509,7 @@ def _compare(config: Config, small: Config, source: ModelSource, rows: BatchSour
 
 
 def _said(config: Config, small: Config, source: ModelSource) -> str:
-    """The layout, or the micro-batches or layers of one that has nothing else."""
+    """Name the layout, or the micro-batches or layers of a single-process layout."""
     layout = Layout.of(config.parallel)
     count = small.train.gradient_accumulation_steps
     if layout.world_size > 1:
@@ -525,7 +518,7 @@ def _said(config: Config, small: Config, source: ModelSource) -> str:
 
 
 def _key(config: Config, small: Config, source: ModelSource) -> str:
-    """The checksum of all that the result depends on; empty where the files of the model are not known."""
+    """Return the checksum of everything that the result depends on; empty if the model's files are not known."""
     files = source.files(config)
     if not files:
         return ""
@@ -565,5 +558,5 @@ def _remembered(run_dir: Path) -> list[str]:
 
 
 def _remember(run_dir: Path, key: str) -> None:
-    with suppress(OSError):  # then it is verified again
+    with suppress(OSError):  # otherwise the next run verifies again
         write_durably(run_dir / FILE, json.dumps([*_remembered(run_dir)[-_KEPT + 1 :], key], indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""Configs for verification: shrunk so that every layout runs in minutes, and the config of each layout."""
+"""Configs for verification: shrunk so that every layout runs in minutes, and composed for each layout."""
 
 from collections.abc import Iterable, Sequence
 from math import gcd, lcm
@@ -16,21 +16,18 @@ from threefold.data.formats.own_data import is_own_data
 _HEAD_DIM, _VOCABULARY, _SEQUENCE, _LAYERS, _SERVED, _EXPERTS = 4, 64, 12, 3, 2, 4
 """Target sizes of shrinking, unless a layout needs more."""
 _DROPOUT = 0.1
-"""Of the second run, where the config has none."""
+"""Dropout of the second run if the config has none."""
 UNKNOWN_VOCABULARY = 8191
-"""Vocabulary size where neither config nor data has one; odd, so that its shards are uneven."""
+"""Vocabulary size if neither config nor data has one; odd, so that its shards are uneven."""
 LEAST_EPS = 1e-5
 """Smallest eps of Adam: with 1e-8, gradients that are rounding noise become updates that dominate later steps."""
 Settings = dict[str, dict[str, Any]]
 
 
 def prepare(config: Config, dtype: str, vocab_size: int) -> Config:
-    """The config of the single process: resolved, on the CPU, in `dtype`, not compiled.
+    """Return the config of the single process: resolved, on the CPU, in `dtype`, not compiled.
 
-    The eps of Adam and Muon is at least `LEAST_EPS`.
-
-    Args:
-        vocab_size: of the data, for a config that sets none.
+    The eps of Adam and Muon is at least `LEAST_EPS`. The data's `vocab_size` applies if the config sets none.
 
     Raises:
         UserError: its settings cannot be combined.
@@ -48,17 +45,12 @@ def prepare(config: Config, dtype: str, vocab_size: int) -> Config:
 
 
 def shrink(config: Config, specs: Sequence[LayoutSpec], batch_alone: bool = False) -> Config:
-    """A prepared config with fewer layers, heads and tokens, large enough for every layout.
+    """Return a prepared config with fewer layers, heads and tokens, large enough for every layout.
 
-    Widths keep their ratios, an odd vocabulary stays odd, the initialisation is wider so that activations keep their
-    magnitude, and the batch is the smallest that every layout can divide. Nothing grows. The warm-up is at most one
-    step, so that the few steps have the full learning rate. The samples of a data set of the user's own have a length
-    that is theirs, so the sequence length stays.
-
-    Args:
-        config: prepared.
-        specs: the layouts.
-        batch_alone: whether the model keeps its size.
+    Widths keep their ratios, an odd vocabulary stays odd, a wider initialization preserves the magnitude of
+    activations, and the batch is the smallest that every layout can divide. Nothing grows. The warm-up is at most one
+    step, so that the few steps use the full learning rate. A user's own data set determines the length of its samples,
+    so the sequence length stays. If `batch_alone`, the model keeps its size.
     """
     settings = _settings(config)
     fewest = (each.layout.dp * (_schedule(each).micro_batches or each.layout.pp) for each in specs)
@@ -79,18 +71,17 @@ def _shrink_model(config: Config, specs: Sequence[LayoutSpec], settings: Setting
     used = type(model).model_fields.keys() - {name for name, _ in model.unused()}
     settings["model"].update({name: size for name, size in sizes.items() if name in used})
     settings["data"]["sequence_length"] = sequence
-    if chunk := config.train.loss_chunk_size:  # as many chunks as before
+    if chunk := config.train.loss_chunk_size:  # keep the number of chunks
         vocab = settings["model"]["vocab_size"]
         settings["train"]["loss_chunk_size"] = max(1, round(chunk * vocab / model.vocab_size))
 
 
 def _widths(model: ModelConfig, specs: Sequence[LayoutSpec]) -> dict[str, Any]:
-    """The widths of the model."""
     tp = lcm(*(spec.layout.tp for spec in specs))
     groups = min(model.num_key_value_heads, lcm(2, tp))
     if model.num_key_value_heads % groups or groups % tp:
         groups = model.num_key_value_heads
-    sharing = tp // gcd(groups, tp)  # ranks of one key-value head, which divide among them the heads that it serves
+    sharing = tp // gcd(groups, tp)  # ranks that share a key-value head and divide its query heads
     served = model.num_attention_heads // model.num_key_value_heads
     heads = groups * min(served, -(-_SERVED // sharing) * sharing)
     head_dim = min(model.head_dim, _HEAD_DIM - model.head_dim % 2)
@@ -116,7 +107,7 @@ def _widths(model: ModelConfig, specs: Sequence[LayoutSpec]) -> dict[str, Any]:
 
 
 def _lengths(config: Config, sequence: int) -> dict[str, Any]:
-    """The settings that count positions and layers, for a shorter sequence and fewer layers."""
+    """Return the settings that count positions and layers, for a shorter sequence and fewer layers."""
     model = config.model
     positions = sequence + (2 if model.max_position_embeddings > config.data.sequence_length else 0)
 
@@ -134,9 +125,9 @@ def _lengths(config: Config, sequence: int) -> dict[str, Any]:
 
 
 def compose(base: Config, spec: LayoutSpec) -> Config:
-    """The resolved config of `base` in a layout.
+    """Return the resolved config of `base` in a layout.
 
-    There are two micro-batches per pipeline stage, two without a pipeline; fewer where the batch size is not divisible.
+    It has two micro-batches per pipeline stage, or two without a pipeline; fewer if the batch size is not divisible.
 
     Raises:
         UserError: the layout is unsupported.
@@ -157,12 +148,9 @@ def compose(base: Config, spec: LayoutSpec) -> Config:
 
 
 def with_further_features(config: Config, attention_dropout: bool, documents: bool) -> Config:
-    """The config of the second run: with dropout where the model has any, and with packed documents.
+    """Return the config of the second run: with dropout if the model supports it, and with packed documents.
 
-    Args:
-        config: of the first run.
-        attention_dropout: whether attention drops too; else as in `config`.
-        documents: whether documents are kept apart.
+    Attention drops too if `attention_dropout`; otherwise as in `config`. Documents are kept apart if `documents`.
     """
     if config.model.architecture == OWN:
         return config
@@ -176,7 +164,7 @@ def with_further_features(config: Config, attention_dropout: bool, documents: bo
 
 
 def stages(spec: LayoutSpec) -> int:
-    """Number of pipeline stages of a layout, over all ranks."""
+    """Return the number of pipeline stages of a layout, over all ranks."""
     pp, schedule = spec.layout.pp, _schedule(spec)
     chunks = schedule.stages_per_rank or spec.setting("parallel.stage_chunks", schedule.default_stages_per_rank)
     return len(schedule.stage_ranks(pp, chunks)) if pp > 1 else 1
@@ -187,13 +175,13 @@ def _schedule(spec: LayoutSpec) -> Schedule:
 
 
 def _micro_batches(spec: LayoutSpec) -> list[int]:
-    """Numbers of micro-batches to run a layout with, the preferred one first."""
+    """Return numbers of micro-batches to run a layout with, the preferred one first."""
     pp, fixed = spec.layout.pp, _schedule(spec).micro_batches
     return [fixed] if fixed else [2 * pp, pp, 1]
 
 
 def changes(before: Config, after: Config) -> list[str]:
-    """The changes by shrinking, as text such as `8 → 3 layers`."""
+    """Describe the changes by shrinking, as texts such as `8 → 3 layers`."""
     shown = {
         "layers": ("model", "num_layers"),
         "hidden": ("model", "hidden_size"),
@@ -210,7 +198,7 @@ def changes(before: Config, after: Config) -> list[str]:
 
 
 def _settings(config: Config) -> Settings:
-    """The settings that do not depend on the layout; of the batch sizes only the global one."""
+    """Return the settings that do not depend on the layout; of the batch sizes only the global one."""
     sections = {name: dict(values) for name, values in config.sections().items()}
     sections["model"].pop("preset", None)
     for key in ("micro_batch_size", "gradient_accumulation_steps"):
@@ -219,12 +207,12 @@ def _settings(config: Config) -> Settings:
 
 
 def _is_general(config: Config) -> bool:
-    """Whether the partition is a rule, not the stage split points of one layout."""
+    """Return whether the partition is a rule instead of the split points of one layout."""
     return isinstance(config.parallel.partition, str)
 
 
 def _sequence_unit(specs: Iterable[LayoutSpec]) -> int:
-    """The sequence length must be a multiple of this, so that every layout can divide it."""
+    """Return the number that the sequence length must be a multiple of, so that every layout can divide it."""
     units = [1]
     for spec in specs:
         layout = spec.layout

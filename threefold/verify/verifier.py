@@ -1,4 +1,4 @@
-"""Layouts to verify: those given, all valid ones, or a selection that covers every feature."""
+"""Layouts to verify (given ones, all valid ones, or a selection that covers every feature), and their verification."""
 
 import tempfile
 import time
@@ -27,18 +27,18 @@ from threefold.verify.report import FAILED, LayoutResult, judge
 from threefold.verify.shrunk_config import compose, with_further_features
 
 _SECOND_EVERY = 3
-"""In the default selection, which is to be quick: a second run takes as long as the first."""
+"""Interval of second runs in the quick default selection: a second run takes as long as the first."""
 Check = Callable[[Config], None]
-"""Raises a `UserError` where a layout's resolved config does not suit the model."""
+"""Check that raises a `UserError` if a layout's resolved config does not suit the model."""
 
 
 def suits(config: Config) -> None:
-    """The check of a model that the config alone describes, whose rules its resolution has checked."""
+    """Accept every config, for models described by the config alone, whose rules its resolution has checked."""
 
 
 @dataclass(frozen=True)
 class UnsupportedLayout:
-    """An unsupported layout, and the error of the config checks."""
+    """Unsupported layout, with the error of the config checks."""
 
     spec: LayoutSpec
     reason: str
@@ -46,12 +46,11 @@ class UnsupportedLayout:
 
 @dataclass(frozen=True)
 class Selection:
-    """The layouts to verify, and the unsupported ones.
+    """Layouts to verify, and the unsupported ones.
 
     Attributes:
-        specs: the layouts.
-        unsupported: those that were left out.
-        second_every: every so many-th of `specs` makes the second run too.
+        unsupported: layouts that were left out.
+        second_every: every n-th of `specs` makes the second run too.
     """
 
     specs: tuple[LayoutSpec, ...]
@@ -59,23 +58,20 @@ class Selection:
     second_every: int = 1
 
     def has_second_run(self, spec: LayoutSpec) -> bool:
-        """Whether a layout makes the second run."""
+        """Return whether a layout makes the second run."""
         return self.specs.index(spec) % self.second_every == 0
 
 
 def products(ranks: int) -> list[Layout]:
-    """All factorisations of `ranks` into dp · tp · pp · cp."""
+    """Return all factorizations of `ranks` into dp · tp · pp · cp."""
     sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
     return [Layout(dp, tp, pp, cp) for dp, tp, pp, cp in product(sizes, repeat=4) if dp * tp * pp * cp == ranks]
 
 
 def candidates(layout: Layout, experts: int) -> Iterator[LayoutSpec]:
-    """The layout with each schedule, ZeRO stage and expert-parallel size, with and without sequence parallelism, where
-    they have an effect.
+    """Yield the layout with each schedule, ZeRO stage, expert-parallel size and sequence parallelism with an effect.
 
-    Args:
-        layout: ranks along each axis.
-        experts: number of the model's experts.
+    Expert-parallel sizes divide the number of the model's `experts`.
     """
     shares = [ep for ep in range(1, layout.dp + 1) if layout.dp % ep == 0 == experts % ep and (experts or ep == 1)]
     schedules = SCHEDULES if layout.pp > 1 else ("1f1b",)
@@ -88,12 +84,12 @@ def candidates(layout: Layout, experts: int) -> Iterator[LayoutSpec]:
 
 
 def possible(ranks: int, experts: int = 0) -> list[LayoutSpec]:
-    """All candidates of all factorisations of `ranks`, valid or not."""
+    """Return all candidates of all factorizations of `ranks`, valid or not."""
     return [spec for layout in products(ranks) for spec in candidates(layout, experts)]
 
 
 def every(base: Config, ranks: int, check: Check = suits) -> Selection:
-    """All valid candidates of all factorisations of `ranks`."""
+    """Select all valid candidates of all factorizations of `ranks`."""
     taken, unsupported = [], []
     for spec in possible(ranks, base.model.num_experts):
         reason = unsupported_because(base, spec, check)
@@ -105,10 +101,10 @@ def every(base: Config, ranks: int, check: Check = suits) -> Selection:
 
 
 def covering(base: Config, ranks: int, check: Check = suits) -> Selection:
-    """Each factorisation of `ranks` once, with features that together cover most pairs (greedy pairwise testing).
+    """Select each factorization of `ranks` once, with features that cover most pairs (greedy pairwise testing).
 
-    For each one the candidate is taken that adds most new pairs of features (and single features), so that each
-    schedule, ZeRO stage, sequence parallelism and recompute mode is covered, and most pairs are.
+    For each one, take the candidate that adds most new pairs of features and single features, so that each schedule,
+    ZeRO stage, sequence parallelism and recompute mode is covered, and most of their pairs.
     """
     taken: list[LayoutSpec] = []
     seen: set[frozenset[Any]] = set()
@@ -124,11 +120,7 @@ def covering(base: Config, ranks: int, check: Check = suits) -> Selection:
 
 
 def asked_for(base: Config, specs: list[LayoutSpec], check: Check = suits) -> Selection:
-    """The given layouts.
-
-    Raises:
-        UserError: one is unsupported.
-    """
+    """Select the given layouts; raise a `UserError` if one is unsupported."""
     for spec in specs:
         reason = unsupported_because(base, spec, check)
         if reason is not None:
@@ -137,7 +129,7 @@ def asked_for(base: Config, specs: list[LayoutSpec], check: Check = suits) -> Se
 
 
 def unsupported_because(base: Config, spec: LayoutSpec, check: Check = suits) -> str | None:
-    """The error of the config checks for a layout, or of the model's; None if it is valid."""
+    """Return the error of the config checks or the model's check for a layout; None if it is valid."""
     try:
         check(compose(base, spec))
     except UserError as error:
@@ -157,7 +149,7 @@ def _meetings(spec: LayoutSpec) -> set[frozenset[Any]]:
 
 
 def _with_extras(base: Config, spec: LayoutSpec, number: int, check: Check) -> LayoutSpec:
-    """The layout with features that `candidates` leaves out, where valid: ring attention, recompute, hybrid ZeRO."""
+    """Return the layout with valid features that `candidates` leaves out: ring attention, recompute, hybrid ZeRO."""
     extras: list[tuple[str, Any]] = []
     if spec.layout.cp > 1 and number % 2:
         extras.append(("parallel.cp_method", "ring"))
@@ -177,14 +169,11 @@ PATIENCE = {True: timedelta(minutes=30), False: timedelta(minutes=2)}
 
 @dataclass(frozen=True)
 class Verification:
-    """What is verified.
+    """Task of a verification.
 
     Attributes:
-        config: of the single process (`shrunk_config.prepare`, and `shrink` unless `full`).
-        steps: optimizer steps.
-        rows: the batches.
-        source: the model.
-        full: whether the model has the full size of the config file; there is no second run then.
+        config: config of the single process (`shrunk_config.prepare`, and `shrink` unless `full`).
+        full: whether the model keeps the full size of the config file; there is no second run then.
         thorough: whether attention drops in the second run too.
     """
 
@@ -201,7 +190,7 @@ class Verification:
 
     @cached_property
     def second(self) -> SecondRun | None:
-        """The second run; None for a model of full size, for which it would take long."""
+        """The second run; None for a full-size model, for which it would take long."""
         if self.full:
             return None
         own_loss = self.source.loss(self.config) is not None
@@ -211,7 +200,7 @@ class Verification:
 
 
 def choose_batches(config: Config, loss: LossFunction | None = None) -> BatchSource:
-    """Batches of the config's data, or random ones if it names none; for a loss of the user's own, or None."""
+    """Return batches of the config's data, or random ones if it names none; unmasked for a user's loss."""
     masked = loss is None
     if not names_data(config):
         return RandomBatches(masked)
@@ -219,12 +208,9 @@ def choose_batches(config: Config, loss: LossFunction | None = None) -> BatchSou
 
 
 class Verifier:
-    """Compares layouts with the single process, one after the other, on a worker pool.
+    """Comparison of layouts with the single process, one after the other, on a worker pool.
 
-    Args:
-        task: what to verify.
-        pool: with as many workers as the largest layout has ranks.
-        folder: for the trace of the single process.
+    The pool has as many workers as the largest layout has ranks; the folder gets the trace of the single process.
     """
 
     def __init__(self, task: Verification, pool: WorkerPool, folder: Path) -> None:
@@ -256,12 +242,7 @@ class Verifier:
         return self._shapes
 
     def verify(self, spec: LayoutSpec, second_run: bool = True) -> LayoutResult:
-        """Run one layout and compare it with the single process.
-
-        Args:
-            spec: the layout.
-            second_run: whether it makes the second run too.
-        """
+        """Run one layout, and its second run if asked for, and compare it with the single process."""
         task, started = self.task, time.perf_counter()
         config = compose(task.config, spec)
         try:
@@ -280,7 +261,7 @@ class Verifier:
 
 @contextmanager
 def verifier(task: Verification, selection: Selection) -> Iterator[Verifier]:
-    """A verifier with workers for a selection, which end with the block."""
+    """Yield a verifier with workers for a selection, which end with the block."""
     ranks = max((spec.world_size for spec in selection.specs), default=1)
     with (
         WorkerPool(ranks, PATIENCE[task.full]) as pool,
@@ -290,7 +271,6 @@ def verifier(task: Verification, selection: Selection) -> Iterator[Verifier]:
 
 
 def _told(failure: WorkerError) -> str:
-    """The failure on one line."""
     if failure.error is None:
         return str(failure).strip().splitlines()[0 if "process ended" in str(failure) else -1]
     text = " ".join(str(failure.error).split()) or "no message"

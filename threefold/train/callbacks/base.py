@@ -1,4 +1,4 @@
-"""Training callbacks: the base class, what each moment of a run hands them, and what they are made from."""
+"""Training callbacks: base class, the records passed to callbacks, and helpers to write callbacks."""
 
 import os
 import stat
@@ -21,34 +21,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A finished step, the same on every rank but for the times.
+    """Record of a finished step, the same on every rank except for the times.
 
     Attributes:
         step: 1 for the first.
         loss: mean over the global batch's tokens whose label is not ignored.
-        grad_norm: global gradient norm before clipping; not finite where the gradient overflowed.
+        grad_norm: global gradient norm before clipping; not finite if the gradient overflowed.
         lr: learning rate of this update.
         tokens: tokens of the global batch whose label is not ignored.
-        tokens_read: all tokens of the global batch but padding.
-        epoch: passes over the training samples completed before it.
-        batch: the step's number in its epoch, 0 for the first.
+        tokens_read: all tokens of the global batch except padding.
+        epoch: passes over the training samples completed before the step.
+        batch: number of the step in its epoch, 0 for the first.
         reader_cost: seconds that the step waited for its data.
-        seconds: duration of the step, reading included.
-        skipped: whether no update was made: the gradient overflowed, or for `reason`.
+        seconds: duration of the step, including reading.
+        skipped: whether no update was made, because the gradient overflowed or for `reason`.
         loss_scale: loss scale of the backward pass; None without loss scaling.
         padding: padding tokens of the global batch.
-        corpus_epochs: for a mixture, passes over each corpus before it, by name.
-        phases: the seconds of its parts, which add up to `seconds`: `data`, `callbacks` (their `before_step`),
-            `forward_backward` and `update`. On a GPU, whose work is only waited for in the update, the forward and
-            backward passes show there.
-        terms: of a loss of several terms, the mean of each over the global batch, by name; not a number where it counts
-            nothing.
-        unit: what `tokens` and `tokens_read` count; samples where a data set has other samples than tokens.
-        consumed_samples: training samples consumed up to its end, where that is not its number times the size of the
-            global batch, as the size has changed; else None.
-        reason: why no update was made, in words; empty where one was, or where the gradient overflowed. Of a step that
-            `data.skip_steps` or a rollback skips no samples are read, so that loss and norm are NaN and the tokens 0.
-        performance: how well it used its hardware; None of a step whose samples were not read.
+        corpus_epochs: for a mixture, passes over each corpus before the step, by name.
+        phases: seconds of each phase, which add up to `seconds`: `data`, `callbacks` (their `before_step`),
+            `forward_backward` and `update`. On a GPU, `update` includes the forward and backward passes, as it waits
+            for their work.
+        terms: for a loss of several terms, the mean of each over the global batch, by name; NaN if it counts nothing.
+        unit: unit of `tokens` and `tokens_read`: samples for a data set whose samples are not tokens.
+        consumed_samples: training samples consumed up to the end of the step, if the global batch size has changed so
+            that this is not the step times the size; otherwise None.
+        reason: reason why no update was made; empty if one was made or the gradient overflowed. A step that
+            `data.skip_steps` or a rollback skips reads no samples: loss and norm are NaN, and the tokens are 0.
+        performance: hardware use of the step; None if its samples were not read.
     """
 
     step: int
@@ -74,7 +73,7 @@ class StepRecord:
 
     @property
     def is_read(self) -> bool:
-        """Whether the samples of the step were read; not where it is skipped on purpose or by a rollback."""
+        """Whether the samples of the step were read; False for a step skipped on purpose or by a rollback."""
         return self.tokens_read > 0
 
     @property
@@ -85,16 +84,15 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """A finished evaluation.
+    """Record of a finished evaluation.
 
     Attributes:
         step: updates made so far.
-        loss: mean over the tokens whose label is not ignored; of a mixture, the sum of each corpus's mean times its
-            weight.
-        tokens: number of those tokens; of samples, where a data set has other samples than tokens.
-        seconds: duration.
-        corpus_losses: for a mixture, each corpus's mean by name.
-        terms: of a loss of several terms, the mean of each by name; of a mixture weighted as the loss is.
+        loss: mean over the tokens whose label is not ignored; for a mixture, the weighted sum of the corpora's means.
+        tokens: number of those tokens; number of samples for a data set whose samples are not tokens.
+        seconds: duration of the evaluation.
+        corpus_losses: for a mixture, the mean of each corpus by name.
+        terms: for a loss of several terms, the mean of each by name; for a mixture, weighted like the loss.
     """
 
     step: int
@@ -107,14 +105,14 @@ class EvaluationRecord:
 
 @dataclass(frozen=True)
 class RunContext:
-    """What a callback knows of its run, on each rank.
+    """Context of a callback's run, on each rank.
 
     Attributes:
-        config: resolved.
-        run_dir: the run's folder, which exists.
-        mesh: this rank's place in the layout, with the process groups of its axes.
-        attempt: which attempt of the run this is, as its launcher may start the ranks again.
-        peak_rate: FLOP/s that a rank can reach at most in the dtype of the config; None where that is not known.
+        config: resolved config.
+        run_dir: folder of the run, which exists.
+        mesh: place of this rank in the layout, with the process groups of its axes.
+        attempt: attempt of the run, as its launcher may restart the ranks.
+        peak_rate: peak FLOP/s of a rank in the dtype of the config; None if not known.
     """
 
     config: Config
@@ -125,25 +123,25 @@ class RunContext:
 
 
 class CallbackFailed(UserError):
-    """A callback raised; the message names it, its rank and what it raised, and the rank's log has the traceback."""
+    """Error of a callback; the message names it, its rank and the exception, and the rank's log has the traceback."""
 
 
 class Callback:
-    """Base class of training callbacks: each method is called at its moment of the run, and does nothing here.
+    """Base class of training callbacks: each method is called at its moment of the run, and does nothing by default.
 
-    The order in a run is: setup, before_fit; for each step before_epoch (if one begins), before_step, after_step,
-    after_epoch (if one is complete), before_evaluation and after_evaluation (if due), before_checkpoint,
+    Methods are called in this order: setup, before_fit; for each step before_epoch (if one begins), before_step,
+    after_step, after_epoch (if one is complete), before_evaluation and after_evaluation (if due), before_checkpoint,
     after_staging (of an asynchronous save) and after_checkpoint (if due); after_stop, if a callback ended the run; then
-    after_fit, if neither a failure nor a signal did, and close, always. A step that is skipped on purpose
-    (`data.skip_steps`) has no before_step, and one that leads to a rollback has after_rollback in the place of
-    after_step. At each moment callbacks are called in their
-    order: the built-in ones in that of their table, then those of `train.callbacks`, then those given to `Trainer`,
-    each as listed. An exception ends the run on all ranks, in one sentence that names the callback and its rank.
+    after_fit, unless a failure or a signal ended the run; and close, always. A step skipped on purpose
+    (`data.skip_steps`) has no before_step, and a step that leads to a rollback has after_rollback in place of
+    after_step. At each moment, callbacks are called in order: first the built-in ones in the order of their table, then
+    those of `train.callbacks`, then those given to `Trainer`, each as listed. An exception ends the run on all ranks,
+    with one sentence that names the callback and its rank.
 
     Attributes:
-        ranks: whether global rank 0 alone has the callback, which is called once for the run then, or every rank has
-            one of its own. A callback that calls a collective must be on all ranks of the collective's group.
-        packages: that must be importable, beside those that Threefold installs.
+        ranks: "first" if only global rank 0 has the callback, so that it is called once per run; "all" if every rank
+            has one of its own. A callback that calls a collective must be on all ranks of the collective's group.
+        packages: packages that must be importable, beyond those that Threefold installs.
 
     Example:
         >>> class StopAtLoss(threefold.Callback):
@@ -158,82 +156,86 @@ class Callback:
 
     @classmethod
     def for_run(cls, run: RunContext) -> "Callback | None":
-        """The callback of this rank, made before the first step; None where the run needs none.
+        """Make the callback of this rank before the first step; return None if the run needs none.
 
-        Called on the ranks that `ranks` says. Here: `cls()`, with the arguments that `train.callbacks` gives beside the
-        name; a class that defines this method gets them here, after `run`.
+        Called on the ranks that `ranks` specifies. The default is `cls()`, with the arguments that `train.callbacks`
+        gives beside the name; a class that overrides this method gets them here, after `run`.
         """
         return cls()
 
     def setup(self, run: RunContext) -> None:
-        """Before everything else, on each rank that has the callback: the config, the run's folder and the mesh."""
+        """Hook called first, on each rank of the callback, with the config, the run's folder and the mesh."""
 
     def before_fit(self, start: int) -> None:
-        """Before the first step; `start` updates were made before (0 in a new run, more in a resumed one)."""
+        """Hook called before the first step, after `start` updates (0 in a new run, more in a resumed one)."""
 
     def before_epoch(self, epoch: int) -> None:
-        """The next step is the first of `epoch`, or the first of a resumed run."""
+        """Hook called before the first step of `epoch`, or the first step of a resumed run."""
 
     def before_step(self, step: int, batch: Any) -> None:
-        """Before update number `step` (1 for the first), with this rank's `batch`: its `tokens`, `labels` and `rows`,
-        or the nesting of tensors that a data set of other samples gives."""
+        """Hook called before update `step` (1 for the first) with this rank's `batch`.
+
+        The batch has `tokens`, `labels` and `rows`, or is the nesting of tensors that a data set of other samples
+        gives.
+        """
 
     def after_step(self, record: StepRecord) -> None:
-        """After an optimizer step; the record is the same on every rank, but for the times."""
+        """Hook called after an optimizer step; the record is the same on every rank except for the times."""
 
     def after_rollback(self, step: int, start: int, reason: str) -> None:
-        """Step `step` was bad for `reason`, and the checkpoint of `start` updates has been loaded: the steps after it
-        follow again, those that led to the bad one being skipped."""
+        """Hook called when `step` was bad for `reason` and the checkpoint of `start` updates has been loaded.
+
+        The steps after the checkpoint follow again, except those that led to the bad one.
+        """
 
     def after_epoch(self, epoch: int) -> None:
-        """All samples of `epoch` have been read."""
+        """Hook called when all samples of `epoch` have been read."""
 
     def before_evaluation(self, step: int) -> None:
-        """Before an evaluation on the validation part, after `step` updates."""
+        """Hook called before an evaluation on the validation part, after `step` updates."""
 
     def after_evaluation(self, record: EvaluationRecord) -> None:
-        """After an evaluation."""
+        """Hook called after an evaluation."""
 
     def before_checkpoint(self, step: int) -> None:
-        """Before a checkpoint is saved, after `step` updates."""
+        """Hook called before a checkpoint is saved, after `step` updates."""
 
     def after_staging(self, step: int) -> None:
-        """The state after `step` updates has been copied, and the steps go on while a checkpoint is made of it; with
-        `checkpoint.async_save` alone."""
+        """Hook called when the state after `step` updates is copied and steps go on; with `checkpoint.async_save`."""
 
     def after_checkpoint(self, step: int, path: Path) -> None:
-        """A complete checkpoint has been saved at `path`; with `checkpoint.async_save` some steps after `step`."""
+        """Hook called when a checkpoint is complete at `path`; some steps after `step` with `checkpoint.async_save`."""
 
     def after_stop(self, step: int, reason: str) -> None:
-        """A callback's `stop` has ended the run after `step` updates, before its last step."""
+        """Hook called when a callback's `stop` has ended the run after `step` updates, before its last step."""
 
     def after_fit(self) -> None:
-        """After the last step, or where a callback stopped the run; not called when it failed or a signal ended it."""
+        """Hook called after the last step, or when a callback stopped the run; not after a failure or a signal."""
 
     def close(self) -> None:
-        """The run has ended, been stopped or failed."""
+        """Hook called when the run has ended, was stopped or failed."""
 
     def stop(self, reason: str) -> None:
-        """End the run on all ranks, with a checkpoint; may be called on any one rank, from any method.
+        """End the run on all ranks, with a checkpoint; may be called on any rank, from any method.
 
-        The ranks agree in the next collective that they make anyway: a call within an evaluation, a checkpoint or the
-        end of an epoch ends the run there, one before or in a step after that step, and one after a step after the
-        next one, in every layout. The reason is printed, written to RUN/train.log and given to `after_stop`; of
-        several ranks' it is that of the lowest.
+        The ranks agree in the next collective that they make anyway, in every layout alike. A call during an
+        evaluation, a checkpoint or the end of an epoch ends the run there; a call before or during a step ends it after
+        that step; a call after a step ends it after the next one. The reason is printed, written to RUN/train.log and
+        passed to `after_stop`; if several ranks give one, the lowest rank's is used.
 
         Args:
-            reason: one line.
+            reason: reason, on one line.
         """
         self._stop_reason = self._stop_reason or str(reason)
 
 
 def stop_reason(callback: Callback) -> str | None:
-    """What a callback gave to `stop`; None where it has not called it."""
+    """Return the reason that a callback gave to `stop`; None if it has not called it."""
     return callback._stop_reason
 
 
 def on_terminal() -> bool:
-    """Whether standard output is a terminal."""
+    """Return whether standard output is a terminal."""
     return sys.stdout.isatty()
 
 
@@ -244,15 +246,18 @@ def say(line: str) -> None:
 
 
 def clock(seconds: float) -> str:
-    """Hours, minutes and seconds, such as 1:02:03 or 2:03."""
+    """Format seconds as hours, minutes and seconds, such as 1:02:03 or 2:03."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def step_values(record: StepRecord) -> dict[str, float]:
-    """`loss`, `grad_norm`, `lr`, `tokens_per_second`, `epoch`, and `loss_scale` where there is one; `term/NAME` of each
-    term of a loss of several; and `hardware_values`. Of a step whose samples were not read `lr` and `epoch` alone."""
+    """Return the loggable values of a step by name.
+
+    These are `loss`, `grad_norm`, `lr`, `tokens_per_second`, `epoch`, `loss_scale` with loss scaling, `term/NAME` for
+    each term of a loss of several, and `hardware_values`; only `lr` and `epoch` if its samples were not read.
+    """
     if not record.is_read:
         return {"lr": record.lr, "epoch": record.epoch}
     values: dict[str, float] = {
@@ -269,7 +274,7 @@ def step_values(record: StepRecord) -> dict[str, float]:
 
 
 def hardware_values(record: StepRecord) -> dict[str, float]:
-    """`seconds/PHASE`, `tflops` and `mfu` where they are known, `memory` and `largest_memory`."""
+    """Return `seconds/PHASE`, `memory` and `largest_memory` of a step, and `tflops` and `mfu` if they are known."""
     values = {f"seconds/{phase}": seconds for phase, seconds in record.phases.items()}
     used = record.performance
     if used is None:
@@ -282,8 +287,7 @@ def hardware_values(record: StepRecord) -> dict[str, float]:
 
 
 def evaluation_values(record: EvaluationRecord) -> dict[str, float]:
-    """`valid_loss`, for a mixture `valid_loss/NAME` of each corpus, and `valid_term/NAME` of each term of a loss of
-    several."""
+    """Return `valid_loss`, `valid_loss/NAME` of each corpus of a mixture, and `valid_term/NAME` of several terms."""
     values = {"valid_loss": record.loss}
     values |= {f"valid_loss/{name}": loss for name, loss in record.corpus_losses.items()}
     return values | {f"valid_term/{name}": mean for name, mean in record.terms.items()}
@@ -294,14 +298,10 @@ LARGEST_BACKLOG = 1 << 20
 
 
 class LineFile:
-    """Appends whole lines; the first failure is reported once, and writing is retried with each line.
+    """Text file to which whole lines are appended; the first failure is reported once, and each line retries.
 
-    A line that a full disk cut short is truncated before the next one is written, so that the file never has half a
+    A line that a full disk cut short is truncated before the next one is written, so the file never contains half a
     line in its middle.
-
-    Args:
-        path: of the file.
-        say: prints the warning about a failure.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
@@ -312,7 +312,7 @@ class LineFile:
         self._reported = False
 
     def open(self, *, append: bool) -> None:
-        """Open the file, emptied unless `append`."""
+        """Open the file, and empty it unless `append`."""
         with self._failures_reported():
             self._open(append)
 
@@ -329,14 +329,14 @@ class LineFile:
                 del self._backlog[0]
 
     def close(self) -> None:
-        """Close the file, if it is open."""
+        """Close the file if it is open."""
         if self._descriptor is not None:
             with suppress(OSError):
                 os.close(self._descriptor)
             self._descriptor = None
 
     def _open(self, append: bool) -> None:
-        # Non-blocking, or a FIFO of this name would block the run.
+        # Non-blocking, as a FIFO of this name would block the run.
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | (0 if append else os.O_TRUNC)
         self._descriptor = os.open(replace_link(self.path), flags, 0o644)
         found = os.fstat(self._descriptor)
@@ -367,6 +367,6 @@ class LineFile:
 
 
 def reason_of(error: Exception) -> str:
-    """An exception's message on one line."""
+    """Return an exception's message on one line."""
     text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
     return " ".join(text.split())

@@ -1,4 +1,4 @@
-"""The live line of a training run on a terminal: progress, losses, tokens per second and the time left."""
+"""Console output of a training run: the live line of a terminal, and the summary at the end."""
 
 import sys
 import time
@@ -17,20 +17,15 @@ if TYPE_CHECKING:
 
 
 _SPEED_OF = 20
-"""Span of the exponential average of the shown speed, in steps."""
+"""Span, in steps, of the exponential average of the displayed speed."""
 _SECONDS_BETWEEN_REFRESHES = 0.1
 
 
 class LiveLine(Callback):
-    """One line at the bottom of a terminal: step, losses, speed, time left; evaluations and checkpoints above it.
-
-    Args:
-        steps: of the whole run.
-    """
+    """Live line at the bottom of a terminal: step, losses, speed, time left; evaluations and checkpoints above it."""
 
     @classmethod
     def for_run(cls, run: RunContext) -> Callback | None:
-        """Only where there is a terminal."""
         return cls(run.config.train.max_steps) if on_terminal() else None
 
     def __init__(self, steps: int) -> None:
@@ -109,12 +104,7 @@ class LiveLine(Callback):
 
 
 class Summary(Callback):
-    """Prints a table of the results after the last step.
-
-    Args:
-        places: label → file or folder, shown if it exists.
-        ledger: the file with the run's goodput; None where there is none.
-    """
+    """Print a table of the results after the last step, with those of `places` (label → file or folder) that exist."""
 
     @classmethod
     def for_run(cls, run: RunContext) -> Callback:
@@ -156,7 +146,7 @@ class Summary(Callback):
         say("\n" + "\n".join(f"{name:<{width}}  {value}" for name, value in rows))
 
     def rows(self) -> list[tuple[str, str]]:
-        """Name and value of each line."""
+        """Return the name and value of each row."""
         if self._last is None:
             return []
         rows = [("training loss", f"{self._last.loss:.4f} at step {self._last.step}")]
@@ -194,7 +184,6 @@ class Summary(Callback):
 
 
 def _goodput(found: goodput.Goodput) -> str:
-    """The goodput of the run, over all its attempts, and where the rest of the time went."""
     parts = {
         "steps": found.steps,
         "repeated steps": found.repeated,

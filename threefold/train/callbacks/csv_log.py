@@ -1,4 +1,4 @@
-"""RUN/metrics.csv: the metrics of every step and evaluation as a table."""
+"""RUN/metrics.csv and RUN/epochs.csv: the metrics of every step, evaluation and epoch as tables."""
 
 import csv
 import io
@@ -25,13 +25,13 @@ COLUMNS = ("step", *_STEP, "valid_loss", "valid_tokens")
 
 
 class CSVLog(Callback):
-    """Writes a row for each step and one for each evaluation, whose other columns are empty.
+    """Write one row per step, and one per evaluation, whose other columns are empty.
 
-    A loss of several terms adds columns `term/NAME` and `valid_term/NAME`. A resumed run appends, without the rows
-    after its start. A failure to write is reported once.
+    A loss of several terms adds columns `term/NAME` and `valid_term/NAME`. A resumed run drops the rows after its start
+    and appends. A failure to write is reported once.
 
     Args:
-        path: of the file; a relative one is in the run's folder.
+        path: path of the file; a relative one is in the run's folder.
     """
 
     def __init__(self, path: str | Path = "metrics.csv") -> None:
@@ -68,26 +68,19 @@ class CSVLog(Callback):
 
 
 class Table:
-    """A CSV file with a header, written row by row.
-
-    Args:
-        path: of the file.
-        columns: names, of which a row may lack some.
-        key: the column of whole numbers by which rows of a resumed run are kept.
-        say: prints the warning about a failure.
-    """
+    """CSV file with a header, written row by row; a resumed run keeps rows by the whole number in column `key`."""
 
     def __init__(self, path: Path, columns: Sequence[str], key: str, say: Callable[[str], None]) -> None:
         self.path, self.columns, self.key = path, tuple(columns), key
         self._file = LineFile(path, say)
 
     def open(self, start: int) -> None:
-        """Begin the file anew, with the rows whose `key` is at most `start`, and the columns that `extend` added."""
+        """Rewrite the file with the rows whose `key` is at most `start`, and with the columns that `extend` added."""
         kept = self._rows(start) if start else []
         self._begin(kept)
 
     def extend(self, columns: Sequence[str]) -> None:
-        """Have these columns too; in the rows so far they are empty."""
+        """Add columns, which are empty in the rows so far."""
         new = tuple(column for column in columns if column not in self.columns)
         if new:
             rows = self._rows()
@@ -110,7 +103,7 @@ class Table:
             self.write(row)
 
     def _rows(self, last: float = inf) -> list[dict[str, str]]:
-        """The rows of the existing file up to `last`; none where it has other columns, but for those of terms."""
+        """Return the rows of the existing file up to `last`; none if it has other columns, except those of terms."""
         try:
             with self.path.open(encoding="utf-8", errors="replace", newline="") as file:
                 reader = csv.DictReader(file)
@@ -132,16 +125,16 @@ def _line(values: Sequence[Any]) -> str:
 
 @dataclass
 class EpochRecord:
-    """What the steps of an epoch gave, those that this process made.
+    """Results of an epoch's steps, as far as this process made them.
 
     Attributes:
         epoch: 0 for the first.
-        first_step, last_step: of these steps.
-        loss: mean over their tokens that were trained on.
-        valid_loss: of the last evaluation after one of them; None without.
-        tokens: that were trained on; samples where a data set has other samples than tokens.
-        seconds: of the steps.
-        terms: of a loss of several terms, the mean of each by name, over the steps in which it counts something,
+        first_step, last_step: range of these steps.
+        loss: mean over the tokens of these steps that were trained on.
+        valid_loss: loss of the last evaluation after one of these steps; None without one.
+        tokens: number of tokens trained on; number of samples for a data set whose samples are not tokens.
+        seconds: duration of the steps.
+        terms: for a loss of several terms, the mean of each by name, over the steps in which it counts something,
             weighted by their tokens.
     """
 
@@ -156,7 +149,7 @@ class EpochRecord:
     _weights: dict[str, int] = field(default_factory=dict, init=False, repr=False)
 
     def add(self, record: StepRecord) -> None:
-        """Count a step."""
+        """Add a step."""
         self.last_step = record.step
         self.seconds += record.seconds
         if not record.skipped and record.tokens:
@@ -170,17 +163,17 @@ class EpochRecord:
 
 
 class EpochMetrics(Callback):
-    """Writes a row for each epoch, when it and the evaluation at its end are over; the last may be incomplete.
+    """Write one row per epoch, after the evaluation at its end; the last epoch may be incomplete.
 
-    A step belongs to the epoch in which it begins. A resumed run appends, without the rows after its start; where it
-    starts within an epoch, the row of that epoch has the steps from there on. A loss of several terms adds a column
+    A step belongs to the epoch in which it begins. A resumed run drops the rows after its start and appends; if it
+    starts within an epoch, that epoch's row covers the steps from there on. A loss of several terms adds a column
     `term/NAME` for each.
 
     Args:
-        path: of the file; a relative one is in the run's folder.
+        path: path of the file; a relative one is in the run's folder.
 
     Attributes:
-        epochs: the records so far.
+        epochs: records so far.
     """
 
     def __init__(self, path: str | Path = "epochs.csv") -> None:
@@ -243,6 +236,5 @@ class EpochMetrics(Callback):
 
 
 def _values(record: EpochRecord) -> dict[str, Any]:
-    """The columns of a record and their values."""
     values = {name: value for name, value in asdict(record).items() if name not in ("terms", "_weights")}
     return values | {f"term/{name}": mean for name, mean in record.terms.items()}

@@ -1,4 +1,4 @@
-"""Early stopping: ends a run when a monitored value has ceased to improve."""
+"""Early stopping: ends a run when a monitored value stops improving."""
 
 from math import inf, isfinite
 from typing import Literal
@@ -20,23 +20,23 @@ _OF_STEPS = ("loss", "grad_norm")
 
 
 class EarlyStopping(Callback):
-    """Stops a run when `monitor` has not improved in `patience` measurements in a row.
+    """Stop a run when `monitor` has not improved in `patience` measurements in a row.
 
     A resumed run continues to count: it reads the measurements up to its start from RUN/metrics.jsonl.
 
     Args:
-        monitor: `valid_loss`, measured by each evaluation; `valid_loss/NAME`, of a mixture's corpus; or `loss` or
+        monitor: `valid_loss`, measured by each evaluation; `valid_loss/NAME` for a corpus of a mixture; or `loss` or
             `grad_norm`, measured in each step.
-        patience: measurements without improvement after which the run stops.
-        min_delta: the least change that is an improvement.
-        mode: `min` where lower is better, `max` where higher is.
+        patience: number of measurements without improvement after which the run stops.
+        min_delta: smallest change that counts as an improvement.
+        mode: `min` if lower is better, `max` if higher is.
 
     Attributes:
-        best: the best value; infinite before the first.
+        best: best value so far; infinite before the first measurement.
         waited: measurements since then.
 
     Raises:
-        UserError: an argument is not one of these.
+        UserError: an argument has another value.
 
     Example:
         >>> stopping = EarlyStopping("valid_loss", patience=3, min_delta=0.01)

@@ -1,4 +1,4 @@
-"""RUN/loss.png: the plot of the training and validation loss."""
+"""RUN/loss.png: plot of the training and validation loss."""
 
 from collections.abc import Callable
 from itertools import accumulate
@@ -16,15 +16,7 @@ _TRAIN, _VALID, _GREY = "#3366aa", "#cc4422", "#777777"
 
 
 class LossCurve(Callback):
-    """Plots the loss of the whole run after its last step, including the part before it was resumed.
-
-    Args:
-        path: of the PNG.
-        metrics: the metrics file, complete by then.
-        vocab_size: for the line of a uniform guess.
-        title: of the plot.
-        say: prints a warning where it cannot be plotted.
-    """
+    """Plot the loss of the whole run after its last step, including the part before it was resumed."""
 
     @classmethod
     def for_run(cls, run: RunContext) -> Callback:
@@ -35,7 +27,7 @@ class LossCurve(Callback):
         self.path, self.metrics, self.vocab_size, self.title, self.say = path, metrics, vocab_size, title, say
 
     def after_fit(self) -> None:
-        # No failure of the plotting library fails a finished run.
+        # A failure of the plotting library must not fail a finished run.
         try:
             draw(replace_link(self.path), list(read_metrics(self.metrics)), self.vocab_size, self.title)
         except Exception as error:
@@ -43,17 +35,10 @@ class LossCurve(Callback):
 
 
 def smoothed(values: list[float], span: int) -> list[float]:
-    """Centred moving average over `span` values.
+    """Return the centered moving average over `span` values, an odd number.
 
-    The first and last `span // 2` values have none: a mean over fewer values would follow single steps at the ends of
-    the curve.
-
-    Args:
-        values: one per step.
-        span: window size, odd.
-
-    Returns:
-        one mean per value, without `span // 2` at either end.
+    The first and last `span // 2` values have none: a mean over fewer would follow single steps at the ends of the
+    curve.
     """
     sums = [0.0, *accumulate(values)]
     return [(sums[place + span] - sums[place]) / span for place in range(len(values) - span + 1)]
@@ -63,10 +48,10 @@ def draw(path: Path, metrics: list[dict[str, Any]], vocab_size: int, title: str)
     """Plot the losses over the steps, with the tokens trained on (counted for the loss) on the upper axis.
 
     Args:
-        path: of the PNG.
-        metrics: the objects of a metrics file.
+        path: path of the PNG.
+        metrics: objects of a metrics file.
         vocab_size: V; a uniform guess has the loss ln V.
-        title: of the plot.
+        title: title of the plot.
     """
     # Not pyplot, which has global state and needs a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg

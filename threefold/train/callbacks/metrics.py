@@ -1,5 +1,4 @@
-"""RUN/metrics.jsonl: the metrics of every step and evaluation, and with every checkpoint the goodput of the run so far,
-one JSON object per line."""
+"""RUN/metrics.jsonl: metrics of every step and evaluation, and goodput at every checkpoint, as JSON lines."""
 
 import json
 import os
@@ -17,7 +16,7 @@ from threefold.train.performance import Performance
 FILE = "metrics.jsonl"
 _BEGINNING = b'{"step": '
 _KINDS = ("loss", "valid_loss", "goodput")
-"""What lines of each kind have; of one step they come in this order."""
+"""Distinctive key of each kind of line, in the order of the lines of one step."""
 MEASURED = (
     "tokens_per_second",
     "seconds",
@@ -30,20 +29,15 @@ MEASURED = (
     "waited",
     "wall_clock",
 )
-"""Keys of a step that tell of its time and its hardware; all others are the same whenever the step is made."""
+"""Keys of a step that measure time and hardware; all others are the same whenever the step is made."""
 _NAMED_LINES = 5
-"""Largest number of damaged lines that a warning lists."""
+"""Maximum number of damaged lines that a warning lists."""
 
 
 class MetricsFile(Callback):
-    """Writes the file; a resumed run appends to it, after removing the steps after the one that it resumes from.
+    """Write the metrics file; a resumed run removes the steps after its starting point, then appends.
 
     Damaged lines of the existing file are removed, with one warning.
-
-    Args:
-        path: of the file.
-        say: prints the warnings.
-        ledger: the file with the goodput; None where there is none.
     """
 
     @classmethod
@@ -62,7 +56,6 @@ class MetricsFile(Callback):
         self._open(start)
 
     def _open(self, start: int) -> None:
-        """Continue the file after `start` updates."""
         if start and self.path.is_file():
             try:
                 self._rewrite(start)
@@ -155,7 +148,7 @@ def _of_hardware(used: Performance) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | None:
-    """None for NaN and infinity, which JSON does not have."""
+    """Return a number that JSON supports: None for NaN and infinity."""
     return value if isfinite(value) else None
 
 
@@ -164,10 +157,10 @@ class Metrics:
     """Content of a metrics file.
 
     Attributes:
-        lines: the objects by step, a step before its evaluation; of several for the same step the last.
-        goodput: those of the goodput, by step.
-        damaged: numbers, from 1, of lines that are invalid; a last line that was cut short is not counted.
-        repeated: numbers of lines for which there is a later one of the same step.
+        lines: objects by step, a step before its evaluation; the last of several for the same step.
+        goodput: goodput objects by step.
+        damaged: numbers, from 1, of invalid lines; a last line that was cut short does not count.
+        repeated: numbers of lines that a later line of the same step replaces.
     """
 
     lines: tuple[dict[str, Any], ...]
@@ -176,7 +169,7 @@ class Metrics:
     goodput: tuple[dict[str, Any], ...] = ()
 
     def warning(self, path: Path) -> str | None:
-        """One sentence about the removed lines; None if there are none."""
+        """Return a sentence about the removed lines; None if there are none."""
         parts = []
         if self.damaged:
             parts.append(f"{_numbered(self.damaged)} damaged")
@@ -192,7 +185,7 @@ def _numbered(numbers: tuple[int, ...]) -> str:
 
 
 def read_metrics_file(path: Path) -> Metrics:
-    """All valid lines of a metrics file; none where the file does not exist."""
+    """Read all valid lines of a metrics file; none if the file does not exist."""
     if not path.is_file():
         return Metrics(())
     found: dict[tuple[int, int], tuple[int, dict[str, Any]]] = {}
@@ -202,7 +195,7 @@ def read_metrics_file(path: Path) -> Metrics:
             line = _object(content)
             if line is None and content.endswith(b"\n") and content.strip():
                 damaged.append(number)
-                line = _object(content[max(0, content.rfind(_BEGINNING)) :])  # a complete one after half of another
+                line = _object(content[max(0, content.rfind(_BEGINNING)) :])  # a complete line after half of one
             if line is None:
                 continue
             key = (line["step"], next(kind for kind, name in enumerate(_KINDS) if name in line))
@@ -220,14 +213,14 @@ def read_metrics_file(path: Path) -> Metrics:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The valid lines of a metrics file that may be missing or damaged, as objects in the order of their steps."""
+    """Yield the valid lines of a metrics file that may be missing or damaged, as objects in step order."""
     yield from read_metrics_file(path).lines
 
 
 def _object(content: bytes) -> dict[str, Any] | None:
-    """The object of a line, if it is a valid step, evaluation or goodput; else None."""
+    """Parse a line; None unless it is a valid step, evaluation or goodput."""
     try:
-        # older versions wrote a loss that was not finite as NaN
+        # older versions wrote NaN for a loss that was not finite
         line = json.loads(content.decode("utf-8"), parse_constant=lambda _: None)
     except (ValueError, RecursionError):
         return None

@@ -1,7 +1,7 @@
-"""The callbacks of a run: those that report every run, and those that `train.callbacks` names.
+"""Callbacks of a run: those that report on every run, and those that `train.callbacks` names.
 
-A callback is one file with a subclass of `Callback` and one line here; or, from another package, one entry point of the
-group `threefold.callbacks`; or a class that an import path names, which needs neither.
+A callback is one file with a subclass of `Callback` and one line here; or an entry point of the group
+`threefold.callbacks` in another package; or a class named by its import path, which needs neither.
 """
 
 import inspect
@@ -25,7 +25,7 @@ _ALWAYS: Final = {
     "loss_curve": "threefold.train.callbacks.loss_curve:LossCurve",
     "summary": "threefold.train.callbacks.console:Summary",
 }
-"""Those that every run has, in the order in which they are called."""
+"""Callbacks of every run, in calling order."""
 _CHOSEN: Final = {
     "early_stopping": "threefold.train.callbacks.early_stopping:EarlyStopping",
     "csv_log": "threefold.train.callbacks.csv_log:CSVLog",
@@ -34,20 +34,20 @@ _CHOSEN: Final = {
     "wandb": "threefold.train.callbacks.trackers:WeightsAndBiases",
     "mlflow": "threefold.train.callbacks.trackers:MLflowRun",
 }
-"""Those that a run has where `train.callbacks` names them."""
+"""Callbacks of a run that names them in `train.callbacks`."""
 CALLBACKS: Final = Registry("train.callbacks", "threefold.callbacks", {**_ALWAYS, **_CHOSEN}, takes_paths=True)
 
 Entry = str | Mapping[str, Any]
-"""One of `train.callbacks`: a name or import path, or a mapping that has it as `name` beside the arguments."""
+"""Entry of `train.callbacks`: a name or import path, or a mapping with it as `name` beside the arguments."""
 
 
 def check_names(entries: Sequence[Entry]) -> None:
-    """Check, before any process starts, that `train.callbacks` names callbacks and gives them arguments that they take.
+    """Check before any process starts that `train.callbacks` names callbacks and gives them valid arguments.
 
-    Callbacks of installed packages are imported only where there are arguments to check.
+    Callbacks of installed packages are imported only if there are arguments to check.
 
     Raises:
-        UserError: one is not there, is no `Callback`, lacks a package, or does not take its arguments.
+        UserError: a callback does not exist, is no `Callback`, lacks a package, or does not take its arguments.
     """
     for entry in entries:
         name, arguments = _parsed(entry)
@@ -60,7 +60,7 @@ def check_names(entries: Sequence[Entry]) -> None:
 
 
 def files_of(entries: Sequence[Entry]) -> list[str]:
-    """The files in the run's folder that built-in callbacks of `train.callbacks` begin anew: their argument `path`."""
+    """Return the files in the run's folder that built-in callbacks of `train.callbacks` overwrite (their `path`)."""
     found = []
     for name, arguments in map(_parsed, entries):
         if name in _CHOSEN and (parameter := inspect.signature(_load(name)).parameters.get("path")):
@@ -69,20 +69,20 @@ def files_of(entries: Sequence[Entry]) -> list[str]:
 
 
 def import_always() -> None:
-    """Import the callbacks that every run has, of a process that is then forked."""
+    """Import the callbacks of every run, before processes are forked."""
     for name in _ALWAYS:
         _load(name)
 
 
 def make_callbacks(run: RunContext, given: Sequence[Callback] = ()) -> list[Callback]:
-    """The callbacks of this rank, set up: the built-in ones, those of `train.callbacks` in their order, then `given`.
+    """Make the callbacks of this rank: the built-in ones, those of `train.callbacks` in their order, then `given`.
 
     Args:
-        run: for which they are.
-        given: instances, each of which is used on the ranks that its `ranks` says.
+        run: context of the run.
+        given: instances, each used on the ranks that its `ranks` specifies.
 
     Raises:
-        UserError: on every rank, when one cannot be imported or is no `Callback`.
+        UserError: on every rank, if a callback cannot be imported or is no `Callback`.
     """
     entries = [_parsed(entry) for entry in run.config.train.callbacks or ()]
     wanted: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in _ALWAYS]
@@ -96,12 +96,8 @@ def make_callbacks(run: RunContext, given: Sequence[Callback] = ()) -> list[Call
 def require_packages(kind: Callback | type[Callback], beginning: str) -> None:
     """Check that the packages of a callback are installed.
 
-    Args:
-        kind: the callback.
-        beginning: of the sentence about one that is not.
-
     Raises:
-        UserError: one is not.
+        UserError: one is not; its message starts with `beginning`.
     """
     for package in kind.packages:
         if find_spec(package) is None:
@@ -116,7 +112,6 @@ def _is_here(callback: Callback | type[Callback], run: RunContext) -> bool:
 
 
 def _parsed(entry: Entry) -> tuple[str, dict[str, Any]]:
-    """Name and arguments."""
     if isinstance(entry, str):
         return entry, {}
     arguments = dict(entry)
@@ -162,7 +157,7 @@ def _check_arguments(kind: type[Callback], name: str, arguments: Mapping[str, An
             rule = f"needs {', '.join(missing)}; write {{name: {name}, {missing[0]}: …}}"
         raise UserError(f"{CALLBACKS.setting} has {shown(name)}, which {rule}.") from None
     if name in _CHOSEN:
-        kind(**arguments)  # says what is wrong with the values
+        kind(**arguments)  # the constructor checks the values
 
 
 def _nearest(given: str, names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""RUN/train.log: the step log as text, in the format of PaddleFleetX."""
+"""RUN/train.log, the step log as text in the format of PaddleFleetX, and RUN/phases.json, the seconds of each phase."""
 
 import json
 import time
@@ -23,17 +23,11 @@ FILE = "train.log"
 
 
 class StepLog(Callback):
-    """A line every `every` steps, and one for each evaluation, each checkpoint and an early stop.
+    """Write a line every `every` steps, and one for each evaluation, checkpoint and early stop; a resumed run appends.
 
-    Times, speeds and tokens per second (tokens read, without padding) of a line are averages since the line before;
-    loss and learning rate are those of its step, the loss averaged over the global batch.
-
-    Args:
-        path: of the file; a resumed run appends.
-        every: steps between lines.
-        world_size: ranks of the run, for the tokens per second of each.
-        emit: gets each line too.
-        say: prints a warning where the file cannot be written.
+    Times, speeds and tokens per second (tokens read, without padding, in total and per rank) are averages since the
+    previous line; loss and learning rate are those of the line's step, with the loss averaged over the global batch.
+    `emit` receives each line as well.
     """
 
     @classmethod
@@ -53,7 +47,7 @@ class StepLog(Callback):
         self._file.open(append=bool(start))
 
     def after_step(self, record: StepRecord) -> None:
-        if record.reason and record.reason != self._told:  # of the steps of a range once
+        if record.reason and record.reason != self._told:  # once for a range of steps
             self._write(f"global step {record.step}, skipped: {record.reason}")
         self._told = record.reason
         if not record.is_read:
@@ -94,12 +88,7 @@ class StepLog(Callback):
 
 
 def step_line(since: list[StepRecord], ranks: int) -> str:
-    """The line of the last of these steps.
-
-    Args:
-        since: the steps since the line before, at least one.
-        ranks: of the run.
-    """
+    """Format the line of the last of the steps `since` the previous line, of which there is at least one."""
     last, count = since[-1], len(since)
     seconds = sum(record.seconds for record in since)
     rate = sum(record.tokens_read for record in since) / seconds
@@ -116,7 +105,7 @@ def step_line(since: list[StepRecord], ranks: int) -> str:
 
 
 def _of_hardware(since: list[StepRecord]) -> str:
-    """Rates and times are averages over the steps; the memory is the most so far."""
+    """Format rates and times as averages over the steps, and the peak memory so far."""
     rates = MeanRates()
     for record in since:
         rates.add(record.seconds, record.performance)
@@ -133,18 +122,18 @@ def _of_hardware(since: list[StepRecord]) -> str:
 
 
 class PhaseTimers(Callback):
-    """Adds up the seconds of each phase on rank 0, and writes and prints them at the end.
+    """Sum the seconds of each phase on rank 0, and write and print them at the end.
 
     The phases of a step are `data` (waiting for the batch), `callbacks` (their `before_step`), `forward_backward` (with
-    the gradients' synchronisation) and `update` (with the exchange of loss and gradient norm); beside them are
-    `evaluation` and `checkpoint`, of an asynchronous save what the steps wait for. On a GPU the forward and backward
-    passes show in `update`, which waits for them.
+    gradient synchronization) and `update` (with the exchange of loss and gradient norm); further phases are
+    `evaluation` and `checkpoint`, for an asynchronous save only the time that steps wait. On a GPU the forward and
+    backward passes show in `update`, which waits for them.
 
     Args:
-        path: of the file; a relative one is in the run's folder.
+        path: path of the file; a relative one is in the run's folder.
 
     Attributes:
-        seconds: by phase.
+        seconds: seconds by phase.
     """
 
     def __init__(self, path: str | Path = "phases.json") -> None:

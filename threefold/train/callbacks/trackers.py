@@ -1,4 +1,4 @@
-"""Callbacks that log to experiment trackers, whose packages are imported when they are used."""
+"""Callbacks that log to experiment trackers; the packages of the trackers are imported on use."""
 
 import os
 import re
@@ -28,20 +28,16 @@ SECONDS_BETWEEN_FLUSHES = 10
 
 
 def import_writer() -> None:
-    """Import what writes event files: once in a launcher whose ranks may start again."""
+    """Import the event-file writer once in a launcher that may restart its ranks."""
     import tensorboard.compat.proto.event_pb2  # noqa: F401
 
 
 class TensorBoard(Callback):
-    """Writes event files; repeated steps of a resumed run replace the earlier ones in TensorBoard.
+    """Write event files; in TensorBoard, repeated steps of a resumed run replace the earlier ones.
 
-    Uses TensorBoard's messages, but not its `SummaryWriter`, whose thread would print a traceback on a full disk, nor
-    its record writer, whose import takes a tenth of a second before the first step. The first failure is reported once,
-    and the run continues without these files.
-
-    Args:
-        folder: of the event files.
-        say: prints the warning.
+    This uses TensorBoard's messages, but neither its `SummaryWriter`, whose thread would print a traceback on a full
+    disk, nor its record writer, whose import takes a tenth of a second before the first step. The first failure is
+    reported once, and the run continues without these files.
     """
 
     @classmethod
@@ -55,7 +51,7 @@ class TensorBoard(Callback):
 
     def before_fit(self, start: int) -> None:
         with self._failures_reported():
-            # Imported only by the rank that writes.
+            # Import only on the rank that writes.
             from tensorboard.compat.proto.event_pb2 import Event
 
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -69,7 +65,7 @@ class TensorBoard(Callback):
                 self._begin_after(start)
 
     def _begin_after(self, start: int) -> None:
-        """Have TensorBoard drop the values so far of the steps after `start`."""
+        """Make TensorBoard drop the values of the steps after `start`."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         session = SessionLog(status=SessionLog.START)
@@ -135,13 +131,13 @@ class TensorBoard(Callback):
 
 
 def framed(record: bytes) -> bytes:
-    """A record as it is in a file of TensorFlow's format TFRecord: its length, the record, and a checksum of either."""
+    """Frame a record for TensorFlow's TFRecord format: its length, the record, and a checksum of each."""
     length = struct.pack("<Q", len(record))
     return length + _masked_checksum(length) + record + _masked_checksum(record)
 
 
 def _masked_checksum(data: bytes) -> bytes:
-    """CRC-32C (Castagnoli), rotated and shifted as TFRecord has it."""
+    """Return the CRC-32C (Castagnoli), rotated and shifted as TFRecord defines it."""
     checksum = 0xFFFFFFFF
     for byte in data:
         checksum = _CRC_TABLE[(checksum ^ byte) & 0xFF] ^ checksum >> 8
@@ -159,7 +155,7 @@ _CRC_TABLE: Final = tuple(map(_crc_entry, range(256)))
 
 
 def _new_file(folder: Path) -> BinaryIO:
-    """A new event file, whose name TensorBoard sorts after the existing ones."""
+    """Create an event file whose name TensorBoard sorts after the existing ones."""
     begin = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
     for number in count():
         with suppress(FileExistsError):
@@ -168,20 +164,20 @@ def _new_file(folder: Path) -> BinaryIO:
 
 
 _LONGEST_PARAMETER = 500
-"""Characters of a parameter's value that every version of MLflow takes."""
+"""Maximum number of characters of a parameter's value in every version of MLflow."""
 
 
 class MLflowRun(Callback):
-    """Logs steps, evaluations and the config to MLflow; `pip install threefold[mlflow]`.
+    """Log steps, evaluations and the config to MLflow; `pip install threefold[mlflow]`.
 
-    A failure to log is reported once, and training continues without. A resumed run is a new one there, unless
-    `run_id` is given.
+    A failure to log is reported once, and training continues without MLflow. A resumed run becomes a new MLflow run
+    unless `run_id` is given.
 
     Args:
-        experiment: of MLflow; made if there is none.
-        run_name: of the run there; None for the name of the run's folder.
-        tracking_uri: a server, `sqlite:///FILE` or a folder; None as the environment says.
-        run_id: of an MLflow run to append to.
+        experiment: MLflow experiment; created if it does not exist.
+        run_name: name of the MLflow run; None for the name of the run's folder.
+        tracking_uri: a server, `sqlite:///FILE` or a folder; None for the environment's setting.
+        run_id: MLflow run to append to.
     """
 
     packages = ("mlflow",)
@@ -198,7 +194,7 @@ class MLflowRun(Callback):
         self._status = "FAILED"
 
     def setup(self, run: RunContext) -> None:
-        # The client, as `mlflow.start_run` sets the active run of the whole process.
+        # Use the client, as `mlflow.start_run` sets the active run of the whole process.
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
@@ -237,26 +233,27 @@ class MLflowRun(Callback):
         from mlflow.entities import Metric
 
         now = time.time_ns() // 1_000_000
-        # Names may have letters, digits and _ - . alone; a slash makes a folder in a store of files.
+        # Only letters, digits, and _ - . are valid everywhere; a slash makes a folder in a file store.
         names = {key: re.sub(r"[^\w\-.]", "_", key.replace("/", ".", 1)) for key in values}
         metrics = [Metric(names[key], value, now, step) for key, value in values.items()]
         try:
             self._client.log_batch(self.run_id, metrics=metrics)
-        except Exception as error:  # of the network or the disk: no reason to end a training
+        except Exception as error:  # a network or disk failure is no reason to end a training
             say(f"Warning: MLflow cannot log ({reason_of(error)}); training continues without it.")
             self._client = None
 
 
 class WeightsAndBiases(Callback):
-    """Logs steps, evaluations and the config to Weights & Biases; `pip install threefold[wandb]`.
+    """Log steps, evaluations and the config to Weights & Biases; `pip install threefold[wandb]`.
 
-    A failure to log is reported once, and training continues without. A resumed run is a new one there, unless `id`
-    and `resume` are given.
+    A failure to log is reported once, and training continues without it. A resumed run becomes a new W&B run unless
+    `id` and `resume` are given.
 
     Args:
-        project: of Weights & Biases.
-        run_name: of the run there; None for the name of the run's folder.
-        mode: `online`, `offline` (files under RUN/wandb, for `wandb sync`) or `disabled`; None as the environment says.
+        project: W&B project.
+        run_name: name of the W&B run; None for the name of the run's folder.
+        mode: `online`, `offline` (files under RUN/wandb, for `wandb sync`) or `disabled`; None for the environment's
+            setting.
         options: further arguments of `wandb.init`, such as `entity`, `tags`, `id` and `resume`.
     """
 
@@ -297,7 +294,7 @@ class WeightsAndBiases(Callback):
             return
         try:
             self._run.log(values, step=step)
-        except Exception as error:  # of the network or the disk: no reason to end a training
+        except Exception as error:  # a network or disk failure is no reason to end a training
             say(f"Warning: Weights & Biases cannot log ({reason_of(error)}); training continues without it.")
             self._run = None
 

@@ -1,1 +1,1 @@
-"""Optimizers, one file each; `config.optimizer.BUILT_IN` has a row for every one of them."""
+"""Optimizers, one file each; each one has a row in `config.optimizer.BUILT_IN`."""

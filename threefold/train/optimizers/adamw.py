@@ -13,8 +13,6 @@ from threefold.train.optimizers.base import Entry, TorchRule, zeros
 
 
 class _Group:
-    """Weights of one weight decay, with their tensors in the order of the weights."""
-
     def __init__(self, decay: float, entries: Sequence[Entry], states: Sequence[dict[str, Tensor]]) -> None:
         self.decay, self.entries = decay, entries
         self.masters = [entry.master for entry in entries]
@@ -23,14 +21,14 @@ class _Group:
         self.counts = torch.stack([state["step"] for state in states])
         self.steps = self.counts.unbind()
         for state, step in zip(states, self.steps, strict=True):
-            state["step"] = step  # of one tensor, so that all are counted in one operation
+            state["step"] = step  # views of one tensor, so that one operation counts them all
 
 
 class AdamW(TorchRule):
-    """`torch.optim.AdamW`; reads `betas` and `eps`; keeps `step` (a scalar), `exp_avg` and `exp_avg_sq`."""
+    """`torch.optim.AdamW`: reads `betas` and `eps`; keeps `step` (a scalar), `exp_avg` and `exp_avg_sq`."""
 
     decoupled: ClassVar[bool] = True
-    """Whether weight decay shrinks the weight, rather than being added to the gradient."""
+    """Whether weight decay shrinks the weight instead of being added to the gradient."""
 
     def __init__(self, entries: Sequence[Entry], config: OptimizerConfig) -> None:
         super().__init__(entries, config)
@@ -55,8 +53,7 @@ class AdamW(TorchRule):
         }
 
     def step(self, lr: float) -> None:
-        """One update by torch's kernel, whose arguments are looked up once: a small model's step shows the time that
-        torch's optimizer takes for that."""
+        """Update with torch's kernel directly, as the overhead of torch's optimizer shows in a small model's step."""
         for group in self._groups:
             group.counts.add_(1)
             fused_adam_(
@@ -78,6 +75,6 @@ class AdamW(TorchRule):
 
 
 class Adam(AdamW):
-    """`torch.optim.Adam`; reads and keeps what `AdamW` does."""
+    """`torch.optim.Adam`: reads and keeps the same as `AdamW`."""
 
     decoupled: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""The interface of an optimizer: its parameters, its optimizer state, and its update rule."""
+"""Optimizer interface: parameters, optimizer state and update rule."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -16,12 +16,12 @@ from threefold.parallel.weights import Weight
 
 @dataclass(frozen=True)
 class Entry(Weight):
-    """One weight of an optimizer.
+    """Weight of an optimizer.
 
     Attributes:
-        gradients: where its gradient is.
+        gradients: gradients of all weights, including this one.
         whole: gathers the whole matrix or matrices (the last two dims of the parameter), or the whole vector.
-        is_hidden: whether it is a weight of two dims or more of a layer between the model's first and its last; not for
+        is_hidden: whether the weight has at least two dims and lies between the first and the last layer; False for
             embeddings, the head, norms and biases.
     """
 
@@ -31,35 +31,35 @@ class Entry(Weight):
 
     @property
     def hidden_matrix(self) -> ShardedMatrix | None:
-        """`whole` of a hidden matrix; None for the other weights."""
+        """`whole` for a hidden matrix; None for all other weights."""
         return self.whole if self.is_hidden else None
 
     @property
     def gradient(self) -> Tensor:
-        """In the master's dtype, of its shape."""
+        """Gradient of the weight, with the dtype and shape of the master."""
         return self.gradients[self.leaf]
 
     @property
     def decays(self) -> bool:
-        """Whether weight decay applies: to weights of two dims or more, not to biases and norms."""
+        """Whether weight decay applies: to weights of at least two dims, not to biases and norms."""
         return self.parameter.dim() >= 2
 
 
 class UpdateRule(ABC):
-    """How an optimizer updates this rank's shards, given their complete gradients: what one file of this folder, or of
-    another package, defines.
+    """Base class of optimizers: updates this rank's shards, given their complete gradients.
 
-    The update has to be the same in every layout. One that treats elements independently is; one that needs whole
-    matrices gathers them through `Entry.hidden_matrix`.
+    Each optimizer is one subclass in a file of this folder or in another package. The update must be the same in every
+    layout. This holds for a rule that treats elements independently; a rule that needs whole matrices gathers them
+    through `Entry.hidden_matrix`.
 
     Args:
         entries: this rank's parameters, the same and in the same order on all ranks that shard them. A shard may be
             empty.
-        config: resolved.
+        config: resolved config.
 
     Attributes:
-        reads: which of `config.optimizer.HYPER_PARAMETERS` it reads, and their defaults (None: as the section says).
-            The others are refused. The package's own are in `BUILT_IN` instead, which imports no torch.
+        reads: the `config.optimizer.HYPER_PARAMETERS` that it reads, with their defaults (None: the section's default).
+            All others are refused. Built-in optimizers use `BUILT_IN` instead, which imports no torch.
     """
 
     reads: ClassVar[Mapping[str, Any]] = {}
@@ -69,36 +69,38 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def step(self, lr: float) -> None:
-        """Update every entry's `master` in place from its `gradient`, with learning rate `lr`. Called without autograd;
-        all ranks call it in the same steps."""
+        """Update every entry's `master` in place from its `gradient` with learning rate `lr`.
+
+        Called without autograd, in the same steps on all ranks.
+        """
 
     @abstractmethod
     def state(self, entry: Entry) -> Mapping[str, Tensor]:
-        """The optimizer state of an entry by name, saved in checkpoints and filled in place on resuming.
+        """Return the optimizer state of an entry by name; it is saved in checkpoints and filled in place on resuming.
 
-        Each tensor exists from the start. It has the master's shape and is sharded as the parameter is, or is a scalar,
-        the same on every rank.
+        Each tensor exists from the start. It either has the master's shape and is sharded like the parameter, or is a
+        scalar that is the same on every rank.
         """
 
     def is_replicated(self, entry: Entry, state: str, value: Tensor) -> bool:
-        """Whether a tensor of `state` is the same on all ranks that have the weight, rather than sharded as it is."""
+        """Return whether a tensor of `state` is equal on all ranks that hold the weight, not sharded like it."""
         return value.dim() == 0
 
     def restored(self) -> None:  # noqa: B027 - most have nothing to do
-        """The masters, and the tensors of `state`, have been filled from a checkpoint or from initial weights."""
+        """Handle masters and `state` tensors that were filled from a checkpoint or from initial weights."""
 
     @classmethod
     @abstractmethod
     def states_per_element(cls, config: OptimizerConfig, is_hidden_matrix: bool) -> int:
-        """How many tensors of optimizer state, of a weight's shape, it needs, for estimates of memory."""
+        """Return the number of state tensors of the weight's shape, for memory estimates."""
 
     def weight_decay(self, entry: Entry) -> float:
-        """That of an entry: the setting, or 0."""
+        """Return the weight decay of an entry: the setting, or 0."""
         return self.config.weight_decay if entry.decays else 0.0
 
 
 class TorchRule(UpdateRule):
-    """An elementwise optimizer of `torch.optim`, over the plain local shards."""
+    """Base class of elementwise `torch.optim` optimizers over the plain local shards."""
 
     def __init__(self, entries: Sequence[Entry], config: OptimizerConfig) -> None:
         super().__init__(entries, config)
@@ -106,18 +108,19 @@ class TorchRule(UpdateRule):
         others = [entry.master for entry in self.entries if not entry.decays]
         groups = ((decayed, config.weight_decay), (others, 0.0))
         given = [{"params": params, "weight_decay": decay} for params, decay in groups if params]
-        self._torch = self.make(given) if given else None  # a rank may hold frozen weights alone
+        self._torch = self.make(given) if given else None  # a rank may hold only frozen weights
         for entry in self.entries:
-            # Made now instead of at the first step, so that a checkpoint finds the same states before and after it.
+            # Create the state now, not in the first step, so that a checkpoint finds the same states before and after
+            # it.
             self._of_torch.state[entry.master] = self.initial_state(entry.master)
 
     @abstractmethod
     def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Torch's optimizer for parameter groups that name their weight decay."""
+        """Construct torch's optimizer for parameter groups that specify their weight decay."""
 
     @abstractmethod
     def initial_state(self, master: Tensor) -> dict[str, Tensor]:
-        """The optimizer state that torch's optimizer would make for a parameter at its first step."""
+        """Return the optimizer state that torch's optimizer would create for a parameter in its first step."""
 
     def step(self, lr: float) -> None:
         if self._torch is None:
@@ -139,23 +142,17 @@ class TorchRule(UpdateRule):
 
 
 def zeros(master: Tensor) -> Tensor:
-    """A tensor of optimizer state, of a master's shape."""
+    """Return a zero tensor of optimizer state with a master's shape."""
     return torch.zeros_like(master, requires_grad=False)
 
 
 class UpdatedWeights:
-    """What a `torch.optim.Optimizer` updates for each entry: its master, or the whole weight where the optimizer needs
-    that and the layout cuts it.
+    """Tensors that a `torch.optim.Optimizer` updates: masters, or whole weights if it needs them and they are sharded.
 
     Every rank that holds a shard of a gathered weight makes the same update of the whole, and keeps its shard of the
-    result. That costs an all-gather of the gradient in each step, and on each of these ranks the memory of the whole
-    weight and of its whole state.
-
-    Collective over the axes that cut the weights, as its methods: all ranks call them in the same order.
-
-    Args:
-        entries: this rank's weights.
-        gathers: whether the optimizer needs whole weights.
+    result. This costs an all-gather of the gradient in each step, and, on each of these ranks, memory for the whole
+    weight and its whole state. All methods are collective over the axes that shard the weights, in the same order on
+    all ranks.
     """
 
     def __init__(self, entries: Sequence[Entry], gathers: bool) -> None:
@@ -168,22 +165,22 @@ class UpdatedWeights:
                 self._tensors[entry.name] = entry.whole.gather(entry.master.detach()).clone().requires_grad_()
 
     def of(self, entry: Entry) -> Tensor:
-        """What the optimizer updates for an entry."""
+        """Return the tensor that the optimizer updates for an entry."""
         return self._tensors[entry.name]
 
     def is_gathered(self, entry: Entry) -> bool:
-        """Whether that is a whole weight that the layout cuts."""
+        """Return whether the updated tensor is a whole weight that the layout shards."""
         return self.of(entry) is not entry.master
 
     def set_gradients(self) -> None:
-        """Give each tensor its gradient."""
+        """Set the `grad` of each tensor."""
         for entry in self._entries:
             gradient = entry.gradient
             self.of(entry).grad = entry.whole.gather(gradient) if self.is_gathered(entry) else gradient
 
     @torch.no_grad()
     def keep_shards(self) -> None:
-        """Set the masters from the whole weights, after the optimizer has updated these."""
+        """Update the masters from the whole weights, after an optimizer step."""
         for entry in self._entries:
             if self.is_gathered(entry):
                 self.of(entry).grad = None
@@ -191,24 +188,23 @@ class UpdatedWeights:
 
     @torch.no_grad()
     def gather_again(self) -> None:
-        """Set the whole weights from the masters, after something else has changed these."""
+        """Update the whole weights from the masters, after these were changed elsewhere."""
         for entry in self._entries:
             if self.is_gathered(entry):
                 self.of(entry).detach().copy_(entry.whole.gather(entry.master.detach()))
 
     def is_replicated(self, entry: Entry, shape: torch.Size) -> bool:
-        """Whether a state that the optimizer keeps in this shape is the same on all ranks that have the weight, rather
-        than sharded as it is."""
+        """Return whether a state of this shape is equal on all ranks that hold the weight, not sharded like it."""
         return shape != self.of(entry).shape
 
     def shard_of_state(self, entry: Entry, value: Tensor) -> Tensor:
-        """This rank's part of a state that the optimizer keeps; all of it where it is replicated."""
+        """Return this rank's shard of an optimizer state; all of it if it is replicated."""
         if not self.is_gathered(entry) or self.is_replicated(entry, value.shape):
             return value
         return entry.whole.shard(value, entry.master).contiguous()
 
     def whole_state(self, entry: Entry, part: Tensor, shape: torch.Size) -> Tensor:
-        """A state as the optimizer keeps it, in this shape, from each rank's part."""
+        """Return an optimizer state of this shape from the shards of all ranks."""
         if not self.is_gathered(entry) or self.is_replicated(entry, shape):
             return part
         return entry.whole.gather(part).clone()

@@ -10,9 +10,9 @@ from threefold.train.optimizers.base import Entry, UpdateRule, zeros
 
 
 class Lion(UpdateRule):
-    """Reads `betas`; keeps `exp_avg`.
+    """Lion: reads `betas`; keeps `exp_avg`.
 
-    The sign makes a full step of a gradient that is rounding noise alone (that of a key's bias), so such a weight
+    The sign turns a gradient that is only rounding noise (such as a key bias's) into a full step, so such a weight
     depends on the layout and on the machine.
     """
 

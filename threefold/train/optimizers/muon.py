@@ -1,14 +1,14 @@
-"""Muon: orthogonalised momentum for the hidden weight matrices (Jordan et al., https://kellerjordan.github.io/posts/muon).
+"""Muon: orthogonalized momentum for hidden weight matrices (Jordan et al., https://kellerjordan.github.io/posts/muon).
 
-The matrix is the whole weight as the unsplit model stores it, such as queries, keys and values together, and of experts
-each expert's, so the update does not depend on the layout. Tensor parallelism and ZeRO shard a matrix: its
-momentum-updated gradient is all-gathered and orthogonalised on every rank that holds a shard, and each rank keeps its
-shard of the result. Cost for a step and weight:
+The matrix is the whole weight as the unsplit model stores it (queries, keys and values together, for example; each
+expert's own for experts), so the update does not depend on the layout. If tensor parallelism or ZeRO shards a matrix,
+its momentum-updated gradient is all-gathered and orthogonalized on every rank that holds a shard, and each rank keeps
+its shard of the result. Cost per step and weight:
 
-- traffic: one all-gather for each axis that shards its matrix, of as many bytes as the weight has in the width that it
-  is updated in. Pipeline stages, expert parallelism and replicas without ZeRO shard no matrix and send nothing;
-- memory: the whole weight, for one weight at a time, and up to four times as much within the iteration; of experts, all
-  that the rank holds;
+- traffic: one all-gather for each axis that shards its matrix, of the weight's size in the dtype of the update.
+  Pipeline stages, expert parallelism and replicas without ZeRO shard no matrix and send nothing;
+- memory: the whole weight, one weight at a time, and up to four times as much within the iteration; for experts, all
+  experts of the rank;
 - arithmetic: at most 4 · steps · m · n · min(m, n) multiply-adds for an m × n matrix, on every rank that gathers it.
 
 The iteration runs in fp32 (fp64 in an fp64 run), not in bf16 as in `torch.optim.Muon`: rounded to bf16, the products of
@@ -26,17 +26,16 @@ from threefold.train.optimizers.adamw import AdamW
 from threefold.train.optimizers.base import Entry, UpdateRule, zeros
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic polynomial: chosen for a steep slope at 0; singular values end between about 0.7 and 1.2."""
+"""Coefficients of the quintic polynomial, steep at 0; singular values end up between about 0.7 and 1.2."""
 EPS = 1e-7
-"""Least norm that a matrix is divided by."""
+"""Smallest norm that a matrix is divided by."""
 
 
 class Muon(UpdateRule):
-    """Reads `momentum`, `nesterov`, `newton_schulz_steps` and `lr_scaling`, and for the other weights (embeddings, the
-    head, norms, biases) what `AdamW` reads.
+    """Muon: reads `momentum`, `nesterov`, `newton_schulz_steps` and `lr_scaling`; AdamW for the other weights.
 
-    Keeps `momentum_buffer` of hidden matrices, and of the other weights what `AdamW` keeps. The defaults are those of
-    `torch.optim.Muon`, but for `lr_scaling`.
+    Embeddings, the head, norms and biases are updated by `AdamW`, with its settings and its state. Hidden matrices keep
+    `momentum_buffer`. The defaults are those of `torch.optim.Muon`, except `lr_scaling`.
     """
 
     def __init__(self, entries: Sequence[Entry], config: OptimizerConfig) -> None:
@@ -72,15 +71,7 @@ class Muon(UpdateRule):
 
 
 def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
-    """Each matrix with its singular values replaced by values near 1, by Newton–Schulz iterations.
-
-    Args:
-        matrices: [..., m, n].
-        steps: iterations.
-
-    Returns:
-        the same shape, in fp32 at least.
-    """
+    """Move the singular values of matrices [..., m, n] near 1 by Newton–Schulz iterations, at least in fp32."""
     x = matrices.to(torch.promote_types(matrices.dtype, torch.float32))
     wide = x.shape[-2] <= x.shape[-1]
     x = x if wide else x.mT
@@ -93,10 +84,10 @@ def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
 
 
 def lr_scale(shape: Sequence[int], scaling: str) -> float:
-    """What the learning rate is multiplied by for matrices of the last two dims of `shape`.
+    """Return the learning-rate factor for matrices of the last two dims of `shape`.
 
-    `original` is that of Keller Jordan's implementation; `match_rms_adamw` makes updates as large as AdamW's usually
-    are (Liu et al., "Muon is scalable for LLM training", arXiv 2502.16982).
+    `original` follows Keller Jordan's implementation; `match_rms_adamw` makes updates about as large as AdamW's (Liu et
+    al., "Muon is scalable for LLM training", arXiv 2502.16982).
     """
     rows, columns = shape[-2:]
     if scaling == "original":

@@ -1,13 +1,12 @@
-"""Any `torch.optim.Optimizer` over the shards of a layout: a class or function that `optimizer.name` gives as an import
-path.
+"""Any `torch.optim.Optimizer` over the shards of a layout, named by its import path in `optimizer.name`.
 
-It updates this rank's local shards of the master weights, so it has to treat elements independently of each other, as
-Adam and Lion do; the tensors of its state are then cut as the weight is. A class that needs whole weights, as one that
-divides by the norm of a matrix, says so by the attribute `needs_whole_matrices = True`: it gets them gathered, with
-whole gradients, and every rank that holds a shard makes the same update and keeps its shard of the result. That costs,
-for each weight that a layout cuts, an all-gather of its gradient in each step, and on each of those ranks the memory of
-the whole weight and of its whole state. Of experts it gets those that a rank holds. One that needs whole weights and
-does not say so gives other weights in another layout, which `threefold verify` finds.
+It updates this rank's local shards of the master weights, so it must treat elements independently, as Adam and Lion do;
+its state tensors are then sharded like the weight. A class that needs whole weights, for example to divide by a matrix
+norm, sets `needs_whole_matrices = True`: it gets whole weights and whole gradients, every rank that holds a shard makes
+the same update, and each keeps its shard of the result. For each weight that a layout shards, this costs an all-gather
+of its gradient in each step, and, on each of those ranks, memory for the whole weight and its whole state. Of experts,
+it gets those that a rank holds. An optimizer that needs whole weights without the attribute gives different weights in
+another layout, which `threefold verify` detects.
 """
 
 import inspect
@@ -25,15 +24,11 @@ from threefold.plugins import one_of
 from threefold.train.optimizers.base import Entry, UpdatedWeights, UpdateRule
 
 _OF_THE_SECTION = ("lr", "weight_decay")
-"""Arguments that are settings of their own."""
+"""Arguments that have settings of their own."""
 
 
 def update_rule(config: OptimizerConfig) -> type[UpdateRule]:
-    """The update rule of a config.
-
-    Raises:
-        UserError: what `optimizer.name` gives cannot be imported or is no optimizer.
-    """
+    """Return a config's update rule; raise a `UserError` if `optimizer.name` cannot be imported or is no optimizer."""
     found = OPTIMIZERS.load(config.name)
     if isinstance(found, type) and issubclass(found, UpdateRule):
         return found
@@ -46,22 +41,18 @@ def update_rule(config: OptimizerConfig) -> type[UpdateRule]:
 
 
 def check_optimizer(config: OptimizerConfig) -> None:
-    """Check, before any process starts, that an own optimizer can be made, steps, and keeps what a layout can cut.
-
-    Raises:
-        UserError: it cannot.
-    """
+    """Raise a `UserError`, before any process starts, unless a user's optimizer steps and its state can be sharded."""
     if update_rule(config) is OwnOptimizer:
         for shape in ((4, 6), (6,)):
             _trial(config, torch.zeros(shape))
 
 
 class OwnOptimizer(UpdateRule):
-    """The optimizer that `optimizer.name` and `optimizer.arguments` give; reads `lr`, which follows the schedule, and
-    `weight_decay`, if it takes one, which biases and norms do not have.
+    """Optimizer given by `optimizer.name` and `optimizer.arguments`.
 
-    Its state is what it keeps for each parameter: tensors of the parameter's shape, tensors without dims, and numbers;
-    with `needs_whole_matrices` also tensors of other shapes, which are the same on all ranks that have the weight.
+    It reads `lr`, which follows the schedule, and, if its constructor takes it, `weight_decay`, which does not apply to
+    biases and norms. For each parameter it may keep tensors of the parameter's shape, tensors without dims, and
+    numbers; with `needs_whole_matrices` also tensors of other shapes, which all ranks that hold the weight share.
     """
 
     def __init__(self, entries: Sequence[Entry], config: OptimizerConfig) -> None:
@@ -73,7 +64,7 @@ class OwnOptimizer(UpdateRule):
         groups = ((decayed, config.weight_decay), (others, 0.0))
         self._torch = _make(config, [(params, decay) for params, decay in groups if params]) if self.entries else None
         self._given: dict[str, dict[str, _State]] = {}
-        """By parameter, the state that `state` gave, which a checkpoint may fill until the next step."""
+        """State returned by `state`, by parameter; a checkpoint may fill it until the next step."""
 
     def step(self, lr: float) -> None:
         self._given = {}  # no checkpoint has filled it
@@ -98,11 +89,11 @@ class OwnOptimizer(UpdateRule):
         return self._updated.is_replicated(entry, self._given[entry.name][state].shape)
 
     def restored(self) -> None:
-        """Take the state that a checkpoint has filled."""
+        """Take over the state that a checkpoint has filled."""
         self._updated.gather_again()
         for entry in self.entries:
             if self._torch is not None and entry.name in self._given:
-                # Numbers and parts of whole tensors were given as copies, which are filled in place of the state.
+                # Numbers and shards of whole tensors were handed out as copies, so the filled values replace the state.
                 self._torch.state[self._updated.of(entry)] = {
                     name: self._filled(entry, state) for name, state in self._given[entry.name].items()
                 }
@@ -122,7 +113,7 @@ class OwnOptimizer(UpdateRule):
         return {name: value for name, value in found.items() if value is not None}
 
     def _of_a_step(self, entry: Entry) -> Mapping[str, Any]:
-        """Return copies of the state that the optimizer would have after a step, to be filled."""
+        """Return copies of the state that the optimizer would have after one step, to be filled."""
         scratch = _trial(self.config, torch.zeros_like(self._updated.of(entry), requires_grad=False), entry.decays)
         return {name: each.detach().clone() if isinstance(each, Tensor) else each for name, each in scratch.items()}
 
@@ -137,30 +128,22 @@ class OwnOptimizer(UpdateRule):
 
 
 class _State:
-    """One state of a parameter.
-
-    Attributes:
-        tensor: what is stored of it on this rank.
-        shape: as the optimizer keeps it.
-        number: the type of a plain number, which is stored as a tensor; None for a tensor.
-    """
+    """One state of a parameter: this rank's stored tensor, and the shape and number type that the optimizer keeps."""
 
     def __init__(self, tensor: Tensor, shape: torch.Size, number: "type | None") -> None:
         self.tensor, self.shape, self.number = tensor, shape, number
 
 
 def _tensor(value: Any) -> Tensor:
-    """A state as a checkpoint has it."""
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
 
 
 def needs_whole_matrices(config: OptimizerConfig) -> bool:
-    """Whether an own optimizer says so."""
+    """Return whether a user's optimizer declares `needs_whole_matrices`."""
     return bool(getattr(OPTIMIZERS.load(config.name), "needs_whole_matrices", False))
 
 
 def _make(config: OptimizerConfig, groups: Sequence[tuple[list[Tensor], float]]) -> torch.optim.Optimizer:
-    """The optimizer over groups of parameters with their weight decay."""
     make: Callable[..., Any] = OPTIMIZERS.load(config.name)
     arguments = dict(config.arguments or {})
     takes = _takes(make)
@@ -179,7 +162,7 @@ def _make(config: OptimizerConfig, groups: Sequence[tuple[list[Tensor], float]])
 
 
 def _takes(make: Callable[..., Any]) -> list[str] | None:
-    """The names of the arguments beside the parameters; None where it takes any."""
+    """Return the names of the arguments after the parameters; None if it takes any."""
     parameters = inspect.signature(make).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
@@ -198,11 +181,7 @@ def _check_arguments(config: OptimizerConfig, arguments: Mapping[str, Any], take
 
 @torch.enable_grad()
 def _trial(config: OptimizerConfig, like: Tensor, decays: bool = True) -> dict[str, Any]:
-    """The state that the optimizer keeps for a parameter after one step.
-
-    Raises:
-        UserError: it cannot be made or step, or keeps what a layout cannot cut.
-    """
+    """Return a parameter's state after one trial step; raise a `UserError` if it fails or cannot be sharded."""
     parameter = like.detach().clone().requires_grad_()
     optimizer = _make(config, [([parameter], config.weight_decay if decays else 0.0)])
     parameter.grad = torch.ones_like(parameter)

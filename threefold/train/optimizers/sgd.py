@@ -11,7 +11,7 @@ from threefold.train.optimizers.base import TorchRule, zeros
 
 
 class SGD(TorchRule):
-    """`torch.optim.SGD`; reads `momentum` and `nesterov`; keeps `momentum_buffer` where the momentum is not 0."""
+    """`torch.optim.SGD`: reads `momentum` and `nesterov`; keeps `momentum_buffer` unless the momentum is 0."""
 
     def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         config = self.config
