@@ -22,13 +22,12 @@ function's input and output. The backward pass of ReLU needs only its output."""
 
 @dataclass(frozen=True)
 class Kernels:
-    """Per-kernel choices of what is kept for the backward pass, where training systems and devices differ.
+    """Choices of what kernels keep for the backward pass, where training systems and devices differ.
 
     Attributes:
-        fused_norm: whether RMSNorm is one kernel that keeps its input and one number per row; otherwise it keeps its
-            input and the normalised input, in at least fp32.
-        fused_gate: whether a gated network keeps only the gates and the values they multiply; otherwise also SiLU's
-            output.
+        fused_norm: whether RMSNorm keeps its input and a number per row; otherwise input and normalised input, in at
+            least fp32, and the number.
+        fused_gate: whether a gated network keeps only the gates and the values they gate; otherwise SiLU's output too.
         fused_rotary: whether rotated queries and keys replace the unrotated ones; otherwise both are kept.
         fused_softmax: whether unfused attention keeps only its weights before and after dropout and the mask, without
             copies of queries, keys and values (Megatron-LM).
@@ -36,13 +35,11 @@ class Kernels:
         replays_operations: whether `selective` recompute keeps the outputs of attention and of every second matrix
             product and recomputes everything else (torchtitan), not only the attention core.
         wide_statistics: whether norms keep their per-row numbers in fp32 whatever dtype they compute in.
-        grouped: whether one kernel computes the products of all experts and their weight gradient as one tensor;
-            otherwise each expert has its own gradient before they are joined.
-        keeps_probabilities: whether the loss keeps the probabilities of all logits, in at least fp32; otherwise it
-            keeps the logits unchanged and two numbers per token.
+        grouped: whether one kernel computes all experts, with one weight gradient; otherwise separate ones are joined.
+        keeps_probabilities: whether the loss keeps probabilities in at least fp32; otherwise logits and two numbers per
+            token.
         widens_logits: whether the loss widens all logits of the current chunk at once; otherwise a few rows at a time.
-        gradients_in_place: whether weight-gradient products accumulate directly into the fp32 gradients, so that no
-            separate gradient exists.
+        gradients_in_place: whether weight-gradient products accumulate directly into the fp32 gradients.
     """
 
     fused_norm: bool = False
@@ -63,10 +60,8 @@ class ExpertSizes:
     """Mixture of experts that replaces a block's feed-forward network.
 
     Attributes:
-        count: number of experts in the layer.
-        per_token: experts that each token is routed to.
-        inner: inner features of one expert, before `tp` divides them.
-        shared: inner features of the shared expert that every token passes; 0 for none.
+        count, per_token: experts of the layer, and of these, experts that each token is routed to.
+        inner, shared: inner features of one expert, before `tp` divides them, and of the shared expert; 0 for none.
         spread: whether experts are sharded over ranks, so that a rank may receive more tokens than it sends.
         held: experts on one rank; 0 for all.
         even: whether routing is balanced; otherwise a rank's experts are chosen up to twice as often as the mean.
@@ -86,21 +81,17 @@ class BlockSizes:
     """Sizes of one transformer block as sharded on one rank.
 
     Attributes:
-        samples: micro-batch size B.
-        positions: sequence length S.
+        samples, positions: micro-batch size B, and sequence length S.
         hidden, heads, ffn: sizes of the whole model; `tp` divides `heads` and `ffn`.
         itemsize: bytes per activation element.
         hidden_dropout: whether the block's two outputs have dropout.
         attention: implementation of the attention core.
-        tp: tensor-parallel ranks, which share heads and features.
-        cp: context-parallel ranks, which share the sequence positions.
+        tp, cp: tensor-parallel ranks, which share heads and features; context-parallel ranks, which share positions.
         sequence_parallel: whether activations between the tensor-parallel layers are sharded along the sequence.
-        head_dim: features per head; 0 for `hidden` / `heads`.
-        key_heads: key and value heads; 0 for `heads`.
-        rotary: whether position embeddings are rotary.
+        head_dim, key_heads: features per head, and key and value heads; 0 for `hidden` / `heads`, and for `heads`.
         activation: activation function of a feed-forward network that is not gated.
         llama: whether the block uses RMSNorm and a gated feed-forward network.
-        head_norms: whether the block has QK-norm.
+        rotary, head_norms: whether the block has rotary embeddings, and QK-norm.
         documents: whether attention stops at document boundaries.
         experts: mixture of experts in place of the feed-forward network.
         kernels: what the kernels keep; by default those of this package on a CPU.
@@ -191,16 +182,14 @@ def _statistic(sizes: BlockSizes) -> int:
 
 
 def _kept_between_operations(sizes: BlockSizes, outer: int) -> int:
-    """Return the bytes of the block's input and the outputs of attention and of every second product: queries, values,
-    and the first and last product of the feed-forward network."""
+    """Return the bytes of the block's input and the outputs of attention and of every second matrix product."""
     sums = sizes.samples * sizes.heads // sizes.tp * sizes.positions // sizes.cp * sizes.wide
     inner = sizes.tokens * sizes.ffn // sizes.tp * sizes.itemsize
     return 2 * outer + 2 * sizes.queries + sums + sizes.keys + inner
 
 
 def _rms_bytes(sizes: BlockSizes, rows: int, nbytes: int) -> int:
-    """Return the bytes that RMSNorm keeps of an `nbytes` input: one number per row, the input and, unfused, the
-    normalised input, both in at least fp32."""
+    """Return the bytes that RMSNorm keeps of an `nbytes` input, as `Kernels.fused_norm` describes."""
     if sizes.kernels.fused_norm:
         return nbytes + rows * sizes.wide
     return 2 * nbytes * sizes.wide // sizes.itemsize + rows * sizes.wide
@@ -226,12 +215,8 @@ def _kept_for_core(sizes: BlockSizes, replayed: bool) -> int:
 
 
 def _core_bytes(sizes: BlockSizes, inputs: int) -> int:
-    """Return the bytes that the attention core keeps, its inputs included; the projection after it keeps its output.
-
-    Args:
-        sizes: sizes of the block on the rank.
-        inputs: bytes of the core's inputs and of the tensors that they are views of.
-    """
+    """Return the bytes that the attention core keeps, without its output, which its projection keeps; `inputs` counts
+    its inputs and the tensors that they are views of."""
     cp, length, queries = sizes.cp, sizes.positions, sizes.queries
     chunk = length // (2 * cp)
     keys = (2 * cp + 1) * chunk if cp > 1 else length  # seen by the two chunks of one context-parallel rank
@@ -255,8 +240,8 @@ def _core_bytes(sizes: BlockSizes, inputs: int) -> int:
 
 
 def _feed_forward_bytes(sizes: BlockSizes) -> int:
-    """Return the bytes kept around the activation function: its input and output, or for a gated network the gates, the
-    values they multiply, SiLU's output and the product."""
+    """Return the bytes kept around the activation function, and in a gated network around the product with the
+    gates."""
     count = (3 if sizes.kernels.fused_gate else 4) if sizes.llama else _KEPT_BY_ACTIVATION.get(sizes.activation, 2)
     return count * sizes.tokens * sizes.ffn // sizes.tp * sizes.itemsize
 

@@ -22,19 +22,12 @@ from threefold.planner.systems import System
 ALONE: Final = Group(1, 1, 8)
 """Group of an axis with one rank."""
 ITEMSIZES: Final = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes per element of each dtype name."""
 
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """Mixture of experts that replaces a block's feed-forward network.
-
-    Attributes:
-        count: number of experts in the layer.
-        per_token: experts that each token is routed to.
-        inner: inner features of one expert.
-        shared: inner features of the shared expert that every token passes; 0 for none.
-    """
+    """Mixture of experts in place of a block's feed-forward network: experts in all, experts per token, and the inner
+    features of one expert and of the shared expert (0 for none)."""
 
     count: int
     per_token: int
@@ -47,19 +40,14 @@ class BlockShape:
     """Sizes of a transformer block as one rank computes it for one micro-batch.
 
     Attributes:
-        samples: micro-batch size.
-        length: sequence length over all context-parallel ranks.
+        samples, length: micro-batch size, and sequence length over all context-parallel ranks.
         hidden, heads, key_heads, head_dim, ffn: sizes of the whole model.
-        gated: whether the feed-forward network is gated.
-        rms: whether norms are RMSNorm.
-        biased: whether linear layers have a bias.
-        rotary: whether position embeddings are rotary.
-        qk_norm: whether queries and keys are normalised.
+        gated, rms, biased: whether it has a gated feed-forward network, RMSNorm, and biases in linear layers.
+        rotary, qk_norm: whether it has rotary embeddings, and QK-norm.
         hidden_dropout, attention_dropout: whether their rate is above zero.
         window: sliding attention window in positions; 0 for none.
         experts: mixture of experts in place of the feed-forward network.
-        dtype: dtype of the computation.
-        itemsize: bytes per element of `dtype`.
+        dtype, itemsize: dtype of the computation, and bytes per element.
         sequence_parallel: whether activations between the tensor-parallel layers are sharded along the sequence.
         ring: whether context parallelism passes keys and values around a ring instead of gathering them.
         tp, cp, ep: groups of ranks of these axes.
@@ -117,13 +105,7 @@ class BlockShape:
 
 @dataclass(frozen=True)
 class EndShapes:
-    """Sizes of the embedding and the head as one rank computes them for one micro-batch.
-
-    Attributes:
-        vocab: vocabulary size of the whole model.
-        chunk_size: `train.loss_chunk_size`.
-        block: sizes of the model's blocks.
-    """
+    """Sizes of the embedding and the head on one rank for one micro-batch; `vocab` is that of the whole model."""
 
     vocab: int
     block: BlockShape
@@ -235,13 +217,8 @@ class Seconds(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """Time of a layer's passes for one micro-batch.
-
-    Attributes:
-        forward: forward pass.
-        backward: gradients of the inputs, including recompute.
-        weight: gradients of the weights.
-    """
+    """Time of a layer's passes for one micro-batch: forward, backward for inputs (with any recompute), and for
+    weights."""
 
     forward: Seconds
     backward: Seconds
@@ -316,8 +293,7 @@ def _without_latency(hardware: Hardware, in_block: float) -> Hardware:
 
 
 def _host(block: BlockShape, hardware: Hardware, share: float, kernels: float) -> float:
-    """Return the host work that lengthens a pass: all of it on a CPU, else only what outlasts the kernels it
-    launches."""
+    """Return the host work that lengthens a pass: all of it on a CPU, on a GPU what outlasts the kernels."""
     reached = hardware.achievable
     work = reached.block * share
     if block.tp.ranks > 1:
@@ -338,8 +314,7 @@ def _replayed(forward: Seconds, recompute: str, system: System) -> Seconds:
 
 
 def _linear(block: BlockShape, hardware: Hardware) -> float:
-    """Return the seconds of a block's matrix products in one pass; forward, input and weight gradients each take as
-    many."""
+    """Return the seconds of a block's matrix products; its passes for input and weight gradients take as long each."""
     rows, hidden, ranks = block.tokens, block.hidden, block.tp.ranks
     query, keys = block.own_heads * block.head_dim, 2 * block.own_key_heads * block.head_dim
     found = _product(block, hardware, rows, query + keys, hidden) + _product(block, hardware, rows, hidden, query)
@@ -523,7 +498,6 @@ def embedding_passes(ends: EndShapes, hardware: Hardware, system: System) -> Pas
 
 
 embedding_seconds = lru_cache(1 << 14)(embedding_passes)
-"""Cached `embedding_passes`, for shapes whose sizes are plain numbers, not arrays."""
 
 
 def head_passes(ends: EndShapes, hardware: Hardware, system: System) -> Passes:
@@ -556,4 +530,3 @@ def head_passes(ends: EndShapes, hardware: Hardware, system: System) -> Passes:
 
 
 head_seconds = lru_cache(1 << 14)(head_passes)
-"""Cached `head_passes`, for shapes whose sizes are plain numbers, not arrays."""

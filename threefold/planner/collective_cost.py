@@ -1,5 +1,4 @@
-"""Estimated seconds of a training step's parts: matrix products, memory-bound work, collectives, pipeline,
-optimizer."""
+"""Estimated seconds of matrix products, memory-bound work, collectives, pipelines and optimizer updates."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -61,8 +60,7 @@ def matrix_seconds(
 
 
 def _filled(multiprocessors: int, rows: float, columns: int, count: int) -> float:
-    """Return the share of the multiprocessors' time spent on output, not on tiles over its edges or a partial last
-    wave."""
+    """Return the share of the multiprocessors' time spent on output rather than on partial tiles and waves."""
     if multiprocessors == 1:
         return 1.0
     best = 0.0
@@ -102,13 +100,7 @@ _WIRE = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
 @dataclass(frozen=True)
 class Group:
-    """Evenly spaced ranks of a mesh axis.
-
-    Attributes:
-        ranks: number of ranks in the group.
-        stride: distance between neighbours, in global ranks.
-        per_node: ranks per node.
-    """
+    """Ranks of a mesh axis, `stride` global ranks apart, on nodes of `per_node` ranks."""
 
     ranks: int
     stride: int
@@ -121,7 +113,6 @@ class Group:
 
     @property
     def nodes(self) -> int:
-        """Number of nodes that the group spans."""
         return ceil(self.ranks / self.in_node)
 
 
@@ -138,7 +129,7 @@ def ring_seconds(hardware: Hardware, group: Group, operation: str, nbytes: float
         return 0.0
     rounds = _WIRE[operation]
     moved = rounds * nbytes * (group.ranks - 1) / group.ranks
-    passes = 2 if hardware.device == "cpu" else rounds  # ranks that share memory synchronise twice in every collective
+    passes = 2 if hardware.device == "cpu" else rounds  # shared memory has one latency for all collectives
     return moved / bandwidth(hardware, group) + passes * latency(hardware, group)
 
 
@@ -151,8 +142,7 @@ def bandwidth(hardware: Hardware, group: Group) -> float:
 
 
 def latency(hardware: Hardware, group: Group) -> float:
-    """Return the latency of one pass through the group: logarithmic as in a tree, or constant between ranks of a
-    CPU."""
+    """Return the latency of one pass through the group: logarithmic (trees), or constant between ranks of a CPU."""
     if hardware.device == "cpu":
         return hardware.inside.latency
     inside = hardware.inside.latency * log2(group.in_node) if group.in_node > 1 else 0.0
@@ -186,19 +176,13 @@ def send_seconds(hardware: Hardware, group: Group, nbytes: float) -> float:
 _PIECES = 12
 """Pieces in which gradients are reduced during the backward pass; the last is exposed."""
 _CONTENTION = 0.25
-"""Slowdown of computation beside a collective, as a share of the collective's time: both need multiprocessors and
-memory."""
+"""Slowdown of computation by a collective beside it, as a share of its time: both need compute units and memory."""
 _SHARDED_WEIGHTS = 3  # values of parallel.zero
 _STATE_AND_GRADIENTS = 2
 
 
 class Sums(NamedTuple):
-    """Data-parallel collectives of a step.
-
-    Attributes:
-        exposed: seconds that no computation hides.
-        hidden: seconds beside computation.
-    """
+    """Seconds of a step's data-parallel collectives: exposed, and hidden beside computation."""
 
     exposed: float
     hidden: float
@@ -224,10 +208,8 @@ def gradient_seconds(
         group: ranks that hold the same weights.
         elements: weights of one of these ranks.
         forward, backward: seconds of one micro-batch's passes through these weights.
-        micro_batches: micro-batches per step.
-        zero: `parallel.zero`.
-        itemsize: bytes per element of a compute weight.
-        gradient_bytes: bytes per element of a reduced gradient.
+        micro_batches, zero: micro-batches per step, and `parallel.zero`.
+        itemsize, gradient_bytes: bytes per element of a compute weight, and of a reduced gradient.
         layers: layers that are gathered one by one with `zero` 3.
     """
     if group.ranks == 1:
@@ -306,13 +288,8 @@ _DEFERRING: Final = ("zero-bubble", "zbv", "dualpipev")
 
 
 class Pipeline(NamedTuple):
-    """Seconds of all micro-batches of a step.
-
-    Attributes:
-        busy: compute time of the busiest rank.
-        bubble: its idle time, without sends.
-        sends: transfers that no computation hides.
-    """
+    """Seconds of a step in a pipeline: computing on the busiest rank, its idle time without sends, and exposed
+    sends."""
 
     busy: float
     bubble: float
@@ -339,8 +316,7 @@ def pipeline_seconds(
         forward: seconds of one micro-batch's forward pass through all stages of each rank.
         backward, weight: seconds of its passes for input gradients and for weight gradients, on each rank.
         schedule: `parallel.schedule`; one from a file counts as `1f1b`.
-        chunks: stages per rank.
-        micro_batches: micro-batches per step.
+        chunks, micro_batches: stages per rank, and micro-batches per step.
         send: seconds to send a stage's output to the next rank.
         overlapped: whether sends overlap with computation once the pipeline is full.
     """

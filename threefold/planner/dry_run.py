@@ -152,8 +152,7 @@ def _explaining(own: bool, rank: int) -> Iterator[None]:
 
 
 def _pad_shards(engine: Engine) -> None:
-    """With ZeRO, let `fully_shard` inspect its parameters before the step, as it otherwise does in the first gather: it
-    takes unevenly sized shards for new parameters, by their type, and pads them again."""
+    """Let `fully_shard` pad uneven shards before the step; in its first gather it takes them for new parameters."""
     if engine.parallelism.zero is None:
         return
     for stage in engine.stages:
@@ -222,8 +221,7 @@ def run_stages(config: Config, tell: Tell = _tell_nothing) -> list[DryRunReport]
 
 
 def _is_regular(config: Config) -> bool:
-    """Return whether the stages can be extrapolated from shorter pipelines, and the pipeline is long enough to
-    benefit."""
+    """Return whether shorter pipelines can stand in for this one, and save time."""
     parallel, model = config.parallel, config.model
     count = config.train.gradient_accumulation_steps
     if parallel.pp <= 2 * max(_KEPT) or parallel.schedule != "1f1b" or count < max(parallel.pp, _MORE):
@@ -234,12 +232,7 @@ def _is_regular(config: Config) -> bool:
 
 
 class _Line:
-    """Stages of a long 1F1B pipeline, extrapolated from short ones.
-
-    Args:
-        config: resolved config with a regular pipeline.
-        tell: callback before each forward pass.
-    """
+    """Stages of a long, regular 1F1B pipeline, extrapolated from short ones."""
 
     def __init__(self, config: Config, tell: Tell) -> None:
         self.config, self.ranks = config, stage_ranks(config)
@@ -277,8 +270,7 @@ class _Line:
         )
 
     def _along_both(self, stage: int) -> Callable[[int, int], DryRunReport] | None:
-        """Return a stage's report as a linear function of the micro-batches it keeps and those of a step; None if not
-        linear."""
+        """Fit a stage's report as linear in the micro-batches kept and those of a step; None if it is not."""
         runs = [self._short(stage, kept, _RUN) for kept in _KEPT]
         more = self._short(stage, _KEPT[0], _MORE)
         low, middle, high = (_numbers(run) for run in runs)
@@ -289,7 +281,7 @@ class _Line:
         return lambda kept, count: _at(runs[0], ((kept - _KEPT[0], step), (count - _RUN, along)))
 
     def _along_micro_batches(self) -> Callable[[int, int], DryRunReport] | None:
-        """Return the last stage's report as a linear function of the micro-batches of a step; None if not linear."""
+        """Fit the last stage's report as linear in the micro-batches of a step; None if it is not."""
         last = len(self.sizes) - 1
         few, more, most = (self._short(last, 1, count) for count in (_RUN, _MORE, 2 * _MORE - _RUN))
         along = _per_unit(_numbers(more), _numbers(few), _MORE - _RUN)
@@ -298,8 +290,8 @@ class _Line:
         return lambda _kept, count: _at(few, ((count - _RUN, along),))
 
     def _short(self, stage: int, kept: int, micro_batches: int) -> DryRunReport:
-        """Dry-run a stage in a pipeline that ends after `kept` stages, counting this one, and has the long one's first
-        and last stages."""
+        """Dry-run a stage as one of the last `kept` of a short pipeline with the first and last stages of the long
+        one."""
         is_first, is_last = stage == 0, kept == 1
         before = [] if is_first else [self.sizes[0]]
         after = [] if is_last else [self.sizes[1]] * (kept - 2) + [self.sizes[-1]]
@@ -327,7 +319,6 @@ _Numbers = dict[tuple[str, ...], int]
 
 
 def _numbers(report: DryRunReport) -> _Numbers:
-    """Return all numbers of a report, by name."""
     named: _Numbers = {("peak", kind): nbytes for kind, nbytes in report.at_peak.items()}
     named |= {("cause", kind): nbytes for kind, nbytes in report.causes.items()}
     named |= {(name,): getattr(report, name) for name in _AMOUNTS}
@@ -348,7 +339,7 @@ def _per_unit(more: _Numbers, fewer: _Numbers, units: int) -> _Numbers | None:
 
 
 def _at(start: DryRunReport, ways: Sequence[tuple[int, _Numbers]]) -> DryRunReport:
-    """Return a report that lies some units from another in each direction."""
+    """Extrapolate a report by a number of units in each direction."""
     numbers = _numbers(start)
     for units, each in ways:
         numbers = {name: value + units * each[name] for name, value in numbers.items()}

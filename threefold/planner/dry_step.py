@@ -43,13 +43,8 @@ WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS = "weights", "gradients", "optimizer"
 
 @dataclass(frozen=True)
 class CollectiveTotal:
-    """Collectives of one operation on one axis in a step.
-
-    Attributes:
-        axis, operation: see `threefold.comm.mesh.Event`.
-        count: number of collectives.
-        nbytes: bytes of all of them together, each as `Event` counts it.
-    """
+    """Number and total bytes of a step's collectives with one operation on one axis, as `comm.mesh.Event` counts
+    them."""
 
     axis: str
     operation: str
@@ -62,17 +57,14 @@ class DryRunReport:
     """Memory, collectives and floating-point operations of one rank in one training step.
 
     Attributes:
-        rank: global rank in the layout.
+        rank, world_size: global rank, and number of ranks in the layout.
         coordinates: coordinates on the axes `dp`, `pp`, `cp` and `tp`.
-        world_size: number of ranks in the layout.
-        layers: names of the layers on the rank.
-        micro_batches: micro-batches of the step.
+        layers, micro_batches: names of the layers on the rank, and micro-batches of the step.
         parameters: elements that the rank updates.
         parameter_bytes: bytes of these parameters and of their compute copies.
         gradient_bytes: bytes of the gradients used in the update.
         optimizer_bytes: bytes of optimizer state.
-        activation_bytes: peak of all other memory: activations kept for the backward pass, temporary tensors and
-            buffers of collectives.
+        activation_bytes: peak of all other memory: kept activations, temporary tensors and buffers of collectives.
         peak_bytes: most bytes alive at once.
         at_peak: bytes at that moment by `weights`, `gradients`, `optimizer` and `activations`, which include all else.
         causes: bytes at that moment with ZeRO's gathered weights among `weights` and whole gradients among `gradients`,
@@ -140,8 +132,7 @@ def even_choice(found: tuple[Tensor, Tensor], scores: Tensor, count: int, *_rest
 
 
 def _coarser(tensor: Tensor, size: int, dim: int = 0) -> tuple[Tensor, int, int]:
-    """Return arguments that split a tensor into fewer parts: the norm of billions of elements would take many thousands
-    of pieces."""
+    """Coarsen a split: the norm of billions of elements would take many thousands of pieces."""
     return tensor, max(size, -(-tensor.shape[dim] // _MOST_PARTS)), dim
 
 
@@ -419,8 +410,7 @@ def _arrived(tracker: StorageTracker, parameter: torch.Tensor) -> None:
 def _computed(
     tracker: StorageTracker, sharded: Sequence[FSDPModule], _module: nn.Module, _arguments: Any, outputs: Any
 ) -> None:
-    """Claim unreduced gradients when the backward pass reaches a module's outputs: later modules have theirs by
-    then."""
+    """Claim unreduced gradients when the backward pass reaches a module's outputs: later modules have theirs."""
 
     def claim(_gradient: torch.Tensor) -> None:
         for module in sharded:

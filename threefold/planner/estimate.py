@@ -39,8 +39,8 @@ from threefold.planner.systems import SYSTEMS, System, find_system
 
 
 def layer_elements(config: Config) -> list[float]:
-    """Return the weight elements of the embedding, each block and the head on one tensor- and expert-parallel rank,
-    without norms and biases, which are about a thousandth of them."""
+    """Count each layer's weight elements on a tensor- and expert-parallel rank, without norms and biases (a
+    thousandth)."""
     model, parallel = config.model, config.parallel
     hidden = model.hidden_size
     attention = hidden * model.head_dim * 2 * (model.num_attention_heads + model.num_key_value_heads)
@@ -90,7 +90,7 @@ class StepTime:
 
     @property
     def causes(self) -> dict[str, float]:
-        """Return the seconds of each cause by name."""
+        """Seconds by name of the cause."""
         return {
             "matrix products": self.compute.matrix,
             "attention": self.compute.attention,
@@ -109,7 +109,7 @@ class StepTime:
 
 
 def waiting_share(world: int) -> float:
-    """Return by which share of a step the slowest of `world` devices lags behind their mean: √(2 ln n) deviations."""
+    """Return the share of a step that the slowest of `world` devices lags behind their mean: √(2 ln n) deviations."""
     return VARIATION * sqrt(2 * log(world)) if world > 1 else 0.0
 
 
@@ -122,8 +122,7 @@ def step_time(config: Config, hardware: Hardware, system: System) -> StepTime:
         system: training system whose kernels and overlap apply.
 
     Raises:
-        UserError: the model is the user's own, so the costs of its layers are unknown, or the hardware has no matrix
-            rate for the dtype.
+        UserError: the model is the user's own, with unknown costs, or the hardware has no matrix rate for the dtype.
     """
     if config.model.architecture == OWN:
         raise UserError(f"model.architecture is {OWN}, whose layers tell no costs to estimate by; use gpt or llama.")
@@ -257,12 +256,8 @@ _SHARDED_GRADIENTS = 2  # values of parallel.zero
 
 @dataclass(frozen=True)
 class StageBytes:
-    """Bytes of a pipeline rank at the peak of a step.
-
-    Attributes:
-        causes: bytes by cause.
-        given_back: bytes that an allocator releases when memory runs out, included in the causes.
-    """
+    """Bytes of a pipeline rank at the peak of a step, by cause; an allocator releases `given_back` if memory runs
+    out."""
 
     causes: Mapping[str, int]
     given_back: int = 0
@@ -273,7 +268,7 @@ class StageBytes:
 
     @property
     def by_dry_run(self) -> dict[str, int]:
-        """Return the bytes by a dry run's causes, where activations include all transient memory."""
+        """Bytes by a dry run's causes, where activations include all transient memory."""
         found = dict(self.causes)
         found["activations"] += sum(found.pop(name, 0) for name in _IN_PASSING)
         return found
@@ -281,16 +276,7 @@ class StageBytes:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimated time and memory of a training step.
-
-    Attributes:
-        config: resolved config of the run.
-        hardware: hardware it runs on.
-        system: training system whose kernels and overlap apply.
-        time: time of the step, by cause.
-        stages: memory of each pipeline rank.
-        usable_bytes: memory that a rank may use.
-    """
+    """Estimated time of a training step by cause, and memory of each pipeline rank."""
 
     config: Config
     hardware: Hardware

@@ -16,12 +16,7 @@ from threefold.plugins import one_of
 
 @dataclass(frozen=True)
 class Link:
-    """Link between one device and others.
-
-    Attributes:
-        bandwidth: bytes per second of each device in one direction.
-        latency: seconds per step of a collective, whatever its size.
-    """
+    """Link of a device: bytes per second in one direction, and seconds of latency per step of a collective."""
 
     bandwidth: float
     latency: float
@@ -34,17 +29,14 @@ class Achievable:
     Attributes:
         matrix: fraction of the matrix rate in products that are large in every dim.
         matrix_depth: inner dim at which a product spends as long on start and end as on multiplying.
-        attention: best fraction of the matrix rate in the forward pass of fused (flash) attention.
-        attention_backward: best fraction of the matrix rate in the backward pass of fused attention.
+        attention, attention_backward: best fraction of the matrix rate in each pass of fused (flash) attention.
         attention_length: positions at which attention reaches half of its best, as diagonal blocks are half masked.
         attention_depth: head dim at which attention reaches half of its best.
         general_attention: share of these fractions that kernels not tuned for the device type reach.
         memory: fraction of the memory bandwidth in elementwise work on large tensors.
-        link: fraction of the bandwidth inside a node in large collectives.
-        network: fraction of the bandwidth between nodes in large collectives.
+        link, network: fraction of the bandwidth inside a node, and between nodes, in large collectives.
         kernel: seconds between the end of one kernel and the start of the next.
-        block: seconds of Python and autograd in a block's forward and backward pass of one micro-batch, where no
-            kernels hide them.
+        block: seconds of Python and autograd per block and micro-batch, both passes, where no kernels hide them.
         sharded_block, tensor_block, context_block: further seconds per block on a CPU with `parallel.zero` 3, tensor or
             context parallelism, including the latency of its collectives but not the transfer of their bytes.
         step: seconds of a step that no other cause accounts for.
@@ -73,25 +65,19 @@ class Hardware:
     """Device type in nodes of several devices.
 
     Attributes:
-        name: name in the catalogue.
-        title: name for people.
+        name, title: name in the catalogue, and for people.
         device: `cuda` or `cpu`.
         matrix_rates: peak operations per second by dtype: `fp32`, `tf32`, `bf16`, `fp16`, `fp8`, `fp64`.
-        memory_bytes: memory of a device.
-        memory_bandwidth: bytes per second of a device.
+        memory_bytes, memory_bandwidth: bytes of memory of a device, and bytes per second.
         multiprocessors: multiprocessors that share the tiles of a matrix product; 1 where tiles make no difference.
         gpus_per_node: devices per node.
-        inside: links between the devices of a node.
-        between: links between nodes.
+        inside, between: links between the devices of a node, and between nodes.
         achievable: fractions of the peaks that programs reach.
         system: training system whose kernels and overlap an estimate assumes by default.
-        gpt_system: default system for GPTs, most of which were trained on this device in earlier years; empty for
-            `system`.
+        gpt_system: default system for GPTs, as most were trained on the device in earlier years; empty for `system`.
         sharded_system: default system with `parallel.zero` 2 or 3; empty for `system`.
-        uncertainty: largest error of most estimates, as a share of the step; it holds for 9 of 10 published steps where
-            there are any.
-        cores: CPU cores, which the ranks of a node take in turns where they outnumber them; 0 where each rank has its
-            own.
+        uncertainty: largest error of most estimates (9 of 10 published steps, if any), as a share of the step.
+        cores: CPU cores, which the ranks of a node take in turns if they are more; 0 if each rank has its own.
         dollars_per_hour: price of a device; None if unknown.
         sources: sources of the figures.
     """
@@ -127,12 +113,12 @@ class Hardware:
         return self.matrix_rates[dtype]
 
     def fills_nodes(self, ranks: int) -> bool:
-        """Return whether `ranks` devices are part of one node or whole nodes, as they are rented; always true for a
+        """Return whether `ranks` devices are part of a node or whole nodes, as they are rented; always true for a
         CPU."""
         return self.device == "cpu" or ranks <= self.gpus_per_node or ranks % self.gpus_per_node == 0
 
     def shared_by(self, ranks: int) -> "Hardware":
-        """Return the share of a CPU that each of `ranks` ranks on a host has, as they share cores and memory; GPUs are
+        """Return a CPU's share for each of `ranks` ranks on a host, which share cores and memory; a GPU is
         unchanged."""
         if self.device != "cpu" or ranks == self.gpus_per_node:
             return self
@@ -212,8 +198,7 @@ def read_entries(path: Path) -> Entries:
 
 
 def one_entry(given: object, names: list[str]) -> str:
-    """Return the end of a message that a name must be one of `names`, naming the first that begins with `given`, else
-    the nearest."""
+    """Return the end of a message: one of `names`, with the first that begins with `given` or else the nearest."""
     begun = [name for name in names if name.startswith(str(given))]
     return f"one of {', '.join(names)}; the nearest is {begun[0]}" if begun else one_of(given, names)
 

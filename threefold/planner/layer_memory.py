@@ -23,8 +23,7 @@ class LayerBytes:
     Attributes:
         kept: bytes kept from the forward to the backward pass.
         forward: additional bytes at the peak of the forward pass.
-        backward: additional bytes at the peak of the backward pass, before the layer frees anything; weight gradients
-            are not included.
+        backward: additional bytes at the peak of the backward pass, before frees and without weight gradients.
         ending: bytes beside those that earlier layers keep, when the last weight gradients are computed.
         largest: elements of the weight whose gradient exists at the moment of `backward`.
         deferred: bytes kept from the backward pass for inputs to the backward pass for weights.
@@ -235,8 +234,7 @@ class GradientSharing:
         return self.zero > 1
 
     def new_gradients(self, elements: float) -> float:
-        """Return the bytes of accumulated gradients that a backward pass newly allocates for `elements`; 0 where they
-        already exist."""
+        """Return the bytes of accumulated gradients that a backward pass allocates; 0 where they already exist."""
         if not self.zero or not self.grows:
             return 0
         return elements * self.wide / (1 if self.zero == 1 else self.ranks)

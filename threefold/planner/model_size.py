@@ -23,13 +23,8 @@ _STATE_ALONE, _WEIGHTS_TOO = 1, 3  # values of parallel.zero
 
 
 class StageSize(NamedTuple):
-    """Layers and parameters of one pipeline stage.
-
-    Attributes:
-        pp_rank: coordinate on the pp axis of the rank that holds the stage.
-        layers: names of its layers.
-        parameters: parameters of its layers; a tied weight counts once, at the first stage that uses it.
-    """
+    """Pipeline stage: the rank that holds it, its layers and parameters; a tied weight counts at its first stage
+    only."""
 
     pp_rank: int
     layers: tuple[str, ...]
@@ -42,8 +37,7 @@ class RankSize(NamedTuple):
     Attributes:
         parameters: parameters that the rank holds, frozen ones included.
         weights: bytes of these parameters and of their compute copies.
-        gradients: bytes of gradients.
-        optimizer: bytes of optimizer state.
+        gradients, optimizer: bytes of gradients, and of optimizer state.
     """
 
     parameters: int
@@ -121,8 +115,7 @@ class ModelSize:
         return RankSize(held, held * wide + gathered, gradients, states)
 
     def largest_rank(self, pp_rank: int) -> RankSize:
-        """Return the memory of the largest rank at a pp coordinate: the first one, since no shard is larger than the
-        first."""
+        """Return the memory of the largest rank at a pp coordinate: the first, as no shard is larger."""
         return self.rank(pp_rank, self.largest_place(pp_rank))
 
     def largest_place(self, pp_rank: int) -> Place:
@@ -182,13 +175,7 @@ def optimizer_states(config: OptimizerConfig, hidden: bool) -> int:
 
 
 class WeightShape(NamedTuple):
-    """Shape and split of one parameter of the whole model.
-
-    Attributes:
-        name: full name; for a tied weight, the name of its first use.
-        split: how its module is sharded.
-        shape: shape of the whole weight.
-    """
+    """Name, split and whole shape of a parameter; a tied weight has the name of its first use."""
 
     name: str
     split: Split
@@ -254,7 +241,6 @@ class ModelWeights:
         plan: layers of the model and the split of each weight.
 
     Attributes:
-        plan: layers of the model and the split of each weight.
         layers: weights of each layer, in order.
         kinds: number of each layer's kind; layers of a kind have weights of equal shapes and splits.
         shared: weights of each layer that another layer uses too (tied embeddings).
@@ -294,8 +280,7 @@ class ModelWeights:
         return found
 
     def of_kind(self, kind: int, place: Place) -> HeldElements:
-        """Count the elements of one layer of a kind on the rank at `place`, without weights shared with other
-        layers."""
+        """Count the elements of one layer of a kind on the rank at `place`, without shared weights."""
         key = kind, place
         if key not in self._held:
             self._held[key] = self._sum(self._own[kind], place)
@@ -355,8 +340,7 @@ def _remembered(family: str, settings: str, sequence_length: int) -> ModelWeight
 
 
 def weights_by_layer(config: ModelConfig, plan: ModelPlan) -> dict[str, tuple[WeightShape, ...]]:
-    """Return the parameters of each layer in order, from the family's shapes or else from a model on the meta
-    device."""
+    """Return the parameters of each layer in order, from the family's shapes or a model on the meta device."""
     found: dict[str, tuple[WeightShape, ...]] = {}
     family, model = family_of(config), None
     for layer in plan.layers:
@@ -378,7 +362,6 @@ def _on_meta_device(config: ModelConfig) -> "nn.Module":
 
 
 def _split(name: str, plan: ModelPlan) -> Split:
-    """Return how the module of a parameter is sharded."""
     found = plan.split_of(plan.whole_name(name))
     if found is None:
         raise ValueError(f"the split table says nothing about the parameter {name!r}")

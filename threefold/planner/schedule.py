@@ -26,20 +26,14 @@ _KINDS: Final = "FBIW"
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Times of one micro-batch's passes on each stage, in any unit.
-
-    Attributes:
-        forward: time of the forward pass, for each stage.
-        backward_input: time of the backward pass for the input gradient, for each stage.
-        backward_weight: time of the weight gradients, for each stage; a full backward pass takes the sum of both.
-    """
+    """Times of one micro-batch's passes on each stage, in any unit; a full backward pass takes both of its parts."""
 
     forward: tuple[float, ...]
     backward_input: tuple[float, ...]
     backward_weight: tuple[float, ...]
 
     def by_kind(self) -> tuple[tuple[float, ...], ...]:
-        """Return the times of F, B, I and W, each for all stages."""
+        """Return the (F, B, I, W) times of each stage."""
         parts = zip(self.forward, self.backward_input, self.backward_weight, strict=True)
         return tuple((forward, inputs + weights, inputs, weights) for forward, inputs, weights in parts)
 
@@ -65,7 +59,6 @@ class Program:
         orders: actions of each rank, in order.
 
     Attributes:
-        orders: actions of each rank, in order.
         actions: all actions, each after those that it waits for.
         ranks: rank of each action.
         codes: code of each action, 4 · stage + index of its kind in `FBIW`.
@@ -97,12 +90,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Start and end of each action of a step that begins at 0, where every action runs as early as possible.
-
-    Attributes:
-        program: simulated actions.
-        starts, ends: times of each action of the program, in the unit of the cost.
-    """
+    """Start and end of each action of a step that begins at 0, where every action runs as early as possible."""
 
     program: Program
     starts: list[float]
@@ -207,7 +195,7 @@ def _delays(stages: int, transfer: float | Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Rounds:
-    """1F1B-like schedule, described by how far its ranks run ahead and how long they defer weight gradients.
+    """Schedule of the 1F1B family, by how far its ranks run ahead and how long they defer weight gradients.
 
     Attributes:
         hop: forward passes that a rank is ahead of the next rank before its first backward pass; None for all.
@@ -221,8 +209,7 @@ class Rounds:
         """Return the actions of a rank.
 
         Args:
-            pp: number of pipeline ranks.
-            rank: coordinate of the rank on the pp axis.
+            pp, rank: number of pipeline ranks, and coordinate of the rank.
             chunks: stages per rank; stage n is on rank n modulo pp.
             micro_batches: micro-batches of a step; with several chunks, in equal rounds of at least pp.
         """
@@ -273,8 +260,8 @@ def zbv_order(pp: int, rank: int, chunks: int, micro_batches: int) -> tuple[Acti
 
 
 def dualpipev_order(pp: int, rank: int, chunks: int, micro_batches: int) -> tuple[Action, ...]:
-    """Return a rank's actions in DualPipeV (DeepSeek-AI, arXiv 2412.19437, and Qi et al., 2024), as torch runs it;
-    `chunks` is 2.
+    """Return a rank's actions in DualPipeV (DeepSeek-AI, arXiv 2412.19437; Qi et al., 2024), as in torch; `chunks` is
+    2.
 
     A forward and a backward pass that a GPU overlaps are two actions here, the forward pass first.
     """
@@ -288,8 +275,7 @@ def dualpipev_order(pp: int, rank: int, chunks: int, micro_batches: int) -> tupl
 
 
 def _spelled(letters: str, pp: int, rank: int) -> list[Action]:
-    """Return the actions that the letters spell: lower case for the second stage, q for the oldest deferred weight
-    pass."""
+    """Return the actions that the letters spell: lower case for the second stage, q for the oldest deferred W."""
     stages = {True: rank, False: 2 * pp - 1 - rank}
     done: Counter[str] = Counter()
     waiting: deque[Action] = deque()
@@ -363,8 +349,7 @@ ONLY_PLANNED: Final = {row.name: row for row in (OneStageZeroBubble("zb-h1", 1),
 
 
 def find_planned(name: str) -> Schedule:
-    """Find a schedule by its name in `parallel.schedule`, its torch class, the path of a CSV file, or `zb-h1` or
-    `zb-h2`.
+    """Find a schedule by its name in `parallel.schedule` or torch, a CSV file's path, or `zb-h1` or `zb-h2`.
 
     Raises:
         UserError: the schedule does not exist, or its file cannot be read or is invalid.
@@ -385,9 +370,7 @@ def orders_of(schedule: Schedule | str, pp: int, chunks: int, micro_batches: int
 
     Args:
         schedule: schedule, or its name as `find_planned` takes it.
-        pp: number of pipeline ranks.
-        chunks: stages per rank.
-        micro_batches: micro-batches of a step.
+        pp, chunks, micro_batches: pipeline ranks, stages per rank, and micro-batches of a step.
 
     Raises:
         UserError: the schedule does not exist or does not support these numbers; the message names those it does.

@@ -79,15 +79,7 @@ MOST_ACTIONS: Final = 3_000_000
 
 @dataclass(frozen=True)
 class Simulation:
-    """Result of simulating one step under a schedule.
-
-    Attributes:
-        schedule: simulated schedule, built in or from a file.
-        pp: number of pipeline ranks.
-        chunks: stages per rank.
-        micro_batches: micro-batches of the step.
-        timeline: start and end of each action, in the unit of the given times.
-    """
+    """Timeline of one step under a schedule, in the unit of the given times."""
 
     schedule: Schedule
     pp: int

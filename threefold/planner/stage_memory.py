@@ -36,15 +36,13 @@ class StageMemory:
     Attributes:
         pp_rank: coordinate of the rank on the pp axis.
         weights: master and compute weights, including gathered ones (ZeRO).
-        gradients: weight gradients.
-        optimizer: optimizer state.
+        gradients, optimizer: weight gradients, and optimizer state.
         activations: activations kept for the backward passes of all micro-batches in flight.
         working: transient memory of a block: gradients of activations and recomputed activations.
         logits: transient memory of the head: logits, probabilities and their gradients.
         buffers: buffers of collectives: ZeRO's gathers and reduce-scatters, and receives.
         fragmentation: memory that the allocator cannot use between tensors.
-        given_back: part of `fragmentation` that the allocator releases when memory runs out: whole blocks that no
-            tensor fits.
+        given_back: part of `fragmentation` that the allocator releases if memory runs out: blocks that no tensor fits.
     """
 
     pp_rank: int
@@ -300,8 +298,7 @@ def _of_action(kind: str, stage: StageRuns) -> Iterator[Moment]:
 
 
 _ROUNDS: Final = 4
-"""Rounds of pp micro-batches after which a rank's memory no longer grows, unless the schedule holds all
-micro-batches."""
+"""Rounds of pp micro-batches after which memory no longer grows, unless the schedule holds all micro-batches."""
 
 
 class Flights(NamedTuple):
@@ -325,9 +322,7 @@ def flights_of(schedule: Schedule, pp: int, chunks: int, micro_batches: int) -> 
 
     Args:
         schedule: pipeline schedule of the config.
-        pp: number of pipeline ranks.
-        chunks: stages per rank.
-        micro_batches: micro-batches per step.
+        pp, chunks, micro_batches: pipeline ranks, stages per rank, and micro-batches of a step.
 
     Raises:
         UserError: the schedule does not support these numbers.

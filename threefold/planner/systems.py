@@ -30,13 +30,11 @@ class System:
         fused_gradients: whether weight-gradient products accumulate directly into the fp32 gradients.
         gradient_bytes: bytes per element in the data-parallel sum; 0 for the gradients' itemsize.
         overlap_tensor: whether tensor-parallel collectives run in pieces beside the neighbouring matrix products.
-        overlap_tensor_backward: whether tensor-parallel collectives of the backward pass overlap with weight-gradient
-            products.
+        overlap_tensor_backward: whether tensor-parallel collectives overlap with weight gradients in the backward pass.
         overlap_context: whether context-parallel collectives overlap with attention.
-        overlap_gradients: whether gradient sums overlap with the last backward pass, and gathers of weights with the
-            first forward pass.
-        scatters_sends: whether each tensor-parallel rank sends only a part of a stage's output, gathered by the
-            receivers.
+        overlap_gradients: whether gradient sums overlap with the last backward pass, weight gathers with the first
+            forward.
+        scatters_sends: whether tensor-parallel ranks each send a part of a stage's output, gathered by the receivers.
         overlap_sends: whether pipeline sends and receives overlap with computation when a rank has several stages.
         sharded_optimizer: whether replicas share the optimizer's work even where `parallel.zero` is 0.
         replays_operations: whether `selective` recompute replays every second product and all work between, not only
@@ -237,8 +235,7 @@ class Keeps:
     fragmentation: float = 0.0
 
     def attention(self, own: Attention) -> Attention:
-        """Return how this system computes attention where this package's kernels for the device would compute it as
-        `own`."""
+        """Return how this system computes attention where this package's kernels would compute it as `own`."""
         if not self.flash:
             return "dropped" if own in ("dropped", "dropped again") else "plain"
         return "fused" if self.drops_in_flash else own

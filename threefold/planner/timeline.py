@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 SUFFIXES: Final = (".png", ".svg")
 DPI: Final = 150
 
-# Colours that colour-blind readers can tell apart, and in print their lightness.
+# Colour-blind readers can tell these apart, and in print their lightness does.
 BLUE, ORANGE, GREEN, PURPLE, RED, BROWN = "#3d6fb4", "#e8893c", "#55a868", "#8d6cb5", "#c44e52", "#937860"
 YELLOW, CYAN = "#f2c14e", "#64b5cd"
 COLORS: Final = (BLUE, ORANGE, GREEN, PURPLE, RED, BROWN, YELLOW, CYAN)
@@ -50,8 +50,7 @@ def new_figure(width: float, height: float, title: str) -> "tuple[Figure, Axes]"
 
     Args:
         width, height: size in inches.
-        title: one or two lines; the first says what is shown, with the most important number. Lines wider than the
-            figure are wrapped.
+        title: one or two lines, the first with what is shown and its most important number; long lines are wrapped.
     """
     from textwrap import fill
 
@@ -224,7 +223,6 @@ def _label(axes: "Axes", spans: Sequence[TimeSpan], pixels: float, row: float) -
 
 
 def _grouped(spans: Sequence[TimeSpan]) -> dict[tuple[str, int], list[TimeSpan]]:
-    """Group the spans by colour."""
     groups: dict[tuple[str, int], list[TimeSpan]] = {}
     for span in spans:
         groups.setdefault((span.kind if span.kind in KINDS else "other", span.chunk), []).append(span)

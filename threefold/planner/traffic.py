@@ -23,12 +23,7 @@ _LOSS_AND_NORM = 3 * 8
 
 @dataclass(frozen=True)
 class Volume:
-    """Collectives of one operation.
-
-    Attributes:
-        count: number of collectives.
-        nbytes: bytes of all of them together, each as `Event` counts it.
-    """
+    """Number of collectives of one operation, and their total bytes as `Event` counts them."""
 
     count: int = 0
     nbytes: int = 0
@@ -125,8 +120,7 @@ class _Step:
             yield from self._ties()
 
     def _scalars(self) -> Iterator[Carried]:
-        """Yield one all-reduce of valid and padding tokens, and one of the loss, the gradient norm and the stop
-        flag."""
+        """Yield the all-reduces of token and padding counts, and of the loss, the gradient norm and the stop flag."""
         parallel = self.parallel
         yield "dp", "all_reduce", int(parallel.dp > 1), _COUNT
         world = parallel.dp * parallel.tp * parallel.pp * parallel.cp
@@ -150,8 +144,7 @@ class _Step:
                 yield "tp", "all_reduce_max", agrees * (self.parallel.tp > 1), self.summed
 
     def _shared(self, axis: str) -> Iterator[Carried]:
-        """Yield ZeRO's gathers and reduce-scatters layer by layer, rows padded to equal shards, and its all-reduce over
-        replicas."""
+        """Yield ZeRO's gathers and reduce-scatters by layer, rows padded to equal shards, and its sum over replicas."""
         stage, shards = self.parallel.zero, self.parallel.zero_shards * self.parallel.cp
         layers = list(self._shapes(self.held))
         if self.stages.ranks == (0,) and self.config.model.tie_embeddings:
@@ -171,7 +164,7 @@ class _Step:
         return end - start
 
     def _tensor(self) -> Iterator[Carried]:
-        """Yield all-reduces: forward after the embedding and each half block, backward before each half block and the
+        """Yield all-reduces: forward after the embedding and each half block, backward before each half block and
         head."""
         each = self.has_embedding + 4 * self.blocks + self.has_head + self._replayed_sums()
         yield "tp", "all_reduce", self.micro_batches * each, self.activation
@@ -189,8 +182,8 @@ class _Step:
         yield "tp", "all_reduce", int(held_whole > 0), held_whole
 
     def _replayed_sums(self) -> int:
-        """Count the sums of recomputed half blocks; the last is skipped unless something after it, such as dropout,
-        keeps its output."""
+        """Count the sums of recomputed half blocks, without a last one whose output nothing keeps, as a dropout
+        would."""
         return self.replayed * (2 if self.config.model.hidden_dropout else 1)
 
     def _loss(self) -> Iterator[Carried]:
@@ -228,16 +221,15 @@ class _Step:
         yield "cp", "reduce_scatter", self.micro_batches * self.blocks, keys_and_values
 
     def _ring(self) -> Iterator[Carried]:
-        """Yield sends of each rank's keys and values to all others, forward and backward, and of their wide gradients
-        all around."""
+        """Yield sends of keys and values to all other ranks, forward and backward, and of wide gradients all around."""
         own, passes = self._keys_and_values(), 2 * self.blocks + self.replayed_cores
         yield "cp", "send", self.micro_batches * passes * (self.parallel.cp - 1), own
         gradients = own // self.itemsize * self.wide
         yield "cp", "send", self.micro_batches * self.blocks * self.parallel.cp, gradients
 
     def _pipeline(self) -> Iterator[Carried]:
-        """Yield sends of activations to the next stage and of gradients to the previous one, where another rank has
-        it."""
+        """Yield sends of activations to the next stage and of gradients to the previous one, between different
+        ranks."""
         ranks = self.stages.ranks
         shares = self.parallel.tp if self.parallel.sequence_parallel else 1
         neighbours = [n for stage in self.mine for n in (stage - 1, stage + 1) if 0 <= n < len(ranks)]

@@ -45,12 +45,10 @@ _THROTTLED: Final = 0.6
 
 @dataclass(frozen=True)
 class MachineFinding:
-    """Problem of a machine, or something good to know.
+    """Problem of a machine and its remedy, one clause each.
 
     Attributes:
         severity: `error` if training cannot work, `warning` if it is slower or may fail, `note` otherwise.
-        text: description; one clause.
-        remedy: what to do; one clause.
     """
 
     severity: Severity
@@ -166,16 +164,12 @@ RunRanks = Callable[[Callable[..., object], tuple[Any, ...], int, str], object]
 
 @dataclass(frozen=True)
 class Examination:
-    """Everything that an examination found.
+    """Description of a machine, its network, its rates (of one rank, then of several at once), its disk and its
+    problems.
 
     Attributes:
-        machine: description of the machine.
         device: `cuda` if torch can use a GPU, else `cpu`.
-        interfaces: network interfaces.
-        routes: transports of each mesh axis.
-        rates: rates of one rank, then of several at once.
         disk: speed of the folder's disk; None if the folder cannot be written.
-        findings: problems and notes.
     """
 
     machine: Machine
@@ -342,8 +336,7 @@ def _host_work(rates: RankRates, entry: Hardware) -> float:
 
 
 def _with_attention(reached: Achievable, rates: RankRates, peaks: Mapping[str, float]) -> Achievable:
-    """Add attention as fractions of the matrix rate, in the first dtype that has it, and the sizes that reach half of
-    them."""
+    """Set the fractions of attention, in the first dtype that has rates, and the sizes that reach half of them."""
     dtype = next((dtype for dtype in peaks if rates.attention.get(dtype)), None)
     if dtype is None:
         return replace(reached, attention=0.5, attention_backward=0.5, attention_length=0.0, attention_depth=0.0)
@@ -370,8 +363,7 @@ def _of_both_passes(rate: AttentionRate) -> float:
 
 
 def half_depth(rates: Mapping[int, float], least: int = 0) -> float:
-    """Fit the size d at which a product reaches half of its rate, where the rate at size n is proportional to n / (n +
-    d).
+    """Fit the size d at which a product reaches half its rate, if the rate at size n is proportional to n / (n + d).
 
     Args:
         rates: FLOP/s by size.
@@ -388,8 +380,7 @@ def half_depth(rates: Mapping[int, float], least: int = 0) -> float:
 
 
 def measured_link(rates: RankRates) -> Link:
-    """Fit the link that explains the collectives of shared memory or NCCL as rings; for a single rank, that of a
-    copy."""
+    """Fit the link that explains the collectives of shared memory or NCCL as rings, or for one rank a copy."""
     if not rates.collectives:
         return Link(rates.memory_bandwidth / 2, rates.kernel)
     groups = {"pairs": 2, "all_reduce": rates.ranks}

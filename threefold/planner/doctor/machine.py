@@ -32,8 +32,7 @@ class Gpu:
     """GPU as its driver describes it; unknown strings are empty.
 
     Attributes:
-        name: name of the GPU type.
-        driver: driver version.
+        name, driver: name of the GPU type, and driver version.
         clock, largest_clock: current and highest clock of its multiprocessors in MHz; 0 if unknown.
         ecc: state of error correction: `Enabled` or `Disabled`.
         power_limit, largest_power_limit: watts; 0 if unknown.
@@ -53,14 +52,11 @@ class Machine:
     """Description of this machine.
 
     Attributes:
-        host: host name.
-        system: operating system and kernel.
+        host, system: host name, and operating system with its kernel.
         processor: name and usable cores, as `cpu_name` returns them.
-        cores: cores that this process may use.
-        machine_cores: cores of the machine.
+        cores, machine_cores: cores that this process may use, and cores of the machine.
         quota: cores' worth of time that the control group allows; 0 for no limit.
-        memory: usable bytes.
-        swap: bytes of swap space.
+        memory, swap: usable bytes of memory, and bytes of swap space.
         shared_memory: free bytes of /dev/shm; 0 if it does not exist.
         open_files: limit of open files per process.
         load: mean number of runnable processes in the last minute; 0 if unknown.
@@ -211,13 +207,7 @@ class Interface:
 
 @dataclass(frozen=True)
 class AxisRoute:
-    """Transports between the ranks of a mesh axis.
-
-    Attributes:
-        axis: name of the axis.
-        here: transport between ranks of this host.
-        hosts: transport between hosts.
-    """
+    """Transports between the ranks of a mesh axis: on this host (`here`), and between hosts."""
 
     axis: str
     here: str
@@ -291,13 +281,7 @@ _BLOCK = 4 << 20
 
 @dataclass(frozen=True)
 class DiskSpeed:
-    """Speed and free space of a folder's disk.
-
-    Attributes:
-        folder: folder that a temporary file was written to.
-        bandwidth: bytes per second until they were on the disk.
-        free: free bytes.
-    """
+    """Speed of a folder's disk in bytes per second until written data is on it, and its free bytes."""
 
     folder: str
     bandwidth: float

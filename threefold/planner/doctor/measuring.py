@@ -112,8 +112,7 @@ class MeasuringEffort(NamedTuple):
         seconds: duration of each measurement.
         sizes: sizes of square matrices.
         nbytes: bytes of large messages.
-        attention: (positions, head dim) of three measurements; the first two differ in head dim, the last two in
-            positions.
+        attention: (positions, head dim) of three measurements; two differ in head dim, the last two in positions.
         copied: bytes of the copied tensor.
     """
 
@@ -130,13 +129,8 @@ QUICK: Final = MeasuringEffort(
 
 
 class AttentionRate(NamedTuple):
-    """Rate of the fused kernel with causal attention.
-
-    Attributes:
-        positions: sequence length.
-        head_dim: features per head.
-        forward, backward: FLOP/s of each pass, without the masked part.
-    """
+    """FLOP/s of the fused kernel with causal attention for one sequence length and head dim, without the masked
+    part."""
 
     positions: int
     head_dim: int
@@ -146,14 +140,7 @@ class AttentionRate(NamedTuple):
 
 @dataclass(frozen=True)
 class Collective:
-    """Measured times of a collective.
-
-    Attributes:
-        latency: seconds of a small message.
-        seconds: seconds of a large message.
-        nbytes: bytes of the whole tensor of the large message.
-        transport: transport, such as `shared memory`, `gloo` or `NCCL`.
-    """
+    """Measured collective: seconds of a small message (latency) and of a large one, `nbytes` of the large tensor."""
 
     latency: float
     seconds: float
@@ -171,8 +158,7 @@ class RankRates:
     """Rates of one of several ranks while all do the same, averaged over them.
 
     Attributes:
-        ranks: number of ranks.
-        threads: threads per rank.
+        ranks, threads: number of ranks, and threads of each.
         matrix: FLOP/s of products of square matrices, by dtype and size.
         attention: rates of the fused kernel, by dtype.
         memory_bandwidth: bytes read and written per second by a copy.
@@ -181,9 +167,9 @@ class RankRates:
         sharded_block: seconds of a block with weights sharded over the ranks.
         tensor_block: seconds of a block with tensor parallelism, the mean of pairs and of all ranks.
         context_block: seconds of a block in pairs of context-parallel ranks.
-        collectives: collectives by name; empty for one rank. `all_reduce`, `all_gather` and `reduce_scatter` of all
-            ranks; in simultaneous groups of two, `pairs` (an all-reduce), `send` (of the context-parallel ring) and
-            `stages` (of pipeline stages, where they do not send like the ring).
+        collectives: `all_reduce`, `all_gather` and `reduce_scatter` of all ranks; in simultaneous groups of two,
+            `pairs` (an all-reduce), `send` (of the context-parallel ring) and `stages` (of pipeline stages, where they
+            do not send like the ring). Empty for one rank.
     """
 
     ranks: int
@@ -231,12 +217,7 @@ def measure_ranks(info: Any, dtypes: Sequence[str], budget: MeasuringEffort, dev
 
 
 class _Timer:
-    """Timer of an operation on all ranks at once.
-
-    Args:
-        mesh: mesh of this rank.
-        seconds: duration of a measurement.
-    """
+    """Timer of an operation on all ranks at once, with measurements of `seconds` each."""
 
     def __init__(self, mesh: Mesh, seconds: float) -> None:
         self.mesh, self.device, self._seconds = mesh, mesh.device, seconds

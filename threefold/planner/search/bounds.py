@@ -33,11 +33,9 @@ class Evaluated:
     """Layout with its estimated time and memory.
 
     Attributes:
-        choice: evaluated layout.
-        seconds: seconds of a step.
-        tokens_per_second: tokens per second of all ranks together.
-        mfu: model FLOPs of a step as a share of the devices' peak in that time.
-        peak_bytes: memory of each pipeline rank, that of the largest rank at its place.
+        choice, seconds: evaluated layout, and seconds of a step.
+        tokens_per_second, mfu: tokens per second of all ranks together, and model FLOPs as a share of their peak.
+        peak_bytes: memory of the largest rank at each pp coordinate.
         limits: causes that take most of a step, the largest first, each with its share of the step.
         details: further figures for `--json`.
     """
@@ -215,8 +213,7 @@ def rank_layers(
 
 
 def _passes(schedule: Schedule, pp: int, rank: int, chunks: int) -> tuple[float, float]:
-    """Return the passes that a rank holds at once, and an upper bound of those that only wait for their weight
-    gradients."""
+    """Return the passes that a rank holds at once, and at most how many of them only wait for weight gradients."""
     if pp == 1:
         return 1.0, 0.0
     # Where weight gradients are deferred the table has an upper bound; all ranks hold as many as the first.
@@ -327,7 +324,7 @@ class LeastBytes:
         return np.where(ranks.deferred[:, None] > 0, waiting, kept) + backward
 
     def _buffers(self, mesh: MeshSizes, options: Options, ranks: RankLayers, micro_batches: Array) -> Array:
-        """Return ZeRO's gathered weights of one layer and gradients of one before their reduce-scatter, [rows, micro,
+        """Return ZeRO's bytes of a layer's gathered weights and of a layer's unreduced gradients, [rows, micro,
         zero]."""
         narrow, wide = self._config.precision.itemsize, self._config.precision.master_itemsize
         layers = self._table(self._place(mesh, 0))[:-1].sum(axis=1)
@@ -341,8 +338,7 @@ class LeastBytes:
         return np.stack(columns, axis=-1)
 
     def _of_kinds(self, mesh: MeshSizes, size: int, sharded: bool, mode: str) -> Array:
-        """Return the bytes of a layer of each kind and of a block's output, [kept, backward and deferred; kinds and
-        1]."""
+        """Return the bytes of a layer of each kind and of a block's output, [kept, backward, deferred; kinds and 1]."""
         key = mesh.tp, mesh.cp, mesh.ep, size, sharded, mode
         if key not in self._layers:
             choice = LayoutChoice(mesh.dp, mesh.tp, mesh.pp, mesh.cp, mesh.ep, 0, "1f1b", 1, size, 1, mode, sharded)
@@ -365,12 +361,8 @@ class LeastBytes:
         return np.array([*rows, head, [memories[0].output, 0, 0]], dtype=float).T
 
     def _states_of(self, mesh: MeshSizes, options: Options, ranks: RankLayers, grow: bool) -> Array:
-        """Return the bytes of weights, gradients and optimizer state, [rows, zero].
-
-        Args:
-            mesh, options, ranks: see `__call__`.
-            grow: whether no gradients exist before the backward pass.
-        """
+        """Return the bytes of standing states, [rows, zero]; with `grow`, no gradients exist before the backward
+        pass."""
         precision = self._config.precision
         narrow, wide = precision.itemsize, precision.master_itemsize
         columns = []

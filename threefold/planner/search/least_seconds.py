@@ -42,11 +42,7 @@ _TOLD: Final = 2
 
 
 class ModelCosts:
-    """Cost model of a request, which implements `Costs`.
-
-    Args:
-        request: request to search.
-    """
+    """Cost model of a request, which implements `Costs`."""
 
     def __init__(self, request: Request) -> None:
         self._config, self._hardware = request.config, request.hardware
@@ -207,8 +203,7 @@ class LeastSeconds:
     def _pipeline(
         self, mesh: MeshSizes, options: Options, ranks: RankLayers, inner: _Inner, hardware: Hardware
     ) -> tuple[Array, Array, Array]:
-        """Return the seconds of all micro-batches by schedule, and of one through each row of `ranks`, forward and
-        backward."""
+        """Return the seconds of all micro-batches by schedule, and of one through each row, forward and backward."""
         passes = np.concatenate([self._of_kinds(mesh, *part, hardware) for part in inner.parts], axis=-1)
         forward, backward, weight = (ranks.counts @ part for part in passes)  # [rows, inner]
         total = forward + backward + weight
@@ -247,12 +242,8 @@ class LeastSeconds:
         return self._passes[key][:, :, np.searchsorted(self._sizes, sizes)]
 
     def _computed(self, config: Config, hardware: Hardware) -> Array:
-        """Compute the seconds of a layer of each kind for all micro-batch sizes.
-
-        Args:
-            config: config in a layout, with micro-batches of one sample.
-            hardware: device type that computes them.
-        """
+        """Compute the seconds of a layer of each kind for all micro-batch sizes; the config's micro-batches have one
+        sample."""
         sizes, per_node, system = self._sizes, hardware.gpus_per_node, self._system
         blocks = {
             kind: replace(block_of(config, layer, per_node, system), samples=sizes)  # type: ignore[arg-type]

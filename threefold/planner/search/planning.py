@@ -22,15 +22,7 @@ MakeCosts = Callable[[Request], Costs]
 
 @dataclass(frozen=True)
 class SearchAnswer:
-    """Result of a search for a request.
-
-    Attributes:
-        request: request that was searched.
-        found: result of the search.
-        costs: cost model of the search.
-        usable_bytes: memory of a device that a rank may use.
-        seconds: duration of the search.
-    """
+    """Result of a search for a request, with the memory that a rank may use and the seconds that the search took."""
 
     request: Request
     found: Found

@@ -28,15 +28,8 @@ _HOUR, _DAY = 3600, 86400
 
 @dataclass(frozen=True)
 class Budget:
-    """Time and cost of training on a number of tokens.
-
-    Attributes:
-        tokens: tokens to train on.
-        steps: steps of the config's global batch, rounded up.
-        seconds: seconds of these steps.
-        gpus: GPUs that compute them.
-        dollars_per_hour: price of a GPU; None if unknown.
-    """
+    """Whole steps of the global batch that a number of tokens takes, and their seconds; the price is per GPU, if
+    known."""
 
     tokens: int
     steps: int
@@ -89,8 +82,7 @@ class Objective:
     """Criterion by which layouts are ranked.
 
     Attributes:
-        name: name on the command line.
-        title: description of the best layout.
+        name, title: name on the command line, and description of the best layout.
         counts: function from the available GPUs to the numbers of GPUs that a layout may use.
         weight: function from the GPUs used to a factor of the seconds of a step; the smallest product ranks first.
     """
@@ -127,10 +119,8 @@ class Request:
     """Request to search the layouts of a config.
 
     Attributes:
-        given: config as loaded.
-        config: the config on one rank, resolved.
-        gpus: available devices.
-        hardware: type of the devices.
+        given, config: config as loaded, and resolved on one rank.
+        gpus, hardware: number of available devices, and their type.
         objective: criterion of the best layout.
         fixed: values of settings that the layouts must have, by `section.key`.
         tokens: tokens to train on; None if neither the request nor the config says.
@@ -198,7 +188,6 @@ def read_request(
 
 
 def _require_nodes(gpus: int, hardware: Hardware) -> None:
-    """Raise an error unless the devices fill whole nodes."""
     if not hardware.fills_nodes(gpus):
         per_node = hardware.gpus_per_node
         raise UserError(

@@ -32,8 +32,8 @@ class Soundness:
         self.examples: dict[str, tuple[str, str]] = {}
 
     def mask(self, mesh: MeshSizes, options: Options) -> Mask | None:
-        """Return a mask of the sound options of a mesh, in the dims of `DIMS` (1 where all of a dim are alike); None if
-        none is sound."""
+        """Return a mask of a mesh's sound options in the dims of `DIMS` (1 where all are alike); None if none is
+        sound."""
         sound: Mask = np.ones((1,) * len(options.shape), dtype=bool)
         for number, rule in enumerate(self._rules):
             before = sound
@@ -114,14 +114,7 @@ _ROUNDING = 1 - 1e-9
 
 @dataclass(frozen=True)
 class UnfitLayouts:
-    """Sound layouts that do not fit into memory.
-
-    Attributes:
-        count: number of such layouts.
-        nearest: layout among them that needs the least memory.
-        peak: bytes that it needs.
-        part: largest part of these bytes, in words.
-    """
+    """Sound layouts that do not fit, and among them the one that needs the least, its bytes and their largest part."""
 
     count: int
     nearest: LayoutChoice
@@ -131,14 +124,8 @@ class UnfitLayouts:
 
 @dataclass(frozen=True)
 class RefusedLayouts:
-    """Layouts that a rule of the settings refuses.
-
-    Attributes:
-        key: setting that the rule is about.
-        count: number of refused layouts.
-        example: one of them.
-        sentence: message of the rule for it.
-    """
+    """Layouts that the rule about a setting (`key`) refuses: their number, an example, and the rule's message for
+    it."""
 
     key: str
     count: int
@@ -148,14 +135,7 @@ class RefusedLayouts:
 
 @dataclass(frozen=True)
 class Fitting:
-    """Layouts of a mesh that fit according to their bounds.
-
-    Attributes:
-        mesh, options: mesh and its options.
-        places: indices of the layouts in each dim of the options.
-        seconds: lower bounds of the seconds of a step.
-        peak: lower bounds of the largest rank's bytes.
-    """
+    """Layouts of a mesh that fit by their bounds: their indices in each dim, and lower bounds of seconds and bytes."""
 
     mesh: MeshSizes
     options: Options
@@ -173,17 +153,15 @@ class Found:
     """Result of a search.
 
     Attributes:
-        considered: number of layouts considered.
-        sound: number of layouts that the rules allow.
-        fitting: number of sound layouts that fit according to their bounds.
-        evaluated: number of fitting layouts evaluated exactly.
+        considered, sound: number of layouts considered, and number that the rules allow.
+        fitting, evaluated: number of sound layouts that fit by their bounds, and number of these evaluated exactly.
         ranked: best layouts, in order.
         refusals: reasons why layouts are not sound, the most frequent first.
         misfit: sound layouts that do not fit; None if all fit.
         nearest: sound layout that needs the least memory; None if no layout is sound.
         meshes: layouts that fit by mesh, for a picture.
-        unfit: indices into the layouts of `meshes`, joined, of those that were evaluated and do not fit; it holds every
-            one with a bound below the best.
+        unfit: indices into the joined layouts of `meshes` of those evaluated that do not fit; it has all such layouts
+            whose bound is below the best.
     """
 
     considered: int
@@ -322,13 +300,8 @@ _EVALUATED: Final = 120
 
 
 class Points(NamedTuple):
-    """Layouts that fit, as points of a picture.
-
-    Attributes:
-        seconds: seconds of a step.
-        peak: lower bounds of the largest rank's bytes.
-        front: Pareto front of speed and memory, evaluated exactly, the least memory first.
-    """
+    """Layouts that fit, as points of a picture: seconds of a step, lower bounds of the largest rank's bytes, and the
+    exact front of the fastest layouts for their memory, the least memory first."""
 
     seconds: Array
     peak: Array

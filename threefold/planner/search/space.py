@@ -256,8 +256,6 @@ class _ConfigView:
 
 
 class _SectionView:
-    """Section of a `_ConfigView`."""
-
     def __init__(self, config: _ConfigView, name: str, section: Any) -> None:
         self._view, self._name, self._section = config, name, section
 
@@ -278,12 +276,7 @@ _MOST_ZERO: Final = next(each.le for each in ParallelConfig.model_fields["zero"]
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """Sizes of the mesh axes.
-
-    Attributes:
-        dp, tp, pp, cp, ep: sizes as in `parallel`.
-        share: sequences of a replica in a step.
-    """
+    """Sizes of the mesh axes, and the sequences of a replica in a step (`share`)."""
 
     dp: int
     tp: int
