@@ -290,8 +290,8 @@ class _Line:
         return lambda _kept, count: _at(few, ((count - _RUN, along),))
 
     def _short(self, stage: int, kept: int, micro_batches: int) -> DryRunReport:
-        """Dry-run a stage as one of the last `kept` of a short pipeline with the first and last stages of the long
-        one."""
+        """Dry-run a stage as one of the last `kept` of a short pipeline whose first and last stages are the long
+        one's."""
         is_first, is_last = stage == 0, kept == 1
         before = [] if is_first else [self.sizes[0]]
         after = [] if is_last else [self.sizes[1]] * (kept - 2) + [self.sizes[-1]]

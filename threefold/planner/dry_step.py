@@ -43,8 +43,7 @@ WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS = "weights", "gradients", "optimizer"
 
 @dataclass(frozen=True)
 class CollectiveTotal:
-    """Number and total bytes of a step's collectives with one operation on one axis, as `comm.mesh.Event` counts
-    them."""
+    """Number and bytes of a step's collectives with one operation on one axis, as `Event` counts them."""
 
     axis: str
     operation: str
@@ -201,11 +200,7 @@ _OWN: dict[Any, _Formula] = {
 
 
 class FlopCount:
-    """Sum of the floating-point operations that it is called with.
-
-    Attributes:
-        total: operations so far.
-    """
+    """Running total of the floating-point operations that it is called with."""
 
     def __init__(self) -> None:
         self.total = 0

@@ -39,8 +39,8 @@ from threefold.planner.systems import SYSTEMS, System, find_system
 
 
 def layer_elements(config: Config) -> list[float]:
-    """Count each layer's weight elements on a tensor- and expert-parallel rank, without norms and biases (a
-    thousandth)."""
+    """Count each layer's weight elements on a tensor- and expert-parallel rank, without norms and biases (some 0.1
+    %)."""
     model, parallel = config.model, config.parallel
     hidden = model.hidden_size
     attention = hidden * model.head_dim * 2 * (model.num_attention_heads + model.num_key_value_heads)
@@ -256,8 +256,7 @@ _SHARDED_GRADIENTS = 2  # values of parallel.zero
 
 @dataclass(frozen=True)
 class StageBytes:
-    """Bytes of a pipeline rank at the peak of a step, by cause; an allocator releases `given_back` if memory runs
-    out."""
+    """Bytes by cause of a pipeline rank at a step's peak; the allocator releases `given_back` if memory runs out."""
 
     causes: Mapping[str, int]
     given_back: int = 0

@@ -113,13 +113,11 @@ class Hardware:
         return self.matrix_rates[dtype]
 
     def fills_nodes(self, ranks: int) -> bool:
-        """Return whether `ranks` devices are part of a node or whole nodes, as they are rented; always true for a
-        CPU."""
+        """Return whether `ranks` devices fit in one node or fill whole nodes, as rented; always true for a CPU."""
         return self.device == "cpu" or ranks <= self.gpus_per_node or ranks % self.gpus_per_node == 0
 
     def shared_by(self, ranks: int) -> "Hardware":
-        """Return a CPU's share for each of `ranks` ranks on a host, which share cores and memory; a GPU is
-        unchanged."""
+        """Return a CPU's share for each of `ranks` ranks on one host; a GPU is unchanged."""
         if self.device != "cpu" or ranks == self.gpus_per_node:
             return self
         share = self.gpus_per_node / ranks
@@ -166,7 +164,7 @@ _UNLESS_GIVEN: Final = {
     "cores": 0,
 }
 _FRACTIONS: Final = ("matrix", "memory", "link", "network", "uncertainty")
-"""Figures that are at most 1. Attention is not among them: doctor measures it beside small products."""
+"""Figures that are at most 1. Attention may exceed 1, since doctor measures it beside small products."""
 _ZERO_ALLOWED: Final = (
     "latency",
     "matrix_depth",

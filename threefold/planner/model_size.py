@@ -23,8 +23,7 @@ _STATE_ALONE, _WEIGHTS_TOO = 1, 3  # values of parallel.zero
 
 
 class StageSize(NamedTuple):
-    """Pipeline stage: the rank that holds it, its layers and parameters; a tied weight counts at its first stage
-    only."""
+    """Pipeline stage: its rank, its layers and their parameters; a tied weight counts at its first stage only."""
 
     pp_rank: int
     layers: tuple[str, ...]

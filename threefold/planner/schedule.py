@@ -260,10 +260,9 @@ def zbv_order(pp: int, rank: int, chunks: int, micro_batches: int) -> tuple[Acti
 
 
 def dualpipev_order(pp: int, rank: int, chunks: int, micro_batches: int) -> tuple[Action, ...]:
-    """Return a rank's actions in DualPipeV (DeepSeek-AI, arXiv 2412.19437; Qi et al., 2024), as in torch; `chunks` is
-    2.
+    """Return a rank's actions in DualPipeV (DeepSeek-AI, arXiv 2412.19437; Qi et al., 2024); `chunks` is 2.
 
-    A forward and a backward pass that a GPU overlaps are two actions here, the forward pass first.
+    Like torch, it has two actions for a forward and a backward pass that a GPU overlaps, the forward pass first.
     """
     after, last = pp - rank - 1, rank + 1
     letters = "f" * (2 * after) + "fF" * last + "IqF" * after + "fBFb" * (micro_batches - 2 * pp + last) + "BFb" * after

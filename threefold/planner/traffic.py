@@ -164,8 +164,7 @@ class _Step:
         return end - start
 
     def _tensor(self) -> Iterator[Carried]:
-        """Yield all-reduces: forward after the embedding and each half block, backward before each half block and
-        head."""
+        """Yield all-reduces: forward after embedding and half blocks, backward before half blocks and head."""
         each = self.has_embedding + 4 * self.blocks + self.has_head + self._replayed_sums()
         yield "tp", "all_reduce", self.micro_batches * each, self.activation
         partial = self.summed * sum(self._held_whole(per_head=True))
@@ -182,8 +181,7 @@ class _Step:
         yield "tp", "all_reduce", int(held_whole > 0), held_whole
 
     def _replayed_sums(self) -> int:
-        """Count the sums of recomputed half blocks, without a last one whose output nothing keeps, as a dropout
-        would."""
+        """Count the sums of recomputed half blocks; the last is skipped unless dropout needs its output."""
         return self.replayed * (2 if self.config.model.hidden_dropout else 1)
 
     def _loss(self) -> Iterator[Carried]:
@@ -228,8 +226,7 @@ class _Step:
         yield "cp", "send", self.micro_batches * self.blocks * self.parallel.cp, gradients
 
     def _pipeline(self) -> Iterator[Carried]:
-        """Yield sends of activations to the next stage and of gradients to the previous one, between different
-        ranks."""
+        """Yield sends of activations to the next stage and of gradients to the previous one, across ranks."""
         ranks = self.stages.ranks
         shares = self.parallel.tp if self.parallel.sequence_parallel else 1
         neighbours = [n for stage in self.mine for n in (stage - 1, stage + 1) if 0 <= n < len(ranks)]

@@ -164,8 +164,7 @@ RunRanks = Callable[[Callable[..., object], tuple[Any, ...], int, str], object]
 
 @dataclass(frozen=True)
 class Examination:
-    """Description of a machine, its network, its rates (of one rank, then of several at once), its disk and its
-    problems.
+    """Description of a machine with its network, rates (of one rank, then of several), disk and problems.
 
     Attributes:
         device: `cuda` if torch can use a GPU, else `cpu`.
@@ -200,9 +199,6 @@ def examine(
         folder: folder whose disk is measured.
         quick: whether to measure less, and at most two ranks.
         tell: callback before each part, with its name, its index from 0 and the number of parts.
-
-    Raises:
-        UserError: the folder cannot be written.
     """
     machine, found = this_machine(), interfaces()
     device = "cuda" if usable_gpus() else "cpu"

@@ -129,8 +129,7 @@ QUICK: Final = MeasuringEffort(
 
 
 class AttentionRate(NamedTuple):
-    """FLOP/s of the fused kernel with causal attention for one sequence length and head dim, without the masked
-    part."""
+    """FLOP/s of fused causal attention, without the masked part, for one sequence length and head dim."""
 
     positions: int
     head_dim: int

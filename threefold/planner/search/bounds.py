@@ -324,8 +324,7 @@ class LeastBytes:
         return np.where(ranks.deferred[:, None] > 0, waiting, kept) + backward
 
     def _buffers(self, mesh: MeshSizes, options: Options, ranks: RankLayers, micro_batches: Array) -> Array:
-        """Return ZeRO's bytes of a layer's gathered weights and of a layer's unreduced gradients, [rows, micro,
-        zero]."""
+        """Return ZeRO's bytes of one layer's gathered weights and unreduced gradients, [rows, micro, zero]."""
         narrow, wide = self._config.precision.itemsize, self._config.precision.master_itemsize
         layers = self._table(self._place(mesh, 0))[:-1].sum(axis=1)
         least = np.where(ranks.counts > 0, layers, np.inf).min(axis=1)[:, None]
@@ -361,8 +360,7 @@ class LeastBytes:
         return np.array([*rows, head, [memories[0].output, 0, 0]], dtype=float).T
 
     def _states_of(self, mesh: MeshSizes, options: Options, ranks: RankLayers, grow: bool) -> Array:
-        """Return the bytes of standing states, [rows, zero]; with `grow`, no gradients exist before the backward
-        pass."""
+        """Return the bytes of standing states, [rows, zero]; with `grow`, the backward pass makes the gradients."""
         precision = self._config.precision
         narrow, wide = precision.itemsize, precision.master_itemsize
         columns = []

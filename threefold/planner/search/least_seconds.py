@@ -242,8 +242,7 @@ class LeastSeconds:
         return self._passes[key][:, :, np.searchsorted(self._sizes, sizes)]
 
     def _computed(self, config: Config, hardware: Hardware) -> Array:
-        """Compute the seconds of a layer of each kind for all micro-batch sizes; the config's micro-batches have one
-        sample."""
+        """Compute the seconds of a layer of each kind for all micro-batch sizes, from a config with size 1."""
         sizes, per_node, system = self._sizes, hardware.gpus_per_node, self._system
         blocks = {
             kind: replace(block_of(config, layer, per_node, system), samples=sizes)  # type: ignore[arg-type]

@@ -28,8 +28,7 @@ _HOUR, _DAY = 3600, 86400
 
 @dataclass(frozen=True)
 class Budget:
-    """Whole steps of the global batch that a number of tokens takes, and their seconds; the price is per GPU, if
-    known."""
+    """Whole steps of the global batch for a number of tokens, and their seconds; the price is per GPU, if known."""
 
     tokens: int
     steps: int
@@ -167,7 +166,7 @@ def read_request(
             system is this package, which the config is for.
 
     Raises:
-        UserError: an option is invalid, or the config is in every layout.
+        UserError: an option is invalid, or the config is invalid in every layout.
     """
     row, fixed = find_objective(objective), parse_fixed(fix)
     wanted = None if tokens is None else parse_tokens(tokens)

@@ -32,8 +32,7 @@ class Soundness:
         self.examples: dict[str, tuple[str, str]] = {}
 
     def mask(self, mesh: MeshSizes, options: Options) -> Mask | None:
-        """Return a mask of a mesh's sound options in the dims of `DIMS` (1 where all are alike); None if none is
-        sound."""
+        """Return a mask of a mesh's sound options in `DIMS` (length 1 where all are alike); None if none is sound."""
         sound: Mask = np.ones((1,) * len(options.shape), dtype=bool)
         for number, rule in enumerate(self._rules):
             before = sound
@@ -124,8 +123,7 @@ class UnfitLayouts:
 
 @dataclass(frozen=True)
 class RefusedLayouts:
-    """Layouts that the rule about a setting (`key`) refuses: their number, an example, and the rule's message for
-    it."""
+    """Layouts refused by the rule about a setting (`key`): their number, an example, and the rule's message."""
 
     key: str
     count: int
