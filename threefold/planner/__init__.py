@@ -1,1 +1,1 @@
-"""What a layout costs, computed from shapes: memory, bytes of collectives, pipeline schedules."""
+"""Costs of a layout, computed from shapes: memory, bytes of collectives, pipeline schedules."""

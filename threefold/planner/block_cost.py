@@ -1,4 +1,4 @@
-"""What the seconds of a layer depend on: the sizes of a layer on a rank, as numbers alone."""
+"""Estimated seconds of one transformer block, the embedding and the head, from their sizes on a rank."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -20,21 +20,14 @@ from threefold.planner.hardware import Hardware
 from threefold.planner.systems import System
 
 ALONE: Final = Group(1, 1, 8)
-"""The group of an axis of one rank."""
+"""Group of an axis with one rank."""
 ITEMSIZES: Final = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-"""Name of a dtype → bytes of an element."""
 
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """The experts in the place of a block's feed-forward network.
-
-    Attributes:
-        count: how many there are.
-        per_token: how many each token is sent to.
-        inner: features inside each.
-        shared: features inside the one that every token goes through; 0 for none.
-    """
+    """Mixture of experts in place of a block's feed-forward network: experts in all, experts per token, and the inner
+    features of one expert and of the shared expert (0 for none)."""
 
     count: int
     per_token: int
@@ -44,25 +37,20 @@ class ExpertShape:
 
 @dataclass(frozen=True)
 class BlockShape:
-    """A transformer block as one rank computes it for one micro-batch.
+    """Sizes of a transformer block as one rank computes it for one micro-batch.
 
     Attributes:
-        samples: of a micro-batch.
-        length: positions of a sequence, over all context ranks.
+        samples, length: micro-batch size, and sequence length over all context-parallel ranks.
         hidden, heads, key_heads, head_dim, ffn: sizes of the whole model.
-        gated: whether the feed-forward network is.
-        rms: whether norms are of the root mean square.
-        biased: whether products add a bias to each of their outputs.
-        rotary: whether positions are.
-        qk_norm: whether queries and keys are normalised.
-        hidden_dropout, attention_dropout: whether there is any.
-        window: positions that a token attends to; 0 for all.
-        experts: in the place of the feed-forward network.
-        dtype: of the computation.
-        itemsize: bytes of its elements.
-        sequence_parallel: whether activations between the split layers are sharded along the sequence.
-        ring: whether context parallelism passes keys and values around, instead of gathering them.
-        tp, cp, ep: the ranks of these axes, and where they are.
+        gated, rms, biased: whether it has a gated feed-forward network, RMSNorm, and biases in linear layers.
+        rotary, qk_norm: whether it has rotary embeddings, and QK-norm.
+        hidden_dropout, attention_dropout: whether their rate is above zero.
+        window: sliding attention window in positions; 0 for none.
+        experts: mixture of experts in place of the feed-forward network.
+        dtype, itemsize: dtype of the computation, and bytes per element.
+        sequence_parallel: whether activations between the tensor-parallel layers are sharded along the sequence.
+        ring: whether context parallelism passes keys and values around a ring instead of gathering them.
+        tp, cp, ep: groups of ranks of these axes.
     """
 
     samples: int
@@ -91,12 +79,12 @@ class BlockShape:
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch on a rank."""
+        """Tokens of one micro-batch on a rank."""
         return self.samples * self.length // self.cp.ranks
 
     @property
     def own_tokens(self) -> int:
-        """Of them, those that the rank has between the split layers."""
+        """Tokens that the rank holds between the tensor-parallel layers."""
         return self.tokens // self.tp.ranks if self.sequence_parallel else self.tokens
 
     @property
@@ -105,25 +93,19 @@ class BlockShape:
 
     @property
     def own_key_heads(self) -> int:
-        """The rank's heads of keys and values; one where it shares one with others."""
+        """Key and value heads on the rank; at least one, which several ranks may share."""
         return max(1, self.key_heads // self.tp.ranks)
 
     @property
     def seen(self) -> float:
-        """Positions that a token attends to on average."""
+        """Positions that a token attends to, on average."""
         window = min(self.window or self.length, self.length)
         return window * (1 - window / (2 * self.length))
 
 
 @dataclass(frozen=True)
 class EndShapes:
-    """The embedding and the head as one rank computes them for one micro-batch.
-
-    Attributes:
-        vocab: rows of the whole table.
-        chunk_size: as `train.loss_chunk_size`.
-        block: of the model's blocks.
-    """
+    """Sizes of the embedding and the head on one rank for one micro-batch; `vocab` is that of the whole model."""
 
     vocab: int
     block: BlockShape
@@ -131,13 +113,13 @@ class EndShapes:
 
 
 def axis_group(config: Config, axis: str, per_node: int, system: System) -> Group:
-    """Where the ranks of an axis are in the world, as the mesh orders them (dp × pp × cp × tp).
+    """Return the group of an axis: its ranks, and their stride in the mesh's rank order (dp × pp × cp × tp).
 
     Args:
-        config: resolved.
+        config: resolved config of the run.
         axis: `tp`, `cp`, `pp`, `dp`, `ep` or `dp·cp`.
-        per_node: ranks of a node.
-        system: which may order data and pipeline the other way.
+        per_node: ranks per node.
+        system: training system, which may swap the order of dp and pp.
     """
     parallel = config.parallel
     inner = parallel.tp * parallel.cp
@@ -154,13 +136,13 @@ def axis_group(config: Config, axis: str, per_node: int, system: System) -> Grou
 
 
 def block_of(config: Config, layer: int, per_node: int, system: System) -> BlockShape:
-    """The sizes of a block of a model.
+    """Return the sizes of one block of a model.
 
     Args:
-        config: resolved.
-        layer: its number.
-        per_node: ranks of a node.
-        system: as in `axis_group`.
+        config: resolved config of the run.
+        layer: index of the block.
+        per_node: ranks per node.
+        system: training system, for the order of the mesh's axes.
     """
     model, parallel = config.model, config.parallel
     llama = model.architecture == "llama"
@@ -195,23 +177,23 @@ def block_of(config: Config, layer: int, per_node: int, system: System) -> Block
 
 
 BUSIEST = 1.1
-"""Tokens of the rank whose experts get most, as a multiple of the mean; the others wait for it."""
+"""Load of the busiest rank of experts, as a multiple of the mean number of tokens; the others wait for it."""
 _PIECES = 4
-"""Parts into which an overlapped tensor-parallel collective and the product beside it are cut: the first is exposed."""
+"""Pieces of an overlapped tensor-parallel collective and its matrix product; the first piece is exposed."""
 
 _HOST_FORWARD = 1 / 3
-"""Share of the host's work for a block that its forward pass takes."""
+"""Forward pass's share of the host's work for a block."""
 
 
 class Seconds(NamedTuple):
     """Time of a rank by cause.
 
     Attributes:
-        matrix: products of weights.
-        attention: the attention core.
-        memory: norms, activation functions, dropout, sums, softmax and loss, and sorting for experts.
-        tensor, context, experts: collectives of these axes that nothing hides.
-        host: Python and autograd, where no kernels hide them.
+        matrix: matrix products with weights.
+        attention: attention core.
+        memory: norms, activation functions, dropout, sums, softmax and loss, and sorting tokens for experts.
+        tensor, context, experts: exposed collectives of these axes.
+        host: Python and autograd work that no kernel hides.
     """
 
     matrix: float = 0.0
@@ -227,7 +209,7 @@ class Seconds(NamedTuple):
         return self[0] + self[1] + self[2] + self[3] + self[4] + self[5] + self[6]
 
     def plus(self, *others: "Seconds") -> "Seconds":
-        """The sum, cause by cause."""
+        """Return the sum, cause by cause."""
         return Seconds(*map(sum, zip(self, *others, strict=True)))
 
     def times(self, factor: float) -> "Seconds":
@@ -235,13 +217,8 @@ class Seconds(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """The passes of a layer for one micro-batch.
-
-    Attributes:
-        forward: of it.
-        backward: for the gradients of its input, what is recomputed among it.
-        weight: for the gradients of its weights.
-    """
+    """Time of a layer's passes for one micro-batch: forward, backward for inputs (with any recompute), and for
+    weights."""
 
     forward: Seconds
     backward: Seconds
@@ -262,12 +239,13 @@ NOTHING = Passes(Seconds(), Seconds(), Seconds())
 
 
 def block_passes(block: BlockShape, hardware: Hardware, system: System, recompute: str = "none") -> Passes:
-    """What a block takes.
+    """Estimate the passes of one transformer block for one micro-batch.
 
     Args:
-        block: its sizes on the rank.
-        hardware, system: that compute it.
-        recompute: as `train.recompute`, for a block that it treats.
+        block: sizes of the block on the rank.
+        hardware: device and links that compute it.
+        system: training system, for its kernels and overlap.
+        recompute: `train.recompute`, for a block that it applies to.
     """
     linear, core = _linear(block, hardware), _core(block, hardware, system)
     tensor = _tensor(block, _without_latency(hardware, hardware.achievable.tensor_block))
@@ -288,7 +266,7 @@ def block_passes(block: BlockShape, hardware: Hardware, system: System, recomput
     weight = Seconds(matrix=linear, memory=weight_passes)
     backward_tensor = _exposed(tensor, linear / 2, system.overlap_tensor)
     if system.overlap_tensor_backward and not system.overlap_tensor:
-        # Of the two sums of a half, that of the input's gradient runs beside the product for the weight.
+        # Of the two collectives of a half block, the input gradient's overlaps with the weight-gradient product.
         backward_tensor = (
             tensor / 2 + positive(tensor / 2 - linear) if block.sequence_parallel else positive(tensor - linear)
         )
@@ -306,17 +284,16 @@ def block_passes(block: BlockShape, hardware: Hardware, system: System, recomput
 
 
 block_seconds = lru_cache(1 << 14)(block_passes)
-"""The same of a block whose sizes are numbers, kept."""
+"""Cached `block_passes`, for shapes whose sizes are plain numbers, not arrays."""
 
 
 def _without_latency(hardware: Hardware, in_block: float) -> Hardware:
-    """The same, where what collectives of a block take whatever their size is part of what the block takes longer."""
+    """Return the hardware without link latency where the block's measured overhead already includes it."""
     return replace(hardware, inside=replace(hardware.inside, latency=0.0)) if in_block else hardware
 
 
 def _host(block: BlockShape, hardware: Hardware, share: float, kernels: float) -> float:
-    """Of the host's work for a block, what lengthens a pass: all of it where the same cores compute, else what takes
-    longer than the kernels that it starts."""
+    """Return the host work that lengthens a pass: all of it on a CPU, on a GPU what outlasts the kernels."""
     reached = hardware.achievable
     work = reached.block * share
     if block.tp.ranks > 1:
@@ -337,7 +314,7 @@ def _replayed(forward: Seconds, recompute: str, system: System) -> Seconds:
 
 
 def _linear(block: BlockShape, hardware: Hardware) -> float:
-    """The products of a block's weights with its activations; as many operations each way."""
+    """Return the seconds of a block's matrix products; its passes for input and weight gradients take as long each."""
     rows, hidden, ranks = block.tokens, block.hidden, block.tp.ranks
     query, keys = block.own_heads * block.head_dim, 2 * block.own_key_heads * block.head_dim
     found = _product(block, hardware, rows, query + keys, hidden) + _product(block, hardware, rows, hidden, query)
@@ -363,7 +340,7 @@ def _product(block: BlockShape, hardware: Hardware, rows: float, columns: int, d
 
 
 def _core(block: BlockShape, hardware: Hardware, system: System) -> tuple[float, float]:
-    """The attention core, forward and backward."""
+    """Return the seconds of the attention core, forward and backward."""
     queries = block.tokens * block.own_heads
     if system.flash and (system.drops_in_flash or not block.attention_dropout):
         flops = 4 * queries * block.seen * block.head_dim
@@ -391,7 +368,7 @@ def _core(block: BlockShape, hardware: Hardware, system: System) -> tuple[float,
 
 
 def _memory(block: BlockShape, hardware: Hardware, system: System, recomputed: bool) -> tuple[float, float]:
-    """Passes over memory, forward and backward, in bytes that are read and written."""
+    """Return the seconds of memory-bound work, forward and backward, from the bytes it reads and writes."""
     item = block.itemsize
     outer = block.own_tokens * block.hidden
     fused_norm = system.fused_norm and (system.fused_norm_recomputed or not recomputed)
@@ -413,14 +390,14 @@ def _memory(block: BlockShape, hardware: Hardware, system: System, recomputed: b
         forward += inner * 2 * item
         backward += inner * 3 * item
     kernels += 1 if system.fused else 2
-    if not system.fused:  # queries, keys, values and the output change their order of dims
+    if not system.fused:  # queries, keys, values and the output permute their dims
         copied = 2 * block.tokens * (block.own_heads + block.own_key_heads) * block.head_dim
         forward += copied * 2 * item
         backward += copied * 2 * item
         kernels += 4
     if not system.fused and block.cp.ranks > 1 and not block.ring:
-        # Keys and values are stacked, gathered and put in order; those before the end of a chunk of queries are a part
-        # of them, whose gradient is zeros elsewhere; these of both chunks are added, put in order, and shared out.
+        # Keys and values are stacked, gathered and reordered; each chunk of queries takes a slice, whose gradient is
+        # zero elsewhere; the gradients of both chunks are summed, reordered and scattered.
         keys = 2 * block.samples * block.length * block.own_key_heads * block.head_dim
         queries = block.tokens * block.own_heads * block.head_dim
         forward += (2 * keys // block.cp.ranks + 2 * keys + 2 * queries) * item
@@ -431,12 +408,12 @@ def _memory(block: BlockShape, hardware: Hardware, system: System, recomputed: b
         forward += turned * passes * item
         backward += turned * passes * item
         kernels += 1 if system.fused else 6
-    if block.biased and hardware.device == "cpu":  # where no product has an epilogue
+    if block.biased and hardware.device == "cpu":  # a GPU adds the bias in the product's epilogue
         columns = (block.own_heads + 2 * block.own_key_heads) * block.head_dim + block.ffn // block.tp.ranks
         added = block.tokens * columns + 2 * outer
         forward += added * 2 * item
         backward += added * item
-    if block.experts is not None:  # sorted by rank, and by expert among all tokens that arrived, and back
+    if block.experts is not None:  # sorted by rank, then by expert among all received tokens, and back
         rows = (block.own_tokens + block.tokens) * block.experts.per_token * block.hidden
         forward += 2 * 2 * rows * item
         backward += 2 * 2 * rows * item
@@ -445,7 +422,7 @@ def _memory(block: BlockShape, hardware: Hardware, system: System, recomputed: b
 
 
 def _inner(block: BlockShape) -> int:
-    """Elements inside the feed-forward network, after its activation function."""
+    """Return the elements after the feed-forward network's activation function."""
     if block.experts is None:
         return block.tokens * block.ffn // block.tp.ranks
     experts = block.experts
@@ -453,7 +430,7 @@ def _inner(block: BlockShape) -> int:
 
 
 def _accumulation(block: BlockShape, hardware: Hardware, system: System) -> float:
-    """Adding the gradients of weights to those of earlier micro-batches: read and written in fp32."""
+    """Return the seconds of accumulating weight gradients over micro-batches, reading and writing fp32."""
     query, keys = block.own_heads * block.head_dim, 2 * block.own_key_heads * block.head_dim
     inner = block.ffn // block.tp.ranks
     if block.experts is not None:
@@ -464,10 +441,8 @@ def _accumulation(block: BlockShape, hardware: Hardware, system: System) -> floa
 
 
 def _tensor(block: BlockShape, hardware: Hardware) -> float:
-    """The tensor-parallel collectives of one pass: a sum after each half, or a gather before and a scatter after it.
-
-    Experts get each token as often as it is sent to one.
-    """
+    """Return the seconds of one pass's tensor-parallel collectives: per half block an all-reduce, or with sequence
+    parallelism an all-gather and a reduce-scatter. An expert layer repeats them once per expert that a token visits."""
     nbytes = block.tokens * block.hidden * block.itemsize
     if block.sequence_parallel:
         each = ring_seconds(hardware, block.tp, "all_gather", nbytes) + ring_seconds(
@@ -479,14 +454,14 @@ def _tensor(block: BlockShape, hardware: Hardware) -> float:
 
 
 def _exposed(collective: float, beside: float, overlapped: bool) -> float:
-    """Of a collective that runs in pieces beside a product, the first piece, and what is longer than the product."""
+    """Return the exposed part of a collective that runs in pieces beside a product: its first piece and any excess."""
     if not overlapped:
         return collective
     return collective / _PIECES + positive(collective * (1 - 1 / _PIECES) - beside)
 
 
 def _context(block: BlockShape, hardware: Hardware) -> float:
-    """Keys and values of the other ranks."""
+    """Return the seconds of fetching the other context-parallel ranks' keys and values."""
     own = 2 * block.tokens * block.own_key_heads * block.head_dim * block.itemsize
     if block.ring:
         return (block.cp.ranks - 1) * send_seconds(hardware, block.cp, own)
@@ -494,7 +469,7 @@ def _context(block: BlockShape, hardware: Hardware) -> float:
 
 
 def _dispatch(block: BlockShape, hardware: Hardware) -> float:
-    """Tokens to their experts and back, one way through the block."""
+    """Return the seconds of sending tokens to their experts and back, in one pass."""
     if block.experts is None:
         return 0.0
     nbytes = block.own_tokens * block.experts.per_token * block.hidden * block.itemsize
@@ -502,7 +477,7 @@ def _dispatch(block: BlockShape, hardware: Hardware) -> float:
 
 
 def embedding_passes(ends: EndShapes, hardware: Hardware, system: System) -> Passes:
-    """Of the look-up and its gradient."""
+    """Estimate the embedding look-up, its collectives and its gradient."""
     block = ends.block
     outer = block.own_tokens * block.hidden * block.itemsize
     tensor = ring_seconds(
@@ -523,16 +498,16 @@ def embedding_passes(ends: EndShapes, hardware: Hardware, system: System) -> Pas
 
 
 embedding_seconds = lru_cache(1 << 14)(embedding_passes)
-"""The same of sizes that are numbers, kept."""
 
 
 def head_passes(ends: EndShapes, hardware: Hardware, system: System) -> Passes:
-    """Of the last norm, the logits and their loss."""
+    """Estimate the final norm, the logits and the loss."""
     block = ends.block
     rows, columns = block.tokens, -(-ends.vocab // block.tp.ranks)
     product = matrix_seconds(hardware, block.dtype, rows, columns, block.hidden, 1, block.itemsize)
     logits = rows * columns
-    # Read in the narrow dtype and written wide; maximum, difference, exponential, sum, quotient; and the gradient.
+    # Unfused, the loss reads narrow logits and writes wide ones, then maximum, difference, exponential, sum, quotient
+    # and gradient.
     forward = logits * (block.itemsize + 4 if system.fused_loss else block.itemsize + 4 + 28)
     backward = logits * (block.itemsize + 4 if system.fused_loss else block.itemsize + 4 + 8)
     outer = block.own_tokens * block.hidden * block.itemsize
@@ -555,4 +530,3 @@ def head_passes(ends: EndShapes, hardware: Hardware, system: System) -> Passes:
 
 
 head_seconds = lru_cache(1 << 14)(head_passes)
-"""The same of sizes that are numbers, kept."""

@@ -1,4 +1,4 @@
-"""What a training step takes: seconds of matrix products, memory-bound work, collectives, pipeline and optimizer."""
+"""Estimated seconds of matrix products, memory-bound work, collectives, pipelines and optimizer updates."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,23 +9,23 @@ from threefold.planner.hardware import Hardware
 from threefold.planner.systems import System
 
 _TILES: Final = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.97), (128, 64, 0.85), (64, 64, 0.7))
-"""Rows and columns of the output that a multiprocessor computes at once, and how fast with them, for what a small tile
-reads again (NVIDIA, "Matrix multiplication background user's guide", tile quantization)."""
+"""Output tiles of one multiprocessor as (rows, columns, relative speed); small tiles read their inputs more often
+(NVIDIA, "Matrix multiplication background user's guide", tile quantization)."""
 PER_MULTIPLY_ADD: Final = 2
 Number = TypeVar("Number", int, float)
 
 
 def positive(value: float) -> float:
-    """The value, or 0 where it is below; of each element of an array."""
+    """Return the value, or 0 where it is negative; elementwise for arrays."""
     return (value + abs(value)) / 2
 
 
 def larger(one: Number, other: Number) -> Number:
-    """The larger of two values; of each pair of elements of arrays."""
+    """Return the larger of two values; elementwise for arrays."""
     is_more = one > other
     if isinstance(is_more, bool):
         return one if is_more else other
-    import numpy as np  # there are arrays, so that it is imported
+    import numpy as np  # only arrays come here, so numpy is loaded already
 
     chosen: Any = np.where(is_more, one, other)
     return chosen
@@ -34,14 +34,14 @@ def larger(one: Number, other: Number) -> Number:
 def matrix_seconds(
     hardware: Hardware, dtype: str, rows: float, columns: int, depth: int, count: int = 1, itemsize: int = 2
 ) -> float:
-    """Of `count` products of (rows × depth) and (depth × columns) in one kernel.
+    """Estimate `count` products of (rows × depth) and (depth × columns) in one kernel.
 
     Args:
-        hardware: that computes it.
-        dtype: of the rate.
-        rows, columns, depth: of each product.
-        count: products at once, such as heads or experts.
-        itemsize: bytes of an element.
+        hardware: device that computes them.
+        dtype: dtype whose matrix rate applies.
+        rows, columns, depth: sizes of each product.
+        count: products in the kernel, such as heads or experts.
+        itemsize: bytes per element.
     """
     reached = hardware.achievable
     flops = PER_MULTIPLY_ADD * count * rows * columns * depth
@@ -54,14 +54,13 @@ def matrix_seconds(
     moved = itemsize * count * (rows * depth + depth * columns + rows * columns)
     computing = flops / (hardware.matrix_rate(dtype) * fraction)
     moving = moved / (hardware.memory_bandwidth * reached.memory)
-    if hardware.device == "cpu":  # whose rate is that of matrices in its caches, into which others have to come first
+    if hardware.device == "cpu":  # the CPU's rate holds for matrices in cache, and they must be loaded first
         return computing + moving + reached.kernel
     return larger(computing, moving) + reached.kernel
 
 
 def _filled(multiprocessors: int, rows: float, columns: int, count: int) -> float:
-    """Share of the multiprocessors' time that goes into the output: the rest, into tiles over its edges and a last wave
-    that does not fill them."""
+    """Return the share of the multiprocessors' time spent on output rather than on partial tiles and waves."""
     if multiprocessors == 1:
         return 1.0
     best = 0.0
@@ -74,21 +73,21 @@ def _filled(multiprocessors: int, rows: float, columns: int, count: int) -> floa
 
 
 def memory_seconds(hardware: Hardware, nbytes: float, kernels: float = 1) -> float:
-    """Of reading and writing so many bytes in so many kernels."""
+    """Estimate reading and writing `nbytes` in some kernels."""
     return nbytes / (hardware.memory_bandwidth * hardware.achievable.memory) + kernels * hardware.achievable.kernel
 
 
 def attention_seconds(
     hardware: Hardware, dtype: str, flops: float, length: float, head_dim: int, backward: bool = False
 ) -> float:
-    """Of one kernel of fused attention.
+    """Estimate one kernel of fused attention.
 
     Args:
-        hardware, dtype: that compute it.
-        flops: without the masked part.
-        length: positions that a query sees at most.
-        head_dim: width of a head.
-        backward: which pass.
+        hardware, dtype: device and dtype of the computation.
+        flops: operations without the masked part.
+        length: positions that a query attends to at most.
+        head_dim: features per head.
+        backward: whether it is the backward pass.
     """
     reached = hardware.achievable
     share = reached.attention_backward if backward else reached.attention
@@ -101,13 +100,7 @@ _WIRE = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks of an axis, at equal distances.
-
-    Attributes:
-        ranks: how many.
-        stride: from one to the next, in ranks of the world.
-        per_node: ranks of a node.
-    """
+    """Ranks of a mesh axis, `stride` global ranks apart, on nodes of `per_node` ranks."""
 
     ranks: int
     stride: int
@@ -115,36 +108,33 @@ class Group:
 
     @property
     def in_node(self) -> int:
-        """Of its ranks, those of one node."""
+        """Number of the group's ranks on one node."""
         return max(1, min(self.ranks, self.per_node // self.stride))
 
     @property
     def nodes(self) -> int:
-        """How many nodes it spans."""
         return ceil(self.ranks / self.in_node)
 
 
 def ring_seconds(hardware: Hardware, group: Group, operation: str, nbytes: float) -> float:
-    """Of one collective.
+    """Estimate one ring collective.
 
     Args:
-        hardware: of the ranks.
-        group: that take part.
+        hardware: devices and links of the ranks.
+        group: ranks that take part.
         operation: `all_reduce`, `all_gather` or `reduce_scatter`.
-        nbytes: of the whole tensor.
+        nbytes: bytes of the whole tensor.
     """
     if group.ranks == 1:
         return 0.0
     rounds = _WIRE[operation]
     moved = rounds * nbytes * (group.ranks - 1) / group.ranks
-    passes = (
-        2 if hardware.device == "cpu" else rounds
-    )  # ranks that share memory wait once for each other, whatever they do
+    passes = 2 if hardware.device == "cpu" else rounds  # shared memory has one latency for all collectives
     return moved / bandwidth(hardware, group) + passes * latency(hardware, group)
 
 
 def bandwidth(hardware: Hardware, group: Group) -> float:
-    """Bytes per second of a device in a ring of the group."""
+    """Return the bytes per second of one device in a ring over the group."""
     inside = hardware.inside.bandwidth * hardware.achievable.link
     if group.nodes == 1:
         return inside
@@ -152,7 +142,7 @@ def bandwidth(hardware: Hardware, group: Group) -> float:
 
 
 def latency(hardware: Hardware, group: Group) -> float:
-    """Of one pass through the group: trees have logarithmic depth. Ranks of a CPU all wait for the last of them."""
+    """Return the latency of one pass through the group: logarithmic (trees), or constant between ranks of a CPU."""
     if hardware.device == "cpu":
         return hardware.inside.latency
     inside = hardware.inside.latency * log2(group.in_node) if group.in_node > 1 else 0.0
@@ -160,7 +150,7 @@ def latency(hardware: Hardware, group: Group) -> float:
 
 
 def all_to_all_seconds(hardware: Hardware, group: Group, nbytes: float) -> float:
-    """Of an all-to-all in which each rank sends so many bytes, its own part among them."""
+    """Estimate an all-to-all in which each rank sends `nbytes`, its own part included."""
     if group.ranks == 1:
         return 0.0
     inside = nbytes * (group.in_node - 1) / group.ranks
@@ -172,7 +162,7 @@ def all_to_all_seconds(hardware: Hardware, group: Group, nbytes: float) -> float
 
 
 def send_seconds(hardware: Hardware, group: Group, nbytes: float) -> float:
-    """Of sending to the next rank of the group, the slowest of its links."""
+    """Estimate sending `nbytes` to the next rank of the group, over its slowest link."""
     if group.ranks == 1:
         return 0.0
     link, reached = (
@@ -184,20 +174,15 @@ def send_seconds(hardware: Hardware, group: Group, nbytes: float) -> float:
 
 
 _PIECES = 12
-"""Parts in which gradients are summed while the backward pass makes them: the last is exposed."""
+"""Pieces in which gradients are reduced during the backward pass; the last is exposed."""
 _CONTENTION = 0.25
-"""Share of a collective's time by which a computation beside it takes longer: both need multiprocessors and memory."""
+"""Slowdown of computation by a collective beside it, as a share of its time: both need compute units and memory."""
 _SHARDED_WEIGHTS = 3  # values of parallel.zero
 _STATE_AND_GRADIENTS = 2
 
 
 class Sums(NamedTuple):
-    """Data-parallel collectives of a step.
-
-    Attributes:
-        exposed: seconds that no computation hides.
-        hidden: seconds beside computation.
-    """
+    """Seconds of a step's data-parallel collectives: exposed, and hidden beside computation."""
 
     exposed: float
     hidden: float
@@ -216,18 +201,16 @@ def gradient_seconds(
     gradient_bytes: int = 4,
     layers: int = 1,
 ) -> Sums:
-    """Of the sums of gradients and, with sharded state or weights, the gathers of weights.
+    """Estimate the gradient reduction and, with sharded state or weights, the gathers of weights in a step.
 
     Args:
-        hardware, system: that do it.
-        group: of the ranks that hold the same weights.
-        elements: of the weights of one of them.
-        forward, backward: seconds of one micro-batch's passes through them.
-        micro_batches: of a step.
-        zero: as `parallel.zero`.
-        itemsize: bytes of an element of a computed weight.
-        gradient_bytes: of an element of a gradient in the sum.
-        layers: that are gathered one by one with `zero` 3.
+        hardware, system: devices and training system that run them.
+        group: ranks that hold the same weights.
+        elements: weights of one of these ranks.
+        forward, backward: seconds of one micro-batch's passes through these weights.
+        micro_batches, zero: micro-batches per step, and `parallel.zero`.
+        itemsize, gradient_bytes: bytes per element of a compute weight, and of a reduced gradient.
+        layers: layers that are gathered one by one with `zero` 3.
     """
     if group.ranks == 1:
         return Sums(0.0, 0.0)
@@ -258,9 +241,9 @@ def _on_cpu(
     zero: int,
     layers: int,
 ) -> Sums:
-    """With sharded state or weights on cores that communicate too, so that nothing overlaps. `fully_shard` copies
-    what it gathers, and what it reduces and scatters."""
-    link = replace(hardware.inside, latency=0.0)  # which is part of what a block takes longer
+    """Estimate sharded state or weights on a CPU, whose cores also communicate, so that nothing overlaps. `fully_shard`
+    copies the tensors that it gathers and reduce-scatters."""
+    link = replace(hardware.inside, latency=0.0)  # the latency is part of `sharded_block`
     hardware = replace(hardware, inside=link, between=link)
     gather = ring_seconds(hardware, group, "all_gather", elements * itemsize)
     gather += memory_seconds(hardware, 2 * elements * itemsize, 0)
@@ -278,20 +261,20 @@ def _shared(exposed: float, whole: float) -> Sums:
 
 
 def _exposed(collective: float, beside: float, pieces: int) -> float:
-    """Of a collective in pieces beside a computation, one piece, and what takes longer than the computation."""
+    """Return the exposed part of a collective that runs in pieces beside a computation: one piece and any excess."""
     return collective / pieces + positive(collective * (1 - 1 / pieces) - beside)
 
 
 def update_seconds(
     hardware: Hardware, elements: float, states: int = 2, itemsize: int = 2, master: bool = True
 ) -> float:
-    """Of the optimizer's update, which reads and writes weights, gradients and state, and of the gradients' norm.
+    """Estimate the gradient norm and the optimizer update, which reads and writes weights, gradients and state.
 
     Args:
-        hardware: that does it.
-        elements: that the rank updates.
-        states: tensors of the optimizer for each weight.
-        itemsize: bytes of a computed weight.
+        hardware: device that computes it.
+        elements: weights that the rank updates.
+        states: optimizer state tensors per weight.
+        itemsize: bytes per element of a compute weight.
         master: whether weights, gradients and state are fp32.
     """
     wide = 4 if master else itemsize
@@ -301,17 +284,12 @@ def update_seconds(
 
 
 _DEFERRING: Final = ("zero-bubble", "zbv", "dualpipev")
-"""Schedules that compute the gradients of weights in the bubble."""
+"""Schedules that compute weight gradients in the bubble."""
 
 
 class Pipeline(NamedTuple):
-    """Seconds of all micro-batches of a step.
-
-    Attributes:
-        busy: of the rank with the most to compute.
-        bubble: in which it waits, sends aside.
-        sends: transfers that no computation hides.
-    """
+    """Seconds of a step in a pipeline: computing on the busiest rank, its idle time without sends, and exposed
+    sends."""
 
     busy: float
     bubble: float
@@ -332,16 +310,15 @@ def pipeline_seconds(
     send: float = 0.0,
     overlapped: bool = False,
 ) -> Pipeline:
-    """The time of a step's forward and backward passes.
+    """Estimate a step's forward and backward passes through the pipeline.
 
     Args:
-        forward: seconds of a micro-batch's forward pass through all stages of each rank.
-        backward, weight: the same, of the backward pass for gradients of inputs and of weights.
-        schedule: as in `parallel.schedule`; one of a file counts as `1f1b`.
-        chunks: stages of each rank.
-        micro_batches: of a step.
-        send: seconds that a stage's output takes to the next rank.
-        overlapped: whether sends run beside computing once the pipeline is full.
+        forward: seconds of one micro-batch's forward pass through all stages of each rank.
+        backward, weight: seconds of its passes for input gradients and for weight gradients, on each rank.
+        schedule: `parallel.schedule`; one from a file counts as `1f1b`.
+        chunks, micro_batches: stages per rank, and micro-batches per step.
+        send: seconds to send a stage's output to the next rank.
+        overlapped: whether sends overlap with computation once the pipeline is full.
     """
     ranks = len(forward)
     totals = [sum(parts) for parts in zip(forward, backward, weight, strict=True)]
@@ -362,17 +339,17 @@ def bubble_seconds(
     chunks: int,
     micro_batches: int,
 ) -> float:
-    """In which the slowest rank waits while the others fill and drain; or, with fewer micro-batches than ranks, for the
-    next stage's turn, as a micro-batch goes through all stages one after the other.
+    """Return the slowest rank's idle time while the others fill and drain the pipeline. With fewer micro-batches than
+    ranks it also waits for the next stage's turn, as a micro-batch passes the stages one after another.
 
     Args:
-        everything: seconds of a micro-batch through all ranks.
-        slowest: of it, those of the slowest rank.
-        weights, of_slowest: of both, those of gradients of weights.
-        schedule, chunks, micro_batches: as of `pipeline_seconds`.
+        everything: seconds of one micro-batch through all ranks.
+        slowest: the slowest rank's part of `everything`.
+        weights, of_slowest: weight-gradient parts of `everything` and of `slowest`.
+        schedule, chunks, micro_batches: see `pipeline_seconds`.
     """
     waits, through = (everything - slowest) / chunks, everything
-    if schedule in _DEFERRING:  # (p - 1)(F + B - W) of (p - 1)(F + B + W) is left
+    if schedule in _DEFERRING:  # leaves (p - 1)(F + B - W) of (p - 1)(F + B + W)
         waits = positive(waits - 2 * (weights - of_slowest) / chunks)
         through = everything - weights
     through = through + (micro_batches - 1) * slowest / chunks
@@ -380,7 +357,7 @@ def bubble_seconds(
 
 
 def send_waits(ranks: int, chunks: int, micro_batches: int, send: float, overlapped: bool) -> float:
-    """Transfers that no computation hides; arguments as of `pipeline_seconds`."""
+    """Return the seconds of transfers that no computation hides; see `pipeline_seconds` for the arguments."""
     hops = 2 * (ranks - 1)  # to the last rank and back
     steady = 0.0 if overlapped and chunks > 1 else 2 * chunks * micro_batches * send
     return hops * send + steady

@@ -38,11 +38,11 @@ from threefold.torch_private.fake import FakeTensor, fake_process_group, fake_te
 from threefold.train.step import Engine
 
 LARGE = 1e6
-"""What sums of fake numbers are taken for: above any limit that gradients are clipped to."""
+"""Value assumed for sums of fake numbers: above any limit that gradients are clipped to."""
 
 
 class FakeAxis(Axis):
-    """An axis whose other ranks have what this one has."""
+    """Axis whose other ranks hold the same values as this one."""
 
     def all_reduce_values(self, tensor: Tensor) -> list[float]:
         self.all_reduce_(tensor)
@@ -52,7 +52,7 @@ class FakeAxis(Axis):
 
 
 class FakeMesh(Mesh):
-    """The mesh of a rank of a fake process group."""
+    """Mesh of one rank of a fake process group."""
 
     def _new_group(self, name: str, groups: Sequence[Sequence[int]]) -> PlannedAxis | None:
         with with_memory():
@@ -66,7 +66,7 @@ class FakeMesh(Mesh):
 
 
 TellPass = Callable[[int, int], object]
-"""Called with how many passes of a rank are done, and how many there are."""
+"""Callback that takes the number of a rank's passes done and their total."""
 
 
 def dry_run(
@@ -75,14 +75,14 @@ def dry_run(
     """Run one training step of one rank on tensors without memory.
 
     Args:
-        config: resolved; its data need not exist.
-        rank: of the layout.
-        source: of the model; None for the one that the config names.
-        tell: called before each forward pass; None for nothing.
+        config: resolved config of the run; its data need not exist.
+        rank: global rank in the layout.
+        source: source of the model; None for the one that the config names.
+        tell: callback before each forward pass.
 
     Raises:
         UserError: the layout has no such rank, or does not suit the model.
-        RuntimeError: this process has a process group.
+        RuntimeError: this process already has a process group.
     """
     return run_step(config, rank, source, tell)[0]
 
@@ -90,7 +90,7 @@ def dry_run(
 def run_step(
     config: Config, rank: int, source: ModelSource | None = None, tell: TellPass | None = None
 ) -> tuple[DryRunReport, list[Event]]:
-    """As `dry_run`; also returns the collectives in order."""
+    """Run `dry_run` and also return the collectives in order."""
     layout, flops = Layout.of(config.parallel), FlopCount()
     own = config.model.architecture == OWN
     if own and layout.pp > 1:
@@ -133,9 +133,9 @@ def run_step(
 
 @contextmanager
 def _explaining(own: bool, rank: int) -> Iterator[None]:
-    """Says in a sentence what goes wrong in a user's own model, such as shapes that do not go together.
+    """Turn errors in a user's own model, such as mismatched shapes, into one sentence.
 
-    Without torch's own logs, in which a failing operation comes with a traceback and the whole schedule.
+    Silences torch's logs, which print a traceback and the whole schedule for a failing operation.
     """
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
@@ -152,8 +152,7 @@ def _explaining(own: bool, rank: int) -> Iterator[None]:
 
 
 def _pad_shards(engine: Engine) -> None:
-    """With ZeRO, have `fully_shard` look at its parameters before the step, as it does in the first gather: it takes
-    shards of uneven sizes for new ones, by their type, and pads them again."""
+    """Let `fully_shard` pad uneven shards before the step; in its first gather it takes them for new parameters."""
     if engine.parallelism.zero is None:
         return
     for stage in engine.stages:
@@ -164,11 +163,11 @@ def _pad_shards(engine: Engine) -> None:
 
 
 def _tell_passes(engine: Engine, micro_batches: int, tell: TellPass) -> None:
-    """Have `tell` called before each forward pass of a stage, of which each micro-batch takes one."""
+    """Call `tell` before each forward pass of a stage; every micro-batch passes every stage once."""
     passes, numbers = micro_batches * len(engine.stages), count()
 
     def begins(*_: Any) -> None:
-        tell(min(next(numbers), passes), passes)  # shapes may be found by a pass more
+        tell(min(next(numbers), passes), passes)  # finding shapes may take one more pass
 
     for stage in engine.stages:
         stage.register_forward_pre_hook(begins)
@@ -176,21 +175,21 @@ def _tell_passes(engine: Engine, micro_batches: int, tell: TellPass) -> None:
 
 def _make_engine(config: Config, mesh: FakeMesh, source: ModelSource) -> Engine:
     make_model, plan = source.load(config)
-    # The values of weights that have no memory do not matter.
+    # Weights without memory have no values to initialise.
     return Engine(make_model, replace(plan, initial=lambda _: Constant(0.0)), mesh, config, loss=source.loss(config))
 
 
 Tell = Callable[[str, int, int], object]
-"""Called with what is run, how many of its passes are done, and how many there are."""
+"""Callback that takes what is run, the number of its passes done and their total."""
 
 _KEPT = (2, 3, 4)
-"""Micro-batches that a stage of the short pipelines keeps."""
+"""Micro-batches that a stage of the shortened pipelines keeps."""
 _RUN, _MORE = 6, 7
-"""Micro-batches of their steps: of all, and of one more run of the shortest."""
+"""Micro-batches per step: of all shortened pipelines, and of one more run of the shortest."""
 
 
 def stage_ranks(config: Config) -> list[int]:
-    """The first rank at each place of the pipeline: none of the others there needs more."""
+    """Return the first rank at each pp coordinate; no other rank there needs more."""
     layout = Layout.of(config.parallel)
     return [layout.rank_of(pp=pp) for pp in range(layout.pp)]
 
@@ -202,19 +201,19 @@ def _tell_nothing(what: str, number: int, passes: int) -> None:
 def run_ranks(
     config: Config, ranks: Iterable[int], source: ModelSource | None = None, tell: Tell = _tell_nothing
 ) -> list[DryRunReport]:
-    """`dry_run` of each rank."""
+    """Dry-run each of the given ranks."""
     return [dry_run(config, rank, source, partial(tell, f"rank {rank}")) for rank in ranks]
 
 
 def run_stages(config: Config, tell: Tell = _tell_nothing) -> list[DryRunReport]:
-    """`dry_run` of the first rank of each stage, without a whole run of each where that is not needed.
+    """Dry-run the first rank of each stage, extrapolating long regular pipelines from short ones.
 
     Args:
-        config: resolved.
-        tell: called before each forward pass.
+        config: resolved config of the run.
+        tell: callback before each forward pass.
 
     Raises:
-        UserError: as `dry_run`.
+        UserError: see `dry_run`.
     """
     if not _is_regular(config):
         return run_ranks(config, stage_ranks(config), tell=tell)
@@ -222,7 +221,7 @@ def run_stages(config: Config, tell: Tell = _tell_nothing) -> list[DryRunReport]
 
 
 def _is_regular(config: Config) -> bool:
-    """Whether the stages follow from those of shorter pipelines, which pay."""
+    """Return whether shorter pipelines can stand in for this one, and save time."""
     parallel, model = config.parallel, config.model
     count = config.train.gradient_accumulation_steps
     if parallel.pp <= 2 * max(_KEPT) or parallel.schedule != "1f1b" or count < max(parallel.pp, _MORE):
@@ -233,12 +232,7 @@ def _is_regular(config: Config) -> bool:
 
 
 class _Line:
-    """The stages of a long pipeline of 1F1B.
-
-    Args:
-        config: resolved, and regular.
-        tell: called before each forward pass.
-    """
+    """Stages of a long, regular 1F1B pipeline, extrapolated from short ones."""
 
     def __init__(self, config: Config, tell: Tell) -> None:
         self.config, self.ranks = config, stage_ranks(config)
@@ -276,7 +270,7 @@ class _Line:
         )
 
     def _along_both(self, stage: int) -> Callable[[int, int], DryRunReport] | None:
-        """The reports of a stage's layers by the micro-batches that it keeps and those of a step."""
+        """Fit a stage's report as linear in the micro-batches kept and those of a step; None if it is not."""
         runs = [self._short(stage, kept, _RUN) for kept in _KEPT]
         more = self._short(stage, _KEPT[0], _MORE)
         low, middle, high = (_numbers(run) for run in runs)
@@ -287,7 +281,7 @@ class _Line:
         return lambda kept, count: _at(runs[0], ((kept - _KEPT[0], step), (count - _RUN, along)))
 
     def _along_micro_batches(self) -> Callable[[int, int], DryRunReport] | None:
-        """The same of the last stage, which keeps one."""
+        """Fit the last stage's report as linear in the micro-batches of a step; None if it is not."""
         last = len(self.sizes) - 1
         few, more, most = (self._short(last, 1, count) for count in (_RUN, _MORE, 2 * _MORE - _RUN))
         along = _per_unit(_numbers(more), _numbers(few), _MORE - _RUN)
@@ -296,8 +290,8 @@ class _Line:
         return lambda _kept, count: _at(few, ((count - _RUN, along),))
 
     def _short(self, stage: int, kept: int, micro_batches: int) -> DryRunReport:
-        """A dry run of a stage in a pipeline that ends `kept` stages from it on, with the first and last stages of the
-        long one."""
+        """Dry-run a stage as one of the last `kept` of a short pipeline whose first and last stages are the long
+        one's."""
         is_first, is_last = stage == 0, kept == 1
         before = [] if is_first else [self.sizes[0]]
         after = [] if is_last else [self.sizes[1]] * (kept - 2) + [self.sizes[-1]]
@@ -325,7 +319,6 @@ _Numbers = dict[tuple[str, ...], int]
 
 
 def _numbers(report: DryRunReport) -> _Numbers:
-    """All numbers of a report, by name."""
     named: _Numbers = {("peak", kind): nbytes for kind, nbytes in report.at_peak.items()}
     named |= {("cause", kind): nbytes for kind, nbytes in report.causes.items()}
     named |= {(name,): getattr(report, name) for name in _AMOUNTS}
@@ -339,14 +332,14 @@ _AMOUNTS = ("parameters", "parameter_bytes", "gradient_bytes", "optimizer_bytes"
 
 
 def _per_unit(more: _Numbers, fewer: _Numbers, units: int) -> _Numbers | None:
-    """By how much each number grows; None where they are others, or do not grow evenly."""
+    """Return the growth of each number per unit; None if the names differ or the growth is uneven."""
     if more.keys() != fewer.keys() or any((more[name] - fewer[name]) % units for name in more):
         return None
     return {name: (more[name] - fewer[name]) // units for name in more}
 
 
 def _at(start: DryRunReport, ways: Sequence[tuple[int, _Numbers]]) -> DryRunReport:
-    """A report so many units from another."""
+    """Extrapolate a report by a number of units in each direction."""
     numbers = _numbers(start)
     for units, each in ways:
         numbers = {name: value + units * each[name] for name, value in numbers.items()}

@@ -1,4 +1,4 @@
-"""What a dry run finds out about a rank."""
+"""Measurements of a dry run: memory, collectives and floating-point operations of one rank's training step."""
 
 import weakref
 from collections import Counter
@@ -43,13 +43,7 @@ WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS = "weights", "gradients", "optimizer"
 
 @dataclass(frozen=True)
 class CollectiveTotal:
-    """The collectives of one kind in a step.
-
-    Attributes:
-        axis, operation: as of `threefold.comm.mesh.Event`.
-        count: how many.
-        nbytes: of all together, each as `Event` counts it.
-    """
+    """Number and bytes of a step's collectives with one operation on one axis, as `Event` counts them."""
 
     axis: str
     operation: str
@@ -59,27 +53,23 @@ class CollectiveTotal:
 
 @dataclass(frozen=True)
 class DryRunReport:
-    """One rank's memory, collectives and floating-point operations in one training step.
+    """Memory, collectives and floating-point operations of one rank in one training step.
 
     Attributes:
-        rank: its number.
-        coordinates: its place on the axes `dp`, `pp`, `cp` and `tp`.
-        world_size: ranks of the layout.
-        layers: names of those that it has.
-        micro_batches: of the step.
-        parameters: elements that it updates.
-        parameter_bytes: of these, and of the copies that it computes with.
-        gradient_bytes: of the gradients that it updates with.
-        optimizer_bytes: of the optimizer state.
-        activation_bytes: the most that it needs beside these at any time: what is kept for the backward pass,
-            temporary tensors, and buffers of collectives.
-        peak_bytes: the most that is alive at once.
-        at_peak: bytes at that time, by `weights`, `gradients`, `optimizer` and `activations`, which are all else.
-        causes: the same with what ZeRO gathers for a while among `weights`, and whole gradients among `gradients`: as
-            `threefold.planner.stage_memory` counts them.
-        collectives: that it takes part in.
-        flops: floating-point operations of its matrix products and attention, recomputation included; a multiplication
-            and an addition are two.
+        rank, world_size: global rank, and number of ranks in the layout.
+        coordinates: coordinates on the axes `dp`, `pp`, `cp` and `tp`.
+        layers, micro_batches: names of the layers on the rank, and micro-batches of the step.
+        parameters: elements that the rank updates.
+        parameter_bytes: bytes of these parameters and of their compute copies.
+        gradient_bytes: bytes of the gradients used in the update.
+        optimizer_bytes: bytes of optimizer state.
+        activation_bytes: peak of all other memory: kept activations, temporary tensors and buffers of collectives.
+        peak_bytes: most bytes alive at once.
+        at_peak: bytes at that moment by `weights`, `gradients`, `optimizer` and `activations`, which include all else.
+        causes: bytes at that moment with ZeRO's gathered weights among `weights` and whole gradients among `gradients`,
+            as `threefold.planner.stage_memory` counts them.
+        collectives: collectives that the rank takes part in.
+        flops: floating-point operations of matrix products and attention, including recompute; a multiply-add is two.
     """
 
     rank: int
@@ -100,11 +90,11 @@ class DryRunReport:
 
 
 class FakeNumbers(OperationMode):
-    """Within fake tensors, has operations on integers computed.
+    """Compute integer operations within a block of fake tensors.
 
-    An operation with a fake tensor among its arguments gives fake ones; new floating-point tensors are fake. All else
-    is computed: tokens, labels, positions, and how many of each there are. A router's choice, which has no values, is
-    taken to be even; and other ranks to have the integers that this one has.
+    Operations with a fake argument return fake tensors, and new floating-point tensors are fake. Everything else is
+    computed: tokens, labels, positions and their counts. A router's choice, which has no values, is assumed balanced,
+    and other ranks are assumed to hold the same integers as this one.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -115,7 +105,7 @@ class FakeNumbers(OperationMode):
             return even_choice(func(*args, **kwargs), *args) if func is TOP_K else func(*args, **kwargs)
         with with_memory():
             done = func(*args, **kwargs)
-            if func is RECEIVE:  # the others' answer to what torch asks: 1 for yes
+            if func is RECEIVE:  # the other ranks' answers to torch's queries: 1 for yes
                 for tensor in args[0]:
                     tensor.fill_(1)
             elif func is ALL_GATHER:
@@ -128,11 +118,12 @@ _MOST_PARTS = 256
 
 
 def even_choice(found: tuple[Tensor, Tensor], scores: Tensor, count: int, *_rest: Any) -> tuple[Tensor, Tensor]:
-    """The result of `topk` with indices that choose each about equally often, the next ones in turn.
+    """Replace the indices of `topk` by ones that choose each column about equally often, in turn.
 
     Args:
-        found: values and indices.
-        scores: [..., n], of which `count` are chosen.
+        found: values and indices that `topk` returned.
+        scores: scores of shape [..., n].
+        count: number of columns chosen per row.
     """
     values, indices = found
     with with_memory():
@@ -140,8 +131,7 @@ def even_choice(found: tuple[Tensor, Tensor], scores: Tensor, count: int, *_rest
 
 
 def _coarser(tensor: Tensor, size: int, dim: int = 0) -> tuple[Tensor, int, int]:
-    """Arguments of a split into no more than so many parts: a norm of billions of elements is taken in many thousands
-    of pieces, each of which is soon a single number."""
+    """Coarsen a split: the norm of billions of elements would take many thousands of pieces."""
     return tensor, max(size, -(-tensor.shape[dim] // _MOST_PARTS)), dim
 
 
@@ -166,19 +156,19 @@ _Formula = Callable[..., int]
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *_rest: Any, **_options: Any) -> int:
-    """q k and the product with v, of all pairs of positions: kernels that skip masked ones do about half of it."""
+    """Count q k and the product with v for all pairs of positions; kernels that skip masked pairs do about half."""
     batch, heads, queries, width = q.shape
     return 2 * batch * heads * queries * k.shape[2] * (width + v.shape[3])
 
 
 def _attention_backward(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_rest: Any, **_options: Any) -> int:
-    """The scores once more, and two products for each of those of the forward pass."""
+    """Count the scores once more, and two products for each one of the forward pass."""
     batch, heads, queries, width = q.shape
     return 2 * batch * heads * queries * k.shape[2] * (3 * width + 2 * v.shape[3])
 
 
 def _tiled(q: Tensor, k: Tensor, v: Tensor, _documents: Any, window: int, *_rest: Any) -> int:
-    """The same of the tiles of a window; documents count as one, as their bounds are in no tensor without memory."""
+    """Count a window's tiles; documents count as one, as tensors without memory hold no boundaries."""
     return _of_tiles(q, k, window, q.shape[3] + v.shape[3])
 
 
@@ -206,21 +196,17 @@ _OWN: dict[Any, _Formula] = {
     DROPPED_ATTENTION.overloadpacket: _tiled,
     DROPPED_ATTENTION_BACKWARD.overloadpacket: _tiled_backward,
 }
-"""Of operations that torch's registry has no formula for."""
+"""Formulas for operations that torch's registry lacks."""
 
 
 class FlopCount:
-    """Adds up those of the operations that it is told.
-
-    Attributes:
-        total: so far.
-    """
+    """Running total of the floating-point operations that it is called with."""
 
     def __init__(self) -> None:
         self.total = 0
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
-        """An operation ran with these arguments and result."""
+        """Add an operation that ran with these arguments and result."""
         packet = func.overloadpacket
         own = _OWN.get(packet)
         if own is not None:
@@ -230,24 +216,24 @@ class FlopCount:
 
 
 OTHER = "other"
-"""What tensors are that nobody has claimed."""
+"""Kind of tensors that nobody has claimed."""
 
 Observer = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], None]
-"""Called with each operation, its arguments and its result."""
+"""Callback that takes each operation, its arguments and its result."""
 
 
 class StorageTracker(OperationMode):
-    """Counts the storages of tensors that operations return within the block, from when they are made until they are
-    freed; each once, however many tensors share it.
+    """Count the storages of tensors that operations return within the block, from creation until they are freed; each
+    once, however many tensors share it.
 
-    Not counted are tensors that were made before (but for claimed ones), tensors on the meta device, and what an
-    operation allocates and frees inside.
+    Excluded are tensors made before the block (unless claimed), tensors on the meta device, and memory that an
+    operation allocates and frees internally.
 
     Args:
-        observer: of all operations.
+        observer: callback for all operations.
 
     Attributes:
-        peak: the most bytes that were alive at once, by kind, since the start or the last `begin`.
+        peak: most bytes alive at once, by kind, since the start or the last `begin`.
     """
 
     def __init__(self, observer: Observer | None = None) -> None:
@@ -261,12 +247,12 @@ class StorageTracker(OperationMode):
 
     @property
     def alive(self) -> dict[str, int]:
-        """Bytes that are alive now, by kind."""
+        """Bytes alive now, by kind."""
         return {kind: nbytes for kind, nbytes in self._bytes.items() if nbytes}
 
     @property
     def total(self) -> int:
-        """Bytes that are alive now."""
+        """Bytes alive now."""
         return self._total
 
     @property
@@ -275,11 +261,11 @@ class StorageTracker(OperationMode):
         return self._most
 
     def begin(self) -> None:
-        """Look for the peak from now on."""
+        """Restart the search for the peak."""
         self._most, self.peak = self._total, self.alive
 
     def claim(self, kind: str, tensors: Iterable[Tensor]) -> int:
-        """Count the storages of these tensors as `kind` from now on; returns the bytes of those that were not."""
+        """Count the storages of these tensors as `kind` from now on, and return the newly claimed bytes."""
         before = self._bytes[kind]
         for tensor in tensors:
             self._note(tensor, kind)
@@ -348,13 +334,13 @@ _GATHERED, _WHOLE = "gathered weights", "whole gradients"
 
 @dataclass(frozen=True)
 class Measured:
-    """What a step needed.
+    """Memory and collectives of one measured step.
 
     Attributes:
         held: bytes of weights, gradients and optimizer state.
-        peak: bytes when most were alive, by kind; all but the above are activations.
-        causes: the same, with gathered weights among the weights and whole gradients among the gradients.
-        events: the collectives, in order.
+        peak: bytes at the peak by kind; everything not in `held` is activations.
+        causes: bytes at the peak, with gathered weights among the weights and whole gradients among the gradients.
+        events: collectives in order.
     """
 
     held: dict[str, int]
@@ -367,9 +353,9 @@ def measure_step(engine: Engine, batch: Batch, observer: Observer | None = None)
     """Run the first training step of an engine. Collective over the world.
 
     Args:
-        engine: new.
-        batch: its replica's rows of a global batch.
-        observer: of all operations.
+        engine: new engine.
+        batch: replica's rows of a global batch.
+        observer: callback for all operations.
     """
     weights, trained = engine.model.weights, engine.model.trained
     with StorageTracker(observer) as tracker, engine.mesh.recorder.recording() as events:
@@ -377,7 +363,7 @@ def measure_step(engine: Engine, batch: Batch, observer: Observer | None = None)
             WEIGHTS: tracker.claim(WEIGHTS, (each for weight in weights for each in (weight.leaf, weight.master))),
             OPTIMIZER: tracker.claim(OPTIMIZER, (state for _, _, state in engine.optimizer.states())),
         }
-        if engine.parallelism.zero is None:  # else they are made in the step
+        if engine.parallelism.zero is None:  # else the step makes them
             held[GRADIENTS] = tracker.claim(GRADIENTS, (engine.gradients[weight.leaf] for weight in trained))
         if engine.parallelism.zero is not None:
             _claim_whole_tensors(engine, tracker)
@@ -392,7 +378,7 @@ def measure_step(engine: Engine, batch: Batch, observer: Observer | None = None)
 
 
 def _claim_whole_tensors(engine: Engine, tracker: StorageTracker) -> None:
-    """Have the weights that ZeRO gathers, and the gradients that it has not shared out yet, counted by themselves."""
+    """Count ZeRO's gathered weights, and gradients not reduce-scattered yet, as kinds of their own."""
     watched: set[torch.Tensor] = set()
     for stage in engine.stages:
         sharded = [module for module in stage.modules() if isinstance(module, FSDPModule)]
@@ -419,7 +405,7 @@ def _arrived(tracker: StorageTracker, parameter: torch.Tensor) -> None:
 def _computed(
     tracker: StorageTracker, sharded: Sequence[FSDPModule], _module: nn.Module, _arguments: Any, outputs: Any
 ) -> None:
-    """When the backward pass reaches the outputs of a module, what comes after it has its gradients."""
+    """Claim unreduced gradients when the backward pass reaches a module's outputs: later modules have theirs."""
 
     def claim(_gradient: torch.Tensor) -> None:
         for module in sharded:
@@ -439,11 +425,11 @@ def _named(peak: dict[str, int], names: Mapping[str, str]) -> dict[str, int]:
 
 
 def batch_of(config: Config, replica: int) -> Batch:
-    """A replica's rows of a global batch of made-up tokens, none of them padding.
+    """Make a replica's rows of a global batch of synthetic tokens, none of them padding.
 
     Args:
-        config: resolved.
-        replica: its coordinate on the dp axis.
+        config: resolved config of the run.
+        replica: coordinate of the replica on the dp axis.
     """
     rows, length = config.train.global_batch_size // config.parallel.dp, config.data.sequence_length
     places = torch.arange(rows * (length + 1)).view(rows, length + 1)
@@ -454,7 +440,7 @@ def batch_of(config: Config, replica: int) -> Batch:
 
 
 def totals(events: Sequence[Event]) -> dict[tuple[str, str], tuple[int, int]]:
-    """How many collectives of each axis and operation, and their bytes together."""
+    """Return the number of collectives and their total bytes, for each axis and operation."""
     found: dict[tuple[str, str], tuple[int, int]] = {}
     for event in events:
         count, nbytes = found.get((event.axis, event.operation), (0, 0))

@@ -1,4 +1,4 @@
-"""Elements of the weights of each layer that a rank computes with, from sizes alone."""
+"""Estimated time, memory and utilisation of a training step, from a config and a hardware entry alone."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -39,8 +39,8 @@ from threefold.planner.systems import SYSTEMS, System, find_system
 
 
 def layer_elements(config: Config) -> list[float]:
-    """Of the embedding, the blocks and the head, on a rank of the tensor and expert axes; norms and biases aside, which
-    are a thousandth of them."""
+    """Count each layer's weight elements on a tensor- and expert-parallel rank, without norms and biases (some 0.1
+    %)."""
     model, parallel = config.model, config.parallel
     hidden = model.hidden_size
     attention = hidden * model.head_dim * 2 * (model.num_attention_heads + model.num_key_value_heads)
@@ -57,23 +57,23 @@ def layer_elements(config: Config) -> list[float]:
 
 
 VARIATION: Final = 0.004
-"""Standard deviation of the speed of devices of one type; a step waits for the slowest of them."""
+"""Relative standard deviation of the speed of equal devices; a step waits for the slowest of them."""
 _STATES: Final = {"adamw": 2, "adam": 2, "muon": 2, "lion": 1, "sgd": 1}
-"""Optimizer → tensors of its state for each weight, at most."""
+"""Largest number of state tensors per weight, by optimizer."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step by cause; together they are `seconds`.
+    """Seconds of a step by cause, which add up to `seconds`.
 
     Attributes:
-        compute: of the slowest pipeline rank's micro-batches, by cause.
-        bubble: in which the pipeline fills and drains.
-        sends: between pipeline ranks.
-        gradients: sums over replicas and gathers of weights that nothing hides, and what they slow down.
-        optimizer: the update.
-        fixed: of a step, whatever it computes.
-        slowest_device: of waiting for the slowest of all devices.
+        compute: computation of the slowest pipeline rank's micro-batches, by cause.
+        bubble: time in which the pipeline fills and drains.
+        sends: exposed transfers between pipeline ranks.
+        gradients: exposed gradient sums and weight gathers, and the slowdown that hidden ones cause.
+        optimizer: optimizer update.
+        fixed: constant time per step.
+        slowest_device: waiting for the slowest of all devices.
     """
 
     compute: Seconds
@@ -90,7 +90,7 @@ class StepTime:
 
     @property
     def causes(self) -> dict[str, float]:
-        """Name of a cause → its seconds."""
+        """Seconds by name of the cause."""
         return {
             "matrix products": self.compute.matrix,
             "attention": self.compute.attention,
@@ -109,21 +109,20 @@ class StepTime:
 
 
 def waiting_share(world: int) -> float:
-    """By which share of a step the slowest of so many devices is later than their mean: √(2 ln n) deviations."""
+    """Return the share of a step that the slowest of `world` devices lags behind their mean: √(2 ln n) deviations."""
     return VARIATION * sqrt(2 * log(world)) if world > 1 else 0.0
 
 
 def step_time(config: Config, hardware: Hardware, system: System) -> StepTime:
-    """The time of a step.
+    """Estimate the time of a step.
 
     Args:
-        config: resolved.
-        hardware: that it runs on; of a CPU, as its ranks share it.
-        system: whose kernels and overlap it has.
+        config: resolved config of the run.
+        hardware: hardware it runs on; a CPU as its ranks share it.
+        system: training system whose kernels and overlap apply.
 
     Raises:
-        UserError: the model is of one's own, of whose layers no costs are known; or the hardware has no matrix rate for
-            the dtype.
+        UserError: the model is the user's own, with unknown costs, or the hardware has no matrix rate for the dtype.
     """
     if config.model.architecture == OWN:
         raise UserError(f"model.architecture is {OWN}, whose layers tell no costs to estimate by; use gpt or llama.")
@@ -174,25 +173,25 @@ def step_time(config: Config, hardware: Hardware, system: System) -> StepTime:
 
 
 def exposed_bubble(busy: float, bubble: float, hardware: Hardware) -> float:
-    """The bubble as far as it lengthens a step: ranks that take turns on fewer cores leave them to others while they
-    wait, up to the step that ranks with a core each would have.
+    """Return the part of the bubble that lengthens a step. Ranks that share cores yield them while they wait, down to
+    the step time of ranks with a core each.
 
     Args:
         busy: seconds of a rank's work, at the rate of its share of the cores.
-        bubble: seconds that it waits beside that.
-        hardware: of the ranks.
+        bubble: seconds that the rank also waits.
+        hardware: hardware of the ranks.
     """
     share = hardware.cores / hardware.gpus_per_node if hardware.cores else 1.0
     return max(0.0, (busy + bubble) * share - busy) if share < 1 else bubble
 
 
 def optimizer_tensors(config: Config) -> int:
-    """Tensors of the optimizer's state for each weight, at most."""
+    """Return the largest number of optimizer state tensors per weight."""
     return _STATES.get(config.optimizer.name, 2)
 
 
 def layer_passes(config: Config, hardware: Hardware, system: System) -> list[Passes]:
-    """The passes of each layer for one micro-batch: the embedding, the blocks, the head."""
+    """Estimate the passes of each layer for one micro-batch: the embedding, the blocks and the head."""
     model, train, per_node = config.model, config.train, hardware.gpus_per_node
     blocks = {}
     found = []
@@ -207,8 +206,8 @@ def layer_passes(config: Config, hardware: Hardware, system: System) -> list[Pas
 
 
 def sent_bytes(config: Config, system: System) -> int:
-    """Bytes that a stage sends to the next for a micro-batch. Some systems send a tensor rank's part of
-    them and gather it there (Narayanan et al., arXiv 2104.04473, section 4.1)."""
+    """Return the bytes that a stage sends to the next for one micro-batch. Some systems send only each tensor-parallel
+    rank's part and gather it there (Narayanan et al., arXiv 2104.04473, section 4.1)."""
     parallel, train = config.parallel, config.train
     tokens = train.micro_batch_size * config.data.sequence_length // parallel.cp
     parts = parallel.tp if parallel.sequence_parallel or system.scatters_sends else 1
@@ -236,7 +235,7 @@ def _pipeline(
 
 
 def _simulated(config: Config, ranks: list[Passes], stages: list[Passes], send: float) -> Pipeline:
-    """Of a schedule from a file, action by action."""
+    """Simulate a schedule from a file, action by action."""
     from threefold.planner.schedule import StageTimes, program_of, simulate
 
     parallel, micro_batches = config.parallel, config.train.gradient_accumulation_steps
@@ -257,12 +256,7 @@ _SHARDED_GRADIENTS = 2  # values of parallel.zero
 
 @dataclass(frozen=True)
 class StageBytes:
-    """Bytes of a pipeline rank at the peak of a step.
-
-    Attributes:
-        causes: by cause.
-        given_back: of them, what an allocator gives back where memory runs out.
-    """
+    """Bytes by cause of a pipeline rank at a step's peak; the allocator releases `given_back` if memory runs out."""
 
     causes: Mapping[str, int]
     given_back: int = 0
@@ -273,7 +267,7 @@ class StageBytes:
 
     @property
     def by_dry_run(self) -> dict[str, int]:
-        """By the causes that a dry run tells apart: activations with all that comes and goes."""
+        """Bytes by a dry run's causes, where activations include all transient memory."""
         found = dict(self.causes)
         found["activations"] += sum(found.pop(name, 0) for name in _IN_PASSING)
         return found
@@ -281,16 +275,7 @@ class StageBytes:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A training step as it is expected.
-
-    Attributes:
-        config: resolved.
-        hardware: that it runs on.
-        system: whose kernels and overlap it has.
-        time: of a step, by cause.
-        stages: memory of each pipeline rank.
-        usable_bytes: that a rank may use.
-    """
+    """Estimated time of a training step by cause, and memory of each pipeline rank."""
 
     config: Config
     hardware: Hardware
@@ -314,18 +299,18 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks together."""
+        """Tokens per second of all ranks together."""
         return self.tokens_per_step / self.step_seconds
 
     @cached_property
     def model_flops(self) -> float:
-        """Operations of a step, over all ranks, that the model needs however it is computed."""
+        """Operations of a step over all ranks that the model needs, however it is computed."""
         per_token = model_flops_per_token(self.config.model, self.config.data.sequence_length)
         return (per_token or 0.0) * self.tokens_per_step
 
     @cached_property
     def hardware_flops(self) -> float:
-        """Operations of a step that are computed: those of the model, and those that recompute repeats."""
+        """Operations of a step that are executed: the model's, plus those that recompute repeats."""
         return self.model_flops + recomputed_flops_per_token(self.config) * self.tokens_per_step
 
     @property
@@ -335,7 +320,7 @@ class Estimate:
 
     @property
     def hfu(self) -> float:
-        """The same of the operations that are computed."""
+        """Hardware FLOPs utilisation: the share of the peak matrix rate that all executed operations take."""
         return self._share(self.hardware_flops)
 
     def _share(self, flops: float) -> float:
@@ -344,12 +329,12 @@ class Estimate:
 
     @property
     def peak_bytes(self) -> list[int]:
-        """Of each pipeline rank."""
+        """Peak bytes of each pipeline rank."""
         return [stage.peak for stage in self.stages]
 
     @property
     def needed_bytes(self) -> list[int]:
-        """Of each pipeline rank, without what an allocator gives back where memory runs out."""
+        """Peak bytes of each pipeline rank, without what an allocator releases when memory runs out."""
         return [stage.peak - stage.given_back for stage in self.stages]
 
     @property
@@ -358,18 +343,18 @@ class Estimate:
 
     @property
     def error_band(self) -> tuple[float, float]:
-        """Seconds between which a step is expected in nine cases of ten."""
+        """Seconds between which nine in ten steps are expected."""
         share = self.hardware.uncertainty
         return self.step_seconds / (1 + share), self.step_seconds * (1 + share)
 
     @property
     def limit(self) -> str:
-        """The cause that takes longest."""
+        """Name of the cause that takes longest."""
         causes = self.time.causes
         return max(causes, key=causes.__getitem__)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values: seconds, bytes, operations."""
+        """Return plain values: seconds, bytes and operations."""
         return {
             "step_seconds": self.step_seconds,
             "error_band": list(self.error_band),
@@ -393,7 +378,7 @@ class Estimate:
 
 
 def usual_system(config: Config, hardware: Hardware) -> System:
-    """The training system that is usual for such a run on such hardware, as published steps have it."""
+    """Return the training system that published runs of this kind use on such hardware."""
     if hardware.device == "cpu":
         return own_system(config, hardware)
     sharded = hardware.sharded_system if config.parallel.zero >= _SHARDED_GRADIENTS else ""
@@ -406,23 +391,23 @@ def usual_system(config: Config, hardware: Hardware) -> System:
 
 
 def own_system(config: Config, hardware: Hardware) -> System:
-    """This package as a training system: what `threefold train` takes and needs itself."""
+    """Return this package as a training system, for the time and memory of `threefold train` itself."""
     if hardware.device == "cpu":
         return SYSTEMS["own-cpu"]
     return SYSTEMS["own-compiled" if config.train.compile else "own"]
 
 
 def estimate(config: Config, hardware: Hardware, system: System | str | None = None) -> Estimate:
-    """What a step of a config takes.
+    """Estimate the time and memory of one training step.
 
     Args:
-        config: resolved.
-        hardware: an entry of the catalogue, or of one's own.
-        system: a training system, or its name; None for this package.
+        config: resolved config of the run.
+        hardware: entry of the catalogue, or the user's own.
+        system: training system, or its name; None for this package.
 
     Raises:
-        UserError: the ranks do not fill nodes; the hardware has no matrix rate for the dtype; the model is of one's
-            own; the system is unknown.
+        UserError: the ranks do not fill nodes, the hardware has no matrix rate for the dtype, the model is the user's
+            own, or the system is unknown.
     """
     parallel = config.parallel
     world = parallel.dp * parallel.tp * parallel.pp * parallel.cp
@@ -438,10 +423,10 @@ def estimate(config: Config, hardware: Hardware, system: System | str | None = N
 
 
 def usable_memory(hardware: Hardware) -> int:
-    """Bytes of a device that a rank may use.
+    """Return the bytes of a device that a rank may use.
 
     Raises:
-        UserError: it has no more than the libraries take.
+        UserError: the device has no more memory than the libraries take.
     """
     if hardware.device != "cuda":
         return hardware.memory_bytes
@@ -455,7 +440,7 @@ def usable_memory(hardware: Hardware) -> int:
 
 
 def recomputed_flops_per_token(config: Config) -> float:
-    """Operations of a token's share of a step that recompute repeats, counted as `model_flops_per_token` counts."""
+    """Return the operations per token of a step that recompute repeats, counted as `model_flops_per_token` counts."""
     train, model = config.train, config.model
     if train.recompute == "none":
         return 0.0

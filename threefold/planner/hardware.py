@@ -16,12 +16,7 @@ from threefold.plugins import one_of
 
 @dataclass(frozen=True)
 class Link:
-    """A connection of one device to others.
-
-    Attributes:
-        bandwidth: bytes per second, of each device in one direction.
-        latency: seconds that one step of a collective takes whatever its size.
-    """
+    """Link of a device: bytes per second in one direction, and seconds of latency per step of a collective."""
 
     bandwidth: float
     latency: float
@@ -29,24 +24,21 @@ class Link:
 
 @dataclass(frozen=True)
 class Achievable:
-    """What programs reach of the peaks of a device.
+    """Fractions of a device's peak rates that programs achieve, and their fixed overheads.
 
     Attributes:
-        matrix: fraction of the matrix rate, in products that are large in every dim.
-        matrix_depth: the inner dim at which a product spends as long on its start and end as on multiplying.
-        attention: fraction of the matrix rate, in the forward pass of fused (flash) attention, at its best.
-        attention_backward: the same, of its backward pass.
-        attention_length: positions at which it reaches half of that, as blocks of the diagonal are half masked.
-        attention_depth: width of a head at which it reaches half of that.
-        general_attention: share of these that kernels reach which are not written for the type of device.
-        memory: fraction of the memory bandwidth, in work on each element of a large tensor.
-        link: fraction of the bandwidth inside a node, in large collectives.
-        network: the same between nodes.
+        matrix: fraction of the matrix rate in products that are large in every dim.
+        matrix_depth: inner dim at which a product spends as long on start and end as on multiplying.
+        attention, attention_backward: best fraction of the matrix rate in each pass of fused (flash) attention.
+        attention_length: positions at which attention reaches half of its best, as diagonal blocks are half masked.
+        attention_depth: head dim at which attention reaches half of its best.
+        general_attention: share of these fractions that kernels not tuned for the device type reach.
+        memory: fraction of the memory bandwidth in elementwise work on large tensors.
+        link, network: fraction of the bandwidth inside a node, and between nodes, in large collectives.
         kernel: seconds between the end of one kernel and the start of the next.
-        block: seconds that a block's forward and backward pass of a micro-batch take beside its kernels: Python and
-            autograd, where nothing hides them.
-        sharded_block, tensor_block, context_block: seconds by which they take longer on a CPU with `parallel.zero` 3,
-            tensor or context parallelism, with the latency of their collectives but without what their bytes take.
+        block: seconds of Python and autograd per block and micro-batch, both passes, where no kernels hide them.
+        sharded_block, tensor_block, context_block: further seconds per block on a CPU with `parallel.zero` 3, tensor or
+            context parallelism, including the latency of its collectives but not the transfer of their bytes.
         step: seconds of a step that no other cause accounts for.
     """
 
@@ -70,28 +62,24 @@ class Achievable:
 
 @dataclass(frozen=True)
 class Hardware:
-    """A type of device, in nodes of several.
+    """Device type in nodes of several devices.
 
     Attributes:
-        name: in the catalogue.
-        title: for people.
+        name, title: name in the catalogue, and for people.
         device: `cuda` or `cpu`.
         matrix_rates: peak operations per second by dtype: `fp32`, `tf32`, `bf16`, `fp16`, `fp8`, `fp64`.
-        memory_bytes: of a device.
-        memory_bandwidth: bytes per second.
-        multiprocessors: that share the tiles of a matrix product; 1 where tiles make no difference.
-        gpus_per_node: devices of a node.
-        inside: the links between the devices of a node.
-        between: the links from node to node.
-        achievable: what programs reach of these peaks.
-        system: the training system whose kernels and overlap an estimate takes by default.
-        gpt_system: the same for GPTs, where most of those trained on it were of earlier years; empty for `system`.
-        sharded_system: the same with `parallel.zero` 2 or 3; empty for `system`.
-        uncertainty: by which share of the step most estimates are wrong at most; 9 of 10 published steps, where there
-            are any.
-        cores: of a CPU, which the ranks of a node take in turns where they are more; 0 where each has its own.
-        dollars_per_hour: of a device; None where it is not known.
-        sources: of the figures.
+        memory_bytes, memory_bandwidth: bytes of memory of a device, and bytes per second.
+        multiprocessors: multiprocessors that share the tiles of a matrix product; 1 where tiles make no difference.
+        gpus_per_node: devices per node.
+        inside, between: links between the devices of a node, and between nodes.
+        achievable: fractions of the peaks that programs reach.
+        system: training system whose kernels and overlap an estimate assumes by default.
+        gpt_system: default system for GPTs, as most were trained on the device in earlier years; empty for `system`.
+        sharded_system: default system with `parallel.zero` 2 or 3; empty for `system`.
+        uncertainty: largest error of most estimates (9 of 10 published steps, if any), as a share of the step.
+        cores: CPU cores, which the ranks of a node take in turns if they are more; 0 if each rank has its own.
+        dollars_per_hour: price of a device; None if unknown.
+        sources: sources of the figures.
     """
 
     name: str
@@ -114,10 +102,10 @@ class Hardware:
     sources: tuple[str, ...] = ()
 
     def matrix_rate(self, dtype: str) -> float:
-        """Peak operations per second of matrix products in a dtype.
+        """Return the peak operations per second of matrix products in a dtype.
 
         Raises:
-            UserError: the device has no such products.
+            UserError: the device has no rate for this dtype.
         """
         if dtype not in self.matrix_rates:
             known = ", ".join(self.matrix_rates)
@@ -125,11 +113,11 @@ class Hardware:
         return self.matrix_rates[dtype]
 
     def fills_nodes(self, ranks: int) -> bool:
-        """Whether so many devices are a part of one node or whole nodes, as they are rented; of a CPU always."""
+        """Return whether `ranks` devices fit in one node or fill whole nodes, as rented; always true for a CPU."""
         return self.device == "cpu" or ranks <= self.gpus_per_node or ranks % self.gpus_per_node == 0
 
     def shared_by(self, ranks: int) -> "Hardware":
-        """What each of so many ranks of one host has of a CPU, whose cores and memory they share; a GPU as it is."""
+        """Return a CPU's share for each of `ranks` ranks on one host; a GPU is unchanged."""
         if self.device != "cpu" or ranks == self.gpus_per_node:
             return self
         share = self.gpus_per_node / ranks
@@ -155,7 +143,7 @@ class Hardware:
         )
 
     def _turns(self, ranks: int) -> float:
-        """How many ranks take turns on a core."""
+        """Return how many ranks take turns on a core."""
         return max(1.0, ranks / self.cores) if self.cores else 1.0
 
     def __hash__(self) -> int:
@@ -176,7 +164,7 @@ _UNLESS_GIVEN: Final = {
     "cores": 0,
 }
 _FRACTIONS: Final = ("matrix", "memory", "link", "network", "uncertainty")
-"""Shares of which none is above 1; that of attention, which doctor measures beside small products, may be."""
+"""Figures that are at most 1. Attention may exceed 1, since doctor measures it beside small products."""
 _ZERO_ALLOWED: Final = (
     "latency",
     "matrix_depth",
@@ -196,10 +184,10 @@ Entries = dict[str, dict[str, Any]]
 
 
 def read_entries(path: Path) -> Entries:
-    """The entries of a YAML file by name, `like` among their keys.
+    """Read the entries of a YAML file by name, keeping their `like` keys.
 
     Raises:
-        UserError: the file cannot be read, or is no mapping of names to mappings.
+        UserError: the file cannot be read, or is not a mapping of names to mappings.
     """
     value, _ = read_document(path, "the hardware entry ")
     if not isinstance(value, dict) or not value or not all(isinstance(entry, dict) for entry in value.values()):
@@ -208,27 +196,27 @@ def read_entries(path: Path) -> Entries:
 
 
 def one_entry(given: object, names: list[str]) -> str:
-    """What a name must be that is none of `names`, with the nearest: if any begins with what is given, that one."""
+    """Return the end of a message: one of `names`, with the first that begins with `given` or else the nearest."""
     begun = [name for name in names if name.startswith(str(given))]
     return f"one of {', '.join(names)}; the nearest is {begun[0]}" if begun else one_of(given, names)
 
 
 def build(name: str, entries: Entries, where: str) -> Hardware:
-    """An entry as `Hardware`.
+    """Build the `Hardware` of an entry.
 
     Args:
-        name: in `entries`.
-        entries: all that `like` may name.
-        where: the file, for sentences.
+        name: name of the entry in `entries`.
+        entries: all entries that `like` may name.
+        where: name of the file, for error messages.
 
     Raises:
-        UserError: a figure is missing, unknown, or no number above 0.
+        UserError: a figure is missing, unknown or out of range.
     """
     return _hardware(name, {**_UNLESS_GIVEN, **_expanded(name, entries, where)}, f"{where}, {name}")
 
 
 def _expanded(name: str, entries: Entries, where: str, depth: int = 0) -> dict[str, Any]:
-    """The figures of an entry with those of the entry that `like` names."""
+    """Return the figures of an entry merged over those of the entry that `like` names."""
     given = dict(entries[name])
     base = given.pop("like", None)
     if base is None:
@@ -318,7 +306,7 @@ def _require_known(values: Mapping[str, Any], known: list[str], where: str) -> N
 
 
 def as_yaml(hardware: Hardware) -> str:
-    """An entry as `read_entries` reads it."""
+    """Return an entry as YAML that `read_entries` reads."""
     import yaml
 
     values = asdict(hardware)
@@ -328,13 +316,13 @@ def as_yaml(hardware: Hardware) -> str:
 
 
 THIS_MACHINE: Final = "this-machine"
-"""The entry that `threefold doctor` measures and saves."""
+"""Name of the entry that `threefold doctor` measures and saves."""
 _CATALOGUE: Final = Path(__file__).with_name("hardware.yaml")
 _SUFFIXES: Final = (".yaml", ".yml")
 
 
 def user_folder() -> Path:
-    """Where a user's own entries are, each NAME.yaml."""
+    """Return the folder of the user's own entries, each in NAME.yaml."""
     from platformdirs import user_config_path
 
     return user_config_path("threefold") / "hardware"
@@ -342,25 +330,25 @@ def user_folder() -> Path:
 
 @lru_cache(1)
 def _entries() -> Entries:
-    """Those of the package, which do not change while it runs."""
+    """Read the package's catalogue, once per process."""
     return read_entries(_CATALOGUE)
 
 
 def hardware_names() -> list[str]:
-    """Every name that `find_hardware` knows, those of the user's folder after those of the package."""
+    """List every name that `find_hardware` knows: the package's, then those of the user's folder."""
     own = sorted(path.stem for path in user_folder().glob("*.yaml")) if user_folder().is_dir() else []
     return [*_entries(), *(name for name in own if name not in _entries())]
 
 
 def find_hardware(name_or_path: str) -> Hardware:
-    """The entry of a name, which the user's folder may replace, or the one entry of a YAML file.
+    """Find an entry by name, where the user's folder takes precedence, or the one entry of a YAML file.
 
     Args:
-        name_or_path: a name of the catalogue or of the user's folder, in any case; or the path of a `.yaml` file whose
+        name_or_path: case-insensitive name from the catalogue or the user's folder, or path of a `.yaml` file, whose
             entry may be `like` one of the catalogue.
 
     Raises:
-        UserError: there is no such entry, or it has a mistake.
+        UserError: the entry does not exist or is invalid.
     """
     if name_or_path.lower().endswith(_SUFFIXES):
         return _of_file(Path(name_or_path), "")
@@ -388,7 +376,7 @@ def _of_file(path: Path, wanted: str) -> Hardware:
 
 
 def save_hardware(hardware: Hardware) -> Path:
-    """Write an entry to the user's folder, in place of one of its name.
+    """Write an entry to the user's folder, replacing any of the same name.
 
     Raises:
         UserError: the folder cannot be written.
@@ -403,11 +391,11 @@ def save_hardware(hardware: Hardware) -> Path:
 
 
 _OTHER_VARIANTS = ("pcie", "nvl", "max-q", "laptop")
-"""In names of GPUs that are slower than the entry of their type."""
+"""Words in names of GPUs that are slower than the entry of their type."""
 
 
 def cpu_name() -> str:
-    """The processor of this machine, with the cores that this process may use; by this a saved entry is recognised."""
+    """Return this machine's processor and the number of usable cores, which identify a saved entry."""
     found = re.search(r"^(?:model name|Processor|cpu model)\s*:\s*(.+)$", _processors(), re.MULTILINE)
     name = " ".join(found[1].split()) if found else _architecture()
     cores = usable_cores()
@@ -415,7 +403,7 @@ def cpu_name() -> str:
 
 
 def saved_entry(title: str) -> Hardware | None:
-    """What `threefold doctor` has measured; None where it has not, or on a machine of another `title`."""
+    """Return the entry that `threefold doctor` saved; None if there is none or its title differs from `title`."""
     if not (user_folder() / f"{THIS_MACHINE}.yaml").is_file():
         return None
     entry = _readable(THIS_MACHINE)
@@ -423,11 +411,11 @@ def saved_entry(title: str) -> Hardware | None:
 
 
 def entry_of_gpu(name: str, memory: int) -> Hardware | None:
-    """The entry of a type of GPU; None where the catalogue has none.
+    """Find the entry of a GPU type; None if the catalogue has none.
 
     Args:
-        name: as the driver has it, such as `NVIDIA A100-SXM4-80GB`.
-        memory: bytes, by which types of the same name are told apart.
+        name: name reported by the driver, such as `NVIDIA A100-SXM4-80GB`.
+        memory: bytes of device memory, which tell types of the same name apart.
     """
     words = set(re.split(r"[\s_/-]+", name.lower()))
     if any(variant in words for variant in _OTHER_VARIANTS):
@@ -438,12 +426,12 @@ def entry_of_gpu(name: str, memory: int) -> Hardware | None:
 
 
 def peak_rate(dtype: str, device: str, local_ranks: int, gpu: tuple[str, int] | None = None) -> float | None:
-    """FLOP/s of matrix products that a rank of this machine can reach at most; None where that is not known.
+    """Return the peak FLOP/s of matrix products for one rank of this machine; None if unknown.
 
     Args:
-        dtype: as `precision.dtype`.
+        dtype: `precision.dtype`.
         device: `cpu` or `cuda`.
-        local_ranks: of this machine; they share the cores of a CPU.
+        local_ranks: ranks on this machine, which share the cores of a CPU.
         gpu: name and bytes of memory of the rank's GPU.
     """
     if device == "cuda":
@@ -456,7 +444,7 @@ def peak_rate(dtype: str, device: str, local_ranks: int, gpu: tuple[str, int] | 
 
 
 def _readable(name: str) -> Hardware | None:
-    """An entry; None where it has a mistake, for which no run ends."""
+    """Find an entry; None if it is invalid, which must not end a run."""
     try:
         return find_hardware(name)
     except UserError:

@@ -1,8 +1,8 @@
-"""What a layer of a stage needs memory for: kept for its backward pass, and in passing at its largest moments.
+"""Memory of one layer: activations kept for its backward pass, and working memory at its largest moments.
 
-The moments are those of this package's layers (`models`, `parallel`), in the order in which autograd runs: the first
-product of a block's backward pass has the gradients of the block's output and of the inner features beside all that is
-kept; a head has its logits and their gradients.
+The moments follow the order in which autograd runs this package's layers (`models`, `parallel`). The first product of a
+block's backward pass, for example, needs the gradients of the block's output and of the inner features beside
+everything kept; a head needs its logits and their gradients.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -18,16 +18,15 @@ from threefold.planner.systems import Keeps
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Bytes of a layer and a micro-batch.
+    """Bytes of one layer for one micro-batch.
 
     Attributes:
-        kept: from the forward to the backward pass.
-        forward: beside it, at the largest moment of the forward pass.
-        backward: beside it, at the largest moment of the backward pass, before anything of the layer is freed;
-            gradients of weights are not among it.
-        ending: beside what layers before it keep, when the last gradients of its weights are computed.
-        largest: elements of the weight whose gradient is there at the moment of `backward`.
-        deferred: from a backward pass for the input to the pass for the weights.
+        kept: bytes kept from the forward to the backward pass.
+        forward: additional bytes at the peak of the forward pass.
+        backward: additional bytes at the peak of the backward pass, before frees and without weight gradients.
+        ending: bytes beside those that earlier layers keep, when the last weight gradients are computed.
+        largest: elements of the weight whose gradient exists at the moment of `backward`.
+        deferred: bytes kept from the backward pass for inputs to the backward pass for weights.
     """
 
     kept: int
@@ -40,16 +39,16 @@ class LayerBytes:
 
 @lru_cache(maxsize=65536)
 def block_layer(sizes: BlockSizes, recompute: str) -> LayerBytes:
-    """Those of a transformer block.
+    """Return the memory of a transformer block.
 
     Args:
-        sizes: of the block.
-        recompute: as `train.recompute`, for a block that it treats.
+        sizes: sizes of the block on the rank.
+        recompute: `train.recompute`, for a block that it applies to.
     """
     outer = sizes.own_tokens * sizes.hidden * sizes.itemsize
     whole = sizes.tokens * sizes.hidden * sizes.itemsize
     kept, everything = block_bytes(sizes, recompute), block_bytes(sizes)
-    # A sequence-parallel rank gathers the gradient of its output, and the input of the feed-forward network again.
+    # A sequence-parallel rank gathers its output's gradient, and once more the feed-forward network's input.
     gathered = whole if sizes.sequence_parallel and sizes.tp > 1 else 0
     passing, largest, inner = _feed_forward(sizes)
     backward = outer + gathered + passing
@@ -57,38 +56,39 @@ def block_layer(sizes: BlockSizes, recompute: str) -> LayerBytes:
         backward += everything - outer
     if recompute == "selective":
         backward = max(backward, _core_again(sizes, kept, everything) + 2 * outer)
-    # At the products for queries, keys and values: their gradients, the layer's input and norm, two gradients of it.
+    # The products for queries, keys and values need their gradients, the layer's input and norm, and two input
+    # gradients.
     queries = sizes.queries + 2 * sizes.keys
     ending = 2 * queries + 3 * outer + (whole if gathered else 0)
     return LayerBytes(kept, 0, backward, ending, largest, _deferred(sizes, whole, inner))
 
 
 def _core_again(sizes: BlockSizes, kept: int, everything: int) -> int:
-    """What the attention core has when it is computed again: what it keeps otherwise, and where attention weights are
-    among that, their gradients; without what the feed-forward network has freed."""
+    """Return the working memory of a recomputed attention core: the tensors it would otherwise keep and the gradients
+    of unfused attention weights, minus what the feed-forward network has freed."""
     *_, inner = _feed_forward(sizes)
     again = everything - kept
     return again + (again // 2 if sizes.attention != "fused" else 0) - 2 * inner
 
 
 def _feed_forward(sizes: BlockSizes) -> tuple[int, int, int]:
-    """The largest moment of the backward pass of a feed-forward network: bytes of activations' gradients less what is
-    freed by then, elements of gradients of weights; and bytes of the inner features."""
+    """Return the peak of a feed-forward network's backward pass: bytes of activation gradients minus bytes freed,
+    elements of weight gradients, and bytes of the inner features."""
     item, experts = sizes.itemsize, sizes.experts
-    if experts is None:  # the product for the weights of its second layer
+    if experts is None:  # the weight-gradient product of its second layer
         inner = sizes.tokens * sizes.ffn // sizes.tp * item
         return inner, sizes.ffn // sizes.tp * sizes.hidden, inner
     rows = sizes.tokens * experts.per_token
     inner = rows * experts.inner // sizes.tp * item
     width = (1 if sizes.kernels.grouped else 2) * (experts.held or experts.count) * experts.inner // sizes.tp
     second = inner, width * sizes.hidden
-    first = -rows * sizes.hidden * item - 2 * inner, 2 * width * sizes.hidden  # that of the first, twice as wide
+    first = -rows * sizes.hidden * item - 2 * inner, 2 * width * sizes.hidden  # the first layer's, twice as wide
     passing, largest = max(first, second, key=lambda moment: moment[0] + item * moment[1])
     return passing, largest, inner
 
 
 def _deferred(sizes: BlockSizes, whole: int, inner: int) -> int:
-    """Inputs of linear layers and gradients of their outputs."""
+    """Return the bytes of the inputs of linear layers and the gradients of their outputs."""
     rows = sizes.queries + 2 * sizes.keys
     products = (2 if sizes.llama else 1) * inner
     return 4 * whole + sizes.queries + rows + inner + products
@@ -96,18 +96,18 @@ def _deferred(sizes: BlockSizes, whole: int, inner: int) -> int:
 
 @lru_cache(maxsize=65536)
 def head_layer(sizes: BlockSizes, vocab: int, chunk_size: int) -> LayerBytes:
-    """Those of the final norm, the product with the vocabulary and the loss.
+    """Return the memory of the final norm, the vocabulary projection and the loss.
 
     Args:
-        sizes: of the blocks before.
-        vocab: rows of the whole table.
-        chunk_size: as `train.loss_chunk_size`.
+        sizes: sizes of the blocks before it.
+        vocab: vocabulary size of the whole model.
+        chunk_size: `train.loss_chunk_size`.
     """
     outer = sizes.own_tokens * sizes.hidden * sizes.itemsize
     whole = sizes.tokens * sizes.hidden * sizes.itemsize
     columns, item, wide = -(-vocab // sizes.tp), sizes.itemsize, sizes.wide
     narrow = item < wide
-    kept = outer + head_bytes(sizes, vocab, chunk_size) - outer  # its input is the output of the layer before
+    kept = outer + head_bytes(sizes, vocab, chunk_size) - outer  # its input is the previous layer's output
     gathered = whole if sizes.sequence_parallel and sizes.tp > 1 else 0
     weight = columns * sizes.hidden
     if chunk_size:
@@ -117,7 +117,7 @@ def head_layer(sizes: BlockSizes, vocab: int, chunk_size: int) -> LayerBytes:
         backward = 2 * logits * item + (run if narrow else 0) + whole // item * wide + gathered
         return LayerBytes(kept, forward, backward, 3 * whole, weight)
     logits = sizes.tokens * columns
-    # What is kept of the logits is freed before the products.
+    # The kept logits are freed before the products.
     normed = kept - logits * (wide if sizes.kernels.keeps_probabilities else item)
     if not sizes.kernels.keeps_probabilities:
         run = _run_bytes(sizes, logits)
@@ -131,40 +131,40 @@ def head_layer(sizes: BlockSizes, vocab: int, chunk_size: int) -> LayerBytes:
 
 
 def _run_bytes(sizes: BlockSizes, logits: int) -> int:
-    """Of the wide copy of some rows of logits."""
+    """Return the bytes of the wide copy of some rows of logits."""
     return sizes.wide * (logits if sizes.kernels.widens_logits else min(logits, LOGITS_AT_ONCE))
 
 
 @lru_cache(maxsize=65536)
 def embedding_layer(sizes: BlockSizes, vocab: int, positions: int, dropout: bool, device: str) -> LayerBytes:
-    """Those of the embeddings, whose output is the input of the first block and counted there.
+    """Return the memory of the embeddings; their output counts as the first block's input.
 
     Args:
-        sizes: of the blocks after it.
-        vocab: rows of the whole table.
-        positions: rows of the table of learned positions; 0 for none.
-        dropout: whether its output has any.
+        sizes: sizes of the blocks after it.
+        vocab: vocabulary size of the whole model.
+        positions: rows of the learned position table; 0 for none.
+        dropout: whether the output has dropout.
         device: `cpu` or `cuda`.
     """
     outer = sizes.own_tokens * sizes.hidden * sizes.itemsize
     whole = sizes.tokens * sizes.hidden * sizes.itemsize
     kept = sizes.tokens * (8 + (1 if sizes.tp > 1 else 0)) + (outer if dropout else 0)
     backward = outer + (whole if sizes.tp > 1 else 0)
-    if device == "cpu" and sizes.itemsize < sizes.wide:  # gradients of a token are added up in fp32
+    if device == "cpu" and sizes.itemsize < sizes.wide:  # a CPU accumulates a token's gradients in fp32
         backward += whole + sizes.tokens * sizes.hidden * sizes.wide
     return LayerBytes(kept, 0, backward, backward, -(-vocab // sizes.tp) * sizes.hidden)
 
 
 class Moment(NamedTuple):
-    """Bytes by cause at a moment of a pass, beside what is there when it begins.
+    """Bytes by cause at one moment of a pass, relative to its beginning.
 
     Attributes:
-        activations: less than zero for what the pass has freed.
-        working: in passing: gradients of activations and of weights, and what is computed again.
-        logits: the working set of the head.
-        gradients: of weights, until they are reduced.
-        weights: gathered (ZeRO 3).
-        buffers: of collectives.
+        activations: kept activations; negative for those that the pass has freed.
+        working: transient gradients of activations and weights, and recomputed activations.
+        logits: working memory of the head.
+        gradients: weight gradients until they are reduced.
+        weights: gathered weights (ZeRO 3).
+        buffers: buffers of collectives.
     """
 
     activations: float = 0
@@ -184,13 +184,13 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """Layers alike that follow one another in a stage.
+    """Consecutive layers of a stage that are alike.
 
     Attributes:
-        layer: bytes of each and a micro-batch.
-        count: how many there are.
-        elements: of the weights of each that a rank has once they are gathered, without those that it shares.
-        is_head, is_embedding: whether it is the last layer of the model, or the first.
+        layer: bytes of one layer for one micro-batch.
+        count: number of layers.
+        elements: gathered weight elements of one layer, without shared weights.
+        is_head, is_embedding: whether the run is the model's last layer, or its first.
     """
 
     layer: LayerBytes
@@ -202,16 +202,16 @@ class Run:
 
 @dataclass(frozen=True)
 class GradientSharing:
-    """What a stage does with gradients and gathered weights.
+    """Treatment of gradients and gathered weights in a stage.
 
     Attributes:
-        zero: as `parallel.zero`.
-        ranks: over which a copy is sharded.
-        narrow, wide: bytes of an element of what is computed with, and of what is updated.
-        tied: elements of weights that layers of the stage share, gathered around all of them.
-        in_place: whether there are no gradients of weights beside their sums.
-        repeated: whether a micro-batch has gone before.
-        grows: whether the sums of gradients take memory only as a backward pass makes them.
+        zero: `parallel.zero`.
+        ranks: number of ranks that shard a replica.
+        narrow, wide: bytes per element of compute weights and of master weights.
+        tied: elements of weights shared by layers of the stage, gathered for all of them together.
+        in_place: whether weight gradients accumulate directly into their sums.
+        repeated: whether an earlier micro-batch has run.
+        grows: whether accumulated gradients take memory only as a backward pass makes them.
     """
 
     zero: int = 0
@@ -230,23 +230,22 @@ class GradientSharing:
 
     @property
     def reduces_each(self) -> bool:
-        """Whether the gradients of a layer are reduce-scattered after its backward pass."""
+        """Whether a layer's gradients are reduce-scattered after its backward pass."""
         return self.zero > 1
 
     def new_gradients(self, elements: float) -> float:
-        """Bytes of gradients, added up over micro-batches, that a backward pass has made of so many elements; 0 where
-        they were there before."""
+        """Return the bytes of accumulated gradients that a backward pass allocates; 0 where they already exist."""
         if not self.zero or not self.grows:
             return 0
         return elements * self.wide / (1 if self.zero == 1 else self.ranks)
 
     def gradient(self, elements: float) -> float:
-        """Bytes of gradients of weights as a backward pass computes them."""
+        """Return the bytes of weight gradients as a backward pass computes them."""
         return 0 if self.in_place else elements * self.narrow
 
 
 def forward_moment(runs: Sequence[Run], sharing: GradientSharing) -> Moment:
-    """The largest moment of a forward pass, whose activations are all counted: the end of it."""
+    """Return the peak of a forward pass, which is at its end, relative to all its activations."""
     last = runs[-1]
     moment = Moment()
     if last.is_head:
@@ -257,18 +256,18 @@ def forward_moment(runs: Sequence[Run], sharing: GradientSharing) -> Moment:
 
 
 def backward_moments(runs: Sequence[Run], sharing: GradientSharing, deferring: bool) -> Iterator[Moment]:
-    """Those of a backward pass that can be its largest, one or a few for each run of layers.
+    """Yield the candidates for the peak of a backward pass, one or a few for each run of layers.
 
     Args:
-        runs: of the stage, in order.
-        sharing: of its gradients.
-        deferring: whether gradients of weights wait for a pass of their own.
+        runs: runs of the stage, in order.
+        sharing: treatment of the stage's gradients and weights.
+        deferring: whether weight gradients wait for a pass of their own.
     """
     scattered = _last_group(runs, sharing) if sharing.reduces_each and sharing.repeated else 0
     freed, tied, reduced = 0.0, 0.0, 0.0  # a tied weight has one gradient once both of its uses have theirs
     for place in range(len(runs) - 1, -1, -1):
         run, layer = runs[place], runs[place].layer
-        # Torch gathers the layer before meanwhile, but not the embeddings, whose backward pass needs no weights.
+        # Torch prefetches the previous layer, but not the embeddings, whose backward pass needs no weights.
         before = runs[place - 1].elements if place and not runs[place - 1].is_embedding else 0
         each = layer.kept - (layer.deferred if deferring else 0)
         for number in sorted({0, max(0, run.count - 2), run.count - 1}):
@@ -287,14 +286,14 @@ def backward_moments(runs: Sequence[Run], sharing: GradientSharing, deferring: b
 def _of_layer(
     run: Run, sharing: GradientSharing, freed: float, tied: float, ahead: float, scattered: float, deferring: bool
 ) -> Iterator[Moment]:
-    """The moments of the backward pass of one layer.
+    """Yield the moments of one layer's backward pass.
 
     Args:
-        freed: bytes that layers after it have freed.
-        tied: elements of a gradient that waits for its second use.
-        ahead: elements of the weights of the layer before, which are gathered meanwhile.
-        scattered: elements whose reduce-scatter still has its buffer.
-        deferring: as in `backward_moments`.
+        freed: bytes that later layers have freed.
+        tied: elements of a tied weight's gradient that waits for its second use.
+        ahead: elements of the previous layer's weights, which are prefetched.
+        scattered: elements whose reduce-scatter still holds its buffer.
+        deferring: see `backward_moments`.
     """
     layer, narrow, wide = run.layer, sharing.narrow, sharing.wide
     own = run.elements + (sharing.tied if run.is_head or run.is_embedding else 0)
@@ -318,19 +317,19 @@ def _of_layer(
 
 
 def _last_group(runs: Sequence[Run], sharing: GradientSharing) -> int:
-    """Elements of what is reduce-scattered last in a backward pass."""
+    """Return the elements that a backward pass reduce-scatters last."""
     return sharing.tied or next((run.elements for run in runs if run.elements), 0)
 
 
 class LayerMemory:
-    """What layers need on a rank for one micro-batch.
+    """Memory of a model's layers on a rank for one micro-batch.
 
     Args:
-        config: resolved.
+        config: resolved config of the run.
         device: `cpu` or `cuda`.
-        keeps: of the training system.
-        layers: names of the model's, in order.
-        replayed: of them, those that are computed again.
+        keeps: memory behaviour of the training system.
+        layers: names of all layers, in order.
+        replayed: names of recomputed layers.
     """
 
     def __init__(
@@ -342,7 +341,7 @@ class LayerMemory:
 
     @property
     def output(self) -> int:
-        """Bytes of the output of a block."""
+        """Bytes of a block's output."""
         block, _ = self._block(0)
         return block.own_tokens * block.hidden * block.itemsize
 
@@ -356,7 +355,7 @@ class LayerMemory:
         return block.tokens * columns * block.itemsize
 
     def of(self, name: str) -> LayerBytes:
-        """Those of a layer."""
+        """Return the memory of the layer of this name."""
         config, layers = self._config, self._layers
         if name not in (layers[0], layers[-1]):
             return self._block(int(name.rpartition(".")[2]))[1]

@@ -1,4 +1,4 @@
-"""Parameter counts of a model, and the memory of each rank's shards: counted from shapes, without processes."""
+"""Parameter counts of a model and memory of each rank's shards, computed from shapes without starting processes."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -23,13 +23,7 @@ _STATE_ALONE, _WEIGHTS_TOO = 1, 3  # values of parallel.zero
 
 
 class StageSize(NamedTuple):
-    """A pipeline stage.
-
-    Attributes:
-        pp_rank: the coordinate on the pp axis of the rank that has it.
-        layers: the names of its layers.
-        parameters: of these; a tied weight is counted once, at the first stage that uses it.
-    """
+    """Pipeline stage: its rank, its layers and their parameters; a tied weight counts at its first stage only."""
 
     pp_rank: int
     layers: tuple[str, ...]
@@ -37,13 +31,12 @@ class StageSize(NamedTuple):
 
 
 class RankSize(NamedTuple):
-    """The memory of a rank.
+    """Memory of one rank, without activations.
 
     Attributes:
-        parameters: those that it keeps, frozen ones too.
-        weights: bytes of them, and of the copies that it computes with.
-        gradients: bytes.
-        optimizer: bytes of the optimizer state.
+        parameters: parameters that the rank holds, frozen ones included.
+        weights: bytes of these parameters and of their compute copies.
+        gradients, optimizer: bytes of gradients, and of optimizer state.
     """
 
     parameters: int
@@ -53,24 +46,24 @@ class RankSize(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """All of it."""
+        """Bytes of weights, gradients and optimizer state together."""
         return self.weights + self.gradients + self.optimizer
 
 
 class ModelSize:
-    """A model under a layout.
+    """Parameters and memory of a model in a layout.
 
     Args:
-        config: resolved.
+        config: resolved config of the run.
 
     Attributes:
-        parameters: of the whole model, tied weights counted once.
-        active: parameters active per token: of the experts, as many as each token is sent to.
-        weights: of the whole model.
-        map: its pipeline stages.
+        parameters: parameters of the whole model, tied weights counted once.
+        active: parameters active per token, counting only the experts that each token is routed to.
+        weights: weights of the whole model.
+        map: map of layers to pipeline stages.
 
     Raises:
-        UserError: the layers cannot be partitioned into the stages as the config says.
+        UserError: the layers cannot be partitioned into stages as configured.
     """
 
     def __init__(self, config: Config) -> None:
@@ -83,7 +76,7 @@ class ModelSize:
         self.active = self.parameters - (whole.experts // config.model.num_experts * idle if whole.experts else 0)
 
     def stages(self) -> list[StageSize]:
-        """The stages of the pipeline, in order."""
+        """Return the pipeline stages in order."""
         found, counted = [], 0
         for number, pp_rank in enumerate(self.map.ranks):
             until = self.weights.held(self._names(0, number), Place()).all
@@ -92,13 +85,13 @@ class ModelSize:
         return found
 
     def rank(self, pp_rank: int, place: Place) -> RankSize:
-        """The peak memory of a rank in a step, without activations.
+        """Return the peak memory of a rank in a step, without activations.
 
-        The formulas are those of docs/parallel/data.md. Gathered and scattered buffers are not among it.
+        The formulas are those of docs/parallel/data.md. They exclude the buffers of gathers and reduce-scatters.
 
         Args:
-            pp_rank: its coordinate on the pp axis.
-            place: its coordinates on the others.
+            pp_rank: coordinate of the rank on the pp axis.
+            place: coordinates of the rank on the other axes.
         """
         precision, zero = self._config.precision, self._config.parallel.zero
         narrow, wide = precision.itemsize, precision.master_itemsize
@@ -121,29 +114,29 @@ class ModelSize:
         return RankSize(held, held * wide + gathered, gradients, states)
 
     def largest_rank(self, pp_rank: int) -> RankSize:
-        """Of the ranks at a place of the pp axis, the one that holds the most: the first, as none has longer parts."""
+        """Return the memory of the largest rank at a pp coordinate: the first, as no shard is larger."""
         return self.rank(pp_rank, self.largest_place(pp_rank))
 
     def largest_place(self, pp_rank: int) -> Place:
-        """The place of the rank that holds the most."""
+        """Return the place of the rank that holds the most at a pp coordinate."""
         return place_of(self._config.parallel, Coordinates(0, pp_rank, 0, 0))
 
     def layers_of(self, stage: int) -> tuple[str, ...]:
-        """The names of the layers of a stage."""
+        """Return the names of the layers of a stage."""
         return self._names(stage, stage)
 
     def layers_of_rank(self, pp_rank: int) -> list[str]:
-        """Those of all stages of a rank."""
+        """Return the names of the layers of all stages of a rank."""
         return [name for stage in self.map.held_by(pp_rank) for name in self.layers_of(stage)]
 
     def gathered_together(self, pp_rank: int, place: Place, trained: bool = False) -> list[tuple[int, int]]:
-        """With ZeRO: the elements that a rank gathers at once, weights and experts that are gathered by themselves; for
-        each layer, and for the layers of each stage that share weights, which come last.
+        """Return the elements that a rank gathers at once with ZeRO, as (weights, experts gathered separately), for
+        each layer; the layers of a stage that share weights form one group, which comes last.
 
         Args:
             pp_rank: coordinate of the rank on the pp axis.
-            place: the others, without those of ZeRO.
-            trained: whether frozen weights are left out, which have no gradients.
+            place: its other coordinates, without those of ZeRO.
+            trained: whether to leave out frozen weights, which have no gradients.
         """
         apart = self._config.parallel.ep > 1
         found = []
@@ -159,19 +152,19 @@ class ModelSize:
         return found
 
     def _names(self, first: int, last: int) -> tuple[str, ...]:
-        """The layers of some stages, the last included."""
+        """Return the layers from the stage `first` to the stage `last`, inclusive."""
         return self.weights.plan.layers[self.map.bounds[first] : self.map.bounds[last + 1]]
 
 
 def optimizer_states(config: OptimizerConfig, hidden: bool) -> int:
-    """Tensors of a weight's shape that the optimizer keeps for it.
+    """Return the number of state tensors of a weight's shape that the optimizer keeps for it.
 
     Args:
-        config: which optimizer.
-        hidden: whether it is a matrix of a layer between the first and the last.
+        config: optimizer config.
+        hidden: whether the weight is a matrix of a layer between the first and the last.
 
     Raises:
-        UserError: the optimizer is another package's or the user's and cannot be imported or made.
+        UserError: the optimizer belongs to another package or the user, and cannot be imported or made.
     """
     if config.name in BUILT_IN:
         return BUILT_IN[config.name].states(config, hidden)
@@ -181,45 +174,39 @@ def optimizer_states(config: OptimizerConfig, hidden: bool) -> int:
 
 
 class WeightShape(NamedTuple):
-    """A parameter of the whole model.
-
-    Attributes:
-        name: the one name that it has; a tied weight's is that of its first use.
-        split: how its module is cut.
-        shape: of the whole weight.
-    """
+    """Name, split and whole shape of a parameter; a tied weight has the name of its first use."""
 
     name: str
     split: Split
     shape: tuple[int, ...]
 
     def held(self, place: Place) -> int:
-        """How many of its elements the rank at `place` holds."""
+        """Return the number of its elements that the rank at `place` holds."""
         return prod(self.held_shape(place))
 
     def held_shape(self, place: Place) -> tuple[int, ...]:
-        """The shape of the shard that the rank at `place` holds."""
+        """Return the shape of the shard that the rank at `place` holds."""
         return local_shape(self.shape, self.split, self.own_name, place)
 
     @property
     def own_name(self) -> str:
-        """Its name in its module."""
+        """Name of the parameter in its module."""
         return self.name.rpartition(".")[2]
 
     @property
     def is_of_experts(self) -> bool:
-        """Whether the expert axis cuts it."""
+        """Whether the expert axis shards the parameter."""
         return isinstance(self.split, OverExperts)
 
 
 class HeldElements(NamedTuple):
-    """Elements of some weights on a rank.
+    """Numbers of weight elements on a rank.
 
     Attributes:
-        hidden: of weights of two dims or more of a layer between the first and the last, which are trained.
-        others: of all others that are trained.
-        experts: of all, those of experts.
-        frozen: of weights that are not trained.
+        hidden: elements of trained weights with two or more dims, in layers between the first and the last.
+        others: elements of all other trained weights.
+        experts: elements of expert weights, which the other counts include.
+        frozen: elements of weights that are not trained.
     """
 
     hidden: int = 0
@@ -233,12 +220,12 @@ class HeldElements(NamedTuple):
 
     @property
     def trained(self) -> int:
-        """Those that have gradients and optimizer state."""
+        """Elements that have gradients and optimizer state."""
         return self.hidden + self.others
 
     @property
     def dense(self) -> int:
-        """Those that are not of experts."""
+        """Elements outside the experts."""
         return self.all - self.experts
 
     def plus(self, other: "HeldElements", times: int = 1) -> "HeldElements":
@@ -246,17 +233,16 @@ class HeldElements(NamedTuple):
 
 
 class ModelWeights:
-    """The weights of a model.
+    """Weights of a model, layer by layer.
 
     Args:
-        config: its sizes, resolved.
-        plan: its layers, and how each weight is cut.
+        config: resolved model config.
+        plan: layers of the model and the split of each weight.
 
     Attributes:
-        plan: as given.
-        layers: the weights of each layer, in order.
-        kinds: of each layer, a number that layers alike have in common: their weights have the same shapes and splits.
-        shared: of each layer, the weights that another layer uses too (tied embeddings).
+        layers: weights of each layer, in order.
+        kinds: number of each layer's kind; layers of a kind have weights of equal shapes and splits.
+        shared: weights of each layer that another layer uses too (tied embeddings).
     """
 
     def __init__(self, config: ModelConfig, plan: ModelPlan) -> None:
@@ -282,7 +268,7 @@ class ModelWeights:
         self._recomputed: dict[tuple[str, int], frozenset[str]] = {}
 
     def held(self, layers: Iterable[str], place: Place) -> HeldElements:
-        """What the rank at `place` holds of some layers, weights that they share once."""
+        """Count the elements of some layers on the rank at `place`; weights that they share count once."""
         counts, shared = Counter[int](), set[WeightShape]()
         for name in layers:
             counts[self.kinds[name]] += 1
@@ -293,27 +279,27 @@ class ModelWeights:
         return found
 
     def of_kind(self, kind: int, place: Place) -> HeldElements:
-        """What the rank at `place` holds of a layer of a kind, without weights that it shares with others."""
+        """Count the elements of one layer of a kind on the rank at `place`, without shared weights."""
         key = kind, place
         if key not in self._held:
             self._held[key] = self._sum(self._own[kind], place)
         return self._held[key]
 
     def of_shared(self, layers: Iterable[str], place: Place) -> HeldElements:
-        """What it holds of the weights that some layers share with others, each once."""
+        """Count the elements of weights that some layers share with others, each once."""
         return self._sum({weight for name in layers for weight in self.shared[name]}, place)
 
     def sharing(self, layers: Iterable[str]) -> list[str]:
-        """Those of the layers that share weights with another of them."""
+        """Return the layers that share weights with another of `layers`."""
         layers = list(layers)
         uses = Counter(weight for name in layers for weight in set(self.shared[name]))
         return [name for name in layers if any(uses[weight] > 1 for weight in self.shared[name])]
 
     def recomputed(self, mode: str, every: int) -> frozenset[str]:
-        """The layers in which `train.recompute` computes activations again.
+        """Return the layers that `train.recompute` recomputes.
 
         Args:
-            mode, every: as `train.recompute` and `train.recompute_every`.
+            mode, every: `train.recompute` and `train.recompute_every`.
         """
         if (mode, every) not in self._recomputed:
             chosen = chosen_layers(self.plan.layers, self.plan.recompute, mode, every)
@@ -335,10 +321,10 @@ class ModelWeights:
 
 
 def model_weights(config: ModelConfig, sequence_length: int) -> ModelWeights:
-    """The weights of a model.
+    """Return the weights of a model, cached unless its code is the user's own.
 
     Args:
-        config: its sizes, resolved.
+        config: resolved model config.
         sequence_length: tokens per sample.
     """
     if config.architecture == OWN:  # the file may change
@@ -353,7 +339,7 @@ def _remembered(family: str, settings: str, sequence_length: int) -> ModelWeight
 
 
 def weights_by_layer(config: ModelConfig, plan: ModelPlan) -> dict[str, tuple[WeightShape, ...]]:
-    """The parameters of each layer of a model, in order: as its family says, else counted on the meta device."""
+    """Return the parameters of each layer in order, from the family's shapes or a model on the meta device."""
     found: dict[str, tuple[WeightShape, ...]] = {}
     family, model = family_of(config), None
     for layer in plan.layers:
@@ -375,7 +361,6 @@ def _on_meta_device(config: ModelConfig) -> "nn.Module":
 
 
 def _split(name: str, plan: ModelPlan) -> Split:
-    """How the module of a parameter of the whole model is cut."""
     found = plan.split_of(plan.whole_name(name))
     if found is None:
         raise ValueError(f"the split table says nothing about the parameter {name!r}")

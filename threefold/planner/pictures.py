@@ -1,4 +1,4 @@
-"""The layouts of a search as a picture: memory against throughput, the best labelled, the Pareto front visible."""
+"""Pictures of a search and of memory: layouts by memory and throughput with their Pareto front, and bytes by cause."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 
 _LABELLED: Final = 3
-"""Of the best layouts, how many are told in words."""
+"""Number of best layouts that are described in words."""
 _ROOM: Final = 1.3
-"""Height of the picture for the fastest layout's, with room for the labels."""
+"""Height of the picture relative to the fastest layout, which leaves room for the labels."""
 _GB: Final = 1e9
 
 
 def draw_layouts(planned: SearchAnswer, path: Path) -> None:
-    """Draw the layouts that fit: memory of the rank with the most, and tokens per second.
+    """Draw the layouts that fit, by memory of the largest rank and tokens per second.
 
     Args:
-        planned: the answer to a request.
-        path: of the picture, `.png` or `.svg`.
+        planned: answer of a search.
+        path: path of the picture, `.png` or `.svg`.
 
     Raises:
-        UserError: it cannot be written there.
+        UserError: the picture cannot be written.
     """
     from matplotlib.ticker import EngFormatter
 
@@ -110,25 +110,25 @@ CAUSES: Final = {
     "buffers": style.CYAN,
     "fragmentation": style.BROWN,
 }
-"""Cause → colour, from the bottom up."""
+"""Colour of each cause, from the bottom up."""
 _GIGABYTE: Final = 10**9
 _LABELLED_STAGES: Final = 32
-"""Bars up to which each has its sum above it."""
+"""Largest number of bars that get their sum above them."""
 _MARKED: Final = 24
-"""Ranks that have their numbers below them, at most."""
+"""Largest number of ranks that get their number below them."""
 
 
 def draw_memory(path: Path, stages: Sequence[Mapping[str, int]], usable: int, title: str) -> None:
     """Draw the memory of each pipeline rank.
 
     Args:
-        path: of the picture, .png or .svg.
-        stages: of each rank, bytes by cause; causes that are not of `CAUSES` are not drawn.
+        path: path of the picture, .png or .svg.
+        stages: bytes by cause of each rank; causes outside `CAUSES` are not drawn.
         usable: bytes that a rank may use, drawn as a line.
-        title: says whether it fits, as the picture does not say it otherwise.
+        title: title, which should say whether the layout fits, as the picture does not.
 
     Raises:
-        UserError: the picture cannot be written there.
+        UserError: the picture cannot be written.
     """
     style.check_picture(path)
     figure, axes = style.new_figure(min(16.0, max(7.0, 2.8 + 0.55 * len(stages))), 4.6, title)

@@ -1,4 +1,4 @@
-"""Counts the bytes that autograd keeps of a forward pass: what `plan.activations` has formulas for."""
+"""Measure the bytes that autograd saves in a forward pass, to check the formulas of `planner.activations`."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,24 +13,24 @@ from threefold.torch_private.tensors import storage_key
 
 @dataclass
 class Saved:
-    """The memory of tensors that autograd saved; counted once however many tensors share it."""
+    """Storages that autograd saved; each counts once however many tensors share it."""
 
     _storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
 
     def add(self, tensor: Tensor) -> None:
-        self._storages[storage_key(tensor)] = tensor.untyped_storage()  # held, so that no other takes its place
+        self._storages[storage_key(tensor)] = tensor.untyped_storage()  # held, so that its key stays unique
 
     @property
     def nbytes(self) -> int:
-        """The memory held now, without storages that were freed meanwhile (and are filled again when needed)."""
+        """Bytes held now, without storages that were freed in the meantime (and are refilled when needed)."""
         return sum(storage.nbytes() for storage in self._storages.values())
 
 
 @contextmanager
 def recording_saved(parameters: Iterable[Tensor]) -> Iterator[Saved]:
-    """Count what the forward pass of a block keeps, without the given parameters.
+    """Count what a forward pass saves, without the given parameters.
 
-    Refers to what it counts until the result is dropped.
+    Keeps references to the counted storages until the result is dropped.
     """
     known = {storage_key(parameter) for parameter in parameters}
     saved = Saved()

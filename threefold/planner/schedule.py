@@ -1,4 +1,4 @@
-"""Pipeline schedules in time: the actions of each rank as data, when each runs, and how many micro-batches are held."""
+"""Pipeline schedules over time: the actions of each rank as data, and a simulator for when each of them runs."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -26,20 +26,14 @@ _KINDS: Final = "FBIW"
 
 @dataclass(frozen=True)
 class StageTimes:
-    """How long the passes of one micro-batch take on each stage, in any unit of time.
-
-    Attributes:
-        forward: forward pass, per stage of the pipeline.
-        backward_input: the part of the backward pass that computes the gradient for the stage before.
-        backward_weight: the part that computes the gradients of weights; a full backward pass takes both.
-    """
+    """Times of one micro-batch's passes on each stage, in any unit; a full backward pass takes both of its parts."""
 
     forward: tuple[float, ...]
     backward_input: tuple[float, ...]
     backward_weight: tuple[float, ...]
 
     def by_kind(self) -> tuple[tuple[float, ...], ...]:
-        """Per stage the times of F, B, I and W."""
+        """Return the (F, B, I, W) times of each stage."""
         parts = zip(self.forward, self.backward_input, self.backward_weight, strict=True)
         return tuple((forward, inputs + weights, inputs, weights) for forward, inputs, weights in parts)
 
@@ -47,11 +41,11 @@ class StageTimes:
 def share_of_ranks(
     ranks: Sequence[int], forward: Sequence[float], backward_input: Sequence[float], backward_weight: Sequence[float]
 ) -> StageTimes:
-    """The times of each stage where those of all layers of each rank are given, in equal parts for its stages.
+    """Split the time of each rank evenly over its stages.
 
     Args:
-        ranks: the pipeline rank of each stage.
-        forward, backward_input, backward_weight: per rank.
+        ranks: pipeline rank of each stage.
+        forward, backward_input, backward_weight: times of each rank for all its layers.
     """
     held = [ranks.count(rank) for rank in range(1 + max(ranks))]
     parts = [tuple(times[rank] / held[rank] for rank in ranks) for times in (forward, backward_input, backward_weight)]
@@ -59,21 +53,20 @@ def share_of_ranks(
 
 
 class Program:
-    """The actions of all ranks, resolved: what a simulation with any times goes through once.
+    """Actions of all ranks with their dependencies resolved, so that simulations with different times can share them.
 
     Args:
-        orders: each rank's actions.
+        orders: actions of each rank, in order.
 
     Attributes:
-        orders: as given.
-        actions: all of them, each after those that it waits for.
-        ranks: the rank of each action.
-        codes: of each action, 4 · its stage + the place of its kind in `FBIW`.
-        sources: of each action, the number of the action of another rank whose result it waits for; -1 for none.
-        stages: of the pipeline.
+        actions: all actions, each after those that it waits for.
+        ranks: rank of each action.
+        codes: code of each action, 4 · stage + index of its kind in `FBIW`.
+        sources: index of the other rank's action whose result each action waits for; -1 for none.
+        stages: number of pipeline stages.
 
     Raises:
-        ValueError: ranks wait for one another forever, or for an action that no rank has; or two ranks have one stage.
+        ValueError: ranks wait for one another forever or for an action that no rank has, or two ranks share a stage.
     """
 
     def __init__(self, orders: Sequence[Sequence[Action]]) -> None:
@@ -97,12 +90,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each action of a step runs if it starts as early as it may; the step begins at 0.
-
-    Attributes:
-        program: its actions.
-        starts, ends: of each action of the program, in the unit of the times.
-    """
+    """Start and end of each action of a step that begins at 0, where every action runs as early as possible."""
 
     program: Program
     starts: list[float]
@@ -110,7 +98,7 @@ class Timeline:
 
     @cached_property
     def spans(self) -> tuple[tuple[tuple[Action, float, float], ...], ...]:
-        """Per rank its actions in order, with start and end."""
+        """Actions of each rank in order, with start and end."""
         of_rank: list[list[tuple[Action, float, float]]] = [[] for _ in self.program.orders]
         each = zip(self.program.ranks, self.program.actions, self.starts, self.ends, strict=True)
         for rank, action, start, end in each:
@@ -119,12 +107,12 @@ class Timeline:
 
     @property
     def length(self) -> float:
-        """From the start of the step to the end of its last action."""
+        """Time from the start of the step to the end of its last action."""
         return max(self.ends, default=0.0)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """How long each rank computes."""
+        """Compute time of each rank."""
         found = [0.0] * len(self.program.orders)
         for rank, start, end in zip(self.program.ranks, self.starts, self.ends, strict=True):
             found[rank] += end - start
@@ -132,14 +120,14 @@ class Timeline:
 
     @property
     def idle(self) -> float:
-        """Share of the ranks' time in which they wait, from 0 to 1, over the whole step."""
+        """Share of the ranks' time that they spend waiting, from 0 to 1, over the whole step."""
         return 1 - sum(self.busy) / (self.length * len(self.busy)) if self.length else 0.0
 
     @cached_property
     def longest(self) -> float:
-        """The longest time of a rank from the start of its first action to the end of its last.
+        """Longest time of a rank from the start of its first action to the end of its last.
 
-        Steps that follow one another without a barrier take so long each: a rank that ends early begins the next.
+        Without a barrier between steps this is the time per step, since a rank that ends early begins the next one.
         """
         first: dict[int, float] = {}
         last: dict[int, float] = {}
@@ -150,8 +138,8 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Share of `longest` in which a rank waits, the mean over the ranks: the bubble rate of Qi et al. (arXiv
-        2401.10241, section 5), (longest − m(F + B + W)) / longest with equal stages and m micro-batches."""
+        """Share of `longest` that a rank waits, averaged over ranks: the bubble rate of Qi et al. (arXiv 2401.10241,
+        section 5), (longest − m(F + B + W)) / longest for equal stages and m micro-batches."""
         return 1 - sum(self.busy) / (self.longest * len(self.busy)) if self.longest else 0.0
 
 
@@ -160,17 +148,17 @@ def simulate(
     cost: StageTimes | Callable[[Action], float],
     transfer: float | Sequence[float] = 0.0,
 ) -> Timeline:
-    """Run the actions of each rank in their order, each as soon as the results that it waits for are there.
+    """Run each rank's actions in order, each as soon as its inputs have arrived.
 
-    What is sent to another rank arrives a transfer time later; sending and receiving occupy neither of the two.
+    A result reaches another rank after the transfer time; sending and receiving occupy neither rank.
 
     Args:
-        orders: each rank's actions, or their program where several simulations share it.
-        cost: how long the passes take on each stage, or a function of the action.
-        transfer: time from a stage to the next, and back; one for all, or one for each pair of neighbouring stages.
+        orders: actions of each rank, or a program that several simulations share.
+        cost: times of the passes on each stage, or a function of the action.
+        transfer: time between neighbouring stages in either direction; one for all, or one for each pair.
 
     Raises:
-        ValueError: ranks wait for one another forever, or for an action that no rank has; or numbers of stages differ.
+        ValueError: ranks wait for one another forever or for an action that no rank has, or numbers of stages differ.
     """
     program = orders if isinstance(orders, Program) else Program(orders)
     delays = _delays(program.stages, transfer)
@@ -197,7 +185,7 @@ def simulate(
 
 
 def _delays(stages: int, transfer: float | Sequence[float]) -> list[float]:
-    """For each code of an action, how long what it waits for is on its way."""
+    """Return the transfer time of the awaited result, for each code of an action."""
     between = [transfer] * (stages - 1) if isinstance(transfer, int | float) else list(transfer)
     if len(between) != stages - 1:
         raise ValueError(f"{len(between)} transfer times are given between {stages} stages")
@@ -207,29 +195,27 @@ def _delays(stages: int, transfer: float | Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Rounds:
-    """A schedule of this family.
+    """Schedule of the 1F1B family, by how far its ranks run ahead and how long they defer weight gradients.
 
     Attributes:
-        hop: forward passes that a rank is ahead of the rank after it, before its first backward pass; None for all.
-        wait: on rank r, weight gradients are those of wait · r backward passes before; None where a backward pass
-            computes them at once.
+        hop: forward passes that a rank is ahead of the next rank before its first backward pass; None for all.
+        wait: rank r defers its weight gradients by wait · r backward passes; None if backward passes compute them.
     """
 
     hop: int | None
     wait: int | None = None
 
     def order(self, pp: int, rank: int, chunks: int, micro_batches: int) -> tuple[Action, ...]:
-        """The actions of a rank.
+        """Return the actions of a rank.
 
         Args:
-            pp: pipeline ranks.
-            rank: its coordinate.
-            chunks: stages of each rank; stage n is on rank n modulo pp.
-            micro_batches: of a step, in equal rounds of at least pp where there are several chunks.
+            pp, rank: number of pipeline ranks, and coordinate of the rank.
+            chunks: stages per rank; stage n is on rank n modulo pp.
+            micro_batches: micro-batches of a step; with several chunks, in equal rounds of at least pp.
         """
         passes, in_round = chunks * micro_batches, micro_batches // max(1, micro_batches // pp)
         ahead = passes if self.hop is None else min(passes, (chunks - 1) * in_round + self.hop * (pp - 1 - rank))
-        # Pass n of a kind is of chunk (n / in_round) modulo chunks, of the micro-batch that is next there.
+        # Pass n of a kind belongs to chunk (n / in_round) modulo chunks and takes its next micro-batch.
         nth = []
         for number in range(passes):
             turn, place = divmod(number, in_round)
@@ -252,16 +238,16 @@ class Rounds:
 
 
 def looped_bfs_order(pp: int, rank: int, chunks: int, micro_batches: int) -> tuple[Action, ...]:
-    """Breadth-first pipeline parallelism (Lamy-Poirier, arXiv 2211.05953): all micro-batches through one of a rank's
-    stages before the next, and back in the opposite order."""
+    """Return a rank's actions in breadth-first pipeline parallelism (Lamy-Poirier, arXiv 2211.05953): all micro-batches
+    through one of its stages before the next, then back in reverse order."""
     forwards = [Action(chunk * pp + rank, "F", number) for chunk in range(chunks) for number in range(micro_batches)]
     return (*forwards, *(action._replace(kind="B") for action in reversed(forwards)))
 
 
 def zbv_order(pp: int, rank: int, chunks: int, micro_batches: int) -> tuple[Action, ...]:
-    """ZB-V of Qi et al. (arXiv 2401.10241, section 6), as torch runs it; `chunks` is 2.
+    """Return a rank's actions in ZB-V of Qi et al. (arXiv 2401.10241, section 6), as torch runs it; `chunks` is 2.
 
-    It is that of at least 2 · pp − 1 micro-batches, of which those that there are not are left out.
+    With fewer than 2 · pp − 1 micro-batches, the order for 2 · pp − 1 is built and the surplus left out.
     """
     count, after = max(2 * pp - 1, micro_batches), pp - rank
     first_forwards = 2 * pp - 1 - rank  # of the first stage, before both stages take turns
@@ -274,13 +260,13 @@ def zbv_order(pp: int, rank: int, chunks: int, micro_batches: int) -> tuple[Acti
 
 
 def dualpipev_order(pp: int, rank: int, chunks: int, micro_batches: int) -> tuple[Action, ...]:
-    """DualPipeV (DeepSeek-AI, arXiv 2412.19437, and Qi et al., 2024), as torch runs it; `chunks` is 2.
+    """Return a rank's actions in DualPipeV (DeepSeek-AI, arXiv 2412.19437; Qi et al., 2024); `chunks` is 2.
 
-    A forward and a backward pass that a GPU runs side by side are two actions here, the forward pass first.
+    Like torch, it has two actions for a forward and a backward pass that a GPU overlaps, the forward pass first.
     """
     after, last = pp - rank - 1, rank + 1
     letters = "f" * (2 * after) + "fF" * last + "IqF" * after + "fBFb" * (micro_batches - 2 * pp + last) + "BFb" * after
-    # Both stages in turn: full backward passes in the first half of them, backward passes for the input in the second.
+    # The stages alternate: full backward passes in the first half, backward passes for inputs in the second.
     full = 2 * (last // 2) + 1 - rank % 2
     letters += "".join("BbIi"[2 * (place >= full) + place % 2] for place in range(2 * last))
     letters += ("qi" if full < 2 * last else "qb") * after + "q" * last
@@ -288,7 +274,7 @@ def dualpipev_order(pp: int, rank: int, chunks: int, micro_batches: int) -> tupl
 
 
 def _spelled(letters: str, pp: int, rank: int) -> list[Action]:
-    """The actions of a rank."""
+    """Return the actions that the letters spell: lower case for the second stage, q for the oldest deferred W."""
     stages = {True: rank, False: 2 * pp - 1 - rank}
     done: Counter[str] = Counter()
     waiting: deque[Action] = deque()
@@ -299,7 +285,7 @@ def _spelled(letters: str, pp: int, rank: int) -> list[Action]:
                 order.append(waiting.popleft())
             continue
         stage, kind = stages[letter.islower()], letter.upper()
-        turn = "I" if kind == "B" else kind  # backward passes are counted together, whatever they leave
+        turn = "I" if kind == "B" else kind  # full and input-only backward passes share one count
         action = Action(stage, kind, done[f"{turn}{stage}"])
         done[f"{turn}{stage}"] += 1
         order.append(action)
@@ -309,7 +295,7 @@ def _spelled(letters: str, pp: int, rank: int) -> list[Action]:
 
 
 RankOrder = Callable[[int, int, int, int], tuple[Action, ...]]
-"""From pipeline ranks, a rank, stages of each rank and micro-batches to the actions of the rank."""
+"""Function of pipeline ranks, a rank, stages per rank and micro-batches that returns the rank's actions."""
 
 _WRITTEN: Final[Mapping[str, RankOrder]] = {
     "1f1b": Rounds(hop=1).order,
@@ -320,19 +306,19 @@ _WRITTEN: Final[Mapping[str, RankOrder]] = {
     "zbv": zbv_order,
     "dualpipev": dualpipev_order,
 }
-"""Schedules of the config whose actions are written down here, without torch; any other is asked of torch's class."""
+"""Schedules of the config that are written here without torch; torch's classes give the actions of any other."""
 
 
 @dataclass(frozen=True)
 class OneStageZeroBubble(Schedule):
-    """ZB-H1 or ZB-H2 of Qi et al. (arXiv 2401.10241, section 2.2), written by hand as there: one stage a rank.
+    """ZB-H1 or ZB-H2 of Qi et al. (arXiv 2401.10241, section 2.2), their handcrafted schedules with one stage per rank.
 
-    A run has them as CSV files. ZB-H1 holds as many micro-batches as 1F1B's first rank, on every rank; ZB-H2 almost
-    twice as many, with which no rank waits between its first action and its last where F, B and W take the same time.
+    Runs use them as CSV files. With ZB-H1 every rank holds as many micro-batches as the first rank of 1F1B. With ZB-H2
+    it holds almost twice as many, and no rank waits between its first and last action if F, B and W take equal time.
 
     Attributes:
         name: `zb-h1` or `zb-h2`.
-        hop: as `Rounds` has it; weight gradients wait for so many micro-batches more on each rank.
+        hop: `Rounds.hop`; weight gradients are deferred by as many more micro-batches on each further rank.
     """
 
     name: str
@@ -358,14 +344,14 @@ class OneStageZeroBubble(Schedule):
 
 
 ONLY_PLANNED: Final = {row.name: row for row in (OneStageZeroBubble("zb-h1", 1), OneStageZeroBubble("zb-h2", 2))}
-"""Schedules that are no rows of the config's table: a run has them as CSV files."""
+"""Schedules outside the config's table, which runs use as CSV files."""
 
 
 def find_planned(name: str) -> Schedule:
-    """A schedule by its name in `parallel.schedule`, torch's class, the path of a CSV file, or `zb-h1` or `zb-h2`.
+    """Find a schedule by its name in `parallel.schedule` or torch, a CSV file's path, or `zb-h1` or `zb-h2`.
 
     Raises:
-        UserError: there is no such schedule, or a file cannot be read or breaks a rule.
+        UserError: the schedule does not exist, or its file cannot be read or is invalid.
     """
     if row := ONLY_PLANNED.get(name.lower()):
         return row
@@ -379,25 +365,23 @@ def find_planned(name: str) -> Schedule:
 
 
 def orders_of(schedule: Schedule | str, pp: int, chunks: int, micro_batches: int) -> Orders:
-    """For each pipeline rank the actions of a step, exactly those that a run has.
+    """Return the actions of each pipeline rank in a step, exactly as a run executes them.
 
     Args:
-        schedule: or its name, as `find_planned` takes it.
-        pp: pipeline ranks.
-        chunks: stages of each rank.
-        micro_batches: of a step.
+        schedule: schedule, or its name as `find_planned` takes it.
+        pp, chunks, micro_batches: pipeline ranks, stages per rank, and micro-batches of a step.
 
     Raises:
-        UserError: there is no such schedule, or it is not for such numbers; says which are.
+        UserError: the schedule does not exist or does not support these numbers; the message names those it does.
     """
     return _orders_of(_checked(schedule, pp, chunks, micro_batches), pp, chunks, micro_batches)
 
 
 def program_of(schedule: Schedule | str, pp: int, chunks: int, micro_batches: int) -> Program:
-    """The same, ready for `simulate`.
+    """Return the actions of a step as a program for `simulate`.
 
     Raises:
-        UserError: as `orders_of`.
+        UserError: see `orders_of`.
     """
     return _program_of(_checked(schedule, pp, chunks, micro_batches), pp, chunks, micro_batches)
 
@@ -427,10 +411,10 @@ def _program_of(row: Schedule, pp: int, chunks: int, micro_batches: int) -> Prog
 
 
 def check_numbers(row: Schedule, pp: int, chunks: int, micro_batches: int) -> None:
-    """Refuse numbers that a schedule is not for.
+    """Raise an error for numbers that a schedule does not support.
 
     Raises:
-        UserError: names the number, the rule and the nearest that works.
+        UserError: names the number, the rule and the nearest number that works.
     """
     for number, called in ((pp, "pipeline ranks"), (chunks, "stages on each rank"), (micro_batches, "micro-batches")):
         if number < 1:
@@ -447,7 +431,7 @@ def check_numbers(row: Schedule, pp: int, chunks: int, micro_batches: int) -> No
 
 
 def _accepted(row: Schedule, pp: int, micro_batches: int) -> int:
-    """The number of micro-batches nearest to the given one that a schedule is for, the smaller of two."""
+    """Return the number of micro-batches nearest to the given one that a schedule supports, the smaller of two."""
     if row.micro_batches is not None:
         return row.micro_batches
     away = (

@@ -1,4 +1,4 @@
-"""How many micro-batches a rank holds while it works off its actions: what activations need memory for."""
+"""Simulated pipeline schedules: the micro-batches a rank holds during a step, and the activation memory they need."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from threefold.planner.schedule import StageTimes, Timeline, check_numbers, prog
 
 
 class HeldPasses(NamedTuple):
-    """The most that a rank holds at once, in passes of a micro-batch through one stage.
+    """Peak number of passes that a rank holds at once, each pass being one micro-batch through one stage.
 
     Attributes:
-        until_weights: passes whose weight gradients are not computed, as if they kept all activations until then.
+        until_weights: passes without weight gradients yet, as if they kept all activations until then.
         until_backward: passes whose activations wait for their backward pass.
         deferred: passes that have had their backward pass and wait for their weight gradients.
     """
@@ -25,10 +25,9 @@ class HeldPasses(NamedTuple):
 
 
 def held_by_rank(order: Sequence[Action]) -> HeldPasses:
-    """What a rank holds at most, each of the three at a time of its own.
+    """Return a rank's peaks, each at its own time.
 
-    A pass begins to hold when it begins, and ends when its action has ended. `peak_bytes` has the time of the largest
-    sum.
+    A pass counts from the start of its forward pass to the end of its last action. `peak_bytes` finds the largest sum.
     """
     waiting = deferred = most = most_waiting = most_deferred = 0
     for _, kind, _ in order:
@@ -46,13 +45,12 @@ def held_by_rank(order: Sequence[Action]) -> HeldPasses:
 
 
 def peak_bytes(order: Sequence[Action], activations: Sequence[float], deferred: Sequence[float]) -> float:
-    """The most bytes of activations that a rank holds at once.
+    """Return the most bytes of activations that a rank holds at once.
 
     Args:
-        order: its actions.
-        activations: bytes that a forward pass keeps for the backward pass, per stage of the pipeline.
-        deferred: bytes that remain from the backward pass for the input (`I`) until that for the weights (`W`), per
-            stage.
+        order: actions of the rank.
+        activations: bytes that a forward pass keeps for the backward pass, for each stage.
+        deferred: bytes kept from the backward pass for inputs (`I`) until the pass for weights (`W`), for each stage.
     """
     held = most = 0.0
     for stage, kind, _ in order:
@@ -61,7 +59,7 @@ def peak_bytes(order: Sequence[Action], activations: Sequence[float], deferred: 
         elif kind == "B":
             held -= activations[stage]
         elif kind == "I":
-            most = max(most, held + deferred[stage])  # what remains is there before what is not is freed
+            most = max(most, held + deferred[stage])  # the remaining part is allocated before the rest is freed
             held += deferred[stage] - activations[stage]
         else:
             held -= deferred[stage]
@@ -70,26 +68,18 @@ def peak_bytes(order: Sequence[Action], activations: Sequence[float], deferred: 
 
 
 def peak_micro_batches(orders: Sequence[Sequence[Action]]) -> list[float]:
-    """Per rank the most micro-batches that it holds at once until their weight gradients are computed, in micro-batches
-    of all its layers: a pass through one of v stages is 1/v of one."""
+    """Return each rank's peak of micro-batches held until their weight gradients are computed. A pass through one of a
+    rank's v stages counts as 1/v micro-batch."""
     return [held_by_rank(order).until_weights / max(1, len({action[0] for action in order})) for order in orders]
 
 
 MOST_ACTIONS: Final = 3_000_000
-"""Of a schedule that is simulated: about a gigabyte of memory and ten seconds."""
+"""Largest number of actions to simulate: about a gigabyte of memory and ten seconds."""
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """A step under a schedule.
-
-    Attributes:
-        schedule: its row or file.
-        pp: pipeline ranks.
-        chunks: stages of each rank.
-        micro_batches: of the step.
-        timeline: when each action runs, in the unit of the times.
-    """
+    """Timeline of one step under a schedule, in the unit of the given times."""
 
     schedule: Schedule
     pp: int
@@ -99,16 +89,16 @@ class Simulation:
 
     @cached_property
     def peaks(self) -> list[float]:
-        """Per rank the most micro-batches held at once, until their weight gradients are computed."""
+        """Each rank's peak of micro-batches held until their weight gradients are computed."""
         return peak_micro_batches(self.timeline.program.orders)
 
     @cached_property
     def held(self) -> list[HeldPasses]:
-        """Per rank the most passes held at once."""
+        """Each rank's peaks of passes held at once."""
         return [held_by_rank(order) for order in self.timeline.program.orders]
 
     def facts(self) -> dict[str, Any]:
-        """All that is told, as JSON has it; times in the unit of those given, lists per pipeline rank."""
+        """Return the results as JSON values, with times in the unit of the input and lists per pipeline rank."""
         timeline = self.timeline
         of_rank = [max(1, len({action[0] for action in order})) for order in timeline.program.orders]
         starts = [order[0][1] if order else 0.0 for order in timeline.spans]
@@ -143,14 +133,14 @@ def simulated(
     """Simulate a step.
 
     Args:
-        schedule: row or file.
-        pp, chunks, micro_batches: as of `Simulation`.
-        passes: times of forward pass, backward pass for the input, and for the weights; each one for all ranks, one per
-            rank, or one per stage. Those of a rank are for all its stages together, which take equal parts.
-        transfer: one for all, or one from each stage to the next.
+        schedule: schedule to simulate, built in or from a file.
+        pp, chunks, micro_batches: see `Simulation`.
+        passes: times of the forward pass, the backward pass for inputs and that for weights; each has one time for all
+            ranks, one per rank, or one per stage. A rank's time is split evenly over its stages.
+        transfer: one time for all stages, or one from each stage to the next.
 
     Raises:
-        UserError: the schedule is not for such numbers, numbers of times do not fit, or all times are 0.
+        UserError: the schedule does not support these numbers, the counts of times do not match, or all times are 0.
     """
     check_numbers(schedule, pp, chunks, micro_batches)
     ranks = schedule.stage_ranks(pp, chunks)
@@ -174,7 +164,7 @@ def simulated(
 
 
 def _times(passes: Sequence[Sequence[float]], ranks: Sequence[int], pp: int) -> StageTimes:
-    """The times of each stage."""
+    """Expand the given times to one per stage."""
     of_stages = []
     for given, option in zip(passes, ("--forward", "--backward-input", "--backward-weight"), strict=True):
         if len(given) in (1, pp):

@@ -1,4 +1,4 @@
-"""The peak memory of each pipeline stage by cause, without torch: `stages.stage_memory` is the door."""
+"""Peak memory of each pipeline stage by cause, computed without torch; `stage_memory` is the entry point."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -25,25 +25,24 @@ from threefold.planner.schedule import orders_of
 from threefold.planner.systems import Keeps, keeps_of
 
 RESERVE: Final = 2 << 30
-"""Bytes of a GPU that tensors cannot have: the CUDA context and cuBLAS' workspaces (some 0.7 GiB) and the buffers of
-NCCL's communicators (some 0.2 GiB for each of a handful of groups)."""
+"""Bytes of GPU memory that tensors cannot use: the CUDA context and cuBLAS workspaces (some 0.7 GiB), and NCCL buffers
+(some 0.2 GiB for each of a handful of groups)."""
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of a rank of the pp axis at the moment of a step when it needs the most.
+    """Memory by cause of one pipeline rank at the peak of a step, in bytes.
 
     Attributes:
-        pp_rank: its coordinate on the pp axis.
-        weights: of what it updates and computes with, gathered ones (ZeRO) among them.
-        gradients: of weights.
-        optimizer: its state.
-        activations: kept for backward passes, of all micro-batches in flight.
-        working: in passing in a block: gradients of activations, and what recompute computes again.
-        logits: in passing in the head: logits, probabilities and their gradients.
-        buffers: of collectives: gathers and reduce-scatters of ZeRO, receive buffers.
-        fragmentation: what the allocator cannot use between tensors.
-        given_back: of that, what it gives back where memory runs out: whole tensors' places that nothing fits into.
+        pp_rank: coordinate of the rank on the pp axis.
+        weights: master and compute weights, including gathered ones (ZeRO).
+        gradients, optimizer: weight gradients, and optimizer state.
+        activations: activations kept for the backward passes of all micro-batches in flight.
+        working: transient memory of a block: gradients of activations and recomputed activations.
+        logits: transient memory of the head: logits, probabilities and their gradients.
+        buffers: buffers of collectives: ZeRO's gathers and reduce-scatters, and receives.
+        fragmentation: memory that the allocator cannot use between tensors.
+        given_back: part of `fragmentation` that the allocator releases if memory runs out: blocks that no tensor fits.
     """
 
     pp_rank: int
@@ -59,41 +58,41 @@ class StageMemory:
 
     @property
     def causes(self) -> dict[str, int]:
-        """Bytes by the name of the cause."""
+        """Bytes by name of the cause."""
         return {name: value for name, value in asdict(self).items() if name not in ("pp_rank", "given_back")}
 
     @property
     def peak(self) -> int:
-        """All of it, as an allocator reports what it has reserved."""
+        """Total bytes, as an allocator reports its reserved memory."""
         return sum(self.causes.values())
 
     @property
     def needed(self) -> int:
-        """What has to be there."""
+        """Bytes that the device must have."""
         return self.peak - self.given_back
 
     @property
     def tensors(self) -> int:
-        """Without what the allocator loses."""
+        """Total bytes without the allocator's fragmentation."""
         return self.peak - self.fragmentation
 
 
 def usable_bytes(memory_bytes: int) -> int:
-    """What the tensors of a GPU may have of its memory."""
+    """Return the bytes of GPU memory that tensors can use."""
     return memory_bytes - RESERVE
 
 
 def stage_memory(config: Config, device: str = "cuda", system: str = "own") -> list[StageMemory]:
-    """The peak memory of each rank of the pp axis; of those at a place of it, the one that needs the most.
+    """Return the peak memory of each pipeline rank; among the ranks at one pp coordinate, that of the largest.
 
     Args:
-        config: resolved.
-        device: `cpu` or `cuda`, whose kernels keep different things.
-        system: the training system, as `plan.memory.systems` knows them.
+        config: resolved config of the run.
+        device: `cpu` or `cuda`, whose kernels keep different tensors.
+        system: name of the training system, as `planner.systems` knows it.
 
     Raises:
-        UserError: the layers cannot be partitioned into the stages as the config says, the schedule is not for so many
-            micro-batches, or the model is of a file, whose layers have no formulas.
+        UserError: the layers cannot be partitioned into stages as configured, the schedule does not support this number
+            of micro-batches, or the model comes from a file, whose layers have no formulas.
     """
     if config.model.architecture == OWN:
         raise UserError(
@@ -124,14 +123,14 @@ def stage_memory(config: Config, device: str = "cuda", system: str = "own") -> l
 
 @dataclass(frozen=True)
 class StageRuns:
-    """A stage, as far as memory goes.
+    """Memory-relevant description of a stage.
 
     Attributes:
-        runs: its layers.
-        output: bytes of its output, which a pass keeps as well; 0 of the last stage.
-        sharing: of its gradients and weights.
-        gradient: elements of the largest gradient of a weight.
-        sent: bytes of the gradient that it sends to the stage before it; 0 of the first stage.
+        runs: layers of the stage, grouped.
+        output: bytes of its output, which a pass also keeps; 0 for the last stage.
+        sharing: treatment of its gradients and weights.
+        gradient: elements of its largest weight gradient.
+        sent: bytes of the gradient that it sends to the previous stage; 0 for the first stage.
         hands_on: whether the next stage is on the same rank.
     """
 
@@ -149,20 +148,20 @@ class StageRuns:
 
     @property
     def deferred(self) -> int:
-        """Bytes that remain of it until the pass for the weights."""
+        """Bytes that a pass still keeps until its weight-gradient pass."""
         return sum(run.count * run.layer.deferred for run in self.runs)
 
 
 class LayoutMemory:
-    """The memory of the ranks of a layout.
+    """Memory of the ranks of a layout.
 
     Args:
-        config: resolved.
+        config: resolved config of the run.
         device: `cpu` or `cuda`.
-        keeps: of the training system.
+        keeps: memory behaviour of the training system.
 
     Raises:
-        UserError: as `stages.stage_memory`.
+        UserError: see `stage_memory`.
     """
 
     def __init__(self, config: Config, device: str, keeps: Keeps) -> None:
@@ -173,7 +172,7 @@ class LayoutMemory:
         self._flights = flights_of(parallel.pipeline_schedule, parallel.pp, parallel.stage_chunks, self._micro_batches)
         replayed = self.size.weights.recomputed(train.recompute, train.recompute_every)
         self._layers = LayerMemory(config, device, keeps, self.size.weights.plan.layers, replayed)
-        # The allocator of a GPU keeps what it had in the step before.
+        # A GPU's allocator keeps the gradients of the previous step.
         self._gradients_grow = self._micro_batches == 1 and device == "cpu"
 
     @property
@@ -182,7 +181,7 @@ class LayoutMemory:
         return self._layers.narrow_logits
 
     def peak(self, pp_rank: int) -> tuple[RankSize, Moment]:
-        """What a rank has all the time, and beside it at the moment when it has the most."""
+        """Return a rank's standing memory and, relative to it, its largest moment."""
         stages = [self._stage(number, pp_rank) for number in self.size.map.held_by(pp_rank)]
         states, moments = self._states(pp_rank), list(self._moments(pp_rank, stages))
         return states, max(moments, key=lambda moment: moment.total)
@@ -193,7 +192,7 @@ class LayoutMemory:
         kept += flights.deferred @ np.array([stage.deferred for stage in stages], dtype=float)
         kept += flights.sent * max(stage.sent for stage in stages)
         for place, stage in enumerate(stages[:-1]):
-            if stage.hands_on:  # what one stage of a rank hands to another of it is there once
+            if stage.hands_on:  # a rank's stages share the output that one hands to the next
                 kept -= stage.output * np.minimum(flights.held[:, place], flights.held[:, place + 1])
         for (kind, place), actions in flights.alike.items():
             most = int(kept[actions].max())
@@ -202,7 +201,7 @@ class LayoutMemory:
         yield from self._reduction(pp_rank)
 
     def _reduction(self, pp_rank: int) -> Iterator[Moment]:
-        """The end of a step with ZeRO 1, where the first group of gradients is reduce-scattered."""
+        """Yield the end of a step with ZeRO 1, where the first group of gradients is reduce-scattered."""
         if self._config.parallel.zero == 1:
             precision = self._config.precision
             groups = self.size.gathered_together(pp_rank, self.size.largest_place(pp_rank).unshared)
@@ -215,7 +214,7 @@ class LayoutMemory:
             )
 
     def _states(self, pp_rank: int) -> RankSize:
-        """What there is from the first micro-batch to the update: of ZeRO without what is gathered for a layer."""
+        """Return the memory held from the first micro-batch to the update, without ZeRO's per-layer gathers."""
         place = self.size.largest_place(pp_rank)
         whole = self.size.weights.held(self.size.layers_of_rank(pp_rank), place.unshared).all
         found, config = self.size.rank(pp_rank, place), self._config
@@ -265,14 +264,14 @@ def standing_states(
     keeps: Keeps,
     gradients_grow: bool,
 ) -> RankSize:
-    """What a rank has from the first micro-batch to the update: of ZeRO without what is gathered for a layer.
+    """Return a rank's memory from the first micro-batch to the update, without ZeRO's per-layer gathers.
 
     Args:
-        found: the largest that its states are in a step.
-        whole: elements of its weights, before ZeRO shards them.
+        found: peak of the rank's states in a step.
+        whole: elements of its weights before ZeRO shards them.
         parallel, precision: sections of a resolved config.
-        keeps: of the training system.
-        gradients_grow: whether there are no gradients before the backward pass.
+        keeps: memory behaviour of the training system.
+        gradients_grow: whether no gradients exist before the backward pass.
     """
     wide = precision.master_itemsize
     narrow = precision.itemsize if precision.itemsize < wide else 0
@@ -289,7 +288,7 @@ def standing_states(
 
 
 def _of_action(kind: str, stage: StageRuns) -> Iterator[Moment]:
-    """The largest moments of an action, beside all that is held when it begins."""
+    """Yield the largest moments of an action, relative to everything held when it begins."""
     if kind == "F":
         yield forward_moment(stage.runs, stage.sharing)
     elif kind == "W":
@@ -299,18 +298,17 @@ def _of_action(kind: str, stage: StageRuns) -> Iterator[Moment]:
 
 
 _ROUNDS: Final = 4
-"""Rounds of pp micro-batches after which no rank holds more than before, where a schedule holds not all of them."""
+"""Rounds of pp micro-batches after which memory no longer grows, unless the schedule holds all micro-batches."""
 
 
 class Flights(NamedTuple):
-    """What a rank holds when each of its actions begins.
+    """Passes that a rank holds when each of its actions begins.
 
     Attributes:
-        held: for each action and stage of the rank, the passes whose activations wait for their backward pass, the
-            action's own among them, [actions, stages].
-        deferred: likewise, those that wait for their weight gradients, the action's own not among them.
-        sent: gradients that the rank has sent to stages before, whose memory is not free yet, [actions].
-        alike: kind of an action and which of the rank's stages it is of → its actions.
+        held: passes whose activations wait for their backward pass, including the action's own, [actions, stages].
+        deferred: passes that wait for their weight gradients, excluding the action's own, [actions, stages].
+        sent: gradients sent to earlier stages whose memory is not free yet, [actions].
+        alike: indices of the actions of each kind and stage of the rank.
     """
 
     held: NDArray[np.int64]
@@ -320,16 +318,14 @@ class Flights(NamedTuple):
 
 
 def flights_of(schedule: Schedule, pp: int, chunks: int, micro_batches: int) -> tuple[Flights, ...]:
-    """For each pipeline rank what it holds during a step.
+    """Return what each pipeline rank holds during a step.
 
     Args:
-        schedule: of the config.
-        pp: pipeline ranks.
-        chunks: stages of each rank.
-        micro_batches: of a step.
+        schedule: pipeline schedule of the config.
+        pp, chunks, micro_batches: pipeline ranks, stages per rank, and micro-batches of a step.
 
     Raises:
-        UserError: the schedule is not for such numbers.
+        UserError: the schedule does not support these numbers.
     """
     if pp == 1:
         return (
@@ -372,8 +368,8 @@ def _of_rank(order: tuple[Action, ...], ranks: Sequence[int], under_way: int) ->
 
 
 def _gradients_under_way(order: Sequence[Action], ranks: Sequence[int], under_way: int) -> NDArray[np.int64]:
-    """Of the last sends before each action, `under_way` of them, those of gradients; where each is waited for at once,
-    the last one of a gradient, which the stage still refers to."""
+    """Count the gradients among the last `under_way` sends before each action. With blocking sends it is the last one,
+    which the stage still references."""
     if not under_way:
         last = any(action.stage for action in order)
         return np.full(len(order), int(last), dtype=int)
@@ -388,16 +384,15 @@ def _gradients_under_way(order: Sequence[Action], ranks: Sequence[int], under_wa
 
 
 _SCATTERED = {"cpu": 1.4, "cuda": 1.0}
-"""By how much activations take more than their bytes: what the C library keeps between them (`host`), as measured."""
+"""Factor of activation memory over its bytes, as measured: the C library (`host`) keeps memory between tensors."""
 
 
 def largest_micro_batch(config: Config, vocab_size: int, memory: int, device: str) -> int:
-    """The largest micro-batch that the default may be and whose step fits into a rank's memory; the smallest where none
-    does.
+    """Return the largest default micro-batch whose step fits into a rank's memory, or the smallest if none does.
 
     Args:
-        config: as loaded, and valid.
-        vocab_size: tokens of the data's tokenizer.
+        config: loaded and valid config.
+        vocab_size: vocabulary size of the data's tokenizer.
         memory: bytes that a rank may use.
         device: `cpu` or `cuda`.
     """
@@ -413,12 +408,12 @@ def largest_micro_batch(config: Config, vocab_size: int, memory: int, device: st
 
 
 def step_bytes(config: Config, device: str, size: ModelSize | None = None) -> int:
-    """The most that any rank needs for a step, buffers of communication aside.
+    """Return the most bytes that any rank needs for a step, without communication buffers.
 
     Args:
-        config: resolved.
-        device: `cpu` or `cuda`, whose attention keeps different things.
-        size: of the same model in the same layout, if there is one.
+        config: resolved config of the run.
+        device: `cpu` or `cuda`, whose attention keeps different tensors.
+        size: size of the same model in the same layout, if known.
     """
     size = size or ModelSize(config)
     scattered = _SCATTERED[device]
@@ -429,11 +424,11 @@ def step_bytes(config: Config, device: str, size: ModelSize | None = None) -> in
 
 
 def activation_bytes(config: Config, device: str, size: ModelSize, pp_rank: int) -> int:
-    """The activations that a pipeline rank keeps for its backward passes at most, and its temporary buffers.
+    """Return the peak bytes of a pipeline rank's kept activations and temporary buffers.
 
     Args:
-        config, device, size: as for `step_bytes`.
-        pp_rank: its coordinate on the pp axis.
+        config, device, size: see `step_bytes`.
+        pp_rank: coordinate of the rank on the pp axis.
     """
     train = config.train
     layers = [name for stage in size.stages() if stage.pp_rank == pp_rank for name in stage.layers]
@@ -445,7 +440,7 @@ def activation_bytes(config: Config, device: str, size: ModelSize, pp_rank: int)
         outer = block.own_tokens * block.hidden * block.itemsize
         if name in blocks:
             kept += block_bytes(block, train.recompute if name in replayed else "none")
-            moment = max(moment, block_bytes(block))  # its gradients, or what is computed again
+            moment = max(moment, block_bytes(block))  # its gradients, or its recomputed activations
         elif name == "head":
             kept += outer + head_bytes(block, config.model.vocab_size, train.loss_chunk_size)
             moment = max(moment, 2 * _logits(config, block))
@@ -455,13 +450,13 @@ def activation_bytes(config: Config, device: str, size: ModelSize, pp_rank: int)
 
 
 def _logits(config: Config, block: BlockSizes) -> int:
-    """Bytes of the logits that the head has at once."""
+    """Return the bytes of the logits that the head holds at once."""
     columns = -(-config.model.vocab_size // config.parallel.tp)
     return block.tokens * min(columns, config.train.loss_chunk_size or columns) * block.wide
 
 
 def _under_way(config: Config, pp_rank: int) -> float:
-    """Micro-batches, of all its layers, that a rank keeps at once, including those with deferred weight gradients."""
+    """Return the micro-batches that a rank keeps at once, including those with deferred weight gradients."""
     parallel, batches = config.parallel, config.train.gradient_accumulation_steps
     if parallel.pp == 1:
         return 1

@@ -1,8 +1,8 @@
-"""Training systems, as the few features that decide which physical work a step does.
+"""Training systems, described by the few features that decide the physical work of a step.
 
-An estimate for a GPU is of a run with the kernels and the overlap that are usual on it, because that is what published
-steps were measured with; this package's own kernels are the system `own`. A system only switches work on and off: no
-rate and no fraction depends on it.
+An estimate for a GPU assumes the kernels and overlap that are usual on it, because published steps were measured with
+them; the system `own` has this package's own kernels. A system only switches work on and off: no rate and no fraction
+depends on it.
 """
 
 from dataclasses import dataclass, field, replace
@@ -16,34 +16,34 @@ from threefold.plugins import one_of
 
 @dataclass(frozen=True)
 class System:
-    """How a training system computes a step.
+    """Features of a training system that decide how it computes a step.
 
     Attributes:
-        name: of the system.
+        name: name of the system.
         flash: whether attention is one fused kernel; otherwise its weights go through memory.
-        tuned_attention: whether that kernel is written for the type of GPU (cuDNN's, flash attention 3), not for all.
-        drops_in_flash: whether that kernel has dropout.
-        fused: whether bias, activation, dropout and residual sum, and rotation, are one kernel each.
-        fused_norm: whether a norm is one kernel; otherwise one for each of its operations.
-        fused_norm_recomputed: whether it is in blocks that are recomputed as a whole, too.
-        fused_loss: whether softmax and cross-entropy go over the logits in one kernel each way.
-        fused_gradients: whether products for weights add to the fp32 gradients themselves.
-        gradient_bytes: of an element in the sum over data-parallel ranks; 0 for that of the gradients.
-        overlap_tensor: whether tensor-parallel collectives run in pieces beside the products before and after them.
-        overlap_tensor_backward: whether those of the backward pass run beside the products for weights.
-        overlap_context: whether those of context parallelism run beside attention.
-        overlap_gradients: whether sums of gradients run beside the last backward pass, and gathers of weights beside
-            the first forward pass.
-        scatters_sends: whether tensor ranks send a part each of what a stage hands on, and gather it there.
-        overlap_sends: whether the pipeline sends and receives beside computing, with several stages a rank.
+        tuned_attention: whether the fused kernel is tuned for the GPU (cuDNN, FlashAttention-3) rather than general.
+        drops_in_flash: whether the fused kernel supports dropout.
+        fused: whether bias, activation, dropout and residual sum, and rotary embedding, are one kernel each.
+        fused_norm: whether a norm is one kernel; otherwise one per operation.
+        fused_norm_recomputed: whether norms stay fused in fully recomputed blocks.
+        fused_loss: whether softmax and cross-entropy are one kernel over the logits in each direction.
+        fused_gradients: whether weight-gradient products accumulate directly into the fp32 gradients.
+        gradient_bytes: bytes per element in the data-parallel sum; 0 for the gradients' itemsize.
+        overlap_tensor: whether tensor-parallel collectives run in pieces beside the neighbouring matrix products.
+        overlap_tensor_backward: whether tensor-parallel collectives overlap with weight gradients in the backward pass.
+        overlap_context: whether context-parallel collectives overlap with attention.
+        overlap_gradients: whether gradient sums overlap with the last backward pass, weight gathers with the first
+            forward.
+        scatters_sends: whether tensor-parallel ranks each send a part of a stage's output, gathered by the receivers.
+        overlap_sends: whether pipeline sends and receives overlap with computation when a rank has several stages.
         sharded_optimizer: whether replicas share the optimizer's work even where `parallel.zero` is 0.
         replays_operations: whether `selective` recompute replays every second product and all work between, not only
             the attention core.
-        narrow_gradients: dtypes of the computation in which gradients are added up themselves, not in fp32.
+        narrow_gradients: compute dtypes whose gradients are accumulated in that dtype instead of fp32.
         whole_logits: whether every tensor-parallel rank gathers the logits of the whole vocabulary for the loss.
-        data_inside_pipeline: whether ranks are ordered pp × dp × cp × tp, not dp × pp × cp × tp.
-        chunked_loss: whether `train.loss_chunk_size` is followed.
-        about: for people.
+        data_inside_pipeline: whether the rank order is pp × dp × cp × tp instead of dp × pp × cp × tp.
+        chunked_loss: whether the system follows `train.loss_chunk_size`.
+        about: description for people.
     """
 
     name: str
@@ -122,7 +122,7 @@ _ROWS: Final = (
         narrow_gradients=("bf16", "fp16"),
         whole_logits=True,
         fused=False,
-        fused_norm_recomputed=False,  # as in arXiv 2311.05610, none of whose runs has both
+        fused_norm_recomputed=False,  # as in arXiv 2311.05610, none of whose runs combines fused norms with recompute
         scatters_sends=False,
         overlap_tensor_backward=False,
         overlap_sends=False,
@@ -171,7 +171,7 @@ _ROWS: Final = (
         name="torchtitan",
         tuned_attention=False,
         fused=False,
-        fused_norm=False,  # the releases of PyTorch that its published runs had computed a norm operation by operation
+        fused_norm=False,  # the PyTorch releases of its published runs computed a norm operation by operation
         fused_gradients=False,
         replays_operations=True,
         data_inside_pipeline=False,
@@ -188,14 +188,14 @@ _ROWS: Final = (
     ),
 )
 SYSTEMS: Final = {row.name: row for row in _ROWS}
-"""Name → system."""
+"""Training systems by name."""
 
 
 def find_system(name: str) -> System:
-    """The system of a name.
+    """Return the training system of a name.
 
     Raises:
-        UserError: there is none.
+        UserError: no system has this name.
     """
     if name not in SYSTEMS:
         raise UserError(f"The training system {shown(name)} is unknown; it must be {one_of(name, list(SYSTEMS))}.")
@@ -204,25 +204,24 @@ def find_system(name: str) -> System:
 
 _NARROW: Final = 2
 FRAGMENTATION: Final = 0.05
-"""What the caching allocator of a GPU loses between blocks of different sizes, as a share of the tensors that come and
-go."""
+"""Memory that a GPU's caching allocator loses between blocks of different sizes, as a share of transient tensors."""
 
 
 @dataclass(frozen=True)
 class Keeps:
-    """What a system keeps on a device.
+    """Memory behaviour of a training system on a device.
 
     Attributes:
-        kernels: what its kernels keep.
+        kernels: what the kernels keep for the backward pass.
         flash: whether attention is fused.
-        drops_in_flash: whether fused attention has dropout, and masks of documents.
-        chunked_loss: whether `train.loss_chunk_size` is followed.
-        shards_optimizer: whether replicas share masters and optimizer state even where `parallel.zero` is 0.
-        narrow_gradients: dtypes of the computation in which gradients are added up themselves.
-        whole_logits: whether every tensor rank gathers all logits for the loss.
-        casts_logits: whether the loss casts narrow logits to fp32 in kernels of their own, on a GPU: what the allocator
-            took for the narrow ones is too small for the wide ones, and stays with it.
-        fragmentation: what the allocator loses, as a share of what comes and goes.
+        drops_in_flash: whether fused attention supports dropout and document masks.
+        chunked_loss: whether the system follows `train.loss_chunk_size`.
+        shards_optimizer: whether replicas shard master weights and optimizer state even where `parallel.zero` is 0.
+        narrow_gradients: compute dtypes whose gradients are accumulated in that dtype instead of fp32.
+        whole_logits: whether every tensor-parallel rank gathers all logits for the loss.
+        casts_logits: whether separate kernels cast narrow logits to fp32 on a GPU. The allocator's blocks for the
+            narrow logits are too small for the wide ones, and stay reserved.
+        fragmentation: memory that the allocator loses, as a share of transient tensors.
     """
 
     kernels: Kernels = field(default_factory=Kernels)
@@ -236,21 +235,21 @@ class Keeps:
     fragmentation: float = 0.0
 
     def attention(self, own: Attention) -> Attention:
-        """How attention computes, where this package's kernels for the device would compute as `own` says."""
+        """Return how this system computes attention where this package's kernels would compute it as `own`."""
         if not self.flash:
             return "dropped" if own in ("dropped", "dropped again") else "plain"
         return "fused" if self.drops_in_flash else own
 
 
 def keeps_of(system: str, device: str) -> Keeps:
-    """What a training system keeps.
+    """Return the memory behaviour of a training system on a device.
 
     Args:
-        system: its name, as `plan.cost.system` knows it.
+        system: name of the system, as `find_system` takes it.
         device: `cpu` or `cuda`.
 
     Raises:
-        UserError: there is no such system.
+        UserError: no system has this name.
     """
     found = find_system(system)
     if device == "cpu":

@@ -1,4 +1,4 @@
-"""Pictures of plans and runs as PNG or SVG, in one style: timelines of schedules, memory, results of a search."""
+"""Pictures of plans and runs as PNG or SVG in one style: timelines of schedules, memory, and search results."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
 SUFFIXES: Final = (".png", ".svg")
 DPI: Final = 150
 
-# Told apart by people who see fewer colours too, and in print by lightness.
+# Colour-blind readers can tell these apart, and in print their lightness does.
 BLUE, ORANGE, GREEN, PURPLE, RED, BROWN = "#3d6fb4", "#e8893c", "#55a868", "#8d6cb5", "#c44e52", "#937860"
 YELLOW, CYAN = "#f2c14e", "#64b5cd"
 COLORS: Final = (BLUE, ORANGE, GREEN, PURPLE, RED, BROWN, YELLOW, CYAN)
-"""In the order in which causes or series take them."""
+"""Colours in the order in which causes or series use them."""
 INK, FAINT, LINE = "#262626", "#e9e9e9", "#b5b5b5"
-"""Of text; of what is empty, such as waiting; of axes and grids."""
+"""Colours of text; of empty space, such as waiting; of axes and grids."""
 
 TITLE_SIZE, TEXT_SIZE, SMALL_SIZE = 12.0, 9.5, 7.0
 _LETTER: Final = 0.1
-"""Inches that a letter of a title takes, about."""
+"""Approximate width of a title's character, in inches."""
 _MARGIN: Final = 1.0
-"""Inches of a figure's width without a title."""
+"""Width of a figure that a title cannot use, in inches."""
 
 
 def lighter(color: str, share: float) -> tuple[float, float, float]:
-    """A colour mixed with white.
+    """Mix a colour with white.
 
     Args:
-        color: as `#rrggbb`.
-        share: of white, from 0 to 1.
+        color: colour as `#rrggbb`.
+        share: share of white, from 0 to 1.
     """
     parts = (int(color[place : place + 2], 16) / 255 for place in (1, 3, 5))
     red, green, blue = (part + (1 - part) * share for part in parts)
@@ -46,12 +46,11 @@ def lighter(color: str, share: float) -> tuple[float, float, float]:
 
 
 def new_figure(width: float, height: float, title: str) -> "tuple[Figure, Axes]":
-    """A figure of so many inches with one plot in the common style.
+    """Make a figure with one plot in the common style.
 
     Args:
-        width, height: inches.
-        title: one or two lines; the first says what is shown, with the number that matters most. Lines that are
-            longer than the figure is wide are broken.
+        width, height: size in inches.
+        title: one or two lines, the first with what is shown and its most important number; long lines are wrapped.
     """
     from textwrap import fill
 
@@ -75,10 +74,10 @@ def new_figure(width: float, height: float, title: str) -> "tuple[Figure, Axes]"
 
 
 def check_picture(path: Path) -> None:
-    """Refuse a path that no picture can be written to, before the work for it.
+    """Raise an error for a path that no picture can be written to, before any work is done.
 
     Raises:
-        UserError: the ending is not one of `SUFFIXES`, or there is no such folder.
+        UserError: the suffix is not one of `SUFFIXES`, or the folder does not exist.
     """
     if path.suffix.lower() not in SUFFIXES:
         raise UserError(f"The picture {shown(path)} must end in .png or .svg; use {shown(path.with_suffix('.png'))}.")
@@ -89,10 +88,10 @@ def check_picture(path: Path) -> None:
 
 
 def save(figure: "Figure", path: Path) -> None:
-    """Write a figure as PNG or SVG, by the ending of its path.
+    """Write a figure as PNG or SVG, by the suffix of its path.
 
     Raises:
-        UserError: it cannot be written there.
+        UserError: the file cannot be written.
     """
     check_picture(path)
     try:
@@ -110,22 +109,22 @@ KINDS: Final = {
     "optimizer": RED,
     "other": BROWN,
 }
-"""What ranks do → its colour. Time without a span is waiting."""
+"""Colour of each kind of span. Time without a span is waiting."""
 OF_ACTION: Final = {"F": "forward", "B": "backward", "I": "backward input", "W": "backward weight"}
-"""Kind of an action → what ranks do."""
+"""Kind of span for each kind of action."""
 _LIGHT: Final = ("backward", "backward input", "backward weight")
 _WIDTH, _MOST_DRAWN, _MOST_LABELS, _SMALLEST_LABEL = 16.0, 4000, 5000, 4.5
 
 
 class TimeSpan(NamedTuple):
-    """Something that a rank does without a pause.
+    """Activity of a rank without a pause.
 
     Attributes:
-        rank: its number, from 0; drawn from the top.
-        kind: of `KINDS`; another one is drawn as `other`.
-        label: written where it fits, such as the number of a micro-batch.
-        start, end: in the unit of the picture.
-        chunk: of the rank's stages, from 0; later ones are drawn lighter.
+        rank: row in the picture, from 0 at the top.
+        kind: kind in `KINDS`; any other is drawn as `other`.
+        label: text written where it fits, such as the micro-batch index.
+        start, end: times in the unit of the picture.
+        chunk: index of the stage on its rank; later ones are drawn lighter.
     """
 
     rank: int
@@ -137,7 +136,7 @@ class TimeSpan(NamedTuple):
 
 
 def spans_of(timeline: Timeline) -> list[TimeSpan]:
-    """The spans of a simulation, labelled with their micro-batches."""
+    """Return the spans of a simulation, labelled with their micro-batches."""
     found = []
     for rank, order in enumerate(timeline.spans):
         chunk = {stage: number for number, stage in enumerate(sorted({action.stage for action, _, _ in order}))}
@@ -147,17 +146,17 @@ def spans_of(timeline: Timeline) -> list[TimeSpan]:
 
 
 def draw_timeline(path: Path, spans: Sequence[TimeSpan], title: str, unit: str = "ms", called: str = "stage") -> None:
-    """Draw what each rank does when.
+    """Draw a timeline of the ranks.
 
     Args:
-        path: of the picture, .png or .svg.
-        spans: of all ranks, in any order; those of a rank do not overlap, or later ones hide earlier ones.
-        title: with the bubble, as the picture does not say it otherwise.
-        unit: of the spans' times; thousands of ms are shown as s.
-        called: what a row is: a stage or a rank.
+        path: path of the picture, .png or .svg.
+        spans: spans of all ranks, in any order; where spans of a rank overlap, later ones hide earlier ones.
+        title: title, which should give the bubble, as the picture does not.
+        unit: unit of the spans' times; thousands of ms are shown as s.
+        called: name of a row: a stage or a rank.
 
     Raises:
-        UserError: the picture cannot be written there.
+        UserError: the picture cannot be written.
     """
     check_picture(path)
     ranks = 1 + max((span.rank for span in spans), default=0)
@@ -173,7 +172,7 @@ def draw_timeline(path: Path, spans: Sequence[TimeSpan], title: str, unit: str =
     axes.barh(range(ranks), length, height=0.86, color=FAINT, linewidth=0)
     groups = _grouped(moved)
     chunks = 1 + max((chunk for _, chunk in groups), default=0)
-    pixels = (_WIDTH - 1.3) * DPI / length  # of a unit of time
+    pixels = (_WIDTH - 1.3) * DPI / length  # pixels per unit of time
     for (kind, chunk), group in sorted(groups.items()):
         _draw(axes, group, lighter(KINDS[kind], 0.5 * chunk / chunks), pixels, len(spans) > _MOST_DRAWN)
     _label(axes, moved, pixels, row)
@@ -185,7 +184,7 @@ def draw_timeline(path: Path, spans: Sequence[TimeSpan], title: str, unit: str =
 def _draw(
     axes: "Axes", group: Iterable[TimeSpan], color: tuple[float, float, float], pixels: float, rastered: bool
 ) -> None:
-    """One collection for all spans of a colour: a picture may have a hundred thousand."""
+    """Draw all spans of a colour as one collection, since a picture may have a hundred thousand."""
     from matplotlib.collections import PolyCollection
 
     boxes = list(group)
@@ -207,12 +206,12 @@ def _draw(
 
 
 def _label(axes: "Axes", spans: Sequence[TimeSpan], pixels: float, row: float) -> None:
-    """Write the labels of a kind where nearly all of them fit, in the largest size of type in which they do."""
+    """Write the labels of a kind where nearly all of them fit, in the largest font size that they fit in."""
     for group in _grouped(spans).values():
         named = sorted(((span.end - span.start) * pixels / len(span.label), span) for span in group if span.label)
         if not named or len(spans) > _MOST_LABELS:
             continue
-        room = named[len(named) // 50][0] - 2  # pixels of a character; some spans of a real run are shorter than others
+        room = named[len(named) // 50][0] - 2  # pixels per character; a real run has some shorter spans
         size = min(SMALL_SIZE, 0.6 * 72 * row, room * 72 / DPI / 0.62)
         if size < _SMALLEST_LABEL:
             continue
@@ -224,7 +223,6 @@ def _label(axes: "Axes", spans: Sequence[TimeSpan], pixels: float, row: float) -
 
 
 def _grouped(spans: Sequence[TimeSpan]) -> dict[tuple[str, int], list[TimeSpan]]:
-    """Spans of one colour each."""
     groups: dict[tuple[str, int], list[TimeSpan]] = {}
     for span in spans:
         groups.setdefault((span.kind if span.kind in KINDS else "other", span.chunk), []).append(span)
@@ -232,7 +230,7 @@ def _grouped(spans: Sequence[TimeSpan]) -> dict[tuple[str, int], list[TimeSpan]]
 
 
 def _mark_ranks(axes: "Axes", spans: Sequence[TimeSpan], ranks: int, length: float) -> None:
-    """Numbers of ranks on the left, and on the right for which share of the time each works."""
+    """Label the ranks on the left, and the share of time that each works on the right."""
     every = max(1, -(-ranks // 24))
     places = list(range(0, ranks, every))
     axes.set_yticks(places)
@@ -267,19 +265,19 @@ def _legend(axes: "Axes", kinds: Sequence[str], chunks: int) -> None:
 
 
 _OTHERS: Final = {"gradient sum": "communication", "update": "optimizer", "data": "other"}
-"""Names of spans that are no action of the pipeline → their kinds in the picture; others are not drawn."""
+"""Kind in the picture of spans that are no pipeline actions; others are not drawn."""
 NAME: Final = "timeline"
 
 
 class MeasuredStep(NamedTuple):
-    """A step of a run.
+    """Step of a real run, from its recorded spans.
 
     Attributes:
-        number: 1 for the first.
-        seconds: from the beginning of its first span to the end of its last, over all stages.
-        bubble: as of a simulated schedule: of the longest time from a stage's first action to its last, the part in
-            which a stage waits, the mean over the stages.
-        spans: times in ms.
+        number: number of the step, from 1.
+        seconds: time from the start of its first span to the end of its last, over all stages.
+        bubble: share of the longest time from a stage's first action to its last that a stage waits, averaged over
+            stages, as for a simulated schedule.
+        spans: spans with times in ms.
     """
 
     number: int
@@ -289,13 +287,13 @@ class MeasuredStep(NamedTuple):
 
 
 def draw_run_timeline(path: Path) -> list[Path]:
-    """Draw the step of median length beside the file of spans.
+    """Draw the step of median length next to the file of spans.
 
     Args:
-        path: of the file.
+        path: path of the file of spans.
 
     Returns:
-        the PNG and the SVG; nothing where no step is whole.
+        Paths of the PNG and the SVG; empty if no step is complete.
 
     Raises:
         UserError: a picture cannot be written.
@@ -317,10 +315,10 @@ def draw_run_timeline(path: Path) -> list[Path]:
 
 
 def measured_steps(ranks: Sequence[Mapping[str, Any]]) -> list[MeasuredStep]:
-    """The steps of which every stage's rank has actions, in order.
+    """Return in order the steps for which every stage's rank has actions.
 
     Args:
-        ranks: for each rank `pp_rank` and `spans`, with the fields of `Span`.
+        ranks: `pp_rank` and `spans` of each rank, the spans with the fields of `Span`.
     """
     numbers = [{span["step"] for span in rank["spans"] if span["kind"]} for rank in ranks]
     return [_step(ranks, number) for number in sorted(set.intersection(*numbers))] if numbers else []

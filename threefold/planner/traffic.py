@@ -1,7 +1,7 @@
-"""The communication of a training step on each axis, by formula: number of collectives, and bytes of each kind.
+"""Formulas for the communication of a training step: number of collectives and bytes of each kind, on each axis.
 
-The same numbers that the mesh's recorder counts while a step runs, from sizes alone; `docs/parallel/traffic.md` has the
-formulas as a table. They are those of a decoder without experts: an embedding, blocks of attention and MLP, a head.
+From sizes alone they give the numbers that the mesh's recorder counts during a step; `docs/parallel/traffic.md` has
+them as a table. They hold for a decoder without experts: an embedding, blocks of attention and MLP, and a head.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,19 +23,14 @@ _LOSS_AND_NORM = 3 * 8
 
 @dataclass(frozen=True)
 class Volume:
-    """Collectives of one operation.
-
-    Attributes:
-        count: how many.
-        nbytes: of all together; what a collective's bytes are, `Event` says.
-    """
+    """Number of collectives of one operation, and their total bytes as `Event` counts them."""
 
     count: int = 0
     nbytes: int = 0
 
 
 Table = dict[str, dict[str, Volume]]
-"""Name of an axis → operation → its collectives."""
+"""Volume of each operation on each axis, by axis and operation."""
 
 _WIRE = {
     "all_reduce": lambda nbytes, ranks: 2 * nbytes * (ranks - 1) / ranks,
@@ -48,28 +43,28 @@ _WIRE = {
 
 
 def wire_bytes(operation: str, nbytes: float, ranks: int) -> float:
-    """Bytes that each rank sends in a ring algorithm, which sends as little as any.
+    """Return the bytes that each rank sends in a ring algorithm, which is optimal in bandwidth.
 
     Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (JPDC 2009).
 
     Args:
-        operation: as in `Event`.
-        nbytes: as in `Event`.
+        operation: `Event.operation`.
+        nbytes: bytes of the collective, as `Event` counts them.
         ranks: size of the axis.
     """
     return float(_WIRE[operation](nbytes, ranks))
 
 
 def step_traffic(config: Config, stages: StageMap, place: Coordinates) -> Table:
-    """The collectives of one rank in one training step of a GPT, or of a Llama without experts.
+    """Return the collectives of one rank in one training step of a GPT, or of a Llama without experts.
 
     Args:
-        config: resolved.
-        stages: where its layers are: the embedding, the blocks, the head.
-        place: the rank's coordinates.
+        config: resolved config of the run.
+        stages: map of its layers (embedding, blocks, head) to pipeline stages.
+        place: coordinates of the rank.
 
     Returns:
-        axes and operations with any traffic.
+        Axes and operations that have any traffic.
     """
     step = _Step(config, stages, place)
     table: Table = {}
@@ -81,19 +76,19 @@ def step_traffic(config: Config, stages: StageMap, place: Coordinates) -> Table:
 
 
 Carried = tuple[str, str, int, int]
-"""Axis, operation, how often, bytes of each."""
+"""Axis, operation, count, and bytes of each."""
 
 
 class _Step:
-    """A rank's sizes, from which its collectives follow."""
+    """Sizes of a rank, from which its collectives follow."""
 
     def __init__(self, config: Config, stages: StageMap, place: Coordinates) -> None:
         self.config, self.stages, self.place = config, stages, place
         model, parallel, train = config.model, config.parallel, config.train
         self.parallel = parallel
         self.itemsize = _ITEMSIZE[config.precision.dtype]
-        self.wide = max(4, self.itemsize)  # of losses
-        self.summed = self.wide if config.precision.master_weights else self.itemsize  # of gradients
+        self.wide = max(4, self.itemsize)  # itemsize of losses
+        self.summed = self.wide if config.precision.master_weights else self.itemsize  # itemsize of gradients
         self.micro_batches = train.gradient_accumulation_steps
         self.tokens = train.micro_batch_size * config.data.sequence_length // parallel.cp
         self.activation = self.tokens * model.hidden_size * self.itemsize
@@ -125,21 +120,21 @@ class _Step:
             yield from self._ties()
 
     def _scalars(self) -> Iterator[Carried]:
-        """Valid tokens and padding in one; then loss, gradient norm and whether a rank is to stop in one."""
+        """Yield the all-reduces of token and padding counts, and of the loss, the gradient norm and the stop flag."""
         parallel = self.parallel
         yield "dp", "all_reduce", int(parallel.dp > 1), _COUNT
         world = parallel.dp * parallel.tp * parallel.pp * parallel.cp
         yield "world", "all_reduce", int(world > 1), _LOSS_AND_NORM
 
     def _gradients(self) -> Iterator[Carried]:
-        """Each parameter once, in buckets, over all that hold the same weights; with zero by `_shared`."""
+        """Yield each gradient once, in buckets, over the ranks that hold the same weights; for ZeRO see `_shared`."""
         dp, cp = self.parallel.dp, self.parallel.cp
         axis = "dp·cp" if dp > 1 < cp else "dp" if dp > 1 else "cp"
         if self.parallel.zero:
             yield from self._shared(axis)
         elif dp * cp > 1:
             compression = self.parallel.gradient_compression
-            agrees = int(compression == "fp16")  # on a power of two
+            agrees = int(compression == "fp16")  # on a power of two as the scale
             longest = self._parameters(self.held._replace(tp=ShardIndex(0, self.parallel.tp)))
             sizes = list(zip(longest, self._parameters(self.held), strict=True))
             for bucket in in_buckets(sizes, lambda size: self.summed * size[0]):
@@ -149,7 +144,7 @@ class _Step:
                 yield "tp", "all_reduce_max", agrees * (self.parallel.tp > 1), self.summed
 
     def _shared(self, axis: str) -> Iterator[Carried]:
-        """Weights gathered and gradients scattered layer by layer, rows padded to equal shards; then between copies."""
+        """Yield ZeRO's gathers and reduce-scatters by layer, rows padded to equal shards, and its sum over replicas."""
         stage, shards = self.parallel.zero, self.parallel.zero_shards * self.parallel.cp
         layers = list(self._shapes(self.held))
         if self.stages.ranks == (0,) and self.config.model.tie_embeddings:
@@ -163,21 +158,21 @@ class _Step:
             yield axis, "all_reduce", 1, held * self.summed
 
     def _of_shard(self, rows: int) -> int:
-        """How many of `rows` are this replica's when they are sharded over the replicas."""
+        """Return how many of `rows` are this replica's when they are sharded over the replicas."""
         cp, shards = self.parallel.cp, self.parallel.zero_shards
         start, end = shard_bounds(rows, shards * cp, self.place.dp % shards * cp + self.place.cp)
         return end - start
 
     def _tensor(self) -> Iterator[Carried]:
-        """Forward: after the embedding and each half of a block; backward: before each half and the head."""
+        """Yield all-reduces: forward after embedding and half blocks, backward before half blocks and head."""
         each = self.has_embedding + 4 * self.blocks + self.has_head + self._replayed_sums()
         yield "tp", "all_reduce", self.micro_batches * each, self.activation
         partial = self.summed * sum(self._held_whole(per_head=True))
         yield "tp", "all_reduce", int(partial > 0), partial
 
     def _tensor_shared(self) -> Iterator[Carried]:
-        """A gather before each half of a block, a reduce-scatter after it, the adjoint of each backward, and the input
-        gathered again; gradients of weights that are held whole are summed over the shares."""
+        """Yield a gather before and a reduce-scatter after each half block, their adjoints in the backward pass, and
+        the input gathered again; gradients of replicated weights are all-reduced."""
         gathers = 6 * self.blocks + self.has_embedding + 2 * self.has_head + 2 * self.replayed
         scatters = 4 * self.blocks + self.has_embedding + self.has_head + self._replayed_sums()
         yield "tp", "all_gather", self.micro_batches * gathers, self.activation
@@ -186,18 +181,17 @@ class _Step:
         yield "tp", "all_reduce", int(held_whole > 0), held_whole
 
     def _replayed_sums(self) -> int:
-        """Sums after the halves of blocks that are computed again; the last is left out where nothing after it keeps
-        anything, as a dropout does."""
+        """Count the sums of recomputed half blocks; the last is skipped unless dropout needs its output."""
         return self.replayed * (2 if self.config.model.hidden_dropout else 1)
 
     def _loss(self) -> Iterator[Carried]:
-        """Per token a maximum, and two sums in one."""
+        """Yield one maximum per token, and two sums per token in one all-reduce."""
         yield "tp", "all_reduce_max", self.micro_batches, self.tokens * self.wide
         yield "tp", "all_reduce", self.micro_batches, 2 * self.tokens * self.wide
 
     def _repeated_heads(self) -> Iterator[Carried]:
-        """Features of queries, keys and values where ranks share a key-value head, gathered over these ranks, or over
-        the whole axis where they do not divide; and their gradients back."""
+        """Yield queries, keys and values gathered where ranks share a key-value head, over these ranks, or over the
+        whole axis where they do not divide evenly; and the reduce-scatters of their gradients."""
         model, tp = self.config.model, self.parallel.tp
         if model.num_key_value_heads >= tp:
             return
@@ -210,13 +204,13 @@ class _Step:
         yield axis, "reduce_scatter", self.micro_batches * self.blocks, features
 
     def _keys_and_values(self) -> int:
-        """Bytes of those of a rank's heads and positions."""
+        """Return the bytes of the keys and values of a rank's heads and positions."""
         model = self.config.model
         heads = max(model.num_key_value_heads // self.parallel.tp, 1)
         return 2 * heads * model.head_dim * self.tokens * self.itemsize
 
     def _context(self) -> Iterator[Carried]:
-        """Keys and values of each block in one; their gradients back."""
+        """Yield one gather of each block's keys and values, and the reduce-scatter of their gradients."""
         if self.parallel.cp_method == "ring":
             yield from self._ring()
             return
@@ -225,14 +219,14 @@ class _Step:
         yield "cp", "reduce_scatter", self.micro_batches * self.blocks, keys_and_values
 
     def _ring(self) -> Iterator[Carried]:
-        """Each rank's keys and values to all others, forward and backward; their gradients all the way round, wide."""
+        """Yield sends of keys and values to all other ranks, forward and backward, and of wide gradients all around."""
         own, passes = self._keys_and_values(), 2 * self.blocks + self.replayed_cores
         yield "cp", "send", self.micro_batches * passes * (self.parallel.cp - 1), own
         gradients = own // self.itemsize * self.wide
         yield "cp", "send", self.micro_batches * self.blocks * self.parallel.cp, gradients
 
     def _pipeline(self) -> Iterator[Carried]:
-        """Activations to the next stage and their gradients to the one before, where that is another rank's."""
+        """Yield sends of activations to the next stage and of gradients to the previous one, across ranks."""
         ranks = self.stages.ranks
         shares = self.parallel.tp if self.parallel.sequence_parallel else 1
         neighbours = [n for stage in self.mine for n in (stage - 1, stage + 1) if 0 <= n < len(ranks)]
@@ -240,7 +234,7 @@ class _Step:
         yield "pp", "send", self.micro_batches * sends, self.activation // shares
 
     def _ties(self) -> Iterator[Carried]:
-        """The gradient of a weight that the first and the last layer share, where those are not one rank's."""
+        """Yield the gradient sum of a weight that the first and last layer share, where two ranks have them."""
         if self.config.model.tie_embeddings and self.has_embedding != self.has_head:
             rows = self._of_shard(self._rows()) if self.parallel.zero else self._rows()
             yield "tie", "all_reduce", 1, self.summed * rows * self.config.model.hidden_size
@@ -250,16 +244,16 @@ class _Step:
         return end - start
 
     def _parameters(self, place: Place) -> Iterator[int]:
-        """Elements of each parameter that the tensor rank at `place` holds, in the order of the model."""
+        """Yield the elements of each parameter on the tensor-parallel rank at `place`, in model order."""
         yield from (rows * columns for shapes in self._shapes(place) for rows, columns in shapes)
 
     def _shapes(self, place: Place) -> Iterator[list[tuple[int, int]]]:
-        """For each layer of this rank, rows and columns of its parameters (1 column for a vector)."""
+        """Yield the rows and columns of each layer's parameters on this rank, with 1 column for a vector."""
         yield from ([_matrix(weight.held_shape(place)) for weight in weights] for weights in self._weights())
 
     def _held_whole(self, per_head: bool = False) -> Iterator[int]:
-        """Elements of the parameters that the tensor axis does not split: positions, norms and row-parallel biases; or
-        only of those that each rank applies to its own heads."""
+        """Yield the elements of parameters that the tensor axis does not split: positions, norms and row-parallel
+        biases; with `per_head`, only those that each rank applies to its own heads."""
         share = self._of_shard if self.parallel.zero else int
         for weights in self._weights():
             for weight in weights:
@@ -270,7 +264,7 @@ class _Step:
                     yield share(rows) * columns
 
     def _weights(self) -> Iterator[tuple[WeightShape, ...]]:
-        """The parameters of each layer of this rank, in the order of the model; tied ones where they are first used."""
+        """Yield the parameters of each layer of this rank in model order, tied ones where they are first used."""
         seen: set[WeightShape] = set()
         for layer in self.layers:
             yield tuple(weight for weight in layer if weight not in seen)
@@ -278,5 +272,4 @@ class _Step:
 
 
 def _matrix(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns."""
     return shape[0], prod(shape[1:])

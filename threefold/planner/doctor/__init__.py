@@ -1,1 +1,1 @@
-"""What this machine is, how fast it computes and communicates, and what is wrong with it: `threefold doctor`."""
+"""Description of this machine, its speed of computation and communication, and its problems: `threefold doctor`."""

@@ -1,4 +1,4 @@
-"""What is wrong with a machine, in words, and how to mend it."""
+"""Examination of a machine: its problems in words, each with a remedy, and its measured hardware entry."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -38,19 +38,17 @@ _FEW_FILES: Final = 4096
 _LITTLE_SHARED_MEMORY: Final = 256 << 20
 _SLOW_DISK: Final = 100e6
 _BUSY: Final = 0.5
-"""Of the cores, by other programs."""
+"""Share of the cores that other programs may use without a warning."""
 _THROTTLED: Final = 0.6
-"""Of the highest clock."""
+"""Share of the highest clock below which a GPU counts as throttled."""
 
 
 @dataclass(frozen=True)
 class MachineFinding:
-    """Something that is wrong, or good to know.
+    """Problem of a machine and its remedy, one clause each.
 
     Attributes:
-        severity: `error` where training cannot work, `warning` where it is slower or may fail, `note` otherwise.
-        text: one clause.
-        remedy: what to do; a clause.
+        severity: `error` if training cannot work, `warning` if it is slower or may fail, `note` otherwise.
     """
 
     severity: Severity
@@ -68,11 +66,11 @@ def findings_of(
     disk: DiskSpeed | None,
     outside: Interface | None = None,
 ) -> list[MachineFinding]:
-    """What is wrong, the worst first.
+    """Return the findings about a machine, the worst first.
 
     Args:
-        machine, device, rates, disk: as of an examination.
-        outside: the interface that ranks take to other hosts; None where it is not known.
+        machine, device, rates, disk: see `Examination`.
+        outside: network interface to other hosts; None if unknown.
     """
     found = [*_of_host(machine), *_of_rates(machine, device, rates), *_of_gpus(machine, device)]
     if disk is not None and disk.bandwidth < _SLOW_DISK:
@@ -161,21 +159,16 @@ _DTYPES: Final = ("fp32", "bf16")
 _ON_DISK, _ON_DISK_QUICK = 128 << 20, 16 << 20
 
 RunRanks = Callable[[Callable[..., object], tuple[Any, ...], int, str], object]
-"""Runs a worker on so many local ranks of a device, and returns the result of the first."""
+"""Function that runs a worker on some local ranks of a device and returns the first rank's result."""
 
 
 @dataclass(frozen=True)
 class Examination:
-    """All that was found.
+    """Description of a machine with its network, rates (of one rank, then of several), disk and problems.
 
     Attributes:
-        machine: what it is.
-        device: `cuda` where it has GPUs that torch can use, else `cpu`.
-        interfaces: of the network.
-        routes: over what each axis communicates.
-        rates: of one rank, then of several at once.
-        disk: of the folder.
-        findings: what is wrong.
+        device: `cuda` if torch can use a GPU, else `cpu`.
+        disk: speed of the folder's disk; None if the folder cannot be written.
     """
 
     machine: Machine
@@ -187,7 +180,7 @@ class Examination:
     findings: tuple[MachineFinding, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """Of numbers, texts, lists and mappings alone."""
+        """Return the examination as numbers, strings, lists and mappings only."""
         values = asdict(self)
         for rates in values["rates"]:
             rates["matrix"] = {
@@ -199,16 +192,13 @@ class Examination:
 def examine(
     run_ranks: RunRanks, folder: Path, quick: bool = False, tell: Callable[[str, int, int], None] = lambda *_: None
 ) -> Examination:
-    """Examine this machine; half a minute, or with `quick` some seconds.
+    """Examine this machine, which takes half a minute, or some seconds with `quick`.
 
     Args:
         run_ranks: starts local ranks, as training does.
-        folder: whose disk is measured.
-        quick: whether to measure less, and only up to two ranks.
-        tell: called before each part with what it is, its number from 0, and how many there are.
-
-    Raises:
-        UserError: the folder cannot be written.
+        folder: folder whose disk is measured.
+        quick: whether to measure less, and at most two ranks.
+        tell: callback before each part, with its name, its index from 0 and the number of parts.
     """
     machine, found = this_machine(), interfaces()
     device = "cuda" if usable_gpus() else "cpu"
@@ -241,7 +231,7 @@ def examine(
 
 
 def usable_gpus() -> int:
-    """GPUs that torch can use, without initialising CUDA."""
+    """Count the GPUs that torch can use, without initialising CUDA."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -273,10 +263,10 @@ _GIB = 1 << 30
 
 
 def measured_entry(found: Examination) -> Hardware | None:
-    """The entry `this-machine`; None where no ranks could be measured.
+    """Build the entry `this-machine`; None if no ranks could be measured.
 
-    Rates are those that each of the most ranks that were measured reached while all computed, so that nothing is left
-    for a fraction of them; only the depth of a product at which it reaches half of its rate is fitted.
+    Its rates are those of each rank in the largest measurement while all ranks computed, so no further fraction
+    applies; only the depth at which a product reaches half of its rate is fitted.
     """
     several = [rates for rates in found.rates if any(rates.matrix.values())]
     if not several:
@@ -321,7 +311,7 @@ def measured_entry(found: Examination) -> Hardware | None:
             f"threefold doctor on {machine.host}: {ranks} local ranks of {most.threads} threads at the same time",
         ),
     )
-    if found.device == "cuda":  # whose kernels run beside what the host does
+    if found.device == "cuda":  # a GPU's kernels run beside the host's work
         return replace(entry, achievable=replace(reached, block=most.block))
     longer = {
         name: max(0.0, measured - most.block)
@@ -335,14 +325,14 @@ def measured_entry(found: Examination) -> Hardware | None:
 
 
 def _host_work(rates: RankRates, entry: Hardware) -> float:
-    """Of the measured block, what its kernels do not explain."""
+    """Return the part of the measured block time that its kernels do not explain."""
     config, system = tiny_config(), SYSTEMS["own-cpu"]
     kernels = block_seconds(block_of(config, 0, 1, system), entry, system).total if rates.block else 0.0
     return max(0.0, rates.block - kernels)
 
 
 def _with_attention(reached: Achievable, rates: RankRates, peaks: Mapping[str, float]) -> Achievable:
-    """With attention as shares of the rate of products, in the first dtype, and the sizes that have half of them."""
+    """Set the fractions of attention, in the first dtype that has rates, and the sizes that reach half of them."""
     dtype = next((dtype for dtype in peaks if rates.attention.get(dtype)), None)
     if dtype is None:
         return replace(reached, attention=0.5, attention_backward=0.5, attention_length=0.0, attention_depth=0.0)
@@ -364,29 +354,29 @@ def _with_attention(reached: Achievable, rates: RankRates, peaks: Mapping[str, f
 
 
 def _of_both_passes(rate: AttentionRate) -> float:
-    """FLOP/s, where the backward pass has 2.5 times the operations of the forward pass."""
+    """Return the FLOP/s of both passes; the backward pass has 2.5 times the operations of the forward pass."""
     return 3.5 / (1 / rate.forward + 2.5 / rate.backward)
 
 
 def half_depth(rates: Mapping[int, float], least: int = 0) -> float:
-    """The size d at which a product reaches half of a rate, where its rate at size n is that times n / (n + d).
+    """Fit the size d at which a product reaches half its rate, if the rate at size n is proportional to n / (n + d).
 
     Args:
         rates: FLOP/s by size.
-        least: size that counts.
+        least: smallest size to consider.
     """
     sizes = sorted(size for size in rates if size >= least)
     largest = sizes[-1]
     found = []
     for size in sizes[:-1]:
-        ratio = rates[largest] / rates[size]  # n (s + d) / (s (n + d)) of sizes n and s
+        ratio = rates[largest] / rates[size]  # n (s + d) / (s (n + d)) for sizes n and s
         if ratio > 1 and largest > ratio * size:
             found.append(size * largest * (ratio - 1) / (largest - ratio * size))
     return median(found) if found else 0.0
 
 
 def measured_link(rates: RankRates) -> Link:
-    """The link that explains the collectives of shared memory or NCCL as rings; of one rank alone, that of a copy."""
+    """Fit the link that explains the collectives of shared memory or NCCL as rings, or for one rank a copy."""
     if not rates.collectives:
         return Link(rates.memory_bandwidth / 2, rates.kernel)
     groups = {"pairs": 2, "all_reduce": rates.ranks}

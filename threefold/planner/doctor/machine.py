@@ -1,4 +1,4 @@
-"""What this machine is: processor, memory, limits, GPUs, libraries and backends. Nothing is measured here."""
+"""Description of this machine without measurements, except of the disk: processor, memory, limits, GPUs, network."""
 
 import importlib.metadata
 import os
@@ -29,14 +29,13 @@ _SECONDS: Final = 10.0
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as its driver tells of it.
+    """GPU as its driver describes it; unknown strings are empty.
 
     Attributes:
-        name: of its type.
-        driver: version; empty where it is not known, as all texts.
-        clock, largest_clock: MHz of its multiprocessors now and at most; 0 where they are not known.
-        ecc: whether memory errors are corrected: `Enabled`, `Disabled`.
-        power_limit, largest_power_limit: watts; 0 where they are not known.
+        name, driver: name of the GPU type, and driver version.
+        clock, largest_clock: current and highest clock of its multiprocessors in MHz; 0 if unknown.
+        ecc: state of error correction: `Enabled` or `Disabled`.
+        power_limit, largest_power_limit: watts; 0 if unknown.
     """
 
     name: str
@@ -50,24 +49,21 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine.
+    """Description of this machine.
 
     Attributes:
-        host: its name.
-        system: operating system and kernel.
-        processor: its name and the cores that may be used, as `cpu_name`.
-        cores: that this process may use.
-        machine_cores: that there are.
+        host, system: host name, and operating system with its kernel.
+        processor: name and usable cores, as `cpu_name` returns them.
+        cores, machine_cores: cores that this process may use, and cores of the machine.
         quota: cores' worth of time that the control group allows; 0 for no limit.
-        memory: bytes that may be used.
-        swap: bytes of swap space.
-        shared_memory: free bytes of /dev/shm; 0 where there is none.
-        open_files: that a process may have.
-        load: processes that wanted to run in the last minute; 0 where it is not known.
+        memory, swap: usable bytes of memory, and bytes of swap space.
+        shared_memory: free bytes of /dev/shm; 0 if it does not exist.
+        open_files: limit of open files per process.
+        load: mean number of runnable processes in the last minute; 0 if unknown.
         compiler: path of a C compiler; empty for none.
-        gpus: of this machine.
-        versions: of the libraries and the interpreter, by name.
-        backends: of torch.distributed, and whether each is there.
+        gpus: GPUs of this machine.
+        versions: versions of the interpreter and libraries, by name.
+        backends: availability of each `torch.distributed` backend.
     """
 
     host: str
@@ -88,7 +84,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """What can be known of this machine without measuring. Imports torch, and does not initialise CUDA."""
+    """Describe this machine without measuring. Imports torch, but does not initialise CUDA."""
     import torch.distributed as dist
 
     backends = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
@@ -122,7 +118,7 @@ def _versions() -> dict[str, str]:
     if torch.version.cuda:
         found["CUDA"] = torch.version.cuda
     if torch.cuda.is_available():
-        with suppress(Exception):  # of torch, where the library cannot be loaded
+        with suppress(Exception):  # torch raises if it cannot load the library
             found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found
 
@@ -134,7 +130,7 @@ def _compiler() -> str:
 
 
 def _gpus() -> tuple[Gpu, ...]:
-    """By the tool of the driver, which initialises nothing in this process; or as torch counts them."""
+    """List the GPUs by nvidia-smi, which initialises nothing in this process, or else by torch."""
     with suppress(OSError, subprocess.SubprocessError):
         command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
@@ -145,7 +141,7 @@ def _gpus() -> tuple[Gpu, ...]:
 
 
 def gpu_of(line: str) -> Gpu:
-    """A line of what nvidia-smi answers."""
+    """Parse a line of nvidia-smi's answer to the query."""
     name, driver, clock, largest, ecc, power, most = [*(part.strip() for part in line.split(",")), *[""] * 7][:7]
     return Gpu(name, driver, _number(clock), _number(largest), ecc.strip("[]"), _number(power), _number(most))
 
@@ -192,12 +188,12 @@ _INFINIBAND = Path("/sys/class/infiniband")
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface.
+    """Network interface of this machine.
 
     Attributes:
-        name: such as `eth0`.
-        address: of IPv4 or else IPv6; empty for none.
-        megabits: per second, as its driver tells; 0 where it is not known.
+        name: name, such as `eth0`.
+        address: IPv4 or else IPv6 address; empty for none.
+        megabits: megabits per second reported by the driver; 0 if unknown.
     """
 
     name: str
@@ -211,13 +207,7 @@ class Interface:
 
 @dataclass(frozen=True)
 class AxisRoute:
-    """Over what the ranks of an axis communicate.
-
-    Attributes:
-        axis: its name.
-        here: between ranks of this host.
-        hosts: between hosts.
-    """
+    """Transports between the ranks of a mesh axis: on this host (`here`), and between hosts."""
 
     axis: str
     here: str
@@ -225,12 +215,12 @@ class AxisRoute:
 
 
 def interfaces() -> list[Interface]:
-    """Those of this machine, in the system's order."""
+    """List the network interfaces of this machine, in the system's order."""
     return [Interface(name, _address(name), _speed(name)) for _, name in socket.if_nameindex()]
 
 
 def between_hosts(found: list[Interface]) -> Interface | None:
-    """The interface that gloo takes between hosts: the one that its variable names, or that has the host's address."""
+    """Return gloo's interface between hosts: the one in `GLOO_SOCKET_IFNAME`, or the one with the host's address."""
     named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if named:
         return next((each for each in found if each.name == named), Interface(named, ""))
@@ -242,11 +232,11 @@ def between_hosts(found: list[Interface]) -> Interface | None:
 
 
 def axis_routes(device: str, found: list[Interface]) -> list[AxisRoute]:
-    """For each axis of the mesh.
+    """List the transports of each mesh axis.
 
     Args:
-        device: of the ranks, `cpu` or `cuda`.
-        found: the interfaces.
+        device: device of the ranks, `cpu` or `cuda`.
+        found: network interfaces.
     """
     outside = between_hosts(found)
     loopback = next((each for each in found if _is_loopback(each)), None)
@@ -265,7 +255,7 @@ def _is_loopback(interface: Interface) -> bool:
 
 
 def _address(name: str) -> str:
-    """By the system's answer to what an interface's address is (SIOCGIFADDR); IPv6 ones from /proc."""
+    """Return an interface's IPv4 address (SIOCGIFADDR), or else its IPv6 address from /proc."""
     with suppress(ImportError, OSError):
         import fcntl
 
@@ -291,13 +281,7 @@ _BLOCK = 4 << 20
 
 @dataclass(frozen=True)
 class DiskSpeed:
-    """The disk of a folder.
-
-    Attributes:
-        folder: where a file was written, and deleted again.
-        bandwidth: bytes per second, until they were on the disk.
-        free: bytes.
-    """
+    """Speed of a folder's disk in bytes per second until written data is on it, and its free bytes."""
 
     folder: str
     bandwidth: float
@@ -305,12 +289,12 @@ class DiskSpeed:
 
 
 def measure_disk(folder: Path, nbytes: int) -> DiskSpeed:
-    """Write so many bytes into a new file of `folder`, and wait until they are on the disk.
+    """Write `nbytes` into a temporary file of `folder` and time it until they are on the disk.
 
     Raises:
         UserError: the folder cannot be written.
     """
-    block = os.urandom(_BLOCK)  # which no disk compresses
+    block = os.urandom(_BLOCK)  # random, so that no disk compresses it
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".threefold-doctor-") as file:
             started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What Python and autograd take for a block: training steps of the least sizes, whose kernels take next to no time."""
+"""Measured rates of local ranks: products, attention, copies, collectives, and the host's work for a block."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -27,14 +27,14 @@ from threefold.train.step import Engine
 
 _LAYERS, _HIDDEN, _HEADS, _VOCAB, _LENGTH = 4, 32, 8, 32, 16
 _FEW, _MANY = 1, 4
-"""Micro-batches of the two steps whose difference counts, so that what a step does once does not."""
+"""Micro-batches of the two steps whose difference cancels the fixed cost of a step."""
 
 
 @cache
 def tiny_config(
     micro_batches: int = _FEW, dp: int = 1, tp: int = 1, cp: int = 1, zero: int = 0, device: str = "cpu"
 ) -> Config:
-    """A GPT of the least sizes, resolved, with so many micro-batches on each data-parallel rank of a layout."""
+    """Return a resolved config of a minimal GPT with `micro_batches` per data-parallel rank of a layout."""
     given: dict[str, Any] = {
         "model": {
             "num_layers": _LAYERS,
@@ -58,13 +58,15 @@ def measure_block(
     cp: int = 1,
     zero: int = 0,
 ) -> float:
-    """Seconds of one tiny block's forward and backward pass of a micro-batch. Collective over the world.
+    """Return the seconds of one tiny block's forward and backward pass of a micro-batch. Collective over the world.
+
+    Its kernels take almost no time, so that Python and autograd remain.
 
     Args:
-        seconds_of: times an operation on all ranks at once.
-        ranks: of the world.
-        device: of this rank.
-        tp, cp, zero: as in `parallel`; tp and cp divide `ranks`.
+        seconds_of: function that times an operation on all ranks at once.
+        ranks: number of ranks in the world.
+        device: device of this rank.
+        tp, cp, zero: settings of `parallel`; tp · cp divides `ranks`.
     """
     dp = ranks // (tp * cp)
     mesh = Mesh(Layout(dp=dp, tp=tp, cp=cp), device)
@@ -86,16 +88,16 @@ def _step(config: Config, mesh: Mesh) -> Callable[[], object]:
 
 
 _COPIED: Final = 64 << 20
-"""Bytes of a tensor that is copied: more than caches hold."""
+"""Bytes of the copied tensor, more than caches hold."""
 _SMALL: Final = 256
-"""Bytes of a message whose time is latency alone."""
+"""Bytes of a message whose time is only latency."""
 _TINY: Final = 64
-"""Elements of a tensor whose kernel takes no time."""
+"""Elements of a tensor whose kernel takes almost no time."""
 _LEAST_REPEATS: Final = 2
 _LONGEST_PRODUCT: Final = 0.5
-"""Seconds of one."""
+"""Longest product to measure, in seconds."""
 _ATTENTION_WIDTH: Final = 256
-"""Features of all heads."""
+"""Features of all heads together."""
 NCCL: Final = "NCCL"
 _SHARDED_WEIGHTS: Final = 3  # value of parallel.zero
 _LEAST_SECONDS: Final = 1e-7
@@ -104,14 +106,14 @@ _BETWEEN: Final = 512
 
 
 class MeasuringEffort(NamedTuple):
-    """How much is measured.
+    """Extent of the measurements.
 
     Attributes:
-        seconds: of each measurement.
-        sizes: of square matrices.
-        nbytes: of large messages.
-        attention: positions, and the width of a head; the first two differ in width, the last two in positions.
-        copied: bytes of a tensor that is copied.
+        seconds: duration of each measurement.
+        sizes: sizes of square matrices.
+        nbytes: bytes of large messages.
+        attention: (positions, head dim) of three measurements; two differ in head dim, the last two in positions.
+        copied: bytes of the copied tensor.
     """
 
     seconds: float = 0.35
@@ -127,13 +129,7 @@ QUICK: Final = MeasuringEffort(
 
 
 class AttentionRate(NamedTuple):
-    """What the fused kernel reaches with causal attention.
-
-    Attributes:
-        positions: of a sequence.
-        head_dim: width of a head.
-        forward, backward: FLOP/s of a pass, without the masked part.
-    """
+    """FLOP/s of fused causal attention, without the masked part, for one sequence length and head dim."""
 
     positions: int
     head_dim: int
@@ -143,14 +139,7 @@ class AttentionRate(NamedTuple):
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective.
-
-    Attributes:
-        latency: seconds of a small one.
-        seconds: of a large one.
-        nbytes: of the whole tensor of the large one.
-        transport: over which it goes.
-    """
+    """Measured collective: seconds of a small message (latency) and of a large one, `nbytes` of the large tensor."""
 
     latency: float
     seconds: float
@@ -165,22 +154,21 @@ class Collective:
 
 @dataclass(frozen=True)
 class RankRates:
-    """What one of several ranks reaches while all do the same, the mean over them.
+    """Rates of one of several ranks while all do the same, averaged over them.
 
     Attributes:
-        ranks: how many.
-        threads: of each.
+        ranks, threads: number of ranks, and threads of each.
         matrix: FLOP/s of products of square matrices, by dtype and size.
-        attention: of the fused kernel, by dtype.
+        attention: rates of the fused kernel, by dtype.
         memory_bandwidth: bytes read and written per second by a copy.
-        kernel: seconds of a kernel on a few elements, with what autograd does about it.
-        block: seconds of the forward and backward pass of a block of the least sizes.
-        sharded_block: the same with weights sharded over the ranks.
-        tensor_block: the same with tensor parallelism, the mean of pairs and of all ranks.
-        context_block: the same in pairs of context-parallel ranks.
-        collectives: by name: `all_reduce`, `all_gather` and `reduce_scatter` of all ranks; of groups of two ranks at
-            the same time `pairs`, an all-reduce, `send`, of the ring of context parallelism, and `stages`, of a
-            pipeline's stages where these do not send like the ring; none with one rank.
+        kernel: seconds of a kernel on a few elements, including autograd's work for it.
+        block: seconds of a minimal block's forward and backward pass.
+        sharded_block: seconds of a block with weights sharded over the ranks.
+        tensor_block: seconds of a block with tensor parallelism, the mean of pairs and of all ranks.
+        context_block: seconds of a block in pairs of context-parallel ranks.
+        collectives: `all_reduce`, `all_gather` and `reduce_scatter` of all ranks; in simultaneous groups of two,
+            `pairs` (an all-reduce), `send` (of the context-parallel ring) and `stages` (of pipeline stages, where they
+            do not send like the ring). Empty for one rank.
     """
 
     ranks: int
@@ -200,13 +188,13 @@ def measure_ranks(info: Any, dtypes: Sequence[str], budget: MeasuringEffort, dev
     """Measure this rank while the others do the same. Collective over the world.
 
     Args:
-        info: of the rank.
-        dtypes: whose products are measured.
-        budget: how much.
+        info: information about the rank; unused.
+        dtypes: dtypes whose products are measured.
+        budget: extent of the measurements.
         device: `cpu` or `cuda`.
     """
     if device == "cpu":
-        keep_freed_memory()  # as a rank that trains
+        keep_freed_memory()  # as in a training rank
     world = dist.get_world_size()
     on = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
     mesh = Mesh(Layout(dp=world // 2, tp=2) if world > 1 else Layout(), on)
@@ -228,18 +216,13 @@ def measure_ranks(info: Any, dtypes: Sequence[str], budget: MeasuringEffort, dev
 
 
 class _Timer:
-    """Times an operation on all ranks at once.
-
-    Args:
-        mesh: of this rank.
-        seconds: of a measurement.
-    """
+    """Timer of an operation on all ranks at once, with measurements of `seconds` each."""
 
     def __init__(self, mesh: Mesh, seconds: float) -> None:
         self.mesh, self.device, self._seconds = mesh, mesh.device, seconds
 
     def of(self, operation: Callable[[], object]) -> float:
-        """Seconds of one of many, the same number on every rank and the mean over them."""
+        """Return the seconds of one call among many, equally many on every rank, averaged over the ranks."""
         operation()
         self._wait()
         started = time.perf_counter()
@@ -248,7 +231,7 @@ class _Timer:
         once = self._mean(time.perf_counter() - started)
         repeats = max(_LEAST_REPEATS, int(self._seconds / max(once, 1e-7) / 2))
         found = []
-        for _ in range(2):  # the faster half, as other programs disturb one
+        for _ in range(2):  # the faster half, in case another program disturbs one
             self.mesh.world.barrier()
             started = time.perf_counter()
             for _ in range(repeats):
@@ -267,7 +250,7 @@ class _Timer:
 
 
 def _products(timer: _Timer, dtype: torch.dtype, sizes: Sequence[int]) -> dict[int, float]:
-    """FLOP/s of linear layers by size, as the models compute them; without sizes that would take long."""
+    """Return the FLOP/s of the models' linear layers by size, without sizes that would take long."""
     found: dict[int, float] = {}
     before, seconds = 0, 0.0
     for size in sizes:
@@ -283,7 +266,7 @@ def _products(timer: _Timer, dtype: torch.dtype, sizes: Sequence[int]) -> dict[i
 def _attention(timer: _Timer, dtype: torch.dtype, positions: int, head_dim: int) -> AttentionRate:
     shape = (2, _ATTENTION_WIDTH // head_dim, positions, head_dim)
     query, key, value = (torch.randn(shape, device=timer.device).to(dtype).requires_grad_() for _ in range(3))
-    flops = 2 * 2 * 2 * _ATTENTION_WIDTH * positions**2 / 2  # two products; half of them is masked
+    flops = 2 * 2 * 2 * _ATTENTION_WIDTH * positions**2 / 2  # two products, half of them masked
     grad = torch.randn(shape, device=timer.device).to(dtype)
 
     def forward() -> Tensor:
@@ -316,13 +299,14 @@ def _kernel(timer: _Timer) -> float:
 
 
 def _collectives(timer: _Timer, mesh: Mesh, nbytes: int) -> dict[str, Collective]:
-    """Those of all ranks, and `pairs`, `send` and `stages` of groups of two that all work at the same time.
+    """Measure collectives of all ranks, and `pairs`, `send` and `stages` in simultaneous groups of two.
 
-    Each comes after a product, as in training: ranks that take turns on cores reach it one after the other, and one
-    that waits leaves its core to another, so that what it adds to the product is what it takes.
+    Each follows a product, as in training: ranks that share cores arrive one after another, and a waiting rank yields
+    its core. The time that a collective adds to the product is its cost.
     """
     world, pair = mesh.world, mesh.tp
-    by_name: dict[str, tuple[Axis, Callable[[Tensor], Tensor], int]] = {  # with the ranks whose parts make the whole
+    # the last number counts the ranks' parts of the whole tensor
+    by_name: dict[str, tuple[Axis, Callable[[Tensor], Tensor], int]] = {
         "all_reduce": (world, world.all_reduce_, 1),
         "all_gather": (world, lambda tensor: world.all_gather_equal(tensor, 0), world.size),
         "reduce_scatter": (world, lambda tensor: world.reduce_scatter(tensor, 0), 1),
@@ -350,7 +334,7 @@ def _collectives(timer: _Timer, mesh: Mesh, nbytes: int) -> dict[str, Collective
 
 
 def _send_of_stages(pair: Axis, nbytes: int) -> Callable[[Tensor], Tensor] | None:
-    """What both of a pair call to send the other a tensor as stages of a pipeline do; None where that is `send`."""
+    """Return the exchange that pipeline stages do, for both ranks of a pair to call; None if they use `send`."""
     if pair.group is None or pair.shared is None:
         return None
     mailbox, peer = Mailbox.try_create(pair.group, nbytes, 1), 1 - pair.index

@@ -1,1 +1,1 @@
-"""Searches every layout that a number of GPUs can train a config in, drops what does not fit, and ranks the rest."""
+"""Search over every layout that can train a config on some GPUs: drop what does not fit, and rank the rest."""

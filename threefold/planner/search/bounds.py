@@ -1,4 +1,4 @@
-"""The cost model of the search: exact for one layout, and as bounds for all options of a mesh at once."""
+"""Interface of the search's cost model, and lower bounds of memory for all options of a mesh at once."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -30,16 +30,14 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A layout, its time and its memory.
+    """Layout with its estimated time and memory.
 
     Attributes:
-        choice: the layout.
-        seconds: of a step.
-        tokens_per_second: of all ranks together.
-        mfu: model FLOPs of a step over what the devices could do in its time.
-        peak_bytes: of each pipeline rank, of those the one with the most.
-        limits: the causes that take the most of a step, the largest first, each with its share of it.
-        details: further figures, for `--json`.
+        choice, seconds: evaluated layout, and seconds of a step.
+        tokens_per_second, mfu: tokens per second of all ranks together, and model FLOPs as a share of their peak.
+        peak_bytes: memory of the largest rank at each pp coordinate.
+        limits: causes that take most of a step, the largest first, each with its share of the step.
+        details: further figures for `--json`.
     """
 
     choice: LayoutChoice
@@ -52,49 +50,49 @@ class Evaluated:
 
     @property
     def peak(self) -> int:
-        """Bytes of the rank with the most."""
+        """Bytes of the rank that needs the most."""
         return max(self.peak_bytes)
 
 
 class Costs(Protocol):
-    """A cost model of one config on one type of hardware."""
+    """Cost model of one config on one type of hardware."""
 
     def usable_bytes(self, gpus: int) -> int:
-        """Memory that a rank may use where there are so many."""
+        """Return the memory that a rank may use when there are `gpus` devices."""
 
     def least_bytes(self, mesh: MeshSizes, options: Options) -> Array:
-        """Bytes that the rank with the most needs at least, for all options of a mesh at once, those among them that
-        are not sound; in the dims of `space.DIMS`, or 1 where all of a dim are alike."""
+        """Return a lower bound of the largest rank's bytes for all options of a mesh at once, unsound ones included;
+        the shape is in `space.DIMS`, with 1 where all options of a dim are alike."""
 
     def least_seconds(self, mesh: MeshSizes, options: Options, wanted: Mask) -> Array:
-        """Seconds that a step takes at least, likewise.
+        """Return a lower bound of the seconds of a step, in the shape of `least_bytes`.
 
         Args:
-            mesh: of the ranks.
-            options: of the mesh.
-            wanted: which of them are asked for, in all dims; of the others it may say anything.
+            mesh: sizes of the mesh.
+            options: options of the mesh.
+            wanted: mask of the options asked for, in all dims; values elsewhere are arbitrary.
         """
 
     def evaluate(self, choice: LayoutChoice) -> Evaluated:
-        """Exactly."""
+        """Evaluate a layout exactly."""
 
     def largest_part(self, choice: LayoutChoice) -> str:
-        """What takes the most memory on the rank with the most, in words with its size."""
+        """Name what takes the most memory on the largest rank, with its size."""
 
 
 Counts = NDArray[np.float64]
 
 
 class LayerKinds:
-    """The layers of a model by kind: layers of a kind cost the same.
+    """Kinds of a model's layers; layers of a kind cost the same.
 
     Args:
-        config: resolved.
-        plan: of its model.
+        config: resolved config of the run.
+        plan: plan of its model.
 
     Attributes:
-        of_layer: the kind of each layer, from 0.
-        first: of each kind, its first layer.
+        of_layer: kind of each layer, from 0.
+        first: first layer of each kind.
     """
 
     def __init__(self, config: Config, plan: ModelPlan) -> None:
@@ -116,28 +114,28 @@ class LayerKinds:
 
     @property
     def blocks(self) -> list[tuple[int, int]]:
-        """The kinds of blocks, each with the number of its first block."""
+        """Kinds of blocks, each with the index of its first block."""
         return [(kind, layer - 1) for kind, layer in enumerate(self.first) if 0 < layer < len(self.of_layer) - 1]
 
     @property
     def head(self) -> int:
-        """The kind of the last layer; that of the first is 0."""
+        """Kind of the last layer; the first layer's is 0."""
         return self.of_layer[-1]
 
 
 @dataclass(frozen=True)
 class RankLayers:
-    """The different ranks under each schedule of a mesh, a row for each.
+    """Distinct ranks under each schedule of a mesh, one per row.
 
     Attributes:
-        starts: for each schedule, its first row.
-        schedule: of each row, the index of its schedule.
+        starts: first row of each schedule.
+        schedule: index of each row's schedule.
         counts: layers of each kind that the rank holds, [rows, kinds].
-        smallest: layers of each kind of its n smallest stages, [rows, n from 0 on, kinds].
-        passes: passes through a stage that the rank holds at once at its peak, at least; infinite for all of a step.
-        deferred: how many of these at most wait for their weight gradients alone.
-        folded: whether the rank has two stages one after the other.
-        chunks: for each schedule, stages of a rank.
+        smallest: layers of each kind in the rank's n smallest stages, [rows, n from 0 on, kinds].
+        passes: lower bound of the passes through a stage that the rank holds at its peak; infinite for all of a step.
+        deferred: upper bound of the passes among these that only wait for their weight gradients.
+        folded: whether two consecutive stages are on the same rank.
+        chunks: stages per rank, for each schedule.
     """
 
     starts: NDArray[np.int64]
@@ -150,21 +148,21 @@ class RankLayers:
     chunks: NDArray[np.float64]
 
     def of_row(self, of_schedule: NDArray[Any]) -> NDArray[Any]:
-        """What is known of each schedule, for each row."""
+        """Expand values of each schedule to each row."""
         return of_schedule[self.schedule]
 
 
 def rank_layers(
     plan: ModelPlan, kinds: LayerKinds, pp: int, schedules: Sequence[Settings], partition: str | Sequence[int]
 ) -> RankLayers:
-    """Those of all schedules of a mesh.
+    """Describe the ranks of all schedules of a mesh.
 
     Args:
-        plan: of the model.
-        kinds: of its layers.
-        pp: ranks of the pipeline.
-        schedules: each as settings.
-        partition: as `parallel.partition`.
+        plan: plan of the model.
+        kinds: kinds of its layers.
+        pp: number of pipeline ranks.
+        schedules: settings of each schedule.
+        partition: `parallel.partition`.
     """
     starts: list[int] = []
     owners: list[int] = []
@@ -181,7 +179,7 @@ def rank_layers(
         schedule, count = find_schedule(settings["parallel.schedule"]), settings["parallel.stage_chunks"]
         stages = StageMap((0, len(plan.layers)), (0,))
         if pp > 1:
-            with suppress(UserError):  # of a layout that is not sound
+            with suppress(UserError):  # an unsound layout has no partition
                 stages = partitioned(plan, pp, schedule, count, partition, 0)
         bounds = np.array(stages.bounds)
         each = before[bounds[1:]] - before[bounds[:-1]]
@@ -215,7 +213,7 @@ def rank_layers(
 
 
 def _passes(schedule: Schedule, pp: int, rank: int, chunks: int) -> tuple[float, float]:
-    """Passes that a rank holds at once, and how many of them at most wait for their weight gradients alone."""
+    """Return the passes that a rank holds at once, and at most how many of them only wait for weight gradients."""
     if pp == 1:
         return 1.0, 0.0
     # Where weight gradients are deferred the table has an upper bound; all ranks hold as many as the first.
@@ -228,7 +226,7 @@ def _passes(schedule: Schedule, pp: int, rank: int, chunks: int) -> tuple[float,
 
 
 def _padded(stacks: Sequence[Counts]) -> Counts:
-    """Stacks of several lengths in one array; the shorter ones stay as they end."""
+    """Stack arrays of different lengths, extending each by its last entry."""
     most = max(len(stack) for stack in stacks)
     return np.stack([np.concatenate([stack, np.repeat(stack[-1:], most - len(stack), axis=0)]) for stack in stacks])
 
@@ -238,11 +236,11 @@ _KEPT, _BACKWARD, _DEFERRED = range(3)
 
 
 class _Held(NamedTuple):
-    """What ranks hold of all passes at their peak, at least.
+    """Lower bound of what ranks hold of all passes at their peak.
 
     Attributes:
-        layers: of each kind, once for each pass, [rows, micro, kinds].
-        outputs: of stages that hand them on, once for each pass, [rows, micro].
+        layers: layers of each kind, once for each pass, [rows, micro, kinds].
+        outputs: outputs that stages hand on, once for each pass, [rows, micro].
     """
 
     layers: Array
@@ -250,34 +248,34 @@ class _Held(NamedTuple):
 
     @classmethod
     def of(cls, mesh: MeshSizes, ranks: RankLayers, micro_batches: Array) -> "_Held":
-        """Those of as many passes as a rank has in flight, most of them through its smallest stages."""
+        """Count the passes that a rank has in flight, as many as possible through its smallest stages."""
         chunks = ranks.of_row(ranks.chunks)[:, None]
         rounds = micro_batches // np.maximum(1, micro_batches // mesh.pp)
-        # The table counts rounds of pp micro-batches, where there may be fewer.
+        # The table counts rounds of pp micro-batches, but a round may be shorter.
         passes = ranks.passes[:, None] - (chunks - 1) * np.maximum(0, mesh.pp - rounds)
         passes = np.clip(passes, 1, micro_batches * chunks)
-        # A stage holds two rounds of its micro-batches and the beginning of a third, or all where that is fewer.
+        # A stage holds two rounds of its micro-batches and the beginning of a third, or all of them if those are fewer.
         room = np.maximum(np.minimum(micro_batches, 2 * rounds + mesh.pp), passes / chunks)
         full = np.minimum(passes // room, chunks).astype(int)
         rows, most = np.arange(len(ranks.counts))[:, None], ranks.smallest.shape[1] - 1
         before, after = (ranks.smallest[rows, np.minimum(full + more, most)] for more in (0, 1))
         layers = room[..., None] * before + (passes - room * full)[..., None] * (after - before)
         has_last = (ranks.counts[:, -1] > 0)[:, None]
-        # The last stage goes back at once, so that few of its passes are held where others make up the number.
+        # The last stage runs backward at once, so that few of its passes are held where others can make up the number.
         several = (chunks > 1) & np.isfinite(ranks.passes[:, None])
         layers[..., -1] = np.where(several, np.minimum(layers[..., -1], 1), layers[..., -1])
-        handed = np.where(ranks.folded[:, None], 0, passes)  # from one stage to the next of the same rank: there once
+        handed = np.where(ranks.folded[:, None], 0, passes)  # an output handed to a stage of the same rank exists once
         return cls(layers, np.where(has_last, np.maximum(0, handed - room), handed))
 
 
 class LeastBytes:
-    """The memory of one config on one type of device.
+    """Lower bounds of the memory of one config on one type of device.
 
     Args:
-        config: on one rank, resolved.
+        config: resolved config on one rank.
         device: `cpu` or `cuda`.
-        keeps: of the training system.
-        kinds: of the layers of its model.
+        keeps: memory behaviour of the training system.
+        kinds: kinds of the model's layers.
     """
 
     def __init__(self, config: Config, device: str, keeps: Keeps, kinds: LayerKinds) -> None:
@@ -290,7 +288,7 @@ class LeastBytes:
         self._layers: dict[object, Array] = {}
 
     def __call__(self, mesh: MeshSizes, options: Options, ranks: RankLayers) -> Array:
-        """Bytes that the rank with the most needs at least, in all dims."""
+        """Return a lower bound of the largest rank's bytes, in all dims."""
         sizes = np.array([each["train.micro_batch_size"] for each in options.micro_batch])
         modes = [each["train.recompute"] for each in options.recompute]
         shards = [each["parallel.sequence_parallel"] for each in options.sequence_parallel]
@@ -313,9 +311,10 @@ class LeastBytes:
     def _moving(
         self, mesh: MeshSizes, ranks: RankLayers, sizes: Array, held: "_Held", sharded: bool, mode: str
     ) -> Array:
-        """Activations, and the largest set of one layer's backward pass, [rows, micro]."""
+        """Return the activations plus the largest working set of a layer's backward pass, [rows, micro]."""
         one, two, last = (self._of_kinds(mesh, size, sharded, mode) for size in (1, 2, self._largest))
-        # What grows faster than the batch is above the line through the first two, what grows slower above the chord.
+        # Memory that grows faster than the batch lies above the line through the first two sizes, and slower growth
+        # above the chord.
         growth = np.minimum(two - one, (last - one) / max(1, self._largest - 1))
         each = one[..., None] + growth[..., None] * (sizes - 1)  # [kept, backward, deferred; kinds, output; micro]
         layers, output = each[:, :-1], each[_KEPT, -1]
@@ -325,8 +324,7 @@ class LeastBytes:
         return np.where(ranks.deferred[:, None] > 0, waiting, kept) + backward
 
     def _buffers(self, mesh: MeshSizes, options: Options, ranks: RankLayers, micro_batches: Array) -> Array:
-        """Of ZeRO: the weights of a layer, gathered, and the gradients of one before they are scattered, [rows, micro,
-        zero]."""
+        """Return ZeRO's bytes of one layer's gathered weights and unreduced gradients, [rows, micro, zero]."""
         narrow, wide = self._config.precision.itemsize, self._config.precision.master_itemsize
         layers = self._table(self._place(mesh, 0))[:-1].sum(axis=1)
         least = np.where(ranks.counts > 0, layers, np.inf).min(axis=1)[:, None]
@@ -339,7 +337,7 @@ class LeastBytes:
         return np.stack(columns, axis=-1)
 
     def _of_kinds(self, mesh: MeshSizes, size: int, sharded: bool, mode: str) -> Array:
-        """Bytes of a layer of each kind, and of the output of a block, [kept, backward and deferred; kinds and 1]."""
+        """Return the bytes of a layer of each kind and of a block's output, [kept, backward, deferred; kinds and 1]."""
         key = mesh.tp, mesh.cp, mesh.ep, size, sharded, mode
         if key not in self._layers:
             choice = LayoutChoice(mesh.dp, mesh.tp, mesh.pp, mesh.cp, mesh.ep, 0, "1f1b", 1, size, 1, mode, sharded)
@@ -349,7 +347,7 @@ class LeastBytes:
     def _of_layers(self, config: Config, mode: str) -> Array:
         chunks = [config.train.loss_chunk_size]
         if is_derived(self._config, "train.loss_chunk_size"):
-            chunks = [0, 1]  # between whose bytes are those of every other one
+            chunks = [0, 1]  # other chunk sizes lie between these two
         memories = []
         for chunk in chunks:
             changed = config.model_copy(update={"train": config.train.model_copy(update={"loss_chunk_size": chunk})})
@@ -362,12 +360,7 @@ class LeastBytes:
         return np.array([*rows, head, [memories[0].output, 0, 0]], dtype=float).T
 
     def _states_of(self, mesh: MeshSizes, options: Options, ranks: RankLayers, grow: bool) -> Array:
-        """Weights, gradients and optimizer state, [rows, zero].
-
-        Args:
-            mesh, options, ranks: as of `__call__`.
-            grow: whether there are no gradients before the backward pass.
-        """
+        """Return the bytes of standing states, [rows, zero]; with `grow`, the backward pass makes the gradients."""
         precision = self._config.precision
         narrow, wide = precision.itemsize, precision.master_itemsize
         columns = []
@@ -387,14 +380,14 @@ class LeastBytes:
         return place_of(_parallel(mesh, zero), Coordinates(0, 0, 0, 0))
 
     def _elements(self, ranks: RankLayers, place: Place) -> Array:
-        """Of the weights that a rank holds, hidden matrices and others, [rows, 2]."""
+        """Return the weight elements that a rank holds, in hidden matrices and others, [rows, 2]."""
         table = self._table(place)
         has_both = (ranks.counts[:, 0] > 0) & (ranks.counts[:, self._kinds.head] > 0)
         return ranks.counts @ table[:-1] - has_both[:, None] * table[-1]
 
     def _table(self, place: Place) -> Array:
-        """Elements of a layer of each kind, and of those that the first and the last share, hidden and others,
-        [kinds and 1, 2]."""
+        """Return the elements of a layer of each kind, and of those that the first and last layer share, in hidden
+        matrices and others, [kinds and 1, 2]."""
         if place not in self._held:
             alone = [self._weights.held([name], place) for name in self._names]
             first, last = alone[0], alone[self._kinds.head]
@@ -405,6 +398,6 @@ class LeastBytes:
 
 
 def _parallel(mesh: MeshSizes, zero: int) -> ParallelConfig:
-    """The sizes of a mesh under their names in a config, without the time that a config takes."""
+    """Return the sizes of a mesh as a stand-in for a config section, whose validation would take too long."""
     axes = {axis: getattr(mesh, axis) for axis in ("dp", "tp", "pp", "cp", "ep")}
     return cast(ParallelConfig, SimpleNamespace(**axes, zero_shards=mesh.dp, zero=zero))

@@ -1,4 +1,4 @@
-"""The cost model of the search: `plan.cost` and `plan.memory`, exactly for one layout and as bounds for many."""
+"""Cost model of the search: exact estimates of one layout, and lower bounds of step times for many at once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -38,15 +38,11 @@ from threefold.planner.search.space import LayoutChoice, MeshSizes, Options, Set
 from threefold.planner.systems import System, keeps_of
 
 _TOLD: Final = 2
-"""Causes that are named as what limits a layout."""
+"""Number of causes that are named as limits of a layout."""
 
 
 class ModelCosts:
-    """The costs of a request.
-
-    Args:
-        request: what is searched.
-    """
+    """Cost model of a request, which implements `Costs`."""
 
     def __init__(self, request: Request) -> None:
         self._config, self._hardware = request.config, request.hardware
@@ -59,22 +55,18 @@ class ModelCosts:
         self._bytes = LeastBytes(self._config, self._hardware.device, keeps, self._kinds)
 
     def usable_bytes(self, gpus: int) -> int:
-        """As of `Costs`."""
         return usable_memory(self._hardware.shared_by(gpus))
 
     def least_bytes(self, mesh: MeshSizes, options: Options) -> Array:
-        """As of `Costs`."""
         return self._bytes(mesh, options, self._rank_layers(mesh.pp, options.schedule))
 
     def least_seconds(self, mesh: MeshSizes, options: Options, wanted: Mask) -> Array:
-        """As of `Costs`."""
         ranks = self._rank_layers(mesh.pp, options.schedule)
         first = options.choice(mesh, [0] * len(options.shape))
         elements = np.array(layer_elements(in_layout(self._config, first)))[self._kinds.first]
         return self._seconds(mesh, options, ranks, ranks.counts @ elements, wanted)
 
     def evaluate(self, choice: LayoutChoice) -> Evaluated:
-        """As of `Costs`."""
         found = estimate(in_layout(self._config, choice), self._hardware, self._system)
         causes = found.time.causes
         largest = sorted(causes, key=causes.__getitem__, reverse=True)[:_TOLD]
@@ -93,7 +85,6 @@ class ModelCosts:
         )
 
     def largest_part(self, choice: LayoutChoice) -> str:
-        """As of `Costs`."""
         found = estimate(in_layout(self._config, choice), self._hardware, self._system)
         stage = max(found.stages, key=lambda each: each.peak)
         name = max(stage.causes, key=stage.causes.__getitem__)
@@ -112,12 +103,12 @@ Sizes = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class _Inner:
-    """What of a mesh's options a micro-batch on a rank depends on: those that are wanted, one after another.
+    """Wanted options that the time of one micro-batch depends on, one after another.
 
     Attributes:
-        places: indices of micro-batch, sequence parallelism and recompute.
-        parts: of these, the same sequence parallelism and recompute together, and the sizes of their micro-batches.
-        micro_batches: of a step.
+        places: indices of micro-batch size, sequence parallelism and recompute.
+        parts: runs of equal sequence parallelism and recompute, each with its micro-batch sizes.
+        micro_batches: micro-batches of a step.
     """
 
     places: tuple[Sizes, Sizes, Sizes]
@@ -126,12 +117,12 @@ class _Inner:
 
 
 class LeastSeconds:
-    """Steps of one config on one type of hardware.
+    """Lower bounds of step times of one config on one type of hardware.
 
     Args:
-        config: on one rank, resolved.
-        hardware, system: that compute it.
-        kinds: of the layers of its model.
+        config: resolved config on one rank.
+        hardware, system: device type and training system that compute it.
+        kinds: kinds of the model's layers.
     """
 
     def __init__(self, config: Config, hardware: Hardware, system: System, kinds: LayerKinds) -> None:
@@ -144,14 +135,14 @@ class LeastSeconds:
         self._layers = np.bincount(kinds.of_layer, minlength=kinds.count)
 
     def __call__(self, mesh: MeshSizes, options: Options, ranks: RankLayers, elements: Array, wanted: Mask) -> Array:
-        """Seconds of a step; infinite where it is not wanted.
+        """Return the seconds of a step, infinite for options that are not wanted.
 
         Args:
-            mesh: of the ranks.
-            options: of the mesh.
-            ranks: what they hold under each schedule.
-            elements: of the weights of each row of `ranks`.
-            wanted: options that are asked for, in all dims.
+            mesh: sizes of the mesh.
+            options: options of the mesh.
+            ranks: layers of the ranks under each schedule.
+            elements: weight elements of each row of `ranks`.
+            wanted: mask of the options asked for, in all dims.
         """
         inner = self._inner(mesh, options, wanted)
         found = np.full(options.shape, np.inf)
@@ -200,7 +191,7 @@ class LeastSeconds:
         return _Inner((micro, sequences, recomputes), parts, mesh.share // sizes[micro])
 
     def _in_layout(self, mesh: MeshSizes, sharded: bool = False, mode: str = "none") -> Config:
-        """The config in a mesh, with micro-batches of one sample."""
+        """Return the config in a mesh, with micro-batches of one sample."""
         key = mesh, sharded, mode
         if key not in self._configs:
             axes = mesh.dp, mesh.tp, mesh.pp, mesh.cp, mesh.ep
@@ -212,7 +203,7 @@ class LeastSeconds:
     def _pipeline(
         self, mesh: MeshSizes, options: Options, ranks: RankLayers, inner: _Inner, hardware: Hardware
     ) -> tuple[Array, Array, Array]:
-        """Seconds of all micro-batches by schedule; and of one through each row of `ranks`, forward and backward."""
+        """Return the seconds of all micro-batches by schedule, and of one through each row, forward and backward."""
         passes = np.concatenate([self._of_kinds(mesh, *part, hardware) for part in inner.parts], axis=-1)
         forward, backward, weight = (ranks.counts @ part for part in passes)  # [rows, inner]
         total = forward + backward + weight
@@ -243,7 +234,7 @@ class LeastSeconds:
         return line, forward, backward + weight
 
     def _of_kinds(self, mesh: MeshSizes, sharded: bool, mode: str, sizes: Sizes, hardware: Hardware) -> Array:
-        """Seconds of the passes of a layer of each kind, [forward, backward and weight; kinds; sizes]."""
+        """Return the seconds of a layer of each kind, [forward, backward and weight; kinds; sizes]."""
         stride = mesh.pp if mesh.ep > 1 else 1
         key = mesh.tp, mesh.cp, mesh.ep, stride, sharded, mode, hardware.gpus_per_node
         if key not in self._passes:
@@ -251,12 +242,7 @@ class LeastSeconds:
         return self._passes[key][:, :, np.searchsorted(self._sizes, sizes)]
 
     def _computed(self, config: Config, hardware: Hardware) -> Array:
-        """The same for all sizes that there are.
-
-        Args:
-            config: in a layout, with micro-batches of one sample.
-            hardware: that computes them.
-        """
+        """Compute the seconds of a layer of each kind for all micro-batch sizes, from a config with size 1."""
         sizes, per_node, system = self._sizes, hardware.gpus_per_node, self._system
         blocks = {
             kind: replace(block_of(config, layer, per_node, system), samples=sizes)  # type: ignore[arg-type]
@@ -269,7 +255,7 @@ class LeastSeconds:
         found[:, 0] = _totals(embedding_passes(ends, hardware, system), sizes)
         for kind, block in blocks.items():
             found[:, kind] = _totals(block_passes(block, hardware, system, config.train.recompute), sizes)
-        for chunked in (True, False):  # which a head asks before anything else
+        for chunked in (True, False):  # a head branches on this first
             some = np.array([(chunk > 0) == chunked for chunk in chunks], dtype=bool)
             if some.any():
                 block = replace(first, samples=sizes[some])
@@ -289,7 +275,7 @@ def _totals(passes: Passes, sizes: Sizes) -> Array:
 
 
 def _alike(options: Options) -> list[tuple[list[int], str, Array]]:
-    """The schedules of a name together: their indices, the name, and the stages of a rank of each."""
+    """Group the schedules by name: their indices, the name, and the stages per rank of each."""
     rows: dict[str, list[int]] = {}
     for number, settings in enumerate(options.schedule):
         rows.setdefault(settings["parallel.schedule"], []).append(number)

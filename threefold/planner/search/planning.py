@@ -1,4 +1,4 @@
-"""The answer to a request: the search, the budget, and the config of the best layout."""
+"""Answers to a search request: the ranked layouts, the budget, and the config of the best layout."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,15 +22,7 @@ MakeCosts = Callable[[Request], Costs]
 
 @dataclass(frozen=True)
 class SearchAnswer:
-    """What was found for a request.
-
-    Attributes:
-        request: what was asked.
-        found: by the search.
-        costs: the cost model.
-        usable_bytes: memory of a device that a rank may use.
-        seconds: that the search took.
-    """
+    """Result of a search for a request, with the memory that a rank may use and the seconds that the search took."""
 
     request: Request
     found: Found
@@ -44,12 +36,12 @@ class SearchAnswer:
 
     @property
     def unfit_bytes(self) -> int:
-        """What the example of the layouts that do not fit needs; 0 where all fit. The search itself has a bound."""
+        """Exact bytes of the nearest layout that does not fit, where the search has a bound; 0 if all fit."""
         misfit = self.found.misfit
         return self.costs.evaluate(misfit.nearest).peak if misfit is not None else 0
 
     def budget(self, layout: Evaluated) -> Budget | None:
-        """What the tokens take in a layout; None where it is not known how many there are."""
+        """Return the budget of the tokens in a layout; None if their number is unknown."""
         request = self.request
         if request.tokens is None:
             return None
@@ -58,15 +50,15 @@ class SearchAnswer:
 
 
 def plan_layouts(request: Request, clock: Callable[[], float], make_costs: MakeCosts = ModelCosts) -> SearchAnswer:
-    """Search.
+    """Search the layouts of a request.
 
     Args:
-        request: what to search.
-        make_costs: makes the cost model.
-        clock: seconds since the request.
+        request: request to search.
+        make_costs: function that makes the cost model.
+        clock: function that returns the seconds since the request.
 
     Raises:
-        UserError: there is no sound layout, or none fits; says what would make one possible.
+        UserError: no layout is sound, or none fits; the message says what would make one possible.
     """
     costs = make_costs(request)
     checks = layout_rules(model_plan(request.config.model, request.config.data.sequence_length))
@@ -85,24 +77,24 @@ def plan_layouts(request: Request, clock: Callable[[], float], make_costs: MakeC
 
 
 Run = Callable[[int, Mapping[str, Any]], Found]
-"""Searches so many GPUs with so many fixed settings."""
+"""Function that searches a number of GPUs with some fixed settings."""
 _NEAR: Final = 64
-"""Numbers of GPUs above and below that are tried for one with a sound layout."""
+"""Distance up to which other numbers of GPUs are tried for a sound layout."""
 _LARGER: Final = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _MOST: Final = 16384
-"""GPUs, above which no larger number is tried: a search of so many takes seconds."""
+"""Largest number of GPUs that is tried: searching it takes seconds."""
 _BETWEEN: Final = (0.625, 0.75, 0.875)
-"""Of the smallest of the larger numbers with a layout that fits, which parts are tried too."""
+"""Fractions of the smallest larger number that fits, which are tried too."""
 
 
 def no_layout(gpus: int, fixed: Mapping[str, Any], found: Found, run: Run) -> UserError:
-    """The error that no layout of so many GPUs is sound.
+    """Return the error that no layout of these GPUs is sound.
 
     Args:
-        gpus: that there are.
+        gpus: available devices.
         fixed: settings that layouts must have.
-        found: of the search.
-        run: searches another number of GPUs.
+        found: result of the search.
+        run: function that searches another number of GPUs.
     """
     having = f" with {_words(fixed)}" if fixed else ""
     head = f"--gpus is {gpus} but no layout of so many GPUs{having} is sound"
@@ -131,13 +123,13 @@ def none_fits(
     costs: Costs,
     run: Run,
 ) -> UserError:
-    """The error that no sound layout fits into memory.
+    """Return the error that no sound layout fits into memory.
 
     Args:
-        gpus, fixed, found, run: as of `no_layout`.
-        hardware: of the GPUs.
+        gpus, fixed, found, run: see `no_layout`.
+        hardware: type of the GPUs.
         usable: bytes that a rank may use.
-        costs: the cost model.
+        costs: cost model of the search.
     """
     assert found.nearest is not None
     nearest = costs.evaluate(found.nearest)
@@ -157,7 +149,7 @@ def none_fits(
 
 
 def _enough(gpus: int, fixed: Mapping[str, Any], run: Run) -> int | None:
-    """The smallest of some larger numbers of GPUs with a layout that fits; None where none has one."""
+    """Return the smallest of some larger numbers of GPUs for which a layout fits; None if none does."""
     for times in _LARGER:
         if times > _LARGER[0] and gpus * times > _MOST:
             return None
@@ -168,7 +160,7 @@ def _enough(gpus: int, fixed: Mapping[str, Any], run: Run) -> int | None:
 
 
 def _around(gpus: int) -> Iterator[int]:
-    """The nearest numbers, the larger of two first."""
+    """Yield the nearest numbers, the larger of two first."""
     for distance in range(1, _NEAR + 1):
         yield gpus + distance
         if gpus > distance:
@@ -176,7 +168,7 @@ def _around(gpus: int) -> Iterator[int]:
 
 
 def _powers_below(gpus: int) -> Iterator[int]:
-    """Powers of two below a number, the largest first."""
+    """Yield the powers of two up to a number, the largest first."""
     for power in range(gpus.bit_length() - 1, -1, -1):
         yield 1 << power
 
@@ -190,22 +182,22 @@ def _word(value: object) -> str:
 
 
 _FOLLOWS: Final = "accumulation"
-"""The part of a layout that a config leaves out, as it follows from the batch sizes."""
+"""Part of a layout that a config leaves out, since it follows from the batch sizes."""
 _HEAD: Final = "# Written by threefold plan"
-"""How the files begin that may be written again."""
+"""First line of files that may be overwritten."""
 
 
 def config_text(
     config: Config, choice: LayoutChoice, request: str, comments: list[str], steps: int | None = None
 ) -> str:
-    """A config as YAML: what was given, in the layout that was found.
+    """Return a config as YAML: its given settings in the layout that was found.
 
     Args:
-        config: as loaded.
-        choice: the layout.
-        request: what `threefold plan` was asked, as on the command line.
-        comments: further lines at its head.
-        steps: of the run, where the request says how many tokens; None for as many as the config says.
+        config: config as loaded.
+        choice: layout to write.
+        request: options of `threefold plan`, as on the command line.
+        comments: further comment lines at the top.
+        steps: steps of the run, if the request gives a number of tokens; None for those of the config.
     """
     sections = {name: dict(values) for name, values in without_layout(config).items()}
     for name, key in KEYS.items():
@@ -220,10 +212,10 @@ def config_text(
 
 
 def require_writable(path: Path) -> None:
-    """Check that a file can be written before the search, and that nothing of the user's is lost by that.
+    """Check before the search that a file can be written without overwriting anything of the user's.
 
     Raises:
-        UserError: it is a folder, is in none, or is a file that `threefold plan` has not written.
+        UserError: the path is a folder, its folder does not exist, or it is a file that `threefold plan` did not write.
     """
     if path.is_dir():
         raise UserError(f"{shown(path)} is a folder; name a file in it, such as {shown(path / 'best.yaml')}.")
@@ -240,7 +232,7 @@ def write_config(path: Path, text: str) -> None:
     """Write a config.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: the file cannot be written.
     """
     try:
         path.write_text(text, encoding="utf-8")
@@ -249,7 +241,7 @@ def write_config(path: Path, text: str) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a file begins as `config_text` does."""
+    """Return whether a file begins as `config_text` does."""
     try:
         with path.open("rb") as file:
             return file.read(len(_HEAD)) == _HEAD.encode()
@@ -258,6 +250,6 @@ def _is_ours(path: Path) -> bool:
 
 
 def _free(path: Path) -> Path:
-    """A path beside another that no file has."""
+    """Return the path of a new file beside another."""
     names = (path.with_name(f"{path.stem}-planned{number}{path.suffix}") for number in ("", *range(2, 10**6)))
     return next(name for name in names if not name.exists())

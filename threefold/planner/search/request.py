@@ -1,4 +1,4 @@
-"""What a number of tokens takes: steps, days, GPU-hours and dollars."""
+"""Requests to the search: objective, fixed settings and number of tokens, and the budget of training on these."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -28,15 +28,7 @@ _HOUR, _DAY = 3600, 86400
 
 @dataclass(frozen=True)
 class Budget:
-    """Training on so many tokens.
-
-    Attributes:
-        tokens: of them.
-        steps: of the config's global batch, rounded up.
-        seconds: of these steps.
-        gpus: that compute them.
-        dollars_per_hour: of a GPU; None where it is not known.
-    """
+    """Whole steps of the global batch for a number of tokens, and their seconds; the price is per GPU, if known."""
 
     tokens: int
     steps: int
@@ -58,10 +50,10 @@ class Budget:
 
 
 def parse_tokens(text: str) -> int:
-    """A number of tokens such as `300B`, `1.4T`, `20e9` or `5000000`.
+    """Parse a number of tokens such as `300B`, `1.4T`, `20e9` or `5000000`.
 
     Raises:
-        UserError: it is none.
+        UserError: the text is not a number of tokens above 0.
     """
     match = _TOKENS.fullmatch(text.strip().upper().replace("_", "").replace(",", ""))
     count = round(float(match[1]) * _SCALES[match[2]]) if match else 0
@@ -71,14 +63,14 @@ def parse_tokens(text: str) -> int:
 
 
 def budget_of(tokens: int, tokens_per_step: int, step_seconds: float, gpus: int, dollars: float | None) -> Budget:
-    """The budget of whole steps.
+    """Return the budget of training in whole steps.
 
     Args:
-        tokens: to train on.
-        tokens_per_step: of the global batch.
-        step_seconds: of a step.
-        gpus: that compute it.
-        dollars: per hour and GPU.
+        tokens: tokens to train on.
+        tokens_per_step: tokens of the global batch.
+        step_seconds: seconds of a step.
+        gpus: GPUs that compute it.
+        dollars: price per hour and GPU; None if unknown.
     """
     steps = -(-tokens // tokens_per_step)
     return Budget(tokens, steps, steps * step_seconds, gpus, dollars)
@@ -86,13 +78,12 @@ def budget_of(tokens: int, tokens_per_step: int, step_seconds: float, gpus: int,
 
 @dataclass(frozen=True)
 class Objective:
-    """How layouts are ranked.
+    """Criterion by which layouts are ranked.
 
     Attributes:
-        name: as given.
-        title: what the best one has.
-        counts: GPUs there are → the numbers of them that a layout may use.
-        weight: GPUs used → what the seconds of a step are multiplied by; the layout with the least comes first.
+        name, title: name on the command line, and description of the best layout.
+        counts: function from the available GPUs to the numbers of GPUs that a layout may use.
+        weight: function from the GPUs used to a factor of the seconds of a step; the smallest product ranks first.
     """
 
     name: str
@@ -102,20 +93,20 @@ class Objective:
 
 
 _ROWS: Final = (
-    # The batch is given, so that the shortest step has the most tokens per second.
+    # The batch is fixed, so the shortest step has the most tokens per second.
     Objective("throughput", "most tokens per second on all GPUs", lambda gpus: [gpus], lambda used: 1.0),
     Objective("cost", "fewest GPU-hours per token, on as many GPUs or a part of them", divisors, float),
     Objective("latency", "shortest step, on as many GPUs or a part of them", divisors, lambda used: 1.0),
 )
 OBJECTIVES: Final = {row.name: row for row in _ROWS}
-"""Name → objective. The first is the default."""
+"""Objectives by name; the first is the default."""
 
 
 def find_objective(name: str) -> Objective:
-    """The objective of a name.
+    """Return the objective of a name.
 
     Raises:
-        UserError: there is no such objective.
+        UserError: no objective has this name.
     """
     if name not in OBJECTIVES:
         raise UserError(f"--objective is {shown(name)} but must be {one_of(name, list(OBJECTIVES))}.")
@@ -124,16 +115,14 @@ def find_objective(name: str) -> Objective:
 
 @dataclass(frozen=True)
 class Request:
-    """What to plan.
+    """Request to search the layouts of a config.
 
     Attributes:
-        given: the config as loaded.
-        config: the same on one rank, resolved.
-        gpus: devices that there are.
-        hardware: of which type.
-        objective: what the best layout has.
-        fixed: settings that the layouts must have, `section.key` → value.
-        tokens: to train on; None where neither the request nor the config says.
+        given, config: config as loaded, and resolved on one rank.
+        gpus, hardware: number of available devices, and their type.
+        objective: criterion of the best layout.
+        fixed: values of settings that the layouts must have, by `section.key`.
+        tokens: tokens to train on; None if neither the request nor the config says.
         system: training system whose kernels and memory are assumed.
     """
 
@@ -151,7 +140,7 @@ class Request:
         return self.config.train.global_batch_size * self.config.data.sequence_length
 
     def space(self, fixed: Mapping[str, Any]) -> Space:
-        """What there is to choose from, with these settings fixed."""
+        """Return the search space with these settings fixed."""
         own = self.given.parallel.schedule
         schedules = [*SCHEDULES, *([own] if is_schedule_file(own) else [])]
         layers = model_plan(self.config.model, self.config.data.sequence_length).layers
@@ -167,17 +156,17 @@ def read_request(
     tokens: str | None = None,
     system: str | None = None,
 ) -> Request:
-    """Read what was given for each option.
+    """Read the options of a request.
 
     Args:
-        given: the config as loaded.
-        gpus: devices that there are.
-        hardware: of which type.
-        objective, fix, tokens, system: as on the command line; None where an option was not given. The system is then
-            this package, which the config is for.
+        given: config as loaded.
+        gpus: available devices.
+        hardware: type of the devices.
+        objective, fix, tokens, system: values on the command line; None for an option that was not given. The default
+            system is this package, which the config is for.
 
     Raises:
-        UserError: one of them is impossible, or the config in any layout.
+        UserError: an option is invalid, or the config is invalid in every layout.
     """
     row, fixed = find_objective(objective), parse_fixed(fix)
     wanted = None if tokens is None else parse_tokens(tokens)
@@ -198,7 +187,6 @@ def read_request(
 
 
 def _require_nodes(gpus: int, hardware: Hardware) -> None:
-    """Check that so many devices fill nodes."""
     if not hardware.fills_nodes(gpus):
         per_node = hardware.gpus_per_node
         raise UserError(
@@ -208,13 +196,13 @@ def _require_nodes(gpus: int, hardware: Hardware) -> None:
 
 
 def require_no_layout(overrides: Sequence[str]) -> None:
-    """Check that no override is of a setting that the search chooses, which would have no effect.
+    """Raise an error if an override sets what the search chooses, since it would have no effect.
 
     Args:
-        overrides: `section.key=value` each.
+        overrides: overrides as `section.key=value`.
 
     Raises:
-        UserError: one is.
+        UserError: an override is such a setting.
     """
     for override in overrides:
         if override.partition("=")[0].strip() in KEYS.values():
@@ -225,10 +213,10 @@ def require_no_layout(overrides: Sequence[str]) -> None:
 
 
 def parse_fixed(texts: Sequence[str]) -> dict[str, Any]:
-    """The settings that layouts must have, from `section.key=value` each.
+    """Parse the settings that layouts must have, each as `section.key=value`.
 
     Raises:
-        UserError: one is no setting of a layout, or its value is not YAML or no value of the setting.
+        UserError: a key is no setting of a layout, or its value is not YAML or invalid for the setting.
     """
     fixed: dict[str, Any] = {}
     for text in texts:

@@ -1,4 +1,4 @@
-"""The sound options of a mesh as an array, and why the others are not."""
+"""Search over the layouts of a space: which are sound, which fit, the best of them, and why others are refused."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,15 +14,15 @@ from threefold.planner.search.space import Check, LayoutChoice, MeshSizes, Optio
 
 
 class Soundness:
-    """Finds the sound layouts of a space.
+    """Filter that finds the sound layouts of a space.
 
     Args:
-        space: to look at.
+        space: search space.
         checks: rules of a config, in order.
 
     Attributes:
-        refused: how many layouts each rule refused, by the setting that its sentence is about.
-        examples: one layout of each of these, and the sentence.
+        refused: number of layouts that rules refused, by the setting that the message is about.
+        examples: one refused layout for each such setting, with its message.
     """
 
     def __init__(self, space: Space, checks: tuple[Check, ...]) -> None:
@@ -32,8 +32,7 @@ class Soundness:
         self.examples: dict[str, tuple[str, str]] = {}
 
     def mask(self, mesh: MeshSizes, options: Options) -> Mask | None:
-        """Which options of a mesh are sound, in the dims of `DIMS` (or 1 where all of a dim are alike); None for none
-        at all."""
+        """Return a mask of a mesh's sound options in `DIMS` (length 1 where all are alike); None if none is sound."""
         sound: Mask = np.ones((1,) * len(options.shape), dtype=bool)
         for number, rule in enumerate(self._rules):
             before = sound
@@ -58,7 +57,7 @@ class Soundness:
         self.examples.setdefault(key, (str(choice), sentence))
 
     def _allowed(self, number: int, rule: RuleAnswers, mesh: MeshSizes, options: Options) -> tuple[Mask, str]:
-        """Where a rule holds, and a sentence of it where it does not hold everywhere."""
+        """Return a mask of where a rule holds, and one of its messages if it does not hold everywhere."""
         while True:
             read = frozenset(rule.read)
             own = mesh.settings
@@ -79,7 +78,7 @@ class Soundness:
 
 
 def _kinds(values: tuple[Settings, ...], read: frozenset[str]) -> tuple[tuple[Settings, ...], list[int]]:
-    """Values of a dim that differ in what is read, and for each value which of these it is like."""
+    """Return values of a dim that differ in the settings read, and for each value the index of the one it equals."""
     first: dict[tuple[object, ...], int] = {}
     names = [name for name in values[0] if name in read]
     alike = [first.setdefault(tuple(value[name] for name in names), len(first)) for value in values]
@@ -96,7 +95,7 @@ def _sentences(rule: RuleAnswers, own: Settings, dims: tuple[tuple[Settings, ...
 
 
 def _size(mask: Mask, options: Options) -> int:
-    """How many layouts a mask has, its dims of length 1 standing for all of them."""
+    """Count the layouts of a mask, whose dims of length 1 stand for all values."""
     count = int(np.count_nonzero(mask))
     for length, whole in zip(mask.shape, options.shape, strict=True):
         if length == 1:
@@ -105,23 +104,16 @@ def _size(mask: Mask, options: Options) -> int:
 
 
 BEST = 10
-"""Layouts that are ranked."""
+"""Number of layouts to rank."""
 _AT_ONCE = 256
-"""Layouts that are looked for at once among all, in the order of their bounds."""
+"""Number of layouts to sort at a time, in the order of their bounds."""
 _ROUNDING = 1 - 1e-9
-"""A bound that is computed with other roundings may be above the exact time by as much."""
+"""Factor on a bound, which other roundings may put above the exact time."""
 
 
 @dataclass(frozen=True)
 class UnfitLayouts:
-    """Sound layouts that need more memory than there is.
-
-    Attributes:
-        count: of them.
-        nearest: the one that needs the least.
-        peak: bytes that it needs.
-        part: what takes the most of these, in words.
-    """
+    """Sound layouts that do not fit, and among them the one that needs the least, its bytes and their largest part."""
 
     count: int
     nearest: LayoutChoice
@@ -131,14 +123,7 @@ class UnfitLayouts:
 
 @dataclass(frozen=True)
 class RefusedLayouts:
-    """Layouts that a rule of the settings refuses.
-
-    Attributes:
-        key: the setting that the rule is about.
-        count: of layouts.
-        example: one of them.
-        sentence: why.
-    """
+    """Layouts refused by the rule about a setting (`key`): their number, an example, and the rule's message."""
 
     key: str
     count: int
@@ -148,14 +133,7 @@ class RefusedLayouts:
 
 @dataclass(frozen=True)
 class Fitting:
-    """The layouts of a mesh that fit, as far as their bounds say.
-
-    Attributes:
-        mesh, options: of them.
-        places: their indices in each dim of the options.
-        seconds: that a step takes at least.
-        peak: bytes that the rank with the most needs at least.
-    """
+    """Layouts of a mesh that fit by their bounds: their indices in each dim, and lower bounds of seconds and bytes."""
 
     mesh: MeshSizes
     options: Options
@@ -164,26 +142,24 @@ class Fitting:
     peak: Array
 
     def choice(self, number: int) -> LayoutChoice:
-        """One of the layouts."""
+        """Return the layout of this index."""
         return self.options.choice(self.mesh, [int(indices[number]) for indices in self.places])
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a search has found.
+    """Result of a search.
 
     Attributes:
-        considered: layouts looked at.
-        sound: of them, those that the rules of the settings allow.
-        fitting: of these, those that fit into memory, as far as the least that they need says.
-        evaluated: of these, those evaluated exactly.
-        ranked: the best, the best first.
-        refusals: why the others are not sound, the most frequent first.
-        misfit: those that do not fit; None where all do.
-        nearest: the layout that needs the least memory; None where none is sound.
-        meshes: with layouts that fit, for a picture.
-        unfit: of the layouts of `meshes` one after the other, those that were evaluated and do not fit: all whose
-            bounds are below the best.
+        considered, sound: number of layouts considered, and number that the rules allow.
+        fitting, evaluated: number of sound layouts that fit by their bounds, and number of these evaluated exactly.
+        ranked: best layouts, in order.
+        refusals: reasons why layouts are not sound, the most frequent first.
+        misfit: sound layouts that do not fit; None if all fit.
+        nearest: sound layout that needs the least memory; None if no layout is sound.
+        meshes: layouts that fit by mesh, for a picture.
+        unfit: indices into the joined layouts of `meshes` of those evaluated that do not fit; it has all such layouts
+            whose bound is below the best.
     """
 
     considered: int
@@ -200,7 +176,7 @@ class Found:
 
 @dataclass
 class _Seen:
-    """What was looked at."""
+    """Running totals of a search."""
 
     considered: int = 0
     sound: int = 0
@@ -212,14 +188,14 @@ class _Seen:
 
 
 def search(space: Space, checks: tuple[Check, ...], costs: Costs, counts: Sequence[int], objective: Objective) -> Found:
-    """Look at every layout, and rank the best.
+    """Search every layout of a space and rank the best.
 
     Args:
-        space: what there is to choose from.
-        checks: the rules of a config.
-        costs: the cost model.
-        counts: of devices that a layout may use.
-        objective: what the best has.
+        space: search space.
+        checks: rules of a config.
+        costs: cost model.
+        counts: numbers of devices that a layout may use.
+        objective: criterion of the ranking.
     """
     soundness, seen = Soundness(space, checks), _Seen()
     for count in counts:
@@ -246,7 +222,7 @@ def search(space: Space, checks: tuple[Check, ...], costs: Costs, counts: Sequen
 
 
 def _look(mesh: MeshSizes, options: Options, soundness: Soundness, costs: Costs, seen: _Seen) -> None:
-    """Add the layouts of a mesh that are sound and fit."""
+    """Add the sound layouts of a mesh that fit."""
     if not all(options.shape):
         return
     seen.considered += int(np.prod(options.shape))
@@ -270,14 +246,14 @@ def _look(mesh: MeshSizes, options: Options, soundness: Soundness, costs: Costs,
 
 
 def _least(values: Array, where: Mask) -> tuple[float, tuple[int, ...]]:
-    """The least of some of the values, and its indices; infinite for none."""
+    """Return the least of the selected values and its indices; infinite if none is selected."""
     those = np.where(where, values, np.inf)
     place = int(those.argmin())
     return float(those.flat[place]), tuple(int(index) for index in np.unravel_index(place, those.shape))
 
 
 def _best(looked: list[Fitting], costs: Costs, objective: Objective) -> tuple[list[Evaluated], list[int], int]:
-    """The best layouts, those that were evaluated and do not fit, and how many were evaluated."""
+    """Return the best layouts, the indices of evaluated ones that do not fit, and the number evaluated."""
     best: list[tuple[float, int, LayoutChoice, Evaluated]] = []
     unfit: list[int] = []
     evaluated = 0
@@ -295,7 +271,7 @@ def _best(looked: list[Fitting], costs: Costs, objective: Objective) -> tuple[li
 
 
 def _ascending(looked: list[Fitting], objective: Objective) -> Iterator[tuple[float, int, LayoutChoice]]:
-    """All layouts in the order of the bounds of their scores: these, their places among all, and the layouts."""
+    """Yield all layouts in the order of their scores' bounds: the bound, the index among all, and the layout."""
     if not looked:
         return
     scores = np.concatenate([each.seconds * objective.weight(each.mesh.gpus) for each in looked])
@@ -316,19 +292,14 @@ def _refusals(counts: Counter[str], examples: dict[str, tuple[str, str]]) -> lis
 
 _POINTS: Final = 4000
 _STEP: Final = 0.9
-"""The next layout of the front has at most this share of the memory of the one before."""
+"""Largest memory of the front's next layout, as a share of the previous one's."""
 _EVALUATED: Final = 120
-"""Layouts that are evaluated for the front, at most."""
+"""Largest number of layouts to evaluate for the front."""
 
 
 class Points(NamedTuple):
-    """Layouts that fit.
-
-    Attributes:
-        seconds: of a step.
-        peak: bytes of the rank with the most, at least.
-        front: the fastest layouts for their memory, exactly, the one with the least memory first.
-    """
+    """Layouts that fit, as points of a picture: seconds of a step, lower bounds of the largest rank's bytes, and the
+    exact front of the fastest layouts for their memory, the least memory first."""
 
     seconds: Array
     peak: Array
@@ -336,13 +307,13 @@ class Points(NamedTuple):
 
 
 def points_of(found: Found, costs: Costs, step: float = _STEP, most: int = _EVALUATED) -> Points:
-    """The points of a search. None of them is a layout that is known not to fit.
+    """Return a sample of a search's layouts and their Pareto front, without layouts known not to fit.
 
     Args:
-        found: by the search; some layouts fit.
-        costs: the cost model.
-        step: the next layout of the front has at most this share of the memory of the one before.
-        most: layouts that are evaluated for the front.
+        found: result of the search, in which some layouts fit.
+        costs: cost model.
+        step: largest memory of the front's next layout, as a share of the previous one's.
+        most: largest number of layouts to evaluate for the front.
     """
     seconds = np.concatenate([each.seconds for each in found.meshes])
     peak = np.concatenate([each.peak for each in found.meshes])

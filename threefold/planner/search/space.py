@@ -1,4 +1,4 @@
-"""A layout that the search considers: the values of every setting that it may choose."""
+"""Search space of layouts: every setting that the search may choose, its values, and the rules that layouts obey."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,9 +30,9 @@ KEYS: Final = {
     "recompute": "train.recompute",
     "sequence_parallel": "parallel.sequence_parallel",
 }
-"""Part of a `LayoutChoice` → its setting."""
+"""Setting of each part of a `LayoutChoice`."""
 FOLLOWING: Final = ("parallel.zero_shards", "parallel.fallbacks", "train.recompute_every")
-"""Settings that a config gives for its own layout; in another one they have their defaults."""
+"""Settings that a config gives for its own layout; other layouts use their defaults."""
 _DEFAULTS: Final = {
     "parallel.schedule": next(iter(SCHEDULES)),
     "parallel.zero": 0,
@@ -42,12 +42,12 @@ _DEFAULTS: Final = {
 
 
 class LayoutChoice(NamedTuple):
-    """One layout.
+    """Layout, as the settings that make it.
 
     Attributes:
         dp, tp, pp, cp: ranks along each axis; their product is the number of GPUs.
-        ep: of the dp replicas, how many share the experts.
-        zero, schedule, stage_chunks, micro_batch_size, recompute, sequence_parallel: as the settings of these names.
+        ep: expert-parallel ranks, which divide dp.
+        zero, schedule, stage_chunks, micro_batch_size, recompute, sequence_parallel: settings of these names.
         accumulation: micro-batches of a replica in a step.
     """
 
@@ -69,17 +69,17 @@ class LayoutChoice(NamedTuple):
         return self.dp * self.tp * self.pp * self.cp
 
     def settings(self) -> dict[str, Any]:
-        """`section.key` → value of every setting that makes it."""
+        """Return the values of the settings that make the layout, by `section.key`."""
         return {KEYS[name]: value for name, value in self._asdict().items()}
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "LayoutChoice":
-        """That of a mapping from `section.key` to values."""
+        """Return the layout of a mapping from `section.key` to values."""
         return cls(**{name: settings[key] for name, key in KEYS.items()})
 
     @property
     def spec(self) -> LayoutSpec:
-        """The same as other commands write and read it, without the micro-batch."""
+        """Layout in the notation of other commands, without the micro-batch size."""
         given = {key: value for key, value in self.settings().items() if value != _DEFAULTS.get(key, value)}
         if self.schedule in SCHEDULES and SCHEDULES[self.schedule].stages_per_rank is None:
             given["parallel.stage_chunks"] = self.stage_chunks
@@ -93,10 +93,10 @@ _GLOBAL_BATCH: Final = "train.global_batch_size"
 
 
 def without_layout(config: Config) -> dict[str, dict[str, Any]]:
-    """What a config gives beside its layout, by section, with its global batch.
+    """Return a config's given settings outside its layout, by section, with its global batch.
 
     Args:
-        config: as loaded.
+        config: config as loaded.
     """
     given = config.given()
     for key in (*KEYS.values(), *FOLLOWING):
@@ -107,22 +107,22 @@ def without_layout(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def alone(config: Config) -> Config:
-    """A config on one rank, not resolved.
+    """Return a config on one rank, not resolved.
 
     Args:
-        config: as loaded.
+        config: config as loaded.
     """
-    chosen = (*KEYS.values(), *FOLLOWING)  # a sentence about another layout is not about the config's line
+    chosen = (*KEYS.values(), *FOLLOWING)  # an error about another layout is not about the config's own line
     origins = {key: origin for key, origin in config.origins.items() if key not in chosen}
     return config_of(without_layout(config), origins=origins)
 
 
 def in_layout(config: Config, choice: LayoutChoice) -> Config:
-    """A resolved config in another layout; as `resolve` makes it, in a fraction of its time.
+    """Return a resolved config in another layout, as `resolve` would, in a fraction of its time.
 
     Args:
-        config: on one rank, resolved.
-        choice: the layout, which must be sound.
+        config: resolved config on one rank.
+        choice: layout, which must be sound.
     """
     parallel: dict[str, Any] = {"zero_shards": choice.dp}
     train: dict[str, Any] = {}
@@ -138,7 +138,7 @@ def in_layout(config: Config, choice: LayoutChoice) -> Config:
 
 
 def _copied(parallel: Any, update: dict[str, Any]) -> Any:
-    """A copy without what was computed from other settings."""
+    """Return a copy without properties cached from other settings."""
     copy = parallel.model_copy(update=update)
     copy.__dict__.pop("pipeline_schedule", None)
     return copy
@@ -154,14 +154,14 @@ def _global_batch(config: Config) -> int:
 
 
 Settings = Mapping[str, Any]
-"""`section.key` → value."""
+"""Values of settings by `section.key`."""
 Check = Callable[[Config], object]
 _SECTIONS: Final = frozenset(key.split(".")[0] for key in KEYS.values())
-"""Those with settings of a layout."""
+"""Config sections that hold settings of a layout."""
 
 
 def layout_rules(plan: ModelPlan) -> tuple[Check, ...]:
-    """All that a resolved config must obey before its ranks start, in order; each raises a `UserError`."""
+    """Return the checks of a resolved config before its ranks start, in order; each raises a `UserError`."""
 
     def check_stages(config: Config) -> None:
         stage_map(plan, config)
@@ -170,14 +170,14 @@ def layout_rules(plan: ModelPlan) -> tuple[Check, ...]:
 
 
 class RuleAnswers:
-    """What one rule says of the layouts of a config.
+    """Answers of one rule to the layouts of a config, each asked for once.
 
     Args:
-        rule: raises a `UserError` where it is broken.
-        config: resolved; has the settings that are not a layout's.
+        rule: check that raises a `UserError` if it is broken.
+        config: resolved config, for settings that are not a layout's.
 
     Attributes:
-        read: the settings of layouts that it has read so far.
+        read: layout settings that the rule has read so far.
     """
 
     def __init__(self, rule: Check, config: Config) -> None:
@@ -187,10 +187,10 @@ class RuleAnswers:
         self.read: set[str] = set()
 
     def sentence(self, settings: Settings) -> str:
-        """Why a layout breaks the rule; empty where it does not.
+        """Return why a layout breaks the rule; empty if it does not.
 
         Args:
-            settings: of the layout, in place of the config's own.
+            settings: settings of the layout, which replace the config's own.
         """
         node = self._tree
         while isinstance(node, _Branch):
@@ -226,7 +226,7 @@ class RuleAnswers:
 
 
 class _Branch:
-    """A setting that a rule reads next, and what follows for each of its values."""
+    """Setting that a rule reads next, with what follows for each of its values."""
 
     __slots__ = ("answers", "key")
 
@@ -236,7 +236,7 @@ class _Branch:
 
 
 class _ConfigView:
-    """A config in another layout, as rules see it; remembers which of the layout's settings they read, in order."""
+    """Config in another layout as rules see it, which records in order the layout settings that they read."""
 
     def __init__(self, config: Config, settings: Settings) -> None:
         self._config, self._settings = config, settings
@@ -255,8 +255,6 @@ class _ConfigView:
 
 
 class _SectionView:
-    """A section of a `_ConfigView`."""
-
     def __init__(self, config: _ConfigView, name: str, section: Any) -> None:
         self._view, self._name, self._section = config, name, section
 
@@ -277,12 +275,7 @@ _MOST_ZERO: Final = next(each.le for each in ParallelConfig.model_fields["zero"]
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """Sizes of the axes.
-
-    Attributes:
-        dp, tp, pp, cp, ep: as in `parallel`.
-        share: sequences of a replica in a step.
-    """
+    """Sizes of the mesh axes, and the sequences of a replica in a step (`share`)."""
 
     dp: int
     tp: int
@@ -308,13 +301,13 @@ class MeshSizes:
 
 
 class Space:
-    """What there is to choose from.
+    """Search space of layouts for one config.
 
     Args:
-        config: resolved, in any layout; has the global batch and the model.
-        layers: of the model's plan.
-        fixed: settings that have one value only, `section.key` → value.
-        schedules: the names and files that `parallel.schedule` may have.
+        config: resolved config in any layout, for its global batch and model.
+        layers: number of layers in the model's plan.
+        fixed: values of settings that have only one, by `section.key`.
+        schedules: names and files that `parallel.schedule` may have.
     """
 
     def __init__(
@@ -325,7 +318,7 @@ class Space:
         self._made: dict[object, tuple[Settings, ...]] = {}
 
     def meshes(self, gpus: int) -> Iterator[MeshSizes]:
-        """The meshes of so many ranks, but for those whose replicas cannot divide the global batch."""
+        """Yield the meshes of a number of ranks whose replicas divide the global batch."""
         experts = divisors(self.config.model.num_experts) if self.config.model.num_experts else [1]
         for tp in self._allowed("parallel.tp", divisors(gpus)):
             for pp in self._allowed("parallel.pp", divisors(gpus // tp)):
@@ -337,7 +330,7 @@ class Space:
                         yield MeshSizes(dp, tp, pp, cp, ep, self.global_batch_size // dp)
 
     def options(self, mesh: MeshSizes) -> "Options":
-        """What the ranks of a mesh may do; meshes with the same values of a dim have the same tuple of them."""
+        """Return the options of a mesh; meshes with equal values of a dim share one tuple of them."""
         sharded, zero = mesh.tp > 1, mesh.dp * mesh.cp > 1
         shares = [False, True] if sharded else [False]
         return Options(
@@ -363,7 +356,7 @@ class Space:
         )
 
     def _schedules(self, pp: int) -> tuple[Settings, ...]:
-        """Each schedule with each number of stages that a rank may have, so far as there are layers."""
+        """List each schedule with each number of stages per rank that the layers allow."""
         names = self.schedules if pp > 1 else self.schedules[:1]
         found = []
         for name in self._allowed("parallel.schedule", names):
@@ -384,7 +377,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a mesh, dim by dim, each as settings."""
+    """Options of a mesh in each dim of `DIMS`, as settings."""
 
     micro_batch: tuple[Settings, ...]
     sequence_parallel: tuple[Settings, ...]
@@ -394,7 +387,7 @@ class Options:
 
     @property
     def dims(self) -> tuple[tuple[Settings, ...], ...]:
-        """Those of each dim of `DIMS`."""
+        """Options of each dim of `DIMS`."""
         return self.micro_batch, self.sequence_parallel, self.recompute, self.schedule, self.zero
 
     @property
@@ -402,7 +395,7 @@ class Options:
         return tuple(len(values) for values in self.dims)
 
     def choice(self, mesh: MeshSizes, place: Sequence[int]) -> LayoutChoice:
-        """The layout of a mesh at indices of each dim."""
+        """Return the layout of a mesh at an index in each dim."""
         settings = dict(mesh.settings)
         for values, index in zip(self.dims, place, strict=True):
             settings |= values[index]
