@@ -1,4 +1,4 @@
-"""Sizes in bytes as text with a decimal unit, written and read."""
+"""Format and parse sizes in bytes with decimal units."""
 
 import re
 from typing import Final
@@ -7,11 +7,11 @@ _UNITS: Final = {"GB": 10**9, "MB": 10**6, "kB": 10**3}
 
 
 def format_bytes(count: int, one: str = "bytes") -> str:
-    """A size in the largest unit of which it is at least one, such as `1.5 MB`.
+    """Format a size in the largest decimal unit that it fills, such as `1.5 MB`.
 
     Args:
-        count: bytes.
-        one: the unit of sizes below 1 kB.
+        count: size in bytes.
+        one: unit for sizes below 1 kB.
     """
     for unit, scale in _UNITS.items():
         if count >= scale:
@@ -20,10 +20,10 @@ def format_bytes(count: int, one: str = "bytes") -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of a size such as `500MB`, `1.5 gb` or `4096`.
+    """Return the number of bytes that a size such as `500MB`, `1.5 gb` or `4096` means.
 
     Raises:
-        ValueError: it is no such size, or zero.
+        ValueError: the text is not such a size, or is zero.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]B)?", text.strip().upper())
     if not match or not float(match[1]):

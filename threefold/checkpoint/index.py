@@ -1,4 +1,4 @@
-"""Tensor files of a checkpoint and their index: version 2, which is written, and version 1, which is only read."""
+"""Index of a checkpoint's tensor files (tensors.json): its writer, reader and checks."""
 
 import json
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ INDEX: Final = "tensors.json"
 FORMAT: Final = "threefold-tensors"
 VERSION: Final = 1
 LARGEST: Final = 2 << 30
-"""Bytes of the largest index that is read: of some ten million chunks."""
+"""Size limit of an index in bytes, enough for some ten million chunks."""
 
 DTYPES: Final = {
     name: getattr(torch, name)
@@ -29,22 +29,22 @@ DTYPES: Final = {
         *("complex64", "complex128", "float8_e4m3fn", "float8_e5m2"),
     )
 }
-"""By the name that the index has for them."""
+"""Dtypes by their names in the index."""
 
 _MOST_DIMS: Final = 16
 
 
 @dataclass(frozen=True)
 class TensorChunk:
-    """A box of a tensor, and its place in a file.
+    """A box of a tensor and its place in a file.
 
     Attributes:
-        offsets: its first element in the tensor.
-        sizes: of the box.
+        offsets: index of the box's first element in the tensor.
+        sizes: shape of the box.
         file: name of the file in the checkpoint's folder.
-        position: of its first byte.
-        bytes: how many.
-        checksum: of them; None in a checkpoint of version 1.
+        position: offset of the first byte in the file.
+        bytes: number of bytes.
+        checksum: checksum of the bytes; None in a checkpoint of version 1.
     """
 
     offsets: tuple[int, ...]
@@ -57,13 +57,7 @@ class TensorChunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint.
-
-    Attributes:
-        shape: of the whole.
-        dtype: as it is stored.
-        chunks: none where it has no element.
-    """
+    """A tensor of a checkpoint: its global shape, stored dtype and chunks (none if it has no elements)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -72,17 +66,17 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file of tensors: its size and the checksum of its content."""
+    """Size and checksum of a tensor file."""
 
     bytes: int
     checksum: str
 
 
 def index_text(tensors: Mapping[str, StoredTensor], files: Mapping[str, DataFile]) -> str:
-    """The content of tensors.json."""
+    """Return the content of tensors.json."""
     entries = (
         f"{json.dumps(name)}: {json.dumps(_plain_tensor(tensors[name]))}"
-        for name in sorted(tensors)  # the same text in whatever order the ranks wrote
+        for name in sorted(tensors)  # independent of the order in which ranks wrote
     )
     held = json.dumps({name: vars(files[name]) for name in sorted(files)})
     head = f'{{\n"format": "{FORMAT}",\n"version": {VERSION},\n"files": {held},\n"tensors": {{\n'
@@ -90,10 +84,10 @@ def index_text(tensors: Mapping[str, StoredTensor], files: Mapping[str, DataFile
 
 
 def read_index(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint by name.
+    """Read the index of a checkpoint: its tensors by name.
 
     Raises:
-        DamagedCheckpoint: its index is missing, is not as it was written, or does not fit the files.
+        DamagedCheckpoint: the index is missing, was changed, or does not fit the files.
     """
     document = _document(folder)
     try:
@@ -109,10 +103,10 @@ def read_index(folder: Path) -> dict[str, StoredTensor]:
 
 
 def read_data_files(folder: Path) -> dict[str, DataFile]:
-    """Size and checksum of each file of tensors, as the index has them.
+    """Read the size and checksum of each tensor file from the index.
 
     Raises:
-        DamagedCheckpoint: as `read_index`.
+        DamagedCheckpoint: the index is missing or was changed.
     """
     try:
         return {name: DataFile(held["bytes"], held["checksum"]) for name, held in _document(folder)["files"].items()}
@@ -121,7 +115,7 @@ def read_data_files(folder: Path) -> dict[str, DataFile]:
 
 
 def check_index(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
-    """Check that the chunks of each tensor cover it once, and are inside files of the folder.
+    """Check that the chunks of each tensor cover it exactly once and lie inside files of the folder.
 
     Raises:
         DamagedCheckpoint: they do not.
@@ -188,7 +182,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 
 def _covers(tensor: StoredTensor) -> bool:
-    """Whether the chunks cover the tensor, each element once."""
+    """Return whether the chunks cover each element of the tensor exactly once."""
     dims = len(tensor.shape)
     if any(len(chunk.offsets) != dims or len(chunk.sizes) != dims for chunk in tensor.chunks):
         return False
@@ -204,7 +198,7 @@ def _covers(tensor: StoredTensor) -> bool:
 
 
 def _overlap(starts: Any, ends: Any) -> bool:
-    """Whether any two of the boxes from `starts` to `ends`, both [N, dims], have an element in common."""
+    """Return whether any two of the boxes from `starts` to `ends`, both [N, dims], share an element."""
     if len(starts) < 2:
         return False
     cut = int(np.argmax([len(np.unique(column)) for column in starts.T]))
