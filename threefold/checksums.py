@@ -61,8 +61,7 @@ _MARK: Final = f'  "{_KEY}": "'
 
 
 def seal(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the members of a JSON object with their checksum appended; it does not depend on the order of the members.
-    Return the members of a JSON object with their checksum appended; it does not depend on the order of the members."""
+    """Return the members of a JSON object with their checksum, which is independent of their order, appended."""
     return {**facts, _KEY: _checksum(facts)}
 
 

@@ -244,8 +244,7 @@ class Registry:
 
 @cache
 def _entry_points(group: str, path: tuple[str, ...]) -> "Mapping[str, list[EntryPoint]]":
-    """Return the entry points of a group by name, among the packages installed in `path`; the search takes
-    milliseconds."""
+    """Return the entry points of a group by name; the packages installed in `path` take milliseconds to search."""
     from importlib.metadata import entry_points  # slow to import, and needed for names of other packages alone
 
     added: dict[str, list[EntryPoint]] = {}

@@ -312,8 +312,7 @@ class BackgroundSaver:
         self._thread.do(work)
 
     def end(self, seconds: float | None = None) -> bool:
-        """End the thread after its queued work, waiting at most `seconds` (None for no limit); return whether it is
-        done."""
+        """End the thread after its queued work; wait for at most `seconds` and return whether the work is done."""
         done = self._thread.wait(seconds)
         self._thread.end()
         return done

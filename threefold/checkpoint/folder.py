@@ -121,8 +121,7 @@ def _copied_model(config: Config, path: Path) -> str:
 
 
 def model_files(file: Path) -> dict[str, Path]:
-    """Return the files of a custom model by their names in a checkpoint: its own file and the modules beside it that it
-    imports.
+    """Return the files of a custom model, its own and the modules it imports, by their names in a checkpoint.
 
     Args:
         file: file of the model, either the run's or a checkpoint's copy.
@@ -142,15 +141,13 @@ def model_files(file: Path) -> dict[str, Path]:
 
 
 def newest(run_dir: Path) -> Checkpoint | None:
-    """Return the newest checkpoint that has all its files, or None. Checksums are not compared, unlike in
-    `select_checkpoint`."""
+    """Return the newest checkpoint with all its files, or None; unlike `select_checkpoint`, ignore checksums."""
     found = complete(run_dir)
     return found[-1] if found else None
 
 
 def remains(run_dir: Path) -> list[Path]:
-    """Return all folders named like a checkpoint in any state, oldest first, and the shortest name first within a step.
-    Return all folders named like a checkpoint in any state, oldest first, and the shortest name first within a step."""
+    """Return all folders named like a checkpoint in any state, by step and then by length of the name."""
     parent = run_dir / FOLDER
     paths = list(parent.iterdir()) if parent.is_dir() else []
     found = {path: int(name[1]) for path in paths if (name := _ANY.fullmatch(path.name))}

@@ -110,8 +110,7 @@ Resume = bool | Literal["auto"]
 
 
 def continues(run_dir: Path, resume: Resume) -> bool:
-    """Return whether a run resumes; "auto" also resumes if all checkpoints are damaged, so they are not silently
-    overwritten."""
+    """Return whether a run resumes; "auto" does so even if all checkpoints are damaged, so as not to overwrite them."""
     return bool(folders(run_dir)) if resume == "auto" else resume
 
 

@@ -92,8 +92,7 @@ def record_of_layout(layout: Layout) -> WriterRecord:
 
 
 def read_writer(folder: Path) -> WriterRecord:
-    """Return the record of a checkpoint's writer, from the config for older checkpoints; never raises, unreadable means
-    unknown."""
+    """Return the record of a checkpoint's writer, for older checkpoints from the config; unreadable facts are None."""
     try:
         document = read_json(folder / WRITER)
     except UserError:
@@ -184,8 +183,7 @@ def save_checkpoint(
 def write_checkpoint(
     run_dir: Path, facts: Facts, texts: Mapping[str, str], world: Axis, write: Callable[[Path], None]
 ) -> Path:
-    """Write a checkpoint like `save_checkpoint`; `write` is called on every rank to write the tensors into the given
-    folder."""
+    """Write a checkpoint like `save_checkpoint`; every rank calls `write` to put the tensors into a folder."""
     path = path_of(run_dir, facts.step)
     partial = path.with_name(path.name + PARTIAL)
 

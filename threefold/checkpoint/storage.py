@@ -143,8 +143,7 @@ class Reader(StorageReader):
         pass
 
     def read_metadata(self, *args: Any) -> dcp.Metadata:
-        """Return the index as torch's metadata. Damage is raised one step later, where torch does not wrap the error.
-        Return the index as torch's metadata. Damage is raised one step later, where torch does not wrap the error."""
+        """Return the index as torch's metadata; damage is raised one step later, where torch does not wrap errors."""
         try:
             self._tensors = stored_index(self.folder)
         except DamagedCheckpoint as damage:
@@ -342,8 +341,7 @@ class Planned:
 
 
 class Shards:
-    """Safetensors files of at most `limit` bytes of tensors, at least one tensor each, with an index if there are
-    several.
+    """Safetensors files of at most `limit` bytes each (but at least one tensor), with an index if there are several.
 
     Args:
         folder: output folder.

@@ -1,5 +1,4 @@
-"""Reader of version 1 checkpoints, in the format of `torch.distributed.checkpoint`: `.metadata`, a pickle, and
-`*.distcp`.
+"""Reader of version 1 checkpoints, written by `torch.distributed.checkpoint`: `.metadata`, a pickle, and `*.distcp`.
 
 A pickle is a program that names the functions it calls. Here it may name only a few, each replaced by an inert record;
 nothing else is looked up or called. The payload of a `.distcp` file is read with torch's `weights_only` after comparing
