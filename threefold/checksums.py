@@ -17,11 +17,7 @@ def checksum(path: Path, advance: Callable[[int], None] = lambda size: None) -> 
     """Return the checksum of a file's content as `xxh3_128:` and 32 hexadecimal digits.
 
     Args:
-        path: a regular file.
         advance: called with the size of each block read.
-
-    Raises:
-        OSError: the file cannot be read.
     """
     digest = xxhash.xxh3_128()
     buffer = bytearray(_BLOCK)
@@ -47,11 +43,7 @@ def checksum_of_blocks(blocks: Iterable[bytes | memoryview]) -> str:
 
 
 def checksums(paths: Iterable[Path], advance: Callable[[int], None] = lambda size: None) -> list[str]:
-    """Return the checksum of each file, in order, reading several files at a time.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    """Return the checksum of each file, in order, reading several files at a time."""
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="threefold-checksum") as pool:
         return list(pool.map(lambda path: checksum(path, advance), paths))
 

@@ -29,11 +29,11 @@ class HardwareFault(UserError):
 
 
 class ProcessFault(UserError):
-    """A process reached a limit of its own, such as open files; restarting the run may succeed."""
+    """Limit reached by a process, such as its open files; restarting the run may succeed."""
 
 
 class OutputLost(UserError):
-    """Standard output was closed by its reader, or its disk is full."""
+    """Standard output that was closed by its reader, or is on a full disk."""
 
 
 CLOSED_OUTPUT = "Standard output was closed by the program that read it."

@@ -39,11 +39,7 @@ def require_file(path: Path, called: str = "") -> int:
 
 
 def read_bytes(path: Path, called: str = "", limit: int = LARGEST_TEXT) -> bytes:
-    """Return the content of a regular file.
-
-    Raises:
-        UserError: the file cannot be read, or is larger than `limit` bytes.
-    """
+    """Return the content of a regular file; raise UserError if it is unreadable or larger than `limit` bytes."""
     size = require_file(path, called)
     if size > limit:
         raise UserError(f"Cannot read {called}{shown(path)}: it holds {size:,} bytes and {limit:,} are allowed.")
@@ -54,11 +50,7 @@ def read_bytes(path: Path, called: str = "", limit: int = LARGEST_TEXT) -> bytes
 
 
 def read_text(path: Path, called: str = "", limit: int = LARGEST_TEXT) -> str:
-    """Return the text of a regular UTF-8 file, without its byte order mark.
-
-    Raises:
-        UserError: the file cannot be read, is larger than `limit` bytes, or is not UTF-8.
-    """
+    """Return the text of a UTF-8 file without its byte order mark; raise UserError if it is unreadable or too large."""
     content = read_bytes(path, called, limit)
     try:
         return content.decode("utf-8-sig")
@@ -68,20 +60,12 @@ def read_text(path: Path, called: str = "", limit: int = LARGEST_TEXT) -> str:
 
 
 def read_json(path: Path, called: str = "", limit: int = LARGEST_TEXT) -> Any:
-    """Return the value in a JSON file.
-
-    Raises:
-        UserError: `read_text` fails, or the text is not JSON, is nested too deeply, or has a number too long to read.
-    """
+    """Return the value in a JSON file; raise UserError if `read_text` or `parse_json` does."""
     return parse_json(read_text(path, called, limit), f"{called}{shown(path)}")
 
 
 def parse_json(text: str, where: str) -> Any:
-    """Parse a JSON text; NaN and infinities, which JSON lacks, are refused.
-
-    Args:
-        text: the JSON document.
-        where: name of the document in messages.
+    """Parse a JSON text named `where` in messages; NaN and infinities, which JSON lacks, are refused.
 
     Raises:
         UserError: the text is not JSON, is nested too deeply, or has a number too long to read.

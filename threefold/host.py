@@ -47,10 +47,8 @@ def begin_writing(descriptor: int, start: int, size: int) -> None:
 def finish_writing(descriptor: int, start: int, size: int) -> None:
     """Wait until part of a file is on disk, so that `fsync` has little left to wait for.
 
-    Linux only; no effect elsewhere or where the file system lacks support.
-
-    Raises:
-        OSError: the data could not be written, which `fsync` does not report again.
+    Linux only; no effect elsewhere or where the file system lacks support. Raises OSError for a failed write, which
+    `fsync` does not report again.
     """
     if sys.platform != "linux":
         return
@@ -88,11 +86,7 @@ def processor_vendor() -> str:
 
 
 def exchange_paths(one: Path, other: Path) -> bool:
-    """Swap two paths of one file system atomically, and return whether the system supports it.
-
-    Raises:
-        OSError: a path does not exist, or may not be moved.
-    """
+    """Swap two paths of one file system atomically; return whether it is supported, or raise OSError on failure."""
     if sys.platform != "linux":
         return False
     try:
@@ -136,12 +130,7 @@ def peak_memory() -> int:
 
 
 def _group_limits(groups: Path, root: Path) -> list[int]:
-    """Return the memory limits of a process's control group and of its parents.
-
-    Args:
-        groups: file that lists the process's control groups, of cgroup version 1 or 2.
-        root: mount point of the control groups.
-    """
+    """Return the memory limits of a process's control group and its parents; `groups` lists them in version 1 or 2."""
     limits = []
     with suppress(OSError):
         for line in groups.read_text().splitlines():

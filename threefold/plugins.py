@@ -106,12 +106,9 @@ def import_path_of(thing: Any) -> str | None:
 
 
 def import_file(file: Path | str) -> ModuleType:
-    """Import a Python file as a module; its folder is searched first for the modules that it imports.
+    """Import a Python file as a module, searching its folder first for the modules that it imports.
 
-    A file is executed once per process unless its content changes.
-
-    Raises:
-        Exception: whatever executing the file raises.
+    A file is executed once per process unless its content changes. Its exceptions are not caught.
     """
     path = os.path.realpath(file)
     found = os.stat(path)
@@ -155,10 +152,9 @@ def _finding_first(file: Path) -> Iterator[None]:
 
 
 def modules_beside(file: Path) -> list[Path]:
-    """Return the modules in a file's own folder that it imports, directly or indirectly; packages are not included.
+    """Return the modules in a file's own folder that it imports, directly or indirectly, but no packages.
 
-    Args:
-        file: read but not executed; it need not be valid Python.
+    The file is read but not executed; it need not be valid Python.
     """
     found: dict[str, Path] = {}
     left = [file]

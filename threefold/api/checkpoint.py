@@ -200,11 +200,7 @@ def _load_states(
     state: Mapping[str, Any],
     model: DistributedModel | PreparedModule,
 ) -> None:
-    """Fill the state of an optimizer, even of one that has not stepped yet.
-
-    Raises:
-        UserError: the checkpoint is of another optimizer, or has no optimizer state.
-    """
+    """Fill the state of an optimizer, even before its first step; raise UserError if the checkpoint's does not fit."""
     groups: list[dict[str, Any]] | None = state.get("groups")
     if groups is None:
         raise UserError(f"{path} has no optimizer state; save it with optimizer=, or load it without.")

@@ -188,10 +188,8 @@ def _modules(
     """Return the modules that have parameters.
 
     Args:
-        model: the whole model.
         rule_of: returns the rule of a parameter, given its name.
         label_of: returns the pattern to list a parameter under, and whether it is bare.
-        tp: size of the tensor axis.
         undecided: pattern → why no rule could be decided.
     """
     found: dict[tuple[str, str, str], InspectedModule] = {}

@@ -193,11 +193,7 @@ def _call(info: RankInfo, fn: Callable[..., Any], args: tuple[Any, ...], one_thr
 
 
 def _run_alone(fn: Callable[..., Any], args: tuple[Any, ...], device: DeviceSetting) -> Any:
-    """Call `fn` as the only rank, in this process, and restore its process group and thread count afterwards.
-
-    Raises:
-        UserError: this process is already a rank.
-    """
+    """Call `fn` as the only rank, in this process, and restore its process group and thread count afterwards."""
     import torch
     import torch.distributed as dist
 
@@ -234,22 +230,14 @@ def _run_here(
 
 
 def join_launched(launched: LaunchedRank, device: DeviceSetting) -> None:
-    """Initialise the process group of the ranks that a launcher started.
-
-    Raises:
-        UserError: there are fewer GPUs than ranks.
-    """
+    """Initialise the process group of launched ranks; raise UserError if there are fewer GPUs than ranks."""
     chosen = device_of(device, launched.local_world_size)
     info = RankInfo(launched.rank, launched.world_size, launched.local_rank, launched.local_world_size, chosen)
     join(info, meet(launched))
 
 
 def device_of(setting: DeviceSetting, local_world_size: int) -> Device:
-    """Return the device for `local_world_size` ranks on this host.
-
-    Raises:
-        UserError: the setting is unknown, or there are fewer GPUs than ranks.
-    """
+    """Return the device for `local_world_size` ranks of this host; raise UserError if it has too few GPUs."""
     if setting not in ("auto", "cpu", "cuda"):
         raise UserError(f"device is {setting!r} but must be auto, cpu or cuda; use auto.")
     with naming_arguments():

@@ -92,14 +92,7 @@ def _check_sizes(dp: int | None, tp: int, pp: int, cp: int, ep: int) -> None:
 
 
 def _layout(dp: int | None, tp: int, pp: int, cp: int, ep: int, world_size: int | None, because: str = "") -> Layout:
-    """Return the layout for a world of `world_size` ranks (None: a process without a launcher).
-
-    Args:
-        because: as in `Layout.require_world`.
-
-    Raises:
-        UserError: no layout fits.
-    """
+    """Return the layout for a world of `world_size` ranks (None: no launcher); raise UserError if none fits."""
     fixed = Layout(1, tp, pp, cp)
     if dp is None:
         dp = max(1, (world_size or 1) // fixed.world_size)
@@ -125,11 +118,6 @@ def _launched() -> LaunchedRank | None:
 
 
 def _start(launched: LaunchedRank | None, device: DeviceSetting) -> None:
-    """Initialise the process group.
-
-    Raises:
-        UserError: there are fewer GPUs than ranks.
-    """
     import torch.distributed as dist
 
     if launched is not None:
@@ -140,11 +128,7 @@ def _start(launched: LaunchedRank | None, device: DeviceSetting) -> None:
 
 
 def _agree(layout: Layout) -> None:
-    """Check that all ranks and all earlier calls have the same layout.
-
-    Raises:
-        UserError: they do not.
-    """
+    """Raise UserError unless all ranks and all earlier calls have the same layout."""
     import torch.distributed as dist
 
     from threefold.torch_private.distributed import default_store

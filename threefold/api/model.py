@@ -28,11 +28,7 @@ from threefold.train.step import LossScale
 
 
 def with_arguments(model: Callable[..., Any], arguments: Mapping[str, Any] | None) -> Callable[[], Any]:
-    """Return a factory of the model with the keyword arguments of its constructor bound.
-
-    Raises:
-        UserError: the constructor does not take an argument, or needs further ones.
-    """
+    """Bind keyword arguments to a model's constructor; raise UserError if it does not take one, or needs others."""
     given = dict(arguments or {})
     name = getattr(model, "__name__", type(model).__name__)
     try:
@@ -91,8 +87,7 @@ class DistributedModel:
         return self._has_gradients
 
     def parameters(self) -> Iterator[Tensor]:
-        """Return this rank's shards of the weights for an optimizer; some may be empty, frozen ones have no gradient.
-        Return this rank's shards of the weights for an optimizer; some may be empty, frozen ones have no gradient."""
+        """Return this rank's shards of the weights for an optimizer; some may be empty, frozen ones lack gradients."""
         return (weight.master for weight in self.gradient_step.model.weights)
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -296,11 +291,7 @@ def _fewest(schedule: Schedule, pp: int) -> int:
 
 
 def _dtype(dtype: Any, precision: Any) -> torch.dtype:
-    """Return the dtype of the computation.
-
-    Raises:
-        UserError: the dtype is unknown, or both arguments are given.
-    """
+    """Return the dtype of the computation; raise UserError if it is unknown, or both arguments are given."""
     if precision is not None and dtype is not None:
         raise UserError(f"dtype is {dtype} and precision is {precision!r}; leave one of the two out.")
     if precision is not None:

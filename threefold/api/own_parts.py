@@ -28,11 +28,7 @@ def own_run(
     optimizer: Any = None,
     dataset: Any = None,
 ) -> tuple[Config, ModelSource]:
-    """Return the unresolved config of a run, and the source of its model.
-
-    Args:
-        config: an `AnyConfig`.
-        model, plan, loss, arguments, optimizer, dataset: as in `Trainer`.
+    """Return the unresolved config of a run, and the source of its model; arguments as in `Trainer`.
 
     Raises:
         UserError: an argument is not of a supported kind.
@@ -64,15 +60,7 @@ def own_run(
 
 
 def read_config(config: Any, changes: Mapping[str, Any]) -> Config:
-    """Return a config with some settings changed.
-
-    Args:
-        config: an `AnyConfig`.
-        changes: new values by `section.key`; None for the default.
-
-    Raises:
-        UserError: the config is of another type, or a setting is wrong.
-    """
+    """Return an `AnyConfig` with changes by `section.key` (None: the default); raise UserError if one is wrong."""
     if isinstance(config, str | Path):
         return load_config(config, changes)
     if isinstance(config, Config):
@@ -100,7 +88,7 @@ def _settings_of(section: Any) -> Mapping[str, Any]:
 
 
 def changed(config: Config, section: str, changes: Mapping[str, Any]) -> Config:
-    """Return the config with other settings in a section; settings that are None are removed.
+    """Return the config with other settings in a section, removing those that are None.
 
     Raises:
         UserError: a value is of the wrong type.

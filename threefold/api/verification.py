@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VerifiedModel:
-    """Results of `verify_model`, one per layout; `str()` has a line for each.
-
-    Attributes:
-        results: results of the layouts, in order.
-    """
+    """Results of `verify_model`, one per layout and in order; `str()` has a line for each."""
 
     results: tuple[LayoutResult, ...]
 

@@ -43,11 +43,7 @@ class WriteShare:
 
 
 class Sharing:
-    """Assigns the parts of a checkpoint to ranks as `save_tensors` does, and again when a rank's tensors change.
-
-    Args:
-        world: all ranks.
-    """
+    """Assignment of a checkpoint's parts to ranks, like `save_tensors`; repeated only when a rank's tensors change."""
 
     def __init__(self, world: Axis) -> None:
         self._world = world
@@ -55,11 +51,7 @@ class Sharing:
         self._of: list[tuple[str, torch.Size, torch.dtype]] = []
 
     def share(self, tensors: Mapping[str, Tensor]) -> WriteShare:
-        """Return this rank's share. Collective over the world.
-
-        Args:
-            tensors: tensors of the checkpoint, as in `save_tensors`.
-        """
+        """Return this rank's share of tensors, given as in `save_tensors`. Collective over the world."""
         now = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
         if self._share is None or any(self._world.gather_objects(now != self._of)):
             self._share, self._of = self._decided(tensors), now
@@ -80,12 +72,7 @@ class HostCopy:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def take(self, share: WriteShare, tensors: Mapping[str, Tensor]) -> "Copies":
-        """Copy the tensors of a share into host memory, overwriting the previous copy.
-
-        Args:
-            share: the share of this rank.
-            tensors: tensors of the checkpoint, as in `save_tensors`.
-        """
+        """Copy the tensors of this rank's share into host memory, overwriting the previous copy."""
         planner = _planner_of(detached(tensors), False)
         found = [(item, _resolved(planner, item)) for item in share.plan.items]
         places = self._places([source for _, source in found])
@@ -113,11 +100,7 @@ class HostCopy:
 
 
 class Copies(DefaultSavePlanner):
-    """Save planner that takes the tensors of a share from host memory.
-
-    Args:
-        tensors: host copies by the index of their part.
-    """
+    """Save planner that takes the tensors of a share from host memory, by the index of their part."""
 
     def __init__(self, tensors: Mapping[dcp.MetadataIndex, Tensor]) -> None:
         super().__init__()
@@ -131,8 +114,6 @@ def write_share(share: WriteShare, copies: Copies, folder: Path, world: Axis) ->
     """Write the tensors of a checkpoint durably, each rank its share. Collective over `world`.
 
     Args:
-        share: the share of this rank.
-        copies: host copies of its tensors.
         folder: an empty folder shared by all ranks.
         world: all ranks, on a process group that nothing else uses meanwhile.
 
@@ -225,12 +206,7 @@ class WorkThread:
 
 @dataclass(frozen=True)
 class Written:
-    """Outcome of a checkpoint written in the background, the same on every rank.
-
-    Attributes:
-        seconds: time that writing took.
-        failure: why the checkpoint could not be written; None if it is complete.
-    """
+    """Outcome of a background save, the same on every rank; `failure` is None if the checkpoint is complete."""
 
     step: int
     path: Path
@@ -239,13 +215,10 @@ class Written:
 
 
 class BackgroundSaver:
-    """Saves checkpoints in the background, one at a time, bit for bit equal to those of `save_checkpoint`.
+    """Background saver of checkpoints, one at a time, bit for bit equal to those of `save_checkpoint`.
 
     Each rank copies its share of the tensors into host memory, and a thread writes it. The threads of all ranks
     communicate over a process group of their own. Collective over the world.
-
-    Args:
-        mesh: mesh of all ranks.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -255,13 +228,9 @@ class BackgroundSaver:
         self._written: Written | None = None
 
     def save(self, run_dir: Path, facts: Facts, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> Path:
-        """Copy the tensors and start writing a checkpoint; `wait` must have returned the previous one.
+        """Copy the tensors, start writing, and return the future folder; see `save_checkpoint` for the arguments.
 
-        Args:
-            run_dir, facts, tensors, texts: as in `save_checkpoint`.
-
-        Returns:
-            the folder that the checkpoint will have.
+        `wait` must have returned the previous checkpoint.
         """
         if self._world is None:
             self._world = self._mesh.background_axis()

@@ -30,7 +30,6 @@ def with_code(config: Config, checkpoint: Path, model: str | None, trust_code: b
 
     Args:
         config: config from `select_checkpoint`.
-        checkpoint: folder of the checkpoint.
         model: file named by the user, `FILE.py` or `FILE.py:NAME`; None if not given.
         trust_code: whether the checkpoint's copy may be used if no file was named.
 
@@ -53,7 +52,7 @@ def with_code(config: Config, checkpoint: Path, model: str | None, trust_code: b
 
 
 def remembered_model(run_dir: Path, trust_code: bool) -> str | None:
-    """Return the custom model of a run's newest checkpoint, in the form of `--model`; None if there is none.
+    """Return the custom model of a run's newest checkpoint as `--model` takes it, or None.
 
     Raises:
         UserError: the user does not trust the checkpoint's code.
@@ -73,15 +72,7 @@ def remembered_model(run_dir: Path, trust_code: bool) -> str | None:
 
 
 def require_named_code(config: Config, path: Path) -> None:
-    """Check that a stored config, in a run's folder or a checkpoint, names no code to run.
-
-    Args:
-        config: config loaded from `path`; code named by a command-line override is allowed.
-        path: path that the user gave.
-
-    Raises:
-        UserError: the config names code.
-    """
+    """Raise UserError if a stored config, in a run's folder or a checkpoint, names code that no override named."""
     if not _is_stored(path):
         return
     for key, code in _code_of(config):

@@ -48,7 +48,6 @@ class Conversion:
     Attributes:
         source: a checkpoint, or a run whose newest valid checkpoint is taken.
         out: folder to create; a run with one checkpoint if the format is `threefold`.
-        format: format of the output.
         dtype: dtype of the weights, a key of `DTYPES`; None keeps the stored one.
         weights_only: whether to leave out optimizer state and random streams.
         shard_bytes: maximum bytes of tensors per file, for formats with several files.
@@ -69,7 +68,6 @@ class ConvertedCheckpoint:
     """Result of a conversion.
 
     Attributes:
-        step: number of updates before the checkpoint.
         bytes: size of the tensors written.
         dtypes: dtypes of the weights, by decreasing size.
         files: paths of the tensor files in the output.

@@ -7,7 +7,7 @@ from threefold.errors import UserError
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint is damaged or was not written by Threefold; an older one may still be valid.
+    """Error for a checkpoint that is damaged or not Threefold's; an older one may still be valid.
 
     Attributes:
         path: folder of the checkpoint.
@@ -28,11 +28,7 @@ def is_plain_name(name: Any) -> bool:
 
 
 def whole(value: Any) -> int:
-    """Return a value that is a whole number of at least 0.
-
-    Raises:
-        ValueError: it is anything else.
-    """
+    """Return a whole number of at least 0; raise ValueError for anything else."""
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise ValueError(f"{value!r} is no whole number")
     return value

@@ -77,11 +77,7 @@ def folders(run_dir: Path) -> list[Path]:
 
 
 def complete(run_dir: Path) -> list[Checkpoint]:
-    """Return the checkpoints of a run that have all their files, oldest first.
-
-    Raises:
-        UserError: a later version of Threefold wrote one of them.
-    """
+    """Return the checkpoints with all their files, oldest first; raise UserError if a later version wrote one."""
     found = []
     for path in folders(run_dir):
         try:
@@ -94,17 +90,13 @@ def complete(run_dir: Path) -> list[Checkpoint]:
 
 
 def stored_config(path: Path, *, with_code: bool = False) -> Config:
-    """Return the resolved config in a checkpoint's folder.
+    """Return the resolved config in a checkpoint's folder; raise UserError if it cannot be read.
 
     A pipeline schedule from a CSV file, which may be gone by now, is left out: a checkpoint has no layout.
 
     Args:
-        path: folder of the checkpoint.
         with_code: whether `model.file` of a custom model names the checkpoint's copy of the file. Otherwise it is
             empty, so no code from an untrusted checkpoint is imported (`threefold.checkpoint.code`).
-
-    Raises:
-        UserError: the config cannot be read.
     """
     config = load_config(path / CONFIG)
     if is_schedule_file(config.parallel.schedule):
@@ -122,9 +114,6 @@ def _copied_model(config: Config, path: Path) -> str:
 
 def model_files(file: Path) -> dict[str, Path]:
     """Return the files of a custom model, its own and the modules it imports, by their names in a checkpoint.
-
-    Args:
-        file: file of the model, either the run's or a checkpoint's copy.
 
     Raises:
         UserError: an imported module has the name under which checkpoints keep the model's file.
@@ -193,7 +182,6 @@ def prune(
     """Delete the complete checkpoints that need not be kept, and all incomplete ones.
 
     Args:
-        run_dir: folder of the run.
         keep, keep_every: as in `superfluous`.
         step: step of the checkpoint just written. Later ones were skipped when the run resumed, so they are neither
             deleted nor counted; None counts all.

@@ -36,12 +36,11 @@ _MOST_DIMS: Final = 16
 
 @dataclass(frozen=True)
 class TensorChunk:
-    """A box of a tensor and its place in a file.
+    """A box of a tensor and its place in a file of the checkpoint.
 
     Attributes:
         offsets: index of the box's first element in the tensor.
         sizes: shape of the box.
-        file: name of the file in the checkpoint's folder.
         position: offset of the first byte in the file.
         bytes: number of bytes.
         checksum: checksum of the bytes; None in a checkpoint of version 1.
@@ -84,11 +83,7 @@ def index_text(tensors: Mapping[str, StoredTensor], files: Mapping[str, DataFile
 
 
 def read_index(folder: Path) -> dict[str, StoredTensor]:
-    """Read the index of a checkpoint: its tensors by name.
-
-    Raises:
-        DamagedCheckpoint: the index is missing, was changed, or does not fit the files.
-    """
+    """Read the tensors of a checkpoint by name; raise DamagedCheckpoint if index or files are damaged."""
     document = _document(folder)
     try:
         tensors = {name: _tensor(entry) for name, entry in document["tensors"].items()}
@@ -103,11 +98,7 @@ def read_index(folder: Path) -> dict[str, StoredTensor]:
 
 
 def read_data_files(folder: Path) -> dict[str, DataFile]:
-    """Read the size and checksum of each tensor file from the index.
-
-    Raises:
-        DamagedCheckpoint: the index is missing or was changed.
-    """
+    """Read the size and checksum of each tensor file; raise DamagedCheckpoint if the index is damaged."""
     try:
         return {name: DataFile(held["bytes"], held["checksum"]) for name, held in _document(folder)["files"].items()}
     except (KeyError, TypeError, AttributeError):
@@ -115,11 +106,7 @@ def read_data_files(folder: Path) -> dict[str, DataFile]:
 
 
 def check_index(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
-    """Check that the chunks of each tensor cover it exactly once and lie inside files of the folder.
-
-    Raises:
-        DamagedCheckpoint: they do not.
-    """
+    """Raise DamagedCheckpoint unless chunks cover each tensor exactly once and lie inside files of the folder."""
     sizes = {name: _size(folder, name) for name in {chunk.file for each in tensors.values() for chunk in each.chunks}}
     for name, tensor in tensors.items():
         if any(chunk.position + chunk.bytes > sizes[chunk.file] for chunk in tensor.chunks):

@@ -25,23 +25,14 @@ _MOST: Final = 2000
 
 @dataclass(frozen=True)
 class Named:
-    """A run or a checkpoint named by a path.
-
-    Attributes:
-        run: folder of the run.
-        checkpoint: folder of the checkpoint; None if the path names the run.
-    """
+    """A run's folder, and the folder of a checkpoint unless a path names the run itself."""
 
     run: Path
     checkpoint: Path | None = None
 
 
 def locate(path: Path) -> Named:
-    """Return the run or the checkpoint that a path names.
-
-    Raises:
-        UserError: the path names neither; the message suggests the nearest run.
-    """
+    """Return the run or checkpoint that a path names; raise UserError, with the nearest run, if it names neither."""
     if path.is_dir() and (_STEP.fullmatch(path.resolve().name) or (path / MANIFEST).is_file()):
         found = path if _STEP.fullmatch(path.name) else path.resolve()  # such as `.`
         return Named(found.absolute().parent.parent, found)
@@ -135,9 +126,6 @@ class ListedCheckpoint:
     """An entry of a list of checkpoints.
 
     Attributes:
-        path: folder of the checkpoint.
-        step: step in the folder's name.
-        state: one of `State`.
         reason: the damage, as a clause; empty in other states.
         bytes: total size of the files.
         saved: time of saving (for older checkpoints, of the manifest's last change); None if unknown.
@@ -179,11 +167,7 @@ class ListedCheckpoint:
 
 
 def list_checkpoints(run: Path) -> list[ListedCheckpoint]:
-    """Return the checkpoints of a run by step, in any state.
-
-    Raises:
-        UserError: the folder cannot be read.
-    """
+    """Return the checkpoints of a run by step, in any state; raise UserError if the folder is unreadable."""
     return [listed(path) for path in checkpoint_folders(run)]
 
 
@@ -213,11 +197,7 @@ def saved_at(path: Path, writer: WriterRecord) -> datetime | None:
 
 
 def check(path: Path, manifest: Manifest) -> None:
-    """Check everything in a checkpoint but the bytes of its tensors, whether a run or a custom loop wrote it.
-
-    Raises:
-        DamagedCheckpoint: a file is missing or was changed.
-    """
+    """Check all of a run's or custom loop's checkpoint but tensor bytes; raise DamagedCheckpoint if it fails."""
     if LOOP not in manifest.files:
         inspect_checkpoint(path)
         return

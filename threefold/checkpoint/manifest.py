@@ -33,7 +33,6 @@ class AnomalyFacts:
         skipped: first and last step of each range that a rollback skipped.
         skips: total number of steps skipped by a policy.
         consecutive: number of skipped steps in a row up to now.
-        rollbacks: number of rollbacks.
         recent: loss and gradient norm of the last updates, the reference for detecting spikes.
     """
 
@@ -46,15 +45,13 @@ class AnomalyFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """State of a run besides its tensors.
+    """State of a run besides its tensors, after `step` updates.
 
     With the config and the tensors, this is the whole training state: the next batch, every dropout mask and the
     learning rate are functions of the seed and the step.
 
     Attributes:
-        step: number of updates made.
         consumed_samples: number of training samples read for them.
-        seed: seed of the run.
         eod: token id that ends a document; None if there is none.
         tokenizer_sha256: SHA-256 of tokenizer.json; None if there is none.
         tokens, documents: size of the data.
@@ -110,11 +107,7 @@ class Manifest:
     files: Mapping[str, FileRecord]
 
     def check_sizes(self) -> None:
-        """Check that all files exist with their recorded sizes.
-
-        Raises:
-            DamagedCheckpoint: a file is missing or has another size.
-        """
+        """Check that all files exist with their recorded sizes; raise DamagedCheckpoint otherwise."""
         for name, file in self.files.items():
             try:
                 size = require_file(self.folder / name)
@@ -126,11 +119,7 @@ class Manifest:
                 )
 
     def check_content(self, name: str) -> None:
-        """Compare a file with its checksum, if it has one.
-
-        Raises:
-            DamagedCheckpoint: the checksum differs, or the file cannot be read.
-        """
+        """Compare a file with its checksum, if it has one; raise DamagedCheckpoint if they differ."""
         written = self.files[name].checksum
         try:
             if written is not None and checksum(self.folder / name) != written:
@@ -178,11 +167,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def write_manifest(folder: Path, facts: Facts) -> None:
-    """Write checkpoint.json durably, which completes the checkpoint in `folder`.
-
-    Raises:
-        DamagedCheckpoint: the tensor index just written is damaged.
-    """
+    """Write checkpoint.json durably, completing the checkpoint; raise DamagedCheckpoint for a damaged tensor index."""
     from threefold.checkpoint.index import read_data_files
 
     known = read_data_files(folder)

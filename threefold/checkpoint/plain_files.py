@@ -61,17 +61,14 @@ class StreamedTensor(PiecewiseTensor):
 
 
 class TensorSource:
-    """Reads tensors of a checkpoint in the dtypes of the output, checking each part against its checksum.
+    """Reader of a checkpoint's tensors in the dtypes of the output; each part is checked against its checksum.
 
     Args:
-        folder: folder of the checkpoint.
-        tensors: tensors to read, by name.
         dtype: dtype of floating-point weights in the output; None keeps the stored one. Optimizer state and other
             weights keep theirs.
         progress: advanced by the bytes read.
 
     Attributes:
-        folder: folder of the checkpoint.
         planned: tensors by name, in the dtypes of the output and the chunks of the checkpoint.
     """
 
@@ -124,13 +121,10 @@ _ALIGNMENT: Final = 64
 
 
 def write_safetensors(source: TensorSource, folder: Path, shard_bytes: int) -> list[str]:
-    """Write safetensors files and return their names.
+    """Write safetensors files and return their names; raise UserError if the format lacks a dtype.
 
     model.safetensors has the weights, optimizer.safetensors the state as `NAME.STATE`; either may be several files with
     an index.
-
-    Raises:
-        UserError: safetensors has no name for a dtype.
     """
     names = []
     for prefix, stem in ((MODEL, "model"), (OPTIMIZER, "optimizer")):

@@ -32,7 +32,7 @@ _SETTING: Final = "checkpoint.remote"
 
 
 class RemoteCheckpoints:
-    """Checkpoints at a remote address.
+    """Checkpoints at a remote address; methods raise UserError if the address cannot be read or written.
 
     Args:
         address: address with its protocol; credentials and endpoints are found by `fsspec` and the protocol's package.
@@ -50,32 +50,18 @@ class RemoteCheckpoints:
             self._files, self._root = url_to_fs(self.address)
 
     def steps(self) -> list[int]:
-        """Return the steps of the complete checkpoints, oldest first.
-
-        Raises:
-            UserError: the address cannot be read.
-        """
+        """Return the steps of the complete checkpoints, oldest first."""
         with self._failures("be read"):
             return [step for step, name in sorted(self._folders().items()) if self._manifest(name) is not None]
 
     def incomplete(self) -> dict[int, bool]:
-        """Return the steps of all other checkpoints, oldest first, each with whether it has a manifest.
-
-        With a manifest the copy is damaged; without one its upload was interrupted.
-
-        Raises:
-            UserError: the address cannot be read.
-        """
+        """Return the steps of all others, oldest first: True if damaged, False if an upload was interrupted."""
         with self._failures("be read"):
             others = [(step, name) for step, name in sorted(self._folders().items()) if self._manifest(name) is None]
             return {step: self._files.exists(f"{self._root}/{name}/{MANIFEST}") for step, name in others}
 
     def upload(self, folder: Path) -> None:
-        """Copy a complete checkpoint, replacing one of the same step.
-
-        Raises:
-            UserError: the address cannot be written; the copy is then either complete or not listed.
-        """
+        """Copy a complete checkpoint, replacing one of its step; after a failure it is complete or not listed."""
         there = f"{self._root}/{folder.name}"
         with self._failures("be written"):
             self._remove(there)
@@ -89,11 +75,7 @@ class RemoteCheckpoints:
             self._flush(there, [MANIFEST])
 
     def prune(self, keep: int, keep_every: int | None, newest: int) -> None:
-        """Delete checkpoints up to the step `newest` that `superfluous` names, and incomplete ones.
-
-        Raises:
-            UserError: a checkpoint cannot be deleted.
-        """
+        """Delete checkpoints up to the step `newest` that `superfluous` names, and incomplete ones."""
         whole = [step for step in self.steps() if step <= newest]
         kept = set(whole) - set(superfluous(whole, keep, keep_every))
         with self._failures("be written"):
@@ -102,11 +84,7 @@ class RemoteCheckpoints:
                     self._remove(f"{self._root}/{name}")
 
     def remove(self, step: int) -> None:
-        """Delete the checkpoint of `step`, if there is one.
-
-        Raises:
-            UserError: it cannot be deleted.
-        """
+        """Delete the checkpoint of `step`, if there is one."""
         with self._failures("be written"):
             self._remove(f"{self._root}/{path_of(Path(), step).name}")
 
@@ -200,18 +178,14 @@ class RemoteCheckpoints:
 
 
 def look_at_remote(address: str, run_dir: Path, resumes: bool) -> Path | None:
-    """Check a remote address before a run, and download its newest checkpoint when resuming.
+    """Check a remote address before a run; when resuming, download its newest checkpoint if it is newer than the run's.
 
-    The checkpoint is copied only if the run's folder has none as new. Of several processes that share the folder, one
-    copies.
+    Of several processes that share the folder, one copies. Returns the folder of the copy, or None.
 
     Args:
         address: value of `checkpoint.remote`.
         run_dir: folder of the run.
         resumes: whether the run resumes if there is a checkpoint.
-
-    Returns:
-        the folder of the copied checkpoint, or None if nothing was copied.
 
     Raises:
         UserError: the address cannot be read, the folder cannot be written, the newest remote checkpoint is damaged, or
@@ -254,10 +228,9 @@ _LOOK: Final = 0.5
 
 
 class Mirror:
-    """Copies the checkpoints of a run to a remote address, on one rank.
+    """Background copier of a run's checkpoints to a remote address, on one rank.
 
-    A checkpoint still queued when a newer one arrives is skipped, unless it is kept for good. At the end of a run,
-    copies in the queue are waited for.
+    A checkpoint still queued when a newer one arrives is skipped, unless it is kept for good.
 
     Args:
         remote: destination of the copies.
@@ -296,9 +269,9 @@ class Mirror:
         self._thread.do(self._copy_next)
 
     def remove(self, step: int, progress: Callable[[], None] = lambda: None) -> None:
-        """Delete the remote copy of a checkpoint after which the model diverged.
+        """Delete the remote copy of a diverged model's checkpoint, after the current copy.
 
-        Waits for the current copy, calling `progress` meanwhile: the remote file system has timeouts of its own.
+        `progress` is called meanwhile, as the remote file system has timeouts of its own.
         """
         while not self._thread.wait(_LOOK):
             progress()

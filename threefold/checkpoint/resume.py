@@ -94,7 +94,6 @@ class Resumption:
     """A checkpoint that a run may resume from.
 
     Attributes:
-        checkpoint: the checkpoint to load.
         warnings: a sentence for each setting that makes the losses differ from an uninterrupted run's, and one for
             skipped damaged checkpoints.
         passed: folders of the newer, damaged checkpoints.
@@ -207,11 +206,7 @@ def consumed_by(checkpoint: Checkpoint, config: Config) -> ConsumedSamples:
 
 
 def _check_epochs(checkpoint: Checkpoint, config: Config) -> None:
-    """Check that `train.max_steps` fits `train.epochs` even if the global batch size changed during the run.
-
-    Raises:
-        UserError: it does not.
-    """
+    """Raise UserError if `train.epochs` no longer gives `train.max_steps`, after a change of the global batch size."""
     consumed, epochs = consumed_by(checkpoint, config), config.train.epochs
     if epochs is None or consumed.has_one_size:
         return
@@ -225,11 +220,7 @@ def _check_epochs(checkpoint: Checkpoint, config: Config) -> None:
 
 
 def _changed_model(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
-    """Yield a warning for each file of a custom model that differs from the checkpoint's copy.
-
-    Raises:
-        UserError: the weights differ as well.
-    """
+    """Yield a warning for each changed file of a custom model; raise UserError if its weights changed too."""
     if not config.model.file:
         return
     from threefold.checkpoint.selection import require_match
@@ -381,7 +372,6 @@ class WarmStart:
     """A checkpoint whose weights a run may start from.
 
     Attributes:
-        checkpoint: the checkpoint to load.
         warnings: a sentence for each setting that makes the weights compute another function, and one for skipped
             damaged checkpoints.
     """

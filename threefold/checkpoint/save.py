@@ -155,10 +155,10 @@ _LIMITS: Final = tuple(f"[Errno {number}]" for number in (errno.EMFILE, errno.EN
 def save_checkpoint(
     run_dir: Path, facts: Facts, tensors: Mapping[str, Tensor], texts: Mapping[str, str], world: Axis
 ) -> Path:
-    """Write a checkpoint atomically. Collective over the world.
+    """Write a checkpoint atomically, and return its folder. Collective over the world.
 
-    The checkpoint has a temporary name until it is complete, so a full disk or a killed process leaves the earlier ones
-    unchanged and nothing that looks like a new one. Files of a failed save are deleted.
+    It has a temporary name until it is complete, so a full disk or a killed process leaves the earlier ones unchanged
+    and nothing that looks like a new one. Files of a failed save are deleted.
 
     The folder is not staged with `threefold.output`, which serves one process: all ranks, on several hosts, write into
     it under a name derived from the step, and the run's lock keeps other writers out.
@@ -169,9 +169,6 @@ def save_checkpoint(
         tensors: tensors by name, as in `save_tensors`.
         texts: further files by name.
         world: all ranks.
-
-    Returns:
-        the checkpoint's folder.
 
     Raises:
         UserError: on every rank, if the checkpoint cannot be written.
@@ -220,9 +217,6 @@ def put_in_place(partial: Path, path: Path) -> None:
 
     At every moment one of the two is complete under a name that `folders` recognizes; the old one may be the only one,
     of a loop that always saves the same step.
-
-    Raises:
-        OSError: the folder cannot be renamed.
     """
     replaced = path.with_name(path.name + REPLACED)
     if path.exists():

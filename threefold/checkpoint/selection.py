@@ -36,13 +36,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def model_mismatch(model: ModelConfig, stored: Shapes) -> str | None:
-    """Return why stored tensors do not match a model, as a clause; None if they match.
+    """Return why the stored weights do not match a resolved model config, as a clause; None if they match.
 
     Single tensors are compared first, so that a config of a billion layers is refused at once.
-
-    Args:
-        model: resolved model config.
-        stored: shapes of all tensors of a checkpoint by name; only weights are compared.
     """
     weights = {name.removeprefix(MODEL): shape for name, shape in stored.items() if name.startswith(MODEL)}
     return next(_misfits(model, weights), None)
@@ -50,11 +46,6 @@ def model_mismatch(model: ModelConfig, stored: Shapes) -> str | None:
 
 def require_match(model: ModelConfig, plan: ModelPlan, checkpoint: Path) -> None:
     """Check that a checkpoint's weights match a custom model as its file defines it now.
-
-    Args:
-        model: resolved model config.
-        plan: sharding plan of the model.
-        checkpoint: folder of the checkpoint.
 
     Raises:
         UserError: a weight is missing, unknown or of another shape.
@@ -135,7 +126,6 @@ def select_checkpoint(
     """Return the newest valid checkpoint of a run, as far as can be seen without reading its tensors.
 
     Args:
-        run_dir: folder of the run.
         missing: makes the message if there is none, from a phrase such as "no complete checkpoint".
         damaged: checkpoints that loading found damaged.
 
@@ -161,22 +151,14 @@ def select_checkpoint(
 
 
 def check_whole(checkpoint: Checkpoint) -> None:
-    """Compare every file of a checkpoint with its checksum; takes as long as reading all tensors.
-
-    Raises:
-        DamagedCheckpoint: a file was changed.
-    """
+    """Compare all files with their checksums, as slow as reading them; raise DamagedCheckpoint if one was changed."""
     manifest = read_manifest(checkpoint.path)
     for name in sorted(manifest.files):
         manifest.check_content(name)
 
 
 def from_first(world: "Axis", find: Callable[[], T]) -> T:
-    """Run `find` on the first rank and broadcast its result, so that all ranks agree. Collective.
-
-    Raises:
-        UserError: on every rank, the error that `find` raised on the first.
-    """
+    """Run `find` on the first rank and broadcast its result or its UserError, so that all ranks agree. Collective."""
     found: T | UserError | None = None
     if world.is_first:
         try:
@@ -240,11 +222,7 @@ def _more_exactly(damage: DamagedCheckpoint, shapes: "Shapes") -> DamagedCheckpo
 
 
 def usable_config(path: Path, *, with_code: bool = False) -> Config:
-    """Return the stored config of a checkpoint; see `stored_config`.
-
-    Raises:
-        DamagedCheckpoint: the config cannot be used.
-    """
+    """Return the config of a checkpoint (`stored_config`); raise DamagedCheckpoint if it cannot be used."""
     try:
         return stored_config(path, with_code=with_code)
     except UserError as error:

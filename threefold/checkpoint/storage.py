@@ -46,11 +46,7 @@ _AHEAD: Final = 32 << 20
 
 
 def stored_index(folder: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a checkpoint of either version by name.
-
-    Raises:
-        DamagedCheckpoint: the index is missing or was changed.
-    """
+    """Return the tensors of a checkpoint of either version by name; raise DamagedCheckpoint if its index is damaged."""
     is_version1 = (folder / METADATA).exists() and not (folder / INDEX).exists()
     return read_version1_index(folder) if is_version1 else read_index(folder)
 
@@ -64,12 +60,7 @@ class _Written:
 
 
 class Writer(StorageWriter):
-    """Writes the tensors of a checkpoint, durably.
-
-    Args:
-        folder: an empty folder shared by all ranks.
-        heartbeat: receives progress for each block written.
-    """
+    """Durable writer of a checkpoint's tensors into an empty folder that all ranks share."""
 
     def __init__(self, folder: Path, heartbeat: Heartbeat) -> None:
         self.folder, self.heartbeat = folder, heartbeat
@@ -127,12 +118,7 @@ class Writer(StorageWriter):
 
 
 class Reader(StorageReader):
-    """Reads the tensors of a checkpoint of either version; each part once, checked against its checksum.
-
-    Args:
-        folder: a complete checkpoint.
-        heartbeat: receives progress for each block read.
-    """
+    """Reader of a checkpoint of either version, which checks each part against its checksum and reads it once."""
 
     def __init__(self, folder: Path, heartbeat: Heartbeat) -> None:
         self.folder, self.heartbeat = folder, heartbeat
@@ -162,11 +148,7 @@ class Reader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the tensors of this rank's plan.
-
-        Raises:
-            DamagedCheckpoint: a file is missing or was changed.
-        """
+        """Fill the tensors of this rank's plan; raise DamagedCheckpoint if a file is missing or was changed."""
         chunks = {(name, chunk.offsets): chunk for name, each in self._tensors.items() for chunk in each.chunks}
         files: dict[str, dict[TensorChunk, list[ReadItem]]] = defaultdict(lambda: defaultdict(list))
         for item in plan.items:
@@ -209,13 +191,10 @@ def read_chunk(
     chunk: TensorChunk,
     progress: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Read a chunk from an open file of either version into new memory, and check it against its checksum.
+    """Read a chunk of `tensor` from an open file of either version into new memory, and check it against its checksum.
 
     Args:
-        file: file that contains the chunk.
-        folder: folder of the checkpoint.
-        tensor: tensor that the chunk belongs to.
-        chunk: chunk to read.
+        folder: folder of the checkpoint, for messages.
         progress: called for each block read.
 
     Raises:
@@ -344,9 +323,7 @@ class Shards:
     """Safetensors files of at most `limit` bytes each (but at least one tensor), with an index if there are several.
 
     Args:
-        folder: output folder.
         tensors: tensors to write, in the order of the files.
-        limit: maximum bytes of tensors per file.
         stem: prefix of the file names.
 
     Attributes:

@@ -41,7 +41,6 @@ class CheckpointSummary:
         version: version of the checkpoint format.
         config: config of the run; None for a custom training loop.
         tensors: tensors by name, weights first, in the order of the layers.
-        weights: totals of the model's weights.
         states: totals of each optimizer state, such as exp_avg.
         others: totals of the other tensors, such as random streams.
         files: sizes of the files by name.
@@ -110,7 +109,6 @@ def choose(named: Named, damaged: Damaged | None = None) -> tuple[Path, tuple[st
     """Return the named checkpoint or a run's newest valid one, and warnings about the ones skipped.
 
     Args:
-        named: the run or the checkpoint.
         damaged: checkpoints of the run whose tensors were found damaged.
 
     Raises:
@@ -133,11 +131,7 @@ def choose(named: Named, damaged: Damaged | None = None) -> tuple[Path, tuple[st
 
 
 def summarize_checkpoint(path: Path, warnings: tuple[str, ...] = ()) -> CheckpointSummary:
-    """Summarize a checkpoint without reading its tensors.
-
-    Raises:
-        DamagedCheckpoint: the checkpoint is incomplete, or damaged as far as can be seen without reading tensors.
-    """
+    """Summarize a checkpoint without reading its tensors; raise DamagedCheckpoint if it is visibly damaged."""
     one = listed(path)
     if one.state == "damaged":
         raise DamagedCheckpoint(path, one.reason)
@@ -206,11 +200,7 @@ class VerifiedCheckpoint:
 
 
 def to_verify(named: Named) -> list[Path]:
-    """Return the named checkpoint, or all checkpoints of a run that are not being written, oldest first.
-
-    Raises:
-        UserError: the run has none.
-    """
+    """Return the named checkpoint, or all finished ones of a run, oldest first; raise UserError if there are none."""
     if named.checkpoint is not None:
         return [named.checkpoint]
     found = [path for path in checkpoint_folders(named.run) if not path.name.endswith(PARTIAL)]

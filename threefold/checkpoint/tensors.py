@@ -72,8 +72,8 @@ def save_tensors(tensors: Mapping[str, Tensor], folder: Path, world: Axis | None
     """Write tensors to `folder`, durably. Collective over the world.
 
     Args:
-        tensors: tensors by name: a `DTensor` if sharded, the same plain tensor on every rank if replicated. A rank
-            passes only the tensors that it holds.
+        tensors: a `DTensor` if sharded, the same plain tensor on every rank if replicated. A rank passes only the
+            tensors that it holds.
         folder: an empty folder shared by all ranks.
         world: all ranks; provides the heartbeat of this one.
 
@@ -88,11 +88,9 @@ def save_tensors(tensors: Mapping[str, Tensor], folder: Path, world: Axis | None
 
 
 def save_tensors_alone(tensors: Mapping[str, Tensor], folder: Path, writer: dcp.StorageWriter | None = None) -> None:
-    """Write tensors to `folder` outside any process group, reading streamed tensors as they are written.
+    """Write tensors to an empty `folder` outside any process group, reading streamed tensors as they are written.
 
     Args:
-        tensors: tensors by name.
-        folder: an empty folder.
         writer: storage writer of another format; None for Threefold's own.
 
     Raises:
@@ -108,12 +106,7 @@ def save_tensors_alone(tensors: Mapping[str, Tensor], folder: Path, writer: dcp.
 
 
 def load_tensors(tensors: Mapping[str, Tensor], folder: Path, world: Axis | None = None) -> None:
-    """Fill tensors in place from a checkpoint. Collective over the world.
-
-    Args:
-        tensors: tensors to fill by name, of any layout and dtype.
-        folder: a complete checkpoint.
-        world: all ranks, as in `save_tensors`.
+    """Fill tensors, of any layout and dtype, in place from a checkpoint. Collective over the world.
 
     Raises:
         DamagedCheckpoint: on every rank, if the data a rank reads was changed; some tensors may be filled by then.
@@ -124,20 +117,12 @@ def load_tensors(tensors: Mapping[str, Tensor], folder: Path, world: Axis | None
 
 
 def stored_names(folder: Path) -> set[str]:
-    """Return the names of the tensors in a checkpoint.
-
-    Raises:
-        DamagedCheckpoint: the index cannot be read.
-    """
+    """Return the names of a checkpoint's tensors; raise DamagedCheckpoint if the index is unreadable."""
     return set(stored_index(folder))
 
 
 def stored_tensors(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return shape and dtype of each tensor in a checkpoint, by name.
-
-    Raises:
-        DamagedCheckpoint: the index cannot be read.
-    """
+    """Return shape and dtype of a checkpoint's tensors by name; raise DamagedCheckpoint if the index is unreadable."""
     return {name: (tensor.shape, tensor.dtype) for name, tensor in stored_index(folder).items()}
 
 

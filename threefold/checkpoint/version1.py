@@ -42,7 +42,7 @@ _RECORDS: Final = frozenset(
 
 
 def read_version1_index(folder: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a version 1 checkpoint by name.
+    """Return the tensors of a checkpoint by name.
 
     Raises:
         DamagedCheckpoint: `.metadata` is missing, damaged, or names something that no checkpoint needs.
@@ -65,11 +65,7 @@ def read_version1_index(folder: Path) -> dict[str, StoredTensor]:
 
 
 def read_version1_chunk(file: io.RawIOBase, folder: Path, tensor: StoredTensor, chunk: TensorChunk) -> Tensor:
-    """Read a chunk from an open `.distcp` file.
-
-    Raises:
-        DamagedCheckpoint: the file contains something else.
-    """
+    """Read a chunk from an open `.distcp` file; raise DamagedCheckpoint if the file contains something else."""
     file.seek(chunk.position)
     held = io.BytesIO(file.read(chunk.bytes) or b"")
     try:
@@ -87,7 +83,7 @@ def read_version1_chunk(file: io.RawIOBase, folder: Path, tensor: StoredTensor, 
 
 
 class _Refused(Exception):
-    """A pickle refers to a function or class, the message, that is not allowed."""
+    """Reference of a pickle to a function or class that is not allowed; the message is its name."""
 
 
 class _Record:

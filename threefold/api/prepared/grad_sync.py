@@ -21,12 +21,7 @@ from threefold.train.step import LossScale, squared_norm
 
 
 def slice_of(parameter: Tensor, value: Tensor) -> Tensor:
-    """Return this rank's shard of a whole value of a parameter, as a view.
-
-    Args:
-        parameter: the parameter, as returned by `stored`.
-        value: value with the parameter's global shape.
-    """
+    """Return this rank's shard, as a view, of a value with the global shape of a `stored` parameter."""
     for dim, (start, size) in enumerate(zip(offset(parameter), local(parameter).shape, strict=True)):
         value = value.narrow(dim, min(start, value.shape[dim]), size)
     return value
@@ -47,7 +42,7 @@ class _Origin:
 
 
 class GradSync:
-    """Accumulates gradients over backward passes, and sums them over the replicas.
+    """Accumulation of gradients over backward passes, and their sum over the replicas.
 
     Args:
         parameters: parameters of the model by name, as it stores them; those that require gradients are trained.
@@ -268,7 +263,7 @@ class GradSync:
                 parameter.grad = None if gradient is None else like(parameter, gradient)
 
     def note(self, name: str) -> None:
-        """Record that autograd has accumulated a parameter's gradient.
+        """Record a parameter's gradient from autograd.
 
         Raises:
             UserError: it is the second one in a backward pass; the sum over the replicas may already have started.

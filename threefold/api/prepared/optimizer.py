@@ -17,11 +17,8 @@ from threefold.parallel.parameter import like, local, stored, whole
 class WrappedOptimizer(Optimizer):
     """Optimizer that delegates to another one whatever it does not implement itself.
 
-    It is not initialised as an `Optimizer`: parameters, state and hooks are the original's. Subclasses define `step`
-    and `zero_grad`.
-
-    Attributes:
-        optimizer: the original.
+    It is not initialised as an `Optimizer`: parameters, state and hooks are the original's (`optimizer`). Subclasses
+    define `step` and `zero_grad`.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -52,7 +49,7 @@ class WrappedOptimizer(Optimizer):
 
 
 class OwnedWeights:
-    """Weights of an optimizer, each owned by one of the ranks that shard them.
+    """Weights of an optimizer, each owned and updated by one of the ranks that shard them.
 
     The groups of the optimizer contain the whole weights that this rank owns.
 
@@ -218,11 +215,7 @@ class PreparedOptimizer(WrappedOptimizer):
         self.sync.gradients_used()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse to add a group, whose gradients would not be summed.
-
-        Raises:
-            UserError: always.
-        """
+        """Raise UserError: the gradients of an added group would not be summed."""
         raise UserError("add_param_group was called on a prepared optimizer; add the group before prepare.")
 
     def state_dict(self) -> dict[str, Any]:
@@ -242,11 +235,7 @@ class PreparedOptimizer(WrappedOptimizer):
 
 
 class PreparedScheduler:
-    """A learning-rate schedule returned by `prepare`; it steps with the optimizer, once per update.
-
-    Attributes:
-        scheduler: the original.
-    """
+    """Learning-rate schedule returned by `prepare`, around `scheduler`; it steps once per optimizer update."""
 
     def __init__(self, scheduler: Any, sync: GradSync) -> None:
         self.scheduler, self.sync = scheduler, sync

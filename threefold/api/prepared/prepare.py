@@ -184,11 +184,7 @@ def _check_mesh(mesh: Mesh) -> None:
 
 
 def _model_among(objects: Sequence[Any]) -> nn.Module | None:
-    """Return the model to prepare, or the prepared one, among the objects.
-
-    Raises:
-        UserError: an object is of another kind, or the objects do not belong together.
-    """
+    """Return the model to prepare, or the prepared one; raise UserError if the objects do not belong together."""
     if not objects:
         raise UserError("prepare was called without objects; pass a model, an optimizer or a DataLoader.")
     models = []
@@ -309,11 +305,7 @@ def states_of(optimizer: PreparedOptimizer) -> Iterator[tuple[str, str, Any, Ten
 
 
 def fill(optimizer: PreparedOptimizer, states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Set the state of a prepared optimizer.
-
-    Args:
-        states: whole-tensor states by weight name and state name.
-    """
+    """Set the state of a prepared optimizer from whole-tensor states by weight name and state name."""
     own = optimizer.state_dict()
     found = {number: dict(states[name]) for number, name in enumerate(optimizer.names) if states.get(name)}
     optimizer.load_state_dict({**own, "state": found})
