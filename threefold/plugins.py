@@ -101,7 +101,7 @@ def import_path_of(thing: Any) -> str | None:
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
-    place = module.partition("@")[2] or module  # of a file it is after the stem
+    place = module.partition("@")[2] or module  # a module made from a file is named STEM@PATH
     return f"{place}:{name}" if found is thing else None
 
 
@@ -241,7 +241,7 @@ class Registry:
 @cache
 def _entry_points(group: str, path: tuple[str, ...]) -> "Mapping[str, list[EntryPoint]]":
     """Return the entry points of a group by name; the packages installed in `path` take milliseconds to search."""
-    from importlib.metadata import entry_points  # slow to import, and needed for names of other packages alone
+    from importlib.metadata import entry_points  # slow to import, and needed only for names of other packages
 
     added: dict[str, list[EntryPoint]] = {}
     for point in entry_points(group=group):

@@ -142,7 +142,7 @@ class DistributedOptimizer(WrappedOptimizer):
         backward_passes_per_step: number of `backward` calls before each `step`.
 
     Attributes:
-        optimizer: any torch optimizer; its groups, state and defaults are shared.
+        optimizer: the original.
 
     Raises:
         UserError: an argument is wrong, or a parameter of the optimizer is not among the named ones.

@@ -194,7 +194,7 @@ def _modules(
     """
     found: dict[tuple[str, str, str], InspectedModule] = {}
     owners: dict[tuple[str, str, str], set[str]] = {}
-    for name, parameter in model.named_parameters():  # a tied weight once
+    for name, parameter in model.named_parameters():  # tied weights appear once
         owner, _, own = name.rpartition(".")
         rule, (pattern, is_bare) = rule_of(name), label_of(name)
         kind = "Parameter" if is_bare else type(model.get_submodule(owner)).__name__

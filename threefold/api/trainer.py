@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Trainer:
-    """Trains as a config describes, in this process.
+    """Training run described by a config, in this process.
 
     Under torchrun or srun, and in a function started by `threefold.spawn` or `threefold.run`, each process is one rank
     of the config's layout. A script started alone is the only rank.

@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VerifiedModel:
-    """Results of `verify_model`, one per layout and in order; `str()` has a line for each."""
+    """Results of `verify_model`; `str()` has a line for each layout.
+
+    Attributes:
+        results: results of the layouts, in order.
+    """
 
     results: tuple[LayoutResult, ...]
 

@@ -248,7 +248,7 @@ def _write_file(
             position += len(content)
             del content
         file.flush()
-        for start in range(0, position, _AHEAD):  # slow on a slow disk, so the waiting ranks see progress
+        for start in range(0, position, _AHEAD):  # in parts, so that the waiting ranks see progress on a slow disk
             finish_writing(file.fileno(), start, min(_AHEAD, position - start))
             heartbeat.progress()
         os.fsync(file.fileno())

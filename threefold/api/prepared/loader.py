@@ -156,7 +156,7 @@ class PreparedLoader:
         return map_tensors(values, lambda tensor: _gathered(tensor, rows, self._mesh.dp))
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # not set yet, as in a copy that is being made
+        if name == "loader":  # not set yet, as during copying
             raise AttributeError(name)
         return getattr(self.loader, name)
 
@@ -277,7 +277,7 @@ class _DatasetOfParts(Dataset[_Part]):
 
 
 class _StreamOfParts(IterableDataset[_Part]):
-    """This replica's part of each batch of an iterable dataset."""
+    """Stream of this replica's part of each batch of an iterable dataset."""
 
     def __init__(self, dataset: Any, batch_size: int, drop_last: bool, index: int, replicas: int) -> None:
         self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last

@@ -250,7 +250,7 @@ def _prepare_model(
 
 
 def _shard_over_tensor_ranks(model: nn.Module, table: Mapping[str, Split] | None, mesh: Mesh) -> list[str]:
-    """Shard the model, and return the names of the parameters of which each tensor rank has a partial gradient."""
+    """Shard the model, and return the names of the parameters whose gradient is partial on each tensor rank."""
     if table is not None:
         return shard_by_patterns(model, table, mesh)
     if mesh.tp.size > 1:
@@ -278,7 +278,7 @@ def tensors_of(model: PreparedModule) -> dict[str, Tensor]:
     parameters = {id(parameter): parameter for parameter in model.module.parameters()}
     seen: set[int] = set()
     for name, value in kept.items():
-        if not isinstance(value, Tensor) or id(value) in seen:  # a tied weight once
+        if not isinstance(value, Tensor) or id(value) in seen:  # keep a tied weight once
             continue
         seen.add(id(value))
         parameter = parameters.get(id(value))
