@@ -51,7 +51,7 @@ class Facts:
     learning rate are functions of the seed and the step.
 
     Attributes:
-        consumed_samples: number of training samples read for them.
+        consumed_samples: number of training samples read for these updates.
         eod: token id that ends a document; None if there is none.
         tokenizer_sha256: SHA-256 of tokenizer.json; None if there is none.
         tokens, documents: size of the data.
