@@ -1,7 +1,7 @@
-"""Threefold: train GPT-style language models in any data × tensor × pipeline layout, with the same result.
+"""Threefold: train GPT-style language models in any data × tensor × pipeline layout, with equal results.
 
-Everything that the command line does can be done from Python with the names of this module. They are imported when
-they are first used: `import threefold` alone needs no torch, which takes seconds to import.
+Everything the command line does is also available from Python under the names of this module. They are imported on
+first use, so `import threefold` alone does not import torch, which takes seconds.
 """
 
 from difflib import get_close_matches
@@ -231,7 +231,7 @@ _MODULES: Final = {
     "split": "parallel.tensor.functional",
     "verify_model": "api.verification",
 }
-"""The module of each public name."""
+"""Module that defines each public name, relative to the package."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""`python -m threefold`, as launchers start it."""
+"""Entry point of `python -m threefold`, which launchers use."""
 
 from threefold.cli import main
 

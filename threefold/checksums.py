@@ -1,4 +1,4 @@
-"""Checksums that find a damaged file, and JSON files that keep one of themselves."""
+"""Checksums that detect damaged files, and JSON documents that carry their own."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -14,14 +14,10 @@ _THREADS: Final = 4
 
 
 def checksum(path: Path, advance: Callable[[int], None] = lambda size: None) -> str:
-    """The checksum of a file's content, as `xxh3_128:` and 32 hexadecimal digits.
+    """Return the checksum of a file's content as `xxh3_128:` and 32 hexadecimal digits.
 
     Args:
-        path: a regular file.
-        advance: called with the bytes of each block that was read.
-
-    Raises:
-        OSError: it cannot be read.
+        advance: called with the size of each block read.
     """
     digest = xxhash.xxh3_128()
     buffer = bytearray(_BLOCK)
@@ -34,12 +30,12 @@ def checksum(path: Path, advance: Callable[[int], None] = lambda size: None) -> 
 
 
 def checksum_of(content: bytes | memoryview) -> str:
-    """The checksum of bytes in memory, in the form of `checksum`."""
+    """Return the checksum of bytes in memory, in the form of `checksum`."""
     return f"{ALGORITHM}:{xxhash.xxh3_128_hexdigest(content)}"
 
 
 def checksum_of_blocks(blocks: Iterable[bytes | memoryview]) -> str:
-    """The checksum of blocks one after the other, in the form of `checksum`."""
+    """Return the checksum of concatenated blocks, in the form of `checksum`."""
     digest = xxhash.xxh3_128()
     for block in blocks:
         digest.update(block)
@@ -47,11 +43,7 @@ def checksum_of_blocks(blocks: Iterable[bytes | memoryview]) -> str:
 
 
 def checksums(paths: Iterable[Path], advance: Callable[[int], None] = lambda size: None) -> list[str]:
-    """The checksum of each file, in order; several are read at a time.
-
-    Raises:
-        OSError: one cannot be read.
-    """
+    """Return the checksum of each file, in order, reading several files at a time."""
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="threefold-checksum") as pool:
         return list(pool.map(lambda path: checksum(path, advance), paths))
 
@@ -61,24 +53,24 @@ _MARK: Final = f'  "{_KEY}": "'
 
 
 def seal(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The members of a JSON object and, as the last, their checksum, which the order of the members does not change."""
+    """Return the members of a JSON object with their checksum, which is independent of their order, appended."""
     return {**facts, _KEY: _checksum(facts)}
 
 
 def unseal(facts: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The members without their checksum; None where that is missing or wrong."""
+    """Return the members without their checksum, or None if it is missing or wrong."""
     members = {name: value for name, value in facts.items() if name != _KEY}
     return members if facts.get(_KEY) == _checksum(members) else None
 
 
 def seal_text(document: str) -> str:
-    """Add its checksum to the text of a JSON object with members, as the last of them, on a line of its own."""
+    """Append a checksum to the text of a JSON object, as its last member on a line of its own."""
     body = document.rstrip().removesuffix("}").rstrip() + ",\n"
     return f'{body}{_MARK}{checksum_of(body.encode())}"\n}}\n'
 
 
 def is_intact(text: str) -> bool:
-    """Whether a text is what `seal_text` returned."""
+    """Return whether a text is exactly what `seal_text` returned."""
     body, mark, end = text.rpartition(_MARK)
     return bool(mark) and end == f'{checksum_of(body.encode())}"\n}}\n'
 

@@ -1,11 +1,10 @@
-"""Constants that kernels, models and the planner share; without torch."""
+"""Constants shared by kernels, models and the planner, importable without torch."""
 
 from typing import Final
 
 IGNORE_INDEX: Final = -100
-"""The ignored label: its token adds nothing to the loss. As `ignore_index` of torch's own losses."""
+"""Label whose token adds nothing to the loss, like `ignore_index` of torch's losses."""
 
 
 LOGITS_AT_ONCE: Final = 1 << 18
-"""Logits that the loss goes over at once on a CPU: a megabyte in fp32, which the second-level caches of two cores
-hold."""
+"""Logits that the loss processes at a time on a CPU: one megabyte in fp32, which fits the L2 caches of two cores."""

@@ -1,4 +1,4 @@
-"""The float dtypes of the config by name, as `precision.dtype` and `parallel.gradient_compression` have them."""
+"""Floating-point dtypes by their names in the config (`precision.dtype`, `parallel.gradient_compression`)."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""Errors for the user to correct, each in one sentence."""
+"""Errors that the user can correct, each one sentence."""
 
 import re
 from collections.abc import Iterator
@@ -6,21 +6,21 @@ from contextlib import contextmanager
 
 
 class UserError(Exception):
-    """A mistake in a setting, an option or a file of the user.
+    """A mistake in one of the user's settings, options or files.
 
-    The message is one sentence that names the setting, its value, the rule it breaks and the nearest value that works.
-    The command line prints it once, without a traceback.
+    The message is one sentence: the setting, its value, the rule it breaks and the nearest value that works. The
+    command line prints it once, without a traceback.
     """
 
 
 class HardwareFault(UserError):
-    """A rank's memory or arithmetic has failed without an error of its own; the same on every rank.
+    """Silent failure of a rank's memory or arithmetic; raised on every rank.
 
-    Nothing in the user's settings is wrong: a run that starts again from its newest checkpoint may go well.
+    No setting is wrong, so restarting from the newest checkpoint may succeed.
 
     Attributes:
-        ranks: at fault, or those of which one is.
-        step: updates made when it was found.
+        ranks: ranks at fault, or the ranks that include the one at fault.
+        step: number of updates made when the fault was found.
     """
 
     def __init__(self, message: str, ranks: tuple[int, ...] = (), step: int = 0) -> None:
@@ -29,15 +29,15 @@ class HardwareFault(UserError):
 
 
 class ProcessFault(UserError):
-    """A process has come to a limit of its own, as that of its open files; a run that starts again may go well."""
+    """Limit reached by a process, such as its open files; restarting the run may succeed."""
 
 
 class OutputLost(UserError):
-    """Standard output was closed by its reader, or is on a full disk."""
+    """Standard output that was closed by its reader, or is on a full disk."""
 
 
 CLOSED_OUTPUT = "Standard output was closed by the program that read it."
-"""The message of an `OutputLost` that ends a command silently, as it ends other programs."""
+"""Message of an `OutputLost` that ends the command silently, as a closed pipe ends other programs."""
 
 
 _SECTION = re.compile(r"\b(?:parallel|train|precision|optimizer)\.(?=[a-z_])")
@@ -45,7 +45,7 @@ _SECTION = re.compile(r"\b(?:parallel|train|precision|optimizer)\.(?=[a-z_])")
 
 @contextmanager
 def naming_arguments() -> Iterator[None]:
-    """Within the block a `UserError` names arguments: `tp` where a run from a config says `parallel.tp`."""
+    """Make a `UserError` raised in the block name arguments (`tp`) rather than config keys (`parallel.tp`)."""
     try:
         yield
     except UserError as error:

@@ -1,7 +1,7 @@
-"""Reading files that a person or another program may have damaged, without hanging and without a traceback.
+"""Safe reading of small files that a person or another program may have damaged.
 
-Every reader of small files (configs, manifests, metadata, indexes) goes through here, so that a missing file, a folder,
-a FIFO, a device, a path of 5,000 characters, text that is not UTF-8 and JSON nested without end are each one sentence.
+Every reader of configs, manifests, metadata and indexes goes through here. A missing file, a folder, a FIFO, a device,
+an overlong path, text that is not UTF-8 and endlessly nested JSON each raise a one-sentence `UserError`; none hangs.
 """
 
 import json
@@ -13,18 +13,18 @@ from typing import Any, Final
 from threefold.errors import UserError
 
 LARGEST_TEXT: Final = 256 << 20
-"""Bytes of the largest file that is read into memory whole, unless a caller says otherwise."""
+"""Default limit, in bytes, for a file that is read into memory whole."""
 
 
 def require_file(path: Path, called: str = "") -> int:
-    """Check that `path` is a regular file, and return its size in bytes; a FIFO or a device is refused, not opened.
+    """Return the size in bytes of a regular file; a FIFO or a device is refused without opening it.
 
     Args:
         path: the file; links are followed.
-        called: a noun before its name in a sentence, with a space after it, such as "the config ".
+        called: noun put before the path in messages, with a trailing space, such as "the config ".
 
     Raises:
-        UserError: it does not exist, is no regular file, or its name cannot be that of a file.
+        UserError: the path does not exist, is not a regular file, or is not a valid file name.
     """
     try:
         found = os.stat(path)
@@ -39,11 +39,7 @@ def require_file(path: Path, called: str = "") -> int:
 
 
 def read_bytes(path: Path, called: str = "", limit: int = LARGEST_TEXT) -> bytes:
-    """The content of a regular file.
-
-    Raises:
-        UserError: it cannot be read, or is larger than `limit` bytes.
-    """
+    """Return the content of a regular file; raise UserError if it is unreadable or larger than `limit` bytes."""
     size = require_file(path, called)
     if size > limit:
         raise UserError(f"Cannot read {called}{shown(path)}: it holds {size:,} bytes and {limit:,} are allowed.")
@@ -54,11 +50,7 @@ def read_bytes(path: Path, called: str = "", limit: int = LARGEST_TEXT) -> bytes
 
 
 def read_text(path: Path, called: str = "", limit: int = LARGEST_TEXT) -> str:
-    """The text of a regular UTF-8 file; a byte order mark is dropped.
-
-    Raises:
-        UserError: it cannot be read, is larger than `limit` bytes, or is not UTF-8.
-    """
+    """Return the text of a UTF-8 file without its byte order mark; raise UserError if it is unreadable or too large."""
     content = read_bytes(path, called, limit)
     try:
         return content.decode("utf-8-sig")
@@ -68,23 +60,15 @@ def read_text(path: Path, called: str = "", limit: int = LARGEST_TEXT) -> str:
 
 
 def read_json(path: Path, called: str = "", limit: int = LARGEST_TEXT) -> Any:
-    """The value in a JSON file.
-
-    Raises:
-        UserError: as `read_text`, or the text is not JSON, or is nested too deeply, or has a number too long to read.
-    """
+    """Return the value in a JSON file; raise UserError if `read_text` or `parse_json` does."""
     return parse_json(read_text(path, called, limit), f"{called}{shown(path)}")
 
 
 def parse_json(text: str, where: str) -> Any:
-    """The value that a JSON text spells; NaN and infinities, which JSON does not have, are refused.
-
-    Args:
-        text: the JSON.
-        where: names the text in a sentence.
+    """Parse a JSON text named `where` in messages; NaN and infinities, which JSON lacks, are refused.
 
     Raises:
-        UserError: it is not JSON, is nested too deeply, or has a number too long to read.
+        UserError: the text is not JSON, is nested too deeply, or has a number too long to read.
     """
     try:
         return json.loads(text, parse_constant=_refuse_constant)
@@ -103,6 +87,6 @@ def _refuse_constant(name: str) -> Any:
 
 
 def shown(path: Path | str) -> str:
-    """A path as a sentence may show it: printable, and cut in its middle where it is longer than 200 characters."""
+    """Return a path fit for a message: printable, and cut in the middle if longer than 200 characters."""
     text = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in str(path))
     return text if len(text) <= 200 else f"{text[:120]}…{text[-60:]}"

@@ -1,4 +1,4 @@
-"""Settings of the C library and of files for training on a CPU, and this host's cores and memory."""
+"""Allocator and writeback settings for training on a CPU, and the cores and memory of this host."""
 
 import ctypes
 import errno
@@ -14,29 +14,28 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <stdio.h>
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep freed memory for the next allocation instead of giving it back to the system.
+    """Make the C library keep freed memory for later allocations instead of returning it to the system.
 
-    Activations of some megabytes are allocated and freed hundreds of times in a step; by default each one is mapped,
-    zeroed page by page and unmapped again, a sixth of the time of a small model's step. Does nothing without glibc.
+    A step allocates and frees activations of some megabytes hundreds of times. By default each one is mapped, zeroed
+    page by page and unmapped, which costs a sixth of a small model's step. No effect without glibc.
     """
     _tell_allocator({_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: 2**31 - 1})
 
 
 def return_freed_memory() -> None:
-    """Have the C library give each freed megabyte back to the system at once.
+    """Make the C library return every freed megabyte to the system at once.
 
-    By default it learns from the first large tensor that is freed to keep the next ones, in pieces that fit none that
-    follow, so a process that reads a model tensor by tensor grows to several times what it holds. Does nothing without
-    glibc.
+    By default the first large tensor freed makes glibc keep later ones, in pieces that fit none of the next, so a
+    process that reads a model tensor by tensor grows to several times the memory it holds. No effect without glibc.
     """
     _tell_allocator({_M_MMAP_THRESHOLD: 1 << 20})
 
 
 def begin_writing(descriptor: int, start: int, size: int) -> None:
-    """Have the system write a part of a file to the disk, without waiting for it, and keep it in its cache.
+    """Start writing part of a file to disk without waiting; the data stays in the page cache.
 
-    A process that leaves this to its last `fsync` is slowed down once much is waiting to be written, to less than the
-    disk's speed. Does nothing but on Linux.
+    Leaving all of it to the final `fsync` slows a process to less than the disk's speed once much data is pending.
+    Linux only; no effect elsewhere.
     """
     if sys.platform != "linux":
         return
@@ -46,12 +45,10 @@ def begin_writing(descriptor: int, start: int, size: int) -> None:
 
 
 def finish_writing(descriptor: int, start: int, size: int) -> None:
-    """Wait until the system has written a part of a file to the disk, so that `fsync` has little left to wait for.
+    """Wait until part of a file is on disk, so that `fsync` has little left to wait for.
 
-    Does nothing but on Linux, and where the file system cannot.
-
-    Raises:
-        OSError: it could not be written, which `fsync` does not report again.
+    Linux only; no effect elsewhere or where the file system lacks support. Raises OSError for a failed write, which
+    `fsync` does not report again.
     """
     if sys.platform != "linux":
         return
@@ -74,14 +71,14 @@ def _tell_allocator(options: dict[int, int]) -> None:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def processor_vendor() -> str:
-    """Who made the processor: `GenuineIntel`, `AuthenticAMD`; empty where the system does not tell."""
+    """Return the processor's vendor (`GenuineIntel`, `AuthenticAMD`), or an empty string if unknown."""
     with suppress(OSError), Path("/proc/cpuinfo").open() as file:
-        # The first processor's lines alone: the system takes a while to write those of hundreds.
+        # Only the first processor: the system takes a while to list hundreds.
         for line in file.read(4096).splitlines():
             if line.startswith("vendor_id"):
                 return line.partition(":")[2].strip()
@@ -89,11 +86,7 @@ def processor_vendor() -> str:
 
 
 def exchange_paths(one: Path, other: Path) -> bool:
-    """Exchange two paths of one file system atomically, if the system supports that.
-
-    Raises:
-        OSError: one does not exist, or may not be moved.
-    """
+    """Swap two paths of one file system atomically; return whether it is supported, or raise OSError on failure."""
     if sys.platform != "linux":
         return False
     try:
@@ -109,16 +102,16 @@ def exchange_paths(one: Path, other: Path) -> bool:
 
 
 def memory() -> int:
-    """Bytes of this machine's memory that the processes of this one's control group may have together.
+    """Return the bytes of memory that this process's control group may use on this machine.
 
-    Memory in use by other programs is not subtracted, so that a restarted run has the same limit as before.
+    Memory used by other programs is not subtracted, so a restarted run sees the same limit.
     """
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([physical, *_group_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
 
 
 def swap() -> int:
-    """Bytes of this machine's swap space; 0 where the system does not tell."""
+    """Return the bytes of swap space on this machine, or 0 if unknown."""
     with suppress(OSError, ValueError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("SwapTotal:"):
@@ -127,7 +120,7 @@ def swap() -> int:
 
 
 def peak_memory() -> int:
-    """Bytes of memory that this process has had resident at most; 0 where the system does not tell."""
+    """Return the peak resident memory of this process in bytes, or 0 if unknown."""
     try:
         import resource
     except ImportError:  # not a Unix
@@ -137,12 +130,7 @@ def peak_memory() -> int:
 
 
 def _group_limits(groups: Path, root: Path) -> list[int]:
-    """The memory limits of a process's control group and of those around it.
-
-    Args:
-        groups: the file that names its groups, of version 1 or 2.
-        root: where they are mounted.
-    """
+    """Return the memory limits of a process's control group and its parents; `groups` lists them in version 1 or 2."""
     limits = []
     with suppress(OSError):
         for line in groups.read_text().splitlines():
@@ -159,7 +147,6 @@ def _group_limits(groups: Path, root: Path) -> list[int]:
 
 
 def _limit(file: Path) -> int:
-    """The number of bytes in a file; 0 where there is none."""
     with suppress(OSError, ValueError):
         return int(file.read_text())
     return 0

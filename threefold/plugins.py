@@ -1,16 +1,16 @@
-"""Extension points: what the package registers by name, and what other installed packages add through entry points.
+"""Extension points: names registered by the package, and by other packages through entry points.
 
-A registry maps names to `module:attribute`. Built-in entries are a table in the package; further ones come from Python
-entry points (https://packaging.python.org/specifications/entry-points/) of the registry's group, which another package
-declares in its `pyproject.toml`:
+A registry maps names to `module:attribute`. A table in the package holds the built-in names; other packages add theirs
+through Python entry points (https://packaging.python.org/specifications/entry-points/) of the registry's group,
+declared in `pyproject.toml`:
 
     [project.entry-points."threefold.optimizers"]
     toy = "toy_package.optimizer:Toy"
 
 Nothing is imported before it is used, and installed packages are searched only for names that are not built in.
 
-Where a registry says so, an import path does without both: `package.module:Name`, or `path/to/file.py:Name` of a Python
-file that need not be installed.
+Some registries also accept an import path: `package.module:Name`, or `path/to/file.py:Name` for a Python file that need
+not be installed.
 """
 
 import ast
@@ -34,25 +34,25 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 _LONGEST_NAME = 100
-"""Characters of a wrong name that are compared with the registered ones."""
+"""Number of characters of a wrong name that are compared with the registered ones."""
 
 
 def is_import_path(name: str) -> bool:
-    """Whether a name is an import path: `package.module:Name` or `file.py:Name`."""
+    """Return whether a name has the form of an import path: `package.module:Name` or `file.py:Name`."""
     place, colon, attribute = name.rpartition(":")
     return bool(colon and place and attribute)
 
 
 def load_path(path: str, setting: str) -> Any:
-    """What an import path names; its module or file is imported, once in a process.
+    """Import the object that an import path names; a module or file is executed once per process.
 
     Args:
-        path: `package.module:Name` (a module that Python finds, the script that runs as `__main__`), or
+        path: `package.module:Name` (an importable module, or `__main__` for the running script), or
             `path/to/file.py:Name`, relative to the working directory. `Name` may be dotted.
-        setting: what it was given as, such as `optimizer.name`; begins the error.
+        setting: setting that holds the path, such as `optimizer.name`; begins the error message.
 
     Raises:
-        UserError: there is no such module or file, it cannot be imported, or has no such name.
+        UserError: the module or file does not exist, cannot be imported, or lacks the name.
 
     Example:
         >>> load_path("math:sqrt", "optimizer.name")(9.0)
@@ -83,8 +83,11 @@ def load_path(path: str, setting: str) -> Any:
 
 
 def import_path_of(thing: Any) -> str | None:
-    """The import path of a class or function, or of an object that its class's module or the script binds to a name;
-    None where it has none, as a lambda or what a function defines."""
+    """Return the import path of a class, a function or a named object, or None if it has none.
+
+    An object counts if its class's module or the script binds it to a name. Lambdas and local definitions have no
+    import path.
+    """
     if not hasattr(thing, "__qualname__"):
         for place in (type(thing).__module__, "__main__"):
             names = vars(sys.modules[place]).items() if place in sys.modules else ()
@@ -98,17 +101,14 @@ def import_path_of(thing: Any) -> str | None:
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
-    place = module.partition("@")[2] or module  # of a file it is after the stem
+    place = module.partition("@")[2] or module  # a module made from a file is named STEM@PATH
     return f"{place}:{name}" if found is thing else None
 
 
 def import_file(file: Path | str) -> ModuleType:
-    """A Python file as a module, whose folder comes first where Python looks for modules while it is executed.
+    """Import a Python file as a module, searching its folder first for the modules that it imports.
 
-    The same file with the same content is executed once in a process.
-
-    Raises:
-        Exception: what executing it raises.
+    A file is executed once per process unless its content changes. Its exceptions are not caught.
     """
     path = os.path.realpath(file)
     found = os.stat(path)
@@ -133,8 +133,11 @@ def _executed(file: str, changed: int, size: int) -> ModuleType:
 
 @contextmanager
 def _finding_first(file: Path) -> Iterator[None]:
-    """Within the block, imports find the modules beside a file first, whatever was imported under their names before,
-    such as those beside the copy of the file in a checkpoint."""
+    """Make imports in the block find the modules beside a file first.
+
+    Modules imported earlier under the same names, such as those beside a checkpoint's copy of the file, are hidden
+    meanwhile.
+    """
     foreign = {}
     for path in modules_beside(file):
         other = sys.modules.get(path.stem)
@@ -149,10 +152,9 @@ def _finding_first(file: Path) -> Iterator[None]:
 
 
 def modules_beside(file: Path) -> list[Path]:
-    """The Python files of a file's own folder that it imports, and those that these import; no packages.
+    """Return the modules in a file's own folder that it imports, directly or indirectly, but no packages.
 
-    Args:
-        file: is read and not executed; it may be no valid Python.
+    The file is read but not executed; it need not be valid Python.
     """
     found: dict[str, Path] = {}
     left = [file]
@@ -166,7 +168,7 @@ def modules_beside(file: Path) -> list[Path]:
 
 
 def _imported(file: Path) -> Iterator[str]:
-    """The first parts of the names of all modules that a file imports, wherever in it."""
+    """Yield the top-level names of all modules that a file imports, anywhere in it."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):  # executing it says what is wrong
@@ -180,13 +182,13 @@ def _imported(file: Path) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Registry:
-    """The names that one setting can have.
+    """Names that one setting accepts.
 
     Attributes:
-        setting: what selects an entry, such as `optimizer.name`; begins the error about an unknown name.
-        group: the entry points that add to it, such as `threefold.optimizers`.
+        setting: setting that selects an entry, such as `optimizer.name`; begins the error about an unknown name.
+        group: entry-point group that adds names, such as `threefold.optimizers`.
         built_in: name → `module:attribute` in the package; an entry point of the same name does not replace it.
-        takes_paths: whether an import path may be given in place of a name.
+        takes_paths: whether an import path is accepted in place of a name.
     """
 
     setting: str
@@ -195,22 +197,21 @@ class Registry:
     takes_paths: bool = False
 
     def names(self) -> list[str]:
-        """The built-in names in their order, then those of installed packages, sorted."""
+        """Return the built-in names in their order, then the sorted names of installed packages."""
         return [*self.built_in, *sorted(set(self._added()) - set(self.built_in))]
 
     def __contains__(self, name: object) -> bool:
         return name in self.built_in or self.is_path(name) or name in self._added()
 
     def is_path(self, name: object) -> bool:
-        """Whether `name` is an import path, which this registry takes; nothing is imported to find out."""
+        """Return whether `name` is an import path that this registry accepts; nothing is imported."""
         return self.takes_paths and isinstance(name, str) and is_import_path(name)
 
     def load(self, name: str) -> Any:
-        """The object registered as `name`; its module is imported now.
+        """Import and return the object registered as `name`.
 
         Raises:
-            UserError: the name is unknown, two packages declare it, or what another package declares cannot be
-                imported.
+            UserError: the name is unknown, two packages declare it, or another package's entry cannot be imported.
         """
         if name in self.built_in:
             module, _, attribute = self.built_in[name].partition(":")
@@ -239,8 +240,8 @@ class Registry:
 
 @cache
 def _entry_points(group: str, path: tuple[str, ...]) -> "Mapping[str, list[EntryPoint]]":
-    """The entry points of a group by name, of the packages installed in `path`, which takes milliseconds to search."""
-    from importlib.metadata import entry_points  # slow to import, and needed for names of other packages alone
+    """Return the entry points of a group by name; the packages installed in `path` take milliseconds to search."""
+    from importlib.metadata import entry_points  # slow to import, and needed only for names of other packages
 
     added: dict[str, list[EntryPoint]] = {}
     for point in entry_points(group=group):
@@ -249,7 +250,7 @@ def _entry_points(group: str, path: tuple[str, ...]) -> "Mapping[str, list[Entry
 
 
 def one_of(given: object, names: list[str]) -> str:
-    """What a value must be that is none of `names`, as the end of a sentence, with the nearest of them."""
+    """Return the end of a sentence about a wrong value: the names it may have, and the nearest of them."""
     close = get_close_matches(str(given)[:_LONGEST_NAME].lower(), names, n=1, cutoff=0)
     return f"one of {', '.join(names)}; the nearest is {close[0]}"
 

@@ -1,3 +1,3 @@
-"""The Python library: what `threefold` names for scripts and notebooks, on the parts that the command line uses."""
+"""Python API for scripts and notebooks, exported by `threefold` and built on the same parts as the command line."""
 
 from threefold.api import callbacks as callbacks

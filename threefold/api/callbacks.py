@@ -1,4 +1,4 @@
-"""The callbacks that a run can be given, beside those of every run: `threefold.callbacks`."""
+"""Optional callbacks for a run, in addition to the built-in ones; exported as `threefold.callbacks`."""
 
 from threefold.train.callbacks.base import Callback, CallbackFailed, EvaluationRecord, RunContext, StepRecord
 from threefold.train.callbacks.csv_log import CSVLog, EpochMetrics

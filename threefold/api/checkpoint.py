@@ -1,4 +1,4 @@
-"""`save` and `load`: checkpoints of a loop of one's own, in the format of all others, which opens in every layout."""
+"""Checkpoints of custom training loops (`save`, `load`), in the common format that any layout can read."""
 
 import json
 from collections.abc import Mapping
@@ -39,26 +39,25 @@ def save(
     optimizer: ModelOptimizer | PreparedOptimizer | None = None,
     loader: "DataLoader | None" = None,
 ) -> Path:
-    """Write a checkpoint as `FOLDER/checkpoints/step_00000100`: complete or not at all.
+    """Write a checkpoint atomically to `FOLDER/checkpoints/step_00000100`.
 
-    It has global tensors under the names of the unsplit model, and no config, so that `load` opens it and the commands
-    that need a config (`generate`, `eval`, `train --resume`, `checkpoint export`) say that they do not. Collective over
-    the world.
+    It contains global tensors under the names of the unsharded model, and no config: `load` opens it, while commands
+    that need a config (`generate`, `eval`, `train --resume`, `checkpoint export`) refuse it. Collective over the world.
 
     Args:
-        folder: shared by all ranks; made where it is missing.
-        step: of the loop; names the checkpoint.
-        model: of `parallelize`, whose weights it has in the dtype that they are updated in, and its persistent buffers;
-            or of `prepare`, with its buffers.
-        optimizer: of `distributed_optimizer`, or of `prepare`: whose state it has, and the options of its groups, such
-            as the learning rate.
-        loader: a `threefold.DataLoader`, whose place in the data it has.
+        folder: folder shared by all ranks; created if missing.
+        step: step of the loop; names the checkpoint.
+        model: model from `parallelize`, saved with its persistent buffers and its weights in the dtype of the update;
+            or from `prepare`, saved with its buffers.
+        optimizer: optimizer from `distributed_optimizer` or `prepare`, saved with its state and the options of its
+            groups, such as the learning rate.
+        loader: a `threefold.DataLoader`, whose position in the data is saved.
 
     Returns:
         the checkpoint's folder.
 
     Raises:
-        UserError: on every rank, when it cannot be written, or the model draws from random streams.
+        UserError: on every rank, if the checkpoint cannot be written, or the model draws from random streams.
 
     Example:
         >>> threefold.save("ckpt", step, model=model, optimizer=optimizer, loader=loader)
@@ -98,19 +97,19 @@ def load(
     optimizer: ModelOptimizer | PreparedOptimizer | None = None,
     loader: "DataLoader | None" = None,
 ) -> int:
-    """Load the newest complete checkpoint of a folder, which any layout may have saved.
+    """Load the newest complete checkpoint of a folder and return its step; any layout may have saved it.
 
-    Collective over the world. Each rank reads its own shards only.
+    Collective over the world. Each rank reads only its own shards.
 
     Args:
-        folder: as `save` was given it.
-        model, optimizer, loader: what to fill; what is left out stays as it is.
+        folder: folder that was passed to `save`.
+        model, optimizer, loader: objects to fill; those left out stay unchanged.
 
     Returns:
-        the step that the checkpoint was saved with.
+        the step of the checkpoint.
 
     Raises:
-        UserError: on every rank: there is no checkpoint, or it is of another model, optimizer or data set.
+        UserError: on every rank, if there is no checkpoint, or it belongs to another model, optimizer or data set.
 
     Example:
         >>> step = threefold.load("ckpt", model=model, optimizer=optimizer, loader=loader)
@@ -127,7 +126,7 @@ def load(
     path, step, state = from_first(model.mesh.world, find)
     try:
         wanted, stored = _weights(model), stored_names(path)
-        lacking = {MODEL + name for name in _buffers(model)} - stored  # in a checkpoint of an older version
+        lacking = {MODEL + name for name in _buffers(model)} - stored  # checkpoints of older versions
         load_tensors({name: tensor for name, tensor in wanted.items() if name not in lacking}, path)
         if optimizer is not None:
             _load_states(optimizer, path, state, model)
@@ -167,7 +166,7 @@ def _loss_scale(model: DistributedModel | PreparedModule) -> LossScale | None:
 
 
 def _weights(model: DistributedModel | PreparedModule) -> dict[str, Tensor]:
-    """Weights and persistent buffers under their stored names, sharing memory."""
+    """Return weights and persistent buffers under their stored names, sharing memory."""
     if isinstance(model, PreparedModule):
         return {MODEL + name: tensor for name, tensor in prepared.tensors_of(model).items()}
     weights = model.gradient_step.model.weights
@@ -176,14 +175,13 @@ def _weights(model: DistributedModel | PreparedModule) -> dict[str, Tensor]:
 
 
 def _buffers(model: DistributedModel | PreparedModule) -> dict[str, Tensor]:
-    """The persistent buffers of a parallelized model."""
     return stored_buffers(model.gradient_step.stages) if isinstance(model, DistributedModel) else {}
 
 
 def _add_states(
     optimizer: ModelOptimizer | PreparedOptimizer, tensors: dict[str, Tensor], model: DistributedModel | PreparedModule
 ) -> dict[str, str]:
-    """Put the optimizer's states beside the weights; returns the types of those that are plain numbers, by name."""
+    """Add the optimizer state to the tensors, and return the types of states that are plain numbers, by name."""
     numbers: dict[str, str] = {}
     if isinstance(optimizer, PreparedOptimizer):
         found = list(prepared.states_of(optimizer))
@@ -202,11 +200,7 @@ def _load_states(
     state: Mapping[str, Any],
     model: DistributedModel | PreparedModule,
 ) -> None:
-    """Fill the state of an optimizer, also of one that has made no step yet.
-
-    Raises:
-        UserError: the checkpoint is of another optimizer, or has none.
-    """
+    """Fill the state of an optimizer, even before its first step; raise UserError if the checkpoint's does not fit."""
     groups: list[dict[str, Any]] | None = state.get("groups")
     if groups is None:
         raise UserError(f"{path} has no optimizer state; save it with optimizer=, or load it without.")
@@ -255,7 +249,7 @@ def _load_states(
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group of parameters is updated with, as JSON has it."""
+    """Return the options of a parameter group that JSON can represent."""
     plain = (bool, int, float, str, type(None))
     found = {name: value for name, value in group.items() if isinstance(value, plain)}
     pairs = {name: list(value) for name, value in group.items() if name != "params" and isinstance(value, tuple | list)}

@@ -1,6 +1,6 @@
-"""Data parallelism in Horovod's manner: the optimizer sums the gradients, and `loss.backward()` stays as it is.
+"""Data parallelism in the style of Horovod: the optimizer sums the gradients, and `loss.backward()` stays unchanged.
 
-Needs `torch.distributed` to be initialised, as `threefold.init_mesh()` or a launcher does.
+Requires `torch.distributed` to be initialised, for example by `threefold.init_mesh()` or a launcher.
 """
 
 import weakref
@@ -25,14 +25,14 @@ COMPRESSIONS: Final = ("none", "fp16", "bf16")
 
 
 def broadcast_parameters(parameters: Any, root_rank: int = 0) -> None:
-    """Give every rank the parameters of one: after it all start alike.
+    """Broadcast parameters from one rank, so that all ranks start equal.
 
     Args:
-        parameters: a `state_dict()`, or pairs of names and tensors as of `named_parameters()`; in place.
-        root_rank: whose.
+        parameters: a `state_dict()`, or pairs of names and tensors as from `named_parameters()`; overwritten in place.
+        root_rank: rank to broadcast from.
 
     Raises:
-        UserError: it is neither, or there is no such rank.
+        UserError: `parameters` is neither, or the rank does not exist.
 
     Example:
         ```python
@@ -57,14 +57,14 @@ def broadcast_parameters(parameters: Any, root_rank: int = 0) -> None:
 
 
 def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int = 0) -> None:
-    """Give every rank the optimizer state and the settings of the groups (as the learning rate) of one.
+    """Broadcast the optimizer state and group options, such as the learning rate, from one rank.
 
     Args:
-        optimizer: of the same parameters on every rank; the other ranks' need no state yet.
-        root_rank: whose.
+        optimizer: optimizer of the same parameters on every rank; only the root's needs a state.
+        root_rank: rank to broadcast from.
 
     Raises:
-        UserError: there is no such rank.
+        UserError: the rank does not exist.
 
     Example:
         ```python
@@ -80,17 +80,17 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int = 0) -> None:
 
 
 def broadcast_object(value: Any, root_rank: int = 0) -> Any:
-    """What the rank `root_rank` passed, on every rank.
+    """Broadcast a Python object from one rank.
 
     Args:
-        value: anything that can be pickled; of the other ranks it is not read.
-        root_rank: whose.
+        value: a picklable object; ignored on the other ranks.
+        root_rank: rank to broadcast from.
 
     Returns:
-        the value.
+        the value of the root rank.
 
     Raises:
-        UserError: there is no such rank.
+        UserError: the rank does not exist.
 
     Example:
         ```python
@@ -103,11 +103,11 @@ def broadcast_object(value: Any, root_rank: int = 0) -> Any:
 
 
 def allreduce(tensor: Tensor, average: bool = True) -> Tensor:
-    """The mean of a tensor over the ranks, or its sum; `tensor` is unchanged.
+    """Return the mean, or the sum, of a tensor over the ranks; `tensor` is unchanged.
 
     Args:
-        tensor: of one shape on every rank.
-        average: whether the sum is divided by the number of ranks.
+        tensor: tensor of the same shape on every rank.
+        average: whether to divide the sum by the number of ranks.
 
     Returns:
         a new tensor, the same on every rank.
@@ -126,20 +126,20 @@ def allreduce(tensor: Tensor, average: bool = True) -> Tensor:
 
 
 class DistributedOptimizer(WrappedOptimizer):
-    """An optimizer that updates with the mean of the ranks' gradients.
+    """Optimizer that updates with the mean of the ranks' gradients.
 
-    Each rank computes the loss of its own rows and calls `loss.backward()`; sums over the ranks start while it is
-    running. `step()` waits for them. Gradients of several backward passes add up, so divide the loss by their number
-    for a mean, as with Horovod.
+    Each rank computes the loss of its own rows and calls `loss.backward()`, during which all-reduces start; `step()`
+    waits for them. As with Horovod, gradients of several backward passes add up, so divide the loss by their number for
+    a mean.
 
-    For a plain module, whole on every rank. (`threefold.distributed_optimizer` is another thing: it is for a model of
-    `threefold.parallelize`, whose `train_batch` sums the gradients.)
+    For a plain module, replicated on every rank. (Not to be confused with `threefold.distributed_optimizer`, for a
+    model from `threefold.parallelize`, whose `train_batch` sums the gradients.)
 
     Args:
-        optimizer: any of torch; its groups, state and defaults are this one's.
-        named_parameters: those of the model, to name them in errors; may be left out.
-        compression: `fp16` or `bf16` sums gradients over the ranks in 16 bits.
-        backward_passes_per_step: how many calls of `backward` come before each `step`.
+        optimizer: any torch optimizer; its groups, state and defaults are shared.
+        named_parameters: named parameters of the model, for error messages; optional.
+        compression: `fp16` or `bf16` all-reduces gradients in 16 bits.
+        backward_passes_per_step: number of `backward` calls before each `step`.
 
     Attributes:
         optimizer: the original.
@@ -195,7 +195,7 @@ class DistributedOptimizer(WrappedOptimizer):
         self.zero_grad()
 
     def synchronize(self) -> None:
-        """Wait until each `.grad` is the mean of the ranks' gradients, as to clip them before `step`."""
+        """Wait until each `.grad` is the mean of the ranks' gradients, for example to clip them before `step`."""
         if self._is_synchronized:
             return
         flags = torch.tensor([float(self._passes[each] > 0) for each in self._parameters])
@@ -210,16 +210,16 @@ class DistributedOptimizer(WrappedOptimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within the block `step` takes the gradients as they are, because `synchronize` was called before it."""
+        """Make `step` in the block use the gradients as they are, after a call of `synchronize`."""
         if not self._is_synchronized:
             raise UserError("skip_synchronize was entered before synchronize; call optimizer.synchronize() first.")
         yield
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update with the mean of the ranks' gradients.
+        """Update the parameters with the mean of the ranks' gradients.
 
         Raises:
-            UserError: a closure is given, or there has been no backward pass.
+            UserError: a closure is given, or there was no backward pass.
         """
         if closure is not None:
             raise UserError("optimizer.step was given a closure, which would sum gradients twice; call it without.")
@@ -234,11 +234,11 @@ class DistributedOptimizer(WrappedOptimizer):
         self._is_synchronized = False
 
     def state_dict(self) -> dict[str, Any]:
-        """The original's."""
+        """Return the state of the original optimizer."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As the original's."""
+        """Load a state into the original optimizer."""
         self.optimizer.load_state_dict(dict(state_dict))
 
     def _note(self, parameter: Tensor) -> None:
@@ -259,7 +259,7 @@ def _arrived(owner: "weakref.ref[DistributedOptimizer]", parameter: Tensor) -> N
 
 
 def _world() -> Axis:
-    """All ranks of the process group that is initialised."""
+    """Return the axis of all ranks of the default process group."""
     if not dist.is_initialized():
         raise UserError(
             "torch.distributed is not initialised, so there are no ranks; call threefold.init_mesh() first."

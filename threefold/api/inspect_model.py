@@ -1,4 +1,4 @@
-"""What a model is made of and how it is cut: `threefold inspect`, and `threefold.inspect` in Python."""
+"""Inspection of a model's modules and their shards (`threefold inspect`, and `threefold.inspect` in Python)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,16 +24,16 @@ _WIDTH = 160
 
 @dataclass(frozen=True)
 class InspectedModule:
-    """Modules of one kind that are cut alike, whose names differ in their numbers alone, or a bare parameter.
+    """Modules of one class with the same sharding rule, whose names differ only in numbers; or a bare parameter.
 
     Attributes:
-        pattern: their names.
-        kind: their class.
-        count: how many there are.
-        parameters: of all of them.
-        per_rank: of those, how many the first rank of the tensor axis holds.
-        rule: how they are cut.
-        undecided: why nothing could be said, where the plan is proposed; else empty.
+        pattern: pattern of their names.
+        kind: name of their class.
+        count: number of modules.
+        parameters: total number of parameters.
+        per_rank: number of parameters on the first rank of the tensor axis.
+        rule: sharding rule.
+        undecided: why a proposed plan could not decide on a rule; otherwise empty.
     """
 
     pattern: str
@@ -47,14 +47,14 @@ class InspectedModule:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The modules of a model and their cuts; its text is a table.
+    """Modules of a model and how they are sharded; `str()` gives a table.
 
     Attributes:
-        modules: that have parameters, in the model's order.
-        tp: ranks of the tensor axis that sizes are given for.
-        layers: of the plan, in order.
-        proposal: the plan that was proposed, as Python; empty where the model has one.
-        problem: why the model cannot be trained with the proposed plan as it is; empty where it can.
+        modules: modules with parameters, in the order of the model.
+        tp: size of the tensor axis assumed.
+        layers: layers of the plan, in order.
+        proposal: the proposed plan as Python code; empty if the model has a plan.
+        problem: why the model cannot be trained with the proposed plan as is; empty if it can.
     """
 
     modules: tuple[InspectedModule, ...]
@@ -65,12 +65,12 @@ class Inspection:
 
     @property
     def undecided(self) -> tuple[str, ...]:
-        """The patterns of which the proposed plan could say nothing."""
+        """Patterns that the proposed plan could not decide on."""
         return tuple(module.pattern for module in self.modules if module.undecided)
 
     @property
     def parameters(self) -> int:
-        """Of the whole model; a tied weight counts once."""
+        """Number of parameters of the whole model, counting tied weights once."""
         return sum(module.parameters for module in self.modules)
 
     def __str__(self) -> str:
@@ -105,19 +105,19 @@ def inspect(
     tp: int = 2,
     arguments: Mapping[str, Any] | None = None,
 ) -> Inspection:
-    """The modules of a model with their parameters, and how each is cut.
+    """List the modules of a model with their parameters and how each is sharded.
 
-    A model without a plan gets a proposed one, by the classes and names of its modules; what could not be decided is
-    listed, and the plan is printed as Python that can be pasted, with the first thing in its way. Nothing is allocated.
+    For a model without a plan, one is proposed from the classes and names of its modules. The inspection lists what
+    could not be decided, prints the plan as Python code to paste, and names the first problem. Nothing is allocated.
 
     Args:
         model: a class or function that makes the model, or a model.
-        plan: of it; by default the class's attribute `plan`, or a proposed one.
-        tp: ranks of the tensor axis to give sizes for.
+        plan: plan of the model; defaults to the class's attribute `plan`, or a proposed plan.
+        tp: size of the tensor axis to report shard sizes for.
         arguments: keyword arguments of `model`.
 
     Returns:
-        an `Inspection`: printed it is a table; `modules`, `parameters`, `undecided` and `proposal` are what it has.
+        an `Inspection` with `modules`, `parameters`, `undecided` and `proposal`; it prints as a table.
 
     Raises:
         UserError: the plan does not fit the model, or `tp` does not divide its heads.
@@ -141,7 +141,7 @@ def inspect(
 
 
 def inspect_made(model: nn.Module, plan: Plan | ModelPlan | None, tp: int) -> Inspection:
-    """As `inspect`, of a model that is made already."""
+    """Inspect a model that already exists; see `inspect`."""
     if plan is None:
         return _of_proposal(model, propose(model), tp)
     complete = plan.build(model) if isinstance(plan, Plan) else plan
@@ -150,7 +150,7 @@ def inspect_made(model: nn.Module, plan: Plan | ModelPlan | None, tp: int) -> In
 
     def rule_of(name: str) -> Split:
         rule = complete.split_of(name)
-        assert rule is not None  # as `check_plan` says
+        assert rule is not None  # ensured by `check_plan`
         return rule
 
     def label_of(name: str) -> tuple[str, bool]:
@@ -185,18 +185,16 @@ def _modules(
     tp: int,
     undecided: Mapping[str, str] | None = None,
 ) -> list[InspectedModule]:
-    """The modules that have parameters.
+    """Return the modules that have parameters.
 
     Args:
-        model: whole.
-        rule_of: the rule of a parameter, by its name.
-        label_of: under which pattern it is listed, and whether it is bare.
-        tp: ranks of the tensor axis.
-        undecided: pattern → why nothing could be said.
+        rule_of: returns the rule of a parameter, given its name.
+        label_of: returns the pattern to list a parameter under, and whether it is bare.
+        undecided: pattern → why no rule could be decided.
     """
     found: dict[tuple[str, str, str], InspectedModule] = {}
     owners: dict[tuple[str, str, str], set[str]] = {}
-    for name, parameter in model.named_parameters():  # a tied weight once
+    for name, parameter in model.named_parameters():  # tied weights appear once
         owner, _, own = name.rpartition(".")
         rule, (pattern, is_bare) = rule_of(name), label_of(name)
         kind = "Parameter" if is_bare else type(model.get_submodule(owner)).__name__

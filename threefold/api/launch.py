@@ -25,23 +25,23 @@ def run(
     device: DeviceSetting = "auto",
     start_method: StartMethod = "fork",
 ) -> list[Any]:
-    """Call `fn(*args)` on every rank, and return what each of them returned.
+    """Call `fn(*args)` on every rank, and return the value of each.
 
-    Where `torchrun` or `srun` started this process it is one of the ranks; otherwise they are started here, as `spawn`
-    does. So one script serves for both. A single rank runs in this process, where `breakpoint()` has the terminal, with
-    a process group that lasts for the call.
+    If `torchrun` or `srun` started this process, it is one of the ranks; otherwise ranks are started here, as by
+    `spawn`. One script serves both cases. A single rank runs in this process, with a process group that lasts for the
+    call, so `breakpoint()` works in the terminal.
 
     Args:
-        fn, args, device, start_method: as of `spawn`.
-        ranks: how many; None for those of the launcher, else one for each GPU, or a single one. With
-            `start_method="spawn"` a single one is a new process, too.
+        fn, args, device, start_method: as in `spawn`.
+        ranks: number of ranks; None for the launcher's, or else one per GPU, or 1. With `start_method="spawn"` even a
+            single rank is a new process.
 
     Returns:
-        the values that `fn` returned, by rank, on every rank.
+        the values returned by `fn`, by rank, on every rank.
 
     Raises:
-        UserError: the launcher started another number of ranks, or as `spawn`.
-        Exception: what `fn` raised.
+        UserError: the launcher started another number of ranks, or for the reasons of `spawn`.
+        Exception: the exception raised by `fn`.
 
     Example:
         >>> losses = threefold.run(train, ranks=8)
@@ -67,27 +67,29 @@ def spawn(
     device: DeviceSetting = "auto",
     start_method: StartMethod = "fork",
 ) -> list[Any]:
-    """Call `fn(*args)` in so many processes of this host, the ranks of one process group, and wait for their values.
+    """Call `fn(*args)` in `ranks` processes of this host that form one process group, and return their values.
 
-    A rank that fails ends all others within seconds: they are killed, so that no collective waits for it.
+    A rank that fails ends all others within seconds: they are killed, so no collective waits for it.
 
     Args:
-        fn: called with `torch.distributed` initialised; with "fork" any function, such as one of a notebook's cell.
-        ranks: how many processes.
-        args: of `fn`.
-        device: `auto` takes CUDA when there is a GPU for each rank.
+        fn: function called with `torch.distributed` initialised; with "fork" any function, such as one from a notebook
+            cell.
+        ranks: number of processes.
+        args: arguments of `fn`.
+        device: `auto` uses CUDA if there is a GPU for each rank.
         start_method: "fork" starts a rank in milliseconds, in a process where CUDA is not initialised; "spawn" starts
             new interpreters, and needs a function of an importable module and a main module that starts ranks only
             under `if __name__ == "__main__"`.
 
     Returns:
-        the values that `fn` returned, by rank; they are pickled, tensors by value.
+        the values returned by `fn`, by rank; they are pickled, tensors by value.
 
     Raises:
-        UserError: an argument is wrong, a rank returned a part of a `DTensor`, there are fewer GPUs than ranks, this
+        UserError: an argument is wrong, a rank returned part of a `DTensor`, there are fewer GPUs than ranks, this
             process is itself a rank, or CUDA is initialised.
-        RankFailed: a rank's process ended, such as by SIGKILL; the message names rank and signal.
-        Exception: what `fn` raised first, of the same type, with the rank as a note and its traceback as the cause.
+        RankFailed: a rank's process ended, for example by SIGKILL; the message names the rank and the signal.
+        Exception: the first exception raised by `fn`, of the same type, with the rank as a note and its traceback as
+            the cause.
 
     Example:
         >>> def train(lr):
@@ -103,7 +105,7 @@ def spawn(
     if start_method == "fork":
         from threefold.launch.process import lasting_imports, prepare_fork
 
-        with lasting_imports():  # here once, instead of on every forked rank: 0.8 s
+        with lasting_imports():  # once here instead of on every forked rank, saving 0.8 s
             import threefold.comm.mesh  # noqa: F401
 
         one_thread = not prepare_fork()
@@ -130,19 +132,19 @@ def notebook_launcher(
     *,
     device: DeviceSetting = "auto",
 ) -> list[Any]:
-    """`spawn` with the arguments of `accelerate.notebook_launcher`.
+    """Start ranks from a notebook like `spawn`, with the arguments of `accelerate.notebook_launcher`.
 
     Args:
-        function: may be defined in a cell of the notebook.
-        args: of `function`.
-        num_processes: None for one for each GPU, or a single one.
-        device: as of `spawn`.
+        function: function to call; may be defined in a notebook cell.
+        args: arguments of `function`.
+        num_processes: number of processes; None for one per GPU, or 1.
+        device: as in `spawn`.
 
     Returns:
-        the values that `function` returned, by rank.
+        the values returned by `function`, by rank.
 
     Raises:
-        UserError, RankFailed, Exception: as `spawn`.
+        UserError, RankFailed, Exception: as in `spawn`.
 
     Example:
         >>> threefold.notebook_launcher(train, (0.5,), num_processes=4)
@@ -171,7 +173,7 @@ def _require_picklable(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 
 def _call(info: RankInfo, fn: Callable[..., Any], args: tuple[Any, ...], one_thread: bool) -> bytes:
-    """What `fn` returns on this rank, pickled."""
+    """Run `fn` on this rank, and return its pickled value."""
     import torch
 
     from threefold.comm.axis import dumps
@@ -191,11 +193,7 @@ def _call(info: RankInfo, fn: Callable[..., Any], args: tuple[Any, ...], one_thr
 
 
 def _run_alone(fn: Callable[..., Any], args: tuple[Any, ...], device: DeviceSetting) -> Any:
-    """Call `fn` as the only rank, in this process; its process group and number of threads last for the call.
-
-    Raises:
-        UserError: this process is a rank already.
-    """
+    """Call `fn` as the only rank, in this process, and restore its process group and thread count afterwards."""
     import torch
     import torch.distributed as dist
 
@@ -216,7 +214,7 @@ def _call_alone(info: RankInfo, fn: Callable[..., Any], args: tuple[Any, ...]) -
 def _run_here(
     fn: Callable[..., Any], args: tuple[Any, ...], launched: LaunchedRank, device: DeviceSetting
 ) -> list[Any]:
-    """Call `fn` as the rank that a launcher started."""
+    """Call `fn` as a rank that a launcher started, and gather the values."""
     import torch.distributed as dist
 
     from threefold.comm.axis import dumps
@@ -232,22 +230,14 @@ def _run_here(
 
 
 def join_launched(launched: LaunchedRank, device: DeviceSetting) -> None:
-    """Initialise the process group of the ranks that a launcher started.
-
-    Raises:
-        UserError: there are fewer GPUs than ranks.
-    """
+    """Initialise the process group of launched ranks; raise UserError if there are fewer GPUs than ranks."""
     chosen = device_of(device, launched.local_world_size)
     info = RankInfo(launched.rank, launched.world_size, launched.local_rank, launched.local_world_size, chosen)
     join(info, meet(launched))
 
 
 def device_of(setting: DeviceSetting, local_world_size: int) -> Device:
-    """The device of ranks of which this host has so many.
-
-    Raises:
-        UserError: there is no such setting, or there are fewer GPUs than ranks.
-    """
+    """Return the device for `local_world_size` ranks of this host; raise UserError if it has too few GPUs."""
     if setting not in ("auto", "cpu", "cuda"):
         raise UserError(f"device is {setting!r} but must be auto, cpu or cuda; use auto.")
     with naming_arguments():

@@ -1,4 +1,4 @@
-"""`init_mesh`: the process group and the mesh of a script's own loop."""
+"""Process group and mesh for custom training loops (`init_mesh`)."""
 
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from threefold.comm.mesh import Mesh
 
 _LAYOUT = "threefold/layout"
-"""Key under which the ranks keep the layout of the first call."""
+"""Key in the process group's store under which ranks keep the layout of the first call."""
 
 
 def init_mesh(
@@ -25,25 +25,26 @@ def init_mesh(
     *,
     device: DeviceSetting = "auto",
 ) -> "Mesh":
-    """Start `torch.distributed` where it is not started yet, and return the mesh of its ranks.
+    """Initialise `torch.distributed` if needed, and return the mesh of its ranks.
 
-    The ranks are those that `torchrun` or Slurm's `srun` started, those of `threefold.run`, or of a process group
-    that was initialised before; without any of them this process alone. The rank at (dp, pp, cp, tp) is
-    ((dp · PP + pp) · CP + cp) · TP + tp. Collective: every rank calls it, with the same arguments.
+    The ranks are those of `torchrun`, Slurm's `srun`, `threefold.run` or an existing process group; otherwise this
+    process alone. The rank at (dp, pp, cp, tp) is ((dp · PP + pp) · CP + cp) · TP + tp. Collective: every rank calls it
+    with the same arguments.
 
     Args:
         dp: data-parallel replicas; None for as many as fill the world.
         tp: tensor-parallel shards of each weight.
         pp: pipeline stages.
         cp: context-parallel parts of each sequence.
-        ep: neighbouring replicas that share the experts of a layer; a divisor of dp, not a further factor.
-        device: where the ranks compute; `auto` takes CUDA when there is a GPU for each rank of the host. Of a process
-            group that was initialised before, its backend decides.
+        ep: neighbouring replicas that share the experts of a layer; a divisor of dp, not a further factor of the world
+            size.
+        device: device of the computation; `auto` uses CUDA if there is a GPU for each rank of the host. Ignored for an
+            existing process group, whose backend decides.
 
     Returns:
         the mesh. Its axes `dp`, `pp`, `cp`, `tp` and `ep` have this rank's `index`, the `size`, the global ranks
-        `first`, `last`, `previous` and `next`, and the collectives; `rank` is the global rank, `local_rank` that among
-        the ranks of the host, and `check_group` the ranks that hold one copy of the model.
+        `first`, `last`, `previous` and `next`, and the collectives. `rank` is the global rank, `local_rank` the rank on
+        this host, and `check_group` the ranks that hold one copy of the model.
 
     Raises:
         UserError: the sizes do not make up the world, an earlier call or another rank gave others, the launcher's
@@ -71,12 +72,12 @@ def init_mesh(
     _agree(layout)
     where = _device_of_group()
     mesh = Mesh(layout, torch.device(where, torch.cuda.current_device()) if where == "cuda" else where)
-    _ = mesh.check_group, mesh.local_rank  # made here, as all ranks are
+    _ = mesh.check_group, mesh.local_rank  # created here because it is collective
     return mesh
 
 
 def mesh_of_all_ranks() -> "Mesh":
-    """The mesh of as many replicas as there are ranks; that of this process alone where there are no others."""
+    """Return a mesh with one replica per rank, or the mesh of this process alone if there are no other ranks."""
     import torch.distributed as dist
 
     from threefold.comm.mesh import Mesh
@@ -91,14 +92,7 @@ def _check_sizes(dp: int | None, tp: int, pp: int, cp: int, ep: int) -> None:
 
 
 def _layout(dp: int | None, tp: int, pp: int, cp: int, ep: int, world_size: int | None, because: str = "") -> Layout:
-    """The layout for a world of so many ranks; None for a process that no launcher started.
-
-    Args:
-        because: as of `Layout.require_world`.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return the layout for a world of `world_size` ranks (None: no launcher); raise UserError if none fits."""
     fixed = Layout(1, tp, pp, cp)
     if dp is None:
         dp = max(1, (world_size or 1) // fixed.world_size)
@@ -124,11 +118,6 @@ def _launched() -> LaunchedRank | None:
 
 
 def _start(launched: LaunchedRank | None, device: DeviceSetting) -> None:
-    """Initialise the process group.
-
-    Raises:
-        UserError: there are fewer GPUs than ranks.
-    """
     import torch.distributed as dist
 
     if launched is not None:
@@ -139,11 +128,7 @@ def _start(launched: LaunchedRank | None, device: DeviceSetting) -> None:
 
 
 def _agree(layout: Layout) -> None:
-    """Check that each rank and each earlier call has this layout.
-
-    Raises:
-        UserError: one has not.
-    """
+    """Raise UserError unless all ranks and all earlier calls have the same layout."""
     import torch.distributed as dist
 
     from threefold.torch_private.distributed import default_store
@@ -157,7 +142,7 @@ def _agree(layout: Layout) -> None:
 
 
 def _device_of_group() -> Device:
-    """The device of the collectives that the process group has."""
+    """Return the device that the process group's collectives use."""
     import torch
     import torch.distributed as dist
 

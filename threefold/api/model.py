@@ -1,4 +1,4 @@
-"""The arguments of a model's constructor, given by name."""
+"""Parallel models for custom training loops: `parallelize` and its `DistributedModel`."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -28,16 +28,12 @@ from threefold.train.step import LossScale
 
 
 def with_arguments(model: Callable[..., Any], arguments: Mapping[str, Any] | None) -> Callable[[], Any]:
-    """What makes a model, with the keyword arguments of its constructor bound.
-
-    Raises:
-        UserError: it does not take one of them, or needs further ones.
-    """
+    """Bind keyword arguments to a model's constructor; raise UserError if it does not take one, or needs others."""
     given = dict(arguments or {})
     name = getattr(model, "__name__", type(model).__name__)
     try:
         signature = inspect.signature(model)
-    except ValueError:  # of a class that is not written in Python
+    except ValueError:  # a class implemented in C
         return partial(model, **given)
     takes = {each.name: each for each in signature.parameters.values() if each.kind in _BY_NAME}
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in signature.parameters.values())
@@ -57,20 +53,20 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 _PRECISIONS = ("fp32", "bf16", "fp16")
 _MOST_FOR_A_STAGE = 64
-"""Micro-batches for each stage, up to which the fewest are looked for."""
+"""Limit, in micro-batches per stage, of the search for the fewest that a schedule accepts."""
 
 
 class DistributedModel:
     """This rank's part of a model, and the gradients of a global batch.
 
-    Made by `parallelize`. The optimizer updates `parameters()`: this rank's shards of the weights, in the dtype that
-    they are updated in.
+    Made by `parallelize`. The optimizer updates `parameters()`: this rank's shards of the weights, in the dtype of the
+    update.
 
     Attributes:
-        mesh: of this rank.
-        last: the terms of the last loss, by name, and what they count.
-        loss_scale: of fp16; None for no loss scaling.
-        publications: how often `publish` was called.
+        mesh: mesh of the ranks.
+        last: terms of the last loss by name, and the number of items that they count.
+        loss_scale: loss scale of fp16; None without loss scaling.
+        publications: number of calls of `publish`.
     """
 
     def __init__(self, gradient_step: GradientStep, loss_scale: LossScale | None = None) -> None:
@@ -82,7 +78,7 @@ class DistributedModel:
 
     @property
     def updates(self) -> int:
-        """Steps that an optimizer has made, with those that fp16 skipped; decides the dropout masks of the next."""
+        """Number of optimizer steps made, including those that fp16 skipped; determines the next dropout masks."""
         return self._updates
 
     @property
@@ -91,31 +87,31 @@ class DistributedModel:
         return self._has_gradients
 
     def parameters(self) -> Iterator[Tensor]:
-        """This rank's shards of the weights, which an optimizer updates; some may be empty, and frozen ones have no
-        gradients."""
+        """Return this rank's shards of the weights for an optimizer; some may be empty, frozen ones lack gradients."""
         return (weight.master for weight in self.gradient_step.model.weights)
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The same, with the name that each has in the whole model."""
+        """Return the tensors of `parameters()` with their names in the whole model."""
         return ((weight.name, weight.master) for weight in self.gradient_step.model.weights)
 
     def train_batch(self, batch: Any, loss_fn: LossFunction | None = None) -> float:
-        """Forward and backward passes of a global batch, and the sum of the gradients over the replicas.
+        """Run forward and backward passes of a global batch, and sum the gradients over the replicas.
 
         Collective over the world.
 
         Args:
             batch: this replica's samples: a tensor, or a tuple, list, mapping or `NamedTuple` of tensors with the
-                samples along dim 0. The first layer takes those that the parameters of its `forward` name, or all but
-                the last of a tuple. The same on all ranks of the replica.
-            loss_fn: `loss_fn(output, batch)` of the last layer's output: the mean over the samples of a micro-batch, or
-                terms by name (`CountedLoss`); None where the last layer computes the loss of tokens and labels.
+                samples along dim 0. The first layer receives the ones that the parameters of its `forward` name, or all
+                but the last of a tuple. Equal on all ranks of the replica.
+            loss_fn: `loss_fn(output, batch)` of the last layer's output returns the mean over the samples of a
+                micro-batch, or terms by name (`CountedLoss`). None if the last layer computes the loss from tokens and
+                labels.
 
         Returns:
             the mean loss of the global batch, the same float on every rank.
 
         Raises:
-            UserError: batch, model and loss do not fit together, or the gradients of the batch before were not used.
+            UserError: batch, model and loss do not fit together, or the gradients of the previous batch were not used.
         """
         if self._has_gradients:
             raise UserError(
@@ -130,15 +126,15 @@ class DistributedModel:
         return self.last.loss
 
     def eval_batch(self, batch: Any, loss_fn: LossFunction | None = None) -> float:
-        """The mean loss of a global batch, without gradients and dropout; the same float on every rank.
+        """Compute the mean loss of a global batch, without gradients or dropout.
 
         Collective over the world.
 
         Args:
-            batch, loss_fn: as of `train_batch`.
+            batch, loss_fn: as in `train_batch`.
 
         Returns:
-            the mean loss.
+            the mean loss, the same float on every rank.
 
         Raises:
             UserError: batch, model and loss do not fit together.
@@ -149,16 +145,16 @@ class DistributedModel:
         return self.last.loss
 
     def publish(self) -> None:
-        """Round the weights into the tensors that the model computes with, after `parameters()` were changed."""
+        """Round the weights into the tensors that the model computes with, after a change of `parameters()`."""
         publish_(self.gradient_step.model.weights, self.gradient_step.gradients)
         self.publications += 1
 
     def drop_gradients(self) -> None:
-        """Have the next batch begin anew."""
+        """Discard the gradients, so that the next batch starts anew."""
         self._has_gradients = False
 
     def updated(self, updates: int | None = None) -> None:
-        """Note that an optimizer has used the gradients, or that a checkpoint after `updates` was loaded."""
+        """Record that an optimizer has used the gradients, or that a checkpoint after `updates` updates was loaded."""
         self._updates = self._updates + 1 if updates is None else updates
         self._has_gradients = False
 
@@ -182,37 +178,37 @@ def parallelize(
     compile: bool = False,
     seed: int = 0,
 ) -> DistributedModel:
-    """Spread a single-device model over a mesh; its weights start as those of one process.
+    """Distribute a single-device model over a mesh; its initial weights equal those of a single process.
 
     Collective over the world.
 
     Args:
-        model: its class, or a function that makes it; called on the meta device, so that no rank holds more than its
+        model: class of the model or a function that makes it; called on the meta device, so no rank holds more than its
             shards.
-        plan: its layers and how each weight is cut; None where the class has it as its attribute `plan`, and for
+        plan: layers of the model and how each weight is sharded. None if the class has an attribute `plan`, and for
             `PipelineLayers`, which have their own.
-        mesh: of `init_mesh`; None for as many replicas as there are ranks.
+        mesh: mesh from `init_mesh`; None for one replica per rank.
         arguments: keyword arguments of `model`.
-        dtype: of the computation, fp32 where nothing is said; narrower than that, weights are kept and updated in fp32
+        dtype: dtype of the computation, fp32 by default. For narrower dtypes weights are kept and updated in fp32
             (mixed precision), with dynamic loss scaling for fp16.
-        precision: the same by name, `fp32`, `bf16` or `fp16`, as `prepare` takes it.
-        zero: the ZeRO stage: what the replicas share of optimizer state (1), gradients (2) and weights (3).
-        zero_shards: replicas over which one copy is sharded; None for all.
-        micro_batches: parts in which a replica's samples are computed one after another; None for the fewest that the
-            pipeline's schedule takes, without a pipeline 1.
-        schedule: of the pipeline, as `parallel.schedule` of a config.
-        partition: of the layers into stages, as `parallel.partition` of a config.
-        recompute: activation checkpointing: `none`, or a key of the plan's `recompute`, such as `full`.
-        recompute_every: of the layers that it treats, every so many-th.
-        gradient_compression: what gradients are rounded to while they are summed over the replicas.
-        compile: whether layers run through `torch.compile`.
-        seed: of initial weights and dropout.
+        precision: dtype by name, `fp32`, `bf16` or `fp16`, as in `prepare`.
+        zero: ZeRO stage: shard optimizer state (1), gradients (2) and weights (3) over the replicas.
+        zero_shards: number of replicas that share one copy; None for all.
+        micro_batches: number of micro-batches of a replica's samples; None for the fewest that the pipeline schedule
+            accepts, or 1 without a pipeline.
+        schedule: pipeline schedule, as `parallel.schedule` of a config.
+        partition: partition of the layers into stages, as `parallel.partition` of a config.
+        recompute: activation checkpointing (recompute): `none`, or a key of the plan's `recompute`, such as `full`.
+        recompute_every: recompute every n-th of those layers.
+        gradient_compression: dtype that gradients are rounded to for the sum over the replicas.
+        compile: whether layers are compiled with `torch.compile`.
+        seed: seed of initial weights and dropout.
 
     Returns:
         this rank's part of the model.
 
     Raises:
-        UserError: the plan does not fit the model, or an argument not the mesh.
+        UserError: the plan does not fit the model, or an argument does not fit the mesh.
 
     Example:
         >>> mesh = threefold.init_mesh(dp=2, tp=2, pp=2)
@@ -253,13 +249,13 @@ def parallelize(
             if micro_batches is None and mesh.pp.size > 1:
                 settings = replace(settings, micro_batches=_fewest(settings.pipeline_schedule, mesh.pp.size))
             step = GradientStep(made, _complete(model, plan, made), mesh, settings)
-        except ValueError as error:  # of a schedule that there is none of
+        except ValueError as error:  # unknown schedule
             raise UserError(f"{str(error).rstrip('.')}.") from error
     return DistributedModel(step, LossScale.of(PrecisionConfig(dtype="fp16")) if dtype == torch.float16 else None)
 
 
 def _complete(model: Callable[..., nn.Module], plan: Any, make: Callable[[], nn.Module]) -> ModelPlan:
-    """The plan that is given, or that the model has."""
+    """Return the complete plan that was given, or the model's own."""
     if plan is None:
         owner = model.func if isinstance(model, partial) else model
         plan = owner if hasattr(owner, "build") else getattr(owner, "plan", None)
@@ -290,16 +286,12 @@ def _complete(model: Callable[..., nn.Module], plan: Any, make: Callable[[], nn.
 
 
 def _fewest(schedule: Schedule, pp: int) -> int:
-    """The fewest micro-batches that a schedule takes; 1 where it takes no number, which it says itself."""
+    """Return the fewest micro-batches that a schedule accepts, or 1 if it accepts none, which it reports itself."""
     return next((count for count in range(1, _MOST_FOR_A_STAGE * pp + 1) if schedule.accepts(pp, count)), 1)
 
 
 def _dtype(dtype: Any, precision: Any) -> torch.dtype:
-    """That of the computation.
-
-    Raises:
-        UserError: there is no such dtype, or both say something.
-    """
+    """Return the dtype of the computation; raise UserError if it is unknown, or both arguments are given."""
     if precision is not None and dtype is not None:
         raise UserError(f"dtype is {dtype} and precision is {precision!r}; leave one of the two out.")
     if precision is not None:

@@ -1,4 +1,4 @@
-"""`distributed_optimizer`: any `torch.optim.Optimizer` over the shards of a model."""
+"""Any `torch.optim.Optimizer` over the shards of a model (`distributed_optimizer`)."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,15 +20,15 @@ _CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 class ModelOptimizer:
     """One or several optimizers over this rank's shards of a model, with the exact global gradient norm.
 
-    Made by `distributed_optimizer`. One that needs whole weights has those in its groups in the place of the shards
-    that a layout cuts them into.
+    Made by `distributed_optimizer`. The groups of an optimizer that needs whole weights contain these in place of the
+    shards.
 
     Attributes:
-        optimizers: torch's own; their `param_groups` have the learning rates, for schedulers of `torch.optim`.
-        model: whose shards they update.
-        entries: the shards that are trained, with their gradients.
-        grad_norm: global norm of the gradients of the last step, before they were clipped; None before it.
-        step_was_skipped: whether the last step updated nothing, as the gradients overflowed in fp16.
+        optimizers: the torch optimizers; their `param_groups` have the learning rates, for schedulers of `torch.optim`.
+        model: model that they update.
+        entries: trained shards with their gradients.
+        grad_norm: global gradient norm of the last step before clipping; None before the first step.
+        step_was_skipped: whether the last step updated nothing because fp16 gradients overflowed.
     """
 
     def __init__(
@@ -61,21 +61,21 @@ class ModelOptimizer:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The first, which mostly is the only one."""
+        """The first optimizer, usually the only one."""
         return self.optimizers[0]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of torch's optimizers."""
+        """Parameter groups of all torch optimizers."""
         return [group for each in self.optimizers for group in each.param_groups]
 
     def step(self) -> float:
         """Clip the gradients by their global norm and update the weights. Collective over the world.
 
-        With fp16, where gradients overflow, nothing is updated, on all ranks alike, and the loss scale halves.
+        If fp16 gradients overflow, nothing is updated on any rank and the loss scale is halved.
 
         Returns:
-            the global norm of the gradients before they were clipped, the same float on every rank.
+            the global gradient norm before clipping, the same float on every rank.
 
         Raises:
             UserError: there are no gradients, or they are not finite and no smaller loss scale could help; nothing is
@@ -107,11 +107,11 @@ class ModelOptimizer:
         return norm
 
     def zero_grad(self) -> None:
-        """Drop the gradients; each step does so by itself."""
+        """Discard the gradients; each step does so by itself."""
         self.model.drop_gradients()
 
     def states(self, entry: Entry) -> Iterator[tuple[str, Any, Tensor]]:
-        """The optimizer state of a weight: name, the value as the optimizer keeps it, and a global tensor of it."""
+        """Yield the optimizer state of a weight: its name, the optimizer's value, and a global tensor of the value."""
         number = self._optimizer_of[entry.name]
         updated = self._updated[number]
         for name, value in self.optimizers[number].state.get(updated.of(entry), {}).items():
@@ -122,12 +122,12 @@ class ModelOptimizer:
             yield name, value, part if updated.is_replicated(entry, tensor.shape) else entry.stored(part)
 
     def fill_state(self, entry: Entry, parts: Mapping[str, Tensor], others: Mapping[str, Any]) -> None:
-        """Set the optimizer state of a weight. Collective over the axes that cut it.
+        """Set the optimizer state of a weight. Collective over the axes that shard it.
 
         Args:
-            entry: the weight.
-            parts: this rank's part of each state of the weight's shape.
-            others: numbers, and tensors that are the same on all ranks.
+            entry: entry of the weight.
+            parts: this rank's part of each state that has the weight's shape.
+            others: numbers, and tensors that are equal on all ranks.
         """
         number = self._optimizer_of[entry.name]
         updated = self._updated[number]
@@ -150,7 +150,6 @@ class ModelOptimizer:
         self._seen = self.model.publications
 
     def _put_whole_weights(self) -> None:
-        """Put whole weights into the groups of the optimizers that need them."""
         entries = {id(entry.master): entry for entry in self.entries}
         for optimizer, updated in zip(self.optimizers, self._updated, strict=True):
             for group in optimizer.param_groups:
@@ -166,27 +165,26 @@ def distributed_optimizer(
     *,
     clip_grad_norm: float | None = None,
 ) -> ModelOptimizer:
-    """Make an optimizer of `model.parameters()` one of the whole model.
+    """Wrap an optimizer of `model.parameters()` to update the whole model.
 
-    For a model of `threefold.parallelize`. (`threefold.DistributedOptimizer` is another thing, in Horovod's manner: it
-    sums the gradients of a plain module whose loop calls `loss.backward()`.)
+    For a model from `threefold.parallelize`. (Not to be confused with `threefold.DistributedOptimizer`, in the style of
+    Horovod, which sums the gradients of a plain module whose loop calls `loss.backward()`.)
 
-    It updates this rank's shards, so it has to treat elements independently of each other, as SGD, Adam, AdamW and Lion
-    do. `torch.optim.Muon` and `torch.optim.Adafactor` need whole weights and get them, and so does a class that says so
-    with the attribute `needs_whole_matrices = True`: every rank that holds a shard of a weight then has the whole of
-    it, with its state, and makes the same update.
+    The optimizer updates this rank's shards, so it must treat elements independently, as SGD, Adam, AdamW and Lion do.
+    `torch.optim.Muon`, `torch.optim.Adafactor` and classes with the attribute `needs_whole_matrices = True` get whole
+    weights instead: every rank that holds a shard of a weight has all of it, with its state, and makes the same update.
 
     Args:
-        optimizer: over all of `model.parameters()`, in any groups (those that are frozen may be left out); or several,
-            each over some of them, such as Muon of the matrices and AdamW of the rest.
-        model: of `parallelize`.
-        clip_grad_norm: largest global norm of the gradient over all ranks; None for no limit.
+        optimizer: optimizer of all `model.parameters()`, in any groups (frozen ones may be left out); or several, each
+            of some of them, such as Muon for the matrices and AdamW for the rest.
+        model: model from `parallelize`.
+        clip_grad_norm: maximum global gradient norm over all ranks; None for no clipping.
 
     Returns:
-        an object with `step()` and `zero_grad()`; its `optimizers` are the arguments, for learning-rate schedulers.
+        an optimizer with `step()` and `zero_grad()`; its `optimizers` are the arguments, for learning-rate schedulers.
 
     Raises:
-        UserError: the optimizer has other parameters, or needs the loss as a function.
+        UserError: the optimizer has parameters of another model or lacks some, or needs the loss as a function.
 
     Example:
         >>> optimizer = threefold.distributed_optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4), model)
@@ -212,7 +210,7 @@ def distributed_optimizer(
 
 
 def needs_whole_weights(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer computes an element's update from others of the same weight."""
+    """Return whether an optimizer computes an element's update from other elements of the weight."""
     known = isinstance(optimizer, torch.optim.Muon | torch.optim.Adafactor)
     return known or bool(getattr(optimizer, "needs_whole_matrices", False))
 

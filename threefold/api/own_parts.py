@@ -1,4 +1,4 @@
-"""A run's config with a user's own objects in place of its settings: model, loss, optimizer and data set."""
+"""Config of a run whose model, loss, optimizer or data set is a Python object."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -15,7 +15,7 @@ from threefold.models.source import ConfigSource, ModelSource, as_source
 from threefold.plugins import import_path_of
 
 AnyConfig = Config | Path | str | Mapping[str, Mapping[str, Any]]
-"""What `load_config` returns, the path of a YAML file, or a mapping of sections."""
+"""A `Config` from `load_config`, the path of a YAML file, or a mapping of sections."""
 
 
 def own_run(
@@ -28,14 +28,10 @@ def own_run(
     optimizer: Any = None,
     dataset: Any = None,
 ) -> tuple[Config, ModelSource]:
-    """The config of a run, not resolved, and the source of its model.
-
-    Args:
-        config: an `AnyConfig`.
-        model, plan, loss, arguments, optimizer, dataset: as of `Trainer`.
+    """Return the unresolved config of a run, and the source of its model; arguments as in `Trainer`.
 
     Raises:
-        UserError: an argument is none of what it may be.
+        UserError: an argument is not of a supported kind.
     """
     changes: dict[str, Any] = {}
     if dataset is not None:
@@ -64,15 +60,7 @@ def own_run(
 
 
 def read_config(config: Any, changes: Mapping[str, Any]) -> Config:
-    """An `AnyConfig` with other settings.
-
-    Args:
-        config: of the user.
-        changes: as `section.key`; None for a default.
-
-    Raises:
-        UserError: it is something else, or a setting is wrong.
-    """
+    """Return an `AnyConfig` with changes by `section.key` (None: the default); raise UserError if one is wrong."""
     if isinstance(config, str | Path):
         return load_config(config, changes)
     if isinstance(config, Config):
@@ -96,15 +84,14 @@ def read_config(config: Any, changes: Mapping[str, Any]) -> Config:
 
 
 def _settings_of(section: Any) -> Mapping[str, Any]:
-    """The settings that a section of the config has."""
     return getattr(section, "model_fields", {})
 
 
 def changed(config: Config, section: str, changes: Mapping[str, Any]) -> Config:
-    """The config with other settings of a section; those that are None are taken out.
+    """Return the config with other settings in a section, removing those that are None.
 
     Raises:
-        UserError: a value is not of its type.
+        UserError: a value is of the wrong type.
     """
     given = config.given()
     given[section] = {key: value for key, value in {**given[section], **changes}.items() if value is not None}
@@ -113,7 +100,7 @@ def changed(config: Config, section: str, changes: Mapping[str, Any]) -> Config:
 
 
 def _dataset_path(dataset: Any) -> str:
-    """`data.path` of a data set, or of what makes one."""
+    """Return the `data.path` of a data set, or of a function or class that makes one."""
     if hasattr(dataset, "batch_sampler"):
         raise UserError(
             f"dataset is a {type(dataset).__name__} but must be the data set that it reads, as the run makes its own "
@@ -129,7 +116,7 @@ def _dataset_path(dataset: Any) -> str:
 
 
 def _optimizer_settings(optimizer: Any) -> dict[str, Any]:
-    """`optimizer.name` and `optimizer.arguments` of a class, a function, or a `functools.partial` of one."""
+    """Return `optimizer.name` and `optimizer.arguments` of a class, a function, or a `functools.partial` of one."""
     made: Any = optimizer
     arguments: dict[str, Any] = {}
     while isinstance(made, partial):

@@ -1,4 +1,4 @@
-"""A model given as the list of its layers, for a pipeline."""
+"""Models given as a list of layers, for a pipeline (`PipelineLayers`)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -12,18 +12,18 @@ from threefold.models.sharding import ModelPlan, Replicated, Split
 
 
 class PipelineLayers:
-    """A model that is a list of layers, each of which takes what the one before it returns; its plan as well.
+    """Model given as a list of layers, each applied to the output of the one before; it includes its plan.
 
-    Pass it to `parallelize` as the model and leave the plan out. Layers are called `0`, `1`, … in their order.
+    Pass it to `parallelize` as the model, without a plan. Layers are named `0`, `1`, … in order.
 
     Args:
         layers: factories, such as `lambda: nn.Linear(4, 8)` or a class without arguments; or modules, whose values are
-            taken as they are, so that they have to be the same on every rank.
-        tied: pairs (user, owner) of parameters that are one, such as `("4.weight", "0.weight")`, on whatever stages.
-        shard: pattern of modules to the rule by which the tensor axis cuts them; the others are replicated.
+            used as they are and must therefore be equal on every rank.
+        tied: pairs (user, owner) of tied parameters, such as `("4.weight", "0.weight")`, on any stages.
+        shard: module pattern → rule by which the tensor axis shards the modules; all others are replicated.
 
     Raises:
-        UserError: there is no layer, one is neither module nor factory, or `tied` names no parameter.
+        UserError: there is no layer, a layer is neither a module nor a factory, or `tied` names an unknown parameter.
 
     Example:
         >>> layers = [lambda: nn.Embedding(50, 16), *[Block] * 4, lambda: nn.Linear(16, 50, bias=False)]
@@ -46,7 +46,7 @@ class PipelineLayers:
         self.layers, self.tied, self.shard = tuple(layers), tuple(tied), dict(shard or {})
 
     def __call__(self) -> nn.Sequential:
-        """The whole model, on torch's default device."""
+        """Make the whole model, on torch's default device."""
         model = nn.Sequential(*(self._make(number, layer) for number, layer in enumerate(self.layers)))
         parameters = dict(model.named_parameters(remove_duplicate=False))
         for pair in self.tied:
@@ -66,7 +66,7 @@ class PipelineLayers:
         return model
 
     def build(self, model: nn.Module) -> ModelPlan:
-        """The plan of the model."""
+        """Return the complete plan of the model."""
         names = [str(number) for number in range(len(self.layers))]
         return Plan(layers=names, shard={"**": Replicated(), **self.shard}, tied=self.tied).build(model)
 

@@ -1,4 +1,4 @@
-"""A training run from Python: what `threefold train` does, with objects of one's own."""
+"""Training runs from Python (`Trainer`), like `threefold train` but with Python objects."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -25,35 +25,35 @@ if TYPE_CHECKING:
 
 
 class Trainer:
-    """Trains as a config says, in this process.
+    """Training run described by a config, in this process.
 
-    Under torchrun or srun, and in a function that `threefold.spawn` or `threefold.run` started, each process is one
-    rank of the config's layout; a script that was started alone is its only one.
+    Under torchrun or srun, and in a function started by `threefold.spawn` or `threefold.run`, each process is one rank
+    of the config's layout. A script started alone is the only rank.
 
     Args:
-        config: of `load_config`; or the path of a YAML file, or a mapping of sections.
-        run_dir: the run's folder, for logs, metrics and checkpoints.
-        callbacks: called after those of every run and those of `train.callbacks`, in this order; each is used on the
-            ranks that its `ranks` says.
-        model: in place of the config's: a class, or a function that makes the model; a list of layers, or
-            `PipelineLayers`; or `"FILE.py:NAME"`.
-        plan: of the model: its layers and how each weight is cut; None where the class has it as its attribute `plan`,
-            or the file does.
-        loss: `loss(output, batch)` of the last layer's output: the mean over the samples of a micro-batch, or terms by
-            name (`CountedLoss`), each of which is logged; None where the class has it as its attribute `loss`, or the
-            file does, or the last layer returns the summed loss of tokens and labels.
-        arguments: keyword arguments of the model's class or function, as `model.arguments`. Its parameters without a
-            default that are not among them get the setting of their name, such as `vocab_size`.
-        optimizer: a class, or a function that makes one, in place of `optimizer.name`: any `torch.optim.Optimizer`,
-            called with parameters, `lr` and `weight_decay`; further arguments through `functools.partial`. It belongs
-            to a module or to the script, as a run that is resumed looks it up there; a function's own has no name.
-        dataset: in place of `data.path`: a map-style `torch.utils.data.Dataset`, or a function or class that makes one
-            without arguments, as `data.path` takes it; of a module or of the script. An object needs a name there, as
-            in `data = MyData()`. Its samples are tokens; for a model with a loss of its own they may be any nesting of
-            tensors and numbers, such as a tuple of the model's inputs and a label, or a mapping.
+        config: a `Config` from `load_config`, the path of a YAML file, or a mapping of sections.
+        run_dir: folder for logs, metrics and checkpoints.
+        callbacks: called in this order, after the built-in callbacks and those of `train.callbacks`; each runs on the
+            ranks that its `ranks` selects.
+        model: model in place of the config's: a class or function that makes it, a list of layers, `PipelineLayers`, or
+            `"FILE.py:NAME"`.
+        plan: layers of the model and how each weight is sharded; None if the class or file has an attribute `plan`.
+        loss: `loss(output, batch)` of the last layer's output returns the mean over the samples of a micro-batch, or
+            terms by name (`CountedLoss`), each of which is logged. None if the class or file has an attribute `loss`,
+            or the last layer returns the summed loss of tokens and labels.
+        arguments: keyword arguments of the model's class or function, like `model.arguments`. Its other parameters
+            without a default receive the setting of the same name, such as `vocab_size`.
+        optimizer: a class or function that makes an optimizer, in place of `optimizer.name`. It may be any
+            `torch.optim.Optimizer`, is called with parameters, `lr` and `weight_decay`, and takes further arguments
+            through `functools.partial`. It must be defined in a module or at the top of the script, where a resumed run
+            looks it up.
+        dataset: data set in place of `data.path`: a map-style `torch.utils.data.Dataset`, or a function or class that
+            makes one without arguments, bound to a name in a module or the script, as in `data = MyData()`. Samples are
+            tokens; with a loss of your own they may be any nesting of tensors and numbers, such as a tuple of inputs
+            and a label, or a mapping.
 
     Raises:
-        UserError: an argument is none of these, or a callback's package is not installed.
+        UserError: an argument is of another kind, or a callback's package is not installed.
 
     Example:
         >>> stopping = threefold.callbacks.EarlyStopping("valid_loss", patience=3)
@@ -92,29 +92,29 @@ class Trainer:
         test_interval: int | None = None,
         resume: Resume = False,
     ) -> "Stopped | None":
-        """Train to the end, or until a callback stops it.
+        """Train to the last step, or until a callback stops the run.
 
-        Ctrl-C (SIGINT), SIGTERM and SIGUSR1 end the run after the current step, with a checkpoint. A second one ends it
-        at once: a process that is one rank of several ends, in one alone `KeyboardInterrupt` is raised.
+        Ctrl-C (SIGINT), SIGTERM and SIGUSR1 end the run after the current step, with a checkpoint. A second signal ends
+        it at once: one of several ranks exits, a single process raises `KeyboardInterrupt`.
 
         Collective over the ranks of the layout.
 
         Args:
-            epochs: passes over the training samples, in place of `train.epochs` and `train.max_steps`.
-            max_steps: optimizer steps, in place of the same.
-            test_interval: epochs between evaluations on the validation part, in place of `train.eval_every` and
+            epochs: passes over the training samples, overriding `train.epochs` and `train.max_steps`.
+            max_steps: optimizer steps, overriding the same settings.
+            test_interval: epochs between evaluations on the validation split, overriding `train.eval_every` and
                 `train.eval_every_epochs`.
-            resume: whether to resume from the newest checkpoint of the run's folder, also in another layout; "auto"
-                does if there is one.
+            resume: whether to resume from the newest checkpoint in the run's folder, in any layout; "auto" resumes if
+                there is one.
 
         Returns:
-            None after the last step; else the step after which a callback, a signal or `train.max_seconds` stopped the
-            run, and the callback's reason, the signal or the limit.
+            None after the last step; otherwise the step after which a callback, a signal or `train.max_seconds` stopped
+            the run, and the callback's reason, the signal or the limit.
 
         Raises:
-            UserError: settings that cannot be combined, a layout of other than the ranks that there are, a folder that
-                has a run already, a callback that raised; the sentence says what to write instead.
-            KeyboardInterrupt: a signal came before the first step, or a second one.
+            UserError: settings cannot be combined, the layout does not match the number of ranks, the folder already
+                has a run, or a callback raised; the message says what to write instead.
+            KeyboardInterrupt: a signal came before the first step, or for the second time.
         """
         if epochs is not None and max_steps is not None:
             raise UserError(f"fit has epochs {epochs} and max_steps {max_steps}; leave one of the two out.")

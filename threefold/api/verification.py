@@ -1,4 +1,4 @@
-"""`verify_model`: what `threefold verify` does, from Python, with objects of one's own."""
+"""Verification of layouts from Python (`verify_model`), like `threefold verify` but with Python objects."""
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VerifiedModel:
-    """The results of `verify_model`; its text has a line for each layout.
+    """Results of `verify_model`; `str()` has a line for each layout.
 
     Attributes:
-        results: of each layout, in order.
+        results: results of the layouts, in order.
     """
 
     results: tuple[LayoutResult, ...]
 
     @property
     def all_equal(self) -> bool:
-        """Whether every layout computes what one process does."""
+        """Whether every layout computes the same as a single process."""
         return all(result.verdict == EQUAL for result in self.results)
 
     def __iter__(self) -> Iterator[LayoutResult]:
@@ -62,25 +62,25 @@ def verify_model(
     """Train a few steps in a single process and in each layout, on processes of this host, and compare the results.
 
     Initial weights, and each step's loss, gradient norm, gradients and updated weights must be equal up to rounding.
-    The layout of the config is not read.
+    The config's own layout is ignored.
 
     Args:
-        config, model, plan, loss, arguments, optimizer, dataset: as of `Trainer`; classes and functions belong to a
-            module or to the script, as processes look them up there. An optimizer of one's own keeps its `eps`: with
-            1e-8 Adam makes much of gradients that are rounding alone, such as a key bias's, which then departs; give
-            `functools.partial(torch.optim.NAdam, eps=1e-5)`, say.
-        layouts: such as `["dp2·tp2", "pp2 zero1"]`; None for a selection that covers what there is.
-        ranks: of the selected layouts.
+        config, model, plan, loss, arguments, optimizer, dataset: as in `Trainer`; classes and functions must be defined
+            in a module or the script, where processes look them up. A custom optimizer keeps its `eps`: with 1e-8 Adam
+            amplifies gradients that are pure rounding, such as a key bias's, which then differ; use for example
+            `functools.partial(torch.optim.NAdam, eps=1e-5)`.
+        layouts: layouts such as `["dp2·tp2", "pp2 zero1"]`; None for a selection that covers all kinds of parallelism.
+        ranks: number of ranks of the selected layouts.
         steps: optimizer steps to compare.
         dtype: precision; the tolerance is 1e-12 for fp64, 1e-5 for fp32.
-        full: whether a model of the config keeps its full size, in place of fewer and narrower layers. A model of one's
-            own on data that are no tokens always does.
+        full: whether a model of the config keeps its full size instead of fewer and narrower layers. A custom model on
+            data that are not tokens always does.
 
     Returns:
         a result for each layout.
 
     Raises:
-        UserError: an argument is wrong, the model does not suit its plan, or the data cannot be read.
+        UserError: an argument is wrong, the model does not fit its plan, or the data cannot be read.
 
     Example:
         >>> verified = threefold.verify_model(config, ["dp2·tp2"], model=MyModel, loss=loss, dataset=MyData)

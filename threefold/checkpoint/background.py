@@ -1,4 +1,4 @@
-"""Saving beside the training: host copies of the state, the thread that writes them, copies at `fsspec` addresses."""
+"""Background saving: copies of the state in host memory, and the thread that writes them."""
 
 import math
 import os
@@ -31,28 +31,19 @@ from threefold.errors import UserError
 from threefold.torch_private.tensors import foreach_copy_
 
 _ALIGNMENT: Final = 64
-"""Bytes that each tensor in the host memory begins at a multiple of."""
+"""Alignment in bytes of each tensor in the host copy."""
 
 
 @dataclass(frozen=True)
 class WriteShare:
-    """What this rank writes of a checkpoint.
-
-    Attributes:
-        plan: its parts.
-        metadata: of the whole checkpoint.
-    """
+    """The parts of a checkpoint that this rank writes, and the metadata of the whole checkpoint."""
 
     plan: SavePlan
     metadata: dcp.Metadata
 
 
 class Sharing:
-    """Decides as `save_tensors` does which rank writes which part; once, and again where a rank's tensors have changed.
-
-    Args:
-        world: all ranks.
-    """
+    """Assignment of a checkpoint's parts to ranks, like `save_tensors`; repeated only when a rank's tensors change."""
 
     def __init__(self, world: Axis) -> None:
         self._world = world
@@ -60,11 +51,7 @@ class Sharing:
         self._of: list[tuple[str, torch.Size, torch.dtype]] = []
 
     def share(self, tensors: Mapping[str, Tensor]) -> WriteShare:
-        """This rank's share. Collective over the world.
-
-        Args:
-            tensors: as `save_tensors` takes them.
-        """
+        """Return this rank's share of tensors, given as in `save_tensors`. Collective over the world."""
         now = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
         if self._share is None or any(self._world.gather_objects(now != self._of)):
             self._share, self._of = self._decided(tensors), now
@@ -72,25 +59,20 @@ class Sharing:
 
     def _decided(self, tensors: Mapping[str, Tensor]) -> WriteShare:
         planner = _planner_of(detached(tensors), self._world.is_first)
-        # Each rank computes the same whole plan, which spares sending every rank its part of it.
+        # Every rank computes the same global plan, so no part of it has to be sent.
         plans, metadata = planner.create_global_plan(self._world.gather_objects(planner.create_local_plan()))
         mine = Writer(Path(), Heartbeat()).prepare_global_plan(plans)[self._world.index]
         return WriteShare(mine, metadata)
 
 
 class HostCopy:
-    """A copy of a rank's share in host memory, which is allocated once and used for one checkpoint after the other."""
+    """Host memory for a rank's share, allocated once and reused for every checkpoint."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def take(self, share: WriteShare, tensors: Mapping[str, Tensor]) -> "Copies":
-        """Copy a share of tensors; what was copied before is overwritten.
-
-        Args:
-            share: of them.
-            tensors: as `save_tensors` takes them.
-        """
+        """Copy the tensors of this rank's share into host memory, overwriting the previous copy."""
         planner = _planner_of(detached(tensors), False)
         found = [(item, _resolved(planner, item)) for item in share.plan.items]
         places = self._places([source for _, source in found])
@@ -105,7 +87,6 @@ class HostCopy:
         return Copies({item.index: place for (item, _), place in zip(found, places, strict=True)})
 
     def _places(self, sources: Sequence[Tensor]) -> list[Tensor]:
-        """A part of the memory for each tensor."""
         sizes = [math.ceil(source.nbytes / _ALIGNMENT) * _ALIGNMENT for source in sources]
         if self._memory.nbytes < sum(sizes):
             pinned = any(source.is_cuda for source in sources)
@@ -119,11 +100,7 @@ class HostCopy:
 
 
 class Copies(DefaultSavePlanner):
-    """The planner that finds the parts of a share in host memory.
-
-    Args:
-        tensors: by the index of their part.
-    """
+    """Save planner that takes the tensors of a share from host memory, by the index of their part."""
 
     def __init__(self, tensors: Mapping[dcp.MetadataIndex, Tensor]) -> None:
         super().__init__()
@@ -134,22 +111,20 @@ class Copies(DefaultSavePlanner):
 
 
 def write_share(share: WriteShare, copies: Copies, folder: Path, world: Axis) -> None:
-    """Write the tensors of a checkpoint, each rank its share, durably. Collective over `world`.
+    """Write the tensors of a checkpoint durably, each rank its share. Collective over `world`.
 
     Args:
-        share: this rank's.
-        copies: of its tensors.
         folder: an empty folder shared by all ranks.
-        world: all ranks; of a process group that nothing else uses meanwhile.
+        world: all ranks, on a process group that nothing else uses meanwhile.
 
     Raises:
-        OSError: on every rank, when a rank cannot write.
+        OSError: on every rank, if a rank cannot write.
     """
     writer = Writer(folder, world.heartbeat)
     written: list[WriteResult] | str
     try:
         written = writer.write_data(share.plan, copies).wait()
-    except Exception as error:  # the other ranks wait for this one's word, whatever happened
+    except Exception as error:  # the other ranks wait for this one's result, whatever happened
         written = " ".join(str(error).split())[:300] or type(error).__name__
     results = world.gather_objects(written)
     for rank, result in enumerate(results):
@@ -172,15 +147,16 @@ def _resolved(planner: DefaultSavePlanner, item: WriteItem) -> Tensor:
 
 
 _NICENESS: Final = 10
-"""Of the thread, so that the steps' computation goes first where all cores are busy."""
+"""Niceness of the thread, so that training goes first when all cores are busy."""
 _RELAY_INTERVAL: Final = 0.5
-"""Seconds."""
+"""Seconds between two looks at the thread's progress."""
 
 
 class WorkThread:
-    """A thread that does one piece of work after the other; it does not keep its process from ending.
+    """A daemon thread that runs one piece of work after another.
 
-    `concurrent.futures` waits for its threads when the interpreter ends, where one may wait for a rank that is lost.
+    Threads of `concurrent.futures` are joined when the interpreter exits, which would hang on a thread that waits for a
+    lost rank.
     """
 
     def __init__(self, name: str) -> None:
@@ -191,7 +167,7 @@ class WorkThread:
         self._idle = threading.Condition()
 
     def do(self, work: Callable[[], None]) -> None:
-        """Do `work`, which raises nothing, after what was given before."""
+        """Queue `work`, which must not raise."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
@@ -200,17 +176,17 @@ class WorkThread:
         self._work.put(work)
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until everything is done, at most so long; returns whether it is."""
+        """Wait until all work is done, at most `seconds`, and return whether it is."""
         with self._idle:
             return self._idle.wait_for(lambda: not self._left, seconds)
 
     @property
     def is_idle(self) -> bool:
-        """Whether everything is done."""
+        """Whether all work is done."""
         return not self._left
 
     def end(self) -> None:
-        """End the thread after what it was given, without waiting for it."""
+        """Let the thread end after its queued work, without waiting for it."""
         if self._thread is not None:
             self._work.put(None)
             self._thread = None
@@ -230,14 +206,7 @@ class WorkThread:
 
 @dataclass(frozen=True)
 class Written:
-    """What became of a checkpoint that was written in the background, the same on every rank.
-
-    Attributes:
-        step: updates made before it.
-        path: its folder.
-        seconds: that writing it took.
-        failure: why it could not be written; None where it is complete.
-    """
+    """Outcome of a background save, the same on every rank; `failure` is None if the checkpoint is complete."""
 
     step: int
     path: Path
@@ -246,13 +215,10 @@ class Written:
 
 
 class BackgroundSaver:
-    """Saves checkpoints that are the same, bit for bit, as those of `save_checkpoint`, one at a time.
+    """Background saver of checkpoints, one at a time, bit for bit equal to those of `save_checkpoint`.
 
-    Each rank copies its share of the tensors into host memory that it keeps, and a thread writes it; the ranks' threads
-    have a process group of their own. Collective over the world.
-
-    Args:
-        mesh: all ranks.
+    Each rank copies its share of the tensors into host memory, and a thread writes it. The threads of all ranks
+    communicate over a process group of their own. Collective over the world.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -262,13 +228,9 @@ class BackgroundSaver:
         self._written: Written | None = None
 
     def save(self, run_dir: Path, facts: Facts, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> Path:
-        """Copy the tensors, and start to write a checkpoint; the one before must have been received by `wait`.
+        """Copy the tensors, start writing, and return the future folder; see `save_checkpoint` for the arguments.
 
-        Args:
-            run_dir, facts, tensors, texts: as of `save_checkpoint`.
-
-        Returns:
-            the folder that it will have.
+        `wait` must have returned the previous checkpoint.
         """
         if self._world is None:
             self._world = self._mesh.background_axis()
@@ -281,7 +243,7 @@ class BackgroundSaver:
                 write_checkpoint(run_dir, facts, texts, world, lambda folder: write_share(share, copies, folder, world))
             except UserError as error:
                 failure = error
-            except Exception as error:  # a rank is lost, say: the training hears of it by itself
+            except Exception as error:  # such as a lost rank, which the training notices by itself
                 failure = UserError(f"The checkpoint {path} cannot be written ({type(error).__name__}: {error}).")
             self._written = Written(facts.step, path, time.monotonic() - begun, failure)
 
@@ -290,7 +252,7 @@ class BackgroundSaver:
 
     @property
     def is_done(self) -> bool:
-        """Whether a checkpoint has been written, or could not be, that `wait` has not returned yet."""
+        """Whether a checkpoint has been written, or has failed, and `wait` has not returned it yet."""
         return self._written is not None
 
     @property
@@ -299,15 +261,15 @@ class BackgroundSaver:
         return not self._thread.is_idle
 
     def wait(self) -> Written | None:
-        """Wait for the checkpoint that is being written; returns it once, and None where there is none."""
+        """Wait for the checkpoint being written and return its outcome once; None if there is none."""
         if self._world is not None:
-            with self._mesh.world.waiting("gather"):  # for the threads of the other ranks, or for this one's
+            with self._mesh.world.waiting("gather"):  # for any rank's thread
                 self._relay_progress(self._world.heartbeat)
         written, self._written = self._written, None
         return written
 
     def _relay_progress(self, writing: Heartbeat) -> None:
-        """Wait for the thread; what it writes meanwhile is progress of this rank."""
+        """Wait for the thread, and report what it writes as progress of this rank."""
         seen = -1
         while not self._thread.wait(_RELAY_INTERVAL):
             if (done := writing.place().progress) != seen:
@@ -315,15 +277,11 @@ class BackgroundSaver:
                 self._mesh.heartbeat.progress()
 
     def then(self, work: Callable[[], None]) -> None:
-        """Do `work`, which raises nothing, on this rank after what is being written."""
+        """Run `work`, which must not raise, on this rank after the current write."""
         self._thread.do(work)
 
     def end(self, seconds: float | None = None) -> bool:
-        """End the thread after what it was given, for which it may take so many seconds; None for as many as it takes.
-
-        Returns:
-            whether it is done.
-        """
+        """End the thread after its queued work; wait for at most `seconds` and return whether the work is done."""
         done = self._thread.wait(seconds)
         self._thread.end()
         return done

@@ -1,8 +1,8 @@
-"""The code of a checkpoint: nothing that a run's folder names or brings along is run unless the user asks for it.
+"""Code in checkpoints, which runs only when the user asks for it.
 
-A checkpoint from elsewhere may bring along any `model.py`, so `select_checkpoint` gives an own model no file. The file
-is the one that the user names (`--model`), or the checkpoint's copy where he says that he trusts it (`--trust-code`).
-Likewise the `config.yaml` that a run has stored names no code, unlike a config that the user wrote.
+A checkpoint from elsewhere may contain any `model.py`, so `select_checkpoint` gives a custom model no file. The user
+names the file (`--model`), or trusts the checkpoint's copy (`--trust-code`). Likewise, the stored `config.yaml` of a
+run may name no code, unlike a config that the user wrote.
 """
 
 from collections.abc import Iterator
@@ -22,21 +22,20 @@ from threefold.files import shown
 from threefold.plugins import is_import_path
 
 _OVERRIDE: Final = "--set "
-"""Beginning of the origin of a setting that the command line has."""
+"""Prefix of the origin of a setting given on the command line."""
 
 
 def with_code(config: Config, checkpoint: Path, model: str | None, trust_code: bool) -> Config:
-    """The config of a checkpoint, an own model being made by the file that the user named or trusts.
+    """Return a checkpoint's config with the file of a custom model that the user named or trusts.
 
     Args:
-        config: of `select_checkpoint`.
-        checkpoint: its folder.
-        model: the file that the user named, `FILE.py` or `FILE.py:NAME`; None if he named none.
-        trust_code: whether the checkpoint's copy may be used where none was named.
+        config: config from `select_checkpoint`.
+        model: file named by the user, `FILE.py` or `FILE.py:NAME`; None if not given.
+        trust_code: whether the checkpoint's copy may be used if no file was named.
 
     Raises:
-        UserError: the checkpoint brings its code along, and the user has neither named a file nor trusts it; or he
-            named one, and the model is of a family of this package.
+        UserError: the checkpoint contains code that the user neither replaced nor trusts, or a file was named for a
+            model of a built-in family.
     """
     if config.model.architecture != OWN:
         if model is None:
@@ -53,17 +52,17 @@ def with_code(config: Config, checkpoint: Path, model: str | None, trust_code: b
 
 
 def remembered_model(run_dir: Path, trust_code: bool) -> str | None:
-    """The file and name of the own model of a run's newest checkpoint, as `--model` takes them; None without one.
+    """Return the custom model of a run's newest checkpoint as `--model` takes it, or None.
 
     Raises:
-        UserError: there is one, and the user does not trust it.
+        UserError: the user does not trust the checkpoint's code.
     """
     for path in reversed(folders(run_dir)):
         if (path / OWN_MODEL).is_file() and (path / CONFIG).is_file():
             try:
                 stored = usable_config(path, with_code=True)
             except DamagedCheckpoint:
-                continue  # which resuming tells
+                continue  # resuming reports it
             if stored.model.architecture != OWN:
                 continue
             if not trust_code:
@@ -73,15 +72,7 @@ def remembered_model(run_dir: Path, trust_code: bool) -> str | None:
 
 
 def require_named_code(config: Config, path: Path) -> None:
-    """Check that a config which a run has stored, in its folder or a checkpoint, names no code to run.
-
-    Args:
-        config: as loaded from `path`; what an override has set was named by the user.
-        path: as the user gave it.
-
-    Raises:
-        UserError: it does.
-    """
+    """Raise UserError if a stored config, in a run's folder or a checkpoint, names code that no override named."""
     if not _is_stored(path):
         return
     for key, code in _code_of(config):
@@ -94,14 +85,13 @@ def require_named_code(config: Config, path: Path) -> None:
 
 
 def _is_stored(path: Path) -> bool:
-    """Whether a config is that of a run's folder or of a checkpoint."""
     file = path.resolve()
     folder = file.parent
     return (folder / MANIFEST).exists() or (file.name == CONFIG and (folder / FOLDER).exists())
 
 
 def _code_of(config: Config) -> Iterator[tuple[str, str]]:
-    """The settings of a config that name code, with what they name."""
+    """Yield the settings of a config that name code, with their values."""
     if config.model.file:
         yield "model.file", config.model.file
     if OPTIMIZERS.is_path(config.optimizer.name):

@@ -1,7 +1,7 @@
-"""`threefold checkpoint convert`: a checkpoint in another format, another dtype, or without optimizer state.
+"""Conversion of a checkpoint (`threefold checkpoint convert`) to another format, another dtype, or weights only.
 
-Tensor by tensor, so that the checkpoint of a model larger than memory can be converted; every part of a tensor is
-compared with its checksum as it is read.
+Tensors are converted one at a time, so the model may be larger than memory; each part is checked against its checksum
+as it is read.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,16 +43,15 @@ _NOT_COPIED: Final = frozenset((INDEX, WRITER, METADATA))
 
 @dataclass(frozen=True)
 class Conversion:
-    """What to convert.
+    """Request to convert a checkpoint.
 
     Attributes:
-        source: a run, whose newest good checkpoint is taken, or a checkpoint.
-        out: the folder to make: with the format `threefold` a run with one checkpoint.
-        format: of the output.
-        dtype: of the weights, a key of `DTYPES`; None for as they are stored.
+        source: a checkpoint, or a run whose newest valid checkpoint is taken.
+        out: folder to create; a run with one checkpoint if the format is `threefold`.
+        dtype: dtype of the weights, a key of `DTYPES`; None keeps the stored one.
         weights_only: whether to leave out optimizer state and random streams.
-        shard_bytes: most tensors in a file, where the format has several.
-        overwrite: whether a folder at `out` is replaced.
+        shard_bytes: maximum bytes of tensors per file, for formats with several files.
+        overwrite: whether an existing folder at `out` is replaced.
     """
 
     source: Path
@@ -66,18 +65,14 @@ class Conversion:
 
 @dataclass(frozen=True)
 class ConvertedCheckpoint:
-    """What was converted.
+    """Result of a conversion.
 
     Attributes:
-        checkpoint: that was read.
-        step: updates made for it.
-        tensors: written.
-        parameters: of the model.
-        bytes: of the tensors written.
-        dtypes: of the weights, the most bytes first.
-        files: of tensors, their paths in the output.
-        others: names of the files beside them.
-        warnings: what the user should know about the output.
+        bytes: size of the tensors written.
+        dtypes: dtypes of the weights, by decreasing size.
+        files: paths of the tensor files in the output.
+        others: names of the other files in the output.
+        warnings: sentences about the output for the user.
     """
 
     checkpoint: Path
@@ -92,12 +87,12 @@ class ConvertedCheckpoint:
 
 
 def convert_checkpoint(request: Conversion, progress: Progress) -> ConvertedCheckpoint:
-    """Write a checkpoint anew. One of a run that is found damaged while it is read is passed over.
+    """Convert a checkpoint. Damaged checkpoints of a run are skipped in favor of the one before.
 
     Raises:
         DamagedCheckpoint: the checkpoint that was named is damaged.
-        UserError: a run has no good checkpoint, a weight has values that the dtype does not, or `out` cannot be
-            written. Nothing is left at `out` then.
+        UserError: the run has no valid checkpoint, the dtype cannot represent a weight, or `out` cannot be written.
+            Nothing is left at `out` then.
     """
     return_freed_memory()
     named = locate(request.source)
@@ -151,7 +146,7 @@ def _convert(request: Conversion, path: Path, warnings: tuple[str, ...], progres
 
 
 def _consequences(request: Conversion, index: Mapping[str, StoredTensor], source: TensorSource) -> list[str]:
-    """A sentence where a run that is resumed from the output would not be the one that wrote the checkpoint."""
+    """Return a warning if a run resumed from the output would differ from the original run."""
     if request.format != "threefold" or request.weights_only:
         return []
     narrower = [name for name, tensor in source.planned.items() if tensor.dtype.itemsize < index[name].dtype.itemsize]
@@ -166,7 +161,7 @@ def _consequences(request: Conversion, index: Mapping[str, StoredTensor], source
 def _write_run(
     request: Conversion, manifest: Manifest, source: TensorSource, texts: Sequence[str], run: Path
 ) -> list[str]:
-    """Write a run with one checkpoint of version 2, and return the files of tensors."""
+    """Write a run with one checkpoint of version 2, and return its tensor files."""
     folder = path_of(run, manifest.facts.step)
     folder.mkdir(parents=True)
     _copy(manifest, texts, folder)
@@ -200,7 +195,7 @@ def _write_run(
 
 
 def _streamed(name: str, source: TensorSource) -> Tensor:
-    """A tensor that is read chunk by chunk; a chunk of the output is one of the checkpoint."""
+    """Return a tensor that is read chunk by chunk, with the chunks of the source checkpoint."""
     planned = source.planned[name]
     pieces = [
         TensorPiece(chunk.offsets, chunk.sizes, partial(source.read_chunk, name, chunk)) for chunk in planned.chunks
@@ -215,7 +210,6 @@ def _moved(tensor: StoredTensor, file: str) -> StoredTensor:
 
 
 def _shares(tensors: Mapping[str, StoredTensor], limit: int) -> list[list[str]]:
-    """Names whose tensors go into one file: of at most `limit` bytes, but at least one."""
     shares: list[list[str]] = [[]]
     filled = 0
     for name, tensor in tensors.items():
@@ -228,7 +222,6 @@ def _shares(tensors: Mapping[str, StoredTensor], limit: int) -> list[list[str]]:
 
 
 def _copy(manifest: Manifest, names: Sequence[str], folder: Path) -> None:
-    """Copy a checkpoint's other files, each compared with its checksum."""
     for name in names:
         manifest.check_content(name)
         try:

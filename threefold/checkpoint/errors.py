@@ -1,4 +1,4 @@
-"""The error of a damaged checkpoint."""
+"""Error of a damaged checkpoint, and checks that its readers share."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -7,11 +7,11 @@ from threefold.errors import UserError
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint is damaged or not one of Threefold's; an older one may still be valid.
+    """Error for a checkpoint that is damaged or not Threefold's; an older one may still be valid.
 
     Attributes:
-        path: its folder.
-        reason: what is wrong, as a clause that names the file.
+        path: folder of the checkpoint.
+        reason: the damage, as a clause that names the file.
     """
 
     def __init__(self, path: Path, reason: str) -> None:
@@ -23,16 +23,12 @@ class DamagedCheckpoint(UserError):
 
 
 def is_plain_name(name: Any) -> bool:
-    """Whether a name is that of a file in a folder itself: none of another folder, none that is absolute."""
+    """Return whether a value is the name of a file directly in a folder: no separators, not absolute."""
     return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
 def whole(value: Any) -> int:
-    """A whole number from 0 on.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """Return a whole number of at least 0; raise ValueError for anything else."""
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise ValueError(f"{value!r} is no whole number")
     return value

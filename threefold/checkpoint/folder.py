@@ -1,19 +1,19 @@
-"""Paths of a run's checkpoints, which of them are complete, and pruning of old ones.
+"""Folders of a run's checkpoints: their layout on disk, completeness and pruning.
 
 RUN/checkpoints/step_00000100/
-    tensors-00000.bin, …  the tensors' bytes, a file for each rank that wrote
-    tensors.json          their index
-    config.yaml           the resolved config of the run
-    tokenizer.json        the tokenizer of its data, if that is known
-    model.py              the file of an own model, where the run's model is one
-    blocks.py, …          the modules beside it that it imports, under their own names
-    loop.json             in the place of config.yaml: the state of a loop of the user's own (`threefold.save`)
-    checkpoint.json       the manifest, written last: the `Facts` below and every other file's size and checksum
+    tensors-00000.bin, …  bytes of the tensors, one file per writing rank
+    tensors.json          index of the tensors
+    config.yaml           resolved config of the run
+    tokenizer.json        tokenizer of the data, if known
+    model.py              file of a custom model
+    blocks.py, …          modules beside that file that it imports, under their own names
+    loop.json             state of a custom training loop (`threefold.save`), in place of config.yaml
+    checkpoint.json       manifest, written last: `Facts`, and size and checksum of every other file
 
-Version 1 had `*.distcp` and `.metadata`, as torch.distributed.checkpoint stores tensors, and no checksums.
+Version 1 had the files of torch.distributed.checkpoint, `*.distcp` and `.metadata`, and no checksums.
 
-A checkpoint is written as `step_00000100.partial` and renamed when it is complete, so a folder without that ending and
-with a manifest that matches its files is valid whatever happened to the process that wrote it.
+A checkpoint is written as `step_00000100.partial` and renamed once it is complete. A folder without that suffix whose
+manifest matches its files is therefore valid, whatever happened to the process that wrote it.
 """
 
 import os
@@ -40,7 +40,7 @@ TOKENIZER: Final = "tokenizer.json"
 OWN_MODEL: Final = "model.py"
 LOOP: Final = "loop.json"
 DIVERGED: Final = ".diverged"
-"""Ending of a checkpoint after which the loss was not finite; kept, and never resumed from."""
+"""Suffix of a checkpoint after which the loss was not finite; it is kept but never resumed from."""
 
 _NAME = re.compile(rf"step_(\d{{8,}})({re.escape(REPLACED)})?")
 _ANY = re.compile(rf"step_(\d{{8,}})(\.old)?({'|'.join(map(re.escape, (PARTIAL, REPLACED, DIVERGED)))})?")
@@ -63,25 +63,21 @@ class Checkpoint:
 
 
 def path_of(run_dir: Path, step: int) -> Path:
-    """The folder of the checkpoint after `step` updates."""
+    """Return the folder of the checkpoint after `step` updates."""
     return run_dir / FOLDER / f"step_{step:08d}"
 
 
 def folders(run_dir: Path) -> list[Path]:
-    """All folders of a run that are named like a checkpoint, oldest first, valid or not."""
+    """Return all folders of a run named like a checkpoint, oldest first, valid or not."""
     parent = run_dir / FOLDER
     names = [name for path in parent.iterdir() if (name := _NAME.fullmatch(path.name))] if parent.is_dir() else []
-    # One that was being replaced when its process was killed counts where none has its name.
+    # A checkpoint that was being replaced when its process was killed counts if no other has its step.
     found = {int(name[1]): parent / name[0] for name in sorted(names, key=lambda name: name[2] is None)}
     return [found[step] for step in sorted(found)]
 
 
 def complete(run_dir: Path) -> list[Checkpoint]:
-    """The checkpoints of a run that have all their files, oldest first; incomplete ones are left out.
-
-    Raises:
-        UserError: a later version of Threefold wrote one.
-    """
+    """Return the checkpoints with all their files, oldest first; raise UserError if a later version wrote one."""
     found = []
     for path in folders(run_dir):
         try:
@@ -94,17 +90,13 @@ def complete(run_dir: Path) -> list[Checkpoint]:
 
 
 def stored_config(path: Path, *, with_code: bool = False) -> Config:
-    """The config in a checkpoint's folder, resolved: what its file leaves out follows from the rest.
+    """Return the resolved config in a checkpoint's folder; raise UserError if it cannot be read.
 
-    A pipeline schedule of a CSV file, which may be gone by now, is left out: a checkpoint has no layout.
+    A pipeline schedule from a CSV file, which may be gone by now, is left out: a checkpoint has no layout.
 
     Args:
-        path: the folder.
-        with_code: whether `model.file` of an own model is the checkpoint's copy of the file; otherwise it is empty, so
-            that nothing which a checkpoint from elsewhere brings along can be imported (`threefold.checkpoint.code`).
-
-    Raises:
-        UserError: it cannot be read.
+        with_code: whether `model.file` of a custom model names the checkpoint's copy of the file. Otherwise it is
+            empty, so no code from an untrusted checkpoint is imported (`threefold.checkpoint.code`).
     """
     config = load_config(path / CONFIG)
     if is_schedule_file(config.parallel.schedule):
@@ -116,19 +108,15 @@ def stored_config(path: Path, *, with_code: bool = False) -> Config:
 
 
 def _copied_model(config: Config, path: Path) -> str:
-    """The checkpoint's copy of an own model's file, with the name in it; empty where there is none."""
     copy, name = path / OWN_MODEL, config.model.file.partition(":")[2]
     return (f"{copy}:{name}" if name else str(copy)) if copy.is_file() else ""
 
 
 def model_files(file: Path) -> dict[str, Path]:
-    """The files of an own model by their names in a checkpoint: the model's, and the modules beside it that it imports.
-
-    Args:
-        file: the model's; the run's, or a checkpoint's copy.
+    """Return the files of a custom model, its own and the modules it imports, by their names in a checkpoint.
 
     Raises:
-        UserError: one of the modules has the name under which the model's file is kept.
+        UserError: an imported module has the name under which checkpoints keep the model's file.
     """
     files = {OWN_MODEL: file}
     for path in modules_beside(file):
@@ -142,15 +130,13 @@ def model_files(file: Path) -> dict[str, Path]:
 
 
 def newest(run_dir: Path) -> Checkpoint | None:
-    """The checkpoint with most steps that has all its files; None if there is none. No checksum is
-    compared: `select_checkpoint` does that."""
+    """Return the newest checkpoint with all its files, or None; unlike `select_checkpoint`, ignore checksums."""
     found = complete(run_dir)
     return found[-1] if found else None
 
 
 def remains(run_dir: Path) -> list[Path]:
-    """All that has the name of a checkpoint in any state: complete or not, partial, replaced or diverged; oldest first,
-    those with the shortest name first."""
+    """Return all folders named like a checkpoint in any state, by step and then by length of the name."""
     parent = run_dir / FOLDER
     paths = list(parent.iterdir()) if parent.is_dir() else []
     found = {path: int(name[1]) for path in paths if (name := _ANY.fullmatch(path.name))}
@@ -158,7 +144,7 @@ def remains(run_dir: Path) -> list[Path]:
 
 
 def remove_partial(run_dir: Path) -> None:
-    """Delete the incomplete checkpoints that interrupted saving left, and what complete ones have replaced."""
+    """Delete incomplete checkpoints that interrupted saves left, and replaced ones."""
     for path in remains(run_dir):
         is_replaced = path.name.endswith(REPLACED) and path.with_name(path.name.removesuffix(REPLACED)).exists()
         if is_replaced or path.name.endswith(PARTIAL):
@@ -166,7 +152,7 @@ def remove_partial(run_dir: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a folder, as far as that is possible; of a link the link alone."""
+    """Delete a folder as far as possible; for a link, delete only the link."""
     if path.is_symlink():
         with suppress(OSError):
             path.unlink()
@@ -175,12 +161,12 @@ def remove(path: Path) -> None:
 
 
 def superfluous(steps: Sequence[int], keep: int, keep_every: int | None = None) -> list[int]:
-    """Of the steps of complete checkpoints, oldest first, those that need not stay.
+    """Return the steps of complete checkpoints that may be deleted.
 
     Args:
-        steps: of all of them.
-        keep: how many of the newest stay; 0 for all.
-        keep_every: those whose step is a multiple of it stay, too; None for none.
+        steps: steps of all of them, oldest first.
+        keep: number of newest checkpoints to keep; 0 keeps all.
+        keep_every: also keep steps that are a multiple of this number; None for no such rule.
     """
     return [step for step in steps[:-keep] if keep_every is None or step % keep_every] if keep else []
 
@@ -193,15 +179,14 @@ def prune(
     keep_every: int | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> None:
-    """Delete the whole checkpoints that need not stay, and incomplete ones.
+    """Delete the complete checkpoints that need not be kept, and all incomplete ones.
 
     Args:
-        run_dir: the run's folder.
-        keep, keep_every: which stay, as `superfluous` takes them.
-        step: of the checkpoint that was just written. Those after it were passed over when the run was resumed, so they
-            are neither deleted nor counted; None counts all.
-        passed: folders of others that were passed over then, to be treated likewise.
-        progress: called for each file that is deleted.
+        keep, keep_every: as in `superfluous`.
+        step: step of the checkpoint just written. Later ones were skipped when the run resumed, so they are neither
+            deleted nor counted; None counts all.
+        passed: folders of other checkpoints that were skipped then, treated likewise.
+        progress: called for each file deleted.
     """
     remove_partial(run_dir)
     counted = {
@@ -211,9 +196,9 @@ def prune(
     }
     for old in superfluous(list(counted), keep, keep_every):
         path = counted[old]
-        # Renamed to a partial one first, so that an interrupted deletion leaves nothing that looks complete.
+        # Renamed first, so that an interrupted deletion leaves nothing that looks complete.
         partial = path.rename(path.with_name(path.name + PARTIAL))
-        if partial.is_symlink():  # to where the user keeps it
+        if partial.is_symlink():  # the user keeps the checkpoint elsewhere
             partial.unlink()
             continue
         for name in os.listdir(str(partial)):

@@ -1,4 +1,4 @@
-"""Tensor files of a checkpoint and their index: version 2, which is written, and version 1, which is only read."""
+"""Index of a checkpoint's tensor files (tensors.json): its writer, reader and checks."""
 
 import json
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ INDEX: Final = "tensors.json"
 FORMAT: Final = "threefold-tensors"
 VERSION: Final = 1
 LARGEST: Final = 2 << 30
-"""Bytes of the largest index that is read: of some ten million chunks."""
+"""Size limit of an index in bytes, enough for some ten million chunks."""
 
 DTYPES: Final = {
     name: getattr(torch, name)
@@ -29,22 +29,21 @@ DTYPES: Final = {
         *("complex64", "complex128", "float8_e4m3fn", "float8_e5m2"),
     )
 }
-"""By the name that the index has for them."""
+"""Dtypes by their names in the index."""
 
 _MOST_DIMS: Final = 16
 
 
 @dataclass(frozen=True)
 class TensorChunk:
-    """A box of a tensor, and its place in a file.
+    """A box of a tensor and its place in a file of the checkpoint.
 
     Attributes:
-        offsets: its first element in the tensor.
-        sizes: of the box.
-        file: name of the file in the checkpoint's folder.
-        position: of its first byte.
-        bytes: how many.
-        checksum: of them; None in a checkpoint of version 1.
+        offsets: index of the box's first element in the tensor.
+        sizes: shape of the box.
+        position: offset of the first byte in the file.
+        bytes: number of bytes.
+        checksum: checksum of the bytes; None in a checkpoint of version 1.
     """
 
     offsets: tuple[int, ...]
@@ -57,13 +56,7 @@ class TensorChunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint.
-
-    Attributes:
-        shape: of the whole.
-        dtype: as it is stored.
-        chunks: none where it has no element.
-    """
+    """A tensor of a checkpoint: its global shape, stored dtype and chunks (none if it has no elements)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -72,17 +65,17 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file of tensors: its size and the checksum of its content."""
+    """Size and checksum of a tensor file."""
 
     bytes: int
     checksum: str
 
 
 def index_text(tensors: Mapping[str, StoredTensor], files: Mapping[str, DataFile]) -> str:
-    """The content of tensors.json."""
+    """Return the content of tensors.json."""
     entries = (
         f"{json.dumps(name)}: {json.dumps(_plain_tensor(tensors[name]))}"
-        for name in sorted(tensors)  # the same text in whatever order the ranks wrote
+        for name in sorted(tensors)  # independent of the order in which ranks wrote
     )
     held = json.dumps({name: vars(files[name]) for name in sorted(files)})
     head = f'{{\n"format": "{FORMAT}",\n"version": {VERSION},\n"files": {held},\n"tensors": {{\n'
@@ -90,11 +83,7 @@ def index_text(tensors: Mapping[str, StoredTensor], files: Mapping[str, DataFile
 
 
 def read_index(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint by name.
-
-    Raises:
-        DamagedCheckpoint: its index is missing, is not as it was written, or does not fit the files.
-    """
+    """Read the tensors of a checkpoint by name; raise DamagedCheckpoint if index or files are damaged."""
     document = _document(folder)
     try:
         tensors = {name: _tensor(entry) for name, entry in document["tensors"].items()}
@@ -109,11 +98,7 @@ def read_index(folder: Path) -> dict[str, StoredTensor]:
 
 
 def read_data_files(folder: Path) -> dict[str, DataFile]:
-    """Size and checksum of each file of tensors, as the index has them.
-
-    Raises:
-        DamagedCheckpoint: as `read_index`.
-    """
+    """Read the size and checksum of each tensor file; raise DamagedCheckpoint if the index is damaged."""
     try:
         return {name: DataFile(held["bytes"], held["checksum"]) for name, held in _document(folder)["files"].items()}
     except (KeyError, TypeError, AttributeError):
@@ -121,11 +106,7 @@ def read_data_files(folder: Path) -> dict[str, DataFile]:
 
 
 def check_index(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
-    """Check that the chunks of each tensor cover it once, and are inside files of the folder.
-
-    Raises:
-        DamagedCheckpoint: they do not.
-    """
+    """Raise DamagedCheckpoint unless chunks cover each tensor exactly once and lie inside files of the folder."""
     sizes = {name: _size(folder, name) for name in {chunk.file for each in tensors.values() for chunk in each.chunks}}
     for name, tensor in tensors.items():
         if any(chunk.position + chunk.bytes > sizes[chunk.file] for chunk in tensor.chunks):
@@ -188,7 +169,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 
 def _covers(tensor: StoredTensor) -> bool:
-    """Whether the chunks cover the tensor, each element once."""
+    """Return whether the chunks cover each element of the tensor exactly once."""
     dims = len(tensor.shape)
     if any(len(chunk.offsets) != dims or len(chunk.sizes) != dims for chunk in tensor.chunks):
         return False
@@ -204,7 +185,7 @@ def _covers(tensor: StoredTensor) -> bool:
 
 
 def _overlap(starts: Any, ends: Any) -> bool:
-    """Whether any two of the boxes from `starts` to `ends`, both [N, dims], have an element in common."""
+    """Return whether any two of the boxes from `starts` to `ends`, both [N, dims], share an element."""
     if len(starts) < 2:
         return False
     cut = int(np.argmax([len(np.unique(column)) for column in starts.T]))

@@ -1,4 +1,4 @@
-"""The work of `threefold checkpoint`: lists, describes, verifies and converts the checkpoints of a run."""
+"""Lookup and listing of a run's checkpoints for `threefold checkpoint`."""
 
 import re
 from collections.abc import Iterator
@@ -18,30 +18,21 @@ from threefold.files import shown
 
 _STEP = re.compile(r"step_(\d{8,})([.].*)?")
 _DEPTH: Final = 3
-"""Levels of folders below the one given, and above it, in which a run is searched for."""
+"""Levels of folders searched for a run, below the given folder and above it."""
 _MOST: Final = 2000
-"""Folders that are looked into at most."""
+"""Maximum number of folders searched."""
 
 
 @dataclass(frozen=True)
 class Named:
-    """What a path names.
-
-    Attributes:
-        run: the run's folder.
-        checkpoint: the folder of the checkpoint; None where the run is named.
-    """
+    """A run's folder, and the folder of a checkpoint unless a path names the run itself."""
 
     run: Path
     checkpoint: Path | None = None
 
 
 def locate(path: Path) -> Named:
-    """The run, or the checkpoint, that a path names.
-
-    Raises:
-        UserError: it names neither; the sentence names the nearest folder that is one.
-    """
+    """Return the run or checkpoint that a path names; raise UserError, with the nearest run, if it names neither."""
     if path.is_dir() and (_STEP.fullmatch(path.resolve().name) or (path / MANIFEST).is_file()):
         found = path if _STEP.fullmatch(path.name) else path.resolve()  # such as `.`
         return Named(found.absolute().parent.parent, found)
@@ -63,12 +54,12 @@ def locate(path: Path) -> Named:
 
 
 def checkpoint_folders(run: Path) -> list[Path]:
-    """All folders of a run that are or were to become a checkpoint, by step: complete or not, diverged or not."""
+    """Return all checkpoint folders of a run by step, including incomplete and diverged ones."""
     parent = run / FOLDER
     if not parent.is_dir():
         return []
     try:
-        complete = folders(run)  # one that was being replaced is among them where nothing else has its name
+        complete = folders(run)  # includes a replaced checkpoint whose replacement never got its name
         found = [path for path in parent.iterdir() if is_checkpoint_name(path.name) or path in complete]
     except OSError as error:
         raise UserError(f"{shown(parent)} cannot be read ({error.strerror}); give a folder that can.") from None
@@ -76,18 +67,18 @@ def checkpoint_folders(run: Path) -> list[Path]:
 
 
 def is_checkpoint_name(name: str) -> bool:
-    """Whether a folder's name is that of a checkpoint in one of its states."""
+    """Return whether a folder's name is that of a checkpoint in any state."""
     return bool(_STEP.fullmatch(name)) and name.partition(".")[2] in ("", PARTIAL[1:], DIVERGED[1:], f"old{PARTIAL}")
 
 
 def step_of(path: Path) -> int:
-    """The step in a checkpoint's name; 0 where it has another."""
+    """Return the step in a checkpoint's name, or 0 for any other name."""
     match = _STEP.fullmatch(path.name)
     return int(match[1]) if match else 0
 
 
 def _nearest(path: Path) -> Path | None:
-    """The nearest run: above the path, below it, or below what exists of it; of several that with the closest name."""
+    """Return the nearest run above or below a path, or below its nearest existing parent; the closest name wins."""
     for above in (path, *list(path.absolute().parents)[:_DEPTH]):
         if checkpoint_folders(above):
             return above
@@ -102,7 +93,7 @@ def _nearest(path: Path) -> Path | None:
 
 
 def _below(folder: Path) -> list[Path]:
-    """The runs below a folder, the least deep first."""
+    """Return the runs below a folder, the shallowest first."""
     level, found, seen = [folder], list[Path](), 0
     for _ in range(_DEPTH):
         inner: list[Path] = []
@@ -123,23 +114,23 @@ def _below(folder: Path) -> list[Path]:
 
 
 State = Literal["complete", "damaged", "partial", "diverged"]
-"""complete: has all its files, as far as is seen without reading tensors; partial: it is being written, or its writing
-was interrupted; diverged: set aside, as the loss after it was not finite."""
+"""State of a listed checkpoint.
+
+complete: all files are present, as far as can be seen without reading tensors; partial: being written, or interrupted;
+diverged: set aside because the loss after it was not finite.
+"""
 
 
 @dataclass(frozen=True)
 class ListedCheckpoint:
-    """A checkpoint of a list.
+    """An entry of a list of checkpoints.
 
     Attributes:
-        path: its folder.
-        step: in its name.
-        state: as of `State`.
-        reason: what is damaged, as a clause; empty for other states.
-        bytes: of all its files.
-        saved: when; of an older one, when its manifest was last changed; None where there is none.
-        facts: None where they cannot be read.
-        writer: which layout wrote it.
+        reason: the damage, as a clause; empty in other states.
+        bytes: total size of the files.
+        saved: time of saving (for older checkpoints, of the manifest's last change); None if unknown.
+        facts: facts in the manifest; None if unreadable.
+        writer: record of the layout that wrote the checkpoint.
     """
 
     path: Path
@@ -153,13 +144,13 @@ class ListedCheckpoint:
 
     @property
     def layout(self) -> str:
-        """Of its writer on one line; of an imported model that it is one."""
+        """Layout of the writer on one line, or `imported` for an imported model."""
         if self.facts is not None and self.facts.step == 0 and not self.facts.documents and not self.writer.versions:
             return "imported"
         return str(self.writer)
 
     def document(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the entry as a JSON object."""
         return {
             "path": str(self.path),
             "step": self.step,
@@ -176,16 +167,12 @@ class ListedCheckpoint:
 
 
 def list_checkpoints(run: Path) -> list[ListedCheckpoint]:
-    """The checkpoints of a run by step, in whatever state.
-
-    Raises:
-        UserError: the folder cannot be read.
-    """
+    """Return the checkpoints of a run by step, in any state; raise UserError if the folder is unreadable."""
     return [listed(path) for path in checkpoint_folders(run)]
 
 
 def listed(path: Path) -> ListedCheckpoint:
-    """A checkpoint with its state, all compared but the bytes of its tensors."""
+    """Return a checkpoint's list entry; everything but the bytes of its tensors is checked."""
     state: State = "complete"
     reason, facts = "", None
     try:
@@ -205,16 +192,12 @@ def listed(path: Path) -> ListedCheckpoint:
 
 
 def saved_at(path: Path, writer: WriterRecord) -> datetime | None:
-    """When a checkpoint was saved; of an older one when its manifest, or else its folder, was last changed."""
+    """Return when a checkpoint was saved; for older ones, when its manifest or its folder last changed."""
     return writer.saved or _changed(path / MANIFEST) or _changed(path)
 
 
 def check(path: Path, manifest: Manifest) -> None:
-    """Check all of a checkpoint but the bytes of its tensors, whoever wrote it.
-
-    Raises:
-        DamagedCheckpoint: it is not as it was written.
-    """
+    """Check all of a run's or custom loop's checkpoint but tensor bytes; raise DamagedCheckpoint if it fails."""
     if LOOP not in manifest.files:
         inspect_checkpoint(path)
         return
@@ -227,7 +210,7 @@ def check(path: Path, manifest: Manifest) -> None:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of the files of a folder; those that vanish meanwhile count nothing."""
+    """Return the total size of the files in a folder in bytes, ignoring files that vanish meanwhile."""
     return sum(_sizes(folder))
 
 

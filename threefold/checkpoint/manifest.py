@@ -1,4 +1,4 @@
-"""checkpoint.json, the manifest of a checkpoint: the state of its run, and the size and checksum of every file."""
+"""Manifest of a checkpoint (checkpoint.json): the state of the run, and the size and checksum of every file."""
 
 import dataclasses
 import json
@@ -18,23 +18,22 @@ from threefold.output import sync, write_durably
 
 MANIFEST: Final = "checkpoint.json"
 PARTIAL: Final = ".partial"
-"""Ending of the folder of a checkpoint that is not whole yet."""
+"""Suffix of the folder of an incomplete checkpoint."""
 REPLACED: Final = ".replaced"
-"""Ending of a whole checkpoint that another of its step replaces; it counts until that one has its name."""
+"""Suffix of a complete checkpoint being replaced; it counts until the new one has its name."""
 FORMAT: Final = "threefold-checkpoint"
 VERSION: Final = 2
 
 
 @dataclass(frozen=True)
 class AnomalyFacts:
-    """What a run has done about steps that went bad (`threefold.train.anomalies`).
+    """A run's response to anomalous steps so far (`threefold.train.anomalies`).
 
     Attributes:
-        skipped: first and last step of the ranges that rollbacks have skipped.
-        skips: steps that a policy has skipped, all in all.
-        consecutive: those in a row up to now.
-        rollbacks: how many were made.
-        recent: loss and gradient norm of the last steps with an update, from which spikes are told.
+        skipped: first and last step of each range that a rollback skipped.
+        skips: total number of steps skipped by a policy.
+        consecutive: number of skipped steps in a row up to now.
+        recent: loss and gradient norm of the last updates, the reference for detecting spikes.
     """
 
     skipped: tuple[tuple[int, int], ...] = ()
@@ -46,27 +45,25 @@ class AnomalyFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """State of a run besides its tensors.
+    """State of a run besides its tensors, after `step` updates.
 
-    Together with the config and the tensors this is the whole training state: the next batch, every dropout mask and
-    the learning rate are functions of the seed and the step.
+    With the config and the tensors, this is the whole training state: the next batch, every dropout mask and the
+    learning rate are functions of the seed and the step.
 
     Attributes:
-        step: updates made.
-        consumed_samples: training samples read for them.
-        seed: the run's.
-        eod: id of the token that ends a document; None if there is none.
-        tokenizer_sha256: of tokenizer.json; None if there is none.
-        tokens, documents: how many the data has.
-        loss_scale: of the next step, where there is one.
-        good_steps: for which it has held.
-        corpora: tokens and documents of each corpus of a mixture; of the only one otherwise.
-        contents: what their tokens are; empty where an older version wrote the checkpoint.
-        special_tokens: how text that spells a special token was encoded, in the data; None where that is not known, or
-            the checkpoint is older than such rules, or an import, which has seen no data.
-        beginning: tokens that are put before each text of the data; None for the latter two.
-        anomalies: what has been done about bad steps; None where nothing was, and nothing has to be remembered.
-        evaluation_missed: whether an evaluation after these updates was due, and the run was ended before it was made.
+        consumed_samples: number of training samples read for these updates.
+        eod: token id that ends a document; None if there is none.
+        tokenizer_sha256: SHA-256 of tokenizer.json; None if there is none.
+        tokens, documents: size of the data.
+        loss_scale: loss scale of the next step; None without loss scaling.
+        good_steps: number of steps for which the loss scale has held.
+        corpora: tokens and documents of each corpus of the data.
+        contents: content checksums of the corpora; empty in checkpoints of older versions.
+        special_tokens: how text that spells a special token was encoded in the data; None if unknown, for older
+            checkpoints and for imports, which have seen no data.
+        beginning: tokens put before each text of the data; None for older checkpoints and imports.
+        anomalies: response to anomalous steps; None if there is nothing to remember.
+        evaluation_missed: whether the run ended before an evaluation that was due after these updates.
     """
 
     step: int
@@ -87,7 +84,7 @@ class Facts:
 
     @property
     def rule(self) -> TextRule | None:
-        """How the text of the data became tokens; None for an import."""
+        """Rule by which the text of the data became tokens; None for an import."""
         if not self.documents:
             return None
         if self.beginning is None:
@@ -97,7 +94,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size in bytes and checksum of a file of a checkpoint; version 1 had no checksums."""
+    """Size in bytes and checksum of a file; version 1 had no checksums."""
 
     bytes: int
     checksum: str | None
@@ -105,18 +102,12 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of checkpoint.json."""
-
     folder: Path
     facts: Facts
     files: Mapping[str, FileRecord]
 
     def check_sizes(self) -> None:
-        """Check that all files are there, each with as many bytes as were written.
-
-        Raises:
-            DamagedCheckpoint: one is not.
-        """
+        """Check that all files exist with their recorded sizes; raise DamagedCheckpoint otherwise."""
         for name, file in self.files.items():
             try:
                 size = require_file(self.folder / name)
@@ -128,11 +119,7 @@ class Manifest:
                 )
 
     def check_content(self, name: str) -> None:
-        """Compare a file with its checksum, if there is one.
-
-        Raises:
-            DamagedCheckpoint: it has another.
-        """
+        """Compare a file with its checksum, if it has one; raise DamagedCheckpoint if they differ."""
         written = self.files[name].checksum
         try:
             if written is not None and checksum(self.folder / name) != written:
@@ -147,7 +134,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read checkpoint.json and no other file.
 
     Raises:
-        DamagedCheckpoint: it is missing, is not as it was written, or has values that it cannot have.
+        DamagedCheckpoint: the manifest is missing, was changed, or has impossible values.
         UserError: a later version of Threefold wrote it.
     """
     try:
@@ -172,7 +159,7 @@ def read_manifest(folder: Path) -> Manifest:
             document.pop("checksum")
         files = {name: _file(name, held, version) for name, held in document.pop("files").items()}
         facts = _facts(document)
-        if folder.name.partition(".")[0] != f"step_{facts.step:08d}":  # the rest says if it is partial or set aside
+        if folder.name.partition(".")[0] != f"step_{facts.step:08d}":  # a suffix tells the state
             raise ValueError("step")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(folder, f"its {MANIFEST} has no usable {_first_word(error)}") from None
@@ -180,11 +167,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def write_manifest(folder: Path, facts: Facts) -> None:
-    """Write checkpoint.json durably, which makes the files in `folder` a complete checkpoint.
-
-    Raises:
-        DamagedCheckpoint: the index of its tensors, which was just written, is damaged.
-    """
+    """Write checkpoint.json durably, completing the checkpoint; raise DamagedCheckpoint for a damaged tensor index."""
     from threefold.checkpoint.index import read_data_files
 
     known = read_data_files(folder)
@@ -198,7 +181,7 @@ def write_manifest(folder: Path, facts: Facts) -> None:
     }
     stored = dataclasses.asdict(facts)
     for name in ("anomalies", "evaluation_missed"):
-        if not stored[name]:  # so that earlier versions read what has none
+        if not stored[name]:  # so that earlier versions can read the manifest
             del stored[name]
     manifest = {"format": FORMAT, "version": VERSION, **stored, "files": files}
     write_durably(folder / MANIFEST, seal_text(json.dumps(manifest, indent=2)))
@@ -272,15 +255,11 @@ _RULES: Final[Mapping[str, Callable[[Any], bool]]] = {
     "anomalies": _is_anomalies,
     "evaluation_missed": lambda value: isinstance(value, bool),
 }
-"""Validation of each field of the facts as read from JSON."""
+"""Validator of each field of `Facts` as read from JSON."""
 
 
 def _facts(document: dict[str, Any]) -> Facts:
-    """The facts in a manifest.
-
-    Raises:
-        ValueError: with the name of the first that cannot be.
-    """
+    """Return the facts in a manifest; raises ValueError with the name of the first invalid or missing field."""
     if unknown := document.keys() - _RULES.keys():
         raise ValueError(min(unknown))
     values = {name: _checked(name, value, _RULES[name]) for name, value in document.items()}
@@ -310,6 +289,6 @@ def _checked(name: str, value: Any, rule: Callable[[Any], bool]) -> Any:
 
 
 def _first_word(error: Exception) -> str:
-    """The field at fault: the name in the error of a check or a look-up, else the list of files."""
+    """Return the field named by a failed check or look-up, or `files`."""
     name = str(error).strip("'")
     return shown(name) if isinstance(error, (ValueError, KeyError)) and name else "files"

@@ -1,5 +1,4 @@
-"""Tensors that are read piece by piece while a checkpoint is written, so that none is in memory as a whole:
-`format.storage.Writer` frees each piece before it reads the next."""
+"""Writers of safetensors, torch and DCP files from tensors that are read one at a time or piece by piece."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from threefold.torch_private.distributed import PiecewiseTensor
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """A box of a tensor: where it starts, its sizes, and what reads it."""
+    """A box of a tensor: its offsets, its sizes and the function that reads it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -35,7 +34,7 @@ class TensorPiece:
 class StreamedTensor(PiecewiseTensor):
     """A tensor without storage that implements torch.distributed.checkpoint's protocol for sharded tensors.
 
-    Each piece is stored as its own chunk, so that loading a shard reads only the pieces that it overlaps.
+    Each piece is stored as its own chunk, so loading a shard reads only the pieces that it overlaps.
     """
 
     _pieces: dict[torch.Size, TensorPiece]
@@ -61,18 +60,15 @@ class StreamedTensor(PiecewiseTensor):
 
 
 class TensorSource:
-    """Reads tensors of a checkpoint in the dtypes of the output; each part is compared with its checksum.
+    """Reader of a checkpoint's tensors in the dtypes of the output; each part is checked against its checksum.
 
     Args:
-        folder: of the checkpoint.
-        tensors: to be read, by name.
-        dtype: of the weights in the output; None for as they are stored. Optimizer states, and weights that are no
-            floating-point numbers, stay as they are.
-        progress: of the bytes that were read.
+        dtype: dtype of floating-point weights in the output; None keeps the stored one. Optimizer state and other
+            weights keep theirs.
+        progress: advanced by the bytes read.
 
     Attributes:
-        folder: as given.
-        planned: the tensors by name, in the dtypes of the output; their chunks are those of the checkpoint.
+        planned: tensors by name, in the dtypes of the output and the chunks of the checkpoint.
     """
 
     def __init__(
@@ -87,11 +83,11 @@ class TensorSource:
         }
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor.
+        """Read a whole tensor.
 
         Raises:
-            DamagedCheckpoint: it is not as it was written.
-            UserError: it has values that its new dtype does not.
+            DamagedCheckpoint: the tensor was changed since it was written.
+            UserError: the new dtype cannot represent some of its values.
         """
         planned = self.planned[name]
         whole = torch.empty(planned.shape, dtype=planned.dtype)
@@ -101,7 +97,7 @@ class TensorSource:
         return whole
 
     def read_chunk(self, name: str, chunk: TensorChunk) -> Tensor:
-        """A chunk of a tensor; raises as `read`."""
+        """Read a chunk of a tensor; raises the same errors as `read`."""
         try:
             with (self.folder / chunk.file).open("rb", buffering=0) as file:
                 stored = read_chunk(file, self.folder, self._tensors[name], chunk)
@@ -124,11 +120,10 @@ _ALIGNMENT: Final = 64
 
 
 def write_safetensors(source: TensorSource, folder: Path, shard_bytes: int) -> list[str]:
-    """model.safetensors with the weights, and optimizer.safetensors with the states as `NAME.STATE`, or several of each
-    with an index; returns their names.
+    """Write safetensors files and return their names; raise UserError if the format lacks a dtype.
 
-    Raises:
-        UserError: safetensors has no name for a dtype.
+    model.safetensors has the weights, optimizer.safetensors the state as `NAME.STATE`; either may be several files with
+    an index.
     """
     names = []
     for prefix, stem in ((MODEL, "model"), (OPTIMIZER, "optimizer")):
@@ -152,9 +147,9 @@ def write_safetensors(source: TensorSource, folder: Path, shard_bytes: int) -> l
 
 
 def write_torch(source: TensorSource, folder: Path) -> list[str]:
-    """model.pt, a state dict, and optimizer.pt, a dict of states by name of the weight; returns their names.
+    """Write model.pt, a state dict, and optimizer.pt, a dict of states by weight, and return their names.
 
-    Both open with `weights_only=True`.
+    Both load with `weights_only=True`.
     """
     weights = [name for name in source.planned if name.startswith(MODEL)]
     states = [name for name in source.planned if name.startswith(OPTIMIZER)]
@@ -175,7 +170,7 @@ def write_torch(source: TensorSource, folder: Path) -> list[str]:
 
 
 def write_dcp(source: TensorSource, folder: Path) -> list[str]:
-    """A checkpoint of `torch.distributed.checkpoint`, with the names of ours; returns the names of its files."""
+    """Write a `torch.distributed.checkpoint` under Threefold's tensor names, and return the names of its files."""
     before, scratch = set(folder.iterdir()), folder / "scratch"
     tensors = dict(_mapped(source, source.planned, scratch))
     save_tensors_alone(tensors, folder, FileSystemWriter(folder))
@@ -184,7 +179,7 @@ def write_dcp(source: TensorSource, folder: Path) -> list[str]:
 
 
 def _mapped(source: TensorSource, names: Iterable[str], scratch: Path) -> list[tuple[str, Tensor]]:
-    """The tensors, in a file that is mapped into memory, each with a storage of its own."""
+    """Return tensors backed by a memory-mapped scratch file, each with a storage of its own."""
     places: list[tuple[str, int, int]] = []
     scratch.unlink(missing_ok=True)
     with scratch.open("wb") as file:

@@ -1,8 +1,8 @@
-"""Copies of a run's checkpoints at an address of `fsspec`, such as `s3://bucket/run`.
+"""Copies of a run's checkpoints at an `fsspec` address, such as `s3://bucket/run`.
 
-ADDRESS/step_00000100/ has the files of RUN/checkpoints/step_00000100. An object store renames nothing, so the manifest,
-checkpoint.json, is what makes a copy complete: it is written when every other file is there with all its bytes, and
-deleted before any of them. It keeps a checksum of itself, so that half of one is none.
+ADDRESS/step_00000100/ has the files of RUN/checkpoints/step_00000100. Object stores cannot rename, so the manifest
+checkpoint.json marks a copy as complete: it is uploaded after all other files and deleted before them. It contains its
+own checksum, so a partial manifest does not count.
 """
 
 import json
@@ -32,10 +32,10 @@ _SETTING: Final = "checkpoint.remote"
 
 
 class RemoteCheckpoints:
-    """The checkpoints at an address.
+    """Checkpoints at a remote address; methods raise UserError if the address cannot be read or written.
 
     Args:
-        address: with its protocol; credentials and endpoints are those that `fsspec` and the protocol's package find.
+        address: address with its protocol; credentials and endpoints are found by `fsspec` and the protocol's package.
 
     Raises:
         UserError: the protocol is unknown, or its package is not installed or refuses the address.
@@ -50,31 +50,18 @@ class RemoteCheckpoints:
             self._files, self._root = url_to_fs(self.address)
 
     def steps(self) -> list[int]:
-        """The steps of the complete ones, oldest first.
-
-        Raises:
-            UserError: the address cannot be read.
-        """
+        """Return the steps of the complete checkpoints, oldest first."""
         with self._failures("be read"):
             return [step for step, name in sorted(self._folders().items()) if self._manifest(name) is not None]
 
     def incomplete(self) -> dict[int, bool]:
-        """The steps of all others, oldest first: those with a manifest are damaged, without one their upload has ended
-        early.
-
-        Raises:
-            UserError: the address cannot be read.
-        """
+        """Return the steps of all others, oldest first: True if damaged, False if an upload was interrupted."""
         with self._failures("be read"):
             others = [(step, name) for step, name in sorted(self._folders().items()) if self._manifest(name) is None]
             return {step: self._files.exists(f"{self._root}/{name}/{MANIFEST}") for step, name in others}
 
     def upload(self, folder: Path) -> None:
-        """Copy a complete checkpoint, in the place of one of its step.
-
-        Raises:
-            UserError: the address cannot be written; what is there is complete or not listed.
-        """
+        """Copy a complete checkpoint, replacing one of its step; after a failure it is complete or not listed."""
         there = f"{self._root}/{folder.name}"
         with self._failures("be written"):
             self._remove(there)
@@ -88,11 +75,7 @@ class RemoteCheckpoints:
             self._flush(there, [MANIFEST])
 
     def prune(self, keep: int, keep_every: int | None, newest: int) -> None:
-        """Delete those up to the step `newest` that need not stay, as `superfluous` says, and incomplete ones.
-
-        Raises:
-            UserError: one cannot be deleted.
-        """
+        """Delete checkpoints up to the step `newest` that `superfluous` names, and incomplete ones."""
         whole = [step for step in self.steps() if step <= newest]
         kept = set(whole) - set(superfluous(whole, keep, keep_every))
         with self._failures("be written"):
@@ -101,24 +84,17 @@ class RemoteCheckpoints:
                     self._remove(f"{self._root}/{name}")
 
     def remove(self, step: int) -> None:
-        """Delete the one of `step`, if there is one.
-
-        Raises:
-            UserError: it cannot be deleted.
-        """
+        """Delete the checkpoint of `step`, if there is one."""
         with self._failures("be written"):
             self._remove(f"{self._root}/{path_of(Path(), step).name}")
 
     def download(self, step: int, run_dir: Path) -> Path:
-        """Copy a complete one into a run's folder: complete or not at all.
-
-        Returns:
-            its folder.
+        """Copy a complete checkpoint into a run's folder, atomically, and return its folder.
 
         Raises:
-            UserError: it cannot be read, is damaged, or the folder cannot be written.
+            UserError: the copy cannot be read or is damaged, or the folder cannot be written.
         """
-        from threefold.checkpoint.save import put_in_place  # imports torch, as reading an address does not
+        from threefold.checkpoint.save import put_in_place  # imports torch, which reading an address does not need
 
         path = path_of(run_dir, step)
         partial, there = path.with_name(path.name + PARTIAL), f"{self._root}/{path.name}"
@@ -144,7 +120,7 @@ class RemoteCheckpoints:
         return path
 
     def _folders(self) -> dict[int, str]:
-        """The names of all folders that are named like a checkpoint, by step."""
+        """Return the names of all folders named like a checkpoint, by step."""
         self._files.invalidate_cache()
         try:
             names = [entry.rstrip("/").rpartition("/")[2] for entry in self._files.ls(self._root, detail=False)]
@@ -154,7 +130,7 @@ class RemoteCheckpoints:
         return {step: name for step, name in found.items() if path_of(Path(), step).name == name}
 
     def _manifest(self, name: str) -> dict[str, Any] | None:
-        """The manifest of a folder; None where it is missing or not as it was written."""
+        """Return the manifest of a folder, or None if it is missing or was changed."""
         try:
             text = self._files.cat_file(f"{self._root}/{name}/{MANIFEST}").decode("utf-8")
         except (FileNotFoundError, UnicodeDecodeError):
@@ -162,7 +138,7 @@ class RemoteCheckpoints:
         return dict(json.loads(text)) if is_intact(text) else None
 
     def _remove(self, there: str) -> None:
-        """Delete a folder, its manifest first, so that it is incomplete from the beginning."""
+        """Delete a folder, its manifest first, so that it counts as incomplete from the start."""
         self._files.invalidate_cache()
         if self._files.exists(f"{there}/{MANIFEST}"):
             self._files.rm_file(f"{there}/{MANIFEST}")
@@ -176,7 +152,7 @@ class RemoteCheckpoints:
                 raise OSError(f"{name} has {found:,} bytes there instead of {size:,}")
 
     def _flush(self, there: str, names: Iterable[str]) -> None:
-        """Put files on the disk where the address is one of this machine's; object stores have them at once."""
+        """Flush files to disk if the address is local; object stores are durable at once."""
         from fsspec.implementations.local import LocalFileSystem
 
         if isinstance(self._files, LocalFileSystem):
@@ -187,7 +163,7 @@ class RemoteCheckpoints:
 
     @contextmanager
     def _failures(self, verb: str) -> Iterator[None]:
-        """Failures of the file system, whichever package raises them, as one sentence."""
+        """Turn any package's file-system errors into one-sentence `UserError`s."""
         try:
             yield
         except UserError:
@@ -202,20 +178,18 @@ class RemoteCheckpoints:
 
 
 def look_at_remote(address: str, run_dir: Path, resumes: bool) -> Path | None:
-    """Before a run: where it resumes, copy the newest checkpoint at an address into its folder, if that has none as
-    new; of several processes that share the folder one does.
+    """Check a remote address before a run; when resuming, download its newest checkpoint if it is newer than the run's.
+
+    Of several processes that share the folder, one copies. Returns the folder of the copy, or None.
 
     Args:
-        address: the value of `checkpoint.remote`.
-        run_dir: the run's folder.
-        resumes: whether the run resumes where there is a checkpoint.
-
-    Returns:
-        the folder of what was copied; None where nothing was.
+        address: value of `checkpoint.remote`.
+        run_dir: folder of the run.
+        resumes: whether the run resumes if there is a checkpoint.
 
     Raises:
-        UserError: the address cannot be read, the folder cannot be written, a new run would mix its checkpoints with
-            those that are there, complete or not, or the newest one there is damaged.
+        UserError: the address cannot be read, the folder cannot be written, the newest remote checkpoint is damaged, or
+            a new run would mix its checkpoints with those at the address, complete or not.
     """
     remote = RemoteCheckpoints(address)
     there, incomplete = remote.steps(), remote.incomplete()
@@ -250,18 +224,19 @@ def _reason(error: Exception) -> str:
 
 
 _LOOK: Final = 0.5
-"""Seconds between two looks at what is being copied, while it is waited for."""
+"""Seconds between two looks at the current copy while waiting for it."""
 
 
 class Mirror:
-    """Copies the checkpoints of a run, on one rank. One that has not been begun when a newer one comes is left out,
-    unless it is kept for good; what is left of a run's end is waited for.
+    """Background copier of a run's checkpoints to a remote address, on one rank.
+
+    A checkpoint still queued when a newer one arrives is skipped, unless it is kept for good.
 
     Args:
-        remote: where they go.
-        keep, keep_every: which of them stay there, as of `superfluous`.
-        failed: gets the sentence about one that could not be copied.
-        copied: called after one that was.
+        remote: destination of the copies.
+        keep, keep_every: remote retention, as in `superfluous`.
+        failed: receives a sentence about each checkpoint that could not be copied.
+        copied: called after each checkpoint copied.
     """
 
     def __init__(
@@ -281,12 +256,12 @@ class Mirror:
 
     @property
     def in_use(self) -> frozenset[Path]:
-        """The local folders that are still to be read."""
+        """Local folders that are still to be read."""
         with self._lock:
             return frozenset(self._waiting.values()) | ({self._current} if self._current else frozenset())
 
     def add(self, step: int, folder: Path) -> None:
-        """Copy the complete checkpoint of a step."""
+        """Queue the complete checkpoint of a step for copying."""
         with self._lock:
             if self._keep:
                 self._waiting = {old: path for old, path in self._waiting.items() if self._stays(old)}
@@ -294,8 +269,10 @@ class Mirror:
         self._thread.do(self._copy_next)
 
     def remove(self, step: int, progress: Callable[[], None] = lambda: None) -> None:
-        """Delete the copy of a checkpoint after which the model diverged; waits for what is being copied, and calls
-        `progress` meanwhile, as the file system that it goes to has timeouts of its own."""
+        """Delete the remote copy of a diverged model's checkpoint, after the current copy.
+
+        `progress` is called meanwhile, as the remote file system has timeouts of its own.
+        """
         while not self._thread.wait(_LOOK):
             progress()
         try:
@@ -304,7 +281,7 @@ class Mirror:
             self._failed(str(error))
 
     def end(self, seconds: float | None = None) -> None:
-        """End the thread after what it was given, for which it may take so many seconds; None for as many as needed."""
+        """End the thread after its queued work, waiting at most `seconds` (None for no limit)."""
         self._thread.wait(seconds)
         self._thread.end()
 

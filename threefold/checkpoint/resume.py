@@ -1,4 +1,4 @@
-"""Resume: whether a run may continue from its newest checkpoint, and warnings about what will differ."""
+"""Resuming and warm starts: whether a run may continue from a checkpoint, and warnings about what will differ."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,18 +26,18 @@ _FREE = ("parallel.", "checkpoint.", "log.", "train.eval_")
 """Prefixes of settings that change no result."""
 _FREE_KEYS = frozenset(
     (
-        "data.path",  # its content is compared instead
+        "data.path",  # the content is compared instead
         "model.file",  # likewise
         "data.tokenizer",
         "data.key",
         "data.cache",
-        "data.special_tokens",  # the rule that follows from it is compared instead
-        "data.chat_template",  # the tokens that it leads to are counted
+        "data.special_tokens",  # the resulting text rule is compared instead
+        "data.chat_template",  # the resulting tokens are counted
         "model.preset",
-        "model.initializer_range",  # only the first weights depend on it
-        "train.init_from",  # as on this
+        "model.initializer_range",  # affects only the initial weights
+        "train.init_from",  # likewise
         "train.max_steps",
-        "train.epochs",  # the steps follow from it
+        "train.epochs",  # max_steps is derived from it
         "train.max_seconds",
         "train.micro_batch_size",
         "train.gradient_accumulation_steps",
@@ -50,7 +50,7 @@ _FREE_KEYS = frozenset(
         "train.recompute",
         "train.recompute_every",
         "train.loss_chunk_size",
-        "train.on_nan",  # what a bad step would lead to, which is told where it comes
+        "train.on_nan",  # takes effect, and is reported, only at an anomalous step
         "train.on_spike",
         "train.max_skipped_steps",
         "train.max_consecutive_skips",
@@ -59,7 +59,7 @@ _FREE_KEYS = frozenset(
     )
 )
 _ROUNDING = frozenset(("parallel.gradient_compression",))
-"""Settings under `_FREE` that change what is rounded, and so the results a little."""
+"""Settings under `_FREE` that change rounding, and so the results slightly."""
 SHAPES = frozenset(
     f"model.{key}"
     for key in (
@@ -94,9 +94,8 @@ class Resumption:
     """A checkpoint that a run may resume from.
 
     Attributes:
-        checkpoint: where and at which step.
-        warnings: a sentence for each setting that makes the losses differ from those of an uninterrupted run, and
-            one for damaged checkpoints.
+        warnings: a sentence for each setting that makes the losses differ from an uninterrupted run's, and one for
+            skipped damaged checkpoints.
         passed: folders of the newer, damaged checkpoints.
     """
 
@@ -106,16 +105,16 @@ class Resumption:
 
 
 Resume = bool | Literal["auto"]
-"""Whether a run resumes from its own checkpoint; "auto" does where there is one."""
+"""Whether a run resumes from its own checkpoint; "auto" resumes if there is one."""
 
 
 def continues(run_dir: Path, resume: Resume) -> bool:
-    """Whether a run resumes. One whose only checkpoints are damaged does, so as not to overwrite them unnoticed."""
+    """Return whether a run resumes; "auto" does so even if all checkpoints are damaged, so as not to overwrite them."""
     return bool(folders(run_dir)) if resume == "auto" else resume
 
 
 def has_all_steps(run_dir: Path, steps: int) -> bool:
-    """Whether the newest checkpoint of a run is that of its last step, and every byte of it as it was written."""
+    """Return whether the newest checkpoint of a run is that of its last step and every byte of it is intact."""
     saved = newest(run_dir)
     if saved is None or saved.step != steps:
         return False
@@ -127,18 +126,18 @@ def has_all_steps(run_dir: Path, steps: int) -> bool:
 
 
 def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = None) -> Resumption:
-    """The newest valid checkpoint of a run, checked against the run's config.
+    """Return the newest valid checkpoint of a run, checked against the run's config.
 
-    The layout may differ, as may everything else that changes no result; what changes it later, such as the learning
-    rate, gives a warning; another model, another optimizer or another order of the samples is an error.
+    The layout and everything else that changes no result may differ. Settings that change later results, such as the
+    learning rate, give a warning. Another model, optimizer or order of samples is an error.
 
     Args:
-        run_dir: the run's folder.
-        config: resolved; its data is looked at.
+        run_dir: folder of the run.
+        config: resolved config; its data is opened.
         damaged: checkpoints that loading found damaged.
 
     Raises:
-        UserError: there is no checkpoint, it is of another run, or nothing is left to do.
+        UserError: there is no checkpoint, it belongs to another run, or no steps are left.
     """
     choice = select_checkpoint(
         run_dir,
@@ -188,7 +187,7 @@ def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = Non
 
 
 def _other_batch(checkpoint: Checkpoint, stored: Config, config: Config) -> str:
-    """What follows from another global batch size, as a clause."""
+    """Describe the effect of another global batch size, as a clause."""
     consumed, train = consumed_by(checkpoint, config), config.train
     ratio = train.global_batch_size / stored.train.global_batch_size
     before = stored.optimizer.lr
@@ -201,17 +200,13 @@ def _other_batch(checkpoint: Checkpoint, stored: Config, config: Config) -> str:
 
 
 def consumed_by(checkpoint: Checkpoint, config: Config) -> ConsumedSamples:
-    """The training samples consumed before each step of a run that is resumed from a checkpoint."""
+    """Return the training samples consumed before each step of a run resumed from a checkpoint."""
     facts = checkpoint.facts
     return ConsumedSamples(config.train.global_batch_size, facts.step, facts.consumed_samples)
 
 
 def _check_epochs(checkpoint: Checkpoint, config: Config) -> None:
-    """Check that the steps of so many epochs are those of a run whose global batch had another size for a while.
-
-    Raises:
-        UserError: they are not.
-    """
+    """Raise UserError if `train.epochs` no longer gives `train.max_steps`, after a change of the global batch size."""
     consumed, epochs = consumed_by(checkpoint, config), config.train.epochs
     if epochs is None or consumed.has_one_size:
         return
@@ -225,11 +220,7 @@ def _check_epochs(checkpoint: Checkpoint, config: Config) -> None:
 
 
 def _changed_model(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
-    """A sentence if a file of an own model is another than the checkpoint's copy.
-
-    Raises:
-        UserError: its weights are others, too.
-    """
+    """Yield a warning for each changed file of a custom model; raise UserError if its weights changed too."""
     if not config.model.file:
         return
     from threefold.checkpoint.selection import require_match
@@ -243,8 +234,10 @@ def _changed_model(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
 
 
 def _ended_decay(stored: Config, config: Config) -> Iterator[str]:
-    """A sentence if the decay ends with the steps of before and the run does not, as where an older version stored what
-    followed from them as if it had been given."""
+    """Yield a warning if the run outlasts a decay that ended with its former last step.
+
+    Older versions stored derived settings as if the user had given them.
+    """
     decay, last, before = config.optimizer.decay_steps, config.train.max_steps, stored.train.max_steps
     if decay == before < last and config.optimizer.decay != "constant":
         yield (
@@ -255,8 +248,8 @@ def _ended_decay(stored: Config, config: Config) -> Iterator[str]:
 
 
 def _restarted_streams(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
-    """A sentence if the model draws from per-rank random streams, which resume only in the same layout."""
-    # These import torch, which errors that need no tensor must not wait for.
+    """Yield a warning if the model draws from per-rank random streams, which resume only in the same layout."""
+    # These import torch, which errors that need no tensor should not wait for.
     from threefold.checkpoint.tensors import stored_names
     from threefold.random.generators import is_of_process
     from threefold.random.rng import STREAMS, stored_as
@@ -274,7 +267,7 @@ def _restarted_streams(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
 
 
 def _changes(stored: Config, config: Config) -> Iterator[tuple[str, Any, Any]]:
-    """Key, value then and value now of the settings that differ and matter."""
+    """Yield key, stored value and current value of each differing setting that matters."""
     before, now = stored.sections(), config.sections()
     stored_weights, weights = list(stored.data.corpora.values()), list(config.data.corpora.values())
     for section in now:
@@ -282,14 +275,14 @@ def _changes(stored: Config, config: Config) -> Iterator[tuple[str, Any, Any]]:
             key = f"{section}.{name}"
             old, new = before[section].get(name), now[section].get(name)
             if key == "data.mixture" and whole_shares(stored_weights) == whole_shares(weights):
-                continue  # the same shares, of corpora that may have moved
+                continue  # equal shares; the corpora may have moved
             free = (key.startswith(_FREE) and key not in _ROUNDING) or key in _FREE_KEYS
             if old != new and not free:
                 yield key, old, new
 
 
 def _forbidden(key: str, before: Any, now: Any, config: Config) -> str | None:
-    """Why a run cannot resume with the value `now` of a setting that was `before`; None where it can."""
+    """Return why a run cannot resume with a changed setting, or None if it can."""
     if key in SHAPES:
         return "whose weights do not fit another model"
     if key in _ORDER:
@@ -335,16 +328,16 @@ def _check_data(checkpoint: Checkpoint, config: Config) -> None:
 
 
 def different_file(then: Content, now: ReadCorpus) -> Path | None:
-    """The file whose content is known to be another than that of a checkpoint's corpus; None if none is."""
+    """Return the first data file whose checksum differs from the checkpoint's, or None."""
     if now.content.documents != then.documents and now.content.documents and then.documents:
         return now.documents_file
     if then.tokens is None or now.content.tokens is None or then.dtype != now.content.dtype:
-        return None  # found only by reading them all, as a run does in the background
+        return None  # only reading all tokens would tell, which a run does in the background
     return None if then.tokens == now.content.tokens else now.files[0]
 
 
 def other_text(file: Path, checkpoint: Checkpoint) -> UserError:
-    """The error that a file is not what a checkpoint was trained on."""
+    """Return the error for a file that differs from what a checkpoint was trained on."""
     return UserError(
         f"{shown(file)} holds other text than {checkpoint.path} was trained on, though as much of it; give that data, "
         "or start a new run in another folder."
@@ -352,7 +345,7 @@ def other_text(file: Path, checkpoint: Checkpoint) -> UserError:
 
 
 def _check_rule(checkpoint: Checkpoint, rule: TextRule) -> None:
-    """Check that the same text is the same tokens as before, as far as that is known."""
+    """Check that the same text still gives the same tokens, as far as is known."""
     before = checkpoint.facts.rule
     if before is None or before.is_assumed or rule.is_assumed:
         return
@@ -379,9 +372,8 @@ class WarmStart:
     """A checkpoint whose weights a run may start from.
 
     Attributes:
-        checkpoint: where they are.
-        warnings: a sentence for each setting with which the weights compute another function, and one for damaged
-            checkpoints.
+        warnings: a sentence for each setting that makes the weights compute another function, and one for skipped
+            damaged checkpoints.
     """
 
     checkpoint: Checkpoint
@@ -389,14 +381,11 @@ class WarmStart:
 
 
 def find_warm_start(config: Config, damaged: Damaged | None = None) -> WarmStart | None:
-    """The newest valid checkpoint of the run that `train.init_from` names, checked against the run's config.
+    """Return the newest valid checkpoint of the run in `train.init_from`, checked against the config; None if not set.
 
     Args:
-        config: resolved; its data is looked at.
+        config: resolved config; its data is opened.
         damaged: checkpoints that loading found damaged.
-
-    Returns:
-        None where the setting is empty.
 
     Raises:
         UserError: there is no checkpoint, its weights do not fit the model, or its tokenizer is not that of the data.
@@ -427,7 +416,7 @@ def find_warm_start(config: Config, damaged: Damaged | None = None) -> WarmStart
 
 
 def _check_tokenizer(checkpoint: Checkpoint, config: Config) -> None:
-    """Check that the data's tokenizer is the one the weights were trained with, where both are known."""
+    """Check that the data's tokenizer is the one the weights were trained with, if both are known."""
     stored, data = checkpoint.path / TOKENIZER, open_dataset(config)
     if data.tokenizer_file is None or checkpoint.facts.tokenizer_sha256 in (None, data.tokenizer_sha256):
         return

@@ -1,7 +1,7 @@
-"""writer.json of a checkpoint: when it was written, by which layout, and by which versions.
+"""Atomic saving of a checkpoint, and writer.json: when, by which layout and by which versions it was written.
 
-None of it is needed to open a checkpoint. It is a file of its own, as earlier releases refuse a manifest with fields
-that they do not know; older checkpoints lack it, and the layout is that of their `config.yaml` then.
+writer.json is not needed to open a checkpoint. It is a separate file because earlier releases refuse a manifest with
+unknown fields. Older checkpoints lack it; their layout is read from `config.yaml`.
 """
 
 import errno
@@ -36,14 +36,13 @@ _CONFIG: Final = "config.yaml"
 
 @dataclass(frozen=True)
 class WriterRecord:
-    """Who wrote a checkpoint.
+    """Record of the run that wrote a checkpoint.
 
     Attributes:
-        layout: the `parallel` settings of the run that say how its ranks shared the work, by name; None where that is
-            not known.
-        saved: when; None where that is not known.
-        versions: of the package and of torch, by name.
-        weights_only: whether the optimizer's state was left out on purpose.
+        layout: `parallel` settings that describe the run's layout, by name; None if unknown.
+        saved: time of saving; None if unknown.
+        versions: versions of the package and of torch, by name.
+        weights_only: whether the optimizer state was left out on purpose.
     """
 
     layout: Mapping[str, Any] | None = None
@@ -53,12 +52,12 @@ class WriterRecord:
 
     @property
     def ranks(self) -> int | None:
-        """How many processes wrote it."""
+        """Number of processes that wrote the checkpoint; None if unknown."""
         return None if self.layout is None else prod(int(self.layout.get(axis, 1)) for axis in AXES)
 
     @property
     def text(self) -> str:
-        """The content of writer.json."""
+        """Content of writer.json."""
         document = {
             "format": _FORMAT,
             "version": 1,
@@ -70,7 +69,7 @@ class WriterRecord:
         return json.dumps(document, indent=2) + "\n"
 
     def __str__(self) -> str:
-        """The layout on one line, such as `dp 2 · tp 2 · pp 2, zero 1`."""
+        """Return the layout on one line, such as `dp 2 · tp 2 · pp 2, zero 1`."""
         if self.layout is None:
             return "unknown"
         sizes = {axis: int(self.layout.get(axis, 1)) for axis in (*AXES, "ep")}
@@ -81,20 +80,19 @@ class WriterRecord:
 
 
 def record_of(parallel: ParallelConfig) -> WriterRecord:
-    """The record of a checkpoint that is written now by a run with these settings."""
+    """Return the record for a checkpoint written now by a run with these settings."""
     settings = parallel.settings()
     kept = ("dp", "tp", "pp", "cp", "ep", "zero", "zero_shards", "schedule", "stage_chunks", "sequence_parallel")
     return WriterRecord({name: settings[name] for name in kept if name in settings}, _now(), _versions())
 
 
 def record_of_layout(layout: Layout) -> WriterRecord:
-    """The record of a checkpoint that is written now by a loop of the user's own."""
+    """Return the record for a checkpoint written now by a custom training loop."""
     return WriterRecord({axis: layout.size(axis) for axis in ("dp", "tp", "pp", "cp", "ep")}, _now(), _versions())
 
 
 def read_writer(folder: Path) -> WriterRecord:
-    """What a checkpoint says about its writer; of an older one what its config says. Never an error: what cannot be
-    read is not known."""
+    """Return the record of a checkpoint's writer, for older checkpoints from the config; unreadable facts are None."""
     try:
         document = read_json(folder / WRITER)
     except UserError:
@@ -111,7 +109,7 @@ def read_writer(folder: Path) -> WriterRecord:
 
 
 def _layout_of_config(folder: Path) -> dict[str, Any] | None:
-    """The layout in config.yaml, which a run stores as it ran."""
+    """Return the layout in the stored config.yaml, or None if unreadable."""
     try:
         document = yaml.safe_load(read_text(folder / _CONFIG))
     except (UserError, yaml.YAMLError, ValueError, RecursionError):
@@ -151,33 +149,30 @@ def _versions() -> dict[str, str]:
 
 
 _LIMITS: Final = tuple(f"[Errno {number}]" for number in (errno.EMFILE, errno.ENFILE, errno.ENOMEM))
-"""What a rank's error has, as the others are told of it, where its process may have no further file or memory."""
+"""Text in a rank's error if its process ran out of open files or memory; ranks exchange errors as text."""
 
 
 def save_checkpoint(
     run_dir: Path, facts: Facts, tensors: Mapping[str, Tensor], texts: Mapping[str, str], world: Axis
 ) -> Path:
-    """Write a checkpoint. Collective over the world.
+    """Write a checkpoint atomically, and return its folder. Collective over the world.
 
-    Until it is complete the checkpoint has another name, so a full disk or a killed process leaves the ones before it
-    unchanged, and nothing that looks like a new one. Files that a failure left are deleted.
+    It has a temporary name until it is complete, so a full disk or a killed process leaves the earlier ones unchanged
+    and nothing that looks like a new one. Files of a failed save are deleted.
 
-    The folder is not staged as `threefold.output` does for one process: all ranks, on several hosts, write into
-    it under a name that each derives from the step, and the lock of the run keeps other writers out.
+    The folder is not staged with `threefold.output`, which serves one process: all ranks, on several hosts, write into
+    it under a name derived from the step, and the run's lock keeps other writers out.
 
     Args:
-        run_dir: the run's folder, shared by all ranks.
-        facts: the state of the run besides its tensors.
-        tensors: as `save_tensors` takes them.
+        run_dir: folder of the run, shared by all ranks.
+        facts: state of the run besides its tensors.
+        tensors: tensors by name, as in `save_tensors`.
         texts: further files by name.
         world: all ranks.
 
-    Returns:
-        its folder.
-
     Raises:
-        UserError: on every rank, when it cannot be written.
-        ProcessFault: likewise, where a rank's process may open no further file, or has no memory.
+        UserError: on every rank, if the checkpoint cannot be written.
+        ProcessFault: on every rank, if a rank's process ran out of open files or memory.
     """
     return write_checkpoint(run_dir, facts, texts, world, lambda folder: save_tensors(tensors, folder, world))
 
@@ -185,13 +180,13 @@ def save_checkpoint(
 def write_checkpoint(
     run_dir: Path, facts: Facts, texts: Mapping[str, str], world: Axis, write: Callable[[Path], None]
 ) -> Path:
-    """As `save_checkpoint`, with `write` to write the tensors into the folder that it gets, on every rank."""
+    """Write a checkpoint like `save_checkpoint`; every rank calls `write` to put the tensors into a folder."""
     path = path_of(run_dir, facts.step)
     partial = path.with_name(path.name + PARTIAL)
 
     def begin() -> None:
         remove_partial(run_dir)
-        path.parent.mkdir(exist_ok=True)  # not the run's folder, which may have been deleted
+        path.parent.mkdir(exist_ok=True)  # without parents: the run's folder may have been deleted
         partial.mkdir()
 
     def finish() -> None:
@@ -218,13 +213,10 @@ def write_checkpoint(
 
 
 def put_in_place(partial: Path, path: Path) -> None:
-    """Give a complete checkpoint its name, durably; one that has the name is replaced.
+    """Rename a complete checkpoint durably to its final name, replacing a checkpoint of that name.
 
-    At every moment one of the two is complete under a name that `folders` knows. The old one may be the only one, of a
-    loop that always saves one step.
-
-    Raises:
-        OSError: it cannot be renamed.
+    At every moment one of the two is complete under a name that `folders` recognizes; the old one may be the only one,
+    of a loop that always saves the same step.
     """
     replaced = path.with_name(path.name + REPLACED)
     if path.exists():
@@ -241,15 +233,13 @@ def put_in_place(partial: Path, path: Path) -> None:
 
 
 def set_aside_checkpoint(run_dir: Path, step: int, world: Axis) -> tuple[Path, Path] | None:
-    """Rename the checkpoint of `step`, of a model that has diverged, so that no run resumes from it.
-
-    Collective over the world.
+    """Rename the checkpoint of a diverged model, so that no run resumes from it. Collective over the world.
 
     Returns:
-        its new folder and that of the next older one; None where there is no older one, and it stays.
+        the new folder and that of the next older checkpoint; None if there is no older one, and nothing is renamed.
 
     Raises:
-        UserError: on every rank, when it cannot be renamed.
+        UserError: on every rank, if the checkpoint cannot be renamed.
     """
     path = path_of(run_dir, step)
     aside = path.with_name(path.name + DIVERGED)
@@ -271,13 +261,13 @@ def set_aside_checkpoint(run_dir: Path, step: int, world: Axis) -> tuple[Path, P
 
 
 def _free(path: Path) -> float:
-    """Free space of the disk of `path`, in GB."""
+    """Return the free space on the disk of `path` in GB."""
     folder = next((parent for parent in path.parents if parent.is_dir()), Path("."))
     return shutil.disk_usage(folder).free / 1e9
 
 
 def on_first(world: Axis, work: Callable[[], None]) -> None:
-    """Do `work` on the first rank; all ranks wait for it, and raise the OSError that it raised."""
+    """Run `work` on the first rank while all ranks wait; its OSError is raised on every rank."""
     error = None
     if world.is_first:
         try:

@@ -1,4 +1,4 @@
-"""Whether the names and shapes of a checkpoint's tensors match the model that its config describes."""
+"""Selection of the newest valid checkpoint, and checks that its tensors match the model of its config."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,34 +30,25 @@ _SIZES: Final[Mapping[str, tuple[str | None, ...]]] = {
     "embed.positions.weight": ("max_position_embeddings", None),
     "blocks.0.mlp.down.weight": (None, "ffn_hidden_size"),
 }
-"""The settings that are the sizes of a weight."""
+"""Settings that determine the dims of a weight."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def model_mismatch(model: ModelConfig, stored: Shapes) -> str | None:
-    """Why stored tensors do not match a model, as a clause; None where they match.
+    """Return why the stored weights do not match a resolved model config, as a clause; None if they match.
 
     Single tensors are compared first, so that a config of a billion layers is refused at once.
-
-    Args:
-        model: resolved.
-        stored: shapes of all tensors of a checkpoint by name; those that are no weights are not looked at.
     """
     weights = {name.removeprefix(MODEL): shape for name, shape in stored.items() if name.startswith(MODEL)}
     return next(_misfits(model, weights), None)
 
 
 def require_match(model: ModelConfig, plan: ModelPlan, checkpoint: Path) -> None:
-    """Check that the weights of a checkpoint are those of an own model, as its file makes it now.
-
-    Args:
-        model: resolved.
-        plan: of the model.
-        checkpoint: its folder.
+    """Check that a checkpoint's weights match a custom model as its file defines it now.
 
     Raises:
-        UserError: one is missing, is unknown or has another shape.
+        UserError: a weight is missing, unknown or of another shape.
     """
     weights = {
         name.removeprefix(MODEL): shape
@@ -80,7 +71,6 @@ def require_match(model: ModelConfig, plan: ModelPlan, checkpoint: Path) -> None
 
 
 def _differences(expected: Shapes, weights: Shapes) -> Iterator[str]:
-    """What is different between the weights of a model and those that are stored, as clauses."""
     for name in [*expected, *sorted(weights.keys() - expected.keys())]:
         if name not in weights:
             yield f"it has {name}, which the checkpoint lacks"
@@ -122,14 +112,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SelectedCheckpoint:
-    """The selected checkpoint.
-
-    Attributes:
-        checkpoint: where it is.
-        config: its own.
-        warnings: a sentence that names the skipped checkpoints, if any.
-        passed: the folders of the skipped ones.
-    """
+    """A selected checkpoint, its config, and warnings about the damaged ones that were skipped (`passed`)."""
 
     checkpoint: Checkpoint
     config: Config
@@ -140,11 +123,10 @@ class SelectedCheckpoint:
 def select_checkpoint(
     run_dir: Path, missing: Callable[[str], str], damaged: Damaged | None = None
 ) -> SelectedCheckpoint:
-    """The newest checkpoint of a run that is valid as far as can be seen without reading its tensors.
+    """Return the newest valid checkpoint of a run, as far as can be seen without reading its tensors.
 
     Args:
-        run_dir: the run's folder.
-        missing: makes the error of a run that has none, from "no complete checkpoint" and why.
+        missing: makes the message if there is none, from a phrase such as "no complete checkpoint".
         damaged: checkpoints that loading found damaged.
 
     Raises:
@@ -169,22 +151,14 @@ def select_checkpoint(
 
 
 def check_whole(checkpoint: Checkpoint) -> None:
-    """Compare every file of a checkpoint with its checksum, which takes as long as reading all its tensors.
-
-    Raises:
-        DamagedCheckpoint: one is not as it was written.
-    """
+    """Compare all files with their checksums, as slow as reading them; raise DamagedCheckpoint if one was changed."""
     manifest = read_manifest(checkpoint.path)
     for name in sorted(manifest.files):
         manifest.check_content(name)
 
 
 def from_first(world: "Axis", find: Callable[[], T]) -> T:
-    """Run `find` on the first rank and broadcast its result, so that all ranks agree. Collective.
-
-    Raises:
-        UserError: on every rank, what `find` raises on the first.
-    """
+    """Run `find` on the first rank and broadcast its result or its UserError, so that all ranks agree. Collective."""
     found: T | UserError | None = None
     if world.is_first:
         try:
@@ -198,15 +172,15 @@ def from_first(world: "Axis", find: Callable[[], T]) -> T:
 
 
 def inspect_checkpoint(path: Path) -> tuple[Checkpoint, Config]:
-    """A checkpoint and its config, all checked but the bytes of its tensors.
+    """Return a checkpoint and its config after checking everything but the bytes of its tensors.
 
     Raises:
-        DamagedCheckpoint: it is not valid.
+        DamagedCheckpoint: the checkpoint is not valid.
         UserError: a later version of Threefold wrote it.
     """
     manifest = read_manifest(path)
     manifest.check_sizes()
-    # These import torch, which a run without checkpoints must not wait for.
+    # Imports torch, which a run without checkpoints should not wait for.
     from threefold.checkpoint.storage import stored_index
 
     index = stored_index(path)
@@ -217,15 +191,12 @@ def inspect_checkpoint(path: Path) -> tuple[Checkpoint, Config]:
     _check_small(manifest, data, shapes)
     config = usable_config(path)
     if config.model.architecture != OWN and (reason := model_mismatch(config.model, shapes)):
-        raise DamagedCheckpoint(path, reason)  # an own model's file may have changed since: `require_match`
+        raise DamagedCheckpoint(path, reason)  # the file of a custom model may have changed: see `require_match`
     return Checkpoint(path, manifest.facts), config
 
 
 def _check_small(manifest: Manifest, data: set[str], shapes: "Shapes") -> None:
-    """Compare all files but those of tensors with their checksums.
-
-    Where a changed config describes a model of other sizes, the error says which.
-    """
+    """Compare all files but tensor files with their checksums; for a changed config, the error names the mismatch."""
     for name in sorted(manifest.files.keys() - data - {CONFIG}):
         manifest.check_content(name)
     if LOOP in manifest.files:
@@ -251,11 +222,7 @@ def _more_exactly(damage: DamagedCheckpoint, shapes: "Shapes") -> DamagedCheckpo
 
 
 def usable_config(path: Path, *, with_code: bool = False) -> Config:
-    """As `stored_config`.
-
-    Raises:
-        DamagedCheckpoint: it cannot be used.
-    """
+    """Return the config of a checkpoint (`stored_config`); raise DamagedCheckpoint if it cannot be used."""
     try:
         return stored_config(path, with_code=with_code)
     except UserError as error:
@@ -266,12 +233,12 @@ def usable_config(path: Path, *, with_code: bool = False) -> Config:
 
 
 def passed_over(passed: Sequence[DamagedCheckpoint], used: Path) -> str:
-    """The warning that damaged checkpoints were skipped and another is used."""
+    """Return the warning that damaged checkpoints were skipped and another one is used."""
     return f"{listed_damage(passed)} passed over; {used} is used, the newest that is good."
 
 
 def listed_damage(passed: Sequence[DamagedCheckpoint]) -> str:
-    """The skipped checkpoints with the reasons, and the verb."""
+    """Return the skipped checkpoints with their reasons, followed by "was" or "were"."""
     listed = [f"{damage.path} ({damage.reason})" for damage in passed]
     more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
     return f"{' and '.join(listed[:3])}{more} {'was' if len(listed) == 1 else 'were'}"

@@ -1,8 +1,8 @@
-"""StorageWriter and StorageReader for `torch.distributed.checkpoint`: raw bytes and an index, never a pickle.
+"""Tensor files: a StorageWriter and StorageReader for torch.distributed.checkpoint (raw bytes and an index, no pickle).
 
-Its planners decide which rank writes and reads which part of which tensor. Each rank writes one file,
-tensors-00000.bin for the first, which is the bytes of its parts one after the other; the coordinator writes the index.
-Every part is compared with its checksum while it is read.
+DCP's planners decide which rank writes and reads which part of which tensor. Each rank writes one file
+(tensors-00000.bin for the first), the concatenated bytes of its parts; the coordinator writes the index. Every part is
+checked against its checksum as it is read. `Shards` writes safetensors files.
 """
 
 import io
@@ -40,36 +40,27 @@ from threefold.comm.heartbeat import Heartbeat
 from threefold.host import begin_writing, finish_writing
 
 _BLOCK: Final = 4 << 20
-"""Bytes that are hashed and moved at a time: they are still in the processor's cache for the second."""
+"""Bytes hashed and moved at a time, few enough to still be in the processor's cache for the second use."""
 _AHEAD: Final = 32 << 20
-"""Bytes after which writeback to the disk is started: left to the end, it would have to be waited for."""
+"""Bytes after which writeback starts; left to the end, all of it would have to be waited for."""
 
 
 def stored_index(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint of either version by name.
-
-    Raises:
-        DamagedCheckpoint: there is no index, or it is not as it was written.
-    """
+    """Return the tensors of a checkpoint of either version by name; raise DamagedCheckpoint if its index is damaged."""
     is_version1 = (folder / METADATA).exists() and not (folder / INDEX).exists()
     return read_version1_index(folder) if is_version1 else read_index(folder)
 
 
 @dataclass(frozen=True)
 class _Written:
-    """What a rank sends to the coordinator about a part that it wrote."""
+    """Message from a rank to the coordinator about a part that it wrote."""
 
     chunk: TensorChunk
     file: DataFile
 
 
 class Writer(StorageWriter):
-    """Writes the tensors of a checkpoint, durably.
-
-    Args:
-        folder: an empty folder shared by all ranks.
-        heartbeat: which notes each block that is written.
-    """
+    """Durable writer of a checkpoint's tensors into an empty folder that all ranks share."""
 
     def __init__(self, folder: Path, heartbeat: Heartbeat) -> None:
         self.folder, self.heartbeat = folder, heartbeat
@@ -87,11 +78,7 @@ class Writer(StorageWriter):
         return [replace(plan, storage_data=f"tensors-{rank:05d}.bin") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's parts.
-
-        Raises:
-            OSError: with the file's name.
-        """
+        """Write this rank's parts; an OSError contains the file's name."""
         path = self.folder / plan.storage_data
         items = [item for item in plan.items if 0 not in _box(item).sizes]
         done: Future[list[WriteResult]] = Future()
@@ -108,7 +95,7 @@ class Writer(StorageWriter):
         return done
 
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index of what all ranks wrote."""
+        """Write the index of the tensors that all ranks wrote."""
         chunks: dict[str, list[TensorChunk]] = defaultdict(list)
         files: dict[str, DataFile] = {}
         for result in (result for rank in results for result in rank):
@@ -131,12 +118,7 @@ class Writer(StorageWriter):
 
 
 class Reader(StorageReader):
-    """Reads the tensors of a checkpoint of either version; each part once, compared with its checksum.
-
-    Args:
-        folder: a whole checkpoint.
-        heartbeat: which notes each block that is read.
-    """
+    """Reader of a checkpoint of either version, which checks each part against its checksum and reads it once."""
 
     def __init__(self, folder: Path, heartbeat: Heartbeat) -> None:
         self.folder, self.heartbeat = folder, heartbeat
@@ -147,7 +129,7 @@ class Reader(StorageReader):
         pass
 
     def read_metadata(self, *args: Any) -> dcp.Metadata:
-        """The index as torch's metadata. Damage is raised one step later, where torch does not wrap the error."""
+        """Return the index as torch's metadata; damage is raised one step later, where torch does not wrap errors."""
         try:
             self._tensors = stored_index(self.folder)
         except DamagedCheckpoint as damage:
@@ -166,11 +148,7 @@ class Reader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the tensors of this rank's plan.
-
-        Raises:
-            DamagedCheckpoint: a file is missing, or not as it was written.
-        """
+        """Fill the tensors of this rank's plan; raise DamagedCheckpoint if a file is missing or was changed."""
         chunks = {(name, chunk.offsets): chunk for name, each in self._tensors.items() for chunk in each.chunks}
         files: dict[str, dict[TensorChunk, list[ReadItem]]] = defaultdict(lambda: defaultdict(list))
         for item in plan.items:
@@ -213,17 +191,14 @@ def read_chunk(
     chunk: TensorChunk,
     progress: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """A chunk out of an open file of either version, in memory of its own, compared with its checksum.
+    """Read a chunk of `tensor` from an open file of either version into new memory, and check it against its checksum.
 
     Args:
-        file: which holds the chunk.
-        folder: of the checkpoint.
-        tensor: which the chunk is a part of.
-        chunk: to read.
-        progress: called for each block that is read.
+        folder: folder of the checkpoint, for messages.
+        progress: called for each block read.
 
     Raises:
-        DamagedCheckpoint: it is not as it was written.
+        DamagedCheckpoint: the chunk was changed.
     """
     if chunk.checksum is None:
         return read_version1_chunk(file, folder, tensor, chunk)
@@ -233,7 +208,6 @@ def read_chunk(
 
 
 def _fill(file: io.RawIOBase, folder: Path, chunk: TensorChunk, into: memoryview, progress: Callable[[], None]) -> None:
-    """Read a chunk, and compare it with its checksum."""
     file.seek(chunk.position)
     digest, done = xxhash.xxh3_128(), 0
     while size := file.readinto(into[done : done + _BLOCK]):
@@ -250,7 +224,7 @@ def _fill(file: io.RawIOBase, folder: Path, chunk: TensorChunk, into: memoryview
 def _write_file(
     path: Path, items: Sequence[WriteItem], planner: SavePlanner, heartbeat: Heartbeat
 ) -> tuple[list[TensorChunk], DataFile]:
-    """Write parts one after the other, each freed before the next is read."""
+    """Write parts one after another, freeing each before reading the next."""
     chunks: list[TensorChunk] = []
     whole, position, begun = xxhash.xxh3_128(), 0, 0
     with path.open("wb") as file:
@@ -274,7 +248,7 @@ def _write_file(
             position += len(content)
             del content
         file.flush()
-        for start in range(0, position, _AHEAD):  # on a slow disk this takes long, while the other ranks wait
+        for start in range(0, position, _AHEAD):  # in parts, so that the waiting ranks see progress on a slow disk
             finish_writing(file.fileno(), start, min(_AHEAD, position - start))
             heartbeat.progress()
         os.fsync(file.fileno())
@@ -282,7 +256,7 @@ def _write_file(
 
 
 def _box(item: WriteItem) -> dcp.ChunkStorageMetadata:
-    """The part of the tensor that an item writes."""
+    """Return the box of the tensor that an item writes."""
     if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
         raise TypeError(f"{item.index.fqn} is no tensor, and a checkpoint holds nothing else")
     if str(item.tensor_data.properties.dtype).removeprefix("torch.") not in DTYPES:
@@ -296,7 +270,7 @@ def _described(tensor: StoredTensor) -> dcp.TensorStorageMetadata:
 
 
 def _is_place_for(target: Tensor, tensor: StoredTensor, chunk: TensorChunk) -> bool:
-    """Whether a chunk may be read straight into the memory of the tensor to fill."""
+    """Return whether a chunk may be read straight into the memory of the target tensor."""
     return (
         type(target) is Tensor
         and target.device.type == "cpu"
@@ -307,12 +281,10 @@ def _is_place_for(target: Tensor, tensor: StoredTensor, chunk: TensorChunk) -> b
 
 
 def _part(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """A box of a tensor, as a view."""
     return tensor[tuple(slice(first, first + length) for first, length in zip(offsets, lengths, strict=True))]
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
     flat: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(flat)
 
@@ -332,14 +304,12 @@ CODES: Final = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-"""Names of the dtypes in a header."""
+"""Names of the dtypes in a safetensors header."""
 _ALIGNMENT: Final = 8
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor that is to be written."""
-
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -350,16 +320,14 @@ class Planned:
 
 
 class Shards:
-    """Files of at most `limit` bytes of tensors each, but at least one tensor, and the index where they are several.
+    """Safetensors files of at most `limit` bytes each (but at least one tensor), with an index if there are several.
 
     Args:
-        folder: to write to.
-        tensors: to be written, in the order of the files.
-        limit: bytes.
-        stem: what the names of the files begin with.
+        tensors: tensors to write, in the order of the files.
+        stem: prefix of the file names.
 
     Attributes:
-        names: of the files.
+        names: names of the files.
     """
 
     def __init__(self, folder: Path, tensors: Sequence[Planned], limit: int, stem: str = "model") -> None:
@@ -379,7 +347,7 @@ class Shards:
         self._open.close()
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write tensors at their positions, rounded to the dtype planned."""
+        """Write tensors at their positions, rounded to the planned dtypes."""
         for name, tensor in tensors.items():
             file, place, planned = self._places.pop(name)
             if tuple(tensor.shape) != planned.shape:
@@ -389,7 +357,7 @@ class Shards:
             file.write(flat.view(torch.uint8).numpy().data)
 
     def finish(self) -> None:
-        """Check that all were written."""
+        """Check that all planned tensors were written."""
         if self._places:
             raise ValueError(f"{len(self._places)} tensors were planned and did not come, such as {min(self._places)}")
 

@@ -1,4 +1,4 @@
-"""`threefold checkpoint show`: what is in a checkpoint."""
+"""Content of a checkpoint (`threefold checkpoint show`) and its verification (`threefold checkpoint verify`)."""
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,14 +24,7 @@ from threefold.output import Progress
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Tensors that are counted together.
-
-    Attributes:
-        tensors: how many.
-        elements: in them.
-        bytes: of them.
-        dtypes: by name, the most bytes first.
-    """
+    """Totals of a group of tensors: their number, elements, bytes, and dtypes by decreasing size."""
 
     tensors: int
     elements: int
@@ -41,18 +34,17 @@ class TensorGroup:
 
 @dataclass(frozen=True)
 class CheckpointSummary:
-    """What is in a checkpoint.
+    """Content of a checkpoint.
 
     Attributes:
-        listed: its line in a list.
-        version: of its format.
-        config: the run's; None where a loop of the user's own wrote it.
-        tensors: by name, weights first, in the order of the layers.
-        weights: of the model.
-        states: of the optimizer, by the state's name, such as exp_avg.
-        others: tensors that are neither, such as random streams.
-        files: names of its files with their sizes.
-        warnings: a sentence about newer checkpoints that were passed over.
+        listed: entry of the checkpoint in a list.
+        version: version of the checkpoint format.
+        config: config of the run; None for a custom training loop.
+        tensors: tensors by name, weights first, in the order of the layers.
+        states: totals of each optimizer state, such as exp_avg.
+        others: totals of the other tensors, such as random streams.
+        files: sizes of the files by name.
+        warnings: a sentence about newer checkpoints that were skipped.
     """
 
     listed: ListedCheckpoint
@@ -66,10 +58,10 @@ class CheckpointSummary:
     warnings: tuple[str, ...] = ()
 
     def matching(self, pattern: str | None) -> dict[str, StoredTensor]:
-        """The tensors whose name matches a pattern, or contains it where it has no `*`, `?` or `[`.
+        """Return the tensors whose name matches a pattern, or contains it if it has no `*`, `?` or `[`.
 
         Raises:
-            UserError: none does; the sentence has a name that there is.
+            UserError: no name matches; the message gives an existing name.
         """
         if pattern is None:
             return dict(self.tensors)
@@ -83,7 +75,7 @@ class CheckpointSummary:
         return found
 
     def document(self, pattern: str | None, with_tensors: bool) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the summary as a JSON object."""
         facts = self.listed.facts
         found: dict[str, Any] = {
             **self.listed.document(),
@@ -114,14 +106,13 @@ class CheckpointSummary:
 
 
 def choose(named: Named, damaged: Damaged | None = None) -> tuple[Path, tuple[str, ...]]:
-    """The folder of the checkpoint that was named, or of a run's newest good one; and warnings about those passed over.
+    """Return the named checkpoint or a run's newest valid one, and warnings about the ones skipped.
 
     Args:
-        named: the run or the checkpoint.
         damaged: checkpoints of the run whose tensors were found damaged.
 
     Raises:
-        UserError: a run has no good one.
+        UserError: the run has no valid checkpoint.
     """
     if named.checkpoint is not None:
         return named.checkpoint, ()
@@ -140,11 +131,7 @@ def choose(named: Named, damaged: Damaged | None = None) -> tuple[Path, tuple[st
 
 
 def summarize_checkpoint(path: Path, warnings: tuple[str, ...] = ()) -> CheckpointSummary:
-    """What is in a checkpoint, without reading its tensors.
-
-    Raises:
-        DamagedCheckpoint: it is not as it was written, as far as that is seen without reading tensors, or not whole.
-    """
+    """Summarize a checkpoint without reading its tensors; raise DamagedCheckpoint if it is visibly damaged."""
     one = listed(path)
     if one.state == "damaged":
         raise DamagedCheckpoint(path, one.reason)
@@ -170,12 +157,12 @@ def summarize_checkpoint(path: Path, warnings: tuple[str, ...] = ()) -> Checkpoi
 
 
 def dtype_name(tensor: StoredTensor) -> str:
-    """The dtype of a tensor as torch names it."""
+    """Return torch's name for the dtype of a tensor."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def bytes_of(tensor: StoredTensor) -> int:
-    """Bytes of a tensor's elements."""
+    """Return the size of a tensor in bytes."""
     return prod(tensor.shape) * tensor.dtype.itemsize
 
 
@@ -189,7 +176,7 @@ def _group(tensors: Mapping[str, StoredTensor]) -> TensorGroup:
 
 
 def _place(name: str) -> tuple[int, tuple[tuple[int, int, str], ...]]:
-    """Weights, optimizer states, others; numbers in names by value, so that layer 10 follows layer 9."""
+    """Return a sort key: weights, optimizer state, others; numbers in names by value, so layer 10 follows layer 9."""
     kind = 0 if name.startswith(MODEL) else 1 if name.startswith(OPTIMIZER) else 2
     return kind, tuple(_parts(name))
 
@@ -205,13 +192,7 @@ _THREADS = 4
 
 @dataclass(frozen=True)
 class VerifiedCheckpoint:
-    """A checkpoint that is as it was written.
-
-    Attributes:
-        files: compared, the manifest among them.
-        bytes: compared.
-        tensors: in them.
-    """
+    """Totals of a checkpoint found intact: files compared (including the manifest), their bytes, and tensors."""
 
     files: int
     bytes: int
@@ -219,11 +200,7 @@ class VerifiedCheckpoint:
 
 
 def to_verify(named: Named) -> list[Path]:
-    """The checkpoint that was named, or all of a run that are not being written, the oldest first.
-
-    Raises:
-        UserError: a run has no other.
-    """
+    """Return the named checkpoint, or all finished ones of a run, oldest first; raise UserError if there are none."""
     if named.checkpoint is not None:
         return [named.checkpoint]
     found = [path for path in checkpoint_folders(named.run) if not path.name.endswith(PARTIAL)]
@@ -233,13 +210,13 @@ def to_verify(named: Named) -> list[Path]:
 
 
 def verify_checkpoint(path: Path, progress: Progress) -> VerifiedCheckpoint:
-    """Read a whole checkpoint, and compare it with its checksums.
+    """Read a whole checkpoint and compare it with its checksums.
 
-    Of version 1, whose files have none, the CRC-32 of each part of a tensor is compared.
+    Files of version 1 have none; the CRC-32 of each part of a tensor is compared instead.
 
     Raises:
-        DamagedCheckpoint: a file is missing, or not as it was written; the reason names it, and a tensor in it.
-        UserError: a later version of Threefold wrote it.
+        DamagedCheckpoint: a file is missing or was changed; the reason names it and a tensor in it.
+        UserError: a later version of Threefold wrote the checkpoint.
     """
     manifest = read_manifest(path)
     total = sum(file.bytes for file in manifest.files.values())
@@ -269,7 +246,7 @@ def _damage(
     chunks: Mapping[TensorChunk, str],
     progress: Progress,
 ) -> DamagedCheckpoint | None:
-    """What is damaged in a file: of tensors the first of them, where it is in one."""
+    """Return the damage of a file, if any, naming the first damaged tensor."""
     try:
         found = checksum(manifest.folder / name, progress.advance)
     except OSError as error:
@@ -281,7 +258,7 @@ def _damage(
 
 
 def _where(path: Path, index: Mapping[str, StoredTensor], chunks: Mapping[TensorChunk, str]) -> str:
-    """The tensors of a damaged file whose bytes are others, as the end of a clause."""
+    """Return the damaged tensors of a file, as the end of a clause."""
     damaged: dict[str, None] = {}
     try:
         with path.open("rb", buffering=0) as file:
@@ -299,7 +276,7 @@ def _where(path: Path, index: Mapping[str, StoredTensor], chunks: Mapping[Tensor
 
 
 def _require_same_record(path: Path, manifest: Manifest) -> None:
-    """Check that index and manifest have the same checksum of every file of tensors."""
+    """Check that index and manifest agree on the checksum of every tensor file."""
     for name, file in read_data_files(path).items():
         if name not in manifest.files or manifest.files[name].checksum != file.checksum:
             raise DamagedCheckpoint(path, f"its index and its manifest are of another {shown(name)}")

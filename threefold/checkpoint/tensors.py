@@ -1,8 +1,8 @@
-"""Shards that two mesh axes cut along the same dim, described to torch.distributed.checkpoint.
+"""Saving and loading of tensors through torch.distributed.checkpoint, including shards that two axes cut along one dim.
 
-A weight that tensor parallelism and ZeRO both shard by rows is a `DTensor` with a `_StridedShard`. Where its rows do
-not divide evenly, torch 2.13 computes other bounds for such a shard than `fully_shard` gave it, and parts of the
-checkpoint would be missing or doubled. So these shards state their own offsets.
+A weight that tensor parallelism and ZeRO both shard by rows is a `DTensor` with a `_StridedShard`. If its rows do not
+divide evenly, torch 2.13 computes other bounds for it than `fully_shard` used, and parts of the checkpoint would be
+missing or duplicated. `StridedShard` therefore states its own offsets.
 """
 
 import logging
@@ -30,14 +30,14 @@ from threefold.torch_private.distributed import PiecewiseTensor, StridedPlacemen
 
 
 def is_strided(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether two axes cut the tensor along one dim."""
+    """Return whether two mesh axes shard the tensor along one dim."""
     return isinstance(tensor, DTensor) and any(
         isinstance(placement, StridedPlacement) for placement in tensor.placements
     )
 
 
 class StridedShard(PiecewiseTensor):
-    """This rank's shard, its memory shared, with torch.distributed.checkpoint's protocol for sharded tensors."""
+    """This rank's shard, sharing its memory, with torch.distributed.checkpoint's protocol for sharded tensors."""
 
     _whole: torch.Size
     _chunk: ChunkStorageMetadata
@@ -52,7 +52,7 @@ class StridedShard(PiecewiseTensor):
         return self
 
     def size(self, dim: int | None = None) -> Any:
-        """Of the whole tensor, as a `DTensor`'s."""
+        """Return the size of the whole tensor, like a `DTensor`."""
         return self._whole if dim is None else self._whole[dim]
 
     def chunks(self) -> list[ChunkStorageMetadata]:
@@ -71,13 +71,13 @@ def save_tensors(tensors: Mapping[str, Tensor], folder: Path, world: Axis | None
     """Write tensors to `folder`, durably. Collective over the world.
 
     Args:
-        tensors: by name; a `DTensor` where sharded, the same plain tensor on every rank where replicated. A rank passes
-            those that it holds.
+        tensors: a `DTensor` if sharded, the same plain tensor on every rank if replicated. A rank passes only the
+            tensors that it holds.
         folder: an empty folder shared by all ranks.
-        world: all ranks, for the heartbeat of this one.
+        world: all ranks; provides the heartbeat of this one.
 
     Raises:
-        OSError: on every rank, when a rank cannot write.
+        OSError: on every rank, if a rank cannot write.
     """
     try:
         with _quiet(), _waiting(world):
@@ -87,15 +87,13 @@ def save_tensors(tensors: Mapping[str, Tensor], folder: Path, world: Axis | None
 
 
 def save_tensors_alone(tensors: Mapping[str, Tensor], folder: Path, writer: dcp.StorageWriter | None = None) -> None:
-    """Write tensors to `folder` outside any process group; streamed tensors are read as they are written.
+    """Write tensors to an empty `folder` outside any process group, reading streamed tensors as they are written.
 
     Args:
-        tensors: by name.
-        folder: an empty folder.
-        writer: of another format than that of our checkpoints.
+        writer: storage writer of another format; None for Threefold's own.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the tensors cannot be written.
         UserError: a streamed tensor cannot be read.
     """
     try:
@@ -107,47 +105,33 @@ def save_tensors_alone(tensors: Mapping[str, Tensor], folder: Path, writer: dcp.
 
 
 def load_tensors(tensors: Mapping[str, Tensor], folder: Path, world: Axis | None = None) -> None:
-    """Fill tensors in place from a checkpoint. Collective over the world.
-
-    Args:
-        tensors: by name, of any layout and dtype; filled in place.
-        folder: a whole checkpoint.
-        world: as of `save_tensors`.
+    """Fill tensors, of any layout and dtype, in place from a checkpoint. Collective over the world.
 
     Raises:
-        DamagedCheckpoint: on every rank, when what a rank reads is not as it was written; tensors may be filled in
-            part then.
-        UserError: on every rank, when the checkpoint lacks a name or has another shape.
+        DamagedCheckpoint: on every rank, if the data a rank reads was changed; some tensors may be filled by then.
+        UserError: on every rank, if the checkpoint lacks a name or has another shape.
     """
     with _waiting(world):
         _load(tensors, folder, alone=False, heartbeat=_heartbeat(world))
 
 
 def stored_names(folder: Path) -> set[str]:
-    """Names of the tensors that a whole checkpoint has.
-
-    Raises:
-        DamagedCheckpoint: its index cannot be read.
-    """
+    """Return the names of a checkpoint's tensors; raise DamagedCheckpoint if the index is unreadable."""
     return set(stored_index(folder))
 
 
 def stored_tensors(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of each tensor that a whole checkpoint has, by name.
-
-    Raises:
-        DamagedCheckpoint: its index cannot be read.
-    """
+    """Return shape and dtype of a checkpoint's tensors by name; raise DamagedCheckpoint if the index is unreadable."""
     return {name: (tensor.shape, tensor.dtype) for name, tensor in stored_index(folder).items()}
 
 
 def load_tensors_alone(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """As `load_tensors`, in a process that is in no process group."""
+    """Fill tensors in place from a checkpoint, outside any process group; see `load_tensors`."""
     _load(tensors, folder, alone=True, heartbeat=Heartbeat())
 
 
 def _waiting(world: Axis | None) -> AbstractContextManager[None]:
-    """Torch's exchange of plans and results, in which this rank waits for the others unless it writes or reads."""
+    """Mark torch's exchange of plans and results, in which this rank waits for others unless it writes or reads."""
     return nullcontext() if world is None or world.size == 1 else world.waiting("gather")
 
 
@@ -165,27 +149,27 @@ def _load(tensors: Mapping[str, Tensor], folder: Path, alone: bool, heartbeat: H
 
 
 def detached(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors outside of autograd, as torch's planners take them."""
+    """Detach tensors from autograd and wrap strided shards, as torch's planners require."""
     found = {name: tensor.detach() for name, tensor in tensors.items()}
     return {name: StridedShard(tensor) if is_strided(tensor) else tensor for name, tensor in found.items()}
 
 
 def _let_through(error: CheckpointException, *kinds: type[BaseException]) -> None:
-    """Raise the first of the failures of some kinds as it was: torch wraps whatever happens, even Ctrl-C."""
+    """Re-raise the first failure of the given kinds unwrapped: torch wraps every exception, even Ctrl-C."""
     for cause, _ in error.failures.values():
         if isinstance(cause, kinds):
             raise cause from None
 
 
 def _reason(error: CheckpointException) -> str:
-    """What the first rank that failed said, on one line."""
+    """Return the message of the first rank that failed, on one line."""
     rank, (cause, _) = min(error.failures.items())
     return f"rank {rank}: {' '.join(str(cause).split())[:300] or type(cause).__name__}"
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Torch logs what it also raises, and warns when it runs without a process group."""
+    """Silence torch, which logs what it also raises and warns when run without a process group."""
     logger = logging.getLogger("torch.distributed.checkpoint")
     before = logger.level
     logger.setLevel(logging.CRITICAL)

@@ -1,8 +1,8 @@
-"""Checkpoints of version 1, as `torch.distributed.checkpoint` writes them: `.metadata`, a pickle, and `*.distcp`.
+"""Reader of version 1 checkpoints, written by `torch.distributed.checkpoint`: `.metadata`, a pickle, and `*.distcp`.
 
-A pickle is a program: it names the functions that it calls. This one may name a handful, each replaced by
-something inert; nothing else is looked up, let alone called. The payload of a `.distcp` is read with torch's own
-`weights_only`, which makes nothing but tensors, and after the checksums that torch wrote have been compared.
+A pickle is a program that names the functions it calls. Here it may name only a few, each replaced by an inert record;
+nothing else is looked up or called. The payload of a `.distcp` file is read with torch's `weights_only` after comparing
+the checksums that torch wrote.
 """
 
 import io
@@ -38,14 +38,14 @@ _RECORDS: Final = frozenset(
         ("pathlib._local", "PosixPath"),
     )
 )
-"""Module and name of what becomes a `_Record`."""
+"""Module and name of each global that becomes a `_Record`."""
 
 
 def read_version1_index(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint of version 1 by name.
+    """Return the tensors of a checkpoint by name.
 
     Raises:
-        DamagedCheckpoint: its `.metadata` is missing, damaged, or names what no checkpoint needs.
+        DamagedCheckpoint: `.metadata` is missing, damaged, or names something that no checkpoint needs.
     """
     try:
         content = read_bytes(folder / METADATA)
@@ -65,11 +65,7 @@ def read_version1_index(folder: Path) -> dict[str, StoredTensor]:
 
 
 def read_version1_chunk(file: io.RawIOBase, folder: Path, tensor: StoredTensor, chunk: TensorChunk) -> Tensor:
-    """A chunk out of an open `.distcp` file.
-
-    Raises:
-        DamagedCheckpoint: it holds something else.
-    """
+    """Read a chunk from an open `.distcp` file; raise DamagedCheckpoint if the file contains something else."""
     file.seek(chunk.position)
     held = io.BytesIO(file.read(chunk.bytes) or b"")
     try:
@@ -87,11 +83,11 @@ def read_version1_chunk(file: io.RawIOBase, folder: Path, tensor: StoredTensor, 
 
 
 class _Refused(Exception):
-    """The name of a function or class that a pickle refers to."""
+    """Reference of a pickle to a function or class that is not allowed; the message is its name."""
 
 
 class _Record:
-    """Replaces an object of a class or the result of a function that a pickle names, by its arguments."""
+    """Inert replacement of a pickled object or call, with its arguments as state."""
 
     def __init__(self, *arguments: Any) -> None:
         self.state: Any = arguments
@@ -100,10 +96,10 @@ class _Record:
         self.state = state
 
 
-class _Unpickler(pickle._Unpickler):  # the one in Python: the other takes a damaged length for memory to claim
+class _Unpickler(pickle._Unpickler):  # pure Python: the C one allocates memory by a damaged length
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _RECORDS:
-            return type(name, (_Record,), {})  # a new one each time, so that nothing can be changed in it for others
+            return type(name, (_Record,), {})  # a new class each time, so the pickle cannot alter a shared one
         if (module, name) == ("torch", "Size"):
             return tuple
         if module == "torch" and name in DTYPES:

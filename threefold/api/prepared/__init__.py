@@ -1,1 +1,1 @@
-"""Any `nn.Module`, optimizer and `DataLoader` made distributed in one call."""
+"""Distribution of any `nn.Module`, its optimizer and its `DataLoader` in one call (`prepare`)."""

@@ -1,4 +1,4 @@
-"""This rank's shard of a whole tensor."""
+"""Gradient accumulation and synchronization of prepared models, and their `backward`."""
 
 import weakref
 from collections import deque
@@ -21,12 +21,7 @@ from threefold.train.step import LossScale, squared_norm
 
 
 def slice_of(parameter: Tensor, value: Tensor) -> Tensor:
-    """This rank's shard of a whole value of a parameter, as a view.
-
-    Args:
-        parameter: as `stored` gives it.
-        value: of the parameter's whole shape.
-    """
+    """Return this rank's shard, as a view, of a value with the global shape of a `stored` parameter."""
     for dim, (start, size) in enumerate(zip(offset(parameter), local(parameter).shape, strict=True)):
         value = value.narrow(dim, min(start, value.shape[dim]), size)
     return value
@@ -40,32 +35,32 @@ _CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 @dataclass(frozen=True)
 class _Origin:
-    """Where a model's output comes from: kept on its node in the graph of autograd."""
+    """Origin of a model's output, attached to its node in the autograd graph."""
 
     sync: "GradSync"
     rows: BatchRows | None
 
 
 class GradSync:
-    """Adds gradients up over backward passes and replicas.
+    """Accumulation of gradients over backward passes, and their sum over the replicas.
 
     Args:
-        parameters: the model's, by name, as it stores them; those that require gradients are trained.
-        partial_names: of those that every tensor rank holds whole and uses on its own heads alone.
-        gradients: where theirs are added up.
-        mesh: of the replicas.
-        accumulate: backward passes of an update.
-        loss_scale: of fp16; None for no scaling.
-        current: the batch that is in progress.
-        sharded: whether the parameters are sharded over the replicas, so that `note` has to be called for whole ones.
+        parameters: parameters of the model by name, as it stores them; those that require gradients are trained.
+        partial_names: parameters that every tensor rank holds whole but uses only for its own heads.
+        gradients: buffers that accumulate the gradients.
+        mesh: mesh of the replicas.
+        accumulate: backward passes per update.
+        loss_scale: loss scale of fp16; None for no scaling.
+        current: batch in progress.
+        sharded: whether the replicas shard the parameters, so that `note` must be called for whole ones.
         from_first: buffers that every replica takes from the first after each update.
 
     Attributes:
-        all_parameters: the model's, the frozen ones too.
-        parameters: those that are trained.
-        leaves: the tensors that are trained, by name.
-        updates: how many sets of complete gradients there have been.
-        overflowed: whether the complete ones are not finite, so that the update is skipped.
+        all_parameters: all parameters, including frozen ones.
+        parameters: trained parameters.
+        leaves: trained tensors by name.
+        updates: number of sets of complete gradients so far.
+        overflowed: whether the complete gradients are not finite, so the update is skipped.
     """
 
     def __init__(
@@ -107,7 +102,7 @@ class GradSync:
 
     @property
     def loss(self) -> float:
-        """The mean loss over all rows of the last update whose backward passes are all made."""
+        """Mean loss over all rows of the last update whose backward passes are complete."""
         if self._mean_loss is None and self._passes:
             raise UserError(
                 f"There is no loss yet: {self._passes} of the {self.accumulate} backward passes of the first update "
@@ -119,11 +114,11 @@ class GradSync:
 
     @property
     def note_weakly(self) -> Callable[[str], None]:
-        """`note` for hooks of tensors: garbage collection does not find a cycle through them."""
+        """`note` for tensor hooks, with a weak reference: garbage collection does not find a cycle through hooks."""
         return partial(_note, weakref.ref(self))
 
     def mark(self, outputs: Any) -> None:
-        """Note on the outputs of the model which batch they are of."""
+        """Record on the model's outputs which batch they belong to."""
         origin = _Origin(self, self.current.rows)
         for tensor in tensors_in(outputs):
             if tensor.grad_fn is not None:
@@ -132,7 +127,7 @@ class GradSync:
     def backward(
         self, loss: Tensor, rows: BatchRows | None, reduction: Reduction, count: Tensor | float | None, retain: bool
     ) -> None:
-        """One backward pass; the last of an update sums over the replicas."""
+        """Run one backward pass; the last one of an update sums the gradients over the replicas."""
         if self._passes and reduction != self._reduction:
             raise UserError(
                 f"reduction is {reduction!r} but this update began with {self._reduction!r}; use one for all backward "
@@ -144,7 +139,7 @@ class GradSync:
         self._reduction = reduction
         self._arrived.clear()
         nothing = not counted
-        # A mean of nothing may be not a number, and so may be its gradient, which no factor would make 0.
+        # The mean over no rows, and so its gradient, may be NaN, which no factor turns into 0.
         hooks = [node.register_prehook(_zeros) for node in _outputs_of(loss, self)] if nothing else []
         try:
             (loss * (weight * scale).to(loss.dtype)).backward(retain_graph=retain)
@@ -159,7 +154,7 @@ class GradSync:
             self._finish()
 
     def squared_norm(self) -> Tensor:
-        """Of the complete gradients of the whole model: each element counted once. fp64 scalar, on every rank."""
+        """Return the squared norm of the whole model's gradients (fp64 scalar, equal on every rank). Collective."""
         mesh = self.mesh
         counted = [
             leaf
@@ -174,7 +169,7 @@ class GradSync:
         return mesh.world.all_reduce_(own)
 
     def clip_(self, max_norm: float) -> Tensor | None:
-        """As `clip_grad_norm_`."""
+        """Clip the gradients by their global norm; see `clip_grad_norm_`."""
         if self.is_accumulating:
             return None
         if not self.updates:
@@ -187,15 +182,15 @@ class GradSync:
         return norm
 
     def weights_changed(self) -> None:
-        """The optimizer has updated the weights."""
+        """Record that the weights were updated."""
         self.gradients.weights_changed()
 
     def gradients_used(self) -> None:
-        """The complete gradients may be overwritten by those of the next update."""
+        """Allow the next update to overwrite the complete gradients."""
         self._unused = False
 
     def _weight_of(self, rows: BatchRows | None, reduction: Reduction, count: Tensor | float | None) -> Tensor | float:
-        """What a loss counts: the number of what it is the mean of; for a sum 1."""
+        """Return the weight of a loss: the number of items that it averages, or 1 for a sum."""
         if rows is not None and rows.own == 0:
             return 0.0
         if count is not None:
@@ -210,7 +205,7 @@ class GradSync:
             )
         self._weight = self._loss = torch.zeros_like(weight)
         if self._nominal is None:
-            # Losses are divided by about what they will be, as large numbers would overflow in fp16.
+            # Losses are divided by about the final divisor, as large values would overflow in fp16.
             total = float(self.mesh.dp.all_reduce(weight)) * self.accumulate
             self._nominal = _power_of_two(total)
         self.gradients.begin(self.accumulate)
@@ -218,11 +213,11 @@ class GradSync:
         return self._scale()
 
     def _holds_gradients(self) -> bool:
-        """Whether a gradient is left, which an optimizer that is not prepared removes or fills with zeros itself."""
+        """Return whether a gradient is left; an optimizer that is not prepared removes or zeroes gradients itself."""
         left = [local(each.grad) for each in self.parameters.values() if each.grad is not None]
         if not left:  # on all ranks alike
             return False
-        found = torch.stack([each.any() for each in left]).any()  # shards of one rank may be zeros by chance
+        found = torch.stack([each.any() for each in left]).any()  # one rank's shards may happen to be zeros
         return bool(self.mesh.world.all_reduce(found.double()))
 
     def _scale(self) -> float:
@@ -259,7 +254,7 @@ class GradSync:
             self.mesh.dp.broadcast_(buffer, 0)
 
     def _publish(self, has_gradient: Sequence[bool]) -> None:
-        """Set `grad` of every parameter and of the tensor that is trained for it."""
+        """Set `grad` of every parameter and of its trained tensor."""
         for (name, parameter), used in zip(self.parameters.items(), has_gradient, strict=True):
             leaf = self.leaves[name]
             gradient = self.gradients[leaf].to(leaf.dtype) if used else None
@@ -268,10 +263,10 @@ class GradSync:
                 parameter.grad = None if gradient is None else like(parameter, gradient)
 
     def note(self, name: str) -> None:
-        """Autograd has accumulated a gradient of a parameter.
+        """Record a parameter's gradient from autograd.
 
         Raises:
-            UserError: the second one in a backward pass, whose sum over the replicas may have started.
+            UserError: it is the second one in a backward pass; the sum over the replicas may already have started.
         """
         if name in self._arrived:
             raise UserError(
@@ -293,22 +288,22 @@ def _on_leaf(note: Callable[[str], None], name: str, _leaf: Tensor) -> None:
 
 
 def _power_of_two(value: float) -> float:
-    """The nearest power of two, so that dividing by it rounds nothing; 1 where there is none."""
+    """Return the nearest power of two, so that dividing by it is exact; 1 if there is none."""
     return 2.0 ** round(log2(value)) if value > 0 and isfinite(value) else 1.0
 
 
 def _metadata(node: Node) -> dict[Any, Any]:
-    """What may be noted on a node of autograd's graph; torch's stub has a method in its place."""
+    """Return the metadata dictionary of an autograd node, which torch's stub declares as a method."""
     return cast(dict[Any, Any], node.metadata)
 
 
 def origin_of(loss: Tensor) -> _Origin | None:
-    """The prepared model, and its batch, that a loss was computed from; None where there is none."""
+    """Return the prepared model, and its batch, that a loss was computed from, or None."""
     return next((origin for _, origin in _origins_of(loss)), None)
 
 
 def _origins_of(loss: Tensor) -> Iterator[tuple[Node, _Origin]]:
-    """The outputs of prepared models that a loss was computed from: their nodes in the graph, the nearest first."""
+    """Yield the graph nodes and origins of the prepared models' outputs that a loss depends on, the nearest first."""
     waiting, seen = deque([loss.grad_fn]), set()
     while waiting:
         node = waiting.popleft()
@@ -335,16 +330,16 @@ def backward(
     count: Tensor | float | None = None,
     retain_graph: bool = False,
 ) -> None:
-    """The backward pass of a loss of a prepared model, in the place of `loss.backward()`.
+    """Run the backward pass of a prepared model's loss, in place of `loss.backward()`.
 
-    Multiplies the loss as loss scaling and the number of rows need. After the last backward pass of an update (the
-    `accumulate`-th, or that of the loader's last batch) the gradients `.grad` are, on every rank, those of the mean
-    over the rows of all replicas and all these backward passes.
+    Scales the loss for fp16 and for the number of rows. After the last backward pass of an update (the `accumulate`-th,
+    or the one of the loader's last batch), `.grad` on every rank is the gradient of the mean over the rows of all
+    replicas and all these backward passes.
 
     Args:
-        loss: scalar, of this replica's rows.
-        reduction: whether it is the mean over its rows, or their sum; with the latter gradients are those of the sum.
-        count: what the loss is a mean of, where that is not the rows: the number of valid tokens, say.
+        loss: scalar loss of this replica's rows.
+        reduction: whether the loss is the mean over its rows or their sum; for a sum, gradients are those of the sum.
+        count: number of items that the loss averages, if these are not the rows, such as the number of valid tokens.
         retain_graph: as in `torch.Tensor.backward`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Tensors inside what models return and data loaders yield: tuples, lists, mappings and dataclasses of them."""
+"""Prepared data loaders: each replica's rows of a global batch, and gathering of values for metrics."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
@@ -15,7 +15,7 @@ from threefold.errors import UserError
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor of a nested value, in order."""
+    """Yield every tensor of a nested value (tuples, lists, mappings and dataclasses), in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -30,7 +30,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(value: Any, make: Callable[[Tensor], Tensor]) -> Any:
-    """The same nested value with `make(tensor)` in the place of each tensor; what has none is returned as it is."""
+    """Return a nested value with each tensor replaced by `make(tensor)`; anything else is kept as it is."""
     if isinstance(value, Tensor):
         return make(value)
     if isinstance(value, MutableMapping):
@@ -51,17 +51,17 @@ def map_tensors(value: Any, make: Callable[[Tensor], Tensor]) -> Any:
 
 
 _BATCHES_AT_ONCE = 4096
-"""Batches of which the first rank sends the indices in one message."""
+"""Number of batches whose indices the first rank sends in one message."""
 
 
 class BatchRows(NamedTuple):
-    """How much of a global batch a replica has.
+    """Rows of a global batch that a replica has.
 
     Attributes:
-        own: its rows; 0 where the batch has fewer rows than there are replicas, and this one has a row of another's as
-            a filler, which counts for nothing.
-        total: rows of the global batch.
-        last: whether it is the last batch that the loader yields.
+        own: number of own rows; 0 if the batch has fewer rows than there are replicas, and this one has another's row
+            as a filler, which counts for nothing.
+        total: number of rows of the global batch.
+        last: whether the batch is the loader's last.
     """
 
     own: int
@@ -71,7 +71,7 @@ class BatchRows(NamedTuple):
 
 @dataclass
 class CurrentBatch:
-    """The batch that a prepared loader yielded last; None before the first and after the last."""
+    """Batch that a prepared loader yielded last; None before the first and after the last."""
 
     rows: BatchRows | None = None
 
@@ -82,7 +82,7 @@ class CurrentBatch:
 
 
 class _Part(NamedTuple):
-    """A replica's part of a batch: indices of the dataset, or the items themselves."""
+    """A replica's part of a batch: indices into the dataset, or the items themselves."""
 
     own: int
     total: int
@@ -96,15 +96,15 @@ class _Arrived(NamedTuple):
 
 
 class PreparedLoader:
-    """What `prepare` returns for a `DataLoader`: each iteration yields this replica's rows of the next global batch.
+    """A `DataLoader` returned by `prepare`; each iteration yields this replica's rows of the next global batch.
 
-    A global batch is what the `DataLoader` itself would yield on one process. The indices that its sampler draws on
-    rank 0 are sent to all ranks, so that the order follows from the seed of rank 0 and is the same for every number of
-    replicas. Rows are divided as evenly as they can be, in order. Where a batch, as the last of an epoch, has fewer
-    rows than there are replicas, some get a filler: one row, so that every replica runs the model as often as the
-    others, of which `backward` and `gather_for_metrics` count nothing.
+    A global batch is the batch that the `DataLoader` would yield on one process. Rank 0 sends the indices that its
+    sampler draws to all ranks, so the order depends only on the seed of rank 0, not on the number of replicas. Rows are
+    divided as evenly as possible, in order. If a batch has fewer rows than there are replicas, like the last of an
+    epoch, some replicas get a filler row, so that all run the model equally often; `backward` and `gather_for_metrics`
+    ignore it.
 
-    An `IterableDataset` is read by every rank, which keeps its own rows; it has to yield the same on all ranks.
+    An `IterableDataset` is read by every rank, which keeps its own rows; it must yield the same on all ranks.
 
     Attributes:
         loader: the original; its other attributes can be read from this object as well.
@@ -127,11 +127,11 @@ class PreparedLoader:
         self._inner = _remade(loader, mesh)
 
     def announce_to(self, current: CurrentBatch) -> None:
-        """Have another object know the batch that is in progress."""
+        """Also update another object with the batch in progress."""
         self._currents.append(current)
 
     def __len__(self) -> int:
-        """Batches of an epoch, as many as on one process."""
+        """Return the number of batches of an epoch, the same as on one process."""
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
@@ -147,7 +147,7 @@ class PreparedLoader:
             self._announce(None)
 
     def gather(self, values: Any) -> Any:
-        """As `gather_for_metrics(values, loader)`."""
+        """Gather values over the replicas; see `gather_for_metrics`."""
         rows = self._rows
         if rows is None:
             raise UserError(
@@ -156,7 +156,7 @@ class PreparedLoader:
         return map_tensors(values, lambda tensor: _gathered(tensor, rows, self._mesh.dp))
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # not set yet, as in a copy that is being made
+        if name == "loader":  # not set yet, as during copying
             raise AttributeError(name)
         return getattr(self.loader, name)
 
@@ -174,21 +174,20 @@ class PreparedLoader:
 
 
 def gather_for_metrics(values: Any, loader: Any) -> Any:
-    """The values of all rows of the current global batch, in its order, on every rank: to compute metrics of.
+    """Gather the values of all rows of the current global batch, in its order, on every rank.
 
-    Rows that were added to fill up a replica's part are left out, so that each sample is counted once. Collective over
-    the replicas.
+    Filler rows are left out, so each sample is counted once. Collective over the replicas.
 
     Args:
         values: a tensor [rows, …] of this replica's rows, such as predictions or labels; or a tuple, list or mapping of
             such tensors.
-        loader: the prepared loader that yielded the rows.
+        loader: prepared loader that yielded the rows.
 
     Returns:
-        the same with tensors [rows of the global batch, …].
+        the same structure with tensors [rows of the global batch, …].
 
     Raises:
-        UserError: the loader is not a prepared one, or a tensor does not have one value for each row.
+        UserError: the loader is not prepared, or a tensor does not have one value per row.
 
     Example:
         ```python
@@ -215,7 +214,7 @@ def _gathered(tensor: Tensor, rows: BatchRows, axis: Axis) -> Tensor:
 
 
 def _remade(loader: DataLoader, mesh: Mesh) -> DataLoader:
-    """A loader with the same dataset, workers and collation that reads this replica's parts."""
+    """Return a loader with the same dataset, workers and collation that reads this replica's parts."""
     options: dict[str, Any] = {
         "num_workers": loader.num_workers,
         "pin_memory": loader.pin_memory,
@@ -238,14 +237,13 @@ def _remade(loader: DataLoader, mesh: Mesh) -> DataLoader:
 
 
 def _part(batch: Sequence[Any], index: int, replicas: int) -> _Part:
-    """A replica's part of a batch of at least one item."""
     total = len(batch)
     own = batch[total * index // replicas : total * (index + 1) // replicas]
     return _Part(len(own), total, own or batch[:1])
 
 
 class _PartSampler:
-    """The indices of this replica's part of each batch, of the batches that the sampler of rank 0 draws."""
+    """Sampler of this replica's part of each batch that the sampler of rank 0 draws."""
 
     def __init__(self, batches: Iterable[Sequence[Any]], mesh: Mesh) -> None:
         self._batches, self._mesh = batches, mesh
@@ -267,7 +265,7 @@ class _PartSampler:
 
 
 class _DatasetOfParts(Dataset[_Part]):
-    """A dataset whose index is a replica's part of a batch."""
+    """Dataset indexed by a replica's part of a batch."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -279,7 +277,7 @@ class _DatasetOfParts(Dataset[_Part]):
 
 
 class _StreamOfParts(IterableDataset[_Part]):
-    """A replica's part of each batch of an iterable dataset."""
+    """Stream of this replica's part of each batch of an iterable dataset."""
 
     def __init__(self, dataset: Any, batch_size: int, drop_last: bool, index: int, replicas: int) -> None:
         self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
@@ -294,8 +292,6 @@ class _StreamOfParts(IterableDataset[_Part]):
 
 
 class _Collate:
-    """Makes a batch of a part's items."""
-
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
 

@@ -1,4 +1,4 @@
-"""A prepared model: computes in the given precision, and holds the original."""
+"""Prepared models: computation in the given precision, whole-tensor state, and global batch normalization."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,22 +21,22 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 
 class LoadedKeys(NamedTuple):
-    """What `load_state_dict` returns, as that of `nn.Module` does."""
+    """Result of `load_state_dict`, as in `nn.Module`."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
 
 
 class PreparedModule(nn.Module):
-    """What `prepare` returns for an `nn.Module`.
+    """An `nn.Module` returned by `prepare`.
 
-    Calls, attributes, names of parameters and `state_dict` are those of the original; the state is that of whole
-    tensors, whatever the layout, so that saving it is collective with ZeRO or tensor parallelism.
+    Calls, attributes, parameter names and `state_dict` are those of the original. The state has whole tensors in any
+    layout, so saving it is collective with ZeRO or tensor parallelism.
 
     Attributes:
-        module: the original, its parameters now this rank's.
-        sync: its gradients.
-        mesh: of the ranks.
+        module: the original; its parameters are now this rank's.
+        sync: gradient synchronization.
+        mesh: mesh of the ranks.
     """
 
     module: nn.Module
@@ -48,12 +48,12 @@ class PreparedModule(nn.Module):
         self._forwards = 0
         self._dropout_seed = 0
         if mesh.tp.size > 1:
-            # From the generator's seed, not drawn: the order of a loader that shuffles would depend on tp.
+            # Derived from the generator's seed: drawing would make the order of a shuffling loader depend on tp.
             seed = torch.tensor([stream_key("prepared", torch.initial_seed(), mesh.dp.index)], device=mesh.device)
             self._dropout_seed = int(mesh.tp.broadcast_(seed, 0))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The original's forward pass, in the given precision; what it returns narrow is widened to fp32."""
+        """Run the original's forward pass in the given precision; narrow outputs are widened to fp32."""
         with self._precision(), self._same_dropout():
             outputs = self.module(*args, **kwargs)
         if self._autocast is not None:
@@ -65,17 +65,17 @@ class PreparedModule(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of the original, under its names."""
+        """Return the original's parameters under its names."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Those of the original, under its names."""
+        """Return the original's buffers under its names."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The original's, of whole tensors. Collective where they are sharded."""
+        """Return the original's state with whole tensors. Collective if they are sharded."""
         state = self.module.state_dict(*args, **kwargs)
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         for name in state:
@@ -87,7 +87,7 @@ class PreparedModule(nn.Module):
         """Load whole tensors; each rank keeps its shards.
 
         Raises:
-            UserError: names are missing or unknown and `strict`, or shapes differ.
+            UserError: shapes differ, or `strict` is set and names are missing or unknown.
         """
         if assign:
             raise UserError("assign is true but a prepared model keeps its own tensors; use false.")
@@ -119,7 +119,7 @@ class PreparedModule(nn.Module):
         return torch.autocast(self.mesh.device.type, dtype=self._autocast)
 
     def _same_dropout(self) -> AbstractContextManager[Any]:
-        """Random numbers that all tensor ranks draw alike: what they hold whole has to stay the same on all."""
+        """Draw the same random numbers on all tensor ranks, so that replicated activations stay equal."""
         if self.mesh.tp.size == 1 or not self.training:
             return nullcontext()
         self._forwards += 1
@@ -148,12 +148,12 @@ KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class GlobalBatchNorm(nn.Module):
-    """`nn.BatchNorm1d`, `2d` or `3d` whose statistics in training are those of the global batch.
+    """`nn.BatchNorm1d`, `2d` or `3d` with the statistics of the global batch in training.
 
     Args:
-        module: the original, whose parameters and buffers it takes over under their names.
-        axis: the replicas, with a process group of its own: gradients may be in flight on another.
-        current: says whether this replica's row is a filler, which counts for nothing.
+        module: the original, whose parameters and buffers are reused under their names.
+        axis: axis of the replicas, with a process group of its own, as gradients may be in flight on another.
+        current: tells whether this replica's row is a filler, which counts for nothing.
     """
 
     running_mean: Tensor | None
@@ -171,7 +171,7 @@ class GlobalBatchNorm(nn.Module):
         self.train(module.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [N, C, …], this replica's rows → the same shape, normalized over N and what follows C."""
+        """Normalize `x` [N, C, …], this replica's rows, over N and the dims after C."""
         if not self.training and self.running_mean is not None:
             return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -194,7 +194,7 @@ class GlobalBatchNorm(nn.Module):
         return out.to(x.dtype)
 
     def _over_replicas(self, x: Tensor) -> Tensor:
-        """The sum over the replicas; each of their losses depends on it, so gradients are summed as well."""
+        """Sum over the replicas; the backward pass sums too, since every replica's loss depends on the result."""
         return copy_to(reduce_from(x, self.axis), self.axis)
 
     @torch.no_grad()
@@ -209,7 +209,7 @@ class GlobalBatchNorm(nn.Module):
 
 
 def use_global_statistics(model: nn.Module, axis: Axis, current: CurrentBatch) -> nn.Module:
-    """Put a `GlobalBatchNorm` in the place of each batch normalization of a model; returns the model."""
+    """Replace each batch normalization of a model by a `GlobalBatchNorm`, and return the model."""
     if isinstance(model, KINDS):
         return GlobalBatchNorm(model, axis, current)
     made: dict[nn.Module, nn.Module] = {}
@@ -223,10 +223,10 @@ def use_global_statistics(model: nn.Module, axis: Axis, current: CurrentBatch) -
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Whether a module of the model normalizes over the batch."""
+    """Return whether a model has batch normalization."""
     return any(isinstance(module, KINDS) for module in model.modules())
 
 
 def batch_norm_buffers(model: nn.Module) -> list[Tensor]:
-    """The running statistics of the model's batch normalizations."""
+    """Return the running statistics of the model's batch normalizations."""
     return [buffer for module in model.modules() if isinstance(module, KINDS) for buffer in module.buffers()]

@@ -1,4 +1,4 @@
-"""An optimizer around another one: its groups, state and defaults are the other's."""
+"""Prepared optimizers and learning-rate schedules, around the originals."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,13 +15,10 @@ from threefold.parallel.parameter import like, local, stored, whole
 
 
 class WrappedOptimizer(Optimizer):
-    """An optimizer that hands on what it does not do itself.
+    """Optimizer that delegates to another one whatever it does not implement itself.
 
-    It is not initialised as an optimizer: parameters, state and hooks are those of the original. A subclass has a
-    `step` and a `zero_grad`.
-
-    Attributes:
-        optimizer: the original.
+    It is not initialised as an `Optimizer`: parameters, state and hooks are the original's (`optimizer`). Subclasses
+    define `step` and `zero_grad`.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -29,21 +26,21 @@ class WrappedOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of the original."""
+        """Parameter groups of the original."""
         return self.optimizer.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """That of the original."""
+        """State of the original."""
         return self.optimizer.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Those of the original."""
+        """Defaults of the original."""
         return self.optimizer.defaults
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # not set yet, as in a copy that is being made
+        if name == "optimizer":  # not set yet, as during copying
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
@@ -52,14 +49,14 @@ class WrappedOptimizer(Optimizer):
 
 
 class OwnedWeights:
-    """The weights of an optimizer, each owned by one of the ranks that shard them.
+    """Weights of an optimizer, each owned and updated by one of the ranks that shard them.
 
-    The groups of the optimizer have the whole weights that this rank owns.
+    The groups of the optimizer contain the whole weights that this rank owns.
 
     Args:
-        optimizer: one that updates each weight independently of the others.
-        groups: the weights of each of its groups, as they are stored.
-        ranks: those that update.
+        optimizer: optimizer that updates each weight independently of the others.
+        groups: weights of each of its groups, as they are stored.
+        ranks: axis of the ranks that update.
     """
 
     def __init__(self, optimizer: Optimizer, groups: Sequence[Sequence[Tensor]], ranks: Axis) -> None:
@@ -99,7 +96,7 @@ class OwnedWeights:
             local(weight).detach().copy_(slice_of(weight, value))
 
     def state_dict(self) -> dict[str, Any]:
-        """As on one process, on every rank. Collective."""
+        """Return the state as on one process, on every rank. Collective."""
         own = self._optimizer.state_dict()
         numbers = sorted(self._owned)
         parts = self._ranks.gather_objects({numbers[place]: state for place, state in own["state"].items()})
@@ -111,7 +108,7 @@ class OwnedWeights:
         return {**own, "state": dict(sorted(state.items())), "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` gave, in this or another layout."""
+        """Load a state from `state_dict`, saved in this or another layout."""
         places = {number: place for place, number in enumerate(sorted(self._owned))}
         state = {places[number]: each for number, each in state_dict["state"].items() if number in places}
         groups = [
@@ -122,7 +119,7 @@ class OwnedWeights:
 
 
 def _owners(sizes: Sequence[int], ranks: int) -> list[int]:
-    """The owner of each weight: the largest weights first, each to the rank that has least."""
+    """Return the owner of each weight: the largest weights first, each to the rank with the least load."""
     load, owners = [0] * ranks, [0] * len(sizes)
     for number in sorted(range(len(sizes)), key=lambda each: (-sizes[each], each)):
         owners[number] = load.index(min(load))
@@ -143,21 +140,21 @@ ELEMENTWISE = (
     torch.optim.Rprop,
     torch.optim.ASGD,
 )
-"""Optimizers that treat every element of a weight independently, so that they update a shard as they do the whole."""
+"""Optimizers that treat elements of a weight independently, so updating a shard equals updating the whole."""
 
 
 class PreparedOptimizer(WrappedOptimizer):
-    """What `prepare` returns for an optimizer, with the same groups, state and defaults.
+    """An optimizer returned by `prepare`, with the same groups, state and defaults.
 
-    `step` does nothing while gradients are accumulated, and nothing where they overflowed in fp16. `state_dict` has
-    whole tensors, whatever the layout; it is collective where the state is sharded.
+    `step` does nothing while gradients are accumulated or if they overflowed in fp16. `state_dict` has whole tensors in
+    any layout; it is collective if the state is sharded.
 
     Attributes:
-        optimizer: the original, over this rank's shards; or over the whole weights that this rank owns, where it needs
-            whole ones and they are sharded (`whole_weights`).
-        sync: the gradients.
-        names: of its weights, in the order of its groups.
-        weights: the same, as the model stores them.
+        optimizer: the original, over this rank's shards; or over the whole weights that this rank owns, if it needs
+            whole weights and they are sharded (`OwnedWeights`).
+        sync: gradient synchronization.
+        names: names of its weights, in the order of its groups.
+        weights: the weights in that order, as the model stores them.
     """
 
     def __init__(self, optimizer: Optimizer, before: Mapping[str, nn.Parameter], sync: GradSync) -> None:
@@ -178,8 +175,7 @@ class PreparedOptimizer(WrappedOptimizer):
 
     @property
     def loss(self) -> float:
-        """The mean loss over all rows of the last update, the same on every rank; while gradients are accumulated, that
-        of the update before."""
+        """Mean loss over all rows of the last complete update, the same on every rank."""
         return self.sync.loss
 
     @property
@@ -191,7 +187,7 @@ class PreparedOptimizer(WrappedOptimizer):
         """Update the weights once their gradients are complete.
 
         Raises:
-            UserError: a closure is given, or there has been no `backward` since the last step.
+            UserError: a closure is given, or `backward` was not called since the last step.
         """
         if closure is not None:
             raise UserError(
@@ -215,19 +211,15 @@ class PreparedOptimizer(WrappedOptimizer):
             self.sync.weights_changed()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Allow the gradients to be overwritten: they are cleared when those of the next update begin."""
+        """Allow the gradients to be overwritten; they are cleared when the next update begins."""
         self.sync.gradients_used()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: its gradients would not be summed.
-
-        Raises:
-            UserError: always.
-        """
+        """Raise UserError: the gradients of an added group would not be summed."""
         raise UserError("add_param_group was called on a prepared optimizer; add the group before prepare.")
 
     def state_dict(self) -> dict[str, Any]:
-        """As the original's on one process: of whole tensors. Collective where the state is sharded."""
+        """Return the state as on one process, with whole tensors. Collective if the state is sharded."""
         if self._owned is not None:
             return self._owned.state_dict()
         state, held = self.optimizer.state_dict(), self.weights
@@ -243,36 +235,32 @@ class PreparedOptimizer(WrappedOptimizer):
 
 
 class PreparedScheduler:
-    """What `prepare` returns for a learning-rate schedule: it steps when the optimizer does, once per update.
-
-    Attributes:
-        scheduler: the original.
-    """
+    """Learning-rate schedule returned by `prepare`, around `scheduler`; it steps once per optimizer update."""
 
     def __init__(self, scheduler: Any, sync: GradSync) -> None:
         self.scheduler, self.sync = scheduler, sync
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step, unless gradients are being accumulated or the update was skipped for an overflow in fp16."""
+        """Step, unless gradients are being accumulated or the update was skipped for an fp16 overflow."""
         if self.sync.is_accumulating or self.sync.overflowed:
             return
         self.scheduler.step(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":  # not set yet, as in a copy that is being made
+        if name == "scheduler":  # not set yet, as during copying
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 
 
 def require_matches(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], sharded: bool) -> None:
-    """Check that an optimizer is one of a model's parameters.
+    """Check that an optimizer updates only parameters of a model.
 
     Args:
-        parameters: of the model, before it was sharded.
-        sharded: whether they are sharded, so that the optimizer must not have a state yet.
+        parameters: parameters of the model before sharding.
+        sharded: whether they will be sharded, so that the optimizer must not have a state yet.
 
     Raises:
-        UserError: it is not.
+        UserError: it has other parameters, a state that does not fit, or computes the loss itself (LBFGS).
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UserError("The optimizer is LBFGS, which computes the loss again by itself; use AdamW.")
@@ -302,5 +290,5 @@ def _cut(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_of(value: Any, shape: torch.Size) -> bool:
-    """Whether a state has a value for each element of a weight of this shape."""
+    """Return whether a state has a value for each element of a weight of this shape."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape == shape

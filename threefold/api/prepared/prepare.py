@@ -1,4 +1,4 @@
-"""`prepare`: a model, its optimizer and its data loader made distributed in one call, as `accelerate` does."""
+"""One-call distribution of a model, its optimizer and its data loader (`prepare`), in the style of `accelerate`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -41,35 +41,35 @@ def prepare(
     sync_batch_norm: bool = True,
     tensor_parallel: Mapping[str, Split] | None = None,
 ) -> Any:
-    """Make a model, its optimizer, its data loaders and its learning-rate schedule distributed.
+    """Make a model, its optimizers, its data loaders and its learning-rate schedules distributed.
 
-    The script's own loop stays as it is, but for `threefold.backward(loss)` in the place of `loss.backward()`. Its
-    batches, losses, gradients and updates are those of the same script on one process, up to rounding: a `DataLoader`
-    of batch size B yields its part of the same B rows to every replica. Collective: every rank calls it alike.
+    The script's own loop stays as it is, except that `threefold.backward(loss)` replaces `loss.backward()`. Batches,
+    losses, gradients and updates equal those of the same script on one process, up to rounding: a `DataLoader` of batch
+    size B yields to each replica its part of the same B rows. Collective: every rank makes the same call.
 
     Every rank starts from the weights and buffers of rank 0. Batch normalization takes its statistics from all rows of
     the global batch; other buffers stay as each rank computes them. A parameter that no replica used has no gradient.
     Dropout draws from each rank's own generator.
 
     Args:
-        objects: in any order, any of them left out: one `nn.Module`; optimizers of its parameters; `DataLoader`s;
-            learning-rate schedules of `torch.optim.lr_scheduler`. What `prepare` returned before may be passed again
-            beside new objects, as for an optimizer or a loader that is made later.
-        mesh: of dp and tp alone; None for as many replicas as there are ranks.
-        precision: `bf16` or `fp16` computes in that dtype where it is safe (`torch.autocast`), fp16 with a dynamic loss
-            scale; weights stay as they are. `fp32` computes in the dtype of the weights.
-        zero: 1 shards the optimizer state over the replicas, 2 gradients too, 3 weights too.
-        accumulate: backward passes of an update (gradient accumulation). `optimizer.step()` does nothing before the
-            last of them, or before the loader's last batch.
-        compress: sums gradients over the replicas in `fp16` or `bf16` (gradient compression).
-        sync_batch_norm: with false, batch normalization takes its statistics from each replica's own rows, and after
-            each update every replica has the running statistics of the first.
-        tensor_parallel: pattern of module names → `Column()`, `Row()`, `Vocab()` …, for a mesh with tp; what it does
-            not name is whole on every tensor rank. The fused evaluation of `nn.TransformerEncoderLayer` cannot read
-            weights that are cut: call `torch.backends.mha.set_fastpath_enabled(False)`.
+        objects: any of these, in any order: one `nn.Module`; optimizers of its parameters; `DataLoader`s; schedules
+            from `torch.optim.lr_scheduler`. Objects already prepared may be passed again beside new ones, for example
+            to add an optimizer or a loader later.
+        mesh: mesh of only dp and tp; None for one replica per rank.
+        precision: `bf16` or `fp16` computes in that dtype where it is safe (`torch.autocast`), fp16 with dynamic loss
+            scaling; weights keep their dtype. `fp32` computes in the dtype of the weights.
+        zero: ZeRO stage: 1 shards the optimizer state over the replicas, 2 also gradients, 3 also weights.
+        accumulate: backward passes per update (gradient accumulation). `optimizer.step()` does nothing before the last
+            of them, or before the loader's last batch.
+        compress: gradient compression: sums gradients over the replicas in `fp16` or `bf16`.
+        sync_batch_norm: whether batch normalization uses the global batch. If false, each replica uses the statistics
+            of its own rows, and after each update takes the running statistics of the first replica.
+        tensor_parallel: module name pattern → `Column()`, `Row()`, `Vocab()` …, for a mesh with tp; all other modules
+            are replicated on every tensor rank. The fused evaluation of `nn.TransformerEncoderLayer` cannot read
+            sharded weights: call `torch.backends.mha.set_fastpath_enabled(False)`.
 
     Returns:
-        the prepared objects in the order given; a single one by itself.
+        the prepared objects in the given order, or the object itself if there is only one.
 
     Raises:
         UserError: an argument is wrong, or the objects do not belong together.
@@ -126,16 +126,16 @@ def prepare(
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor | None:
-    """Clip the gradients of a prepared model by their global norm: that of the whole model, whatever shards it.
+    """Clip the gradients of a prepared model by the global norm over the whole model, however it is sharded.
 
     Collective. Call it between `backward` and `optimizer.step()`.
 
     Args:
-        model: what `prepare` returned.
-        max_norm: gradients of a larger norm are scaled down to it.
+        model: model returned by `prepare`.
+        max_norm: maximum norm; larger gradients are scaled down to it.
 
     Returns:
-        the norm before clipping, the same on every rank; None while gradients are accumulated, when nothing is done.
+        the norm before clipping, the same on every rank; None, with no effect, while gradients are accumulated.
 
     Raises:
         UserError: the model is not prepared, or there are no gradients yet.
@@ -184,11 +184,7 @@ def _check_mesh(mesh: Mesh) -> None:
 
 
 def _model_among(objects: Sequence[Any]) -> nn.Module | None:
-    """The model to prepare, or the prepared one.
-
-    Raises:
-        UserError: the objects are not what `prepare` takes, or not together.
-    """
+    """Return the model to prepare, or the prepared one; raise UserError if the objects do not belong together."""
     if not objects:
         raise UserError("prepare was called without objects; pass a model, an optimizer or a DataLoader.")
     models = []
@@ -233,7 +229,7 @@ def _prepare_model(
     partial = _shard_over_tensor_ranks(model, tensor_parallel, mesh)
     buffers = [] if sync_batch_norm else batch_norm_buffers(model)
     if sync_batch_norm and mesh.dp.size > 1 and has_batch_norm(model):
-        # Of its own, as sums of gradients may be in flight over dp.
+        # A process group of its own, as gradient sums may be in flight over dp.
         axis = mesh.new_axis("batch norm", mesh.layout.groups("dp"))
         assert axis is not None  # each rank is in one of them
         model = use_global_statistics(model, axis, current)
@@ -254,7 +250,7 @@ def _prepare_model(
 
 
 def _shard_over_tensor_ranks(model: nn.Module, table: Mapping[str, Split] | None, mesh: Mesh) -> list[str]:
-    """The names of the parameters of whose gradient each tensor rank has a part."""
+    """Shard the model, and return the names of the parameters whose gradient is partial on each tensor rank."""
     if table is not None:
         return shard_by_patterns(model, table, mesh)
     if mesh.tp.size > 1:
@@ -276,13 +272,13 @@ def _require_values(model: nn.Module) -> None:
 
 
 def tensors_of(model: PreparedModule) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, as global tensors that share memory with the model's."""
+    """Return parameters and persistent buffers by name, as global tensors that share memory with the model."""
     kept = model.module.state_dict(keep_vars=True)
     found: dict[str, Tensor] = {}
     parameters = {id(parameter): parameter for parameter in model.module.parameters()}
     seen: set[int] = set()
     for name, value in kept.items():
-        if not isinstance(value, Tensor) or id(value) in seen:  # a tied weight once
+        if not isinstance(value, Tensor) or id(value) in seen:  # keep a tied weight once
             continue
         seen.add(id(value))
         parameter = parameters.get(id(value))
@@ -295,12 +291,12 @@ def tensors_of(model: PreparedModule) -> dict[str, Tensor]:
 
 
 def weights_of(optimizer: PreparedOptimizer) -> Iterator[tuple[str, Tensor]]:
-    """The weights of an optimizer, as they are stored, in the order of its groups."""
+    """Yield the weights of an optimizer with their names, in the order of its groups."""
     yield from zip(optimizer.names, optimizer.weights, strict=True)
 
 
 def states_of(optimizer: PreparedOptimizer) -> Iterator[tuple[str, str, Any, Tensor]]:
-    """Name of the weight, name of the state, its value, and that as a tensor of the whole model. Collective."""
+    """Yield the optimizer state: weight name, state name, value, and the value as a global tensor. Collective."""
     names = optimizer.names
     for number, state in optimizer.state_dict()["state"].items():
         for name, value in state.items():
@@ -309,12 +305,7 @@ def states_of(optimizer: PreparedOptimizer) -> Iterator[tuple[str, str, Any, Ten
 
 
 def fill(optimizer: PreparedOptimizer, states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Set the state of an optimizer.
-
-    Args:
-        optimizer: prepared.
-        states: by the weight's name and the state's, of whole tensors.
-    """
+    """Set the state of a prepared optimizer from whole-tensor states by weight name and state name."""
     own = optimizer.state_dict()
     found = {number: dict(states[name]) for number, name in enumerate(optimizer.names) if states.get(name)}
     optimizer.load_state_dict({**own, "state": found})

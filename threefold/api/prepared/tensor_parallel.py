@@ -2,8 +2,8 @@
 
     {"**.self_attn.*_proj": Column(), "**.self_attn.o_proj": Row(), "lm_head": Vocab()}
 
-A module that computes the shape of its heads from what its projections return (`view(…, -1, head_dim)`, as the models
-of `transformers` do) then works on the heads of its rank.
+A module that infers its number of heads from its projections' outputs (`view(…, -1, head_dim)`, as in `transformers`)
+then works on the heads of its rank.
 """
 
 from collections.abc import Mapping
@@ -24,13 +24,13 @@ def shard_by_patterns(model: nn.Module, table: Mapping[str, Split], mesh: Mesh) 
     """Replace the modules that a table names by parallel ones, in place.
 
     Args:
-        model: with its weights, the same on every tensor rank.
-        table: pattern → `Column`, `Row` (of `nn.Linear`), `Vocab` (of `nn.Embedding`, or of a `nn.Linear` that gives
-            logits, which are gathered), `PerHead` or `Replicated`.
-        mesh: its tp axis.
+        model: model with its weights, equal on every tensor rank.
+        table: pattern → `Column` or `Row` (of `nn.Linear`), `Vocab` (of `nn.Embedding`, or of an `nn.Linear` that
+            computes logits, which are gathered), `PerHead` or `Replicated`.
+        mesh: mesh whose tp axis shards the modules.
 
     Returns:
-        the names of the parameters that are whole on each tensor rank, and of whose gradient it has a part (`PerHead`).
+        the names of the `PerHead` parameters, which each tensor rank holds whole with a partial gradient.
 
     Raises:
         UserError: the table does not fit the model, or the axis does not divide the heads.
@@ -111,7 +111,7 @@ def _check(name: str, modules: Mapping[str, nn.Module], rule: Split, ranks: int)
 
 
 def _tied_weights(model: nn.Module) -> list[list[str]]:
-    """The names of the parameters that are one."""
+    """Return the groups of names that share one parameter."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
