@@ -36,11 +36,11 @@ def process_state(pid: int) -> ProcessState:
 
 
 def worked_seconds(pid: int) -> float:
-    """Return the seconds in which a process of this host and its children (such as a compiler) ran or waited for a
-    core.
+    """Return the seconds in which a process of this host and its children ran or waited for a core.
 
     Counts the running time of all threads except those of lower priority (such as one that writes a checkpoint), and
-    the time that main threads waited for a core. 0 if the system does not tell, as for an ended process.
+    the time that main threads waited for a core. A child may be a compiler. 0 if the system does not tell, as for an
+    ended process.
     """
     try:
         fields = _fields(f"/proc/{pid}/stat")
