@@ -1,5 +1,4 @@
-"""Measure time and memory of attention over long sequences, windowed and inside documents, beside other
-implementations.
+"""Measure time and memory of attention over long sequences, windowed and inside documents, beside alternatives.
 
     python benchmarks/attention.py [--rounds 3] [--length 2048 8192] [--before CHECKOUT] [--flex]
 

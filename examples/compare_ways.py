@@ -122,8 +122,7 @@ def area_under_curve(labels: list[int], scores: list[float]) -> float:
 
 
 def make_model():
-    """Return embeddings, one block of self-attention and a head: plain PyTorch, in layers that pass on the attention
-    mask."""
+    """Return embeddings, one block of self-attention and a head: plain PyTorch, in layers that pass the mask on."""
     import torch
     from torch import nn
     from torch.nn import functional as F

@@ -87,8 +87,7 @@ def published() -> Iterator[Peak]:
 
 
 def judged() -> tuple[int, int, int, int]:
-    """Count published steps that ran, those of them judged not to fit, steps out of memory, those of them judged to
-    fit."""
+    """Count published steps that ran, those judged not to fit, steps out of memory, and those judged to fit."""
     counts = {True: [0, 0], False: [0, 0]}
     for row in published_rows():
         memory = max(stage.needed for stage in stage_memory(row.config(), "cuda", row.system))

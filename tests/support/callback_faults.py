@@ -73,8 +73,7 @@ class HangAt(Callback):
 
 
 class Busy(Callback):
-    """Compute on one rank before a step, like a compilation: in the rank itself, or in a child process that it waits
-    for.
+    """Compute on one rank before a step, like a compilation, in the rank itself or in a child that it waits for.
 
     Args:
         seconds: processor time.
@@ -129,8 +128,7 @@ def _fill_memory() -> Iterator[Any]:
 
 
 class Limit(Callback):
-    """Set a resource limit (memory or open files) of one rank to its current use before a step, in the first attempt
-    only."""
+    """Set a limit (memory or open files) of one rank to its current use before a step, in the first attempt only."""
 
     ranks = "all"
 

@@ -183,8 +183,7 @@ class CaseRows(BatchSource):
 
 
 def one_process(case: Case) -> Trace:
-    """Train the unsplit model with torch's own optimizer and clipping and the whole batch in one pass, without the
-    engine."""
+    """Train the unsplit model without the engine: torch's optimizer and clipping, and the whole batch in one pass."""
     config = case.config
     plan = model_plan(config.model, case.sequence)
     trace = reference.one_process(partial(make_model, config.model), plan, config, CaseRows(case), case.steps)

@@ -25,8 +25,7 @@ def runs(pid: int) -> bool:
 def errors_of(
     processes: Sequence[subprocess.Popen[str]], others: Callable[[], Iterable[int]], bound: float = BOUND
 ) -> list[str]:
-    """Wait until all processes have ended and return the standard error of each; on timeout kill them and fail the
-    test.
+    """Wait until all processes have ended; return the standard error of each, or kill them and fail on timeout.
 
     Args:
         others: ids of the processes that these have started.

@@ -136,8 +136,7 @@ def _of_llama(tensors: Mapping[str, Tensor], model: Mapping[str, Any]) -> Iterat
 def logits_and_routers(
     theirs: Any, tokens: Tensor, documents: Tensor | None = None, factors: Factors | None = None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return the logits [B, S, V] of a transformers model, and the router logits [B · S, experts] of each layer with a
-    router.
+    """Return logits [B, S, V] of a transformers model, and router logits [B · S, experts] of each layer with a router.
 
     Args:
         theirs: transformers model.

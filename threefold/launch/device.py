@@ -30,6 +30,7 @@ def choose_device(
 
     Args:
         setting: value in the config.
+        dtype: dtype of the computation.
         local_world_size: number of ranks on this host.
         backend: backend of the collectives; with `gloo` ranks may share a GPU.
 
@@ -49,11 +50,7 @@ def _gpus_needed(local_world_size: int, backend: Backend) -> int:
 
 
 def require_gpus(local_world_size: int, backend: Backend = "auto") -> None:
-    """Check that there is a GPU for each rank of this host; over gloo, that there is at least one.
-
-    Raises:
-        UserError: there are fewer.
-    """
+    """Raise `UserError` unless there is a GPU for each rank of this host; over gloo, unless there is at least one."""
     gpus = gpu_count()
     if gpus < _gpus_needed(local_world_size, backend):
         fewer = f", start at most {gpus} ranks here, or debug with parallel.backend gloo" if gpus else ""

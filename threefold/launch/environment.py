@@ -62,10 +62,7 @@ def find_launched_rank(environment: Mapping[str, str] = os.environ) -> LaunchedR
 
 
 def missing_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the torchrun variables that are missing beside others that are set.
-
-    Empty if no launcher started this process, or only one rank.
-    """
+    """Return the missing torchrun variables if some are set; empty without a launcher or with only one rank."""
     if not {"RANK", "WORLD_SIZE"} & environment.keys() or environment.get("WORLD_SIZE") == "1":
         return []
     return [name for name in _TORCHRUN if name not in environment]
@@ -173,14 +170,7 @@ def _tasks_here(environment: Mapping[str, str], world_size: int) -> int:
 def _number(
     environment: Mapping[str, str], name: str, least: int, most: int | None = None, default: int | None = None
 ) -> int:
-    """Return the value of a launcher's variable, a whole number.
-
-    Args:
-        default: value if the variable is not set.
-
-    Raises:
-        UserError: it is not a whole number from `least` to `most`.
-    """
+    """Return a launcher's variable as an integer, `default` if unset; raise `UserError` outside `least` to `most`."""
     if name not in environment and default is not None:
         return default
     text = environment.get(name, "")
@@ -221,11 +211,7 @@ def first_host(hosts: str) -> str:
 
 
 def tasks_on(tasks_per_node: str, node: int) -> int:
-    """Return the number of tasks on one node, from a Slurm list of tasks per node: `4(x2),3` is 4, 4, 3.
-
-    Raises:
-        ValueError: the text is no such list.
-    """
+    """Return the tasks on one node of a Slurm list, where `4(x2),3` is 4, 4, 3; raise `ValueError` for other text."""
     counts: list[int] = []
     for part in tasks_per_node.split(","):
         match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,6})\))?", part)

@@ -136,18 +136,14 @@ def _gone(noticed_by: int) -> str:
 
 
 def lost_rank_zero(failure: Failure) -> Failure:
-    """Return the failure of rank 0, whose process can no longer be reached, from that of a rank that noticed.
-
-    A failure that is no lost connection is returned as it is.
-    """
+    """Return the failure of unreachable rank 0 from that of a rank that noticed; return any other failure unchanged."""
     if failure.user_error or not _LOST.search(failure.error):
         return failure
     return Failure(0, _gone(failure.rank), failure.when, silent=True)
 
 
 def pickled(error: BaseException) -> bytes | None:
-    """Pickle an exception for another process; return None if it would not arrive, as with several constructor
-    arguments."""
+    """Pickle an exception for another process; None if it would not arrive, as with several constructor arguments."""
     try:
         data = pickle.dumps(error)
         pickle.loads(data)
@@ -163,8 +159,7 @@ _HINTS: Final[dict[int, str]] = {
 
 
 def from_exit_code(rank: int, code: int) -> Failure:
-    """Return the failure of a rank whose process ended without a report, with `code` its exit status or minus the
-    signal."""
+    """Return the failure of a rank that ended without a report; `code` is its exit status or minus the signal."""
     now = time.monotonic()
     if code >= 0:
         return Failure(rank, f"its process ended with exit status {code}", now, silent=True)

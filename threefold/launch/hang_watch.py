@@ -182,6 +182,7 @@ class HangWatch:
     """Track how long each rank has made no progress, and find those that hang.
 
     Args:
+        ranks: number of ranks.
         timeout: seconds without progress after which a rank counts as hung.
         state: returns the state of a rank's process, where it can be asked.
         worked: returns the `worked_seconds` of a rank's process.
@@ -293,11 +294,7 @@ class HangWatch:
 
 
 class LostStore:
-    """Track how long the store that carries the heartbeats has not answered this rank.
-
-    Args:
-        timeout: seconds without an answer after which the store counts as lost.
-    """
+    """Track how long the store that carries the heartbeats has not answered this rank, up to `timeout` seconds."""
 
     def __init__(self, rank: int, timeout: float) -> None:
         self._rank, self._timeout, self._exchanges, self._silent = rank, timeout, 0, 0.0
@@ -339,11 +336,7 @@ INTERVAL: Final = 0.5
 
 @contextmanager
 def beating(heartbeat: Heartbeat, on_request: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Beat within the block.
-
-    Args:
-        on_request: called once, when a reader of the page asks for it.
-    """
+    """Beat within the block; call `on_request` once when a reader of the page asks for it."""
     over = threading.Event()
 
     def beat() -> None:

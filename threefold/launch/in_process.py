@@ -39,13 +39,13 @@ def run_in_process(
     own: Callable[[], AbstractContextManager[object]] = nullcontext,
     signals: StopSignals | None = None,
 ) -> object:
-    """Call `worker(rank_info, *args)` here, as a rank of the initialised process group or as the only rank of a new
-    one.
+    """Call `worker(rank_info, *args)` here, as a rank of the initialised process group or the only rank of a new one.
 
     An existing group is left as it is; a new one lasts for the call.
 
     Args:
         worker: function of an importable module.
+        world_size: number of ranks of the layout.
         own: makes a context, such as a lock, that rank 0 enters; a `UserError` from it is raised on all ranks.
         signals: handlers for a worker that ends when `rank_info.asked()` is not 0. A second signal ends one of several
             ranks at once, since it may be waiting for others; a single rank raises.

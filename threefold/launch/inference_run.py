@@ -42,6 +42,9 @@ class InferenceRun:
         """Check everything before a rank starts.
 
         Args:
+            run_dir: run folder.
+            layout: layout of the ranks.
+            dtype: dtype of weights and computation.
             device: device of the ranks; "auto" uses GPUs if there is one per rank.
             model, trust_code: passed to `Trained.find`.
 

@@ -119,7 +119,6 @@ def spawn(
 
 
 def _run_here(job: Job, launched: LaunchedRank, own: Ownership, signals: StopSignals | None) -> object:
-    """Run the job as the rank that a launcher started."""
     if job.device == "cuda":
         require_gpus(launched.local_world_size, job.backend)
     asked = (lambda: signals.received) if signals else never

@@ -134,12 +134,9 @@ def _raise_second(number: int, again: bool) -> None:
 def collect_local(
     job: Job, world_size: int, start_method: StartMethod, signals: StopSignals | None = None
 ) -> tuple[list[Failure], list[object]]:
-    """Run the job once on `world_size` processes of this host; return the failures and the results by rank.
+    """Run the job once on `world_size` processes of this host; return its failures, or without any the results by rank.
 
-    Results are complete only if there are no failures. See `run_local` for the arguments.
-
-    Raises:
-        StopRequested: a second signal came; all ranks have been killed.
+    See `run_local` for the arguments and `StopRequested`.
     """
     import torch.distributed as dist
 

@@ -54,12 +54,10 @@ def lasting_imports() -> Iterator[None]:
 
 @contextmanager
 def shared_objects() -> Iterator[None]:
-    """Fork within the block while existing objects are exempt from garbage collection, in this process and in the
-    forks.
+    """Fork within the block while existing objects are exempt from garbage collection, here and in the forks.
 
     A collection writes to every object that it visits. The first one in a fork would copy every page of the parent's
-    imports:
-    17,000 pages and 0.2 s per rank, in its first step.
+    imports: 17,000 pages and 0.2 s per rank, in its first step.
     """
     gc.freeze()
     try:
@@ -77,11 +75,7 @@ def signal_name(number: int) -> str:
 
 
 def require_room(ranks: int) -> None:
-    """Check that memory and the limit of open files allow `ranks` processes on this machine.
-
-    Raises:
-        UserError: they do not, even without a model.
-    """
+    """Raise `UserError` unless memory and the limit of open files allow `ranks` processes, even without a model."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     least = _OWN_FILES + _FILES_OF_A_RANK[0] * min(ranks, _FEW) + _FILES_OF_A_RANK[1] * max(ranks - _FEW, 0)
     if files != resource.RLIM_INFINITY and files < least:

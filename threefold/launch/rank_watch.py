@@ -61,6 +61,8 @@ class LocalWatch:
     """Find the rank of this host that does not answer, from its page and its process.
 
     Args:
+        pages: pages of the ranks.
+        pids: process ids of the ranks.
         timeout: seconds without progress after which a rank counts as hung.
         asks: whether to ask the other ranks for their flight recorders before they are ended.
     """
@@ -77,11 +79,7 @@ class LocalWatch:
         self._looked = time.monotonic()
 
     def look(self, ended: Collection[int]) -> Failure | None:
-        """Return the failure of the rank that does not answer; None if all do.
-
-        Args:
-            ended: ranks whose processes have ended.
-        """
+        """Return the failure of the rank that does not answer, None if all do; `ended` are ranks without a process."""
         now = time.monotonic()
         seconds, self._looked = min(now - self._looked, _LONGEST_LOOK), now
         hang = self._watch.observe(self._pages.places(), seconds, ended)
@@ -119,6 +117,8 @@ class StoreWatch:
 
     Args:
         store: store of the rendezvous, used over separate connections.
+        rank: this rank.
+        ranks: number of ranks.
         timeout: seconds without progress after which a rank counts as hung.
         tell: reports a failure; called at most once, in a thread of the watch.
         on_hang: called on every rank that still can, before its process ends.

@@ -34,10 +34,10 @@ _MOST_NAMED: Final = 4  # most ranks that a message lists one by one
 
 
 def meet(launched: LaunchedRank, timeout: float = 0.0) -> "Store":
-    """Connect to the rendezvous and wait until all ranks have; a launcher may keep the same store when it restarts
-    them.
+    """Connect to the rendezvous and wait until all ranks have; a launcher may keep its store when it restarts them.
 
     Args:
+        launched: this rank.
         timeout: seconds within which a rank must make progress (`train.timeout`); ranks have `PATIENCE` times as long
             to arrive. 0 for `LONGEST_WAIT`.
 
@@ -58,14 +58,7 @@ def meet(launched: LaunchedRank, timeout: float = 0.0) -> "Store":
 
 
 class _Wait:
-    """Waiting time of a rank, with a notice and a limit.
-
-    Args:
-        timeout: seconds of `train.timeout`, as in `meet`.
-
-    Attributes:
-        console: descriptor of standard error.
-    """
+    """Waiting time of a rank, with a notice on `console` (a descriptor of standard error) and a limit."""
 
     console = 2
 
@@ -75,14 +68,7 @@ class _Wait:
         self._begun, self._told = time.monotonic(), False
 
     def look(self, whom: Callable[[], str], seconds: float = _SLICE) -> None:
-        """Wait for a slice; once, after `NOTICE` seconds, print what for on standard error.
-
-        Args:
-            whom: says which ranks are missing.
-
-        Raises:
-            UserError: the limit is reached.
-        """
+        """Wait for a slice; after `NOTICE` seconds print once for `whom`, and at the limit raise `UserError`."""
         waited = time.monotonic() - self._begun
         if waited >= self._limit:
             why = f"{PATIENCE} times train.timeout" if self._timeout else "the limit"

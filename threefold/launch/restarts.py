@@ -48,10 +48,7 @@ class Fallback:
 
 
 def fallbacks_of(config: Config) -> tuple[Fallback, ...]:
-    """Return the fallbacks of a config, checked as far as possible without its data.
-
-    Args:
-        config: config as given, in its own layout.
+    """Return the fallbacks of a config as given, checked as far as possible without its data.
 
     Raises:
         UserError: a fallback is malformed, or cannot train this model with the global batch of the config's own layout.
@@ -155,6 +152,7 @@ class Restarts:
 
     Args:
         config: resolved config.
+        run_dir: run folder.
         fallbacks: layouts with which the run can continue, with resolved configs.
         began: `time.time()` at the start of the run.
         make: returns the rank arguments of an attempt, from its config and itself.
@@ -197,11 +195,7 @@ class Restarts:
         return NextAttempt(self._make(self._config, self._attempt), Layout.of(self._config.parallel).world_size)
 
     def _follow(self, failure: Failure, message: str) -> None:
-        """Choose the layout of the next attempt, and record how this one failed.
-
-        Raises:
-            RankFailed: the run would only fail in the same way again.
-        """
+        """Choose the next attempt's layout and record this failure; raise `RankFailed` if the next would fail alike."""
         ledger = Goodput.read(self._run_dir / FILE) or Goodput()
         seen = _Seen(failure.rank, re.sub(r"\d+", "", failure.error), ledger.step)
         again = self._before

@@ -100,13 +100,7 @@ def run_lock(run_dir: Path) -> Iterator[None]:
 
 
 def require_free(run_dir: Path) -> None:
-    """Check that no live process of this host holds the lock, without taking it.
-
-    An early check; `run_lock` decides whether a run may start.
-
-    Raises:
-        UserError: a live process of this host holds it.
-    """
+    """Raise `UserError` if a live process of this host holds the lock; an early check, as `run_lock` decides."""
     holder = Holder.read(run_dir / FILE)
     if holder is None or not holder.is_alive_here():
         return

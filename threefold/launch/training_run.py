@@ -55,11 +55,7 @@ def train_as_rank(
     callbacks: "Sequence[Callback]" = (),
     source: "ModelSource | None" = None,
 ) -> "Stopped | None":
-    """Train as one rank; see `threefold.train.run.train` for the other arguments and the result.
-
-    Args:
-        profile_steps: number of steps to profile; 0 for none.
-    """
+    """Train as one rank (see `threefold.train.run.train`), profiling `profile_steps` steps, 0 for none."""
     from threefold.models.source import ConfigSource
     from threefold.train.run import train
 
@@ -81,10 +77,7 @@ def train_as_rank(
 
 
 def import_parts(config: Config) -> None:
-    """Import everything that `train_as_rank` needs for a config, so that forked ranks need not.
-
-    Args:
-        config: resolved config.
+    """Import everything that `train_as_rank` needs for a resolved config, so that forked ranks need not.
 
     Raises:
         UserError: a part from another package or from the user cannot be imported.
@@ -152,8 +145,7 @@ class _Checked:
     fallbacks: "tuple[tuple[Fallback, _Checked], ...]" = ()
 
     def fitted(self) -> Config:
-        """Return the config with the largest micro-batch size that fits a rank's memory, unless the settings determine
-        it."""
+        """Return the config with the largest micro-batch size that fits into memory, unless settings determine it."""
         config, device = self.given, self.resolved.train.device
         if config.train.micro_batch_size is not None or config.train.gradient_accumulation_steps is not None:
             return self.resolved
@@ -257,8 +249,7 @@ class TrainingRun:
             None after the last step; otherwise the step at which a signal, a callback or the time limit ended the run.
 
         Raises:
-            UserError: another run uses the folder, the layers cannot be partitioned into the stages, or a rank raised
-                it.
+            UserError: another run uses the folder, the layers cannot be partitioned into stages, or a rank raised it.
             RankFailed: a rank failed; all have been ended.
             StopRequested: a signal came before the first step, or a second one.
         """
@@ -365,6 +356,7 @@ def prepare_training(
 
     Args:
         config: config as loaded.
+        run_dir: run folder.
         resume: whether to resume from the newest checkpoint; "auto" does so if there is one.
         progress: shows the encoding of text, where that is needed.
         profile_steps: number of steps to profile.
@@ -422,11 +414,7 @@ def explain_stop(run_dir: Path, signal: int | str, step: int | None, command: st
 
 
 def explain_early_stop(run_dir: Path, step: int, reason: str) -> str:
-    """Return the message about a run that a callback ended.
-
-    Args:
-        step: number of updates made.
-    """
+    """Return the message about a run that a callback ended for `reason` after `step` updates."""
     saved = newest(run_dir)
     where = f", which is saved in {saved.path}" if saved and saved.step == step else ""
     return f"Stopped by a callback after step {step:,}{where}: {reason}."
@@ -449,7 +437,6 @@ def _require_no_foreign(run_dir: Path, config: Config) -> None:
 
 
 def _is_used(run_dir: Path) -> bool:
-    """Return whether a run has used a folder."""
     files = (run_dir / LOCK_FILE, log_file(run_dir, 0), *(path / MANIFEST for path in remains(run_dir)))
     return any(os.path.lexists(path) for path in files)
 

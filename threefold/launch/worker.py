@@ -120,10 +120,7 @@ class NextAttempt(NamedTuple):
 
 
 def work(job: Job, info: RankInfo, store: "Store") -> object:
-    """Run the job as one rank and return the worker's result.
-
-    Sets up the device, joins the process group, calls the worker, and leaves the group.
-    """
+    """Run the job as one rank (device, process group, worker, clean-up) and return the worker's result."""
     import torch.distributed as dist
 
     join(info, store, job.timeout if job.debug_rank is None else math.inf)
@@ -136,12 +133,7 @@ def work(job: Job, info: RankInfo, store: "Store") -> object:
 
 
 def join(info: RankInfo, store: "Store", timeout: float = 0.0) -> None:
-    """Set up the device and threads of a rank, and join the process group; return when all ranks have joined.
-
-    Args:
-        store: store of the rendezvous.
-        timeout: seconds without progress after which a rank counts as hung; 0 for never.
-    """
+    """Set up the device and threads of a rank and join the process group; return when all ranks have joined."""
     import torch
     import torch.distributed as dist
 

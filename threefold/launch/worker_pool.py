@@ -73,6 +73,7 @@ class WorkerPool:
     Create it before the process runs parallel torch operations. Use it as a context manager, or call `close`.
 
     Args:
+        size: largest world size.
         timeout: time limit of a collective, in every process group of a mesh; a rank that waits longer raises. A rank
             must also answer within this time after the first one, which may take `_LONGEST_CALL` times as long.
     """
