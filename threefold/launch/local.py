@@ -134,9 +134,9 @@ def _raise_second(number: int, again: bool) -> None:
 def collect_local(
     job: Job, world_size: int, start_method: StartMethod, signals: StopSignals | None = None
 ) -> tuple[list[Failure], list[object]]:
-    """Run the job once on `world_size` processes of this host; return its failures, or without any the results by rank.
+    """Run the job once on `world_size` processes of this host; return the failures and the results by rank.
 
-    See `run_local` for the arguments and `StopRequested`.
+    Results are complete only without failures. See `run_local` for the arguments and `StopRequested`.
     """
     import torch.distributed as dist
 

@@ -75,7 +75,7 @@ def signal_name(number: int) -> str:
 
 
 def require_room(ranks: int) -> None:
-    """Raise `UserError` unless memory and the limit of open files allow `ranks` processes, even without a model."""
+    """Raise `UserError` unless this machine has memory and open files for `ranks` processes without a model."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     least = _OWN_FILES + _FILES_OF_A_RANK[0] * min(ranks, _FEW) + _FILES_OF_A_RANK[1] * max(ranks - _FEW, 0)
     if files != resource.RLIM_INFINITY and files < least:

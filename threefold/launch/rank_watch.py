@@ -79,7 +79,7 @@ class LocalWatch:
         self._looked = time.monotonic()
 
     def look(self, ended: Collection[int]) -> Failure | None:
-        """Return the failure of the rank that does not answer, None if all do; `ended` are ranks without a process."""
+        """Return the failure of the rank that does not answer; None if all do. `ended` ranks have no process."""
         now = time.monotonic()
         seconds, self._looked = min(now - self._looked, _LONGEST_LOOK), now
         hang = self._watch.observe(self._pages.places(), seconds, ended)
