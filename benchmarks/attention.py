@@ -1,12 +1,12 @@
-"""Attention of long sequences, in a window and inside documents: time and memory, beside other ways to compute it.
+"""Measure time and memory of attention over long sequences, windowed and inside documents, beside alternatives.
 
     python benchmarks/attention.py [--rounds 3] [--length 2048 8192] [--before CHECKOUT] [--flex]
 
-One forward and backward pass, fp32 and bf16, in processes of their own, in turns: this package's attention in a window
-of 256 and inside documents of 512 tokens on average (exponentially distributed); torch's fused causal attention of the
-whole sequence, which hides nothing else; with `--before` another checkout of this package; with `--flex` torch's flex
-attention with a block mask, compiled: then forward passes alone, as it has no backward pass on a CPU. Memory is the
-most that the process had beyond what it began with.
+Each contestant runs one forward and backward pass, fp32 and bf16, in a process of its own, in turns: this package's
+attention in a window of 256 and inside documents of 512 tokens on average (exponentially distributed); torch's fused
+causal attention over the whole sequence, without further masks; with `--before` another checkout of this package; with
+`--flex` torch's compiled flex attention with a block mask, then forward passes only, as it has no backward pass on a
+CPU. Memory is the peak of the process above its start.
 """
 
 import argparse
@@ -35,22 +35,19 @@ MIB = 1 << 20
 
 
 def document_numbers(length: int) -> Tensor:
-    """int64 [1, length], of documents of `DOCUMENT` tokens on average."""
+    """Return document numbers, int64 [1, length], for documents of `DOCUMENT` tokens on average."""
     draw = torch.Generator().manual_seed(0)
     lengths = torch.empty(length).exponential_(1 / DOCUMENT, generator=draw).long() + 1
     return torch.repeat_interleave(torch.arange(length), lengths)[:length].unsqueeze(0)
 
 
 def attention_pass(way: str, hides: str, dtype: str, length: int, report: str, forward: bool) -> Callable[[int], None]:
-    """What does one pass one way, and writes the process's largest memory into `report`.
+    """Return a function that does one pass and writes the process's peak memory into `report`.
 
     Args:
         way: `package`, `fused` or `flex`.
         hides: `window` or `documents`.
-        dtype: of the inputs.
-        length: S.
-        report: a file.
-        forward: whether the backward pass is left out.
+        forward: whether to leave out the backward pass.
     """
     keep_freed_memory()  # as `threefold.train.run` does
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
@@ -102,7 +99,7 @@ def _flex(hides: str, documents: Tensor, length: int) -> Callable[[Tensor, Tenso
 
 
 def _resident() -> int:
-    """Bytes of memory that this process has now (Linux)."""
+    """Return the resident memory of this process in bytes (Linux)."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

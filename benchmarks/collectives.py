@@ -1,11 +1,11 @@
-"""Time of an all-reduce through gloo and through shared memory, between the processes of this host.
+"""Measure all-reduce through gloo and through shared memory, between processes of this host.
 
     python benchmarks/collectives.py [--rounds 5] [--dtype bf16]
 
-Runs two ranks in one group, eight ranks in four groups of two that all work at the same time, as in a run with
-dp 4 · tp 2, and eight ranks in one group. One thread each. The two ways take turns; the medians over the rounds are
-printed. Processor seconds (user and system, of all the ranks of a group) count what a busy host pays, where the wall
-clock counts what the slowest rank waited. (`PYTHONPATH=CHECKOUT` measures another checkout.)
+Runs two ranks in one group; eight ranks in four groups of two that work at the same time, as in a run with dp 4 · tp 2;
+and eight ranks in one group, with one thread each. The two backends take turns; the medians over the rounds are
+printed. Processor seconds (user and system, of all ranks of a group) are the cost on a busy host; the wall clock is the
+wait of the slowest rank. (`PYTHONPATH=CHECKOUT` measures another checkout.)
 """
 
 import argparse
@@ -30,7 +30,7 @@ SIZES = [1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SECONDS_PER_MEASUREMENT = 0.2
 Measurement = tuple[float, float]
-"""Wall seconds and processor seconds of all ranks, for one operation of one group."""
+"""Wall seconds, and processor seconds of all ranks, for one operation of one group."""
 
 
 def main() -> None:
@@ -84,7 +84,7 @@ def _worker(rank: int, world_size: int, group_size: int, rounds: int, dtype: str
 
 
 def _measure(all_reduce: Callable[[torch.Tensor], object], tensor: torch.Tensor, group_size: int) -> Measurement:
-    """Time as many operations as fit in the time for a measurement; the same number on every rank."""
+    """Time as many operations as fit the time of a measurement, the same number on every rank."""
     started = time.perf_counter()
     for _ in range(10):
         all_reduce(tensor)

@@ -1,9 +1,9 @@
-"""What `train.compile` costs at the start, and what it gains after: one process, and four ranks of dp 2 · tp 2.
+"""Measure the start-up cost and the later gain of `train.compile`, in one process and on four ranks of dp 2 · tp 2.
 
     python benchmarks/compiling.py [--rounds 5] [--steps 1] [--dtype fp32 bf16] [--skip-start]
 
-Steps take turns. The start is that of a run in which nothing was compiled before (an empty folder of kernels), of one
-block and of all, and again with what the former left.
+Steps take turns. The start is measured without earlier compilations (an empty kernel cache), for one block and for all,
+and again with the cache that the former left.
 """
 
 import argparse
@@ -86,7 +86,7 @@ def _added(layers: int, dtype: str, kernels: str) -> float:
 
 
 def print_first_step(layers: int, dtype: str) -> None:
-    """Print by how many seconds the first step of a compiled model takes longer than a later one."""
+    """Print the seconds by which the first step of a compiled model is longer than a later one."""
     import torch.distributed as dist
 
     from threefold.launch.worker import Job, RankInfo, work

@@ -1,4 +1,4 @@
-"""Ways to train that take turns on one machine, each in processes of its own, so that other load hits all alike."""
+"""Time several ways to train in turns on one machine, each in its own processes, so that other load hits all alike."""
 
 import gc
 import multiprocessing
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 Step = Callable[[int], None]
-"""Makes step number 0, 1, 2, ... of a training run."""
+"""Function that runs step number 0, 1, 2, ... of a training run."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,10 @@ class Contestant:
     """One way to train.
 
     Attributes:
-        name: shown in the table.
-        make_step: an importable function that sets the training up, as `make_step(*args)` on each rank.
-        ranks: processes; the cores are divided among them.
-        tree: another checkout of Threefold, which its processes import; empty for this one.
-        launched: each process is made a rank the way Threefold's launcher does it; otherwise it is a plain one.
+        make_step: importable function that sets up the training, called as `make_step(*args)` on each rank.
+        ranks: number of processes; they share the cores.
+        tree: another checkout of Threefold for its processes to import; empty for this one.
+        launched: whether each process is set up as a rank by Threefold's launcher; otherwise it is a plain process.
     """
 
     name: str
@@ -38,7 +37,7 @@ class Contestant:
 
 
 def contest(contestants: list[Contestant], rounds: int, steps: int) -> dict[str, list[float]]:
-    """Seconds per step of each contestant, by round. In every round each makes `steps` steps; one round warms up."""
+    """Return the seconds per step of each contestant, by round, with `steps` steps per round after a warm-up round."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["threefold.train.step", "threefold.models.gpt.model"])
     seconds: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
@@ -54,12 +53,12 @@ def contest(contestants: list[Contestant], rounds: int, steps: int) -> dict[str,
 
 
 def ratio(faster: list[float], slower: list[float]) -> float:
-    """How many times as fast, the median over the rounds: the two of a round met the same load."""
+    """Return the speed-up as the median over the rounds, since both times of a round met the same load."""
     return statistics.median(theirs / ours for ours, theirs in zip(faster, slower, strict=True))
 
 
 def _start_other_tree(contestant: Contestant, stack: ExitStack) -> list[Connection]:
-    """A fresh interpreter for each process, which looks for modules in that checkout first."""
+    """Start a fresh interpreter for each process, which looks for modules in the other checkout first."""
     own = replace(contestant, tree="")
     sys.path.insert(0, contestant.tree)  # a spawned process gets this list
     try:
@@ -87,7 +86,7 @@ def _start(contestant: Contestant, context: multiprocessing.context.BaseContext,
 
 
 def _turn(connections: list[Connection], steps: int) -> float:
-    """Seconds of the slowest rank."""
+    """Return the seconds of the slowest rank."""
     for connection in connections:
         connection.send(steps)
     return max(connection.recv() for connection in connections)
@@ -111,7 +110,7 @@ def _serve(contestant: Contestant, rank: int, store: str, connection: Connection
 
 
 def _answer(_: Any, contestant: Contestant, connection: Connection) -> None:
-    """Make as many steps as requested and report how long they took, until there are no more requests."""
+    """Run as many steps as requested and report their duration, until there are no more requests."""
     step = contestant.make_step(*contestant.args)
     connection.send("ready")
     made = 0

@@ -1,10 +1,9 @@
-"""A small Llama beside a GPT-2 of the same size on real English: the losses of the first 200 steps, as a picture.
+"""Plot the losses of a small Llama and a GPT-2 of the same size over the first 200 steps on real English.
 
     python benchmarks/families.py [FOLDER]
 
-Everything but the architecture is the same: the text of `threefold data sample`, its tokens, their order, the learning
-rate and the seed, which also orders the samples. Takes some minutes on two cores; what is in FOLDER already is not done
-again.
+Only the architecture differs: text (`threefold data sample`), tokens, sample order, learning rate and seed are equal.
+Takes some minutes on two cores; existing results in FOLDER are reused.
 """
 
 import subprocess
@@ -37,7 +36,7 @@ COMMON: dict[str, dict[str, Any]] = {
 
 
 class Family(NamedTuple):
-    """One of the two models."""
+    """Name, architecture and plot colour of one of the two models."""
 
     name: str
     architecture: str
@@ -64,7 +63,7 @@ def threefold(*arguments: str | Path) -> None:
 
 
 def trained(folder: Path, family: Family, seed: int) -> list[dict[str, Any]]:
-    """The metrics of one run, made if they are not there yet."""
+    """Return the metrics of one run, training it if they do not exist yet."""
     run = folder / f"{family.architecture}-{seed}"
     settings = folder / f"{run.name}.yaml"
     settings.write_text(config(family, folder / "tokens", seed).to_yaml(), encoding="utf-8")
@@ -74,7 +73,7 @@ def trained(folder: Path, family: Family, seed: int) -> list[dict[str, Any]]:
 
 
 def validation(runs: list[list[dict[str, Any]]]) -> dict[int, list[float]]:
-    """The validation losses of all runs by step."""
+    """Return the validation losses of all runs by step."""
     found: dict[int, list[float]] = {}
     for line in (line for run in runs for line in run if "valid_loss" in line):
         found.setdefault(line["step"], []).append(line["valid_loss"])

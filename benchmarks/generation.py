@@ -1,11 +1,11 @@
-"""Tokens per second of writing on from prompts: with kept keys and values, without, and `transformers`' GPT-2.
+"""Measure tokens per second of generation: with the KV cache, without it, and with `transformers`' GPT-2.
 
     pip install -e '.[benchmark]'
     python benchmarks/generation.py [--rounds 5] [--prompts 1 8]
 
 Each contestant writes NEW tokens after each of several prompts of PROMPT tokens, greedily. "Without" runs all tokens
-through the model for each new one. Each runs in a process of its own with one thread, which is what Threefold takes for
-a model this small, and they take turns.
+through the model for each new one. Each runs in its own process with one thread (Threefold's choice for a model this
+small), and they take turns.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def kept_step(batch: int) -> Callable[[int], None]:
-    """Threefold as it is."""
+    """Return a step of Threefold with its KV cache."""
     from threefold.inference.generate import GenerationRequest, Sampling, complete
 
     torch.set_num_threads(1)
@@ -54,7 +54,7 @@ def kept_step(batch: int) -> Callable[[int], None]:
 
 
 def without_step(batch: int) -> Callable[[int], None]:
-    """The same model, all tokens again for each new one; the head for the last alone."""
+    """Return a step that recomputes all tokens for each new one, with the head for the last token only."""
     torch.set_num_threads(1)
     model = _model()
 
@@ -69,7 +69,7 @@ def without_step(batch: int) -> Callable[[int], None]:
 
 
 def transformers_step(batch: int) -> Callable[[int], None]:
-    """`generate` of `transformers`' GPT-2, with its own cache."""
+    """Return a step of `generate` of `transformers`' GPT-2, with its own cache."""
     from transformers import AutoModelForCausalLM, GPT2Config
 
     torch.set_num_threads(1)
@@ -92,7 +92,7 @@ def transformers_step(batch: int) -> Callable[[int], None]:
 
 
 def _model():  # type: ignore[no-untyped-def]
-    """A model of the benchmarks' shape with its initial weights."""
+    """Return a model of the benchmarks' shape with initial weights."""
     from threefold.checkpoint.folder import Checkpoint
     from threefold.checkpoint.manifest import Facts
     from threefold.comm.mesh import Mesh

@@ -1,19 +1,19 @@
-"""One GPU: tokens per second, their share of the matrix rate measured in the same run, and the peak of memory.
+"""Measure training on one GPU: tokens per second, model FLOPs utilization, and peak memory.
 
     pip install -e '.[benchmark]'
     python benchmarks/gpu.py [--models gpt2-124m llama-3.2-1b] [--sequences 1024 8192] [--rounds 3] [--steps 5]
     python benchmarks/gpu.py --device cpu --tiny          # half a minute; shows that the script itself works
 
-Threefold beside `transformers`, `litgpt` where it is installed (Llama shapes alone) and a plain module in the manner of
-nanoGPT (GPT shapes alone), each as it is and with `torch.compile`. They take turns; each turn is a process of its own,
-so that each has the whole memory, with steps to warm up before those that are timed. Where a micro-batch does not fit,
-the contestant halves it, and the table says so.
+Compares Threefold with `transformers`, `litgpt` if installed (Llama shapes only) and a plain module in the style of
+nanoGPT (GPT shapes only), each with and without `torch.compile`. They take turns; each turn is a new process, which has
+the whole memory, and warms up before the timed steps. If a micro-batch does not fit, the contestant halves it, and the
+table says so.
 
-The share is model FLOPs (`threefold.models.family`: attention over the whole square, nothing for what is recomputed)
-per second over the largest rate of matrix products in the same dtype, measured before the first turn and after the
-last. Memory is the most that torch had allocated of the GPU (resident memory on a CPU), beside what
-`threefold estimate` and `threefold dry-run` say for that micro-batch. The rows are for RESULTS.md. `--profile` shows
-after them in which operations and kernels a step of Threefold spends its time.
+Utilization is model FLOPs (`threefold.models.family`: attention over the whole square, without recompute) per second
+over the highest rate of matrix products in the same dtype, measured before the first turn and after the last. Memory is
+the peak that torch allocated on the GPU (resident memory on a CPU), beside the predictions of `threefold estimate` and
+`threefold dry-run` for that micro-batch. The rows are for RESULTS.md. `--profile` then shows the operations and kernels
+in which a step of Threefold spends its time.
 """
 
 import argparse
@@ -56,15 +56,14 @@ HEADINGS = (
 
 @dataclass
 class Turns:
-    """What the turns of one contestant gave.
+    """Results of the turns of one contestant.
 
     Attributes:
-        contestant: whose they are.
-        training: with the micro-batch that fitted.
-        seconds: of a step, by turn.
-        memory: the most bytes of any turn.
-        loss: of the last step of the last turn.
-        failure: why there is nothing; empty where there is.
+        training: training with the micro-batch that fitted.
+        seconds: seconds per step, by turn.
+        memory: peak bytes over all turns.
+        loss: loss of the last step of the last turn.
+        failure: reason for missing results; empty if there are results.
     """
 
     contestant: Contestant
@@ -76,14 +75,14 @@ class Turns:
 
     @property
     def rate(self) -> float:
-        """Tokens per second, the median; 0 where there was no turn."""
+        """Median tokens per second; 0 if there was no turn."""
         return self.training.tokens / statistics.median(self.seconds) if self.seconds else 0.0
 
 
 def main() -> None:
     options = _options()
     console = Console(width=200)
-    # In a process of its own, whose memory a contestant then has.
+    # In a separate process, so that a contestant has all of its memory.
     measured = partial(_reported, partial(matrix_rate, options.device, options.dtype, options.tiny))
     rates = [_in_process(measured)]
     found: dict[tuple[str, int], dict[str, Turns]] = {}
@@ -131,7 +130,7 @@ def _options() -> argparse.Namespace:
 
 
 def _race(options: argparse.Namespace, preset: str, sequence: int, console: Console) -> dict[str, Turns]:
-    """The turns of all contestants for one model and sequence length, by name."""
+    """Return the turns of all contestants for one model and sequence length, by name."""
     samples = options.tokens // sequence
     entered: dict[str, Turns] = {}
     for contestant in CONTESTANTS:
@@ -161,7 +160,7 @@ def _race(options: argparse.Namespace, preset: str, sequence: int, console: Cons
 
 
 def _take_turn(turns: Turns, warm_up: int, steps: int) -> None:
-    """One turn in a new process; a micro-batch that does not fit is halved, for the turns to come too."""
+    """Run one turn in a new process; halve a micro-batch that does not fit, for later turns too."""
     while True:
         answer = _in_process(partial(_reported, partial(_timed, turns.contestant, turns.training, warm_up, steps)))
         if isinstance(answer, tuple):
@@ -190,7 +189,7 @@ def _in_process(work: Callable[[Connection], None]) -> Any:
 
 
 def _reported(work: Callable[[], Any], answer: Connection) -> None:
-    """Send the result of some work, or what went wrong in a line."""
+    """Send the result of `work`, or one line about its error."""
     try:
         answer.send(work())
     except torch.OutOfMemoryError:
@@ -210,7 +209,7 @@ def _set_up(contestant: Contestant, training: Training) -> Step:
 
 
 def _timed(contestant: Contestant, training: Training, warm_up: int, steps: int) -> tuple[float, int, float]:
-    """Seconds of a step, peak bytes and the last loss."""
+    """Return the seconds per step, the peak bytes and the last loss."""
     step = _set_up(contestant, training)
     for number in range(warm_up):
         step(number)
@@ -225,7 +224,7 @@ def _timed(contestant: Contestant, training: Training, warm_up: int, steps: int)
 
 
 def _profile(turns: Turns, warm_up: int) -> str:
-    """The operations and kernels that take longest in two steps, as torch's profiler has them."""
+    """Return the operations and kernels that take longest in two steps, from torch's profiler."""
     step = _set_up(turns.contestant, turns.training)
     for number in range(warm_up):
         step(number)
@@ -243,11 +242,11 @@ def _wait(device: str) -> None:
 
 
 def matrix_rate(device: str, dtype: str, tiny: bool) -> float:
-    """FLOP/s of the fastest of a few large products."""
+    """Return the FLOP/s of the fastest of a few large matrix products."""
     best = 0.0
     for size in (256, 512) if tiny else (4096, 8192, 16384):
         left, right = (torch.randn(size, size, device=device).to(DTYPES[dtype]) for _ in range(2))
-        for repeats in (3, 10):  # the first warm up
+        for repeats in (3, 10):  # the first warms up
             _wait(device)
             started = time.perf_counter()
             for _ in range(repeats):
@@ -277,7 +276,7 @@ def _rows(preset: str, sequence: int, found: dict[str, Turns], rate: float) -> l
 
 
 def _foreseen(training: Training) -> tuple[str, str]:
-    """The peak of memory as `threefold estimate` and `threefold dry-run` have it."""
+    """Return the peak memory predicted by `threefold estimate` and `threefold dry-run`."""
     config = training.config
     estimate = max(stage.peak for stage in stage_memory(config, training.device))
     return f"{estimate / GIB:.2f}", f"{dry_run(config).peak_bytes / GIB:.2f}"

@@ -1,4 +1,4 @@
-"""What `gpu.py` lets train one model: Threefold, and what a user would take instead, each set up as its users would."""
+"""Contestants of `gpu.py`: Threefold, and its alternatives, each set up as its users would."""
 
 import importlib.util
 from collections.abc import Callable
@@ -27,25 +27,23 @@ TINY: dict[str, Any] = {
     "ffn_hidden_size": 128,
     "vocab_size": 512,
 }
-"""Sizes at which the script can be tried on a CPU."""
+"""Sizes for trying the script on a CPU."""
 
 Step = Callable[[int], float]
-"""Makes step number 0, 1, 2, … of a training run, and returns its loss."""
+"""Function that runs step number 0, 1, 2, … of a training run and returns its loss."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained.
+    """One training task.
 
     Attributes:
-        preset: the model, as `model.preset` has it.
+        preset: model, a value of `model.preset`.
         sequence: tokens of a sample.
-        tokens: of a step.
-        micro_batch: samples that go through the network at once.
-        dtype: `bf16` or `fp32`.
-        device: `cuda` or `cpu`.
-        compiled: whether with `torch.compile`.
-        tiny: whether at the sizes of `TINY`.
+        tokens: tokens of a step.
+        micro_batch: samples per forward pass.
+        compiled: whether to use `torch.compile`.
+        tiny: whether to use the sizes of `TINY`.
     """
 
     preset: str
@@ -59,8 +57,8 @@ class Training:
 
     @cached_property
     def config(self) -> Config:
-        """Threefold's, resolved."""
-        # The published models have positions for their own length; a longer one needs more.
+        """Return Threefold's resolved config."""
+        # Published models have positions for their own length only.
         positions = max(self.sequence, PRESETS[self.preset]["max_position_embeddings"])
         sizes: dict[str, Any] = {"max_position_embeddings": positions}
         sizes |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -86,7 +84,7 @@ class Training:
         return resolve(Config.model_validate(given), TINY["vocab_size"] if self.tiny else 0)
 
     def batch(self, step: int) -> Tensor:
-        """int64 [samples, sequence + 1], on the host, in pinned memory beside a GPU."""
+        """Return int64 [samples, sequence + 1] on the host, in pinned memory beside a GPU."""
         vocab = self.config.model.vocab_size
         generator = torch.Generator().manual_seed(step)
         tokens = torch.randint(0, vocab, (self.tokens // self.sequence, self.sequence + 1), generator=generator)
@@ -94,7 +92,7 @@ class Training:
 
 
 def threefold_step(training: Training) -> Step:
-    """Threefold's engine, in an initialised process group of this one rank."""
+    """Set up Threefold's engine, in an initialised process group of this one rank."""
     config = training.config
     mesh = Mesh(Layout(), torch.device(training.device, 0) if training.device == "cuda" else training.device)
     plan = model_plan(config.model, training.sequence)
@@ -109,14 +107,14 @@ def threefold_step(training: Training) -> Step:
 
 
 def plain_step(training: Training) -> Step:
-    """A GPT of torch's modules alone (`plain_gpt.py`)."""
+    """Set up a GPT of torch modules only (`plain_gpt.py`)."""
     model = training.config.model
     sizes = (model.num_layers, model.hidden_size, model.num_attention_heads, model.ffn_hidden_size, model.vocab_size)
     return _plain_loop(training, PlainGPT(*sizes, training.sequence))
 
 
 def transformers_step(training: Training) -> Step:
-    """The model of `transformers`, in a plain training loop."""
+    """Set up the model of `transformers` in a plain training loop."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = training.config.model
@@ -140,7 +138,7 @@ def transformers_step(training: Training) -> Step:
 
 
 def litgpt_step(training: Training) -> Step:
-    """The model of `litgpt`, in a plain training loop; of the Llama family alone, as it has no learned positions."""
+    """Set up the Llama model of `litgpt` in a plain training loop; it has no learned positions for GPT."""
     from litgpt import GPT
     from litgpt import Config as LitConfig
 
@@ -181,7 +179,7 @@ def litgpt_step(training: Training) -> Step:
 
 
 def _plain_loop(training: Training, model: nn.Module) -> Step:
-    """Fused AdamW, bf16 as autocast over fp32 weights, micro-batches accumulated, the gradient clipped."""
+    """Train with fused AdamW, bf16 autocast over fp32 weights, gradient accumulation and clipping."""
     device = torch.device(training.device)
     model = model.to(device).train()
     optimizer = torch.optim.AdamW(
@@ -210,10 +208,8 @@ class Contestant:
     """One way to train.
 
     Attributes:
-        name: shown in the table.
-        make_step: sets a training up.
-        module: that has to be installed; empty for none.
-        families: of the presets that it has, by how their names begin.
+        module: module that must be installed; empty for none.
+        families: prefixes of the presets that it supports.
     """
 
     name: str
@@ -222,7 +218,7 @@ class Contestant:
     families: tuple[str, ...] = ("gpt", "llama")
 
     def can_train(self, preset: str) -> bool:
-        """Whether it is installed and has such a model."""
+        """Return whether it is installed and supports the preset."""
         return preset.startswith(self.families) and (
             not self.module or importlib.util.find_spec(self.module) is not None
         )

@@ -1,4 +1,4 @@
-"""What the benchmarks ran on, in one line."""
+"""Description of the benchmark machine in one line."""
 
 import os
 import platform
@@ -10,7 +10,7 @@ from threefold.host import usable_cores
 
 
 def hardware_line() -> str:
-    """Processor, cores that may be used, load when asked, and versions."""
+    """Return processor, usable cores, current load, and versions."""
     cores = usable_cores()
     load = os.getloadavg()[0]
     return (

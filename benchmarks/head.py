@@ -1,11 +1,11 @@
-"""The head with a large vocabulary: time and memory of its loss, all logits at once and in chunks.
+"""Measure time and memory of the loss of a head with a large vocabulary: all logits at once, and in chunks.
 
     python benchmarks/head.py [--rounds 3] [--vocab 131072] [--tokens 4096] [--hidden 512]
 
-One forward and backward pass of `LinearCrossEntropy`, fp32 and bf16, in a process of its own each, in turns. *Tokens,
-gradients at once* is the other way to do it, that of Liger Kernel (arXiv 2410.10989): chunks of tokens whose gradients
-are computed in the forward pass, one matrix product fewer. Memory is what the process had at most beyond what it began
-with; the weight's gradient is among it.
+One forward and backward pass of `LinearCrossEntropy`, fp32 and bf16, in a process each, in turns. *Tokens, gradients at
+once* is the alternative of Liger Kernel (arXiv 2410.10989): chunks of tokens whose gradients are computed in the
+forward pass, with one matrix product fewer. Memory is the peak of the process above its start, including the gradient
+of the weight.
 """
 
 import argparse
@@ -29,13 +29,13 @@ from threefold.models.layers.decoder import Linear, LinearCrossEntropy
 from threefold.ops.kernels import product
 
 COLUMNS, TOKENS = 8192, 256
-"""What 128 MiB of fp32 logits hold of 131,072 columns and 4,096 tokens."""
+"""Sizes of chunks that hold 128 MiB of fp32 logits, for 131,072 columns and 4,096 tokens."""
 MIB = 1 << 20
 WAYS = ("all at once", f"{COLUMNS} columns", f"{TOKENS} tokens, gradients at once")
 
 
 def head_step(way: str, dtype: str, sizes: tuple[int, int, int], report: str) -> Callable[[int], None]:
-    """What does one pass one way, and writes the process's largest memory into `report`."""
+    """Return a function that does one pass and writes the process's peak memory into `report`."""
     keep_freed_memory()  # as `threefold.train.run` does
     vocab, tokens, hidden = sizes
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
@@ -58,7 +58,7 @@ def head_step(way: str, dtype: str, sizes: tuple[int, int, int], report: str) ->
 
 
 def by_tokens(x: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of the mean loss, chunk of tokens by chunk of tokens."""
+    """Return the gradients of the mean loss, computed in chunks of tokens."""
     grad_x, grad_weight = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
     for rows, columns, out in zip(x.split(TOKENS), labels.split(TOKENS), grad_x.split(TOKENS), strict=True):
         logits = product(rows, weight).float()
@@ -71,7 +71,7 @@ def by_tokens(x: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor
 
 
 def _resident() -> int:
-    """Bytes of memory that this process has now (Linux)."""
+    """Return the resident memory of this process in bytes (Linux)."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -1,10 +1,10 @@
-"""Tokens per second of eight ranks on this machine's cores, beside one process that has them all.
+"""Measure tokens per second of eight ranks on this machine's cores, relative to one process that has them all.
 
     python benchmarks/layouts.py [--dtype fp32 bf16] [--rounds 5] [--steps 2] [--layout 2,2,2 1,8,1,sp ...]
                                 [--shape 0.8M] [--micro-batch SAMPLES] [--before CHECKOUT]
 
-The cores do the same arithmetic either way, so a ratio of one would mean that splitting costs nothing. A layout that
-ends in `sp` has sequence parallelism. Another checkout's ranks are set beside this one's process.
+The cores do the same arithmetic either way, so a ratio of one means that parallelism costs nothing. A layout ending in
+`sp` uses sequence parallelism. With `--before`, the ranks of another checkout are compared with this one's process.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def main() -> None:
 def _contestant(dtype: str, layout: str, of: Shape, micro_batch: int, tree: str = "") -> Contestant:
     sizes = layout.removesuffix(",sp")
     dp, tp, pp = map(int, sizes.split(","))
-    # A replica with fewer sequences than that takes what it has.
+    # A replica with fewer sequences takes all that it has.
     settings = shape.config(dtype, dp, tp, pp, of, micro_batch_size=min(micro_batch, of.global_batch // dp))
     if sizes != layout:
         settings = settings.model_copy(

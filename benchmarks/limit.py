@@ -1,16 +1,16 @@
-"""How near training comes to this machine's limit: tokens/s × model FLOPs per token, over the rate of a large product.
+"""Measure how close training comes to this machine's limit: model FLOPs per second over the rate of a large product.
 
     pip install -e '.[benchmark]'
     python benchmarks/limit.py [--shape 0.8M 8x256 gpt2-124m] [--dtype fp32 bf16] [--rounds 5] [--steps 1]
                                [--before CHECKOUT] [--ranks] [--no-peers] [--table]
 
-The rate is measured in the same run, in turns with all else: square products of torch and of oneDNN, of which the
-faster counts, in one process with all cores. Model FLOPs count nothing that is computed twice.
+The rate is measured in the same run, in turns with everything else: the faster of square products by torch and by
+oneDNN, in one process with all cores. Model FLOPs do not count recompute.
 
-Beside Threefold: `transformers`, where it is installed, set up as in `single_process.py`; nanoGPT's way of writing the
-same model (`plain_gpt.py`); the kernels of that one alone in fp32, which is what no way of calling them can be faster
-than (`plain_kernels.py`); another checkout of Threefold; and eight ranks, one thread each, beside one process.
-`--table` shows where the time of a step goes, from torch's profiler; the profiler itself takes some of it.
+Compared with Threefold: `transformers`, if installed, set up as in `single_process.py`; the same model as nanoGPT
+writes it (`plain_gpt.py`); only the kernels of the latter in fp32, a lower bound for any way to call them
+(`plain_kernels.py`); another checkout of Threefold; and eight ranks with one thread each. `--table` shows where the
+time of a step goes, from torch's profiler, which takes some of it.
 """
 
 import argparse
@@ -37,7 +37,7 @@ RATES = {"torch": "rate of torch", "oneDNN": "rate of oneDNN"}
 
 
 def product_step(dtype: str, library: str, steps: int) -> Callable[[int], None]:
-    """What multiplies square matrices in the first of the `steps` of a turn."""
+    """Return a function that multiplies square matrices in the first of the `steps` of a turn."""
     a, b = (torch.randn(SIZE, SIZE).to(DTYPES[dtype]) for _ in range(2))
 
     def step(number: int) -> None:

@@ -1,10 +1,10 @@
-"""Memory: what a rank holds, measured, beside what the formulas say.
+"""Measure the memory that a rank holds, beside the planner's formulas.
 
     python benchmarks/memory.py
 
-Activations: bytes that autograd keeps of one block and one micro-batch (`threefold.planner.activations`). Pipeline:
-the most micro-batches whose activations a stage holds at once; 1F1B holds at most pp − stage. ZeRO: bytes of weights,
-gradients and optimizer state that a rank keeps of its own; what is gathered for a while is not among them.
+Activations: bytes that autograd keeps of one block and one micro-batch (`threefold.planner.activations`). Pipeline: the
+most micro-batches whose activations a stage holds at once; 1F1B holds at most pp − stage. ZeRO: bytes of weights,
+gradients and optimizer state that a rank keeps, without temporarily gathered tensors.
 """
 
 from typing import Any
@@ -59,7 +59,7 @@ def batch(engine: Engine) -> Batch:
 
 
 def block_kept(settings: Config) -> int:
-    """Bytes that the first block of this rank keeps."""
+    """Return the bytes that the first block of this rank keeps."""
     engine = make_engine(settings)
     positions = LENGTH // engine.parallelism.context.cut.shares
     x = torch.randn(MICRO_BATCH, positions, shape.HIDDEN, requires_grad=True) * 1
@@ -72,7 +72,7 @@ def block_kept(settings: Config) -> int:
 
 
 def most_alive(settings: Config) -> list[tuple[int, int]]:
-    """Number of each of this rank's stages, and the most micro-batches that it held at once."""
+    """Return the number of each of this rank's stages, and the most micro-batches that it held at once."""
     engine = make_engine(settings)
     assert isinstance(engine.runner, PipelineRunner)
     with engine.runner.timing() as log:
@@ -87,7 +87,7 @@ def most_alive(settings: Config) -> list[tuple[int, int]]:
 
 
 def zero_held(settings: Config) -> dict[str, int]:
-    """Bytes by what they are for, after the backward pass of a first step and its update."""
+    """Return the bytes by purpose, after the backward pass of a first step and its update."""
     engine = make_engine(settings)
     loss, tokens = engine.compute_gradients(batch(engine), 0)
     gradients = sum(entry.gradient.nbytes for entry in engine.optimizer.entries)

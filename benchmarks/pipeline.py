@@ -1,11 +1,11 @@
-"""What a pipeline loses by waiting, beside what its schedule must lose by its own theory.
+"""Measure the idle time of a pipeline, beside the theoretical bubble of its schedule.
 
     python benchmarks/pipeline.py [--rounds 5] [--micro-batches 8]
 
-Two measurements of the real engine and the real schedules. `waiting`: layers that sleep instead of computing, so that
-four ranks run side by side on any machine; what is lost beyond the theory is what running a schedule costs.
-`computing`: a GPT on two ranks of one thread each, which needs two idle cores. The theory is the schedule's order of
-work with each stage's own measured costs, every piece begun as early as it may be and nothing paid for sending.
+Two measurements of the real engine and schedules. `waiting`: layers sleep instead of computing, so that four ranks run
+side by side on any machine; the loss beyond theory is the overhead of the schedule. `computing`: a GPT on two ranks of
+one thread each, which needs two idle cores. Theory is the schedule's order of work with each stage's own measured
+costs, every action starting as early as possible and communication free.
 """
 
 import argparse
@@ -37,11 +37,11 @@ from threefold.planner.schedule import simulate
 from threefold.train.step import Engine
 
 BLOCKS, PASS_SECONDS, WIDTH, VOCAB = 8, 0.008, 8, 64
-GOAL = 1.10  # for 1f1b, of the theory
+GOAL = 1.10  # for 1f1b, relative to theory
 
 
 class _Wait(torch.autograd.Function):
-    """Sleeps as long as a layer's pass would take; the weight gradient is deferred where the schedule does so."""
+    """Sleep as long as a layer's pass would take, deferring the weight gradient where the schedule does so."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class _Wait(torch.autograd.Function):
 
 
 class WaitingLayer(nn.Module):
-    """[B, S, H] → [B, S, H], in a known time."""
+    """Layer [B, S, H] → [B, S, H] that takes a known time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def waiting_plan() -> ModelPlan:
 
 
 class Measured(NamedTuple):
-    """One rank's part: its order of work, and when it did what in each step."""
+    """Measurement of one rank: its order of work, and the times of its actions in each step."""
 
     order: list[Action]
     steps: list[list[TimedAction]]
@@ -123,7 +123,7 @@ def computing_config(schedule: str, pp: int, micro_batches: int) -> Config:
 
 
 def measure(settings: Config, waits: bool, rounds: int) -> Measured:
-    """Called on each rank: `rounds` steps after one that warms up."""
+    """Measure `rounds` steps on this rank, after a warm-up step."""
     mesh = Mesh(Layout(pp=settings.parallel.pp))
     length = settings.data.sequence_length
     make: Callable[[], nn.Module] = WaitingModel if waits else lambda: GPT(settings.model)
@@ -153,7 +153,7 @@ class Result(NamedTuple):
 
 
 def compare(ranks: Sequence[Measured]) -> Result:
-    """Each step beside the theory with that very step's costs, so that a slow step is slow on both sides."""
+    """Compare each step with the theory for that step's own costs, so that a slow step is slow on both sides."""
     results = []
     for step in zip(*(rank.steps for rank in ranks), strict=True):
         spans = [timed for log in step for timed in log]
@@ -167,7 +167,7 @@ def compare(ranks: Sequence[Measured]) -> Result:
 
 
 def _costs(spans: Sequence[TimedAction]) -> dict[tuple[int, str], float]:
-    """What each kind of action takes on each stage, the mean over the micro-batches."""
+    """Return the mean cost over the micro-batches of each kind of action on each stage."""
     found: dict[tuple[int, str], list[float]] = {}
     for action, start, end in spans:
         found.setdefault((action.stage, action.kind), []).append(end - start)

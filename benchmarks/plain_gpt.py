@@ -1,4 +1,4 @@
-"""A GPT as one writes it by hand, in the manner of nanoGPT: modules of torch alone, nothing that knows of ranks."""
+"""GPT written by hand in the style of nanoGPT: torch modules only, unaware of ranks."""
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,7 @@ class _Block(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """Pre-norm blocks, learned positions, tied embeddings; returns the mean loss.
-
-    Args:
-        layers, hidden, heads, inner, vocab, length: sizes.
-    """
+    """GPT with pre-norm blocks, learned positions and tied embeddings; returns the mean loss."""
 
     def __init__(self, layers: int, hidden: int, heads: int, inner: int, vocab: int, length: int) -> None:
         super().__init__()
@@ -40,7 +36,7 @@ class PlainGPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Loss of int64 `tokens` [B, S] and `labels` [B, S]."""
+        """Compute the loss of int64 `tokens` [B, S] and `labels` [B, S]."""
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)

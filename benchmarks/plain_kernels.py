@@ -1,7 +1,7 @@
-"""The kernels of the step of `PlainGPT`, one after another: no autograd, no modules, nothing looked up.
+"""Kernels of a `PlainGPT` step called one after another: no autograd, no modules, no look-ups.
 
-What a step would take if everything but torch's kernels were free: a way to train that calls the same kernels cannot be
-faster by more than this is.
+Measures a step in which everything but torch's kernels is free: a lower bound for any training that calls these
+kernels.
 """
 
 import torch
@@ -18,7 +18,7 @@ class PlainKernels:
     """Forward and backward pass of a `PlainGPT` in fp32, by hand.
 
     Args:
-        model: whose weights it computes with.
+        model: model whose weights it uses.
     """
 
     def __init__(self, model: PlainGPT) -> None:
@@ -28,7 +28,7 @@ class PlainKernels:
         self._kept: list[tuple[Tensor, ...]] = []
 
     def loss_and_gradients(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Gradients]:
-        """The mean loss of int64 `tokens` [B, S] and `labels` [B, S], and the gradient of each weight."""
+        """Return the mean loss of int64 `tokens` [B, S] and `labels` [B, S], and the gradient of each weight."""
         weights, (batch, length) = self.weights, tokens.shape
         table = weights["tokens.weight"]
         vocab, hidden = table.shape

@@ -1,10 +1,10 @@
-"""A run of eight ranks of which one is killed again and again: how soon the next step is made, and the goodput.
+"""Measure recovery of a run of eight ranks, one of which is killed again and again: time to the next step, and goodput.
 
     python benchmarks/restart.py [--minutes 20] [--every 60]
 
-Runs `threefold train` itself, dp 2 · tp 2 · pp 2, on tokens made from this Python's own documentation, in a temporary
-folder, with `train.max_restarts` and `checkpoint.memory_every: 1`. After the last kill the run is stopped by SIGTERM,
-and the same steps are made undisturbed: both records have to be equal, bit for bit.
+Runs `threefold train` itself, dp 2 · tp 2 · pp 2, on tokens from this Python's own documentation, in a temporary
+folder, with `train.max_restarts` and `checkpoint.memory_every: 1`. After the last kill, SIGTERM stops the run, and the
+same steps are repeated undisturbed: both records must be bitwise equal.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def run(folder: Path, name: str, *settings: str) -> "subprocess.Popen[bytes]":
 
 
 def disturbed(folder: Path, length: float, every: float) -> tuple[list[float], list[float]]:
-    """Seconds from each kill to the end of the next step that had not been made, and the seconds of that step."""
+    """Return the seconds from each kill to the end of the next new step, and the seconds of that step."""
     process, chosen = run(folder, "killed"), random.Random(13)
     metrics = folder / "killed" / "metrics.jsonl"
     next_step(process, metrics, 0)
@@ -96,7 +96,7 @@ def shape_batch(folder: Path) -> int:
 
 
 def ranks_of(parent: int) -> list[int]:
-    """The processes of the ranks, whose own children copy their output."""
+    """Return the children of a run's process: its ranks, without the children of these that copy output."""
     return [int(each) for each in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
 
 
@@ -111,7 +111,7 @@ def record_step(metrics: Path) -> int:
 
 
 def next_step(process: "subprocess.Popen[bytes]", metrics: Path, after: int) -> dict[str, Any]:
-    """The line of the first step after a number, once there is one."""
+    """Wait for the first step after `after` and return its record."""
     while process.poll() is None:
         found = [line for line in steps_of(metrics) if line["step"] > after]
         if found:
@@ -121,7 +121,7 @@ def next_step(process: "subprocess.Popen[bytes]", metrics: Path, after: int) -> 
 
 
 def record(folder: Path) -> list[tuple[int, float, float, int]]:
-    """Step, loss, gradient norm and tokens; a step that is missing or appears twice ends the benchmark."""
+    """Return step, loss, gradient norm and tokens of each step; exit if a step is missing or appears twice."""
     found = [
         (each["step"], each["loss"], each["grad_norm"], each["tokens"]) for each in steps_of(folder / "metrics.jsonl")
     ]

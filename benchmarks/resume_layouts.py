@@ -1,10 +1,10 @@
-"""One checkpoint resumed in twelve other layouts: how far the next ten losses are from those of the undisturbed run.
+"""Resume one checkpoint in twelve other layouts, and compare the next ten losses with those of the undisturbed run.
 
     python benchmarks/resume_layouts.py [--steps 10] [--dtype fp32 fp64]
 
-The checkpoint is of dp 2 · tp 2 · pp 2 with ZeRO 1; for the layouts with ep it is of a model with experts, on
-dp 4 · tp 2 · ep 2. Eight local ranks; the same samples follow in every layout. BLOOM's losses after such a change were
-1.94388 (tp 4 · pp 12) and 1.96326 (tp 4 · pp 36) from one checkpoint at equal samples: 1e-2.
+The checkpoint is of dp 2 · tp 2 · pp 2 with ZeRO 1; layouts with ep resume a model with experts, on dp 4 · tp 2 · ep 2.
+Eight local ranks; every layout reads the same samples. For comparison: BLOOM's losses after such a change were 1.94388
+(tp 4 · pp 12) and 1.96326 (tp 4 · pp 36) from one checkpoint at equal samples, a difference of 1e-2.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def _differences(pool: WorkerPool, folder: Path, tokens: Path, dtype: str, steps: int) -> dict[str, float]:
-    """The largest relative difference of a step's loss from that of the undisturbed run, by layout."""
+    """Return the largest relative difference of a step's loss from the undisturbed run, by layout."""
     found: dict[str, float] = {}
     for writer, layouts in (
         (WRITER, {name: layout for name, layout in LAYOUTS.items() if "ep" not in layout}),
@@ -103,7 +103,7 @@ def _config(tokens: Path, dtype: str, layout: dict[str, Any], steps: int, expert
         "parallel": layout,
         "train": {"max_steps": steps, "global_batch_size": 16, "eval_every": 0, "device": "cpu"},
         "precision": {"dtype": dtype},
-        # With an eps of 1e-8 Adam's first steps follow the sign of gradients that are rounding noise.
+        # With an eps of 1e-8, Adam's first steps would follow the sign of rounding noise.
         "optimizer": {"lr": 1e-3, "eps": 1e-5, "warmup_steps": 2, "decay_steps": 100},
         "checkpoint": {"every": SAVED, "keep": 0},
     }
@@ -112,7 +112,7 @@ def _config(tokens: Path, dtype: str, layout: dict[str, Any], steps: int, expert
 
 
 def _tokens(folder: Path) -> Path:
-    """Token files of English, from Python's documentation."""
+    """Write token files of English, from Python's documentation."""
     from threefold.data.preparation import PrepareRequest, prepare
     from threefold.data.python_text import write_sample
     from threefold.output import SILENT

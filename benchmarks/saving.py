@@ -1,15 +1,16 @@
-"""Saving and loading checkpoints beside `dd`, and what saving costs the steps.
+"""Measure saving and loading of checkpoints beside `dd`, and the cost of saving to the steps.
 
     python benchmarks/saving.py [--rounds 5] [--hidden 512] [--folder .]
 
 Two ranks train a GPT. The contestants take turns, and medians of the ratios of the turns are printed.
 
-- `dd` copies as many bytes from memory to the same disk, and waits until they are on it (`conv=fsync`); `save` computes
-  checksums besides. Before `dd` reads a file to nowhere, and before a checkpoint is loaded, the system forgets its
-  pages; loading compares the checksums.
+- `dd` copies as many bytes from memory to the same disk and waits until they are on it (`conv=fsync`); `save` also
+  computes checksums. Before `dd` reads a file to nowhere, and before a checkpoint is loaded, the system drops the
+  cached pages; loading compares the checksums.
 - The stall of a save is the time that the training loop spends in it. *Slowdown* is what a save adds to all steps until
-  it is on the disk, the work of the background included; on a CPU that shares its cores with the training.
-- Loading in another layout: what two tensor-parallel ranks saved, by them and by two in another layout.
+  it is on disk, background work included, on a CPU whose cores the training uses too.
+- Loading in another layout: a checkpoint of two tensor-parallel ranks, loaded by them and by two ranks in another
+layout.
 """
 
 import argparse
@@ -67,7 +68,7 @@ def main() -> None:
 
 
 class Trained:
-    """An engine in one layout, and its state."""
+    """Engine in one layout, and its state."""
 
     def __init__(self, hidden: int, layout: dict[str, int]) -> None:
         settings = config_of(hidden, layout)
@@ -151,7 +152,7 @@ def measure(info: RankInfo, folder: Path, rounds: int, hidden: int) -> dict[str,
 
 
 def stalls(trained: Trained, folder: Path, rounds: int) -> dict[str, Any]:
-    """Seconds in a synchronous save, in an asynchronous one, and that each adds to the steps beside it."""
+    """Return the seconds in a synchronous and an asynchronous save, and those that each adds to the steps beside it."""
     world, saver = trained.mesh.world, BackgroundSaver(trained.mesh)
     tensors = trained.tensors()
     number = 10
@@ -167,7 +168,7 @@ def stalls(trained: Trained, folder: Path, rounds: int) -> dict[str, Any]:
     def save_beside() -> None:
         saver.save(folder, facts(number), tensors, {})
 
-    save_beside()  # the first allocates the memory and makes the process group
+    save_beside()  # the first allocates the memory and creates the process group
     saver.wait()
     waits, copies, slow_sync, slow_async = [], [], [], []
     for _ in range(rounds):
@@ -200,7 +201,7 @@ def in_turns(
     after: Callable[[], object],
     before: Callable[[], object] = lambda: None,
 ) -> list[tuple[float, float]]:
-    """Seconds of both, in turns; the first turn of each is not counted."""
+    """Return the seconds of both, in turns, without the first turn of each."""
     found = []
     for _ in range(rounds + 1):
         seconds = []
@@ -221,7 +222,7 @@ def first_does(world: Any, command: list[str]) -> Callable[[], object]:
 
 
 def agreed(world: Any, mine: bool) -> bool:
-    """Whether it is so on all ranks."""
+    """Return whether all ranks agree."""
     return int(world.all_reduce_(torch.tensor(int(mine)))) == world.size
 
 
@@ -234,7 +235,7 @@ def clear(world: Any, copied: Path, path: Path, step: int) -> None:
 
 
 def forget(files: list[Path]) -> None:
-    """Have the system drop the pages of files that it has read."""
+    """Make the system drop cached pages of files."""
     for file in files:
         handle = os.open(file, os.O_RDONLY)
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,4 +1,4 @@
-"""The models and batches that the benchmarks train, and how Threefold and others train them."""
+"""Models and batches of the benchmarks, and functions that train them with Threefold and others."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ from threefold.train.step import Engine
 
 @dataclass(frozen=True)
 class Shape:
-    """A GPT, its batches and what a step of it takes.
+    """Sizes of a GPT and its batches.
 
     Attributes:
         layers, hidden, heads, ffn, vocab: sizes of the model, whose embeddings are tied.
         sequence: tokens of a sample.
-        micro_batch, global_batch: samples.
+        micro_batch, global_batch: numbers of samples.
     """
 
     layers: int
@@ -41,25 +41,23 @@ class Shape:
 
     @property
     def tokens_per_step(self) -> int:
-        """Of the global batch."""
         return self.global_batch * self.sequence
 
     @property
     def flops_per_token(self) -> float:
-        """Model FLOPs, as `threefold.models.family` counts them."""
+        """Return the model FLOPs per token, as `threefold.models.family` counts them."""
         found = model_flops_per_token(config("fp32", shape=self).model, self.sequence)
         assert found is not None
         return found
 
     def describe(self) -> str:
-        """In one line."""
         return (
             f"{self.layers} layers, hidden {self.hidden}, {self.heads} heads, ffn {self.ffn}, vocabulary {self.vocab}, "
             f"sequence {self.sequence}, micro-batch {self.micro_batch}, {self.global_batch} sequences a step, AdamW"
         )
 
     def batch(self, step: int) -> Tensor:
-        """int64 [global_batch, sequence], the same on every rank."""
+        """Return int64 [global_batch, sequence], equal on every rank."""
         generator = torch.Generator().manual_seed(step)
         return torch.randint(0, self.vocab, (self.global_batch, self.sequence), generator=generator)
 
@@ -72,7 +70,7 @@ SHAPES = {
         layers=12, hidden=768, heads=12, ffn=3072, vocab=50257, sequence=1024, micro_batch=2, global_batch=2
     ),
 }
-"""Those that `limit.py` measures; the first is nanoGPT's model of characters for a CPU."""
+"""Shapes measured by `limit.py`; the first is nanoGPT's character model for a CPU."""
 
 LAYERS, HIDDEN, HEADS, FFN = BASE.layers, BASE.hidden, BASE.heads, BASE.ffn
 VOCAB, SEQUENCE, MICRO_BATCH, GLOBAL_BATCH = BASE.vocab, BASE.sequence, BASE.micro_batch, BASE.global_batch
@@ -81,17 +79,15 @@ TOKENS_PER_STEP = BASE.tokens_per_step
 
 
 def describe() -> str:
-    """The base shape in one line."""
     return BASE.describe()
 
 
 def global_batch(step: int) -> Tensor:
-    """int64 [GLOBAL_BATCH, SEQUENCE], the same on every rank."""
+    """Return int64 [GLOBAL_BATCH, SEQUENCE], equal on every rank."""
     return BASE.batch(step)
 
 
 def config(dtype: str, dp: int = 1, tp: int = 1, pp: int = 1, shape: Shape = BASE, **train: Any) -> Config:
-    """Threefold's config of it."""
     given = {
         "model": {
             "num_layers": shape.layers,
@@ -124,7 +120,7 @@ def config(dtype: str, dp: int = 1, tp: int = 1, pp: int = 1, shape: Shape = BAS
 
 
 def threefold_step(settings: Config, shape: Shape = BASE) -> Callable[[int], None]:
-    """Set Threefold's training up on this rank of an initialised process group; returns what does one step of it."""
+    """Set up Threefold's training on this rank of a process group; return a function that does one step."""
     keep_freed_memory()  # as `threefold.train.run` does
     parallel = settings.parallel
     mesh = Mesh(Layout(dp=parallel.dp, tp=parallel.tp, pp=parallel.pp), torch.device("cpu"))
@@ -140,7 +136,7 @@ def threefold_step(settings: Config, shape: Shape = BASE) -> Callable[[int], Non
 
 
 def transformers_step(dtype: str, shape: Shape = BASE) -> Callable[[int], None]:
-    """GPT-2 of `transformers`, in a plain training loop."""
+    """Set up GPT-2 of `transformers` in a plain training loop."""
     from transformers import AutoModelForCausalLM, GPT2Config
 
     config = GPT2Config(
@@ -162,16 +158,16 @@ def transformers_step(dtype: str, shape: Shape = BASE) -> Callable[[int], None]:
 
 
 def plain_gpt_step(dtype: str, shape: Shape) -> Callable[[int], None]:
-    """The same model as one writes it by hand."""
+    """Set up the same model as written by hand (`plain_gpt.py`)."""
     model = PlainGPT(shape.layers, shape.hidden, shape.heads, shape.ffn, shape.vocab, shape.sequence).train()
     return plain_step(model, lambda tokens: model(tokens, tokens.roll(-1, 1)), dtype, shape)
 
 
 def plain_kernels_step(shape: Shape) -> Callable[[int], None]:
-    """Its kernels alone, in fp32: what its step would take if autograd, modules and Python took nothing."""
-    from threefold.torch_private.tensors import foreach_norm, fused_adam_  # which an older checkout lacks
+    """Set up only the kernels of the plain GPT, in fp32, without the cost of autograd, modules and Python."""
+    from threefold.torch_private.tensors import foreach_norm, fused_adam_  # missing in older checkouts
 
-    keep_freed_memory()  # as Threefold has it, and the plain module not
+    keep_freed_memory()  # as Threefold does, and the plain module does not
     model = PlainGPT(shape.layers, shape.hidden, shape.heads, shape.ffn, shape.vocab, shape.sequence)
     kernels = PlainKernels(model)
     weights = kernels.weights
@@ -197,7 +193,7 @@ def plain_kernels_step(shape: Shape) -> Callable[[int], None]:
 def plain_step(
     model: torch.nn.Module, loss_of: Callable[[Tensor], Tensor], dtype: str, shape: Shape
 ) -> Callable[[int], None]:
-    """A plain training loop: micro-batches accumulated, clipped, fused AdamW; bf16 as autocast over fp32 weights."""
+    """Return a plain training step: accumulation, clipping, fused AdamW; bf16 as autocast over fp32 weights."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
     )

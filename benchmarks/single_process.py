@@ -1,12 +1,12 @@
-"""Tokens per second of one process, all cores: Threefold beside `transformers`' GPT-2 of the same shape and optimizer.
+"""Measure tokens per second of one process on all cores: Threefold and `transformers`' GPT-2, same shape and optimizer.
 
     pip install -e '.[benchmark]'
     python benchmarks/single_process.py [--rounds 5] [--steps 2]
 
-`transformers` is set up as its users would: scaled-dot-product attention, no dropout, fused AdamW, micro-batches
-accumulated, clipped; bf16 as autocast over fp32 weights. Threefold's bf16 computes with bf16 weights, keeps fp32
-masters and adds gradients up in fp32. `compiled` is Threefold with `train.compile: true`, whose first step takes some
-twenty seconds longer. Each runs in a process of its own, and they take turns.
+`transformers` is set up as its users would: scaled-dot-product attention, no dropout, fused AdamW, gradient
+accumulation and clipping; bf16 as autocast over fp32 weights. Threefold's bf16 computes with bf16 weights, keeps fp32
+master weights and accumulates gradients in fp32. `compiled` is Threefold with `train.compile: true`, whose first step
+takes some twenty seconds longer. Each runs in its own process, and they take turns.
 """
 
 import argparse

@@ -1,14 +1,14 @@
-"""Start-up of a run on eight ranks or on many, and what reading the data costs of its steps.
+"""Measure the start-up of a run on eight ranks or many, and the share of its steps spent reading data.
 
     python benchmarks/start.py [--ranks 8] [--steps 30] [--rounds 3] [--before CHECKOUT]
 
-Runs `threefold train` itself, on tokens made from this Python's own documentation, in a temporary folder: eight ranks
-as dp 2 · tp 2 · pp 2; 64 as dp 4 · tp 4 · pp 4, of a model so small that the ranks themselves are what takes time.
-Start-up is from the start of the command to the end of the first step, imports included. The losses are compared with
-those of one process.
+Runs `threefold train` itself, on tokens from this Python's own documentation, in a temporary folder: eight ranks as dp
+2 · tp 2 · pp 2; 64 as dp 4 · tp 4 · pp 4, with a model so small that the ranks themselves take the time. Start-up lasts
+from the start of the command to the end of the first step, imports included. The losses are compared with those of one
+process.
 
-With --before, another checkout of this repository takes turns. The Python files of both are compiled before, as those
-of an installed package are. Last come the process groups of one of 1,024 ranks, simulated in this process.
+With --before, another checkout of this repository takes turns. The Python files of both are compiled first, like those
+of an installed package. Finally one of 1,024 ranks creates its process groups, simulated in this process.
 """
 
 import argparse
@@ -38,19 +38,18 @@ from threefold.torch_private.fake import fake_process_group
 
 LAYOUTS = {8: (2, 2, 2), 64: (4, 4, 4)}
 SMALL = {"hidden_size": 64, "ffn_hidden_size": 256, "max_position_embeddings": 64}
-READING_GOAL = 0.01  # of a step
+READING_GOAL = 0.01  # share of a step
 HERE = Path(__file__).resolve().parents[1]
 
 
 @dataclass
 class Runs:
-    """The runs of one checkout: seconds from the start of the command, of each.
+    """Times of the runs of one checkout, in seconds from the start of the command.
 
     Attributes:
-        first, last: to the end of the first step, and of the last one.
-        whole: to the end of the command, which writes a checkpoint and a picture.
-        losses: of the steps of the latest.
-        reading: time spent waiting for data over the time of the steps, from the second step on, of the latest.
+        first, last: end of the first step and of the last one.
+        whole: end of the command, which writes a checkpoint and a picture.
+        reading: time spent waiting for data over the time of the steps, from the second step on, of the latest run.
     """
 
     first: list[float] = field(default_factory=list)
@@ -88,7 +87,7 @@ def main() -> None:
 
 
 def prepare(folder: Path, ranks: int, steps: int) -> None:
-    """Tokens, and the settings of a run without its layout."""
+    """Write tokens, and the settings of a run without its layout."""
     call(HERE, folder, "data", "sample", str(folder / "text"))
     tokens = folder / "tokens"
     call(HERE, folder, "data", "prepare", str(folder / "text"), "--out", str(tokens), "--vocab-size", str(shape.VOCAB))
@@ -104,7 +103,7 @@ def prepare(folder: Path, ranks: int, steps: int) -> None:
 
 
 def environment(folder: Path, tree: Path) -> dict[str, str]:
-    """Of a command of a checkout, whose compiled files are kept."""
+    """Return the environment of a checkout's command, with its compiled files kept."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return kept | {"PYTHONPATH": str(tree), "PYTHONPYCACHEPREFIX": str(folder / "compiled")}
 
@@ -122,7 +121,7 @@ def compile_files(folder: Path, tree: Path) -> None:
 
 
 def train(folder: Path, tree: Path, name: str, runs: Runs, layout: tuple[int, int, int]) -> None:
-    """Train once, and add what it took."""
+    """Train once and record the times."""
     run = folder / name
     axes = [f"--set=parallel.{axis}={size}" for axis, size in zip(("dp", "tp", "pp"), layout, strict=True)]
     command = [sys.executable, "-m", "threefold", "train", str(folder / "run.yaml"), "--run-dir", str(run), *axes]
@@ -145,7 +144,7 @@ def train(folder: Path, tree: Path, name: str, runs: Runs, layout: tuple[int, in
 
 
 def reading_share(log: str) -> float:
-    """Time spent waiting for data over the time of the steps, from the second step on."""
+    """Return the time spent waiting for data over the time of the steps, from the second step on."""
     lines = [line for line in log.splitlines() if "avg_reader_cost" in line][1:]
     fields = [dict(part.split(": ", 1) for part in line.split(", ") if ": " in part) for line in lines]
     reading = sum(float(each["avg_reader_cost"].split()[0]) for each in fields)
@@ -173,12 +172,12 @@ def table(ranks: int, steps: int, runs: dict[str, Runs], alone: Runs) -> Table:
 
 
 def departure(runs: Runs, alone: Runs) -> float:
-    """The largest difference of a loss, relative."""
+    """Return the largest relative difference of a loss."""
     return max(abs(one / other - 1) for one, other in zip(runs.losses, alone.losses, strict=True))
 
 
 def groups() -> float:
-    """Seconds in which one rank of 1,024 makes its mesh and the groups of its tied weights and of ZeRO."""
+    """Return the seconds that one rank of 1,024 takes to create its mesh and the groups for tied weights and ZeRO."""
     settings = shape.config("fp32", pp=8)
     plan = gpt_plan(settings.model, shape.SEQUENCE)
     stages = stage_map(plan, settings)

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes: torch's profiler of one process, by what the operations are for."""
+"""Break down the time of a training step by purpose of the operations, with torch's profiler of one process."""
 
 import json
 import os
@@ -23,17 +23,14 @@ _CAUSES = {
     "embeddings": ("mbedding",),
     "optimizer, norm and clip": ("fused_adam", "linalg_vector_norm", "foreach"),
     "gradients added up": ("AccumulateGrad",),
-}
-"""What a step's operations are for, by a part of the name of one or of what it is part of."""
+}  # purpose of operations, by a part of the name of an operation or of one that contains it
 
 
 def step_table(name: str, dtype: str, steps: int) -> Table:
-    """Milliseconds of a step by cause, products by shape.
+    """Return the milliseconds of a step by purpose, with matrix products by shape.
 
     Args:
-        name: of the shape.
-        dtype: of the config.
-        steps: that are profiled, after as many that warm up.
+        steps: number of profiled steps, after as many warm-up steps.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = os.path.join(folder, "report.json")
@@ -49,13 +46,13 @@ def step_table(name: str, dtype: str, steps: int) -> Table:
 
 
 def profiled_step(name: str, dtype: str, report: str, steps: int) -> Callable[[int], None]:
-    """Threefold's step; those from the last turn on are profiled and the causes written into `report`."""
+    """Return Threefold's step; steps from the last turn on are profiled, and the purposes written into `report`."""
     from torch.profiler import ProfilerActivity, profile
 
     of = SHAPES[name]
     step = shape.threefold_step(shape.config(dtype, shape=of), of)
     profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
-    first, last = 3 * steps, 4 * steps - 1  # of the two turns of `contest`, the second half of the second
+    first, last = 3 * steps, 4 * steps - 1  # second half of the second of the two turns of `contest`
     began = 0.0
 
     def observed(number: int) -> None:
@@ -73,7 +70,7 @@ def profiled_step(name: str, dtype: str, report: str, steps: int) -> Callable[[i
 
 
 def _causes(profiler: Any, seconds: float, steps: int) -> dict[str, tuple[float, float]]:
-    """Cause → seconds and floating-point operations of a step."""
+    """Return seconds and floating-point operations of a step, by purpose."""
     times: Counter[str] = Counter()
     flops: Counter[str] = Counter()
     for event in profiler.events():
@@ -86,7 +83,7 @@ def _causes(profiler: Any, seconds: float, steps: int) -> dict[str, tuple[float,
 
 
 def _cause(event: Any) -> str:
-    """Of the innermost of an operation and those that it is part of that has one."""
+    """Return the purpose of an operation: of the innermost operation around it that has one."""
     if event.name in _PRODUCTS:
         m, k, n = _sizes(event)
         return f"product {m} × {k} × {n}"
@@ -102,7 +99,7 @@ def _cause(event: Any) -> str:
 
 
 def _sizes(event: Any) -> tuple[int, int, int]:
-    """Rows, summed dim and columns of a product."""
+    """Return rows, summed dim and columns of a product."""
     first, second = [each for each in event.input_shapes if len(each) == 2][:2]
     if event.name == "mkldnn::_linear_pointwise":
         return first[0], first[1], second[0]

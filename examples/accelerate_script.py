@@ -1,4 +1,4 @@
-"""Threefold's mesh, optimizer and loader inside a script that `accelerate` starts, logs and saves for.
+"""Use Threefold's mesh, optimizer and loader in a script that `accelerate` starts, logs and saves for.
 
     accelerate launch --cpu --num_processes 2 examples/accelerate_script.py
     python examples/accelerate_script.py             # the same losses, on one process
@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--save", help="file for the weights")
     given = parser.parse_args()
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
-    mesh = t3.init_mesh()  # of the ranks that accelerate started
+    mesh = t3.init_mesh()  # over the ranks that accelerate started
 
     torch.manual_seed(0)
     x = torch.randn(150, 8)
@@ -44,7 +44,7 @@ def main() -> None:
             correct += int((predicted == truth).sum())
         accelerator.print(f"epoch {epoch + 1}: loss {optimizer.loss:.5f}, {correct} of {len(x)} right")
     if given.save:
-        accelerator.save(model.state_dict(), given.save)  # whole tensors; collective, so on every rank
+        accelerator.save(model.state_dict(), given.save)  # whole tensors; collective, so call it on every rank
     accelerator.end_training()
 
 

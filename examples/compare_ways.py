@@ -1,11 +1,11 @@
-"""One task in every way: trains a text classifier alone and distributed, and compares time and quality.
+"""Train one text classifier in every way, alone and distributed, and compare time and quality.
 
     python examples/compare_ways.py                  # writes comments.csv, ways.json and ways.png to ./ways
     python examples/compare_ways.py --csv MINE.csv   # your own comments, with the columns comment_text and label
 
-The script of a single process and that of every other way are the same function, `train`: what differs is how its ranks
-are started, and what `threefold.prepare` is told; the pipeline is `threefold.parallelize`. Every way starts from
-the same weights and reads the same batches. A way whose packages are missing is left out.
+A single process and every other way run the same function, `train`; they differ in how the ranks start and in the
+options of `threefold.prepare`; the pipeline uses `threefold.parallelize`. Every way starts from the same weights and
+reads the same batches. A way whose packages are missing is left out.
 """
 
 import argparse
@@ -28,11 +28,11 @@ SEED = 7
 
 @dataclass(frozen=True)
 class Way:
-    """How the ranks are started, with what they train, and what that is told."""
+    """Way to train: how the ranks start, the library, and its options."""
 
     name: str
     ranks: int
-    start: str  # here, spawn, torchrun
+    start: str  # here, spawn or torchrun
     options: tuple[tuple[str, Any], ...] = ()
     by: str = "prepare"  # or parallelize, accelerate
 
@@ -55,7 +55,7 @@ WAYS = (
 
 
 def write_comments(path: Path, rows: int, seed: int = SEED) -> None:
-    """A learnable two-column CSV: a comment is toxic where an insult is not denied by the word before it."""
+    """Write a learnable two-column CSV: a comment is toxic if the word before its insult does not deny it."""
     draw = random.Random(seed)
     plain = [f"word{n}" for n in range(300)]
     insults, denials = ["idiot", "awful", "stupid", "trash", "horrible"], ["not", "never", "hardly"]
@@ -77,7 +77,7 @@ def write_comments(path: Path, rows: int, seed: int = SEED) -> None:
 
 
 def read_comments(path: Path) -> tuple[list[list[int]], list[int]]:
-    """Word numbers, padded with 0, and labels; the most frequent words have numbers of their own."""
+    """Return word numbers, padded with 0, and labels; the most frequent words have their own numbers."""
     with path.open(newline="", encoding="utf-8") as file:
         rows = [(row["comment_text"].lower().split(), int(row["label"])) for row in csv.DictReader(file)]
     counts: dict[str, int] = {}
@@ -94,14 +94,14 @@ def read_comments(path: Path) -> tuple[list[list[int]], list[int]]:
 
 
 def f1_score(labels: list[int], predicted: list[int]) -> float:
-    """Harmonic mean of precision and recall of the class 1; 0 where both are."""
+    """Return the harmonic mean of precision and recall of class 1; 0 if both are 0."""
     hits = sum(one and other for one, other in zip(labels, predicted, strict=True))
     total = sum(labels) + sum(predicted)
     return 2 * hits / total if total else 0.0
 
 
 def area_under_curve(labels: list[int], scores: list[float]) -> float:
-    """How often a row of class 1 has a higher score than one of class 0, ties counted half (Mann and Whitney, 1947)."""
+    """Return how often a row of class 1 scores above one of class 0, ties counted half (Mann and Whitney, 1947)."""
     order = sorted(range(len(scores)), key=scores.__getitem__)
     ranks = [0.0] * len(scores)
     start = 0
@@ -122,7 +122,7 @@ def area_under_curve(labels: list[int], scores: list[float]) -> float:
 
 
 def make_model():
-    """Embeddings, one block of self-attention and a head: plain PyTorch, in layers that pass on the mask."""
+    """Return embeddings, one block of self-attention and a head: plain PyTorch, in layers that pass the mask on."""
     import torch
     from torch import nn
     from torch.nn import functional as F
@@ -181,20 +181,20 @@ def make_model():
 
 
 class Script(NamedTuple):
-    """What a training loop needs, whatever the way."""
+    """Parts of a training loop that every way provides."""
 
     loader: Any
     valid: Any
     update: Callable[[Any, Any], None]
-    """Of a batch and its labels."""
+    """Train on a batch and its labels."""
     predict: Callable[[Any, Any], tuple[Any, Any]]
-    """Logits and labels of all rows of a batch of `valid`, on rank 0 at least."""
+    """Return logits and labels of all rows of a batch of `valid`, at least on rank 0."""
     train: Callable[[], object] = lambda: None
     evaluate: Callable[[], object] = lambda: None
 
 
 def cut():
-    """How the layers are cut: for tensor parallelism, and for a plan."""
+    """Return how the layers are sharded, for tensor parallelism and for a plan."""
     import threefold as t3
 
     columns = {f"attention.{name}": t3.Column(heads=4) for name in ("query", "key", "value")}
@@ -202,7 +202,7 @@ def cut():
 
 
 def with_prepare(options, make_optimizer, loader, valid, loss_fn) -> Script:
-    """Any module in one call."""
+    """Set up any module in one call."""
     import torch.distributed as dist
 
     import threefold as t3
@@ -226,7 +226,7 @@ def with_prepare(options, make_optimizer, loader, valid, loss_fn) -> Script:
 
 
 def with_parallelize(options, make_optimizer, loader, valid, loss_fn) -> Script:
-    """A plan says where a pipeline may cut the model."""
+    """Set up the model with a plan, which says where a pipeline may cut it."""
     import torch
 
     import threefold as t3
@@ -241,7 +241,7 @@ def with_parallelize(options, make_optimizer, loader, valid, loss_fn) -> Script:
         optimizer.step()
 
     def predict(x, y):
-        logits = []  # of the last stage, micro-batch by micro-batch
+        logits = []  # from the last stage, by micro-batch
 
         def keep(output, batch):
             logits.append(output)
@@ -254,7 +254,7 @@ def with_parallelize(options, make_optimizer, loader, valid, loss_fn) -> Script:
 
 
 def with_accelerate(options, make_optimizer, loader, valid, loss_fn) -> Script:
-    """The script of `with_prepare`, as Accelerate has it."""
+    """Set up the script of `with_prepare` with Accelerate."""
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration
 
@@ -277,7 +277,7 @@ MAKERS = {"prepare": with_prepare, "parallelize": with_parallelize, "accelerate"
 
 
 def train(way: Way, path: Path, epochs: int) -> dict[str, float]:
-    """Train in one way, on the ranks of this process group; the same on every rank."""
+    """Train in one way on the ranks of this process group; return the same results on every rank."""
     from functools import partial
 
     import torch
@@ -289,7 +289,7 @@ def train(way: Way, path: Path, epochs: int) -> dict[str, float]:
     tokens, targets = torch.tensor(texts), torch.tensor(labels, dtype=torch.float32)
     held_out = len(texts) // 5
     options = dict(way.options)
-    size = 64 // options.get("accumulate", 1)  # of a batch, so that an update has 64 rows in each way
+    size = 64 // options.get("accumulate", 1)  # rows of a batch, so that an update has 64 rows in each way
     rows = TensorDataset(tokens[held_out:], targets[held_out:])
     loader = DataLoader(rows, size, sampler=RandomSampler(rows, generator=torch.Generator().manual_seed(SEED)))
     valid = DataLoader(TensorDataset(tokens[:held_out], targets[:held_out]), 256)
@@ -321,14 +321,14 @@ def train(way: Way, path: Path, epochs: int) -> dict[str, float]:
 
 
 def run_rank(rank: int, ranks: int, way: Way, path: Path, epochs: int, result: Path) -> None:
-    """A rank that `spawn` started: the ranks meet in a file, as another process may take a port found free."""
+    """Run a rank that `spawn` started: ranks meet through a file, as another process may take a port found free."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
     meeting = result.with_suffix(".meeting").absolute().as_uri()
     run_launched(way, path, epochs, result, init_method=meeting, rank=rank, world_size=ranks)
 
 
 def run_launched(way: Way, path: Path, epochs: int, result: Path, **meeting: Any) -> None:
-    """A rank that a launcher started."""
+    """Run a rank that a launcher started."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", **meeting)
@@ -339,7 +339,7 @@ def run_launched(way: Way, path: Path, epochs: int, result: Path, **meeting: Any
 
 
 def run_way(way: Way, path: Path, epochs: int, result: Path) -> None:
-    """The process that starts the ranks of a way, or is one."""
+    """Start the ranks of a way, or run as one of them."""
     if way.start == "here":
         result.write_text(json.dumps(train(way, path, epochs)))
     elif way.start == "torchrun":
@@ -355,7 +355,7 @@ def run_way(way: Way, path: Path, epochs: int, result: Path) -> None:
 
 
 def compare(ways: list[Way], path: Path, epochs: int, folder: Path) -> list[dict[str, object]]:
-    """Run every way as a command of its own."""
+    """Run every way as a separate command."""
     found: list[dict[str, object]] = []
     for way in ways:
         result = folder / "result.json"
@@ -374,7 +374,6 @@ def compare(ways: list[Way], path: Path, epochs: int, folder: Path) -> list[dict
 
 
 def print_table(found: list[dict[str, object]]) -> None:
-    """A table on the console."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -392,7 +391,7 @@ def print_table(found: list[dict[str, object]]) -> None:
 
 
 def draw(found: list[dict[str, object]], path: Path) -> None:
-    """A picture of time, speed-up and quality."""
+    """Plot time, speed-up and quality."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -425,7 +424,6 @@ def draw(found: list[dict[str, object]], path: Path) -> None:
 
 
 def main() -> None:
-    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--csv", type=Path, help="comments with the columns comment_text and label (0 or 1)")
     parser.add_argument("--rows", type=int, default=4000, help="comments to generate where there is no --csv")

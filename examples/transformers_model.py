@@ -1,9 +1,9 @@
-"""A causal language model of `transformers`, data and tensor parallel by the names of its modules.
+"""Train a causal language model of `transformers`, data and tensor parallel by the names of its modules.
 
     torchrun --nproc-per-node 4 examples/transformers_model.py --tp 2
     python examples/transformers_model.py            # the same losses, on one process
 
-The model is made from a config with random weights, so that nothing is downloaded; `from_pretrained` works as well.
+The model is built from a config with random weights, so that nothing is downloaded; `from_pretrained` works as well.
 """
 
 import argparse
@@ -25,7 +25,7 @@ TABLE = {
 
 
 def sentences() -> list[torch.Tensor]:
-    """Counting up, from different numbers: tokens that are easy to predict."""
+    """Return sequences that count up from different numbers: tokens that are easy to predict."""
     return [(torch.arange(24) * step + start) % 64 for start in range(16) for step in (1, 3)]
 
 

@@ -1,4 +1,4 @@
-"""Model, loss, optimizer, data and callback of one's own on dp 2 · tp 2, verified: `python two_tower.py RUN`."""
+"""Train and verify a user's own model, loss, optimizer, data and callback on dp 2 · tp 2: `python two_tower.py RUN`."""
 
 import sys
 

@@ -1,1 +1,1 @@
-"""How well the planner predicts: tables of predicted against published and measured numbers."""
+"""Accuracy of the planner: tables of predictions beside published and measured numbers."""

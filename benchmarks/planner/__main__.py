@@ -1,9 +1,9 @@
-"""How well the planner predicts, as tables of predicted against published and measured numbers.
+"""Print how well the planner predicts, as tables beside published and measured numbers.
 
     python -m benchmarks.planner [SECTION ...]
 
-Ends with a table of the goals, and with status 1 where one is missed. A section is a module of this package with a
-function `run(console) -> list[Goal]`, which prints its tables; it begins with a line of `SECTIONS`.
+Ends with a table of the goals, and exits with status 1 if one is missed. A section is a module of this package with a
+function `run(console) -> list[Goal]` that prints its tables; it begins with a line of `SECTIONS`.
 """
 
 import argparse
@@ -22,9 +22,9 @@ SECTIONS: Final = {
     "schedules": "bubbles of pipeline schedules, against published ones",
     "steps": "times of training steps, against published ones",
 }
-"""Module of this package → what its tables show."""
+"""Content of the tables, by module of this package."""
 NAMED: Final = {"this_machine": "steps of eight local ranks, measured here"}
-"""Sections that run where they are named, as they need a machine without other work."""
+"""Sections that run only when named, as they need an idle machine."""
 
 
 def main() -> int:

@@ -1,9 +1,10 @@
-"""Fits the achievable fractions of a type of GPU to the published steps on it, and prints them.
+"""Fit the achievable fractions of a GPU type to published steps on it, and print them.
 
     python -m benchmarks.planner.fit a100-80 [TRIALS]
 
-A random search that changes one or two constants at a time; each table counts by the root of its steps, an error of a
-step by at most a quarter, so that stalls of single runs move nothing. Constants stay near what kernels measure alone.
+A random search that changes one or two constants at a time. A table weighs by the root of its number of steps, and a
+step's error counts at most a quarter, so that stalls of single runs have no effect. Constants stay near what kernels
+reach alone.
 """
 
 import random
@@ -29,13 +30,13 @@ EXPECTED = {
     "link": (0.6, 0.2),
     "network": (0.85, 0.1),
 }
-"""Constant → what single kernels reach, and by which share it may well be otherwise."""
-_CONGESTED = "256 GPUs"  # in the titles of one source's runs on a slow network
+"""Expected value of each constant, from single kernels, and the share by which it may differ."""
+_CONGESTED = "256 GPUs"  # part of the titles of one source's runs on a slow network
 Step = tuple[str, Config, System, float]
 
 
 def loss(hardware: Hardware, steps: list[Step]) -> float:
-    """Mean error of tables, and how far the constants are from what is expected."""
+    """Return the mean error of the tables plus the distance of the constants from the expected ones."""
     tables: dict[str, list[float]] = defaultdict(list)
     for title, config, system, seconds in steps:
         tables[title].append(min(0.25, abs(step_time(config, hardware, system).seconds / seconds - 1)))
@@ -62,7 +63,7 @@ def main() -> None:
             for constant in draw.sample(list(EXPECTED), draw.choice((1, 1, 2)))
         }
         fractions = {key: value if key == "matrix_depth" else min(1.0, value) for key, value in changed.items()}
-        # The name tells entries apart where kernels are cached.
+        # The name distinguishes entries where kernels are cached.
         tried = replace(hardware, name=f"{name} {trial}", achievable=replace(hardware.achievable, **fractions))
         if (found := loss(tried, steps)) < best:
             best, hardware = found, tried

@@ -1,17 +1,17 @@
-"""What a section of the planner's benchmark has to reach, and what it reached."""
+"""Goals of the planner's benchmark, and the results."""
 
 from typing import NamedTuple
 
 
 class Goal(NamedTuple):
-    """A limit on an error of the planner.
+    """Limit on an error of the planner.
 
     Attributes:
-        what: is measured, in words.
-        found: its value.
-        limit: the value that it must reach.
-        at_least: whether the limit is the smallest good value, not the largest.
-        unit: of both: `%` prints shares as percentages, anything else is printed after the number.
+        what: measured quantity, in words.
+        found: measured value.
+        limit: value to reach.
+        at_least: whether the limit is the smallest good value rather than the largest.
+        unit: unit of both values: `%` prints shares as percentages, anything else follows the number.
     """
 
     what: str
@@ -25,7 +25,7 @@ class Goal(NamedTuple):
         return self.found >= self.limit if self.at_least else self.found <= self.limit
 
     def cells(self) -> tuple[str, str, str, str]:
-        """Of a table: what, found, goal, whether it is met."""
+        """Return the cells of a table row: quantity, result, goal, and whether it is met."""
         sign = "≥" if self.at_least else "≤"
         return self.what, self._text(self.found), f"{sign} {self._text(self.limit)}", "yes" if self.is_met else "NO"
 

@@ -1,4 +1,4 @@
-"""Peaks of memory: predicted against dry runs of this package's code, and against published ones."""
+"""Peak memory: predictions beside dry runs of this package's code, and beside published peaks."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -29,12 +29,11 @@ _UNITS = {"GB": 1e9, "GiB": 2**30}
 
 
 class Peak(NamedTuple):
-    """A peak of memory.
+    """Peak of memory.
 
     Attributes:
-        title, layout: what it is of.
-        known: bytes, published or of a dry run.
-        predicted: bytes.
+        title, layout: run that has it.
+        known, predicted: bytes; `known` is published or from a dry run.
     """
 
     title: str
@@ -48,7 +47,7 @@ class Peak(NamedTuple):
 
 
 def of_dry_runs(console: Console, cases: Sequence[LayoutCase] = CASES) -> list[Peak]:
-    """Of the first and the last stage of each layout, on all cores."""
+    """Return the peaks of the first and the last stage of each layout, using all cores."""
     context = get_context("forkserver")
     with ProcessPoolExecutor(usable_cores(), context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         found = track(pool.map(_of_dry_run, cases), "dry runs", len(cases), console=console)
@@ -70,7 +69,7 @@ def _of_dry_run(case: LayoutCase) -> list[Peak]:
 
 
 def published() -> Iterator[Peak]:
-    """Every row of `published/memory.yaml`."""
+    """Yield every row of `published/memory.yaml`."""
     for table in yaml.safe_load(_PUBLISHED.read_text()):
         for parallel, known in table["rows"]:
             settings = table["settings"]
@@ -88,8 +87,7 @@ def published() -> Iterator[Peak]:
 
 
 def judged() -> tuple[int, int, int, int]:
-    """Published steps that ran, those of them that are judged not to fit; steps that ran out of memory, those of them
-    that are judged to fit."""
+    """Count published steps that ran, those judged not to fit, steps out of memory, and those judged to fit."""
     counts = {True: [0, 0], False: [0, 0]}
     for row in published_rows():
         memory = max(stage.needed for stage in stage_memory(row.config(), "cuda", row.system))

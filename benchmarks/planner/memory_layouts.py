@@ -1,4 +1,4 @@
-"""Layouts over which the planner's memory is compared with dry runs: realistic sizes, every kind of parallelism."""
+"""Layouts for comparing the planner's memory with dry runs: realistic sizes, every kind of parallelism."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,16 +8,13 @@ from threefold.config import Config, resolve
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """A run.
+    """Model and layout of one run.
 
     Attributes:
-        name: of the model.
-        model: its settings.
-        parallel: those that are not 1 or false.
+        parallel: sizes and settings that are not 1 or false.
         batch: samples of a micro-batch.
-        count: micro-batches.
         sequence: tokens of a sample.
-        dtype: as `precision.dtype`.
+        dtype: value of `precision.dtype`.
         train: further settings.
     """
 
@@ -32,7 +29,6 @@ class LayoutCase:
 
     @property
     def config(self) -> Config:
-        """Resolved."""
         given = {
             "data": {"path": "unused", "sequence_length": self.sequence},
             "model": {"max_position_embeddings": self.sequence, **self.model},
@@ -49,20 +45,17 @@ class LayoutCase:
 
     @property
     def layout(self) -> str:
-        """In words."""
         axes = [f"{name} {value}".replace(" True", "") for name, value in self.parallel.items()]
         extra = [f"{name} {value}" for name, value in self.train.items()]
         return ", ".join([*axes, *extra, self.dtype, f"{self.count} × {self.batch} × {self.sequence}"])
 
 
 def gpt(layers: int, hidden: int, heads: int, vocab: int = 51200, **more: Any) -> dict[str, Any]:
-    """The settings of a GPT."""
     sizes = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "vocab_size": vocab}
     return sizes | more
 
 
 def llama(layers: int, hidden: int, heads: int, groups: int, ffn: int, vocab: int, **more: Any) -> dict[str, Any]:
-    """The settings of a Llama."""
     more = {"architecture": "llama", "num_key_value_heads": groups, "ffn_hidden_size": ffn, **more}
     return gpt(layers, hidden, heads, vocab, **more)
 

@@ -1,4 +1,4 @@
-"""The published training steps in `published/steps/`, as configs with the seconds that were measured."""
+"""Published training steps in `published/steps/`, as configs with measured seconds."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,15 +16,13 @@ FOLDER = Path(__file__).parent / "published" / "steps"
 
 @dataclass(frozen=True)
 class Row:
-    """A step that somebody published.
+    """Published training step.
 
     Attributes:
-        file, title: where it is in `published/steps/`.
-        source: of the figure.
+        file, title: location in `published/steps/`.
         hardware: name in the catalogue.
-        system: that ran it, as in `threefold.planner.systems`.
-        sections: of the config.
-        seconds: of a step; None where it ran out of memory.
+        system: system that ran it, a name of `threefold.planner.systems`.
+        seconds: seconds of a step; None if it ran out of memory.
         given: whether this project's reference gives it in full.
     """
 
@@ -38,12 +36,11 @@ class Row:
     given: bool
 
     def config(self) -> Config:
-        """Resolved."""
         return resolve(config_of(self.sections), self.sections["model"].get("vocab_size", 1))
 
     @property
     def layout(self) -> str:
-        """What tells it from others of its title."""
+        """Describe what distinguishes the row from others of its title."""
         parallel, train = self.sections["parallel"], self.sections["train"]
         sizes = "·".join(
             f"{axis}{parallel[axis]}" for axis in ("dp", "pp", "cp", "ep", "tp") if parallel.get(axis, 1) > 1
@@ -52,7 +49,7 @@ class Row:
 
 
 def published_rows() -> list[Row]:
-    """Every row, in the order of the files."""
+    """Return every row, in the order of the files."""
     return [row for path in sorted(FOLDER.glob("*.yaml")) for row in _of_file(path)]
 
 
@@ -84,12 +81,12 @@ def _of_file(path: Path) -> Iterator[Row]:
 
 
 def _complete(sections: dict[str, dict[str, Any]], world: int | None) -> None:
-    """The replicas of a world, and the schedule of several stages a rank."""
+    """Fill in the replicas for a world size, and the schedule for several stages per rank."""
     parallel = sections["parallel"]
     if world is not None:
         parallel["dp"] = world // (parallel.get("tp", 1) * parallel.get("pp", 1) * parallel.get("cp", 1))
     if parallel.get("tp", 1) == 1:
-        parallel.pop("sequence_parallel", None)  # has nothing to share
+        parallel.pop("sequence_parallel", None)  # it has nothing to shard
     if parallel.get("dp", 1) == 1:
         parallel.pop("zero", None)
     if parallel.get("stage_chunks", 1) > 1:

@@ -1,4 +1,4 @@
-"""Bubbles of pipeline schedules: simulated from published times of each pass, against the published bubbles."""
+"""Bubbles of pipeline schedules, simulated from published pass times, beside published bubbles."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -12,17 +12,17 @@ from threefold.planner.schedule import find_planned, program_of, share_of_ranks,
 
 DATA: Final = Path(__file__).parent / "published" / "zero_bubble.yaml"
 LIMITS: Final = {"1f1b": 0.002, "zb-h1": 0.002, "zb-h2": 0.002, "interleaved": 0.01}
-"""Schedule → largest absolute error of its bubbles."""
+"""Largest absolute error of the bubbles, by schedule."""
 
 
 def published_rows() -> list[dict[str, Any]]:
-    """The rows of the data file, each with its model, numbers, times in ms and bubbles."""
+    """Return the rows of the data file, each with its model, numbers, times in ms and bubbles."""
     rows: list[dict[str, Any]] = yaml.safe_load(DATA.read_text(encoding="utf-8"))
     return rows
 
 
 def predicted_bubble(row: dict[str, Any], name: str, chunks: int | None = None) -> float:
-    """The simulated bubble of a row under a schedule; with other chunks than the row's where they are given."""
+    """Return the simulated bubble of a row under a schedule; `chunks` replaces the row's."""
     pp = row["stages"]
     *passes, transfer = row["times"]
     schedule = find_planned(name)
@@ -32,7 +32,6 @@ def predicted_bubble(row: dict[str, Any], name: str, chunks: int | None = None) 
 
 
 def run(console: Console) -> list[Goal]:
-    """Print the table, and return the largest error of each schedule."""
     table = Table(title="Bubble, predicted / published (Qi et al., arXiv 2401.10241; 8 stages)")
     for heading in ("model", "micro-batches", "chunks", *LIMITS):
         table.add_column(heading, justify="left" if heading == "model" else "right")

@@ -1,4 +1,4 @@
-"""The search of layouts: how many there are, how long the whole command takes, and what it finds."""
+"""Search of layouts: their number, the duration of the whole command, and the result."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ HARDWARE: Final = "h100"
 
 
 def searched(model: dict[str, Any], batch: int, gpus: int) -> tuple[float, dict[str, Any]]:
-    """Seconds of `threefold plan` as a process of its own, the faster of two, and its document."""
+    """Return the seconds of `threefold plan` in its own process (the faster of two runs), and its document."""
     sections = {
         "data": {"path": "tokens", "sequence_length": 2048},
         "model": model,
@@ -45,7 +45,6 @@ def searched(model: dict[str, Any], batch: int, gpus: int) -> tuple[float, dict[
 
 
 def run(console: Console) -> list[Goal]:
-    """Print the table, and return the time of each search."""
     table = Table(title=f"threefold plan on {HARDWARE}, the whole command, the faster of two")
     for heading in ("model", "GPUs", "layouts", "sound", "may fit", "evaluated", "seconds", "best", "step s", "MFU"):
         table.add_column(heading, justify="left" if heading in ("model", "best") else "right")

@@ -1,4 +1,4 @@
-"""Times of training steps: predicted against published ones, for each table that was published."""
+"""Times of training steps: predictions beside published ones, for each published table."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,10 +18,9 @@ LARGEST_MEDIAN, LARGEST_GIVEN, LARGEST_BY_DEFAULT = 0.05, 0.15, 0.08
 
 @dataclass(frozen=True)
 class Predicted:
-    """A published step and its prediction.
+    """Published step and its prediction.
 
     Attributes:
-        row: as published.
         seconds: predicted for the system that ran it.
         by_default: predicted for the usual system of the hardware.
     """
@@ -32,7 +31,7 @@ class Predicted:
 
     @property
     def error(self) -> float:
-        """Relative, of the prediction."""
+        """Relative error of the prediction."""
         return self.seconds / _published(self.row) - 1
 
     @property
@@ -46,7 +45,7 @@ def _published(row: Row) -> float:
 
 
 def predictions() -> list[Predicted]:
-    """Of every row that did not run out of memory."""
+    """Predict every row that did not run out of memory."""
     found = []
     for row in published_rows():
         if row.seconds is not None:

@@ -1,7 +1,7 @@
-"""Steps of eight local ranks on this machine: estimated from what doctor measures, beside measured ones.
+"""Steps of eight local ranks on this machine: estimates from the measurements of doctor, beside measured steps.
 
-Not among the sections that run without being named: it measures, for some minutes, and other programs disturb it.
-Rounds take the layouts in turns; of each the fastest step counts.
+Runs only when named: it measures for some minutes, and other programs disturb it. Layouts take turns in rounds; the
+fastest step of each counts.
 """
 
 import time
@@ -46,7 +46,7 @@ WORST, CORRELATION = 0.20, 0.8
 
 
 def run(console: Console) -> list[Goal]:
-    """Measure the entry and the layouts, and compare."""
+    """Measure this machine's entry and the layouts, and compare."""
     with WorkerPool(RANKS) as pool:
         found = examine(lambda worker, args, ranks, device: pool.run(ranks, worker, None, *args)[0], Path())
         hardware = measured_entry(found)
@@ -63,10 +63,9 @@ def compare(console: Console, hardware: Hardware, configs: Sequence[Config], mea
     """Print the table, and return the goals.
 
     Args:
-        console: on which it is printed.
-        hardware: the entry of this machine.
-        configs: resolved, one of each layout.
-        measured: seconds of a step of each.
+        hardware: entry of this machine.
+        configs: resolved configs, one per layout.
+        measured: seconds of a step of each config.
     """
     estimated = [estimate(each, hardware).step_seconds for each in configs]
     table = Table(title=f"A step of {RANKS} ranks on {hardware.title}")
@@ -85,7 +84,7 @@ def compare(console: Console, hardware: Hardware, configs: Sequence[Config], mea
 
 
 def config(parallel: dict[str, int]) -> Config:
-    """A small GPT in a layout, resolved."""
+    """Return the resolved config of a small GPT in a layout."""
     given: dict[str, Any] = {
         "model": {"num_layers": 8, "hidden_size": 256, "num_attention_heads": 8, "vocab_size": 2048},
         "data": {"path": "none", "sequence_length": 128},
@@ -96,7 +95,7 @@ def config(parallel: dict[str, int]) -> Config:
 
 
 def fastest_step(settings: Config, steps: int) -> float:
-    """Called on each rank: seconds of the fastest of so many steps, after one that warms up."""
+    """Return the seconds of the fastest of `steps` steps on this rank, after a warm-up step."""
     torch.set_num_threads(threads_per_rank(RANKS))
     keep_freed_memory()  # as `threefold.train.run` does
     mesh, length = Mesh(Layout.of(settings.parallel)), settings.data.sequence_length
@@ -115,7 +114,7 @@ def fastest_step(settings: Config, steps: int) -> float:
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's: 1 for the same order, -1 for the opposite one; values are taken to be distinct."""
+    """Return Spearman's coefficient: 1 for the same order, -1 for the opposite one; values must be distinct."""
     places = [[sorted(values).index(value) for value in values] for values in (first, second)]
     count = len(first)
     apart = sum((one - other) ** 2 for one, other in zip(*places, strict=True))

@@ -1,6 +1,6 @@
-"""A model of one's own: RMSNorm, attention without positions, a gated (SwiGLU) feed-forward network, no biases.
+"""A user's own model: RMSNorm, attention without positions, a gated (SwiGLU) feed-forward network, no biases.
 
-Written for one device; below it the table that says how Threefold cuts it. Try it: README.md beside this file.
+Written for one device; the table below it tells Threefold how to shard it. To try it, see README.md beside this file.
 """
 
 from dataclasses import replace
@@ -80,12 +80,12 @@ class Model(nn.Module):
 
 
 def make_model(config: ModelConfig) -> Model:
-    """What `threefold verify --model` calls, with the `model` section of the config."""
+    """Build the model from the `model` section of the config; `threefold verify --model` calls it."""
     return Model(config)
 
 
 def plan(config: ModelConfig) -> ModelPlan:
-    """How the model is cut: a line for each kind of weight."""
+    """Return how the model is sharded: a line for each kind of weight."""
     blocks = [f"blocks.{number}" for number in range(config.num_layers)]
     width, inner = config.hidden_size, config.ffn_hidden_size
     return ModelPlan(
@@ -108,5 +108,5 @@ def plan(config: ModelConfig) -> ModelPlan:
 
 
 def plan_without_tie(config: ModelConfig) -> ModelPlan:
-    """A mistake that trains without an error: the plan does not say that the head shares the embedding's weight."""
+    """Return a wrong plan that trains without an error: it omits that the head shares the embedding's weight."""
     return replace(plan(config), ties={})

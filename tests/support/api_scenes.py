@@ -1,4 +1,4 @@
-"""What surrounds each example of the API page: the names that it takes as given, and on how many ranks it runs."""
+"""Code around each example of the API page: the names that the example uses, and its number of ranks."""
 
 from typing import NamedTuple
 
@@ -100,8 +100,8 @@ class Scene(NamedTuple):
     """Code before and after an example, which runs as the ranks of one process group.
 
     Attributes:
-        ranks: of the group; 0 for an example that starts its ranks itself.
-        before, after: Python; NAMES come before.
+        ranks: size of the group; 0 for an example that starts its ranks itself.
+        before, after: Python source; NAMES come before.
     """
 
     ranks: int
@@ -217,4 +217,4 @@ class Block(nn.Module):
         "t3.Trainer('my.yaml', run_dir='runs/mine', callbacks=[stopping]).fit(max_steps=1)",
     ),
 }
-"""By the heading of the example."""
+"""Scenes by the heading of the example."""

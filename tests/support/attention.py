@@ -1,11 +1,11 @@
-"""Attention by its definition, with masks of the whole sequence, and documents of any kind."""
+"""Reference attention by its definition with full attention masks, and documents of any kind."""
 
 import torch
 from torch import Tensor
 
 
 def hidden(queries: int, keys: int, window: int, documents: Tensor | None) -> Tensor:
-    """bool [B or 1, queries, keys]: which keys each of the last queries does not attend to."""
+    """Return bool [B or 1, queries, keys]: True where one of the last queries does not attend to a key."""
     query, key = torch.arange(keys - queries, keys).unsqueeze(1), torch.arange(keys)
     found = (key > query).unsqueeze(0)
     if window:
@@ -16,13 +16,13 @@ def hidden(queries: int, keys: int, window: int, documents: Tensor | None) -> Te
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, window: int = 0, documents: Tensor | None = None) -> Tensor:
-    """`threefold.ops.attention.attention`, in fp64."""
+    """Compute `threefold.ops.attention.attention` in fp64."""
     weights = masked_weights(q, k, window, documents)
     return (weights @ _served(v, q)).transpose(1, 2).flatten(2)
 
 
 def masked_weights(q: Tensor, k: Tensor, window: int, documents: Tensor | None) -> Tensor:
-    """[B, heads, Q, K], in fp64."""
+    """Compute attention weights [B, heads, Q, K] in fp64."""
     apart = hidden(q.shape[1], k.shape[1], window, documents).unsqueeze(1)
     scores = q.transpose(1, 2).double() @ _served(k, q).mT / q.shape[-1] ** 0.5
     return scores.masked_fill(apart, -torch.inf).softmax(-1)
@@ -33,12 +33,11 @@ def _served(x: Tensor, q: Tensor) -> Tensor:
 
 
 def numbered(kind: str, rows: int, length: int, seed: int = 0) -> Tensor | None:
-    """int64 [rows, length], the documents of each row's positions.
+    """Return the document number of each position, int64 [rows, length].
 
     Args:
-        kind: `none`, `one`, `single tokens`, `few`, `many`, or `apart`: of documents whose parts lie apart.
-        rows, length: sizes.
-        seed: of the random bounds, which differ from row to row.
+        kind: `none`, `one`, `single tokens`, `few`, `many`, or `apart` (documents in several separate parts).
+        seed: seed of the random bounds, which differ from row to row.
     """
     if kind == "none":
         return None

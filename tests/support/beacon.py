@@ -1,4 +1,4 @@
-"""A training callback that tells another process how far each rank is, so that it can be killed at a chosen moment."""
+"""Training callback that reports each rank's progress to another process, which can kill ranks at chosen moments."""
 
 import os
 from pathlib import Path
@@ -8,10 +8,10 @@ from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContex
 
 
 class Beacon(Callback):
-    """Each rank writes its process id, then each moment of its run, into a file of `folder` that has its number.
+    """Append `PROCESS KIND STEP` to the file `moments_RANK` of `folder` at each moment of a rank's run.
 
-    Lines are appended to `moments_RANK` as `PROCESS KIND STEP`. What begins is of the kinds start, step, evaluation and
-    save, and what is over of made, evaluated, saved, and of staged, from where on a save goes on in the background.
+    Kinds at a beginning: start, step, evaluation, save. At an end: made, evaluated, saved, and staged, after which a
+    save continues in the background.
     """
 
     ranks: ClassVar[Literal["first", "all"]] = "all"

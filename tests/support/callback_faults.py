@@ -1,4 +1,4 @@
-"""A callback that stops its rank's process, or hangs or slows it, at one place of a run; named by import path."""
+"""Callbacks, named by import path, that stop, hang or slow a rank's process at one point of a run."""
 
 import os
 import signal
@@ -16,14 +16,14 @@ from threefold.train.callbacks.base import Callback, RunContext
 
 
 class StopAt(Callback):
-    """Stops the process of a rank with SIGSTOP, exactly in one section and activity, from a step on.
+    """Stop the process of a rank with SIGSTOP in one section and activity, from a step on.
 
-    Another thread sends the signal, which alone runs Python from its look to the signal.
+    Another thread sends the signal; no other thread runs Python between its check and the signal.
 
     Args:
-        rank: whose process is stopped.
+        rank: rank whose process is stopped.
         section, activity: names of `RunSection` and `Activity`.
-        step: the section's, at least.
+        step: first step of the section.
     """
 
     ranks = "all"
@@ -53,13 +53,11 @@ class StopAt(Callback):
 
 
 def _stop() -> None:
-    """Stop the process by a signal to the thread that trains, which cannot go on before it takes it."""
+    """Stop the process by a signal to the training thread, which cannot continue before it takes the signal."""
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGSTOP)
 
 
 class HangAt(Callback):
-    """Hangs one rank in Python before a step."""
-
     ranks = "all"
 
     def __init__(self, rank: int, step: int) -> None:
@@ -75,12 +73,11 @@ class HangAt(Callback):
 
 
 class Busy(Callback):
-    """Computes on one rank before a step, as a compilation does: itself, or in a process that it waits for.
+    """Compute on one rank before a step, like a compilation, in the rank itself or in a child that it waits for.
 
     Args:
-        rank, step: where.
-        seconds: of processor time.
-        child: whether in another process.
+        seconds: processor time.
+        child: whether to compute in a child process.
     """
 
     ranks = "all"
@@ -105,7 +102,7 @@ class Busy(Callback):
 
 
 class Slow(Callback):
-    """Takes time on one rank before each step."""
+    """Sleep on one rank before each step."""
 
     ranks = "all"
 
@@ -121,7 +118,7 @@ class Slow(Callback):
 
 
 def _fill_memory() -> Iterator[Any]:
-    """Tensors in what the process has of memory that is free, so that the next one of its own finds no place."""
+    """Yield tensors that fill the free memory of the process, so that its next one does not fit."""
     import torch
 
     for size in (1 << 20, 1 << 16, 1 << 14):
@@ -131,10 +128,7 @@ def _fill_memory() -> Iterator[Any]:
 
 
 class Limit(Callback):
-    """Sets a resource limit of one rank's process before a step, to what it has: memory or open files.
-
-    Not in an attempt after the first.
-    """
+    """Set a limit (memory or open files) of one rank to its current use before a step, in the first attempt only."""
 
     ranks = "all"
 
@@ -155,5 +149,5 @@ class Limit(Callback):
             resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(),) * 2)
             self.held = list(_fill_memory())
         else:
-            os.close(next_handle := os.dup(0))  # the lowest that is free
+            os.close(next_handle := os.dup(0))  # the lowest free one
             resource.setrlimit(resource.RLIMIT_NOFILE, (next_handle, next_handle))

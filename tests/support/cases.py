@@ -1,4 +1,4 @@
-"""Cases that the tests of several folders use."""
+"""Cases that tests of several folders use."""
 
 from dataclasses import replace
 from typing import Any
@@ -83,12 +83,12 @@ SHARED = (("parallel.sequence_parallel", True),)
 
 
 def shared(**changes) -> Case:
-    """Sequence parallel: 12 positions divide by 2, 3 and 4 ranks, the vocabulary of 67 by none."""
+    """Return a sequence-parallel case: 12 positions divide by 2, 3 and 4 ranks, the vocabulary of 67 by none."""
     return Case(**{"sequence": 12, "settings": SHARED, "layers": 2, **changes})
 
 
 def case(**changes: object) -> Case:
-    """24 positions are chunks of 6, 4 and 3 for cp 2, 3 and 4."""
+    """Return a case of 24 positions, which are chunks of 6, 4 and 3 for cp 2, 3 and 4."""
     sizes = {"sequence": 24, "head_dim": 4, "layers": 2, "steps": 2, "batch": 12}
     return Case(**{"dtype": "fp64", "dropout": 0.2, **sizes, **changes})
 

@@ -1,4 +1,4 @@
-"""Tokenizers with chat templates in the styles that are published, and conversations for them."""
+"""Tokenizers with chat templates in published styles, and conversations for them."""
 
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,7 @@ TURN_END = EOS | {"gemma": "<end_of_turn>", "phi": "<|end|>"}
 
 
 def unmarked(template: str) -> str:
-    """The template without its generation blocks, as most are published."""
+    """Return the template without its generation blocks, as most are published."""
     return template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 
@@ -124,16 +124,15 @@ WITH_SYSTEM = [{"role": "system", "content": "Be brief."}, *CONVERSATIONS[0]]
 
 
 def conversations(style: str) -> list[list[dict[str, Any]]]:
-    """Conversations that a style's template takes."""
     return CONVERSATIONS if style == "gemma" else [*CONVERSATIONS, WITH_SYSTEM]
 
 
 def make_tokenizer(style: str) -> Tokenizer:
-    """A small tokenizer of the kind that the models of a style have, special tokens included."""
+    """Make a small tokenizer as the models of a style have, special tokens included."""
     texts = [message["content"] for chat in CONVERSATIONS for message in chat] * 3
     tokenizer = Tokenizer(models.BPE(byte_fallback=style in ("mistral", "gemma"), unk_token=None))
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    if style in ("mistral", "gemma"):  # SentencePiece's manner
+    if style in ("mistral", "gemma"):  # as SentencePiece does
         tokenizer.normalizer = normalizers.Replace(" ", "▁")
         tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
         alphabet = []
@@ -148,7 +147,7 @@ def make_tokenizer(style: str) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    if pieces:  # bytes are no special tokens
+    if pieces:  # bytes are not special tokens
         import json
 
         stored = json.loads(tokenizer.to_str())
@@ -163,7 +162,7 @@ def make_tokenizer(style: str) -> Tokenizer:
 
 
 def transformers_tokenizer(style: str, template: str | None = None) -> Any:
-    """The same in transformers, with its chat template."""
+    """Make the same tokenizer in transformers, with its chat template."""
     import transformers
 
     names = {"eos_token": EOS[style]} | ({"bos_token": BOS[style]} if style in BOS else {})
@@ -173,6 +172,6 @@ def transformers_tokenizer(style: str, template: str | None = None) -> Any:
 
 
 def write_tokenizer(folder: Path, style: str, template: str | None = None) -> Path:
-    """A folder as transformers saves a tokenizer; returns its tokenizer.json."""
+    """Write a tokenizer folder as transformers saves it; return the path of its tokenizer.json."""
     transformers_tokenizer(style, template).save_pretrained(folder)
     return folder / "tokenizer.json"

@@ -1,12 +1,10 @@
-"""How a command of the tests ended."""
+"""Outcome of a command that a test ran."""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 
 class Ended(NamedTuple):
-    """How a command ended and what it printed."""
-
     status: int
     output: str
     error: str

@@ -1,4 +1,4 @@
-"""Compiled layers in tests: what was compiled, and compiling that ends before code is written."""
+"""Compiled layers in tests: record what is compiled, and skip code generation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,27 +10,27 @@ from threefold.torch_private.compilation import CompileCounts
 
 
 def traced(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)` with compiled graphs run operation by operation: what takes long, C++ code, is not made.
+    """Call `function(*args)` with compiled graphs run operation by operation, without the slow generation of C++ code.
 
-    Everything else is as ever: what is traced, shared by layers, differentiated, kept and computed again.
+    Tracing, sharing between layers, differentiation, saved tensors and recompute work as usual.
     """
     with torch.compiler.set_stance("default", force_backend="aot_eager"):
         return function(*args)
 
 
 def operators_of(graph: torch.fx.GraphModule) -> list[str]:
-    """The package's operators that a compiled graph calls, those of backward passes too, sorted."""
+    """Return the package's operators that a compiled graph calls, including those of backward passes, sorted."""
     graphs = [module.graph for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
     targets = [str(node.target) for each in graphs for node in each.nodes if node.op == "call_function"]
     return sorted(target.split(".")[1] for target in targets if target.startswith("threefold."))
 
 
 def in_layout_counted(case: Case, coded: bool = False) -> tuple[Trace, int, int, int]:
-    """The engine on this rank, with an evaluation after its first step.
+    """Run the engine on this rank, with an evaluation after its first step.
 
     Returns:
-        what it computed, the graphs that its first step compiled, those that anything later did, and the places where
-        layers could not be compiled whole.
+        the trace, the number of graphs compiled in the first step, the number compiled later, and the number of places
+        where layers could not be compiled whole.
     """
     if not coded:
         return traced(in_layout_counted, case, True)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""How long something takes, without the time in which the processes that have to act wait for a CPU."""
+"""Measure durations without the time in which the acting processes wait for a CPU."""
 
 import os
 import threading
@@ -12,13 +12,12 @@ INTERVAL = 0.2
 
 
 class CpuWaits:
-    """Samples how long the threads of some processes wait for a CPU (where Linux counts it), while it is entered.
+    """Sample how long the threads of some processes wait for a CPU (where Linux counts it), within the block.
 
-    A limit of seconds then holds on a machine with other work, too; and something that waits for anything but a CPU
-    exceeds the limit there as it does on an idle machine.
+    A limit of seconds then holds on a busy machine too; a wait for anything but a CPU exceeds it as on an idle one.
 
     Args:
-        pids: of processes beside this one. What they waited for remains known when they have ended.
+        pids: ids of processes besides this one. Their waits remain known when they have ended.
     """
 
     def __init__(self, *pids: int) -> None:
@@ -37,7 +36,7 @@ class CpuWaits:
         self._sampler.join()
 
     def seconds_since(self, start: float) -> float:
-        """Seconds since `start` of `time.monotonic` in which these processes did not wait for a CPU."""
+        """Return the seconds since `start` (of `time.monotonic`) in which these processes did not wait for a CPU."""
         before = [total for when, total in self._samples if when <= start]
         now, total = self._sample()
         return now - start - (total - (before[-1] if before else self._samples[0][1]))
@@ -52,7 +51,7 @@ class CpuWaits:
             for thread in Path(f"/proc/{pid}/task").glob("*"):
                 try:
                     self._waited[thread.name] = int((thread / "schedstat").read_text().split()[1])
-                except (OSError, IndexError, ValueError):  # it has ended
+                except (OSError, IndexError, ValueError):  # the process has ended
                     continue
         self._samples.append((now, sum(self._waited.copy().values()) / 1e9))
         return self._samples[-1]

@@ -1,4 +1,4 @@
-"""Configs made from the examples by damage: flipped bits, moved lines, and values that nobody means."""
+"""Damaged configs made from the examples: flipped bits, moved lines, and values that nobody means."""
 
 from pathlib import Path
 from random import Random
@@ -27,7 +27,7 @@ _VALUES: tuple[Any, ...] = (
 
 
 def damaged_config(source: Random) -> bytes:
-    """An example with bytes, lines or values of it changed."""
+    """Return an example with some bytes, lines or values changed."""
     text = source.choice(_EXAMPLES).read_bytes()
     way = source.randrange(4)
     if way == 0:

@@ -1,7 +1,7 @@
-"""What runs on a GPU as on the CPU: the devices of a test, and process groups for them.
+"""Devices and process groups for tests that run on a GPU as on the CPU.
 
-A test with the parameter `device` compares a device with the CPU. Its cases on `cuda` have the mark `gpu`, and are
-skipped where there is none; that on `cpu` compares the CPU with itself, which shows that the test itself works.
+A test with the parameter `device` compares a device with the CPU. Its `cuda` cases have the mark `gpu` and are skipped
+without a GPU; its `cpu` case compares the CPU with itself, which shows that the test works.
 """
 
 from collections.abc import Callable
@@ -22,15 +22,15 @@ STAGED_ALL = "staged_all"
 
 
 def device_of(name: str) -> torch.device:
-    """A device; of `cuda` the first GPU, which all ranks of a test share."""
+    """Return a device; for `cuda` the first GPU, which all ranks of a test share."""
     return torch.device(name, 0) if name == "cuda" else torch.device(name)
 
 
 class AllStaged(StagedGroup):
-    """Has tensors of the CPU go through copies as those of a GPU do.
+    """Staged group that copies CPU tensors as it does GPU tensors.
 
     Attributes:
-        staged: how many have been looked at.
+        staged: number of tensors seen.
     """
 
     staged = 0
@@ -41,12 +41,12 @@ class AllStaged(StagedGroup):
 
 
 def alone_on(device: str, fn: Callable[..., Any], *args: Any) -> Any:
-    """Call `fn` on the only rank of a group, as a run on this device has: over NCCL on a GPU."""
+    """Call `fn` on the only rank of a group, as a run on this device has it: over NCCL on a GPU."""
     return _in_group(NCCL, fn, *args) if device == "cuda" else fn(*args)
 
 
 def staged_on(device: str, fn: Callable[..., Any], *args: Any) -> Any:
-    """Call `fn` in a process group of gloo through copies on the CPU; on the CPU too."""
+    """Call `fn` in a gloo group that copies through the CPU, even on the CPU."""
     if device == "cuda":
         register_backend()
         return _in_group(BACKEND, fn, *args)
@@ -63,7 +63,7 @@ def staged_on(device: str, fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def _in_group(backend: str, fn: Callable[..., Any], *args: Any) -> Any:
-    """Call `fn` in another process group of the ranks of the pool, which takes the place of theirs."""
+    """Call `fn` in another process group of the pool's ranks, which replaces theirs."""
     store, rank, size = default_store(), dist.get_rank(), dist.get_world_size()
     if backend != STAGED_ALL:
         torch.cuda.set_device(0)

@@ -1,4 +1,4 @@
-"""Faults in a step of a run: a value that is not finite in an activation, a gradient or a weight, on one rank."""
+"""Faults in a training step: a non-finite value in an activation, a gradient or a weight, on one rank."""
 
 import contextlib
 import io
@@ -24,15 +24,15 @@ class Fault:
     """One bad value.
 
     Attributes:
-        kind: where it is: in the `output` of a module, the `gradient` of one, a gradient of its `weight`, one that is
-            `deferred`, one that is `summed` over micro-batches and ranks, or the `value` of its weight, which is bad
-            from the step on, or is `updated` in the step to a bad one.
-        module: its name in the whole model.
-        rank: the rank that gets it.
-        step: 1 for the first.
-        micro_batch: which of the replica's; of `value` none.
-        number: the value.
-        runs: in which runs of the step; None for all, as of a fault of data or model.
+        kind: location: the `output` of a module, the `gradient` of that output, a gradient of its `weight`, a
+            `deferred` gradient, one `summed` over micro-batches and ranks, the `value` of its weight (bad from the step
+            on), or the weight `updated` in the step.
+        module: name of the module in the whole model.
+        rank: rank that gets the bad value.
+        step: step number, 1 for the first.
+        micro_batch: index within the replica's step; unused for `value`.
+        number: the bad value.
+        runs: runs of the step in which it occurs; None for all, as with a fault of data or model.
     """
 
     kind: str
@@ -45,7 +45,7 @@ class Fault:
 
 
 class FaultyEngine(Engine):
-    """An engine with faults, the later of which come after the earlier ones."""
+    """Engine with faults; later faults are applied after earlier ones."""
 
     faults: Sequence[Fault] = ()
 
@@ -116,7 +116,7 @@ class FaultyEngine(Engine):
                     weight.register_hook(of_weight)
 
         def ends(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-            # Recomputed activations are a second call, after that of the forward pass.
+            # Recomputed activations are a second call, after the one of the forward pass.
             number, is_second = divmod(self._calls[fault], 1 + (self.config.train.recompute != "none"))
             now = not is_second and self._is_now(fault, number)
             if fault.kind == "gradient" and now:
@@ -134,7 +134,7 @@ class FaultyEngine(Engine):
 def train_with(
     faults: Sequence[Fault], run: Run, run_dir: Path, resume: bool = False, callbacks: Sequence[Callback] = ()
 ) -> str:
-    """Train as a rank of the pool whose engine has these faults, and return what it printed."""
+    """Train as a pool rank whose engine has these faults, and return what it printed."""
     printed = io.StringIO()
     kind = type("FaultyEngine", (FaultyEngine,), {"faults": tuple(faults)})
     with patch.object(entry_point, "Engine", kind), contextlib.redirect_stdout(printed):
@@ -151,7 +151,6 @@ def _has(stage: nn.Module, name: str) -> bool:
 
 
 def _spoilt(tensor: Tensor, number: float) -> Tensor:
-    """The tensor with one bad element."""
     bad = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     bad.view(-1)[bad.numel() // 2] = number
     return tensor + bad

@@ -1,4 +1,4 @@
-"""Runs with a fault of `tests/support/callback_faults.py`: started as a user does, and watched until all has ended."""
+"""Start runs with a fault of `tests/support/callback_faults.py` as a user does, and watch until all processes end."""
 
 import os
 import subprocess
@@ -16,14 +16,14 @@ from tests.support.processes import runs
 from tests.train.support import Run
 
 TIMEOUT = 8
-"""`train.timeout` of the runs, in seconds: longer than an import takes on a busy machine."""
+"""Seconds of `train.timeout`: longer than an import takes on a busy machine."""
 DEADLINE = 240
-"""Seconds that a test waits for anything at most."""
+"""Most seconds that a test waits for anything."""
 STOPPED = "its process is stopped, as by SIGSTOP, "
 
 
 def write_config(run: Run, folder: Path, fault: str, restarts: int = 0, steps: int = 6, **arguments: object) -> Path:
-    """The config of a run with a fault, which evaluates and saves after each second step."""
+    """Write the config of a run with a fault that evaluates and saves every second step; return its path."""
     sections = run.config.sections()
     sections["train"] |= {"timeout": float(TIMEOUT), "eval_every": 2, "max_steps": steps, "max_restarts": restarts}
     sections["train"]["callbacks"] = [
@@ -37,7 +37,6 @@ def write_config(run: Run, folder: Path, fault: str, restarts: int = 0, steps: i
 
 
 def train_command(config: Path, folder: Path) -> list[str]:
-    """`threefold train`, as arguments of Python."""
     return ["-m", "threefold", "train", str(config), "--run-dir", str(folder / "run")]
 
 
@@ -45,7 +44,7 @@ def train_command(config: Path, folder: Path) -> list[str]:
 def started(
     commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]] = ({},)
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes of Python with these arguments and further environment variables."""
+    """Yield Python processes with these arguments and further environment variables; kill them on exit."""
     processes: list[subprocess.Popen[str]] = []
     try:
         for command, variables in zip(commands, environments, strict=True):
@@ -63,7 +62,7 @@ def started(
 
 
 def wait_until_stopped(processes: Sequence[subprocess.Popen[str]], folder: Path, rank: int) -> float:
-    """Wait until the process of a rank is stopped, and return when."""
+    """Wait until the process of a rank is stopped, and return the time."""
     deadline = time.monotonic() + DEADLINE
     file = folder / "run" / f"pid_{rank}"
     while time.monotonic() < deadline and all(process.poll() is None for process in processes):
@@ -78,7 +77,7 @@ def wait_until_stopped(processes: Sequence[subprocess.Popen[str]], folder: Path,
 
 
 def end(processes: Sequence[subprocess.Popen[str]], folder: Path, ranks: int) -> str:
-    """Wait until all has ended, in failure and with no process left; returns the one line that was said about it."""
+    """Wait until all processes have ended in failure with none left; return the only error line."""
     errors = "".join(process.communicate(timeout=DEADLINE)[1] for process in processes)
     pids = [int(file.read_text()) for file in (folder / "run").glob("pid_*")]
     assert len(pids) == ranks

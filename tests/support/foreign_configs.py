@@ -1,4 +1,4 @@
-"""Files that start trainings with other systems, in the manner of their own examples."""
+"""Files that start trainings with other systems, in the style of their own examples."""
 
 FLEET_BASE = """\
 Global: {device: gpu, seed: 1024, global_batch_size: , local_batch_size: 1, micro_batch_size: 1}

@@ -14,12 +14,12 @@ FROZEN = {
     "some of each": ("start.offset", "blocks.*.up.weight", "blocks.1.down.bias", "blocks.*.gain", "end.norm.*"),
     "all but one": ("start.**", "blocks.**", "end.scores.weight"),
 }
-"""What is frozen, by what a reader would call it."""
+"""Names of frozen parameters, by a readable description."""
 
 
 @dataclass(frozen=True)
 class Freezing:
-    """Makes a model with parameters frozen, as a user's constructor does."""
+    """Factory of a model with some parameters frozen, as a user's constructor may leave them."""
 
     make: Callable[[], nn.Module]
     patterns: Sequence[str]

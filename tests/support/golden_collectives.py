@@ -1,6 +1,6 @@
-"""The collectives of one training step in many layouts, as the mesh records them, and the file that keeps them.
+"""Collectives of one training step in many layouts as the mesh records them, and the golden file that holds them.
 
-`python -m tests.support.golden_collectives` writes the file anew: after a change that is meant to change them.
+After an intended change, rewrite the file with `python -m tests.support.golden_collectives`.
 """
 
 import json
@@ -14,7 +14,7 @@ from tests.support.parity import Case, make_engine, shard_of
 FILE = Path(__file__).parents[1] / "planner" / "data" / "collectives.json"
 
 Sequences = list[list[str]]
-"""By rank: one `axis operation bytes` for each collective, in the order in which the rank entered them."""
+"""One sequence per rank: `axis operation bytes` of each collective, in the order in which the rank entered them."""
 
 SEQUENCE: tuple[str, Any] = ("parallel.sequence_parallel", True)
 LLAMA: tuple[tuple[str, Any], ...] = (
@@ -81,7 +81,7 @@ LAYOUTS: dict[str, Case] = {
 
 
 def record(case: Case) -> list[str]:
-    """What this rank of the layout does in the first step."""
+    """Return the collectives of this rank in the first step."""
     engine = make_engine(case)
     with engine.mesh.recorder.recording() as events:
         engine.train_step(shard_of(case, 0, engine.mesh.dp.index), 0)
@@ -89,7 +89,6 @@ def record(case: Case) -> list[str]:
 
 
 def read() -> dict[str, Sequences]:
-    """The file: the collectives of each layout."""
     kept = json.loads(FILE.read_text(encoding="utf-8"))
     return {
         name: [list(_unfold(layout["sequences"][index])) for index in layout["ranks"]] for name, layout in kept.items()
@@ -97,7 +96,7 @@ def read() -> dict[str, Sequences]:
 
 
 def write(layouts: dict[str, Sequences]) -> None:
-    """Write the file; ranks that do the same share a sequence."""
+    """Write the golden file; ranks with equal collectives share a sequence."""
     lines = []
     for name, ranks in layouts.items():
         different = [list(each) for each in dict.fromkeys(map(tuple, ranks))]
@@ -108,7 +107,7 @@ def write(layouts: dict[str, Sequences]) -> None:
 
 
 def first_difference(got: Sequences, expected: Sequences) -> str | None:
-    """The first collective in which a rank departs, in a sentence; None where none does."""
+    """Describe the first collective in which a rank differs; return None if there is none."""
     if len(got) != len(expected):
         return f"{len(got)} ranks instead of {len(expected)}"
     for rank, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
@@ -120,7 +119,7 @@ def first_difference(got: Sequences, expected: Sequences) -> str | None:
 
 
 def _fold(events: Sequence[str]) -> list[str]:
-    """Equal neighbours as one, with their number before it."""
+    """Replace equal neighbours by one of them with a count before it."""
     runs = [(event, len(list(equal))) for event, equal in groupby(events)]
     return [f"{count}x {event}" if count > 1 else event for event, count in runs]
 

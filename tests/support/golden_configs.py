@@ -1,6 +1,6 @@
-"""What configs are once every setting is filled in, and the file that keeps it.
+"""Configs with every setting filled in, and the golden file that holds them.
 
-`python -m tests.support.golden_configs` writes the file anew: after a change that is meant to change them.
+After an intended change, rewrite the file with `python -m tests.support.golden_configs`.
 """
 
 import json
@@ -17,11 +17,11 @@ FILE = Path(__file__).parents[1] / "config" / "data" / "configs.json"
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 Settings = dict[str, Any]
-"""By `section.key`, in the order in which a stored config has them."""
+"""Values by `section.key`, in the order of a stored config."""
 
 
 def configs() -> dict[str, Settings]:
-    """All examples, presets and features, resolved."""
+    """Resolve all examples, presets and features."""
     made = {f"examples/{path.name}": resolve(load_config(path), 8192) for path in sorted(EXAMPLES.glob("*.yaml"))}
     for preset in get_args(PresetName):
         sections = {"model": {"preset": preset}, "data": {"path": "tokens", "sequence_length": 512}}
@@ -32,7 +32,6 @@ def configs() -> dict[str, Settings]:
 
 
 def read() -> dict[str, Settings]:
-    """The file: each config's settings."""
     kept = json.loads(FILE.read_text(encoding="utf-8"))
     return {
         name: {key: {**kept["base"], **changes}[key] for key in kept["orders"][order]}
@@ -41,7 +40,7 @@ def read() -> dict[str, Settings]:
 
 
 def write(found: Mapping[str, Settings]) -> None:
-    """Write the file: the settings of one config, in which settings the others differ from it, and their orders."""
+    """Write the golden file: settings of one config, differences of the others from it, and their orders."""
     base = next(iter(found.values()))
     orders = list(dict.fromkeys(tuple(settings) for settings in found.values()))
     lines = []

@@ -1,6 +1,6 @@
-"""What a rank of each stage needs in a dozen layouts, by dry run, and the file that keeps it as tables.
+"""Dry-run needs of a rank of each stage in a dozen layouts, and the golden file that holds them as tables.
 
-`python -m tests.support.golden_dry_runs` writes the file anew: after a change that is meant to change them.
+After an intended change, rewrite the file with `python -m tests.support.golden_dry_runs`.
 """
 
 from pathlib import Path
@@ -29,13 +29,13 @@ NAMES = (
     "mixture, ep2",
     "mixture, ep2 pp2 cp2, zero-bubble",
 )
-"""Of the layouts of `golden_collectives`."""
+"""Names of layouts in `golden_collectives`."""
 
 
 def table(name: str) -> list[str]:
-    """The lines of a layout: for each stage bytes and operations, then its collectives.
+    """Return the lines of a layout: bytes and operations of each stage, then its collectives.
 
-    With oneDNN's products, whatever the processor: they need the more memory.
+    Uses oneDNN's matrix products on any processor: they need more memory.
     """
     config = LAYOUTS[name].config
     with patch.object(kernels, "_MKL_IS_FAST", False):
@@ -61,7 +61,6 @@ def _lines(report: DryRunReport) -> list[str]:
 
 
 def read() -> dict[str, list[str]]:
-    """The file: the lines of each layout."""
     tables = FILE.read_text(encoding="utf-8").strip().split("\n\n")
     return {lines[0].strip("[]"): lines for lines in (each.split("\n") for each in tables)}
 

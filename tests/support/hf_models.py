@@ -1,4 +1,4 @@
-"""Models of Hugging Face made by hand, and imported runs looked into."""
+"""Hand-made Hugging Face models, and readers of imported runs."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from threefold.models.family import make_model, model_plan
 
 
 class Silent:
-    """No progress is shown, but counted."""
+    """Progress that is counted but not shown."""
 
     total = moved = 0
 
@@ -42,7 +42,7 @@ LLAMA: dict[str, Any] = {
 
 
 def llama_tensors(seed: int = 0) -> dict[str, Tensor]:
-    """Random weights of `LLAMA`, under their names in a file."""
+    """Return random weights of `LLAMA`, by their names in a file."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (301, 24), "model.norm.weight": (24,)}
     for layer in range(3):
         shapes |= {
@@ -67,7 +67,7 @@ def llama_tensors(seed: int = 0) -> dict[str, Tensor]:
 
 
 def write_llama(folder: Path, config: dict[str, Any] | None = None, tensors: dict[str, Tensor] | None = None) -> Path:
-    """A folder of Hugging Face as its own tools would leave it."""
+    """Write a Hugging Face model folder as its own tools would; return the folder."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(LLAMA | (config or {})))
     save_file(llama_tensors() if tensors is None else tensors, folder / "model.safetensors", {"format": "pt"})
@@ -75,7 +75,7 @@ def write_llama(folder: Path, config: dict[str, Any] | None = None, tensors: dic
 
 
 def stored(run: Path) -> dict[str, Tensor]:
-    """The weights of a run's newest checkpoint, as they are stored."""
+    """Return the weights of a run's newest checkpoint as stored."""
     checkpoint = newest(run)
     assert checkpoint is not None
     facts = stored_tensors(checkpoint.path)
@@ -85,7 +85,7 @@ def stored(run: Path) -> dict[str, Tensor]:
 
 
 def model_of(run: Path) -> nn.Module:
-    """The model of a run's newest checkpoint, in fp32."""
+    """Return the model of a run's newest checkpoint, in fp32."""
     checkpoint = newest(run)
     assert checkpoint is not None
     config = stored_config(checkpoint.path)
@@ -98,12 +98,11 @@ def model_of(run: Path) -> nn.Module:
 
 
 def file_tensors(folder: Path) -> dict[str, Tensor]:
-    """The weights in all files of a folder of Hugging Face."""
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def same_tensors(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Whether both have the same names, dtypes and bits."""
+    """Return whether both have equal names, dtypes and bits."""
     return one.keys() == other.keys() and all(
         one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
     )

@@ -1,7 +1,7 @@
-"""Finds where a step reads a tensor of its device on the host, which on a GPU waits for all that is under way.
+"""Find where a step reads a device tensor on the host, which on a GPU waits for all pending work.
 
-On a CPU nothing tells a tensor of the device from one of the host. Here a tensor is of the device if it was moved to or
-made on the mesh's device, is a weight of the model, or was computed from such a one.
+On a CPU nothing distinguishes device tensors from host tensors. Here a tensor counts as the device's if it was moved to
+or made on the mesh's device, is a weight of the model, or was computed from such a tensor.
 """
 
 import sys
@@ -25,23 +25,22 @@ _ROOT = Path(threefold.__file__).parents[1]
 _aten = torch.ops.aten
 
 _READS = (_aten._local_scalar_dense, _aten.nonzero, _aten.masked_select, _aten.unique_dim, _aten._unique2)
-"""Operations whose result the host waits for: a number, or a tensor whose shape follows from values."""
+"""Operations whose result the host waits for: a number, or a tensor whose shape depends on values."""
 _METHODS = ("tolist", "numpy", "cpu", "__array__", "__reduce_ex__")
-"""Methods of a tensor that read it without an operation."""
+"""Tensor methods that read values without an operation."""
 
 
 _DEVICE_OF = Tensor.device.__get__  # type: ignore[attr-defined]
 
 
 class HostReads:
-    """Within the block, notes each place of the package that reads a tensor of the device, or copies one to it and
-    waits.
+    """Record each place in the package that reads a device tensor, or copies one to the device and waits, in the block.
 
     Args:
-        engine: whose weights are of the device.
+        engine: engine whose weights are on the device.
 
     Attributes:
-        places: `file: function` of the innermost frame of the package, and how often.
+        places: count by `file: function` of the innermost frame in the package.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -63,7 +62,7 @@ class HostReads:
         self._functions.__exit__(*error)
 
     def note(self, tensors: Iterable[Any]) -> None:
-        """Count tensors as the device's."""
+        """Mark tensors as the device's."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 storage = _local(tensor).untyped_storage()
@@ -73,21 +72,20 @@ class HostReads:
                     self._known[number] = weakref.ref(storage, forget)
 
     def has(self, values: Any) -> bool:
-        """Whether any tensor among nested values is the device's."""
+        """Return whether any tensor among nested values is the device's."""
         tensors = [each for each in leaves(values) if isinstance(each, Tensor)]
         return any(number_of(_local(each).untyped_storage()) in self._known for each in tensors)
 
     def is_device(self, values: Any) -> bool:
-        """Whether the device is among nested values."""
         return any(each is self.device for each in leaves(values))
 
     def found(self) -> None:
-        """The host reads here."""
+        """Record a host read at the current place."""
         self.places[_place()] += 1
 
 
 class _Functions(TorchFunctionMode):
-    """Sees what is called in Python, and so what names the device."""
+    """Intercept Python calls, to see which name the device."""
 
     def __init__(self, reads: HostReads) -> None:
         super().__init__()
@@ -115,7 +113,7 @@ class _Functions(TorchFunctionMode):
 
 
 class _Operations(OperationMode):
-    """Sees operations, those of the backward pass too."""
+    """Intercept operations, including those of the backward pass."""
 
     def __init__(self, reads: HostReads) -> None:
         super().__init__()
@@ -133,7 +131,7 @@ class _Operations(OperationMode):
 
 
 def _is_masked(func: Any, args: Any) -> bool:
-    """Whether elements are chosen by a mask, whose number the host has to know; not where they are filled."""
+    """Return whether a mask selects elements, so that the host must know their number; False where they are filled."""
     if func.overloadpacket is not _aten.index:
         return False
     return any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in args[1])

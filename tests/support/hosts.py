@@ -1,4 +1,4 @@
-"""Two hosts for a job: network namespaces that a pair of interfaces joins, each with process numbers of its own."""
+"""Two hosts for a job: network namespaces joined by a pair of interfaces, each with its own process ids."""
 
 import os
 import shutil
@@ -10,21 +10,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 DEADLINE = 60.0
-"""Seconds until a process that was killed has ended."""
+"""Seconds until a killed process has ended."""
 
 
 class NotAllowed(Exception):
-    """This user may make no network namespaces here."""
+    """This user may not create network namespaces."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """A network namespace.
+    """Network namespace that acts as a host.
 
     Attributes:
-        name: of the namespace.
-        address: of its end of the link to the other host.
-        interface: that has the address.
+        name: name of the namespace.
+        address: address of its end of the link to the other host.
+        interface: interface that has the address.
     """
 
     name: str
@@ -32,16 +32,16 @@ class Host:
     interface: str
 
     def command(self, *arguments: str) -> list[str]:
-        """A command that is run on this host, and ends with the process that starts it."""
+        """Return a command that runs on this host and ends with the process that starts it."""
         own = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
         return ["ip", "netns", "exec", self.name, *own, *arguments]
 
     def processes(self) -> list[int]:
-        """Of all commands that run on this host, as they are numbered outside."""
+        """Return the ids, as seen outside, of all processes on this host."""
         return [int(word) for word in _ip("netns", "pids", self.name).split()]
 
     def kill(self) -> None:
-        """Kill all of them at once; returns when none is left."""
+        """Kill all processes of this host at once; return when none is left."""
         deadline = time.monotonic() + DEADLINE
         while found := self.processes():
             assert time.monotonic() < deadline, f"processes {found} of {self.name} do not end"
@@ -52,16 +52,16 @@ class Host:
                     continue
 
     def disconnect(self) -> None:
-        """Take its link down: nothing comes from it any more, nor that it is gone."""
+        """Take the link down: nothing arrives from this host any more, not even a closed connection."""
         _ip("-n", self.name, "link", "set", self.interface, "down")
 
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Two hosts, which end with all that runs on them.
+    """Yield two hosts; end them with all their processes on exit.
 
     Raises:
-        NotAllowed: there cannot be any here.
+        NotAllowed: this user may not create them here.
     """
     hosts = tuple(Host(f"threefold-{os.getpid()}-{n}", f"10.213.0.{n + 1}", f"link{n}") for n in range(2))
     if not all(map(shutil.which, ("ip", "unshare"))):

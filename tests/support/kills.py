@@ -1,4 +1,4 @@
-"""Kills ranks of a real run at chosen moments of it, which the run's `Beacon` tells."""
+"""Kill ranks of a real run at chosen moments, which the run's `Beacon` reports."""
 
 import os
 import random
@@ -10,27 +10,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LONGEST = 300.0
-"""Seconds after which a moment that has not come is taken for one that never will."""
+"""Seconds to wait for a moment before giving up."""
 BEACON = Path(__file__).with_name("beacon.py")
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What a rank has told last."""
-
     pid: int
     kind: str
     step: int
 
 
 def beacon(folder: Path) -> str:
-    """The option of `threefold train` that adds the callback."""
+    """Return the `threefold train` option that adds the callback."""
     folder.mkdir(exist_ok=True)
     return f"train.callbacks=[{{name: '{BEACON}:Beacon', folder: '{folder}'}}]"
 
 
 def moments(folder: Path, rank: int) -> list[Moment]:
-    """All that a rank has told, in all attempts."""
+    """Return all reports of a rank, in all attempts."""
     path = folder / f"moments_{rank}"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     whole = [line.split() for line in lines if line.endswith("\n")]
@@ -38,12 +36,12 @@ def moments(folder: Path, rank: int) -> list[Moment]:
 
 
 class Killer:
-    """Kills ranks of `process`, a run with a `Beacon`, each in a process that it has not killed before.
+    """Kill ranks of `process`, a run with a `Beacon`, each time in a process that it has not killed before.
 
     Args:
-        process: the run.
-        folder: of the beacon.
-        seed: of the moments.
+        process: process of the run.
+        folder: folder of the beacon.
+        seed: seed of the moments.
     """
 
     def __init__(self, process: subprocess.Popen[str], folder: Path, seed: int) -> None:
@@ -52,9 +50,9 @@ class Killer:
         self._ended: set[int] = set()
 
     def kill(self, rank: int, kind: str, number: signal.Signals = signal.SIGKILL) -> Moment | None:
-        """Send a signal to a rank somewhere in its next step, evaluation or save that is no repetition of one before.
+        """Send a signal to a rank within its next step, evaluation or save that is not a repetition.
 
-        Returns None where the run has ended before.
+        Returns None if the run has ended before.
         """
         furthest = max((moment.step for _, moment in self.killed), default=0)
         deadline = time.monotonic() + LONGEST
@@ -68,12 +66,12 @@ class Killer:
         return self._send(rank, found, number, deadline)
 
     def _send(self, rank: int, moment: Moment, number: signal.Signals, deadline: float) -> Moment | None:
-        # as much work later as chosen: in ticks of the rank's own processor time, so that no clock decides
+        # The delay is in ticks of the rank's processor time, so that no clock decides.
         until = ticks(moment.pid) + self.chosen.randrange(4)
         while ticks(moment.pid) < until and moments(self.folder, rank)[-1] == moment:
             if not self._goes_on(deadline):
                 return None
-        self._ended |= pids(self.folder)  # every rank has told its start before any begins a step
+        self._ended |= pids(self.folder)  # every rank reports its start before any begins a step
         try:
             os.kill(moment.pid, number)
         except ProcessLookupError:  # it was the end of the run
@@ -86,9 +84,9 @@ class Killer:
 
 
 def pause(process: subprocess.Popen[str], deadline: float, told: str = "") -> bool:
-    """Give way to others; returns whether the run still goes on. After the deadline it is killed."""
+    """Sleep briefly; return whether the run continues. After the deadline, kill it."""
     if time.monotonic() >= deadline:
-        process.kill()  # and with it its ranks
+        process.kill()  # and its ranks with it
         raise AssertionError(f"no such moment came{told}")
     try:
         process.wait(0.002)
@@ -98,7 +96,7 @@ def pause(process: subprocess.Popen[str], deadline: float, told: str = "") -> bo
 
 
 def ticks(pid: int) -> int:
-    """Processor time of a process in ticks; far in the future where it has ended."""
+    """Return the processor time of a process in ticks; far in the future if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -107,12 +105,11 @@ def ticks(pid: int) -> int:
 
 
 def pids(folder: Path) -> set[int]:
-    """Of all ranks in all attempts."""
     return {moment.pid for path in folder.glob("moments_*") for moment in moments(folder, int(path.name[8:]))}
 
 
 def assert_gone(pids: Iterable[int]) -> None:
-    """No process of these ids runs (one may still be a zombie that nobody has waited for)."""
+    """Assert that no process of these ids runs (one may still be a zombie)."""
     for pid in pids:
         state = Path(f"/proc/{pid}/stat")
         assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"

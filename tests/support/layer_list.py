@@ -1,4 +1,4 @@
-"""A model given as the list of its layers, with a weight that its first and last stage share, its data and its loss."""
+"""Model given as a list of layers whose first and last stage share a weight, with its data and loss."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The rule of dropout masks once more, without the package: with numpy's unsigned numbers, which wrap."""
+"""Dropout masks recomputed without the package, with numpy's unsigned numbers, which wrap."""
 
 from collections.abc import Iterable
 from hashlib import blake2b
@@ -12,15 +12,16 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def dropout_factors(seed: int, step: int, rows: Iterable[int], name: str, shape: tuple[int, ...], p: float) -> Tensor:
-    """0 or 1 / (1 − p) for each element of an activation: a function of the seed, the step, the sample's row in the
-    global batch, the layer's name and the element's position in the sample, by SplitMix64's finaliser for each row of
-    the last dim and a 32-bit mixer for each element.
+    """Return 0 or 1 / (1 − p) for each element of an activation.
+
+    A function of the seed, the step, the sample's row in the global batch, the layer's name and the element's position
+    in the sample, by SplitMix64's finaliser for each row of the last dim and a 32-bit mixer for each element.
 
     Args:
-        seed, step: of the run.
-        rows: of the samples in the global batch, B of them.
-        name: of the dropout layer in the whole model.
-        shape: [B, …, n].
+        seed, step: seed and step of the run.
+        rows: rows of the B samples in the global batch.
+        name: name of the dropout layer in the whole model.
+        shape: shape of the activation, [B, …, n].
         p: probability of dropping an element.
     """
     with np.errstate(over="ignore"):

@@ -1,4 +1,4 @@
-"""What the scripts of `megatron_scripts` are converted to."""
+"""Expected conversions of the scripts of `megatron_scripts`."""
 
 EXPECTED = {
     "GPT_345M": {
@@ -95,6 +95,6 @@ EXPECTED = {
         "parallel.dp": 1,
     },
 }
-"""Of each script, settings that the config must have."""
+"""Settings that the config must have, by script."""
 UNSUPPORTED = {"GPT_175B": {"rampup-batch-size"}}
-"""Of each script, the flags that change the training and have no counterpart; of the others none."""
+"""Flags that change the training and have no counterpart, by script; the other scripts have none."""

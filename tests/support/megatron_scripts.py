@@ -1,4 +1,4 @@
-"""Scripts that start trainings with Megatron-LM, short ones in each form that its own examples have."""
+"""Short scripts that start trainings with Megatron-LM, in each form that its own examples have."""
 
 _SMALL = "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024"
 _LLAMA = (

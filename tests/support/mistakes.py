@@ -1,4 +1,4 @@
-"""Silent mistakes of training systems, as patches that put them back; the comment at each says where it hides."""
+"""Patches that reintroduce silent mistakes of training systems; a comment at each says where it hides."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ def replace(owner: Any, name: str, new: Any) -> Patch:
 
 
 def sharded_by(rule: type[Split], make: Callable[[Any, Any, Any], Any]) -> Patch:
-    """Modules of a rule are replaced by `make(rule, module, context)`."""
+    """Replace modules that have a rule by `make(rule, module, context)`."""
     table = shard_modules.SHARDINGS
     return replace(shard_modules, "SHARDINGS", {**table, rule: table[rule]._replace(make=make)})
 
@@ -50,7 +50,7 @@ def row_bias_added_by_every_rank() -> list[Patch]:
     def forward(self: tensor.RowParallelLinear, x: Tensor) -> Tensor:
         return tensor.reduce_from(torch.nn.functional.linear(x, tensor.local(self.weight), self.bias), self.axis)
 
-    # The bias starts at zero, so only the steps after the first update show it.
+    # The bias starts at zero, so only steps after the first update show it.
     return [replace(tensor.RowParallelLinear, "forward", forward)]
 
 
@@ -176,7 +176,7 @@ def logged_loss_of_the_first_stage() -> list[Patch]:
 
 
 def logged_loss_of_the_last_rank() -> list[Patch]:
-    """Which has the last stage, but where the stages lie in a V."""
+    """Log the loss of the last rank, which has the last stage unless the stages lie in a V."""
     return _logged_loss_of(lambda pp: pp.is_last)
 
 
@@ -206,7 +206,7 @@ def biases_decayed() -> list[Patch]:
 
 
 def weights_decayed_twice() -> list[Patch]:
-    """By the optimizer of torch and once more before it."""
+    """Decay weights in torch's optimizer and once more before it."""
     step = optimizer.Optimizer.step
 
     def decayed(self: optimizer.Optimizer, lr: float) -> None:

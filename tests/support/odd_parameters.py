@@ -1,4 +1,4 @@
-"""A model with unusual parameters: its training with plain torch in one process, and by the library in layouts."""
+"""Models with unusual parameters, trained with plain torch in one process and by the library in layouts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ WORDS, WIDTH, LENGTH, SAMPLES, STEPS = 23, 8, 5, 8, 3
 
 
 class Strided(nn.Module):
-    """Weights that lie in another order in memory, or with gaps."""
+    """Weights with another order in memory, or with gaps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Strided(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Modules of torch that keep their weights in a list as well, or under names of their own."""
+    """torch modules that also keep their weights in a list, or under names of their own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,20 +44,20 @@ class Recurrent(nn.Module):
 
 
 class Padded(nn.Module):
-    """A table with a row that no sample trains."""
+    """Embedding with a row that no sample trains."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(WORDS, WIDTH, padding_idx=-2)
         with torch.no_grad():
-            self.table.weight.add_(0.1)  # as with loaded weights: the row need not be zero
+            self.table.weight.add_(0.1)  # as with loaded weights, where the row need not be zero
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.table(ids)
 
 
 class Tables(nn.Module):
-    """Buffers of a value for each head: slopes, a table of several dims, and a switch that is no float."""
+    """Buffers with a value per head: slopes, a table of several dims, and a switch that is no float."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Tables(nn.Module):
 
 
 class Odd(nn.Module):
-    """Any of them between embeddings and a head; it has no `forward` of its own."""
+    """One of these modules between embeddings and a head; it has no `forward` of its own."""
 
     def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__()
@@ -98,16 +98,16 @@ def loss(output: Tensor, batch: Any) -> Tensor:
 
 
 def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
-    """One whose kernel goes by the order in memory; `eps` keeps rounding from deciding."""
+    """Return an optimizer whose kernel follows the order in memory; `eps` keeps rounding from deciding."""
     return torch.optim.AdamW(parameters, lr=0.05, eps=1e-3, fused=True)
 
 
 Trained = list[dict[str, Tensor]]
-"""Of each step, the loss, gradients and then weights by name."""
+"""Loss, gradients and then weights by name, for each step."""
 
 
 def plain(kind: type[nn.Module]) -> Trained:
-    """One process with torch alone."""
+    """Train in one process with torch alone."""
     model = construct(lambda: Odd(kind), 3).double()
     optimizer, found = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3, fused=False, foreach=False), []
     for step in range(STEPS):
@@ -126,7 +126,7 @@ def plain(kind: type[nn.Module]) -> Trained:
 
 
 def in_layout(kind: type[nn.Module], sizes: dict[str, int], options: dict[str, Any], rules: dict[str, Any]) -> Trained:
-    """The same on this rank of a layout; whole tensors of its stages."""
+    """Train on this rank of a layout; return whole tensors of its stages."""
     mesh = threefold.init_mesh(**sizes)
     settings: dict[str, Any] = {"dtype": torch.float64, "seed": 3, **options}
     model = threefold.parallelize(lambda: Odd(kind), plan_of(**rules), mesh, **settings)
@@ -149,7 +149,7 @@ def _whole(parameter: Tensor, part: Tensor) -> Tensor:
 
 
 def departures(expected: Trained, ranks: list[Trained], tolerance: float = 1e-12) -> list[str]:
-    """What of any rank differs, in the order of computation; also what no rank has."""
+    """Return the differences of any rank in the order of computation, and values that no rank has."""
     found = []
     for step, seen in enumerate(expected):
         for name, value in seen.items():
@@ -162,7 +162,7 @@ def departures(expected: Trained, ranks: list[Trained], tolerance: float = 1e-12
 
 
 def prepared(kind: type[nn.Module], sizes: dict[str, int], options: dict[str, Any]) -> dict[str, Tensor]:
-    """The weights that `prepare` has after the steps, of a model with values."""
+    """Return the weights after the steps with `prepare`, for a model with values."""
     mesh = threefold.init_mesh(**sizes)
     made = _Called(construct(lambda: Odd(kind), 3).double())
     model, optimizer = threefold.prepare(made, optimizer_of(made.parameters()), **options)

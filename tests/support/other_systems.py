@@ -1,4 +1,4 @@
-"""Files of Megatron-LM and Fleet made byte by byte from the published layouts, and a slow reading of them."""
+"""Files of Megatron-LM and Fleet, made byte by byte from the published formats, and a slow reader of them."""
 
 import struct
 import zipfile
@@ -8,13 +8,12 @@ from itertools import pairwise
 from pathlib import Path
 
 Documents = list[list[list[int]]]
-"""Documents of sequences of tokens."""
 
 MEGATRON_CODES = {"u1": (1, "B"), "i1": (2, "b"), "i2": (3, "h"), "i4": (4, "i"), "i8": (5, "q"), "u2": (8, "H")}
 
 
 def megatron_files(documents: Documents, dtype: str = "u2", modes: Sequence[int] | None = None) -> tuple[bytes, bytes]:
-    """The bytes of PREFIX.bin and PREFIX.idx."""
+    """Return the bytes of PREFIX.bin and PREFIX.idx."""
     code, letter = MEGATRON_CODES[dtype]
     sequences = [sequence for document in documents for sequence in document]
     lengths = [len(sequence) for sequence in sequences]
@@ -31,7 +30,7 @@ def megatron_files(documents: Documents, dtype: str = "u2", modes: Sequence[int]
 
 
 def write_megatron(prefix: Path, documents: Documents, dtype: str = "u2", modes: Sequence[int] | None = None) -> Path:
-    """PREFIX.bin and PREFIX.idx; returns the prefix."""
+    """Write PREFIX.bin and PREFIX.idx; return the prefix."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     for ending, content in zip((".bin", ".idx"), megatron_files(documents, dtype, modes), strict=True):
         Path(f"{prefix}{ending}").write_bytes(content)
@@ -39,7 +38,7 @@ def write_megatron(prefix: Path, documents: Documents, dtype: str = "u2", modes:
 
 
 def npy(values: Sequence[int | float], dtype: str, shape: str | None = None) -> bytes:
-    """A .npy file of version 1.0: magic, length of the header, header padded to 64 bytes, numbers."""
+    """Return a .npy file of version 1.0: magic, header length, header padded to 64 bytes, numbers."""
     letter = {"<u2": "H", "<i4": "i", "<i8": "q", "<f4": "f"}[dtype]
     header = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape or f'({len(values)},)'}, }}"
     header += " " * (-(len(header) + 11) % 64) + "\n"
@@ -48,14 +47,14 @@ def npy(values: Sequence[int | float], dtype: str, shape: str | None = None) -> 
 
 
 def npz(path: Path, compression: int = zipfile.ZIP_STORED, **members: bytes) -> None:
-    """A .npz file: a zip file of .npy files."""
+    """Write a .npz file: a zip file of .npy files."""
     with zipfile.ZipFile(path, "w", compression) as archive:
         for name, content in members.items():
             archive.writestr(f"{name}.npy", content)
 
 
 def fleet_parts(documents: Documents, dtype: str) -> tuple[bytes, bytes, bytes]:
-    """`ids`, `lens` and `docs` of these documents as .npy files."""
+    """Return the documents as `ids`, `lens` and `docs`, each a .npy file."""
     sequences = [sequence for document in documents for sequence in document]
     bounds = [sum(len(document) for document in documents[:i]) for i in range(len(documents) + 1)]
     ids = npy([token for sequence in sequences for token in sequence], dtype)
@@ -63,7 +62,7 @@ def fleet_parts(documents: Documents, dtype: str) -> tuple[bytes, bytes, bytes]:
 
 
 def write_fleet(prefix: Path, documents: Documents, dtype: str = "<u2") -> Path:
-    """PREFIX_ids.npy and PREFIX_idx.npz; returns the prefix."""
+    """Write PREFIX_ids.npy and PREFIX_idx.npz; return the prefix."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     ids, lens, docs = fleet_parts(documents, dtype)
     Path(f"{prefix}_ids.npy").write_bytes(ids)
@@ -72,7 +71,7 @@ def write_fleet(prefix: Path, documents: Documents, dtype: str = "<u2") -> Path:
 
 
 def write_fleet_npz(prefix: Path, documents: Documents, dtype: str = "<u2", packed: bool = False) -> Path:
-    """PREFIX_ids.npz, compressed or not; returns the prefix."""
+    """Write PREFIX_ids.npz, compressed if `packed`; return the prefix."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     ids, lens, _ = fleet_parts(documents, dtype)
     npz(Path(f"{prefix}_ids.npz"), zipfile.ZIP_DEFLATED if packed else zipfile.ZIP_STORED, ids=ids, lens=lens)
@@ -81,7 +80,7 @@ def write_fleet_npz(prefix: Path, documents: Documents, dtype: str = "<u2", pack
 
 @dataclass(frozen=True)
 class SlowSample:
-    """A sample by plain Python: inputs, labels (-100 where they do not count), and the document of each input."""
+    """Sample in plain Python: inputs, labels (-100 where they do not count), and the document of each input."""
 
     tokens: list[int]
     labels: list[int]
@@ -89,10 +88,10 @@ class SlowSample:
 
 
 def slow_samples(documents: Documents, members: Sequence[int], length: int, eod: int | None) -> list[SlowSample]:
-    """The samples of the documents `members`, packed end to end.
+    """Return the samples of the documents `members`, packed end to end.
 
-    Where there is an end-of-document token, the label after it does not count; where there is none, the label at the
-    last token of each document does not.
+    With an end-of-document token, the label after it does not count; without one, the label at the last token of each
+    document does not.
     """
     stream: list[tuple[int, int, bool]] = []
     for member in members:

@@ -1,4 +1,4 @@
-"""A user's own model with one layer for queries, keys and values, and bare parameters that are cut: odd sizes."""
+"""User's own model with a fused layer for queries, keys and values, sharded bare parameters, and odd sizes."""
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ class FusedBlock(nn.Module):
         self.num_heads = HEADS
         self.norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.temperature = nn.Parameter(torch.rand(1, HEADS, 1, 1) + 0.5)  # of each head
+        self.temperature = nn.Parameter(torch.rand(1, HEADS, 1, 1) + 0.5)  # one per head
         self.out = nn.Linear(width, width)
         self.mlp = GatedMlp(width)
 
@@ -31,7 +31,7 @@ class GatedMlp(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(width, INNER), nn.Linear(INNER, width)
-        self.scales = nn.Parameter(torch.rand(2, INNER) + 0.5)  # of each feature
+        self.scales = nn.Parameter(torch.rand(2, INNER) + 0.5)  # one per feature
 
     def forward(self, x: Tensor) -> Tensor:
         scale, shift = self.scales

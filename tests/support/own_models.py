@@ -1,4 +1,4 @@
-"""Models and losses as a user writes them: plain PyTorch layers that pass several tensors, and a loss of their own."""
+"""Models and losses as users write them: plain PyTorch layers that pass several tensors, and a custom loss."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,19 +23,19 @@ OTHER_LENGTH, OTHER_WIDTH = 3, 5
 
 
 class MaskedStart(nn.Module):
-    """Embeds words; passes the mask on."""
+    """Embed words and pass the mask on."""
 
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
-        self.offset = nn.Parameter(torch.empty(LENGTH, WIDTH))  # a bare parameter
+        self.offset = nn.Parameter(torch.empty(LENGTH, WIDTH))
 
     def forward(self, ids: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
         return self.words(ids) + self.offset, keep
 
 
 class MaskedBlock(nn.Module):
-    """Mixes the positions that the mask keeps; drops by the samples' keys."""
+    """Mix the positions that the mask keeps; drop by the samples' keys."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -52,8 +52,6 @@ class MaskedBlock(nn.Module):
 
 
 class MaskedEnd(nn.Module):
-    """Scores of the classes for each position."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
@@ -64,7 +62,7 @@ class MaskedEnd(nn.Module):
 
 
 class MaskedModel(nn.Module):
-    """Layers that pass (hidden, mask) on."""
+    """Model whose layers pass (hidden, mask) on."""
 
     def __init__(self, blocks: int = 3) -> None:
         super().__init__()
@@ -80,8 +78,6 @@ class MaskedModel(nn.Module):
 
 
 class Streams(NamedTuple):
-    """A batch of the model of two streams."""
-
     ids: Tensor
     features: Tensor
     targets: Tensor
@@ -92,7 +88,7 @@ def _other(dtype: torch.dtype) -> torch.dtype:
 
 
 class StreamStart(nn.Module):
-    """Two streams of different lengths, widths and dtypes, and places that only the end reads."""
+    """Produce two streams of different lengths, widths and dtypes, and places that only the end reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +101,7 @@ class StreamStart(nn.Module):
 
 
 class StreamBlock(nn.Module):
-    """Each stream with the other one."""
+    """Update each stream with the other one."""
 
     def __init__(self, reads_other: bool) -> None:
         super().__init__()
@@ -119,12 +115,12 @@ class StreamBlock(nn.Module):
         y = self.down(torch.tanh(self.up(x)))
         if self.join is not None:
             y = y + self.join(other.to(x.dtype)).mean(1, keepdim=True)
-        # Computed in the dtype of the model, so that sums over samples are as wide as the comparison.
+        # Computed in the model's dtype, so that sums over samples are as wide as the comparison.
         return x + y, torch.sin(other.to(x.dtype) * self.scale).to(other.dtype), places
 
 
 class StreamEnd(nn.Module):
-    """What the loss takes: scores and the other stream, by name."""
+    """Return the inputs of the loss by name: scores and the other stream."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +133,7 @@ class StreamEnd(nn.Module):
 
 
 class StreamModel(nn.Module):
-    """Layers that pass two float streams and integer places on; it has no `forward` of its own."""
+    """Model whose layers pass two float streams and integer places; it has no `forward` of its own."""
 
     def __init__(self, blocks: int = 3) -> None:
         super().__init__()
@@ -147,7 +143,6 @@ class StreamModel(nn.Module):
 
 
 def plan_of(blocks: int, kinds: Mapping[str, Split] | None = None) -> ModelPlan:
-    """Of either model."""
     split = {
         "start": Replicated(),
         "blocks.*": Replicated(),
@@ -172,7 +167,7 @@ def _generator(step: int) -> torch.Generator:
 
 
 def masked_batch(step: int, samples: int = 24) -> dict[str, Tensor]:
-    """Labels of some positions, a different share in each sample and none in the last."""
+    """Return a batch whose samples have labels at different shares of positions, the last one at none."""
     made = _generator(step)
     ids = torch.randint(WORDS, (samples, LENGTH), generator=made)
     labels = torch.randint(CLASSES, (samples, LENGTH), generator=made)
@@ -201,7 +196,6 @@ def _token_counts(batch: dict[str, Tensor]) -> dict[str, Tensor | float]:
 
 
 def mean_loss(output: dict[str, Tensor], batch: Streams) -> Tensor:
-    """A scalar: the mean over the samples."""
     return F.cross_entropy(output["scores"], batch.targets) + 0.1 * output["other"].square().mean()
 
 
@@ -210,7 +204,7 @@ masked_loss = CountedLoss(_token_terms, _token_counts)
 
 @dataclass(frozen=True)
 class OwnCase:
-    """A model of the user's own, its batches and its loss, in a layout."""
+    """User's own model, its batches and its loss, in a layout."""
 
     make: Callable[[], nn.Module]
     plan: ModelPlan
@@ -220,7 +214,6 @@ class OwnCase:
 
 
 def own_case(kind: str, blocks: int = 3, **case: Any) -> OwnCase:
-    """`masked` or `streams`."""
     given = Case(**{"optimizer": "sgd", "layers": blocks, **case})
     if kind == "masked":
         return OwnCase(_Masked(blocks), plan_of(blocks), masked_batch, masked_loss, given)
@@ -244,7 +237,7 @@ class _Streams:
 
 
 def one_process(own: OwnCase) -> Trace:
-    """The plain model with the whole batch in one pass."""
+    """Run the plain model with the whole batch in one pass."""
     batches = OwnBatches(own.batches)
     trace = reference.one_process(own.make, own.plan, own.case.config, batches, own.case.steps, own.loss)
     return Trace(trace.initial, trace.losses, trace.norms, trace.gradients, trace.weights[-1:])
@@ -256,7 +249,7 @@ def make_engine(own: OwnCase) -> Engine:
 
 
 def in_layout(own: OwnCase) -> Trace:
-    """The engine, on this rank of the layout."""
+    """Run the engine on this rank of the layout."""
     engine, batches = make_engine(own), OwnBatches(own.batches)
     dp = engine.mesh.dp
     trace = Trace(initial=whole_tensors(engine, "master"))

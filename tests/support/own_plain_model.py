@@ -1,5 +1,7 @@
-"""A user's own model without anything of this package in its layers: they take and return one tensor, and the loss is a
-function beside the model. Its plan is in tests/api/test_inspect_model.py: proposed."""
+"""User's own model with nothing of this package in its layers: they take and return one tensor; the loss is a function.
+
+Its plan is the one proposed in tests/api/test_inspect_model.py.
+"""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Small models of a user's own that keep state, draw, or compute with the samples at hand, and what they train on."""
+"""Small user models that keep state, draw random numbers, or depend on the local samples, and their data."""
 
 import random
 from collections.abc import Callable
@@ -17,7 +17,7 @@ WORDS, WIDTH, LENGTH = 50, 8, 16
 
 
 class Sums(torch.utils.data.Dataset):
-    """Rows of tokens and the tokens after them."""
+    """Rows of tokens, with the following tokens as labels."""
 
     def __len__(self) -> int:
         return 200
@@ -28,7 +28,7 @@ class Sums(torch.utils.data.Dataset):
 
 
 class Block(nn.Module):
-    """A residual MLP around a part that `kind` names."""
+    """Residual MLP around a part that `kind` names."""
 
     def __init__(self, kind: str, name: str) -> None:
         super().__init__()
@@ -64,13 +64,13 @@ class Model(nn.Module):
 
 
 class Cut(Model):
-    """The same with a part whose layers are cut too."""
+    """Model with a part whose layers are sharded too."""
 
     plan = Plan(layers=PLAN.layers, shard={**RULES, "blocks.*.part.up": Column(), "blocks.*.part.down": Row()})
 
 
 class Whole(Model):
-    """The same, with a forward that does more than the layers one after another."""
+    """Model with a forward that does more than call the layers in order."""
 
     def forward(self, ids: Tensor, samples: object = None) -> Tensor:
         x = self.embed(ids) * 3.0
@@ -84,7 +84,7 @@ def loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Part(nn.Module):
-    """What all parts have: a gain, so that there is a weight to follow."""
+    """Base of all parts, with a gain, so that there is a weight to compare."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -95,8 +95,6 @@ class Part(nn.Module):
 
 
 class Wrapped(Part):
-    """One of torch's modules."""
-
     def __init__(self, name: str, inner: nn.Module) -> None:
         super().__init__(name)
         self.inner = inner
@@ -106,7 +104,7 @@ class Wrapped(Part):
 
 
 class Tracked(Part):
-    """Scales by a running mean of the activations' size, which `forward` updates; drops by the samples' keys."""
+    """Scale by a running mean of the activations' size, which `forward` updates; drop by the samples' keys."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -124,7 +122,7 @@ class Tracked(Part):
 
 
 class HandMadeBatchNorm(Part):
-    """Normalizes by the mean and the variance of the samples at hand."""
+    """Normalize by the mean and variance of the local samples."""
 
     def forward(self, x: Tensor, samples: object) -> Tensor:
         mean, variance = x.mean((0, 1)), x.var((0, 1), correction=0)
@@ -132,7 +130,7 @@ class HandMadeBatchNorm(Part):
 
 
 class RunningRange(Part):
-    """Scales by the largest activation of all samples so far, which no mean of the ranks' largest is."""
+    """Scale by the largest activation of all samples so far, which is no mean of the ranks' largest."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -144,7 +142,7 @@ class RunningRange(Part):
 
 
 class RunningVariance(Part):
-    """Keeps a running variance of each batch, which the mean of the replicas' is not, for evaluations alone."""
+    """Keep a running variance of each batch, for evaluations alone; it is no mean of the replicas' variances."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -159,8 +157,6 @@ class RunningVariance(Part):
 
 
 class SamplesSeen(Part):
-    """Counts the samples at hand."""
-
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
@@ -171,7 +167,7 @@ class SamplesSeen(Part):
 
 
 class Counted(Part):
-    """Warms up by a Python number."""
+    """Warm up by a Python number."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -183,7 +179,7 @@ class Counted(Part):
 
 
 class CountedGradients(Part):
-    """Warms up by a number that counts the passes whose gradients are computed, forward or backward."""
+    """Warm up by the number of passes with gradients, forward or backward."""
 
     def __init__(self, name: str, backward: bool = False) -> None:
         super().__init__(name)
@@ -202,7 +198,7 @@ class CountedGradients(Part):
 
 
 class Scaled(torch.autograd.Function):
-    """Gradients grow with each backward pass."""
+    """Scale gradients by a factor that grows with each backward pass."""
 
     calls = 0
 
@@ -222,7 +218,7 @@ class ScaledGradients(Part):
 
 
 class FirstBatch(Part):
-    """Sets a weight by its first batch, which a plain attribute remembers."""
+    """Set a weight from the first batch, remembered in a plain attribute."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -236,7 +232,7 @@ class FirstBatch(Part):
 
 
 class LateBuffer(Part):
-    """Makes its buffer in its first forward pass."""
+    """Create a buffer in the first forward pass."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -251,7 +247,7 @@ class LateBuffer(Part):
 
 
 class Numbered(Part):
-    """Is scaled by how many of its class were made before it."""
+    """Divide by the number of instances created so far."""
 
     made = 0
 
@@ -265,7 +261,7 @@ class Numbered(Part):
 
 
 class DrawnAttributes(Part):
-    """Keeps numbers that its constructor draws in attributes and buffers which torch does not make."""
+    """Keep numbers drawn in the constructor in attributes and buffers that torch does not create."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -277,7 +273,7 @@ class DrawnAttributes(Part):
 
 
 class WrittenData(Part):
-    """Updates running means in ways that autograd does not see."""
+    """Update running means in ways that autograd does not see."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -293,7 +289,7 @@ class WrittenData(Part):
 
 
 class Evaluated(Part):
-    """Has a part that its constructor sets to evaluation mode, for good."""
+    """Contain a part that the constructor sets to evaluation mode for good."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -309,7 +305,7 @@ class Trained(nn.Module):
 
 
 class Rotated(Part):
-    """Rotates pairs of features by a complex buffer."""
+    """Rotate pairs of features by a complex buffer."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -321,7 +317,7 @@ class Rotated(Part):
 
 
 class NormedWeight(Part):
-    """Normalizes a trained weight in place."""
+    """Normalize a trained weight in place."""
 
     def forward(self, x: Tensor, samples: object) -> Tensor:
         with torch.no_grad():
@@ -330,7 +326,7 @@ class NormedWeight(Part):
 
 
 class HeldTensor(Part):
-    """Adds a running mean that is a plain attribute, which its first forward pass makes."""
+    """Add a running mean kept in a plain attribute, which the first forward pass creates."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -343,7 +339,7 @@ class HeldTensor(Part):
 
 
 class KeptTensor(Part):
-    """Adds a tensor that its constructor keeps as a plain attribute."""
+    """Add a tensor that the constructor keeps in a plain attribute."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -354,7 +350,7 @@ class KeptTensor(Part):
 
 
 class Noted(Part):
-    """Counts its calls and keeps what it computed last, neither of which it reads."""
+    """Count calls and keep the last result, without reading either."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -368,7 +364,7 @@ class Noted(Part):
 
 
 class Cached(Part):
-    """Keeps a table that it computes in its first forward pass."""
+    """Keep a table computed in the first forward pass."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -396,7 +392,7 @@ class NumpyDrawn(Part):
 
 
 class NumpyWeights(Part):
-    """Its initial weight is drawn by numpy and Python's `random`."""
+    """Draw the initial weight with numpy and Python's `random`."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -405,7 +401,7 @@ class NumpyWeights(Part):
 
 
 class UnkeyedWeights(Part):
-    """Its initial weight is drawn by a generator that the operating system seeds."""
+    """Draw the initial weight with a generator seeded by the operating system."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -414,7 +410,7 @@ class UnkeyedWeights(Part):
 
 
 class SplitStatistics(Part):
-    """Normalizes a cut activation over the features at hand."""
+    """Normalize a sharded activation over the local features."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -426,7 +422,7 @@ class SplitStatistics(Part):
 
 
 def looked_up(**options: object) -> nn.Module:
-    """An embedding of rounded activations."""
+    """Return an embedding of rounded activations."""
     return LookUp(nn.Embedding(11, WIDTH, **options))  # type: ignore[arg-type]
 
 

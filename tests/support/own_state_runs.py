@@ -1,4 +1,4 @@
-"""Runs of a user's own model with a part that keeps state or draws, on rows of its own."""
+"""Runs of a user's own model with a part that keeps state or draws, on its own rows."""
 
 from pathlib import Path
 
@@ -7,11 +7,11 @@ from tests.train.support import Run, steps_of
 from threefold.config import Config, resolve
 
 CLASSES = {"split statistics": "Cut", "own forward": "Whole"}
-"""Part of the model → its class, where it is not `Model`."""
+"""Class by part, where it is not `Model`."""
 
 
 class StateRun(Run):
-    """A run of a model with a part that keeps state, on rows of its own; `data` is the name of the part."""
+    """Run of a model with a stateful part on its own rows; `data` is the name of the part."""
 
     @property
     def config(self) -> Config:

@@ -1,6 +1,6 @@
-"""A user's own model in plain torch modules: sizes are odd, no matrix is symmetric, two weights are bare, one is tied.
+"""User's own model in plain torch modules, with odd sizes, no symmetric matrix, two bare weights and a tied one.
 
-Its layers are called with what the built-in families' are: `layer(x, samples)`, the last one `layer(x, labels)`.
+Its layers are called like those of built-in families: `layer(x, samples)`, the last one `layer(x, labels)`.
 """
 
 import torch
@@ -28,7 +28,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.query, self.value, self.out = (nn.Linear(width, width) for _ in range(3))
-        self.key = nn.Linear(width, width, bias=False)  # of a bias the gradient would be rounding alone
+        self.key = nn.Linear(width, width, bias=False)  # the gradient of a bias would be rounding alone
         self.mlp_norm = nn.RMSNorm(width)
         self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
         self.gate = nn.Parameter(torch.linspace(0.5, 1.5, width))

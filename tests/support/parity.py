@@ -1,4 +1,4 @@
-"""One process against a layout: the same model, batches and steps on both sides, and every number compared."""
+"""Compare one process with a layout: same model, batches and steps on both sides, and every number checked."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -38,7 +38,7 @@ from threefold.verify.compare import (
 
 @dataclass(frozen=True)
 class Case:
-    """A small model and how it is trained; sizes are odd where they can be."""
+    """Small model and its training; sizes are odd where possible."""
 
     dp: int = 1
     tp: int = 1
@@ -59,7 +59,7 @@ class Case:
     model: tuple[tuple[str, Any], ...] = ()  # further settings of the model
     documents: bool = False
     uneven: bool = True
-    counted: tuple[int, int] | None = None  # the positions whose labels count, if not all
+    counted: tuple[int, int] | None = None  # positions whose labels count, if not all
     tie: bool = True
     optimizer: str = "adamw"
     update: tuple[tuple[str, Any], ...] = ()  # further settings of the optimizer, ("optimizer.key", value)
@@ -68,14 +68,14 @@ class Case:
     compile: bool = False
     shared_memory: bool = True
     device: str = "cpu"
-    settings: tuple[tuple[str, Any], ...] = ()  # further ones, ("section.key", value), that change no result
+    settings: tuple[tuple[str, Any], ...] = ()  # further settings that change no result, ("section.key", value)
 
     def with_layout(self, dp: int, tp: int, pp: int, **changes: Any) -> "Case":
         return replace(self, **{"dp": dp, "tp": tp, "pp": pp, **changes})
 
     @property
     def unsplit(self) -> "Case":
-        """What one process has to compute for it: the same for every layout, schedule and accumulation."""
+        """Return the case for one process, which is the same for every layout, schedule and accumulation."""
         alone = replace(self, dp=1, tp=1, pp=1, cp=1, schedule="1f1b", accumulation=1, settings=())
         return replace(alone, compile=False, shared_memory=True, device="cpu")
 
@@ -122,7 +122,7 @@ class Case:
             },
         }
         if self.optimizer != "lion":
-            # With 1e-8 Adam's first steps follow the sign of gradients that are rounding noise.
+            # With 1e-8, Adam's first steps would follow the sign of rounding noise.
             given["optimizer"]["eps"] = 1e-5
         for key, value in (*self.update, *self.settings):
             section, name = key.split(".")
@@ -131,7 +131,7 @@ class Case:
 
 
 class Trace(reference.Trace):
-    """What a run computed, with the weights after its last step alone."""
+    """Results of a run, with the weights after its last step only."""
 
     @property
     def final(self) -> dict[str, Tensor]:
@@ -139,7 +139,7 @@ class Trace(reference.Trace):
 
 
 def global_batch(case: Case, step: int) -> tuple[Tensor, Tensor]:
-    """Random tokens and labels; `uneven` masks a different share of each row, whole rows among them."""
+    """Return random tokens and labels; `uneven` masks a different share of each row, some rows entirely."""
     generator = torch.Generator().manual_seed(1000 + step)
     tokens = torch.randint(0, case.vocab, (case.batch, case.sequence), generator=generator)
     labels = torch.randint(0, case.vocab, (case.batch, case.sequence), generator=generator)
@@ -153,7 +153,7 @@ def global_batch(case: Case, step: int) -> tuple[Tensor, Tensor]:
 
 
 def documents_of(case: Case, step: int) -> Tensor | None:
-    """Random bounds of documents in each sample, the first and the last row being one document."""
+    """Return random document bounds in each sample; the first and the last row are one document."""
     if not case.documents:
         return None
     generator = torch.Generator().manual_seed(2000 + step)
@@ -163,7 +163,6 @@ def documents_of(case: Case, step: int) -> Tensor | None:
 
 
 def shard_of(case: Case, step: int, dp: int) -> Batch:
-    """The rows of one replica."""
     tokens, labels = global_batch(case, step)
     size = case.batch // case.dp
     rows = torch.arange(dp * size, (dp + 1) * size)
@@ -173,20 +172,18 @@ def shard_of(case: Case, step: int, dp: int) -> Batch:
 
 @dataclass(frozen=True)
 class CaseRows(BatchSource):
-    """The whole batches of a case."""
-
     case: Case
 
     def read(self, config: Config, step: int, share: Share) -> Batch:
         return shard_of(self.case.unsplit, step, 0)
 
     def batch(self, config: Config, step: int, dp_index: int = 0, dp: int = 1) -> Batch:
-        """With the labels that the case masks, and no others."""
+        """Return a batch with the labels that the case masks, and no others."""
         return shard_of(self.case.unsplit, step, 0)
 
 
 def one_process(case: Case) -> Trace:
-    """The unsplit model, torch's own optimizer and clip, and the whole batch in one pass: nothing of the engine."""
+    """Train the unsplit model without the engine: torch's optimizer and clipping, and the whole batch in one pass."""
     config = case.config
     plan = model_plan(config.model, case.sequence)
     trace = reference.one_process(partial(make_model, config.model), plan, config, CaseRows(case), case.steps)
@@ -201,8 +198,10 @@ def make_engine(case: Case, pieces: PieceSizes | None = None) -> Engine:
 
 
 def whole_tensors(engine: Engine, attribute: str) -> dict[str, Tensor]:
-    """An attribute of each weight (`master`, and `gradient` of those trained) as whole tensors, in one exchange of
-    those that share them."""
+    """Gather an attribute of each weight (`master`, or `gradient` of trained ones) as whole tensors.
+
+    Uses one exchange among the ranks that share it.
+    """
     entries: Sequence[Weight] = engine.optimizer.entries if attribute == "gradient" else engine.model.weights
     mine = {entry.name: (offset(entry.parameter), getattr(entry, attribute).detach().cpu()) for entry in entries}
     parts = engine.mesh.tp.gather_objects(mine)
@@ -213,7 +212,7 @@ def whole_tensors(engine: Engine, attribute: str) -> dict[str, Tensor]:
         pieces = [part[entry.name] for part in parts]
         tensor = torch.full(entry.parameter.shape, torch.nan, dtype=pieces[0][1].dtype)
         if tensor.shape == mine[entry.name][1].shape:
-            pieces = [mine[entry.name]]  # this rank has it whole
+            pieces = [mine[entry.name]]  # this rank holds it whole
         for start, piece in pieces:
             tensor[tuple(slice(a, a + size) for a, size in zip(start, piece.shape, strict=True))] = piece
         joined[entry.name] = tensor
@@ -221,7 +220,7 @@ def whole_tensors(engine: Engine, attribute: str) -> dict[str, Tensor]:
 
 
 def in_layout(case: Case) -> Trace:
-    """The engine, on this rank of the layout."""
+    """Train with the engine on this rank of the layout."""
     engine = make_engine(case)
     trace = Trace(initial=whole_tensors(engine, "master"))
     for step in range(case.steps):
@@ -247,7 +246,7 @@ def _where(error: Error) -> str:
 
 
 def departures(expected: Trace, ranks: list[Trace], case: Case) -> list[str]:
-    """Everything in which a rank's trace is not that of one process, worst first."""
+    """Return all differences between the ranks' traces and that of one process, worst first."""
     limit = TOLERANCE[case.dtype]
     parts = [[_whole(name, weight) for name, weight in trace.initial.items()] for trace in ranks]
     errors: list[Error] = []
@@ -257,7 +256,7 @@ def departures(expected: Trace, ranks: list[Trace], case: Case) -> list[str]:
         for step, (loss, norm) in enumerate(zip(trace.losses, trace.norms, strict=True)):
             comparison.scalars(step, loss, norm)
             comparison.gradients(step, trace.gradients[step])
-        # The key biases' gradient is rounding alone (softmax ignores a constant), which Adam scales up to a step.
+        # The gradient of key biases is rounding alone (softmax ignores a constant), which Adam scales up to a step.
         if case.dtype == "fp64" or case.optimizer == "sgd":
             comparison.weights(-1, trace.final)
         errors += comparison.errors

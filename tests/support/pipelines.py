@@ -1,4 +1,4 @@
-"""Pipelines for tests: layouts with several stages a rank, and schedules without a rank."""
+"""Pipelines for tests: layouts with several stages per rank, and schedules without ranks."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ def chunked(schedule: str, chunks: int = 2, **changes) -> Case:
 
 
 def alone(schedule: str, pp: int, chunks: int, rank: int, micro_batches: int) -> Any:
-    """The schedule as a rank makes it, without any process."""
+    """Return the schedule of a rank, without any process."""
     ranks = SCHEDULES[schedule].stage_ranks(pp, chunks)
     pipes = [
         SimpleNamespace(num_stages=len(ranks), group_size=pp, group_rank=rank, submod=None, stage_index=number)

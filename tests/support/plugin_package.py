@@ -1,4 +1,4 @@
-"""A package outside Threefold that declares entry points, as `pip install` leaves it in a folder of Python's path."""
+"""Package outside Threefold that declares entry points, as `pip install` leaves it on Python's path."""
 
 from pathlib import Path
 
@@ -6,17 +6,14 @@ from pathlib import Path
 def write_package(
     folder: Path, group: str, entries: dict[str, str], module: str = "", name: str = "toy_package"
 ) -> Path:
-    """Write an importable module and the metadata that declares its entry points.
+    """Write an importable module with metadata that declares its entry points, and return `folder`.
 
     Args:
-        folder: for `PYTHONPATH` or `sys.path`; made if it does not exist.
-        group: of the entry points, such as `threefold.optimizers`.
+        folder: folder for `PYTHONPATH` or `sys.path`; created if missing.
+        group: group of the entry points, such as `threefold.optimizers`.
         entries: name → `module:attribute`.
         module: source of the module `name`.
-        name: of the package.
-
-    Returns:
-        `folder`.
+        name: name of the package.
     """
     metadata = folder / f"{name}-1.0.dist-info"
     metadata.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Runs in narrow precisions, and what is expected of them."""
+"""Runs in low precision, and their expected results."""
 
 from typing import Any
 
@@ -18,9 +18,9 @@ FP16 = Case(dtype="fp16", dropout=0.1)
 
 
 def overflowing(case: Case, place: tuple[int, ...], name: str, bad_step: int, value: float) -> list[Any]:
-    """What each step gave, and the bits of all state before and after it.
+    """Return the result of each step and the bits of all state before and after it.
 
-    One element of the gradient of `name` that the rank at `place` computes in one step is `value`.
+    One element of the gradient of `name`, computed by the rank at `place` in step `bad_step`, is `value`.
     """
     engine = make_engine(case)
     coordinates = engine.mesh.coordinates
@@ -46,7 +46,7 @@ def _spoilt(gradient: Tensor, value: float) -> Tensor:
 
 
 def state_bits(engine: Engine) -> bytes:
-    """Masters, what is computed with, and the optimizer's memory, its count of updates included."""
+    """Return the bits of master weights, computing weights and optimizer state, including the update count."""
     tensors = [tensor for entry in engine.optimizer.entries for tensor in (entry.master, entry.leaf)]
     tensors += [value for _, _, value in engine.optimizer.states()]
     return b"".join(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
@@ -64,7 +64,7 @@ def check_skipped_by_all(ranks: list[list[Any]], bad_step: int) -> None:
 
 
 def narrow_departures(expected: Trace, traces: list[Trace], limit: float) -> list[str]:
-    """Where losses, norms or gradients are further from fp32 than rounding takes them, in the first step."""
+    """Return losses, norms or gradients of the first step that differ from fp32 by more than rounding explains."""
     found = []
     for trace in traces:
         if not abs(trace.losses[0] / expected.losses[0] - 1) <= limit:
@@ -78,7 +78,7 @@ def narrow_departures(expected: Trace, traces: list[Trace], limit: float) -> lis
 
 
 def part(rank: int, size: float) -> Tensor:
-    """One replica's bucket: numbers of either sign over nine powers of ten below `size`."""
+    """Return one replica's bucket: numbers of either sign over nine powers of ten below `size`."""
     generator = torch.Generator().manual_seed(rank)
     magnitude = 10 ** (torch.rand(1001, generator=generator) * 9 - 9)
     return magnitude * torch.randn(1001, generator=generator) * size
@@ -96,7 +96,7 @@ def narrow_sums(name: str, sizes: list[float]) -> tuple[list[Tensor], list[Event
 
 
 def narrow_sum() -> Tensor:
-    """Many small bf16 gradients, which would stop growing if they were added up in bf16."""
+    """Sum many small bf16 gradients; a sum in bf16 would stop growing."""
     mesh = Mesh(Layout())
     weight = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
     buckets = GradientBuckets([weight], mesh.dp, torch.float32)

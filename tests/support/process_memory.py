@@ -1,4 +1,4 @@
-"""What this process holds in memory, and what it has read, as Linux counts it."""
+"""Memory that this process holds and bytes that it has read, as Linux counts them."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -7,26 +7,25 @@ from pathlib import Path
 
 
 def status(key: str) -> int:
-    """Bytes of one entry of this process's status."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
     return int(line.split()[1]) * 1024
 
 
 def read_bytes() -> int:
-    """What this process has read from files so far, from the disk or its cache."""
+    """Return the bytes read from files so far, from disk or cache."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
 def forget_peak() -> None:
-    """Let the next peak (VmHWM) be of what follows."""
+    """Reset the peak (VmHWM), so that the next one covers only what follows."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 @contextmanager
 def anonymous_growth() -> Iterator[Callable[[], int]]:
-    """By how many bytes the memory that is no part of a file grows at most, as a thread sees it that looks often.
+    """Yield a function that returns the largest growth of memory outside files, in bytes, sampled by a thread.
 
-    A file that is mapped is not counted: the system takes its pages back when it needs them.
+    A mapped file is not counted: the system reclaims its pages when needed.
     """
     before, most, ended = status("RssAnon"), 0, threading.Event()
 

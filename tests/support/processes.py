@@ -1,4 +1,4 @@
-"""Processes of a test: whether they are still there, and their end."""
+"""Processes of a test: check whether they run, and wait for their end."""
 
 import os
 import signal
@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 BOUND = 150.0
-"""Seconds after which processes that ought to have ended are taken to go on for ever."""
+"""Seconds after which processes that should have ended count as endless."""
 
 
 def runs(pid: int) -> bool:
-    """Whether the process is there and no zombie."""
+    """Return whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -25,11 +25,10 @@ def runs(pid: int) -> bool:
 def errors_of(
     processes: Sequence[subprocess.Popen[str]], others: Callable[[], Iterable[int]], bound: float = BOUND
 ) -> list[str]:
-    """What each process has written to standard error when all have ended; the test fails, and they are killed, where
-    they do not end in time.
+    """Wait until all processes have ended; return the standard error of each, or kill them and fail on timeout.
 
     Args:
-        others: the ids of the processes that these have started.
+        others: ids of the processes that these have started.
     """
     deadline = time.monotonic() + bound
     try:

@@ -1,11 +1,11 @@
-"""Processes of Python that have the imports of a run behind them: forks of a server, in the place of new interpreters.
+"""Python processes that have already imported what a run needs: forks of a server instead of new interpreters.
 
-Importing torch and the rest takes most of what a small `threefold train` takes. What is tested here begins after that:
-which signals a process gets, what it writes where, with which status it ends. So the process is a fork of one that has
-imported all, and is a child of the process of the tests as any other: `subprocess` waits for it and reads its output.
+Importing torch and the rest takes most of the time of a small `threefold train`. These tests check what happens
+afterwards: the signals that a process gets, its output, its exit status. The process is a fork of one that has imported
+everything, and a child of the test process like any other: `subprocess` waits for it and reads its output.
 
-For commands `[sys.executable, "-m", module, ...]` and `[sys.executable, script, ...]`. Where the start of an
-interpreter matters, or what is read as modules are imported (settings of a library, other packages), use `subprocess`.
+For commands `[sys.executable, "-m", module, ...]` and `[sys.executable, script, ...]`. If the start of an interpreter
+or what modules read on import matters (settings of a library, other packages), use `subprocess`.
 """
 
 import atexit
@@ -32,8 +32,7 @@ from typing import Any, NamedTuple, NoReturn
 from threefold.launch.process import die_with_parent
 
 PR_SET_CHILD_SUBREAPER = 36
-_LARGEST = 1 << 17
-"""Bytes of a request."""
+_LARGEST = 1 << 17  # bytes of a request
 
 
 class _Request(NamedTuple):
@@ -44,7 +43,7 @@ class _Request(NamedTuple):
 
 
 class ReadyProcess(subprocess.Popen[str]):
-    """As `subprocess.Popen`, for a few of its options."""
+    """Counterpart of `subprocess.Popen` for a few of its options."""
 
     def __init__(
         self,
@@ -58,15 +57,15 @@ class ReadyProcess(subprocess.Popen[str]):
         pipe = subprocess.PIPE
         super().__init__(self._request.arguments, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
 
-    def _execute_child(self, *given: Any) -> None:  # what `subprocess` calls to start a process
-        ends = given[10:16]  # of the pipes for standard input, output and error: the one to read, the one to write
+    def _execute_child(self, *given: Any) -> None:  # `subprocess` calls it to start a process
+        ends = given[10:16]  # pipes of standard input, output and error: read end and write end of each
         self.pid = fork_server().fork(self._request, (ends[0], ends[3], ends[5]))
         self._child_created = True
         self._close_pipe_fds(*ends)
 
 
 def run(arguments: Sequence[str | Path], *, timeout: float = 300, **options: Any) -> subprocess.CompletedProcess[str]:
-    """As `subprocess.run` with captured text."""
+    """Run a command like `subprocess.run` with captured text."""
     with ReadyProcess(arguments, **options) as process:
         try:
             output, error = process.communicate(timeout=timeout)
@@ -78,12 +77,12 @@ def run(arguments: Sequence[str | Path], *, timeout: float = 300, **options: Any
 
 @functools.cache
 def fork_server() -> "ForkServer":
-    """The server of this process; first called before it runs torch operations, after which it cannot be forked."""
+    """Return this process's server; call it first before torch operations, after which the process cannot be forked."""
     return ForkServer()
 
 
 class ForkServer:
-    """A fork of this process, which forks the others."""
+    """Fork of this process that forks the others."""
 
     def __init__(self) -> None:
         self._connection, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -98,8 +97,8 @@ class ForkServer:
         there.close()
 
     def fork(self, request: _Request, streams: Sequence[int]) -> int:
-        """Start a process with these standard streams; returns its id."""
-        # A fork of the server forks it and ends: what lost its parent becomes a child of this process, which asks.
+        """Start a process with these standard streams and return its id."""
+        # A fork of the server forks it and ends; the orphan becomes a child of this process (a subreaper).
         prctl = ctypes.CDLL(None).prctl
         prctl(PR_SET_CHILD_SUBREAPER, 1)
         try:
@@ -144,7 +143,7 @@ def _become(request: _Request, streams: Sequence[int], server: socket.socket) ->
         os.environ.update(request.environment)
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
-        # Not closed: objects of the tests that still have the number of a file would use what is opened next.
+        # Not closed: test objects that still hold a descriptor's number would use whatever is opened next.
         nothing = os.open(os.devnull, os.O_RDWR)
         for name in os.listdir("/proc/self/fd"):
             if int(name) > 2:
@@ -160,7 +159,7 @@ def _become(request: _Request, streams: Sequence[int], server: socket.socket) ->
 
 
 def _forget_the_tests() -> None:
-    """Streams, signals, hooks and warnings as in a new interpreter."""
+    """Reset streams, signals, hooks and warnings as in a new interpreter."""
     multiprocessing.util._finalizer_registry.clear()
     atexit._clear()
     atexit.register(multiprocessing.util._exit_function)
@@ -184,7 +183,7 @@ def _forget_the_tests() -> None:
 
 
 def _status_of(arguments: list[str]) -> int:
-    """Run a module or a script; returns the status that the interpreter would end with."""
+    """Run a module or a script; return the exit status of the interpreter."""
     is_module = arguments[0] == "-m"
     sys.argv = arguments[1:] if is_module else arguments
     first = os.getcwd() if is_module else str(Path(arguments[0]).resolve().parent)

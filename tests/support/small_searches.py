@@ -1,4 +1,4 @@
-"""Small models, and every layout of few ranks that the search looks at."""
+"""Small models, and every layout of few ranks that the search considers."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -43,28 +43,25 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def given(name: str) -> Config:
-    """A config as loaded."""
     return config_of(MODELS[name])
 
 
 def base(name: str) -> Config:
-    """The same on one rank, resolved."""
+    """Return the config on one rank, resolved."""
     return resolve(alone(given(name)), 1)
 
 
 def space_of(config: Config, fixed: dict[str, Any] | None = None, schedules: Sequence[str] = tuple(SCHEDULES)) -> Space:
-    """What there is to choose from."""
     plan = model_plan(config.model, config.data.sequence_length)
     return Space(config, len(plan.layers), fixed or {}, schedules)
 
 
 def rules_of(config: Config) -> tuple[Check, ...]:
-    """The rules of a config."""
     return layout_rules(model_plan(config.model, config.data.sequence_length))
 
 
 def every_layout(space: Space, gpus: int) -> Iterator[tuple[LayoutChoice, bool]]:
-    """Every layout of so many ranks, and whether the search calls it sound."""
+    """Yield every layout of `gpus` ranks, and whether the search calls it sound."""
     soundness = Soundness(space, rules_of(space.config))
     for mesh in space.meshes(gpus):
         options = space.options(mesh)

@@ -1,4 +1,4 @@
-"""Parametrized tests of which only some cases are in the quick run."""
+"""Parametrize tests of which the quick run includes only some cases."""
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -7,14 +7,14 @@ import pytest
 
 
 def sweep(names: str | Sequence[str], values: Iterable[Any], *, quick: Collection[int], **options: Any) -> Any:
-    """`pytest.mark.parametrize` whose cases are slow, except those at the places `quick`.
+    """Return `pytest.mark.parametrize` with all cases slow except those at the indices `quick`.
 
     Args:
-        names: of the parameters.
-        values: of the cases.
-        quick: places of the cases that `make test` runs; the others run with `make test-slow`. A place that no case
-            has is an error, so that a shorter list is noticed.
-        options: further ones of `parametrize`.
+        names: names of the parameters.
+        values: values of the cases.
+        quick: indices of the cases that `make test` runs; the others run with `make test-slow`. An index without a case
+            is an error, so that a shorter list is noticed.
+        options: further options of `parametrize`.
     """
     several = not isinstance(names, str) or "," in names
     cases = list(values)

@@ -1,4 +1,4 @@
-"""A GPT of which several layers share weights, and some linear layers are torch's own."""
+"""GPT with layers that share weights, and with some of torch's own linear layers."""
 
 from dataclasses import replace
 from unittest.mock import patch
@@ -16,13 +16,13 @@ SHARED = ("blocks.1.mlp", "blocks.3.mlp", "blocks.5.mlp")
 
 
 class TiedGPT(GPT):
-    """The feed-forward networks of three blocks are one; that of another is of torch's layers."""
+    """GPT in which three blocks share one feed-forward network, and another block's has torch's layers."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.blocks[0].mlp.up = nn.Linear(config.hidden_size, config.ffn_hidden_size)
         self.blocks[3].mlp = self.blocks[1].mlp  # the same module
-        self.blocks[5].mlp.up.weight = self.blocks[1].mlp.up.weight  # its parameters
+        self.blocks[5].mlp.up.weight = self.blocks[1].mlp.up.weight  # the same parameters
         self.blocks[5].mlp.up.bias = self.blocks[1].mlp.up.bias
         self.blocks[5].mlp.down.weight = self.blocks[1].mlp.down.weight
         self.blocks[5].mlp.down.bias = self.blocks[1].mlp.down.bias

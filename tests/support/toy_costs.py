@@ -1,4 +1,4 @@
-"""A cost model that is quick to compute, for tests of the search."""
+"""Cost model that is quick to compute, for tests of the search."""
 
 from collections.abc import Callable
 
@@ -14,10 +14,9 @@ class ToyCosts:
     """Times and sizes that depend on every part of a layout.
 
     Args:
-        config: any.
-        memory: of a device.
-        loose: how far below the exact time its bounds are.
-        loose_bytes: the same of the memory.
+        memory: bytes of a device.
+        loose: fraction by which its time bounds stay below the exact time.
+        loose_bytes: fraction by which its memory bounds stay below the exact memory.
     """
 
     def __init__(self, config: Config, memory: int = 4000, loose: float = 0.1, loose_bytes: float = 0) -> None:

@@ -1,5 +1,7 @@
-"""Models of transformers as oracles: in fp64, with their weights and gradients under our names, and with given dropout
-masks. Nothing here comes from the package, nor its mapping of names."""
+"""Models of transformers as oracles: in fp64, with weights and gradients under our names, and with given dropout masks.
+
+Nothing here comes from the package, not even its mapping of names.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,14 +13,15 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 Factors = Callable[[str, tuple[int, ...]], Tensor]
-"""What dropout of a name multiplies a tensor of this shape by."""
+"""Function of a dropout layer's name and a tensor's shape; returns the factors that dropout multiplies the tensor by.
+"""
 
 
 class Fp64(TorchFunctionMode):
-    """Has transformers compute in fp64 what it computes in fp32 whatever the model's dtype: softmax, norms, angles.
+    """Make transformers compute in fp64 what it computes in fp32 for any model dtype: softmax, norms, angles.
 
     Args:
-        attention: name → what the attention weights of the next layer are multiplied by, where they have dropout.
+        attention: name → factors of the attention weights of the next layer, where they have dropout.
     """
 
     def __init__(self, attention: Iterable[Callable[[Tensor], Tensor]] | None = None) -> None:
@@ -38,7 +41,7 @@ class Fp64(TorchFunctionMode):
 
 
 def random_model(transformers: Any, kind: str, settings: Mapping[str, Any], seed: int = 0) -> Any:
-    """A model of transformers in fp64, in training mode, whose weights are all random: norms and biases too."""
+    """Return a transformers model in fp64 and training mode, with all weights random, including norms and biases."""
     config = transformers.AutoConfig.for_model(kind, **settings, attn_implementation="eager")
     config._experts_implementation = "eager"
     with Fp64():
@@ -51,18 +54,18 @@ def random_model(transformers: Any, kind: str, settings: Mapping[str, Any], seed
 
 
 def under_our_names(tensors: Mapping[str, Tensor], model: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Weights, or their gradients, of a model of transformers as our model has them.
+    """Return weights of a transformers model, or their gradients, as our model has them.
 
     Args:
-        tensors: by their names.
-        model: our settings of the model, of which the numbers of heads count.
+        tensors: tensors by transformers' names.
+        model: our settings of the model; only the numbers of heads matter.
     """
     gpt = any(name.startswith("transformer.") for name in tensors)
     return dict(_of_gpt2(tensors, model) if gpt else _of_llama(tensors, model))
 
 
 def set_weights(theirs: Any, ours: Mapping[str, Tensor], model: Mapping[str, Any]) -> None:
-    """Give a model of transformers our weights, by numbering its elements and looking where each number is with us."""
+    """Give a transformers model our weights, by numbering its elements and finding each number on our side."""
     parameters = dict(theirs.named_parameters())
     sizes = [each.numel() for each in parameters.values()]
     numbers = torch.arange(sum(sizes)).split(sizes)
@@ -133,14 +136,13 @@ def _of_llama(tensors: Mapping[str, Tensor], model: Mapping[str, Any]) -> Iterat
 def logits_and_routers(
     theirs: Any, tokens: Tensor, documents: Tensor | None = None, factors: Factors | None = None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The logits [B, S, V] of a model of transformers, and the router's logits [B · S, experts] of each layer that has
-    one.
+    """Return logits [B, S, V] of a transformers model, and router logits [B · S, experts] of each layer with a router.
 
     Args:
-        theirs: the model.
+        theirs: transformers model.
         tokens: int64 [B, S].
-        documents: int64 [B, S]; positions count anew in each, which transformers takes for the bounds of documents.
-        factors: of dropout.
+        documents: int64 [B, S]; positions restart in each, which transformers takes for document bounds.
+        factors: dropout factors.
     """
     positions = None if documents is None else positions_in(documents)
     mode = Fp64() if factors is None else Fp64(_attention_factors(theirs, factors))
@@ -152,7 +154,7 @@ def logits_and_routers(
 
 
 def positions_in(documents: Tensor) -> Tensor:
-    """int64 [B, S], the position of each token in its document, whose parts are not apart."""
+    """Return the position of each token in its document, int64 [B, S]; documents must be contiguous."""
     same = documents.unsqueeze(2) == documents.unsqueeze(1)
     return same.tril(-1).sum(2)
 
@@ -165,7 +167,7 @@ def _attention_factors(theirs: Any, factors: Factors) -> Iterator[Callable[[Tens
 
 @contextmanager
 def _residual_dropout(theirs: Any, factors: Factors | None) -> Iterator[None]:
-    """Multiply where transformers' GPT-2 has its dropout modules; Llama has it in the same places."""
+    """Multiply by dropout factors where transformers' GPT-2 has dropout modules; Llama gets them in the same places."""
     places: dict[str, nn.Module] = {}
     if factors is not None and theirs.config.model_type == "gpt2":
         places["embed.dropout"] = theirs.transformer.drop

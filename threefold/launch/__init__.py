@@ -1,4 +1,4 @@
-"""Launching the ranks of a run: local processes, torchrun or Slurm; and reporting the failure of a rank."""
+"""Launch the ranks of a run as local processes or under torchrun or Slurm, and report the failure of a rank."""
 
 from threefold.launch.failure import RankFailed
 from threefold.launch.launcher import run, spawn

@@ -1,4 +1,4 @@
-"""Choice of the device (CPU or CUDA), and the memory budget of a rank."""
+"""Choose the device (CPU or CUDA), and check the memory of ranks."""
 
 import re
 from pathlib import Path
@@ -12,27 +12,27 @@ from threefold.host import memory, swap
 from threefold.launch.environment import LaunchedRank
 
 Backend = Literal["auto", "gloo"]
-"""As `parallel.backend` has it."""
+"""Value of `parallel.backend`."""
 
 _SHARE = {"cpu": 0.5, "cuda": 0.7}
-"""Fraction of the memory that a run may use; the rest is for fragmentation and, on a CPU, for other programs."""
+"""Fraction of memory that a run may use; the rest is for fragmentation and, on a CPU, for other programs."""
 _OWN = {"cpu": 400 << 20, "cuda": 1 << 30}
 """Bytes of a rank's process without a model: torch, and on a GPU the CUDA context and NCCL's buffers."""
 
 _DRIVERS: Final = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/nvmap", "/dev/dxg", "/dev/kfd")
-"""Device files of the drivers of NVIDIA (Linux, Tegra, WSL) and AMD GPUs, of which torch needs one."""
+"""Device files of the drivers of NVIDIA (Linux, Tegra, WSL) and AMD GPUs; torch needs one of them."""
 
 
 def choose_device(
     setting: Literal["auto", "cpu", "cuda"], dtype: str, local_world_size: int, backend: Backend = "auto"
 ) -> Literal["cpu", "cuda"]:
-    """Resolve `train.device`: `auto` takes CUDA when there is a GPU for each rank of this host.
+    """Resolve `train.device`: `auto` is CUDA if there is a GPU for each rank of this host.
 
     Args:
-        setting: of the config.
-        dtype: of the computation.
-        local_world_size: ranks of this host.
-        backend: with `gloo` ranks may share a GPU.
+        setting: value in the config.
+        dtype: dtype of the computation.
+        local_world_size: number of ranks on this host.
+        backend: backend of the collectives; with `gloo` ranks may share a GPU.
 
     Raises:
         UserError: `setting` is cuda and there are fewer GPUs than ranks.
@@ -50,11 +50,7 @@ def _gpus_needed(local_world_size: int, backend: Backend) -> int:
 
 
 def require_gpus(local_world_size: int, backend: Backend = "auto") -> None:
-    """Check that there is a GPU for each rank of this host; over gloo, that there is one.
-
-    Raises:
-        UserError: there are fewer.
-    """
+    """Raise `UserError` unless there is a GPU for each rank of this host; over gloo, unless there is at least one."""
     gpus = gpu_count()
     if gpus < _gpus_needed(local_world_size, backend):
         fewer = f", start at most {gpus} ranks here, or debug with parallel.backend gloo" if gpus else ""
@@ -65,9 +61,9 @@ def require_gpus(local_world_size: int, backend: Backend = "auto") -> None:
 
 
 def gpu_count() -> int:
-    """Number of GPUs that torch can use, without initialising CUDA, which forked workers could not use then.
+    """Count the GPUs that torch can use, without initialising CUDA, which forked workers could not use afterwards.
 
-    Without a driver torch is not imported, which takes seconds that a config error should not wait for.
+    Without a driver, torch is not imported: the import takes seconds, and a config error should not wait for it.
     """
     if not any(Path(driver).exists() for driver in _DRIVERS):
         return 0
@@ -77,11 +73,11 @@ def gpu_count() -> int:
 
 
 def memory_per_rank(device: Literal["cpu", "cuda"], local_world_size: int) -> int:
-    """Memory budget of a rank of this host, in bytes; does not depend on the current load.
+    """Return the memory budget of a rank of this host in bytes; it does not depend on the current load.
 
     Args:
-        device: of several GPUs, the smallest counts.
-        local_world_size: ranks of this host, which divide the memory of a CPU; of GPUs where these are fewer.
+        device: CPU, or CUDA, where the smallest GPU counts.
+        local_world_size: number of ranks on this host; they share the memory of a CPU, or GPUs if these are fewer.
     """
     if device == "cpu":
         return max(0, int(memory() * _SHARE[device] / local_world_size) - _OWN[device])
@@ -100,16 +96,17 @@ _UNITS: Final = {"bytes": 0, "kib": 1, "mib": 2, "gib": 3, "tib": 4, "pib": 5, "
 
 
 def require_memory(config: Config, launched: LaunchedRank | None, own_parameters: tuple[int, int] = (0, 0)) -> None:
-    """Check that the states of the ranks of this host fit into its memory, on a CPU; what a step needs beside them is
-    not counted.
+    """Check on a CPU that the states of this host's ranks fit into its memory.
+
+    Only weights, gradients and optimizer state count, not what a step needs besides them.
 
     Args:
-        config: resolved.
-        launched: this rank, where a launcher started it.
-        own_parameters: how many a model of the user's own has, and how many of them are trained.
+        config: resolved config.
+        launched: this rank, if a launcher started it.
+        own_parameters: number of parameters of the user's own model, and number of trained ones.
 
     Raises:
-        UserError: they do not.
+        UserError: they do not fit.
     """
     if config.train.device != "cpu":
         return
@@ -128,7 +125,7 @@ def require_memory(config: Config, launched: LaunchedRank | None, own_parameters
 
 
 def _states(config: Config, launched: LaunchedRank | None, own_parameters: tuple[int, int]) -> int:
-    """Bytes; of an own model, at least."""
+    """Return the bytes of weights, gradients and optimizer state on this host; a lower bound for an own model."""
     from threefold.dtypes import DTYPES
     from threefold.planner.model_size import ModelSize, optimizer_states
 
@@ -150,7 +147,7 @@ def _states(config: Config, launched: LaunchedRank | None, own_parameters: tuple
 
 
 def explain_allocation(error: BaseException) -> str:
-    """The sentence about an allocation that failed; empty where an error is none."""
+    """Return an explanation of a failed allocation; empty if the error is of another kind."""
     text = str(error)
     if not (isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(text))):
         return ""

@@ -1,4 +1,4 @@
-"""The rank of this process under torchrun or Slurm; only this file reads the launchers' environment variables."""
+"""Find the rank of this process under torchrun or Slurm; only this file reads the launchers' environment variables."""
 
 import os
 import re
@@ -15,28 +15,28 @@ FIRST_SLURM_PORT = 20_000
 SLURM_PORTS = 10_000
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _BY_HAND: Final = ("RANK", "WORLD_SIZE")
-"""Variables without which no rank of torchrun is found; people set them in a shell, and forget them there."""
+"""Variables that people set by hand in a shell and forget there; without them no rank of torchrun is found."""
 _SLURM_TASKS: Final = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 _SLURM_TASKS_PER_NODE: Final = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 _LAST_PORT: Final = 65_535
 TIME_TO_SPEAK = 5.0
-"""Seconds that the other ranks wait while rank 0 prints an error that all of them have."""
+"""Seconds that other ranks wait while rank 0 prints an error that all ranks have."""
 
 
 @dataclass(frozen=True)
 class LaunchedRank:
-    """A rank that a launcher started.
+    """Rank that a launcher started.
 
     Attributes:
         rank: 0 to `world_size` - 1.
         local_rank: 0 to `local_world_size` - 1 on this host.
         rendezvous: URL of the rendezvous, for `torch.distributed`.
-        attempt: how often the launcher has restarted the ranks.
-        restarts: how often it may.
-        host: where the ranks meet.
-        port: there.
+        attempt: number of restarts by the launcher so far.
+        restarts: number of restarts that it allows.
+        host: host of the rendezvous.
+        port: port of the rendezvous.
         hosted: whether the launcher itself listens there; otherwise rank 0 does.
-        variables: those that say so, with their values, and how to start alone without them.
+        variables: text for messages that names the variables found, and how to start alone without them.
     """
 
     rank: int
@@ -53,45 +53,43 @@ class LaunchedRank:
 
 
 def find_launched_rank(environment: Mapping[str, str] = os.environ) -> LaunchedRank | None:
-    """The rank that torchrun or Slurm's srun gave this process; None when no launcher started it.
+    """Return the rank that torchrun or Slurm's srun gave this process; None if no launcher started it.
 
     Raises:
-        UserError: a variable of the launcher has a value that none gives it.
+        UserError: a launcher's variable has an impossible value.
     """
     return _torchrun(environment) or _slurm(environment)
 
 
 def missing_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """The variables that torchrun sets and this process lacks, where it has some of them; empty where no launcher
-    started it, or only one rank."""
+    """Return the missing torchrun variables if some are set; empty without a launcher or with only one rank."""
     if not {"RANK", "WORLD_SIZE"} & environment.keys() or environment.get("WORLD_SIZE") == "1":
         return []
     return [name for name in _TORCHRUN if name not in environment]
 
 
 def local_place(rank: int, world_size: int, environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """The number of a rank of an initialised process group among those of its host, and how many these are.
+    """Return the local rank and local world size of a rank of an initialised process group.
 
     Args:
-        rank, world_size: of the process group, for what no launcher has set.
+        rank, world_size: values of the process group, used where no launcher set local ones.
 
     Raises:
-        UserError: a variable of the launcher has a value that none gives it.
+        UserError: a launcher's variable has an impossible value.
     """
     most = _number(environment, "LOCAL_WORLD_SIZE", 1, None, world_size)
     return _number(environment, "LOCAL_RANK", 0, most - 1, rank), most
 
 
 def leave_to_rank_zero() -> None:
-    """On ranks other than 0 that torchrun or srun started, wait while rank 0 prints an error that all ranks have, then
-    exit.
+    """Leave an error that all launched ranks have to rank 0: on other ranks, wait while it prints, then exit.
 
     They wait because some launchers end every rank as soon as one has ended. A rank whose variables were set by hand
-    may be alone, and prints its error itself.
+    may be alone, and prints the error itself.
     """
     try:
         launched = find_launched_rank()
-    except UserError:  # the error to print, or one beside it
+    except UserError:  # the error to print, or another one
         return
     if launched is None or launched.rank == 0:
         return
@@ -127,7 +125,7 @@ def _torchrun(environment: Mapping[str, str]) -> LaunchedRank | None:
 
 
 def _slurm(environment: Mapping[str, str]) -> LaunchedRank | None:
-    """A task of a job step; None in the shell of a batch script or of an interactive step."""
+    """Return the rank of a Slurm task; None in the shell of a batch script or of an interactive step."""
     if "SLURM_STEP_ID" not in environment:
         return None
     tasks_variable = next((name for name in _SLURM_TASKS if environment.get(name)), _SLURM_TASKS[-1])
@@ -172,18 +170,11 @@ def _tasks_here(environment: Mapping[str, str], world_size: int) -> int:
 def _number(
     environment: Mapping[str, str], name: str, least: int, most: int | None = None, default: int | None = None
 ) -> int:
-    """The value of a launcher's variable, a whole number.
-
-    Args:
-        default: where it is not set.
-
-    Raises:
-        UserError: it is none, or outside of `least` to `most`.
-    """
+    """Return a launcher's variable as an integer, `default` if unset; raise `UserError` outside `least` to `most`."""
     if name not in environment and default is not None:
         return default
     text = environment.get(name, "")
-    # Not all that `int` takes: a launcher writes digits, and Python refuses to read thousands of them.
+    # Stricter than `int`: launchers write digits only, and Python refuses to read thousands of them.
     value = int(text) if re.fullmatch(r"\s*[+-]?[0-9]{1,18}\s*", text) else None
     if value is not None and value >= least and (most is None or value <= most):
         return value
@@ -197,7 +188,6 @@ def _number(
 
 
 def _wrong(environment: Mapping[str, str], name: str, rule: str, nearest: str) -> UserError:
-    """The error about a launcher's variable."""
     launcher, without = ("srun", ("SLURM_STEP_ID",)) if name.startswith("SLURM") else ("torchrun", _BY_HAND)
     text = environment.get(name, "")
     value = shown(text) if text.strip() else "empty"
@@ -208,12 +198,12 @@ def _wrong(environment: Mapping[str, str], name: str, rule: str, nearest: str) -
 
 
 def _start_alone(*names: str) -> str:
-    """The start of this command without the variables of a launcher."""
+    """Return a command line without a launcher's variables, for messages."""
     return f"`env {' '.join(f'-u {name}' for name in names)} COMMAND`"
 
 
 def first_host(hosts: str) -> str:
-    """First host of a Slurm host list: `gpu[03-07,9]-ib,other` gives `gpu03-ib`."""
+    """Return the first host of a Slurm host list: `gpu[03-07,9]-ib,other` gives `gpu03-ib`."""
     match = re.match(r"([^,\[]*)(?:\[([0-9]+)[^\]]*\])?([^,]*)", hosts)
     assert match  # every part may be empty
     prefix, number, suffix = match.groups()
@@ -221,11 +211,7 @@ def first_host(hosts: str) -> str:
 
 
 def tasks_on(tasks_per_node: str, node: int) -> int:
-    """Tasks on one node of a Slurm list of tasks per node: `4(x2),3` is 4, 4, 3.
-
-    Raises:
-        ValueError: it is no such list.
-    """
+    """Return the tasks on one node of a Slurm list, where `4(x2),3` is 4, 4, 3; raise `ValueError` for other text."""
     counts: list[int] = []
     for part in tasks_per_node.split(","):
         match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,6})\))?", part)

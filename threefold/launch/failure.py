@@ -1,4 +1,4 @@
-"""Failures of ranks, and which of several was the first cause."""
+"""Describe failures of ranks, and find the first cause among several."""
 
 import pickle
 import re
@@ -16,7 +16,7 @@ from threefold.launch.output import log_file
 from threefold.launch.process import signal_name
 
 REPORTS: Final = "failures"
-"""The count in a launcher's store by which its ranks agree on the one that reports a failure."""
+"""Store key of a counter: the launcher's rank that increments it first reports the failure."""
 
 
 class RankFailed(RuntimeError):
@@ -24,7 +24,7 @@ class RankFailed(RuntimeError):
 
 
 class RemoteTraceback(Exception):
-    """The traceback of an exception in the process of a rank; the cause of the same exception in its caller."""
+    """Traceback of an exception in a rank's process, set as the cause of the exception re-raised in the caller."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -36,18 +36,18 @@ class RemoteTraceback(Exception):
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank failed.
+    """Description of how one rank failed.
 
     Attributes:
         error: message, one line.
         when: `time.monotonic` of the failure, comparable between processes of a host.
-        silent: whether its process ended without reporting an exception, and not by SIGABRT.
+        silent: whether the process ended without reporting an exception, and not by SIGABRT.
         user_error: whether `error` is the message of a `UserError`.
-        hardware: whether it is that of a `HardwareFault`, after which the state in memory is not trusted.
-        of_process: whether it is that of a `ProcessFault`, which a new process may not have.
-        raised: the exception, pickled; None where there is none that can be.
-        traceback: of the exception, as text.
-        of_another: whether it is another rank that failed, nobody knows which; `rank` has noticed.
+        hardware: whether it was a `HardwareFault`, after which the state in memory is not trusted.
+        of_process: whether it was a `ProcessFault`, which a new process may not have.
+        raised: pickled exception; None if there is none or it cannot be pickled.
+        traceback: traceback of the exception, as text.
+        of_another: whether an unknown other rank failed; `rank` noticed it.
     """
 
     rank: int
@@ -62,7 +62,7 @@ class Failure:
     of_another: bool = False
 
     def message(self, run_dir: Path | None) -> str:
-        """One line: the rank, its error and its log; of a `UserError` only its message."""
+        """Return one line with the rank, its error and its log; for a `UserError` only its message."""
         if self.user_error:
             return self.error
         log = f" (log: {log_file(run_dir, self.rank)})" if run_dir else ""
@@ -70,16 +70,18 @@ class Failure:
 
     @property
     def is_final(self) -> bool:
-        """Whether the same would happen again: a mistake of the user."""
+        """True for a mistake of the user, which would fail again in a new attempt."""
         return self.user_error and not (self.hardware or self.of_process)
 
     def exception(self, run_dir: Path | None) -> Exception:
-        """The exception for the caller of the run."""
+        """Return the exception for the caller of the run."""
         return (UserError if self.user_error else RankFailed)(self.message(run_dir))
 
     def original(self) -> Exception:
-        """The exception that the rank raised, with the rank as a note and its traceback as the cause; a `RankFailed`
-        where its process ended, or the exception is none that a caller handles (`SystemExit`)."""
+        """Return the exception that the rank raised, with the rank as a note and the rank's traceback as its cause.
+
+        Return a `RankFailed` if the process ended, or if callers do not handle the exception (`SystemExit`).
+        """
         error = pickle.loads(self.raised) if self.raised is not None else None
         if not isinstance(error, Exception):
             error = RankFailed(self.message(None))
@@ -93,7 +95,6 @@ class Failure:
 
 
 def from_exception(rank: int, error: BaseException) -> Failure:
-    """The failure of a rank that raised `error`."""
     now, raised, text = time.monotonic(), pickled(error), "".join(traceback.format_exception(error))
     if isinstance(error, UserError):
         kind = {"hardware": isinstance(error, HardwareFault), "of_process": isinstance(error, ProcessFault)}
@@ -110,16 +111,17 @@ def _described(error: BaseException) -> list[str]:
 
 
 _LOST: Final = re.compile(r"connection|broken pipe|\bpeer|pair closure|nccl", re.IGNORECASE)
-"""Words of gloo, NCCL and the store where the process at the other end has gone."""
+"""Words in errors of gloo, NCCL and the store when the process at the other end has gone."""
 
 
 def of_lost_peer(failure: Failure, error: BaseException) -> Failure:
-    """The failure of the rank that a rank has lost the connection to, from that of the rank which noticed; where that
-    is not known, of some other rank.
+    """Return the failure of the rank whose connection was lost; if that rank is unknown, one marked `of_another`.
+
+    Errors other than a lost connection return `failure` itself.
 
     Args:
-        failure: of the rank that noticed.
-        error: that it raised.
+        failure: failure of the rank that noticed.
+        error: exception that this rank raised.
     """
     from threefold.comm.segments import PeerLostError  # imports torch
 
@@ -137,17 +139,14 @@ def _gone(noticed_by: int) -> str:
 
 
 def lost_rank_zero(failure: Failure) -> Failure:
-    """The failure of rank 0, whose process can no longer be reached, from that of a rank which noticed.
-
-    A rank that failed by itself after rank 0 had ended keeps its own failure.
-    """
+    """Return the failure of unreachable rank 0 from that of a rank that noticed; return any other failure unchanged."""
     if failure.user_error or not _LOST.search(failure.error):
         return failure
     return Failure(0, _gone(failure.rank), failure.when, silent=True)
 
 
 def pickled(error: BaseException) -> bytes | None:
-    """An exception for another process; None where it would not arrive, as with a constructor of several arguments."""
+    """Pickle an exception for another process; None if it would not arrive, as with several constructor arguments."""
     try:
         data = pickle.dumps(error)
         pickle.loads(data)
@@ -163,7 +162,7 @@ _HINTS: Final[dict[int, str]] = {
 
 
 def from_exit_code(rank: int, code: int) -> Failure:
-    """The failure of a rank whose process ended without a report: its exit status, or minus the signal's number."""
+    """Return the failure of a rank that ended without a report; `code` is its exit status or minus the signal."""
     now = time.monotonic()
     if code >= 0:
         return Failure(rank, f"its process ended with exit status {code}", now, silent=True)
@@ -172,9 +171,9 @@ def from_exit_code(rank: int, code: int) -> Failure:
 
 
 def cause(failures: Iterable[Failure]) -> Failure:
-    """The failure that caused the others.
+    """Return the failure that caused the others.
 
-    A process that ended without a report comes first, since other ranks may report a lost connection before its end is
-    noticed; but not one that aborted, as native code may abort when it loses the connection to another rank.
+    A process that ended without a report comes first, as other ranks may report a lost connection before its end is
+    noticed. One that aborted does not: native code may abort when it loses the connection to another rank.
     """
     return min(failures, key=lambda failure: (not failure.silent, failure.when))

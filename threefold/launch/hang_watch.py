@@ -1,4 +1,4 @@
-"""Hangs: which rank does not answer, from the heartbeats of all, on one host and over a launcher's store."""
+"""Detect hangs: find the rank that does not answer, from the heartbeats of all ranks."""
 
 import os
 import threading
@@ -13,20 +13,19 @@ from threefold.comm.heartbeat import Heartbeat, RankState, RunSection, Wait
 from threefold.launch.output import log_file
 from threefold.output import replace_link
 
-_OWN_TIMES, _TIMES = slice(11, 13), slice(11, 15)  # user and system time; with those of children that have ended
+# user and system time; the longer slice includes children that have ended
+_OWN_TIMES, _TIMES = slice(11, 13), slice(11, 15)
 _NICENESS, _STARTED = 16, 19
 
 
 class ProcessState(Enum):
-    """Whether a process runs."""
-
     RUNNING = "running"
     STOPPED = "stopped"
     TRACED = "traced"
 
 
 def process_state(pid: int) -> ProcessState:
-    """The state of a process of this host; `RUNNING` where the system does not tell."""
+    """Return the state of a process of this host; `RUNNING` if the system does not tell."""
     try:
         status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     except (OSError, ValueError):
@@ -37,11 +36,11 @@ def process_state(pid: int) -> ProcessState:
 
 
 def worked_seconds(pid: int) -> float:
-    """Seconds for which a process of this host and its children, such as a compiler, have had work for a processor.
+    """Return the seconds in which a process of this host and its children ran or waited for a core.
 
-    Those for which their threads had one, but for threads of lower priority, such as one that writes a checkpoint
-    beside the training; and those for which their main threads waited for one. 0 where the system does not tell, as of
-    a process that has ended.
+    Counts the running time of all threads except those of lower priority (such as one that writes a checkpoint), and
+    the time that main threads waited for a core. A child may be a compiler. 0 if the system does not tell, as for an
+    ended process.
     """
     try:
         fields = _fields(f"/proc/{pid}/stat")
@@ -63,12 +62,12 @@ def worked_seconds(pid: int) -> float:
 
 
 def _fields(stat: str) -> list[str]:
-    """The fields of a file as `man proc_pid_stat` has it, from the third on."""
+    """Return the fields of a /proc stat file (`man proc_pid_stat`), from the third on."""
     return Path(stat).read_text().rpartition(")")[2].split()
 
 
 def identify_process(pid: int) -> str:
-    """What tells a process from all others, on this host and on others; empty where the system does not tell."""
+    """Return a text that identifies a process among all hosts; empty if the system does not tell."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/pid")
@@ -79,24 +78,24 @@ def identify_process(pid: int) -> str:
 
 
 def is_here(identity: str) -> bool:
-    """Whether an identity is that of a process of this host that has not ended."""
+    """Return whether an identity belongs to a live process of this host."""
     return bool(identity) and identity == identify_process(_pid(identity))
 
 
 def kill_if_here(identity: str, number: int) -> None:
-    """Send a signal to the process of an identity, if it is one of this host that has not ended."""
+    """Send a signal to the process of an identity, if it is a live process of this host."""
     if is_here(identity):
         with suppress(OSError):
             os.kill(_pid(identity), number)
 
 
 def state_if_here(identity: str) -> ProcessState:
-    """The state of the process of an identity; `RUNNING` where it is on another host."""
+    """Return the state of the process of an identity; `RUNNING` if it is on another host."""
     return process_state(_pid(identity)) if is_here(identity) else ProcessState.RUNNING
 
 
 def worked_if_here(identity: str) -> float:
-    """As `worked_seconds`, of the process of an identity; 0 where it is on another host."""
+    """Return `worked_seconds` of the process of an identity; 0 if it is on another host."""
     return worked_seconds(_pid(identity)) if is_here(identity) else 0.0
 
 
@@ -104,24 +103,23 @@ def _pid(identity: str) -> int:
     return int(identity.rpartition(" ")[2])
 
 
-_MOST_NAMED = 4
-"""Ranks that a message names one by one."""
+_MOST_NAMED = 4  # most ranks that a message lists one by one
 PATIENCE: Final = 4
-"""How many timeouts a rank may take until it meets the others (under a launcher it may still prepare its data), and for
-one thing that it computes."""
+"""Number of timeouts that a rank may take until it meets the others (under a launcher it may still prepare its data),
+and for one computation."""
 COMPUTING_PART: Final = 0.5
-"""Of the time since half of a timeout, from which on a process with that much work for a processor computes."""
+"""A process counts as computing if it worked for this fraction of the time since half of a timeout."""
 SILENT_PART: Final = 2
-"""A silence of `timeout` divided by this shows that a process does not run."""
+"""A process without a beat for `timeout` divided by this does not run."""
 
 
 @dataclass(frozen=True)
 class Hang:
-    """Ranks that do not answer, the first being the one to name.
+    """Ranks that do not answer, the one to blame first.
 
     Attributes:
-        ranks: those that hang; of ranks that all wait, all.
-        error: what is wrong with the first, without its name.
+        ranks: hung ranks; in a deadlock, all that wait.
+        error: description of what is wrong with the first one, without its name.
     """
 
     ranks: tuple[int, ...]
@@ -130,13 +128,13 @@ class Hang:
 
 @dataclass
 class _Known:
-    """What has been seen of a rank.
+    """Observations of one rank.
 
     Attributes:
-        place: as last read; None before the rank has one.
+        place: state as last read; None before there is one.
         idle: seconds without progress.
         silent: seconds without a beat.
-        measured: of `idle` and of what its process had worked, when that was measured first and last.
+        measured: first and last measurement, each of `idle` and the process's `worked_seconds`.
     """
 
     place: RankState | None = None
@@ -162,14 +160,15 @@ class _Known:
         self.silent = self.silent + seconds if now.beats == before.beats else 0.0
 
     def measure(self, worked: float) -> None:
-        """Take note of the seconds that its process has worked so far."""
         now = (self.idle, worked)
         self.measured = (now if self.measured is None else self.measured[0], now)
 
     @property
     def computes(self) -> bool:
-        """Whether it has mostly computed since it was measured first. (A rank that waits is not asked: another thread
-        of its process may compute.)"""
+        """True if the rank has mostly computed since its first measurement, and does not wait.
+
+        (Another thread of a waiting rank may compute, so a wait counts as no computation.)
+        """
         if self.measured is None or self.wait is not None:
             return False
         (begun, before), (now, after) = self.measured
@@ -180,14 +179,14 @@ _UNKNOWN: Final = RankState(beats=-1, progress=-1)
 
 
 class HangWatch:
-    """Knows since when each rank has made no progress.
+    """Track how long each rank has made no progress, and find those that hang.
 
     Args:
-        ranks: of the run.
-        timeout: in seconds.
-        state: of a rank's process, where it can be asked.
-        worked: seconds for which a rank's process has had work for a processor.
-        delayed: whether a rank sends where it is from time to time, so that a stopped one may have gone on since.
+        ranks: number of ranks.
+        timeout: seconds without progress after which a rank counts as hung.
+        state: returns the state of a rank's process, where it can be asked.
+        worked: returns the `worked_seconds` of a rank's process.
+        delayed: whether states arrive with a delay, so that a stopped rank may have continued since.
     """
 
     def __init__(
@@ -202,12 +201,12 @@ class HangWatch:
         self._known = [_Known() for _ in range(ranks)]
 
     def observe(self, places: Sequence[RankState | None], seconds: float, ended: Collection[int] = ()) -> Hang | None:
-        """Take note of where the ranks are.
+        """Record the states of the ranks, and return a hang if there is one.
 
         Args:
-            places: by rank; None where it is not known yet.
-            seconds: since the last call, without those in which this process did not run itself.
-            ended: ranks whose process has ended.
+            places: state by rank; None where unknown so far.
+            seconds: time since the last call, without time in which this process itself did not run.
+            ended: ranks whose processes have ended.
         """
         known = self._known
         for rank, place in enumerate(places):
@@ -220,7 +219,7 @@ class HangWatch:
             if place := known[rank].place:
                 known[rank].measure(self._worked(rank, place))
         states = {rank: self._state(rank) for rank in live}
-        if ProcessState.TRACED in states.values():  # somebody looks at it in a debugger
+        if ProcessState.TRACED in states.values():  # a debugger traces it
             self._known = [_Known(each.place) for each in known]
             return None
         late = [rank for rank in live if known[rank].idle >= self._limit(rank, states)]
@@ -231,7 +230,7 @@ class HangWatch:
         if waiting and waiting == live:
             return self._deadlock(waiting)
         stopped = [rank for rank in hung if not self._runs(rank, states)]
-        if stopped and stopped != live and hung == live:  # in a wait that no heartbeat knows of
+        if stopped and stopped != live and hung == live:  # they wait where no heartbeat knows of it
             return self._named(stopped, [rank for rank in hung if rank not in stopped], states)
         return None
 
@@ -242,7 +241,7 @@ class HangWatch:
 
     def _runs(self, rank: int, states: dict[int, ProcessState]) -> bool:
         each = self._known[rank]
-        # One that computes in native code may keep the thread that beats from running.
+        # Native code that computes may keep the thread that beats from running.
         return states[rank] is ProcessState.RUNNING and (each.silent < self.timeout / SILENT_PART or each.computes)
 
     def _named(self, hung: list[int], waiting: list[int], states: dict[int, ProcessState]) -> Hang:
@@ -267,7 +266,7 @@ class HangWatch:
         return Hang((first, *others), error + self._who_waits(first, waiting))
 
     def _who_waits(self, rank: int, waiting: list[int]) -> str:
-        """Who waits for a rank, and for what; others than for it itself where nobody does directly."""
+        """Describe who waits for a rank, and in what; if nobody waits for it directly, describe the other waits."""
         waits = {each: wait for each in waiting if (wait := self._known[each].wait)}
         if not waits:
             return f"{_ranks(waiting)} {'makes' if len(waiting) == 1 else 'make'} no progress either"
@@ -295,24 +294,19 @@ class HangWatch:
 
 
 class LostStore:
-    """Knows since when the store that the heartbeats go through has not answered this rank.
-
-    Args:
-        rank: this one.
-        timeout: in seconds.
-    """
+    """Track how long the store that carries the heartbeats has not answered this rank, up to `timeout` seconds."""
 
     def __init__(self, rank: int, timeout: float) -> None:
         self._rank, self._timeout, self._exchanges, self._silent = rank, timeout, 0, 0.0
         self._known = _Known()
 
     def observe(self, place: RankState, exchanges: int, seconds: float) -> str:
-        """What is wrong with rank 0, on whose host the store is; empty unless this rank waits for others meanwhile.
+        """Return the error of rank 0, whose host has the store; empty unless this rank waits for others meanwhile.
 
         Args:
-            place: of this rank.
-            exchanges: with the store so far.
-            seconds: as of `HangWatch.observe`.
+            place: state of this rank.
+            exchanges: number of exchanges with the store so far.
+            seconds: time since the last call, without time in which this process itself did not run.
         """
         self._known.see(place, seconds)
         self._silent = self._silent + seconds if exchanges == self._exchanges else 0.0
@@ -326,7 +320,7 @@ class LostStore:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """`rank 1`, `ranks 1, 2 and 5` or `ranks 1, 2, 3, 4 and 60 more`."""
+    """Format ranks as `rank 1`, `ranks 1, 2 and 5` or `ranks 1, 2, 3, 4 and 60 more`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     shown, more = list(ranks[:_MOST_NAMED]), len(ranks) - _MOST_NAMED
@@ -342,12 +336,7 @@ INTERVAL: Final = 0.5
 
 @contextmanager
 def beating(heartbeat: Heartbeat, on_request: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Beat within the block.
-
-    Args:
-        heartbeat: of this rank.
-        on_request: called once where a reader of the page asks for it.
-    """
+    """Beat within the block; call `on_request` once when a reader of the page asks for it."""
     over = threading.Event()
 
     def beat() -> None:
@@ -368,22 +357,21 @@ def beating(heartbeat: Heartbeat, on_request: Callable[[], None] = lambda: None)
         thread.join()
 
 
-_COLLECTIVES: Final = 2000
-"""The newest ones, which are kept."""
+_COLLECTIVES: Final = 2000  # number of newest collectives that NCCL's flight recorder keeps
 
 
 def keep_records(run_dir: Path | None) -> None:
-    """Have NCCL keep a record of its collectives; call before the process group is initialised.
+    """Make NCCL record its collectives; call before the process group is initialised.
 
     Only environment variables set this.
     """
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_COLLECTIVES))
-    if run_dir is not None:  # where NCCL writes by itself, when its own timeout is over
+    if run_dir is not None:  # NCCL itself writes there when its own timeout is over
         os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(_prefix(run_dir)))
 
 
 def write_records(run_dir: Path | None, rank: int) -> None:
-    """Write this rank's record to RUN/logs, where there are a record and a folder."""
+    """Write this rank's flight recorder to RUN/logs, if there are records and a run folder."""
     from threefold.torch_private.distributed import nccl_records
 
     records = nccl_records() if run_dir is not None else None

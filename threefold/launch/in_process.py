@@ -1,4 +1,4 @@
-"""Runs a function in this process as one rank: of a process group that exists, or alone, without starting a process."""
+"""Run a function in this process as one rank, of an existing process group or alone, without starting a process."""
 
 import os
 import sys
@@ -16,8 +16,8 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def joined_rank() -> LaunchedRank | None:
-    """The rank of this process in the default process group; None where none is initialised."""
-    if "torch" not in sys.modules:  # which takes seconds to import, and was not needed to initialise any
+    """Return this process's rank in the default process group; None if no group is initialised."""
+    if "torch" not in sys.modules:  # importing torch takes seconds, and no group exists without it
         return None
     import torch.distributed as dist
 
@@ -39,19 +39,20 @@ def run_in_process(
     own: Callable[[], AbstractContextManager[object]] = nullcontext,
     signals: StopSignals | None = None,
 ) -> object:
-    """Call `worker(rank_info, *args)` here: as the rank that this process is of an initialised process group, which
-    stays, or as the only rank of one that lasts for the call.
+    """Call `worker(rank_info, *args)` here, as a rank of the initialised process group or the only rank of a new one.
+
+    An existing group is left as it is; a new one lasts for the call.
 
     Args:
-        worker: as of `run`.
-        world_size: ranks of the layout.
-        own: such as a lock, entered on rank 0; a `UserError` that it raises is raised on all ranks.
-        signals: for a worker that ends when `rank_info.asked()` is not 0. A second signal ends a rank of several at
-            once, which may be waiting for others; of a rank alone it raises.
+        worker: function of an importable module.
+        world_size: number of ranks of the layout.
+        own: makes a context, such as a lock, that rank 0 enters; a `UserError` from it is raised on all ranks.
+        signals: handlers for a worker that ends when `rank_info.asked()` is not 0. A second signal ends one of several
+            ranks at once, since it may be waiting for others; a single rank raises.
 
     Raises:
         StopRequested: a second signal came.
-        UserError: the process group has another size, or this is one process and the layout has more.
+        UserError: the process group has another size, or there is no group and the layout has several ranks.
     """
     joined, asked = joined_rank(), (lambda: signals.received) if signals else never
     if joined is not None:
@@ -99,7 +100,7 @@ def _enter(stack: ExitStack, own: Callable[[], AbstractContextManager[object]], 
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Leaves no process group behind, whatever happened, nor the setting of gloo that one rank alone needs."""
+    """Clean up on exit: destroy the process group, and restore the gloo setting that a single rank needs."""
     import torch.distributed as dist
 
     before = os.environ.get(_INTERFACE)

@@ -1,4 +1,4 @@
-"""Launching generation and evaluation: checks before the ranks start, then loading the model on each rank."""
+"""Launch generation and evaluation: check before the ranks start, then load the model on each rank."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from threefold.launch.launcher import run
 from threefold.launch.worker import Device, RankInfo
 
 RankFunction = Callable[..., object]
-"""A function of an importable module, called as `work(model, *args)` on every rank."""
+"""Function of an importable module, called as `work(model, *args)` on every rank."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,6 @@ class InferenceRun:
 
     Attributes:
         trained: the checkpoint.
-        layout: of the ranks.
-        dtype: of weights and computation.
-        device: CPU or CUDA.
     """
 
     trained: Trained
@@ -46,14 +43,14 @@ class InferenceRun:
 
         Args:
             run_dir: run folder.
-            layout: of the ranks.
-            dtype: of weights and computation.
-            device: of the ranks; "auto" for GPUs if there is one per rank.
-            model, trust_code: as of `Trained.find`.
+            layout: layout of the ranks.
+            dtype: dtype of weights and computation.
+            device: device of the ranks; "auto" uses GPUs if there is one per rank.
+            model, trust_code: passed to `Trained.find`.
 
         Raises:
-            UserError: `run_dir` has no checkpoint, or one without a tokenizer, the layout is unsupported for the model,
-                the launcher started another number of ranks, or there are fewer GPUs than ranks.
+            UserError: `run_dir` has no checkpoint or no tokenizer, the model does not support the layout, the launcher
+                started another number of ranks, or there are fewer GPUs than ranks.
         """
         trained = Trained.find(run_dir, model=model, trust_code=trust_code)
         trained.check(layout)
@@ -65,9 +62,9 @@ class InferenceRun:
         return cls(trained, layout, dtype, choose_device(device, dtype, local_world_size))
 
     def start(self, work: RankFunction, *args: Any) -> None:
-        """Load the model and call `work(model, *args)` on every rank, and wait for the end.
+        """Load the model and call `work(model, *args)` on every rank; return when all have ended.
 
-        The ranks are this process alone, processes of this host, or those of a launcher.
+        A single rank runs in this process; several are processes of this host, or those of a launcher.
 
         Raises:
             UserError: a rank raised it.
@@ -88,7 +85,7 @@ def _work(info: RankInfo, inference: InferenceRun, work: RankFunction, args: tup
 
 
 def load_rank(inference: InferenceRun) -> Model:
-    """Load this rank's shards of the model, in an initialised process group of as many ranks as the layout."""
+    """Load this rank's shards of the model; the process group must be initialised with the layout's world size."""
     import torch
 
     from threefold.comm.mesh import Mesh

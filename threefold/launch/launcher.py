@@ -22,7 +22,7 @@ from threefold.launch.worker import Device, Job, RankInfo, Worker, never, work
 _OWNED = "owned"
 
 Ownership = Callable[[], AbstractContextManager[object]]
-"""Makes a context that one process enters for all ranks before any of them starts, and leaves at the end."""
+"""Makes a context that one process enters for all ranks before any starts, and leaves at the end."""
 
 
 def run(
@@ -45,25 +45,24 @@ def run(
     Under torchrun or Slurm's srun this process is one rank; otherwise the ranks are started here.
 
     Args:
-        worker: a function of an importable module.
-        world_size: ranks of the layout.
+        worker: function of an importable module.
         run_dir: folder whose logs/rank_*.log get the ranks' output; None does not redirect it.
         console_ranks: ranks whose output is also shown on the console.
-        own: such as a lock; a `UserError` that it raises is raised for all ranks.
-        signals: for a worker that ends when `rank_info.asked()` is not 0; without, signals end the processes.
-        timeout: seconds that a rank may make no progress while another one waits for it; 0 for any number.
-        again: as of `run_local`, for ranks that are started here.
-        backend: as of `RankInfo`.
-        debug_rank: as of `Job`, for ranks that are started here.
+        own: makes a context, such as a lock, entered once for all ranks; a `UserError` from it is raised for all ranks.
+        signals: handlers for a worker that ends when `rank_info.asked()` is not 0; without, signals end the processes.
+        timeout: seconds that a rank may make no progress while another one waits for it; 0 for no limit.
+        again: called after a failure of ranks that are started here; returns the next attempt (see `run_local`).
+        backend: backend of the collectives, as in `RankInfo`.
+        debug_rank: rank started here that has the terminal, for a debugger.
 
     Returns:
-        the worker's result on the rank of this process, or on rank 0 where the ranks are started here.
+        the worker's result on the rank of this process, or on rank 0 if the ranks are started here.
 
     Raises:
         UserError: the launcher's world size differs, there are too few GPUs, or a rank started here raised it.
         StopRequested: a signal came before any rank started, or a second one.
         RankFailed: a rank failed; all have been ended.
-        SystemExit: this is a launcher's rank and failed after another one, which reports it.
+        SystemExit: this launcher's rank failed after another one, which reports the failure.
     """
     launched = find_launched_rank()
     if launched is None:
@@ -105,7 +104,7 @@ def spawn(
     backend: Backend = "auto",
     debug_rank: int | None = None,
 ) -> object:
-    """As `run`, always on processes of this host.
+    """Call `worker(rank_info, *args)` on new processes of this host, even under a launcher; otherwise like `run`.
 
     Args:
         start_method: "fork", the default on the CPU, needs a process that has run no parallel torch operation; "spawn",
@@ -120,7 +119,6 @@ def spawn(
 
 
 def _run_here(job: Job, launched: LaunchedRank, own: Ownership, signals: StopSignals | None) -> object:
-    """Run as the rank that a launcher started."""
     if job.device == "cuda":
         require_gpus(launched.local_world_size, job.backend)
     asked = (lambda: signals.received) if signals else never
@@ -150,7 +148,7 @@ def _run_here(job: Job, launched: LaunchedRank, own: Ownership, signals: StopSig
 
 @contextmanager
 def _watched(job: Job, launched: LaunchedRank, store: Any) -> Iterator[Heartbeat]:
-    """The heartbeat of this rank, and in the block a watch that ends this process when a rank does not answer."""
+    """Yield this rank's heartbeat; within the block, end this process when a rank does not answer."""
     from threefold.launch.hang_watch import keep_records, write_records
     from threefold.launch.rank_watch import StoreWatch
 
@@ -176,7 +174,7 @@ def _watched(job: Job, launched: LaunchedRank, store: Any) -> Iterator[Heartbeat
 
 
 def _enter(stack: ExitStack, own: Ownership, launched: LaunchedRank, store: Any, run_dir: Path | None) -> str:
-    """Enter `own` on rank 0. Returns the message of the `UserError` that it raised, on every rank; empty if none."""
+    """Enter `own` on rank 0; return the message of its `UserError` on every rank, empty if it raised none."""
     refusal = ""
     if launched.rank == 0:
         try:
@@ -184,7 +182,7 @@ def _enter(stack: ExitStack, own: Ownership, launched: LaunchedRank, store: Any,
         except UserError as error:
             refusal = str(error)
         if run_dir is not None and not refusal:
-            with suppress(OSError):  # there is none, or no such folder yet
+            with suppress(OSError):  # no such file or folder yet
                 failure_file(run_dir).unlink()
         store.set(_OWNED, refusal)
     store.wait([_OWNED])
@@ -192,11 +190,11 @@ def _enter(stack: ExitStack, own: Ownership, launched: LaunchedRank, store: Any,
 
 
 def _to_report(store: Any, failure: Failure, error: Exception, run_dir: Path | None) -> Failure | None:
-    """The failure that this rank reports; None where another rank has reported one.
+    """Return the failure that this rank reports; None if another rank has reported one.
 
-    Under Slurm the process of rank 0 holds the store in which ranks see who failed first. Where it has ended without a
-    report, the ranks that it leaves behind agree by a file of the run folder, where that is the same on all hosts, and
-    without a run folder leave the report to rank 1.
+    Under Slurm the process of rank 0 holds the store where ranks see who failed first. If it ended without a report,
+    the remaining ranks agree through a file in the run folder, provided that all hosts share it; without a run folder
+    rank 1 reports.
     """
     if store is None:  # the ranks have not met
         return failure
@@ -213,12 +211,12 @@ def _to_report(store: Any, failure: Failure, error: Exception, run_dir: Path | N
 
 
 def _claim(run_dir: Path, failure: Failure) -> bool:
-    """Write the failure to a file that one rank alone makes. Returns whether this rank is the one."""
+    """Write the failure to a file that only one rank can create; return whether this rank reports."""
     try:
         with failure_file(run_dir).open("x", encoding="utf-8") as file:
             file.write(f"{failure.message(run_dir)}\n")
     except FileExistsError:
         return False
-    except OSError:  # such as a full disk: better told twice than not at all
+    except OSError:  # such as a full disk: better to report twice than not at all
         return True
     return True

@@ -1,4 +1,4 @@
-"""`breakpoint()` in a rank that is a process of a local run: one rank may have the terminal, the others have none."""
+"""Run the ranks of a job as processes of this host, and collect their results or failures."""
 
 import multiprocessing
 import os
@@ -38,15 +38,16 @@ from threefold.train.callbacks.base import CallbackFailed
 
 
 def set_debugger(debug_rank: int | None, rank: int, named: str) -> None:
-    """Give this process the terminal where its rank is `debug_rank`; else have `breakpoint()` say what to do.
+    """Give this process the terminal if its rank is `debug_rank`; otherwise make `breakpoint()` explain how to get one.
 
-    A debugger that the user has chosen stays, such as one that listens on a port.
+    A debugger that the user has configured stays, such as one that listens on a port.
 
     Args:
-        named: the option that chooses the rank; empty where there is none.
+        debug_rank: rank that gets the terminal; None for none.
+        named: command-line option that chooses the rank; empty if there is none.
     """
     if rank == debug_rank:
-        sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)  # which `multiprocessing` closes
+        sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)  # `multiprocessing` closed it
         return
     if os.environ.get("PYTHONBREAKPOINT") or sys.breakpointhook is not sys.__breakpointhook__:
         return
@@ -59,7 +60,7 @@ def set_debugger(debug_rank: int | None, rank: int, named: str) -> None:
 
 
 def told_quit(error: BaseException, rank: int) -> BaseException:
-    """Return the sentence for a debugger that was quit; any other error as it is."""
+    """Return a readable error if a debugger was quit; any other error unchanged."""
     if BdbQuit not in (type(error), type(error.__cause__)):
         return error
     return UserError(f"The debugger on rank {rank} was quit, which ends the run; type c to go on with it.")
@@ -71,21 +72,21 @@ LOOPBACK = "127.0.0.1"
 OTHER_FAILURES = 0.5
 """Seconds to wait after the first failure for those of other ranks, one of which may be the cause."""
 KILL_TIMEOUT = 3.0
-"""Seconds that a rank may take to end when it is killed."""
+"""Seconds that a killed rank may take to end."""
 FLUSH_TIMEOUT = 2.0
 """Seconds to wait until the ranks' output is on the console."""
 
 
 class _Rank(NamedTuple):
-    """A started rank: its process, and the pipe on which it reports its result or failure."""
+    """Started rank: its process, and the pipe on which it reports its result or failure."""
 
     process: BaseProcess
     report: Connection
 
 
 Again = Callable[[Failure], NextAttempt | None]
-"""Called with the cause of a failure, when all ranks have ended: what they run next; None to end as if they had not
-failed. Raises what ends the run."""
+"""Called with the cause of a failure when all ranks have ended; returns the next attempt, or None to end without an
+error. Raises the error that ends the run."""
 
 
 def run_local(
@@ -98,12 +99,12 @@ def run_local(
     """Run the job on `world_size` processes of this host and return when all have ended.
 
     Args:
-        start_method: "fork" is quick and for a parent that ran no parallel operation yet; CUDA needs "spawn".
-        signals: forwarded to the ranks of a job that handles them (`Job.stops`).
-        again: decides after a failure whether the ranks are started again.
+        start_method: "fork" is quick and for a parent that has run no parallel operation yet; CUDA needs "spawn".
+        signals: handlers that forward signals to the ranks of a job that handles them (`Job.stops`).
+        again: decides after a failure whether the ranks start again.
 
     Returns:
-        what the worker of rank 0 returned; None where `again` says that nothing is left to do.
+        the result of rank 0's worker; None if `again` says that nothing is left to do.
 
     Raises:
         UserError: a rank raised it.
@@ -133,10 +134,9 @@ def _raise_second(number: int, again: bool) -> None:
 def collect_local(
     job: Job, world_size: int, start_method: StartMethod, signals: StopSignals | None = None
 ) -> tuple[list[Failure], list[object]]:
-    """As `run_local`; returns the failures, and where there are none what the worker of each rank returned.
+    """Run the job once on `world_size` processes of this host; return the failures and the results by rank.
 
-    Raises:
-        StopRequested: a second signal came; all ranks have been killed.
+    Results are complete only without failures. See `run_local` for the arguments and `StopRequested`.
     """
     import torch.distributed as dist
 
@@ -152,12 +152,12 @@ def collect_local(
         )
         with signals.passed_to(partial(_ask, ranks)) if signals else nullcontext():
             failures, results = _watch(ranks, _hang_watch(job, ranks, pages))
-        del store  # it serves until the ranks are done
+        del store  # the store serves until the ranks are done
     return failures, [results.get(rank) for rank in range(world_size)]
 
 
 def _hang_watch(job: Job, ranks: list[_Rank], pages: SharedPages | None) -> LocalWatch | None:
-    if pages is None or job.debug_rank is not None:  # ranks wait for one in a debugger as long as it takes
+    if pages is None or job.debug_rank is not None:  # ranks wait for a debugged one as long as it takes
         return None
     return LocalWatch(pages, [rank.process.pid or 0 for rank in ranks], job.timeout, asks=job.over_nccl)
 
@@ -182,7 +182,6 @@ def _ask(ranks: list[_Rank], number: int, again: bool) -> None:
 
 
 def _main(job: Job, info: RankInfo, port: int, report: Connection, parent: int, pages: SharedPages | None) -> None:
-    """A rank's process."""
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C too, and ends all ranks
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -204,7 +203,7 @@ def _main(job: Job, info: RankInfo, port: int, report: Connection, parent: int, 
         error = told_quit(raised, info.rank)
         report.send(from_exception(info.rank, error))
         write_traceback(job, info.rank, error)
-        # no clean-up: a collective that waits for a lost rank would block it
+        # No clean-up: a collective that waits for a lost rank would block it.
         os._exit(1)
 
 
@@ -222,11 +221,10 @@ def write_traceback(job: Job, rank: int, error: BaseException) -> None:
 
 
 def _watch(ranks: list[_Rank], hangs: LocalWatch | None) -> tuple[list[Failure], dict[int, object]]:
-    """Wait until all ranks have ended, one does not answer, a process has ended without a report, or for
-    `OTHER_FAILURES` seconds after the first failure.
+    """Wait until all ranks have ended or one is to blame; return the failures, and the results by rank.
 
-    Returns:
-        the failures, and the results by rank.
+    Stops early when a rank does not answer or its process ended without a report, and `OTHER_FAILURES` seconds after
+    any other first failure.
     """
     results: dict[int, object] = {}
     failures: dict[int, Failure] = {}
@@ -246,7 +244,7 @@ def _watch(ranks: list[_Rank], hangs: LocalWatch | None) -> tuple[list[Failure],
             if event in reports:
                 number = reports.pop(event)
                 _receive(ranks[number], number, results, failures)
-            elif event in running:  # else a report that was already read with the end of its rank
+            elif event in running:  # otherwise a report already read when its rank ended
                 number = running.pop(event)
                 code = _exit_code(ranks[number].process)
                 if reports.pop(ranks[number].report, None) is not None and ranks[number].report.poll():
@@ -256,12 +254,11 @@ def _watch(ranks: list[_Rank], hangs: LocalWatch | None) -> tuple[list[Failure],
         if failures and deadline is None:
             deadline = time.monotonic() + OTHER_FAILURES
         if any(failure.silent for failure in failures.values()):
-            break  # which is the cause, whatever the others say
+            break  # it is the cause, whatever the others say
     return list(failures.values()), results
 
 
 def _receive(rank: _Rank, number: int, results: dict[int, object], failures: dict[int, Failure]) -> None:
-    """Receive a rank's failure or result."""
     with suppress(EOFError):
         report = rank.report.recv()
         (failures if isinstance(report, Failure) else results)[number] = report
@@ -274,7 +271,7 @@ def _exit_code(process: BaseProcess) -> int:
 
 @contextmanager
 def _ended() -> Iterator[list[_Rank]]:
-    """A list of ranks, which are killed on exit where they have not ended."""
+    """Yield a list for started ranks; on exit, kill those that have not ended."""
     ranks: list[_Rank] = []
     try:
         yield ranks
@@ -303,7 +300,6 @@ def _wait_for_console(ranks: list[_Rank]) -> None:
 
 @contextmanager
 def _signals_ignored() -> Iterator[None]:
-    """Ignore signals within the block."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

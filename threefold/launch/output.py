@@ -1,4 +1,4 @@
-"""Output of ranks: redirected to log files, and from chosen ranks shown on the console too."""
+"""Redirect the output of ranks to log files, and show that of chosen ranks on the console too."""
 
 import io
 import os
@@ -24,12 +24,12 @@ _LONGEST_LINE = 1 << 16
 
 
 def log_file(run_dir: Path, rank: int) -> Path:
-    """RUN/logs/rank_00000.log and so on."""
+    """Return the path of a rank's log, such as RUN/logs/rank_00000.log."""
     return run_dir / "logs" / f"rank_{rank:05d}.log"
 
 
 def failure_file(run_dir: Path) -> Path:
-    """The file that the rank makes which reports the failure of a launcher's ranks: its message."""
+    """Return the path of the file into which a launcher's rank writes the failure that it reports."""
     return run_dir / "logs" / "failure"
 
 
@@ -42,10 +42,10 @@ def logged(log: Path) -> Iterator[None]:
 
 @contextmanager
 def logged_and_shown(log: Path, prefix: str = "") -> Iterator[None]:
-    """As `logged`, and also show them on standard output; a terminal stays a terminal, so that progress bars work.
+    """Append output to `log` and also show it on standard output; a terminal stays one, so that progress bars work.
 
     Args:
-        prefix: of each line on the console, for several ranks; then it is not a terminal for them.
+        prefix: put before each console line when several ranks are shown, which then have no terminal.
     """
     target, finish = _tee(log, prefix)
     try:
@@ -72,7 +72,7 @@ def _replace_streams(output: int, error: int) -> None:
     """Redirect descriptors 1 and 2, with line-buffered Python streams."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, OutputLost):
-            if stream is not None:  # as where the console was closed at the start
+            if stream is not None:  # None if the console was closed at the start
                 stream.flush()
     os.dup2(output, 1)
     os.dup2(error, 2)
@@ -86,7 +86,7 @@ def _stream(descriptor: int) -> TextIO:
 
 
 class _Tolerant(io.RawIOBase):
-    """An output descriptor that ignores write errors, such as those of a log on a full disk."""
+    """Output descriptor that ignores write errors, such as those of a log on a full disk."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class _Tolerant(io.RawIOBase):
 
 
 def _append(log: Path) -> int:
-    """A descriptor that appends to a log; /dev/null where it cannot be opened."""
+    """Open a log for appending and return its descriptor; open /dev/null if that fails."""
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         return os.open(replace_link(log), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
@@ -126,9 +126,9 @@ def _warn(descriptor: int, log: Path, error: OSError) -> None:
 
 
 def _tee(log: Path, prefix: str) -> tuple[int, Callable[[], None]]:
-    """A descriptor whose output a helper process copies to standard output and to `log`, and a function to wait for it.
+    """Return a descriptor that a helper process copies to standard output and `log`, and a function that waits for it.
 
-    A process, not a thread, so that no output is lost when this process is killed or crashes.
+    A process rather than a thread, so that no output is lost when this process is killed or crashes.
     """
     source, target = _terminal() if os.isatty(1) and not prefix else os.pipe()
     told, teller = os.pipe()
@@ -152,14 +152,14 @@ def _tee(log: Path, prefix: str) -> tuple[int, Callable[[], None]]:
 
 
 def _finish(copier: int, teller: int) -> None:
-    """Signal the end of output and wait for the copier; child processes may keep the other descriptor open."""
+    """Signal the end of output and wait for the copier; child processes may still hold the output descriptor."""
     os.close(teller)
     with suppress(ChildProcessError):
         os.waitpid(copier, 0)
 
 
 def _terminal() -> tuple[int, int]:
-    """A raw pseudo-terminal of the size of the terminal on standard output."""
+    """Open a raw pseudo-terminal with the size of the terminal on standard output."""
     master, slave = pty.openpty()
     tty.setraw(slave)
     with suppress(termios.error, OSError):
@@ -168,7 +168,7 @@ def _terminal() -> tuple[int, int]:
 
 
 class _Log:
-    """A log file that warns once, on the console, when it cannot be written."""
+    """Log file that warns once on the console when it cannot be written."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path, self._file, self._told = path, file, False
@@ -200,17 +200,17 @@ def _copy(source: int, told: int, log: _Log, prefix: bytes) -> None:
 def _read(source: int) -> bytes:
     try:
         return os.read(source, 1 << 16)
-    except OSError:  # the other side of the pseudo-terminal is closed
+    except OSError:  # the other end of the pseudo-terminal is closed
         return b""
 
 
 def _show(data: bytes) -> None:
-    """Write to the console; the log continues when the console is closed."""
+    """Write to the console, ignoring errors: the log continues when the console is closed."""
     with suppress(OSError):
         while data:
             data = data[os.write(1, data) :]
 
 
 def _plain(line: bytes) -> bytes:
-    """The final state of a line, without escape sequences."""
+    """Return the final state of a line, without escape sequences."""
     return _CONTROL.sub(b"", line.rstrip(b"\r").rpartition(b"\r")[2])

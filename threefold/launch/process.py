@@ -1,4 +1,4 @@
-"""Processes: forking, ending with the parent, names of signals, and how many fit into memory."""
+"""Processes of a run: forking, ending with the parent, stop signals, and limits of memory and open files."""
 
 import ctypes
 import gc
@@ -16,17 +16,15 @@ from typing import Any, Final, Self
 from threefold.errors import UserError
 
 PR_SET_PDEATHSIG = 1
-_LEAST_MEMORY: Final = 64 << 20
-"""Bytes of a rank's process without a model."""
-_OWN_FILES: Final = 26
-"""Files that a process of a run has open beside its connections: libraries, data, logs."""
+_LEAST_MEMORY: Final = 64 << 20  # bytes of a rank's process without a model
+_OWN_FILES: Final = 26  # files that a process of a run has open besides its connections: libraries, data, logs
 _FEW: Final = 8
 _FILES_OF_A_RANK: Final = (7, 3)
-"""Connections and pipes to each other rank: of the first few, as measured, and the fewest of a further one."""
+"""Connections and pipes to each other rank: measured for the first `_FEW`, a lower bound for each further one."""
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread that forked it ends (on Linux).
+    """Have the kernel kill this process when the thread that forked it ends (Linux only).
 
     Args:
         parent: process id of the parent, read before forking, as it may have ended since.
@@ -40,10 +38,9 @@ def die_with_parent(parent: int) -> None:
 
 @contextmanager
 def lasting_imports() -> Iterator[None]:
-    """A block of imports: no garbage is collected in it, and no collection looks at its objects afterwards.
+    """Import within the block without garbage collection, and exempt the imported objects from later collections.
 
-    The collector counts objects: while torch is imported it runs again and again, a fifth of the time of the imports,
-    and finds nothing.
+    Otherwise the collector runs over and over while torch is imported, a fifth of the import time, and finds nothing.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -57,10 +54,10 @@ def lasting_imports() -> Iterator[None]:
 
 @contextmanager
 def shared_objects() -> Iterator[None]:
-    """A block in which this process forks: no collection looks at what it has now, here in the block and in the forks.
+    """Fork within the block while existing objects are exempt from garbage collection, here and in the forks.
 
-    A collection writes to all objects that it looks at. The first one in a fork would copy every page of what its
-    parent has imported: 17,000 pages and 0.2 s for each rank, in its first step.
+    A collection writes to every object that it visits. The first one in a fork would copy every page of the parent's
+    imports: 17,000 pages and 0.2 s per rank, in its first step.
     """
     gc.freeze()
     try:
@@ -70,7 +67,7 @@ def shared_objects() -> Iterator[None]:
 
 
 def signal_name(number: int) -> str:
-    """The name of a signal, such as `SIGKILL`."""
+    """Return the name of a signal, such as `SIGKILL`."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -78,11 +75,7 @@ def signal_name(number: int) -> str:
 
 
 def require_room(ranks: int) -> None:
-    """Check that the memory of this machine and the open files of a process suffice for so many processes.
-
-    Raises:
-        UserError: they do not, even without a model.
-    """
+    """Raise `UserError` unless this machine has memory and open files for `ranks` processes without a model."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     least = _OWN_FILES + _FILES_OF_A_RANK[0] * min(ranks, _FEW) + _FILES_OF_A_RANK[1] * max(ranks - _FEW, 0)
     if files != resource.RLIM_INFINITY and files < least:
@@ -100,7 +93,7 @@ def require_room(ranks: int) -> None:
 
 
 def has_group() -> UserError:
-    """The error that this process is a rank already."""
+    """Return the error for a process that cannot start ranks because it is a rank already."""
     return UserError(
         "torch.distributed is initialised in this process, so it cannot start ranks of its own; call init_mesh in "
         "the function that runs on each rank."
@@ -108,10 +101,11 @@ def has_group() -> UserError:
 
 
 def prepare_fork() -> bool:
-    """Make this process one whose forks can run torch's operations.
+    """Prepare this process so that its forks can run torch operations.
 
-    Returns whether they may run them in parallel: False where threads of this process could not be ended, and forks
-    compute with one thread each.
+    Returns:
+        whether forks may run them in parallel; False if some threads of this process could not be ended, so that forks
+        must compute with one thread each.
 
     Raises:
         UserError: a process group or CUDA is initialised, which forks cannot use.
@@ -137,10 +131,9 @@ ONE_PRESS: Final = 1.0
 
 
 class StopRequested(KeyboardInterrupt):
-    """A signal came outside the steps of a run, or a second one.
+    """A signal came outside the steps of a run, or a second signal came.
 
     Attributes:
-        number: of the signal.
         again: whether it was a second one, so that no checkpoint was saved.
     """
 
@@ -150,16 +143,16 @@ class StopRequested(KeyboardInterrupt):
 
 
 class StopSignals:
-    """Context manager that handles the signals `NUMBERS` of this process; does nothing outside the main thread.
+    """Handle the signals `NUMBERS` of this process within the block; do nothing outside the main thread.
 
-    Outside of `passed_to` and `noted` a signal raises `StopRequested`.
+    Outside `passed_to` and `noted`, a signal raises `StopRequested`.
 
     Args:
-        process_ends: whether the process is ending after a signal, so that on exit later ones are ignored; otherwise
-            the handlers of before are put back.
+        process_ends: whether the process ends after a signal, so that later ones are ignored on exit; otherwise the
+            previous handlers are restored.
 
     Attributes:
-        received: the number of the first signal, 0 before.
+        received: number of the first signal, 0 before.
     """
 
     def __init__(self, process_ends: bool = True) -> None:
@@ -172,20 +165,22 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            # A signal that is ignored, as in a background job of a shell, stays ignored.
+            # An ignored signal, as in a background job of a shell, stays ignored.
             taken = [number for number in NUMBERS if signal.getsignal(number) is not signal.SIG_IGN]
             self._before = {number: signal.signal(number, self._handle) for number in taken}
         return self
 
     def __exit__(self, *exc: object) -> None:
         for number, before in self._before.items():
-            # Where the process is ending, another signal must not change its exit status.
+            # If the process is ending, another signal must not change its exit status.
             signal.signal(number, signal.SIG_IGN if self.received and self._process_ends else before)
 
     @contextmanager
     def passed_to(self, take: Callable[[int, bool], None]) -> Iterator[None]:
-        """Call `take(number, again)` for each signal instead of raising, first for one that came already; after it what
-        was called before it."""
+        """Call `take(number, again)` for each signal within the block instead of raising.
+
+        A signal that came before the block is passed to `take` on entry. The previous callback is restored on exit.
+        """
         before, self._take = self._take, take
         try:
             if self.received:
@@ -196,7 +191,7 @@ class StopSignals:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Store the first signal in `received`, and end the process at once on a second one.
+        """Store the first signal in `received` and end the process at once on a second one.
 
         A thread waits for the second, as the main thread may be in a call that never returns to Python.
         """
@@ -215,7 +210,7 @@ class StopSignals:
             os.close(write)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a forked helper process, which ends as without a handler
+        if os.getpid() != self._pid:  # a forked helper process ends as it would without a handler
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -230,7 +225,7 @@ class StopSignals:
 
 
 class Asked:
-    """Handler of a rank of a local run; calling it returns the number of the signal, 0 before.
+    """Record stop signals in a rank of a local run; calling the object returns the signal's number, 0 before.
 
     The parent handles Ctrl-C and sends SIGTERM to the ranks; Slurm sends SIGUSR1 to all processes of a job step.
     """
@@ -249,7 +244,7 @@ class Asked:
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Block signals, so that a process forked here gets none before it has its own handlers (`unblock_signals`)."""
+    """Block signals, so that a process forked here gets none before its own handlers are set (`unblock_signals`)."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
     try:
         yield
@@ -258,12 +253,12 @@ def signals_blocked() -> Iterator[None]:
 
 
 def unblock_signals() -> None:
-    """Unblock the signals that `signals_blocked` blocked in the process that forked this one."""
+    """Unblock the signals that `signals_blocked` blocked in the parent of this process."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, NUMBERS)
 
 
 def _end_on_second(pipe: int, first: int) -> None:
-    """End the process on a signal more than `ONE_PRESS` seconds after the first; returns when the pipe is closed."""
+    """End the process on a signal more than `ONE_PRESS` seconds after the first; return when the pipe is closed."""
     when = time.monotonic() if first else None
     with open(pipe, "rb", buffering=0) as numbers:
         while number := numbers.read(1):

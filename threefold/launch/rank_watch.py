@@ -1,4 +1,4 @@
-"""The watch of ranks that are processes of this host: their launcher reads their pages in memory that they share."""
+"""Watch for ranks that do not answer: through shared memory on one host, or through a launcher's store."""
 
 import json
 import os
@@ -32,18 +32,12 @@ if TYPE_CHECKING:
 INTERVAL: Final = 0.25
 """Seconds between two looks at the pages."""
 _LONGEST_LOOK: Final = 4 * INTERVAL
-"""Seconds that count at most between two looks: in more of them this process was stopped, as perhaps were the ranks."""
-_ANSWERS_WITHIN: Final = 3.0
-"""Seconds to wait for ranks that write what they know."""
+"""Most seconds that count between two looks: if more passed, this process was stopped, and perhaps the ranks too."""
+_ANSWERS_WITHIN: Final = 3.0  # seconds to wait for ranks that write their flight recorders
 
 
 class SharedPages:
-    """A page for each rank in memory that this process shares with those that it starts.
-
-    Args:
-        context: of `multiprocessing`.
-        ranks: how many.
-    """
+    """One heartbeat page per rank, in memory shared with the processes that this one starts."""
 
     def __init__(self, context: Any, ranks: int) -> None:
         self._ranks, self._memory = ranks, context.RawArray("b", ranks * PAGE_BYTES)
@@ -52,26 +46,25 @@ class SharedPages:
         return self._ranks
 
     def page(self, rank: int) -> Page:
-        """That of a rank."""
         return memoryview(self._memory).cast("B")[rank * PAGE_BYTES : (rank + 1) * PAGE_BYTES]
 
     def places(self) -> list[RankState | None]:
-        """Where each rank is."""
+        """Read the state of each rank; None where its page has none yet."""
         return [read(self.page(rank)) for rank in range(self._ranks)]
 
     def heartbeat(self, rank: int) -> Heartbeat:
-        """To write a rank's page with."""
+        """Return a heartbeat that writes the page of `rank`."""
         return Heartbeat(self.page(rank), self.places)
 
 
 class LocalWatch:
-    """Finds the rank that does not answer.
+    """Find the rank of this host that does not answer, from its page and its process.
 
     Args:
-        pages: of the ranks.
-        pids: of their processes.
-        timeout: in seconds.
-        asks: whether ranks are asked, before they are ended, to write what they know.
+        pages: pages of the ranks.
+        pids: process ids of the ranks.
+        timeout: seconds without progress after which a rank counts as hung.
+        asks: whether to ask the other ranks for their flight recorders before they are ended.
     """
 
     def __init__(self, pages: SharedPages, pids: Sequence[int], timeout: float, asks: bool = False) -> None:
@@ -80,17 +73,13 @@ class LocalWatch:
             len(pages),
             timeout,
             state=lambda rank: process_state(pids[rank]),
-            # Not as the rank tells, whose thread that beats cannot run where native code does not let it.
+            # The page does not tell: native code may keep the thread that beats from running.
             worked=lambda rank, place: worked_seconds(pids[rank]),
         )
         self._looked = time.monotonic()
 
     def look(self, ended: Collection[int]) -> Failure | None:
-        """The failure of the rank that does not answer; None where all do.
-
-        Args:
-            ended: ranks whose processes have ended.
-        """
+        """Return the failure of the rank that does not answer; None if all do. `ended` ranks have no process."""
         now = time.monotonic()
         seconds, self._looked = min(now - self._looked, _LONGEST_LOOK), now
         hang = self._watch.observe(self._pages.places(), seconds, ended)
@@ -109,37 +98,30 @@ class LocalWatch:
             time.sleep(INTERVAL)
 
 
-_INTERVAL: Final = 0.5
-"""Seconds between two exchanges with the store of a small world."""
-_RANKS_PER_SECOND: Final = 2000
-"""Pages that the store takes and gives."""
+_INTERVAL: Final = 0.5  # seconds between two exchanges with the store in a small world
+_RANKS_PER_SECOND: Final = 2000  # pages per second that the store takes and gives
 _LONGEST_STEP: Final = 2.0
-"""Seconds that count at most between two looks: in more of them this process was stopped, and perhaps the others."""
-_LAST_EXCHANGE: Final = 2.0
-"""Seconds in which the store is to learn that this rank has come to its end."""
-_NOTHING: Final = "-"
-"""In place of a page that is not there yet."""
+"""Most seconds that count between two looks: if more passed, this process was stopped, and perhaps the others too."""
+_LAST_EXCHANGE: Final = 2.0  # seconds to wait until the store knows that this rank has ended
+_NOTHING: Final = "-"  # value of a page that has not been written yet
 _CLAIM, _VERDICT = "hang/claim", "hang/verdict"
 _EXIT_STATUS: Final = 1
 
 Tell = Callable[[Failure, bool], None]
-"""Tells the user of a failure; the argument says whether this rank is the only one that does, which is not known where
+"""Report a failure to the user. The argument says whether this rank is the only one to report, which is unknown where
 the store is out of reach."""
 
 
 class StoreWatch:
-    """Finds the rank that does not answer, from every rank.
+    """Find the rank that does not answer, from every rank over the launcher's store.
 
     Args:
-        store: of the rendezvous; read and written over connections of its own.
-        rank: this one.
-        ranks: of the run.
-        timeout: in seconds.
-        tell: called at most once, in a thread of the watch.
-        on_hang: called on every rank that can before its process ends.
-
-    Attributes:
-        heartbeat: of this rank.
+        store: store of the rendezvous, used over separate connections.
+        rank: this rank.
+        ranks: number of ranks.
+        timeout: seconds without progress after which a rank counts as hung.
+        tell: reports a failure; called at most once, in a thread of the watch.
+        on_hang: called on every rank that still can, before its process ends.
     """
 
     def __init__(
@@ -166,7 +148,7 @@ class StoreWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch within the block; this rank's heartbeat is kept in the store after it."""
+        """Watch within the block; send this rank's last heartbeat to the store after it."""
         threads = [threading.Thread(target=work, daemon=True) for work in (self._beat, self._exchange)]
         for thread in threads:
             thread.start()
@@ -175,7 +157,7 @@ class StoreWatch:
         finally:
             self._over.set()
             for thread in threads:
-                thread.join(_LAST_EXCHANGE)  # at most: the store may be gone
+                thread.join(_LAST_EXCHANGE)  # with a timeout: the store may be gone
 
     def _everyone(self) -> list[RankState | None]:
         return self._places
@@ -196,16 +178,16 @@ class StoreWatch:
                 self._end()
 
     def _exchange(self) -> None:
-        """Exchange pages with the store, over another connection where one is lost."""
+        """Exchange pages with the store, reconnecting when the connection is lost."""
         while not self._over.is_set():
-            with suppress(Exception):  # a late answer; or the store has gone, as it does with the process that holds it
+            with suppress(Exception):  # a late answer, or the store ended with the process that holds it
                 self._exchange_over_one()
                 return
             self._over.wait(self._interval)
 
     def _exchange_over_one(self) -> None:
-        """Send this rank's page and look for a verdict, again and again; on a judge, read all pages."""
-        store: Any = self._store  # of torch's class, whose stub lacks `clone`
+        """Send this rank's page and look for a verdict, repeatedly; on a judge also read all pages."""
+        store: Any = self._store  # torch's stub lacks `clone`
         store = store.clone()
         store.set_timeout(timedelta(seconds=max(self._timeout, 1)))
         judges = self._rank in (0, self._ranks // 2, self._ranks - 1)
@@ -230,19 +212,19 @@ class StoreWatch:
             self._over.wait(self._interval)
 
     def _judge(self, store: "Store", hang: Hang) -> None:
-        """Tell it, if no other judge has, and end."""
+        """Report the hang unless another judge has, publish the verdict, and end."""
         self._judges = self._judges or int(store.add(_CLAIM, 1)) == 1
         if not self._judges:
-            return  # the other's verdict comes
-        if int(store.add(REPORTS, 1)) == 1:  # else another failure has been told
+            return  # the other judge's verdict follows
+        if int(store.add(REPORTS, 1)) == 1:  # otherwise another failure has been reported
             self._tell(Failure(hang.ranks[0], hang.error, time.monotonic(), silent=True), True)
         processes = [place.process for rank in hang.ranks if (place := self._places[rank])]
         store.set(_VERDICT, json.dumps(processes))
-        time.sleep(2 * self._interval)  # this process may hold the store, in which the others have to find the verdict
+        time.sleep(2 * self._interval)  # this process may hold the store, where the others must find the verdict
         self._end(processes)
 
     def _end(self, hung: Sequence[str] = ()) -> NoReturn:
-        """End the processes that do not answer, where they are on this host, then this one."""
+        """End the hung processes that are on this host, then this one."""
         with self._ending:
             self._on_hang()
             for process in hung:
@@ -252,7 +234,6 @@ class StoreWatch:
 
 
 def _worked(rank: int, place: RankState) -> float:
-    """What the system says, or, of a rank of another host, what that told."""
     return worked_if_here(place.process) or place.worked
 
 

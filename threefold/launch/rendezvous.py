@@ -1,6 +1,7 @@
-"""The rendezvous of ranks that a launcher started: they come to the store of rank 0, or to that of the launcher.
+"""Rendezvous of ranks that a launcher started: they meet at the store of rank 0, or at the launcher's.
 
-Waiting is in slices, so that signals work, and ends: torch waits in native code, where Ctrl-C does nothing.
+torch waits in native code, where Ctrl-C does nothing; here waiting is in slices, so that signals work, and it has a
+limit.
 """
 
 import os
@@ -23,32 +24,28 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 LONGEST_WAIT: Final = 1800.0
-"""Seconds that ranks wait for each other where no setting says how long; as torch has it."""
+"""Seconds that ranks wait for each other if no setting says how long; torch's default."""
 NOTICE: Final = 5.0
-"""Seconds of waiting after which a rank says what it waits for."""
-_SLICE: Final = 0.2
-"""Seconds between two looks."""
-_RANKS_PER_SECOND: Final = 2000
-"""How many may look at the store in a second."""
-_PROBE: Final = 5.0
-"""Seconds in which a host answers, or does not."""
-_MOST_NAMED: Final = 4
-"""Ranks that a message names one by one."""
+"""Seconds of waiting after which a rank prints what it waits for."""
+_SLICE: Final = 0.2  # seconds between two checks
+_RANKS_PER_SECOND: Final = 2000  # checks of the store per second, by all ranks together
+_PROBE: Final = 5.0  # seconds within which a host must answer
+_MOST_NAMED: Final = 4  # most ranks that a message lists one by one
 
 
 def meet(launched: LaunchedRank, timeout: float = 0.0) -> "Store":
-    """Come to the rendezvous, and wait until all ranks have; a launcher may keep the same store when it restarts them.
+    """Connect to the rendezvous and wait until all ranks have; a launcher may keep its store when it restarts them.
 
     Args:
         launched: this rank.
-        timeout: seconds in which a rank is to make progress, `train.timeout`; it has `PATIENCE` times as long to come
-            here, and 0 is for `LONGEST_WAIT`.
+        timeout: seconds within which a rank must make progress (`train.timeout`); ranks have `PATIENCE` times as long
+            to arrive. 0 for `LONGEST_WAIT`.
 
     Returns:
         the store of this attempt.
 
     Raises:
-        UserError: the others have not come in time, or this rank cannot get there.
+        UserError: the other ranks have not arrived in time, or this rank cannot connect.
     """
     import torch.distributed as dist
 
@@ -61,15 +58,7 @@ def meet(launched: LaunchedRank, timeout: float = 0.0) -> "Store":
 
 
 class _Wait:
-    """How long a rank has waited, and for whom.
-
-    Args:
-        launched: this rank.
-        timeout: as of `meet`.
-
-    Attributes:
-        console: the descriptor of standard error.
-    """
+    """Waiting time of a rank, with a notice on `console` (a descriptor of standard error) and a limit."""
 
     console = 2
 
@@ -79,14 +68,7 @@ class _Wait:
         self._begun, self._told = time.monotonic(), False
 
     def look(self, whom: Callable[[], str], seconds: float = _SLICE) -> None:
-        """Wait for a slice; say once what for, on standard error.
-
-        Args:
-            whom: says for which ranks.
-
-        Raises:
-            UserError: it has been long enough.
-        """
+        """Wait for a slice; after `NOTICE` seconds print once for `whom`, and at the limit raise `UserError`."""
         waited = time.monotonic() - self._begun
         if waited >= self._limit:
             why = f"{PATIENCE} times train.timeout" if self._timeout else "the limit"
@@ -115,7 +97,7 @@ def _address(launched: LaunchedRank) -> str:
 def _come(wait: _Wait) -> "Store":
     """Start the store on the rank that hosts it; connect to it on the others.
 
-    A thread does, as native code waits for an answer of whatever listens there, without an end.
+    A thread does it, as native code may wait forever for an answer.
     """
     launched = wait.launched
     made: list[Any] = []
@@ -123,7 +105,7 @@ def _come(wait: _Wait) -> "Store":
     over = threading.Event()
 
     def make() -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are the main thread's
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # signals are for the main thread
         while not over.is_set():
             try:
                 if not hosts:
@@ -149,7 +131,7 @@ def _come(wait: _Wait) -> "Store":
             wait.look(lambda: f"nothing there answers{_because(failure)}", _SLICE / 4)
     finally:
         over.set()
-        if wait.console != 2:  # the thread may still hold back what is written there
+        if wait.console != 2:  # the thread may still hold back output
             os.dup2(wait.console, 2)
             os.close(wait.console)
             wait.console = 2
@@ -166,13 +148,13 @@ def _store(launched: LaunchedRank, hosts: bool) -> "Store":
             launched.world_size,
             hosts,
             timedelta(seconds=_PROBE),
-            wait_for_workers=False,  # which it does in native code
+            wait_for_workers=False,  # torch would wait in native code
             multi_tenant=True,
         )
 
 
 def _wait_for_others(wait: _Wait, store: "Store") -> None:
-    """Return when all ranks have come to the store."""
+    """Return when all ranks have reached the store."""
     rank, size = wait.launched.rank, wait.launched.world_size
     if size == 1:
         return
@@ -186,7 +168,7 @@ def _wait_for_others(wait: _Wait, store: "Store") -> None:
         with held_back_errors():
             store.set(f"come/{rank}", "")
             number = store.add("come", 1)
-            everyone = f"come/all/{(number - 1) // size}"  # a store of the launcher may have been met at before
+            everyone = f"come/all/{(number - 1) // size}"  # a launcher's store may have been used before
             if number % size == 0:
                 store.set(everyone, "")
         while True:
@@ -212,7 +194,7 @@ def _because(failure: Sequence[Exception]) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """What the system says of an error, without the frames of native code."""
+    """Return the system's reason for an error, without frames of native code."""
     if isinstance(error, OSError):
         return (error.strerror or str(error) or type(error).__name__).lower()
     return str(error).partition("\n")[0].rpartition("message: ")[2].rstrip(".")
@@ -220,8 +202,10 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def held_back_errors() -> Iterator[None]:
-    """Keep what native code writes to standard error in the block: it is shown after it, but not where the block
-    raises, as torch writes frames of C++ before it raises the same."""
+    """Hold back what native code writes to standard error in the block; show it afterwards unless the block raises.
+
+    torch writes C++ frames before it raises the same error.
+    """
     try:
         sys.stderr.flush()
         before = os.dup(2)

@@ -1,4 +1,4 @@
-"""Starting the ranks of a training run again after a failure: whether, how often, and in which layout."""
+"""Restart the ranks of a training run after a failure: decide whether, how often, and in which layout."""
 
 import re
 import time
@@ -24,16 +24,16 @@ from threefold.train.attempt import Attempt, fresh_files, memory_files
 from threefold.train.goodput import FILE, Goodput
 
 _NAMED = ("cp_method", "schedule", "stage_chunks", "sequence_parallel", "zero", "zero_shards")
-"""Settings of `parallel` beside the axes that the text of a layout names, or leaves at their default."""
+"""Settings of `parallel` besides the axes that a layout's text names, or leaves at their default."""
 
 
 @dataclass(frozen=True)
 class Fallback:
-    """A layout with which a run can go on.
+    """Layout with which a run can continue.
 
     Attributes:
         spec: the layout, and settings that go with it.
-        config: of the run in it, as given.
+        config: config of the run in this layout, as given.
     """
 
     spec: LayoutSpec
@@ -48,13 +48,10 @@ class Fallback:
 
 
 def fallbacks_of(config: Config) -> tuple[Fallback, ...]:
-    """The fallbacks of a config, checked as far as that goes without its data.
-
-    Args:
-        config: as given, in its own layout.
+    """Return the fallbacks of a config as given, checked as far as possible without its data.
 
     Raises:
-        UserError: one is malformed, or cannot train this model with the global batch of the config's own layout.
+        UserError: a fallback is malformed, or cannot train this model with the global batch of the config's own layout.
     """
     if not config.parallel.fallbacks:
         return ()
@@ -64,7 +61,7 @@ def fallbacks_of(config: Config) -> tuple[Fallback, ...]:
 
 @contextmanager
 def naming_fallback(config: Config, text: str) -> Iterator[None]:
-    """Within the block a `UserError` says that it is about the fallback `text` of a config."""
+    """Prefix a `UserError` of the block with the fallback `text` that it concerns."""
     try:
         yield
     except UserError as error:
@@ -75,18 +72,18 @@ def naming_fallback(config: Config, text: str) -> Iterator[None]:
 
 
 def smaller(fallbacks: tuple[Fallback, ...], ranks: int) -> Fallback | None:
-    """The first fallback with fewer ranks."""
+    """Return the first fallback with fewer than `ranks` ranks; None if there is none."""
     return next((each for each in fallbacks if each.world_size < ranks), None)
 
 
 def in_world(config: Config, fallbacks: tuple[Fallback, ...], ranks: int, because: str) -> tuple[Config, str]:
-    """The config for a world of so many ranks, and the fallback that it follows, empty where it is the given one.
+    """Return the config for a world of `ranks` ranks, and the fallback it follows, empty if it is the given config.
 
     Args:
-        because: as of `Layout.require_world`.
+        because: reason for the number of ranks, for the message (see `Layout.require_world`).
 
     Raises:
-        UserError: neither the config's own layout nor a fallback has so many.
+        UserError: neither the config's own layout nor a fallback has `ranks` ranks.
     """
     layout = Layout.of(config.parallel)
     if layout.world_size == ranks:
@@ -121,13 +118,13 @@ def _fallback(config: Config, text: str, batch: int) -> Fallback:
 
 
 def _composed(config: Config, spec: LayoutSpec, batch: int) -> Config:
-    """The config in another layout, its global batch as a given setting and the parts of it derived."""
+    """Return the config in another layout, with a fixed global batch and its parts derived anew."""
     sections = config.given()
     parallel, train, layout = sections["parallel"], sections["train"], spec.layout
     parallel.update({axis: layout.size(axis) for axis in ("dp", "pp", "cp", "tp", "ep")})
     for key in _NAMED:
         parallel.pop(key, None)
-    if not isinstance(config.parallel.partition, str):  # the stages of one layout
+    if not isinstance(config.parallel.partition, str):  # it lists the stages of one layout
         parallel.pop("partition", None)
     train["global_batch_size"] = batch
     train.pop("gradient_accumulation_steps", None)
@@ -142,7 +139,7 @@ def _composed(config: Config, spec: LayoutSpec, batch: int) -> Config:
 
 @dataclass(frozen=True)
 class _Seen:
-    """How an attempt failed: two that are equal were no chance."""
+    """Kind of failure of an attempt: two equal ones in a row are no coincidence."""
 
     rank: int
     kind: str
@@ -150,14 +147,14 @@ class _Seen:
 
 
 class Restarts:
-    """Called after each failure of an attempt: makes the next one, or raises what ends the run.
+    """Callback after a failed attempt: prepares the next attempt, or raises the error that ends the run.
 
     Args:
-        config: resolved.
-        run_dir: the run's folder.
-        fallbacks: with which the run can go on; their configs resolved.
-        began: `time.time()` at which the start of the run began.
-        make: the arguments of the ranks of an attempt, from its config and itself.
+        config: resolved config.
+        run_dir: run folder.
+        fallbacks: layouts with which the run can continue, with resolved configs.
+        began: `time.time()` at the start of the run.
+        make: returns the rank arguments of an attempt, from its config and itself.
     """
 
     def __init__(
@@ -175,14 +172,14 @@ class Restarts:
         self._before: _Seen | None = None
 
     def first(self) -> tuple[Any, ...]:
-        """The arguments of the first attempt."""
+        """Return the rank arguments of the first attempt."""
         return self._make(self._config, self._attempt)
 
     def __call__(self, failure: Failure) -> NextAttempt | None:
-        """The next attempt after a failure; None where the run is complete, so that nothing is left to do.
+        """Return the next attempt after a failure; None if the run is complete and nothing is left to do.
 
         Raises:
-            UserError: the failure is the user's to correct.
+            UserError: the user has to correct the failure.
             RankFailed: the run is given up.
         """
         message, most = failure.message(self._run_dir), self._attempt.most
@@ -197,16 +194,13 @@ class Restarts:
         return NextAttempt(self._make(self._config, self._attempt), Layout.of(self._config.parallel).world_size)
 
     def _follow(self, failure: Failure, message: str) -> None:
-        """Take the layout of the next attempt, and note how this one failed.
-
-        Raises:
-            RankFailed: the run would only fail in the same way again.
-        """
+        """Choose the next attempt's layout and record this failure; raise `RankFailed` if the next would fail alike."""
         ledger = Goodput.read(self._run_dir / FILE) or Goodput()
         seen = _Seen(failure.rank, re.sub(r"\d+", "", failure.error), ledger.step)
         again = self._before
         layout = ""
-        if again is not None and again.rank == seen.rank:  # lost twice in a row: it may be its place that is broken
+        # The same rank failed twice in a row: its hardware may be broken.
+        if again is not None and again.rank == seen.rank:
             found = smaller(self._fallbacks, Layout.of(self._config.parallel).world_size)
             if found is not None:
                 self._config, layout, again = found.config, str(found), None
@@ -228,18 +222,18 @@ class Restarts:
 
 
 def launched_attempt(run_dir: Path, began: float, layout: str) -> Attempt:
-    """The attempt of the launcher that started this process; the first where none did.
+    """Return the current attempt of the launcher that started this process; the first one without a launcher.
 
     Args:
-        run_dir: the run's folder, in which a rank of the attempt before may have said why it failed.
-        began: `time.time()` at which the start of this process's run began.
-        layout: of the run, where it is one of its fallbacks; else empty.
+        run_dir: run folder, where a rank of the previous attempt may have written why it failed.
+        began: `time.time()` at the start of the run in this process.
+        layout: layout of the run if it is one of its fallbacks; otherwise empty.
     """
     launched = find_launched_rank()
     if launched is None or not launched.attempt:
         return Attempt(began=began, layout=layout)
     try:
         failure = read_text(failure_file(run_dir)).strip()
-    except UserError:  # no rank could say
+    except UserError:  # no rank could write it
         failure = ""
     return Attempt(launched.attempt, launched.restarts, began, failure, layout)

@@ -1,6 +1,6 @@
-"""RUN/run.lock: a lock, so that one run at a time uses a run folder.
+"""Lock RUN/run.lock, so that one run at a time uses a run folder.
 
-The lock is `flock`, so it ends with the process that holds it. The file stays, and names the holder.
+The lock is `flock`, which ends with the process that holds it. The file stays and names the holder.
 """
 
 import errno
@@ -24,19 +24,18 @@ from threefold.files import read_json, shown
 
 FILE: Final = "run.lock"
 LONGEST_WAIT: Final = 15.0
-"""Seconds to wait for a lock whose holder is not a live process of this host: it may be ending, or on another host."""
+"""Seconds to wait for a holder that is not a live process of this host: it may be ending, or on another host."""
 _POLL = 0.1
 _UNSUPPORTED = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds a lock.
+    """Process that holds a lock.
 
     Attributes:
-        host: its name.
-        pid: on that host.
-        since: date and time when it took the lock, as text.
+        pid: process id on that host.
+        since: date and time at which it took the lock, as text.
     """
 
     host: str
@@ -49,7 +48,7 @@ class Holder:
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """The holder that a lock file names; None if it names none (yet)."""
+        """Read the holder that a lock file names; None if it names none (yet)."""
         try:
             values = read_json(path)
             return cls(str(values["host"]), int(values["pid"]), str(values["since"]))
@@ -57,7 +56,7 @@ class Holder:
             return None
 
     def is_alive_here(self) -> bool:
-        """Whether it is a live process of this host."""
+        """Return whether the holder is a live process of this host."""
         if self.host != socket.gethostname():
             return False
         try:
@@ -74,13 +73,13 @@ class Holder:
 
 @contextmanager
 def run_lock(run_dir: Path) -> Iterator[None]:
-    """Hold the lock of a run folder, which is created if it is missing.
+    """Hold the lock of a run folder within the block; create the folder if it is missing.
 
     Waits at most `LONGEST_WAIT` seconds for a holder that is not a live process of this host, as the ranks of a killed
-    run may take a moment to end. Where the file system has no locks, prints a warning and locks nothing.
+    run may take a moment to end. If the file system has no locks, prints a warning and locks nothing.
 
     Raises:
-        UserError: another process holds it, or the folder cannot be written.
+        UserError: another process holds the lock, or the folder cannot be written.
     """
     path = run_dir / FILE
     try:
@@ -101,13 +100,7 @@ def run_lock(run_dir: Path) -> Iterator[None]:
 
 
 def require_free(run_dir: Path) -> None:
-    """Check that no live process of this host holds the lock, without keeping it.
-
-    An early check; `run_lock` decides whether a run may start.
-
-    Raises:
-        UserError: one does.
-    """
+    """Raise `UserError` if a live process of this host holds the lock; an early check, as `run_lock` decides."""
     holder = Holder.read(run_dir / FILE)
     if holder is None or not holder.is_alive_here():
         return
@@ -122,7 +115,7 @@ def require_free(run_dir: Path) -> None:
 
 
 def require_folder(run_dir: Path) -> None:
-    """Check that `run_dir` is a folder, or can be created."""
+    """Check that `run_dir` is a folder or can be created."""
     name = f"--run-dir is {shown(run_dir)}"
     try:
         found = os.stat(run_dir)
@@ -131,7 +124,7 @@ def require_folder(run_dir: Path) -> None:
             raise UserError(f"{name}, a link to something that does not exist; name a folder.") from None
         return
     except NotADirectoryError:
-        return  # reported when it is created
+        return  # reported when the folder is created
     except OSError as error:
         raise UserError(f"{name}, which cannot be a folder: {error.strerror}.") from None
     except ValueError:
@@ -142,7 +135,7 @@ def require_folder(run_dir: Path) -> None:
 
 
 def cannot_write(run_dir: Path, error: OSError) -> UserError:
-    """The error that a file in the run folder cannot be written."""
+    """Return the error for a file in the run folder that cannot be written."""
     return UserError(f"Cannot write to --run-dir {shown(run_dir)}: {error.strerror}.")
 
 
@@ -154,7 +147,7 @@ def _in_use(run_dir: Path, holder: Holder | None) -> UserError:
 
 
 def _acquire(lock: FileLock, run_dir: Path) -> bool:
-    """Take the lock; False where the file system has no locks."""
+    """Take the lock; return False if the file system has no locks."""
     deadline = time.monotonic() + LONGEST_WAIT
     while True:
         try:

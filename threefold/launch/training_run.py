@@ -1,4 +1,4 @@
-"""The worker function of a training run: what each rank calls with what its launcher gives it."""
+"""Prepare a training run, start it on its ranks or as one of them, and explain how it stopped."""
 
 import os
 import time
@@ -55,11 +55,7 @@ def train_as_rank(
     callbacks: "Sequence[Callback]" = (),
     source: "ModelSource | None" = None,
 ) -> "Stopped | None":
-    """Train as one rank; arguments and result are those of `threefold.train.run.train`.
-
-    Args:
-        profile_steps: how many are profiled; 0 for none.
-    """
+    """Train as one rank (see `threefold.train.run.train`), profiling `profile_steps` steps, 0 for none."""
     from threefold.models.source import ConfigSource
     from threefold.train.run import train
 
@@ -81,13 +77,10 @@ def train_as_rank(
 
 
 def import_parts(config: Config) -> None:
-    """Import what `train_as_rank` imports with a config, for ranks that are forked from this process.
-
-    Args:
-        config: resolved.
+    """Import everything that `train_as_rank` needs for a resolved config, so that forked ranks need not.
 
     Raises:
-        UserError: a part of another package or of the user cannot be imported.
+        UserError: a part from another package or from the user cannot be imported.
     """
     import threefold.launch.hang_watch
     import threefold.planner.hardware  # noqa: F401
@@ -104,7 +97,7 @@ def _request(steps: int) -> "ProfileRequest":
 
 
 def peak_rate_of(info: RankInfo, dtype: str) -> float | None:
-    """FLOP/s that a rank can reach at most in a dtype of the config; None where that is not known."""
+    """Return the peak FLOP/s of a rank in a dtype of the config; None if unknown."""
     from threefold.planner.hardware import peak_rate
 
     if info.device == "cpu":
@@ -119,29 +112,29 @@ CONFIG_FILE = "config.yaml"
 
 
 def resolve_run(config: Config, progress: Progress = SILENT) -> Config:
-    """Resolve a config from its data and this machine, and check it against both.
+    """Resolve a config against its data and this machine, and check it.
 
     Args:
-        config: as loaded.
-        progress: of encoding text, where that is needed.
+        config: config as loaded.
+        progress: shows the encoding of text, where that is needed.
 
     Raises:
-        UserError: settings that cannot be combined, no data or too little, or fewer GPUs than ranks.
+        UserError: settings cannot be combined, data is missing or too little, or there are fewer GPUs than ranks.
     """
     return _checked(config, progress).fitted()
 
 
 @dataclass(frozen=True)
 class _Checked:
-    """A config that was checked against its data and this machine, without the memory of a step.
+    """Config checked against its data and this machine, except for the memory of a step.
 
     Attributes:
-        given: as loaded, with what follows from the data alone.
-        resolved: with the default micro-batch size of a CPU.
+        given: config as loaded, plus values that follow from the data alone.
+        resolved: config with the default micro-batch size of a CPU.
         vocab_size: number of token ids of the data.
-        local_world_size: ranks of this host.
-        layout: of the config, where it is one of the fallbacks; else empty.
-        fallbacks: with which the run can go on, and each of them checked.
+        local_world_size: number of ranks on this host.
+        layout: layout of the config if it is one of the fallbacks; otherwise empty.
+        fallbacks: layouts with which the run can continue, each with its own checked config.
     """
 
     given: Config
@@ -152,11 +145,11 @@ class _Checked:
     fallbacks: "tuple[tuple[Fallback, _Checked], ...]" = ()
 
     def fitted(self) -> Config:
-        """With the largest micro-batch size that fits into a rank's memory, unless the given settings determine it."""
+        """Return the config with the largest micro-batch size that fits into memory, unless settings determine it."""
         config, device = self.given, self.resolved.train.device
         if config.train.micro_batch_size is not None or config.train.gradient_accumulation_steps is not None:
             return self.resolved
-        if config.model.architecture == OWN:  # whose activations no formula gives
+        if config.model.architecture == OWN:  # no formula gives its activations
             return self.resolved
         from threefold.planner.stage_memory import largest_micro_batch  # imports torch, which no check needs
 
@@ -198,7 +191,7 @@ def _checked(config: Config, progress: Progress) -> _Checked:
 
 
 def _counted(config: Config, dataset: Dataset, samples: int) -> tuple[Config, Config]:
-    """The config as given, its steps counted where it says epochs, and resolved."""
+    """Return the config as given, with epochs converted to steps, and the resolved config."""
     resolved = resolve(config, dataset.vocab_size)
     if config.train.epochs is not None:
         config = with_epochs(config, samples, resolved.train.global_batch_size)
@@ -212,18 +205,18 @@ def _on(device: Device, config: Config) -> Config:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A run that was checked and may start.
+    """Training run that has been checked and may start.
 
     Attributes:
-        config: resolved.
-        run_dir: run folder, for the config, logs, metrics and checkpoints.
-        resume: whether to resume from the newest checkpoint of `run_dir`; "auto" does if there is one.
-        finished: whether all steps are done, so that starting it does nothing (only with "auto").
-        layout: of the config, where it is one of the fallbacks; else empty.
-        fallbacks: with which ranks that are started here can go on; their configs resolved.
-        began: when it was prepared, as `time.time` has it; `train.max_seconds` counts from then on.
-        profile_steps: how many of its steps are profiled.
-        check: of an own model's layout, before the first step; a function of a module.
+        config: resolved config.
+        run_dir: folder for the config, logs, metrics and checkpoints.
+        resume: whether to resume from the newest checkpoint of `run_dir`; "auto" does so if there is one.
+        finished: whether all steps are done, so that starting does nothing (only with "auto").
+        layout: layout of the config if it is one of the fallbacks; otherwise empty.
+        fallbacks: layouts with which ranks started here can continue, with resolved configs.
+        began: `time.time()` of the preparation; `train.max_seconds` counts from it.
+        profile_steps: number of steps to profile.
+        check: checks the layout of an own model before the first step; a function of a module.
     """
 
     config: Config
@@ -243,27 +236,26 @@ class TrainingRun:
         announce: Callable[[], None] = lambda: None,
         debug_rank: int | None = None,
     ) -> "Stopped | None":
-        """Train, on processes of this host or as the rank a launcher started here, and wait for the end.
+        """Train on processes of this host, or as the rank that a launcher started here, and wait for the end.
 
         Args:
             console_ranks: ranks whose output is also shown on the console.
-            signals: entered by the caller; the first one ends the run with a checkpoint. Without, SIGINT and SIGTERM
-                end the run at once.
-            announce: called by one process, after the run folder is locked and before training.
-            debug_rank: the rank that has this process's terminal, for a debugger.
+            signals: handlers entered by the caller; the first signal ends the run with a checkpoint. Without them,
+                SIGINT and SIGTERM end the run at once.
+            announce: called by one process, after locking the run folder and before training.
+            debug_rank: rank that has this process's terminal, for a debugger.
 
         Returns:
-            None after the last step; else the step at which a signal, a callback or the time limit ended the run.
+            None after the last step; otherwise the step at which a signal, a callback or the time limit ended the run.
 
         Raises:
-            UserError: another run uses the folder, the layers cannot be partitioned into the stages, or a rank raised
-                it.
+            UserError: another run uses the folder, the layers cannot be partitioned into stages, or a rank raised it.
             RankFailed: a rank failed; all have been ended.
             StopRequested: a signal came before the first step, or a second one.
         """
         if self.finished:
             return None
-        with lasting_imports():  # here once, instead of on every forked rank
+        with lasting_imports():  # once here rather than on every forked rank
             from threefold.train.run import check_division
 
             import_parts(self.config)
@@ -292,7 +284,7 @@ class TrainingRun:
         )
         stopped = cast("Stopped | None", ended)
         if stopped and stopped.signal and signals and find_launched_rank() is None:
-            # The ranks get the same signal for every one.
+            # Ranks get SIGTERM for every signal.
             stopped = replace(stopped, signal=signals.received or stopped.signal)
         return stopped
 
@@ -302,19 +294,19 @@ class TrainingRun:
         source: "ModelSource | None" = None,
         signals: StopSignals | None = None,
     ) -> "Stopped | None":
-        """Train in this process, as one rank: of torchrun or Slurm, of a process group that is initialised, or alone.
+        """Train in this process as one rank: of torchrun or Slurm, of an initialised process group, or alone.
 
         Args:
-            callbacks: objects of this rank, beside those that every run has and the config names.
-            source: of the model; None for the one that the config names.
-            signals: as of `start`.
+            callbacks: callback objects of this rank, besides the built-in ones and those that the config names.
+            source: source of the model; None for the one that the config names.
+            signals: handlers entered by the caller; the first signal ends the run with a checkpoint.
 
         Returns:
-            None after the last step; else the step at which a signal, a callback or the time limit ended the run.
+            None after the last step; otherwise the step at which a signal, a callback or the time limit ended the run.
 
         Raises:
             UserError: another run uses the folder, the model does not suit its plan, the layers cannot be partitioned
-                into the stages, there are more or fewer ranks than the layout has, or a rank raised it.
+                into the stages, the number of ranks differs from the layout's, or a rank raised it.
             StopRequested: a second signal came.
         """
         from threefold.models.source import ConfigSource
@@ -336,17 +328,17 @@ class TrainingRun:
         return cast("Stopped | None", ended)
 
     def _args(self, config: Config, attempt: Attempt | None = None) -> tuple[Any, ...]:
-        """The arguments of the ranks of an attempt, by default of that of the launcher that started this process."""
+        """Return the rank arguments of an attempt, by default of the launcher's current one."""
         attempt = attempt or launched_attempt(self.run_dir, self.began, self.layout)
         resume = (self.resume or "auto") if attempt.number else self.resume
         return config, self.run_dir, resume, self.began, attempt, self.profile_steps, self.check
 
     @contextmanager
     def _folder(self, announce: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Lock the run folder, and write the config into it."""
+        """Lock the run folder and write the config into it."""
         with run_lock(self.run_dir):
             if not self.resume:
-                _require_no_checkpoints(self.run_dir)  # of a run that ended since the first check
+                _require_no_checkpoints(self.run_dir)  # left by a run that ended since the first check
             try:
                 fresh = self.run_dir / (CONFIG_FILE + ".tmp")  # on a full disk the existing file stays
                 write_durably(fresh, self.config.to_yaml_as_given())
@@ -363,14 +355,14 @@ def prepare_training(
     """Check a run before anything is written or started.
 
     Args:
-        config: as loaded.
+        config: config as loaded.
         run_dir: run folder.
-        resume: whether to resume from its newest checkpoint; "auto" does if there is one.
-        progress: of encoding text, where that is needed.
-        profile_steps: how many are profiled.
+        resume: whether to resume from the newest checkpoint; "auto" does so if there is one.
+        progress: shows the encoding of text, where that is needed.
+        profile_steps: number of steps to profile.
 
     Raises:
-        UserError: as `resolve_run`; `run_dir` has checkpoints that would be lost, or none to resume from.
+        UserError: `resolve_run` raises it, `run_dir` has checkpoints that would be lost, or it has none to resume from.
     """
     began = time.time()
     require_folder(run_dir)
@@ -398,13 +390,13 @@ def prepare_training(
 
 
 def explain_stop(run_dir: Path, signal: int | str, step: int | None, command: str, resumed: str | None = None) -> str:
-    """The message about a run that a signal or its time limit ended, with the command that resumes it.
+    """Return the message about a run that a signal or its time limit ended, with the command that resumes it.
 
     Args:
-        signal: its number; or the time limit, as `Stopped.limit` has it.
-        step: updates made; None where a second signal ended it without a checkpoint.
-        command: that started it.
-        resumed: that resumes it; None for the same with `--resume`.
+        signal: signal number, or the time limit as text (`Stopped.limit`).
+        step: number of updates made; None if a second signal ended the run without a checkpoint.
+        command: command that started the run.
+        resumed: command that resumes it; None for `command` with `--resume`.
     """
     saved = newest(run_dir)
     by = signal if isinstance(signal, str) else signal_name(signal)
@@ -422,19 +414,14 @@ def explain_stop(run_dir: Path, signal: int | str, step: int | None, command: st
 
 
 def explain_early_stop(run_dir: Path, step: int, reason: str) -> str:
-    """The message about a run that a callback ended.
-
-    Args:
-        step: updates made.
-        reason: the callback's.
-    """
+    """Return the message about a run that a callback ended for `reason` after `step` updates."""
     saved = newest(run_dir)
     where = f", which is saved in {saved.path}" if saved and saved.step == step else ""
     return f"Stopped by a callback after step {step:,}{where}: {reason}."
 
 
 def _require_no_foreign(run_dir: Path, config: Config) -> None:
-    """Check that a folder which no run has used has no files that the run would overwrite."""
+    """Check that a folder unused by any run has no files that the run would overwrite."""
     from threefold.train import goodput
     from threefold.train.callbacks import loss_curve, metrics, step_log
     from threefold.train.callbacks.registry import files_of
@@ -450,18 +437,14 @@ def _require_no_foreign(run_dir: Path, config: Config) -> None:
 
 
 def _is_used(run_dir: Path) -> bool:
-    """Whether a run has used a folder."""
     files = (run_dir / LOCK_FILE, log_file(run_dir, 0), *(path / MANIFEST for path in remains(run_dir)))
     return any(os.path.lexists(path) for path in files)
 
 
 def _require_no_checkpoints(run_dir: Path) -> None:
-    """Check that a run which begins anew finds nothing named like a checkpoint, by whatever program.
+    """Check that a new run finds nothing named like a checkpoint, whatever program wrote it.
 
-    What a run has begun to write and not completed is no loss.
-
-    Raises:
-        UserError: it finds one.
+    Checkpoints that a run began and did not complete are no loss.
     """
     if newest(run_dir):
         raise UserError(f"{run_dir} already has checkpoints; resume with --resume, or choose another --run-dir.")
@@ -480,11 +463,7 @@ def _require_no_checkpoints(run_dir: Path) -> None:
 
 
 def _require_place(run_dir: Path) -> None:
-    """Check, before the first step, that RUN/checkpoints can be a folder.
-
-    Raises:
-        UserError: it is something else, or nothing can be made in it.
-    """
+    """Check, before the first step, that RUN/checkpoints is or can be a writable folder."""
     folder = run_dir / FOLDER
     if os.path.lexists(folder) and not folder.is_dir():
         what = "a link to something that is no folder" if folder.is_symlink() else "no folder"

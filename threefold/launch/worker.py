@@ -1,4 +1,4 @@
-"""Set-up of a rank: device, threads and process group, then the worker function."""
+"""Set up a rank (device, threads, process group), then call the worker function."""
 
 import math
 import os
@@ -23,30 +23,29 @@ if TYPE_CHECKING:
 Device = Literal["cpu", "cuda"]
 
 _LONGEST_WAIT: Final = timedelta(days=1)
-"""For a rank that makes progress, such as one that writes a large checkpoint to a slow disk; one that makes none is
-found by the heartbeats. (What waits in shared memory counts milliseconds in 32 bits.)"""
+"""Longest wait of a rank that makes progress, such as one that writes a large checkpoint to a slow disk; heartbeats
+find one that makes none. (Shared-memory waits count milliseconds in 32 bits.)"""
 _NCCL: Final = "cpu:gloo,cuda:nccl"
-_WAITS_ON_GPU: Final = 4
-"""How many timeouts a collective of NCCL may wait, in which the thread that trains is not seen to wait."""
+_WAITS_ON_GPU: Final = 4  # timeouts that an NCCL collective may wait: the training thread is not seen to wait in one
 
 
 def never() -> int:
-    """No signal."""
+    """Return 0: no signal came."""
     return 0
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """The rank of a worker, its first argument.
+    """Rank of a worker and its surroundings: the worker's first argument.
 
     Attributes:
         rank: 0 to `world_size` - 1.
-        local_rank: 0 to `local_world_size` - 1 on this host; on CUDA also the index of its GPU, which over gloo several
-            share in turn.
-        device: CPU or CUDA.
+        local_rank: 0 to `local_world_size` - 1 on this host; on CUDA also the GPU index (over gloo, several ranks may
+            share a GPU).
         asked: returns the number of the signal that stops this rank, 0 for none.
-        heartbeat: where it notes what it does; None where nobody reads it.
-        backend: of the collectives: NCCL between GPUs and gloo between CPUs, or gloo everywhere.
+        heartbeat: records what the rank does; None where nobody reads it.
+        backend: backend of the collectives: "auto" is NCCL between GPUs and gloo between CPUs, "gloo" is gloo
+            everywhere.
     """
 
     rank: int
@@ -60,20 +59,22 @@ class RankInfo:
 
 
 Worker = Callable[..., object]
-"""A function of an importable module, called as `worker(rank_info, *args)` on every rank."""
+"""Function of an importable module, called as `worker(rank_info, *args)` on every rank."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What all ranks run, and where their output goes.
+    """Worker that all ranks run, its arguments, and where the ranks' output goes.
 
     Attributes:
+        run_dir: folder whose logs/rank_*.log get the output; None does not redirect it.
+        console_ranks: ranks whose output is also shown on the console.
         stops: whether the worker stops when `RankInfo.asked` returns a signal; otherwise a signal ends its process.
-        prints_traceback: whether a rank without a log prints the traceback of its exception; not where its caller
-            raises that.
-        timeout: seconds after which a rank is taken to hang; 0 for none.
-        backend: as of `RankInfo`.
-        debug_rank: the rank that has the terminal, for a debugger; None for none. With one, no rank is taken to hang.
+        prints_traceback: whether a rank without a log prints the traceback of its exception; False if the caller raises
+            it.
+        timeout: seconds without progress after which a rank counts as hung; 0 for never.
+        backend: backend of the collectives, as in `RankInfo`.
+        debug_rank: rank that has the terminal, for a debugger; None for none. With one, no rank counts as hung.
     """
 
     worker: Worker
@@ -89,11 +90,11 @@ class Job:
 
     @property
     def over_nccl(self) -> bool:
-        """Whether collectives run on GPUs, beside the thread that trains."""
+        """True if collectives run on GPUs over NCCL, outside the training thread."""
         return self.device == "cuda" and self.backend == "auto"
 
     def beating(self, heartbeat: Heartbeat, rank: int) -> AbstractContextManager[None]:
-        """Beats for `rank`; on a GPU it writes what NCCL knows when a rank does not answer."""
+        """Beat for `rank` within the block; over NCCL also write the flight recorder when a rank does not answer."""
         from threefold.launch.hang_watch import beating, keep_records, write_records
 
         if not self.over_nccl:
@@ -102,8 +103,7 @@ class Job:
         return beating(heartbeat, partial(write_records, self.run_dir, rank))
 
     def output_of(self, rank: int) -> AbstractContextManager[None]:
-        """Redirects the output of `rank` to its log; does nothing without a run folder, nor for the rank that has the
-        terminal."""
+        """Redirect the output of `rank` to its log, unless there is no run folder or the rank has the terminal."""
         if self.run_dir is None or rank == self.debug_rank:
             return nullcontext()
         log = log_file(self.run_dir, rank)
@@ -113,17 +113,14 @@ class Job:
 
 
 class NextAttempt(NamedTuple):
-    """The arguments of the worker in an attempt that follows a failed one, and the number of ranks."""
+    """Worker arguments and number of ranks of the attempt that follows a failed one."""
 
     args: tuple[Any, ...]
     world_size: int
 
 
 def work(job: Job, info: RankInfo, store: "Store") -> object:
-    """Run the job as one rank: set up the device, join the process group, call the worker, leave the group.
-
-    Returns the worker's result.
-    """
+    """Run the job as one rank (device, process group, worker, clean-up) and return the worker's result."""
     import torch.distributed as dist
 
     join(info, store, job.timeout if job.debug_rank is None else math.inf)
@@ -136,12 +133,7 @@ def work(job: Job, info: RankInfo, store: "Store") -> object:
 
 
 def join(info: RankInfo, store: "Store", timeout: float = 0.0) -> None:
-    """Set up the device and the threads of a rank, and join the process group; returns when all ranks have.
-
-    Args:
-        store: of the rendezvous.
-        timeout: as of `Job`.
-    """
+    """Set up the device and threads of a rank and join the process group; return when all ranks have joined."""
     import torch
     import torch.distributed as dist
 
@@ -159,7 +151,6 @@ def join(info: RankInfo, store: "Store", timeout: float = 0.0) -> None:
 
 
 def _backend_of(info: RankInfo) -> str:
-    """The name by which `torch.distributed` knows the backend of a rank."""
     if info.device == "cpu":
         return "gloo"
     if info.backend == "auto":
@@ -171,8 +162,7 @@ def _backend_of(info: RankInfo) -> str:
 
 
 def _group_timeout(backend: str, timeout: float) -> timedelta | None:
-    """How long collectives of a process group wait at most where a rank without progress has `timeout` seconds (0: any
-    number); None for as long as torch lets them."""
+    """Return the timeout of collectives if a rank without progress has `timeout` seconds; None for torch's default."""
     if not timeout:
         return None
     on_gpu = timedelta(seconds=min(_WAITS_ON_GPU * timeout, _LONGEST_WAIT.total_seconds()))
@@ -180,10 +170,10 @@ def _group_timeout(backend: str, timeout: float) -> timedelta | None:
 
 
 def stay_on_loopback() -> None:
-    """Have gloo listen on the loopback interface only, for all process groups of this process.
+    """Make gloo listen only on the loopback interface, in all process groups of this process; for ranks of one host.
 
-    For ranks of one host. Otherwise gloo listens on the address that the host name resolves to, which other hosts may
-    reach. Only the environment variable sets this: torch 2.13 passes no options to gloo.
+    By default gloo listens on the address that the host name resolves to, which other hosts may reach. torch 2.13
+    passes no options to gloo, so only the environment variable sets this.
     """
     loopback = [name for _, name in socket.if_nameindex() if re.fullmatch(r"lo\d*", name)]
     if loopback:
@@ -191,18 +181,17 @@ def stay_on_loopback() -> None:
 
 
 def shorten_name_lookups() -> None:
-    """Have the look-ups of names in this process, which has made none yet, ask again after one second and give up after
-    two.
+    """Make name look-ups of this process retry after one second and give up after two; call before the first look-up.
 
-    For ranks of one host. Each asks for the name of 127.0.0.1 when it connects to the store: without a network that
-    takes 10 s, and of 64 ranks that ask at once some wait 5 s for an answer that was lost. Only the environment
-    variable sets this: torch 2.13 has no option to leave the name.
+    For ranks of one host: each looks up 127.0.0.1 when it connects to the store. Without a network that takes 10 s, and
+    of 64 ranks at once some wait 5 s for a lost answer. torch 2.13 cannot skip the look-up, so only the environment
+    variable helps.
     """
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
 
 def wait_for_all() -> None:
-    """Wait until every rank has joined, as a rank that ended early would look lost to one that still connects."""
+    """Wait until every rank has joined; one that ended earlier would look lost to a rank that still connects."""
     import torch
     import torch.distributed as dist
 
@@ -210,5 +199,5 @@ def wait_for_all() -> None:
 
 
 def threads_per_rank(local_world_size: int) -> int:
-    """Threads of a rank when the ranks of this host divide its cores."""
+    """Return the number of threads per rank when the ranks of this host share its cores."""
     return max(1, usable_cores() // local_world_size)

@@ -1,8 +1,8 @@
 """Persistent local worker processes that run functions as the ranks of a new process group.
 
-For many short distributed calls from one process: the test suite, and `threefold verify`. Workers are forked by a fork
-server, itself forked when the pool is made, which runs no torch operation: a process that has run OpenMP regions or a
-backward pass cannot be forked safely, and replaced workers have to start like the first ones.
+For many short distributed calls from one process: the test suite and `threefold verify`. A fork server forks the
+workers. It is itself forked when the pool is made and runs no torch operation: a process that has run OpenMP regions or
+a backward pass cannot be forked safely, and replacement workers must start like the first ones.
 """
 
 import gc
@@ -30,16 +30,14 @@ from threefold.launch.worker import stay_on_loopback, wait_for_all
 
 GRACE = 0.3
 """Seconds to wait after the first failure for the reports of other ranks."""
-_LONGEST_CALL: Final = 12
-"""How many timeouts of the pool a call may take until its first rank answers; the others have one more."""
+_LONGEST_CALL: Final = 12  # timeouts that a call may take until its first rank answers; the other ranks have one more
 
 
 class WorkerError(RuntimeError):
     """A rank raised, or its process ended.
 
     Attributes:
-        rank: the first that failed.
-        error: the exception; None when the process ended or the exception cannot be pickled.
+        error: the exception; None if the process ended or the exception cannot be pickled.
     """
 
     def __init__(self, rank: int, what: str, error: BaseException | None = None) -> None:
@@ -70,14 +68,14 @@ class _Worker(NamedTuple):
 
 
 class WorkerPool:
-    """`size` local workers on the CPU, one thread each.
+    """Pool of `size` local CPU workers with one thread each.
 
-    Create it before the process runs parallel torch operations. Use as a context manager, or call `close`.
+    Create it before the process runs parallel torch operations. Use it as a context manager, or call `close`.
 
     Args:
         size: largest world size.
-        timeout: of a collective, in every process group of a mesh too; a rank that waits longer raises. A rank also may
-            answer so much later at most than the first one does, which may take `_LONGEST_CALL` times as long.
+        timeout: time limit of a collective, in every process group of a mesh; a rank that waits longer raises. A rank
+            must also answer within this time after the first one, which may take `_LONGEST_CALL` times as long.
     """
 
     def __init__(self, size: int, timeout: timedelta = timedelta(minutes=5)) -> None:
@@ -90,9 +88,9 @@ class WorkerPool:
         """Call `fn(*args)` on `world_size` ranks of a new gloo process group and return their results by rank.
 
         Args:
-            world_size: ranks, 1 to `size`.
-            fn: a function of an importable module; called with `torch.distributed` initialised.
-            args: pickled to each rank, as are the results: tensors by value.
+            world_size: number of ranks, 1 to `size`.
+            fn: function of an importable module; called with `torch.distributed` initialised.
+            args: arguments, pickled to each rank, as are the results; tensors by value.
 
         Raises:
             WorkerError: a rank raised, its process ended, or it does not answer. The workers of this call are replaced.
@@ -107,7 +105,7 @@ class WorkerPool:
             call = dumps((fn, args))
             for rank, worker in enumerate(workers):
                 job = _Job(sys.path, call, rank, world_size, store, self._timeout)
-                with suppress(BrokenPipeError):  # it ended since the last call, which `_collect` reports
+                with suppress(BrokenPipeError):  # a worker ended since the last call; `_collect` reports it
                     worker.connection.send_bytes(pickle.dumps(job))
             try:
                 return _collect(workers, self._how_it_ended, self._timeout.total_seconds())
@@ -148,11 +146,11 @@ class WorkerPool:
 
 
 def _collect(workers: Sequence[_Worker], how_it_ended: Callable[[_Worker], str], timeout: float) -> list[Any]:
-    """Results by rank.
+    """Return the results by rank.
 
-    Waits `GRACE` seconds after a failure: a killed rank is the cause even if the error of a rank that lost the
-    connection to it arrives first. Waits for a rank that does nothing wrong but never answers, as in a loop without
-    end, for `timeout` seconds after the first answer.
+    Waits `GRACE` seconds after a failure: a killed rank is the cause even if another rank's error about the lost
+    connection arrives first. Waits `timeout` seconds after the first answer for a rank that never answers, as in an
+    endless loop.
     """
     waiting: dict[Any, int] = {worker.connection: rank for rank, worker in enumerate(workers)}
     results: dict[int, Any] = {}
@@ -181,7 +179,6 @@ def _collect(workers: Sequence[_Worker], how_it_ended: Callable[[_Worker], str],
 
 
 def _silent(waiting: Sequence[int], answered: Sequence[int], timeout: float) -> WorkerError:
-    """The error about the first rank that does not answer."""
     if not answered:
         return WorkerError(waiting[0], f"no rank of this call has answered for {_LONGEST_CALL * timeout:g} s")
     others = f", nor have {len(waiting) - 1} more" if len(waiting) > 1 else ""
@@ -213,8 +210,8 @@ def _in_child(parent: int, body: Callable[[], None], *foreign: Connection) -> No
 
 
 def _fork_server(connection: Connection) -> None:
-    """Fork a worker on the request "fork", report how a worker ended on its pid, until the pool is closed."""
-    gc.freeze()  # as `shared_objects` does, for as long as this process lives
+    """Serve requests until the pool is closed: fork a worker on "fork", report how a worker ended on its pid."""
+    gc.freeze()  # like `shared_objects`, for as long as this process lives
     endings: dict[int, str] = {}
     while True:
         try:
@@ -259,7 +256,7 @@ def _serve(connection: Connection) -> None:
 
 
 def _answer(raw: bytes) -> Any:
-    """The result of a job, or its failure; a worker that failed is not used again."""
+    """Return the result of a job or its failure; a worker that failed is not used again."""
     try:
         job: _Job = pickle.loads(raw)
         sys.path[:] = job.path
@@ -269,7 +266,7 @@ def _answer(raw: bytes) -> Any:
         wait_for_all()
         result = fn(*args)
         dist.destroy_process_group()
-        # Groups of a mesh are in cycles with it, and gloo has a thread for each that wakes every 10 ms.
+        # Groups of a mesh are in cycles with it, and each has a gloo thread that wakes every 10 ms.
         gc.collect()
         return result
     except BaseException as error:
