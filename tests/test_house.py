@@ -18,7 +18,6 @@ import pytest
 import threefold as package
 
 ROOT = Path(__file__).parents[1]
-LONGEST_FILE = 600
 SLOW_TO_IMPORT = ("torch", "numpy", "tokenizers", "matplotlib", "yaml")
 
 
@@ -26,15 +25,6 @@ SLOW_TO_IMPORT = ("torch", "numpy", "tokenizers", "matplotlib", "yaml")
 def nodes(path: Path) -> tuple[ast.AST, ...]:
     """The syntax tree of a file, flat."""
     return tuple(ast.walk(ast.parse(path.read_text())))
-
-
-@pytest.mark.parametrize("folder", ["threefold", "tests"])
-def test_no_file_is_longer_than_a_chapter(folder: str) -> None:
-    lengths = {
-        str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in (ROOT / folder).rglob("*.py")
-    }
-    assert lengths, f"no files under {folder}"
-    assert {path: length for path, length in lengths.items() if length >= LONGEST_FILE} == {}
 
 
 def test_modules_import_in_no_circle() -> None:

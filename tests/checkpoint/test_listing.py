@@ -11,7 +11,7 @@ import pytest
 from tests.support.command import Command
 from threefold.checkpoint.folder import DIVERGED
 from threefold.checkpoint.manifest import PARTIAL, REPLACED
-from threefold.checkpoint.save import read_writer
+from threefold.checkpoint.writer import read_writer
 
 ARCHIVES = Path(__file__).parents[0] / "data"
 

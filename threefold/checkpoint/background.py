@@ -1,4 +1,4 @@
-"""Background saving: copies of the state in host memory, the thread that writes them, and copies at a remote address."""
+"""Background saving: host copies of the state, the thread that writes them, and copies at a remote address."""
 
 import math
 import os

@@ -26,11 +26,11 @@ from threefold.checkpoint.plain_files import (
     write_safetensors,
     write_torch,
 )
-from threefold.checkpoint.save import WRITER, read_writer
 from threefold.checkpoint.storage import stored_index
 from threefold.checkpoint.summary import bytes_of, choose
 from threefold.checkpoint.tensors import save_tensors_alone
 from threefold.checkpoint.version1 import METADATA
+from threefold.checkpoint.writer import WRITER, read_writer
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.host import return_freed_memory

@@ -11,8 +11,8 @@ from typing import Any, Final, Literal
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import DIVERGED, FOLDER, LOOP, folders
 from threefold.checkpoint.manifest import MANIFEST, PARTIAL, Facts, Manifest, read_manifest
-from threefold.checkpoint.save import WriterRecord, read_writer
 from threefold.checkpoint.selection import inspect_checkpoint
+from threefold.checkpoint.writer import WriterRecord, read_writer
 from threefold.errors import UserError
 from threefold.files import shown
 

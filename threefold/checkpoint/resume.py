@@ -9,8 +9,8 @@ from tokenizers import Tokenizer
 
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import TOKENIZER, Checkpoint, folders, model_files, newest
-from threefold.checkpoint.save import read_writer
 from threefold.checkpoint.selection import Damaged, check_whole, select_checkpoint
+from threefold.checkpoint.writer import read_writer
 from threefold.comm.layout import Layout
 from threefold.config import Config
 from threefold.config.resolve import is_derived
@@ -223,7 +223,7 @@ def _changed_model(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
     """Yield a warning for each changed file of a custom model; raise UserError if its weights changed too."""
     if not config.model.file:
         return
-    from threefold.checkpoint.selection import require_match
+    from threefold.checkpoint.model_match import require_match
     from threefold.models.family import model_plan
 
     require_match(config.model, model_plan(config.model, config.data.sequence_length), checkpoint.path)

@@ -9,7 +9,7 @@ from threefold.cli.options import ConfigFile, Overrides, TrustCode, read_config
 if TYPE_CHECKING:
     from threefold.comm.layout import LayoutSpec
     from threefold.config import Config
-    from threefold.verify.verifier import Check, Selection
+    from threefold.verify.layout_selection import Check, Selection
 
 
 def verify(
@@ -59,8 +59,8 @@ def verify(
     from threefold.config.model import OWN, is_made_from_section, split_model_file
     from threefold.data.dataset import names_nested_data, vocabulary
     from threefold.launch.process import require_room
+    from threefold.verify.layout_selection import possible
     from threefold.verify.shrunk_config import UNKNOWN_VOCABULARY, prepare, shrink
-    from threefold.verify.verifier import possible
 
     from_section = model is not None and is_made_from_section(*split_model_file(model))
     given = read_config(config, overrides, None if from_section else model, trust_code)
@@ -102,7 +102,7 @@ def _select(
     config: "Config", specs: "list[LayoutSpec]", ranks: int, every: bool, check: "Check | None" = None
 ) -> "Selection":
     """Return the layouts to verify; `check` tests layouts of a model that the config alone does not describe."""
-    from threefold.verify import verifier as layout_selection
+    from threefold.verify import layout_selection
 
     check = check or layout_selection.suits
     if specs:

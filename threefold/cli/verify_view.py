@@ -20,10 +20,11 @@ from threefold.byte_sizes import format_bytes
 from threefold.comm.layout import LayoutSpec
 from threefold.config import Config
 from threefold.config.optimizer import hyper_parameters
+from threefold.verify.layout_selection import Selection
 from threefold.verify.reference import CLIP_SHARE
 from threefold.verify.report import DEPARTS, EQUAL, FAILED, UNSPLIT, LayoutResult
 from threefold.verify.shrunk_config import changes
-from threefold.verify.verifier import Selection, Verification
+from threefold.verify.verifier import Verification
 
 AXES = {"dp": ("dp", "dp·cp", "expert copies"), "tp": ("tp",), "pp": ("pp", "tie"), "cp": ("cp",), "ep": ("ep",)}
 """Column of the table → the mesh axes whose bytes it sums."""

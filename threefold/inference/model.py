@@ -14,7 +14,8 @@ from torch import Tensor
 from threefold.checkpoint.code import with_code
 from threefold.checkpoint.errors import MODEL, DamagedCheckpoint
 from threefold.checkpoint.folder import TOKENIZER, Checkpoint
-from threefold.checkpoint.selection import Damaged, from_first, require_match, select_checkpoint
+from threefold.checkpoint.model_match import require_match
+from threefold.checkpoint.selection import Damaged, from_first, select_checkpoint
 from threefold.checkpoint.tensors import load_tensors, load_tensors_alone, stored_names
 from threefold.comm.collectives import local_part
 from threefold.comm.layout import Layout

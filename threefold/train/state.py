@@ -14,8 +14,9 @@ from threefold.checkpoint.folder import CONFIG, TOKENIZER, Checkpoint, complete,
 from threefold.checkpoint.manifest import AnomalyFacts, Facts, read_manifest
 from threefold.checkpoint.remote import RemoteCheckpoints
 from threefold.checkpoint.resume import consumed_by
-from threefold.checkpoint.save import WRITER, record_of, save_checkpoint, set_aside_checkpoint
+from threefold.checkpoint.save import save_checkpoint, set_aside_checkpoint
 from threefold.checkpoint.tensors import load_tensors, stored_names
+from threefold.checkpoint.writer import WRITER, record_of
 from threefold.config import Config
 from threefold.config.model import OWN
 from threefold.data.chat_template import CONFIG_FILE
