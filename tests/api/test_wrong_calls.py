@@ -180,6 +180,15 @@ CALLS: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "zero": (lambda: model(zero=4), "zero is 4 but must be 0, 1, 2 or 3; use 1."),
     "zero_shards": (lambda: model(zero=1, zero_shards=2), "zero_shards is 2 but must divide dp 1; use 1."),
+    "compression": (
+        lambda: model(gradient_compression="fp8"),
+        "gradient_compression is 'fp8' but must be none, fp16 or bf16; the nearest is fp16.",
+    ),
+    "compression with ZeRO": (
+        lambda: model(gradient_compression="bf16", zero=1),
+        "gradient_compression is 'bf16' but zero is 1, which would also add the micro-batches up in 16 bits; use "
+        "gradient_compression='none' or zero=0.",
+    ),
     "micro_batches": (
         lambda: model(micro_batches=0),
         "micro_batches is 0 but must be a whole number of at least 1; use 1.",

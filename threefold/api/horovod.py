@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,8 @@ from threefold.api.prepared.optimizer import WrappedOptimizer
 from threefold.comm.axis import Axis, Recorder
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError
-from threefold.parallel.gradients import buckets_by_dtype
+from threefold.parallel.gradients import COMPRESSIONS, buckets_by_dtype
 from threefold.plugins import one_of
-
-COMPRESSIONS: Final = ("none", "fp16", "bf16")
 
 
 def broadcast_parameters(parameters: Any, root_rank: int = 0) -> None:

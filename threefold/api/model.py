@@ -21,6 +21,7 @@ from threefold.models.loss_terms import LossFunction, LossSums
 from threefold.models.plan import Plan
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.gradient_step import GradientStep
+from threefold.parallel.gradients import COMPRESSIONS
 from threefold.parallel.settings import TrainingSettings
 from threefold.parallel.weights import publish_
 from threefold.plugins import one_of
@@ -227,6 +228,14 @@ def parallelize(
     dtype = _dtype(dtype, precision)
     if zero not in (0, 1, 2, 3):
         raise UserError(f"zero is {zero!r} but must be 0, 1, 2 or 3; use 1.")
+    if gradient_compression not in COMPRESSIONS:
+        nearest = one_of(gradient_compression, list(COMPRESSIONS))
+        raise UserError(f"gradient_compression is {gradient_compression!r} but must be {nearest}.")
+    if gradient_compression != "none" and zero:
+        raise UserError(
+            f"gradient_compression is {gradient_compression!r} but zero is {zero}, which would also add the "
+            "micro-batches up in 16 bits; use gradient_compression='none' or zero=0."
+        )
     if zero_shards is not None and (zero_shards < 1 or mesh.dp.size % zero_shards):
         raise UserError(f"zero_shards is {zero_shards} but must divide dp {mesh.dp.size}; use {mesh.dp.size}.")
     if micro_batches is not None and (not isinstance(micro_batches, int) or micro_batches < 1):

@@ -237,6 +237,8 @@ _LONGEST_NAME = 100
 _MIXTURE = "each above 0, such as {books: 3, code: 1}"
 _OF_SEVERAL_KINDS = {
     "optimizer.betas": "a list of two numbers",
+    "data.key": "the name of a key, such as text",
+    "parallel.fallbacks": "a list of layouts, such as [dp2·tp2, dp2]",
     "train.callbacks": "a list of names, import paths such as my_file.py:MyClass, or mappings such as {name: csv_log}",
     "parallel.partition": (
         "cost, uniform, uniform-chunks, class: and the name of a class, or a list of layers such as [3, 6]"

@@ -78,6 +78,8 @@ def _exponent(flat: Tensor, axis: Axis, tp: Axis | None) -> Tensor:
 Item = TypeVar("Item")
 Observer = Callable[[Tensor], None]
 
+COMPRESSIONS = ("none", "fp16", "bf16")
+"""Names of the dtypes that gradients may be rounded to while they are summed over the replicas."""
 BUCKET_BYTES = 25 << 20
 
 

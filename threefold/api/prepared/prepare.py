@@ -20,14 +20,13 @@ from threefold.config import PrecisionConfig
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError
 from threefold.models.sharding import Split
-from threefold.parallel.gradients import Gradients, buckets_by_dtype
+from threefold.parallel.gradients import COMPRESSIONS, Gradients, buckets_by_dtype
 from threefold.parallel.parameter import like, local, longest_shard, stored
 from threefold.parallel.zero import ShardedGradients, make_zero_sharding, report_gradients, shard_values
 from threefold.plugins import one_of
 from threefold.train.step import LossScale
 
 PRECISIONS: Final = ("fp32", "bf16", "fp16")
-COMPRESSIONS: Final = ("none", "fp16", "bf16")
 _TAKEN: Final = (Optimizer, DataLoader, LRScheduler, PreparedLoader, PreparedScheduler)
 
 
