@@ -192,7 +192,7 @@ import multiprocessing, os, signal, sys
 sys.path.insert(0, {here!r})
 import workers
 from threefold.launch import spawn
-from threefold.launch.signals import StopRequested, StopSignals
+from threefold.launch.process import StopRequested, StopSignals
 os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGTERM))
 with StopSignals() as signals:
     try:

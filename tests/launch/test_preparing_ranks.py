@@ -12,7 +12,7 @@ from pathlib import Path
 from unittest.mock import patch
 from threefold.config import load_config
 from threefold.launch import training_run
-from threefold.launch.training_rank import train_as_rank
+from threefold.launch.training_run import train_as_rank
 
 def noting(info, *args):
     there, kept = set(sys.modules), gc.get_freeze_count()

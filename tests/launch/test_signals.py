@@ -7,7 +7,7 @@ import pytest
 
 TWICE = """
 import os, signal
-from threefold.launch.signals import StopRequested, StopSignals
+from threefold.launch.process import StopRequested, StopSignals
 with StopSignals():
     try:
         os.kill(os.getpid(), signal.{name})

@@ -208,11 +208,11 @@ import torch, torch.distributed as dist
 from threefold.config import Config, resolve
 from threefold.data.loader import Batch
 from threefold.host import keep_freed_memory
-from threefold.models.registry import make_model, model_plan
+from threefold.models.family import make_model, model_plan
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
-from threefold.train.engine import Engine
-from threefold.plan.memory.micro_batch import step_bytes
+from threefold.train.step import Engine
+from threefold.planner.stage_memory import step_bytes
 keep_freed_memory()
 torch.set_num_threads(1)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -61,7 +61,7 @@ from pathlib import Path
 from typing import Any
 import pytest
 from threefold.config import load_config
-from threefold.config.convert import Converted, convert
+from threefold.convert import Converted, convert
 from threefold.errors import UserError
 import torch
 from colossalai.amp import AMP_TYPE

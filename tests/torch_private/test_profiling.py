@@ -7,7 +7,7 @@ import pytest
 
 PROFILE = """
 from torch.profiler import ProfilerActivity, profile
-from threefold.torch_private.profiling import quieten_kineto
+from threefold.torch_private.runtime import quieten_kineto
 {}
 with profile(activities=[ProfilerActivity.CPU]):
     pass

@@ -51,7 +51,7 @@ def test_forgotten_tie_is_found(pool, tmp_path: Path) -> None:
         ),
         (
             ("class Block(", "class Block(:"),
-            "model.py cannot be imported: SyntaxError: invalid syntax (model.py, line 27)",
+            "model.py cannot be imported: SyntaxError: invalid syntax (model.py, line 36)",
         ),
         (
             ('"embed", *blocks', '"embedding", *blocks'),

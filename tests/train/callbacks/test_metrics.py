@@ -130,7 +130,7 @@ def test_lines_wait_for_a_full_disk_and_are_told_of_once(tmp_path: Path) -> None
     """A file that may not grow, as on a full disk: a line cut short is taken back, and written when there is room."""
     path = tmp_path / "lines"
     script = (
-        "import resource, sys; from pathlib import Path; from threefold.train.callbacks.line_file import LineFile\n"
+        "import resource, sys; from pathlib import Path; from threefold.train.callbacks.base import LineFile\n"
         f"file = LineFile(Path({str(path)!r}), print)\n"
         "file.open(append=False)\n"
         "hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]\n"
