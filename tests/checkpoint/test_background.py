@@ -56,6 +56,8 @@ def test_the_bytes_are_those_of_a_synchronous_save(
     assert files_of(tmp_path / "beside") == expected
     assert [checkpoint.step for checkpoint in complete(tmp_path / "beside")] == [1, 2, 3, 4, 5]
     assert losses_of(tmp_path / "beside") == losses_of(tmp_path / "waits")
+    waits, beside = ([each.facts for each in complete(tmp_path / name)] for name in ("waits", "beside"))
+    assert beside == waits
 
 
 def killed_at(run: Run, folder: Path, event: str, place: str, rank: int) -> None:

@@ -212,3 +212,7 @@ def test_nothing_else_is_overwritten(threefold: Command, run: Path, tmp_path: Pa
     first = threefold("checkpoint", "convert", run, "--out", tmp_path / "out")
     again = threefold("checkpoint", "convert", run, "--out", tmp_path / "out", "--overwrite")
     assert (first.status, again.status) == (0, 0)
+    foreign = threefold("checkpoint", "convert", run, "--out", mine, "--overwrite")
+    assert foreign.status == 2
+    assert "was not written by this program" in foreign.error
+    assert (mine / "thesis.txt").read_text() == "text"

@@ -41,6 +41,10 @@ def test_the_same_layout_goes_on_bit_equal(
     run = small_run.but(dp=dp, tp=tp, pp=pp, set=heads)
     pool.run(run.world_size, train_rank, run.but(steps=WHOLE), tmp_path / "unbroken")
     assert broken_run(pool, run, run, tmp_path / "broken") == losses_of(tmp_path / "unbroken")
+    last = Path("checkpoints") / f"step_{WHOLE:08d}"
+    files = sorted((tmp_path / "unbroken" / last).glob("*.bin"))
+    assert files
+    assert all(file.read_bytes() == (tmp_path / "broken" / last / file.name).read_bytes() for file in files)
 
 
 @sweep(

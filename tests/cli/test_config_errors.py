@@ -174,8 +174,9 @@ def test_hostile_arguments(
     os.mkfifo("fifo")
     Path("text.jsonl").write_text(json.dumps({"text": "Some text."}) + "\n")
     Path("RUN.yaml").write_text(f"data: {{path: {tokens}, sequence_length: 16}}\n")
+    before = sorted(tmp_path.rglob("*"))
     status, _, error = threefold(*(str(tokens) if word == "TOKENS" else word for word in arguments))
     assert status == 2
     assert "Error" in error
     assert "Traceback" not in error
-    assert not list(tmp_path.glob("made*"))
+    assert sorted(tmp_path.rglob("*")) == before

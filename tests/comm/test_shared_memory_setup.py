@@ -40,12 +40,13 @@ def test_one_vote_against_is_enough(pool) -> None:
 
 def set_up(change: Callable[[Path], Path]) -> bool:
     """Whether the ranks share memory whose folder has been changed between its making and its use."""
-    before = shared_memory_setup._make_folder
+    before, folders = shared_memory_setup._make_folder, list[Path]()
 
     def make(room: Room, size: int) -> Path | None:
         made = before(room, size)
         assert made is not None
-        return change(made)
+        folders.append(change(made))
+        return folders[-1]
 
     shared_memory_setup._make_folder = make
     try:
@@ -53,6 +54,7 @@ def set_up(change: Callable[[Path], Path]) -> bool:
     finally:
         shared_memory_setup._make_folder = before
     if group is not None:
+        assert not any(folder.exists() for folder in folders), "it is removed once all have opened it"
         group.close()
     return group is not None
 

@@ -34,8 +34,8 @@ def config(model: dict[str, object] | None = None, **parallel: int) -> Config:
 
 
 def refusal(monkeypatch: pytest.MonkeyPatch, has: int, *arguments: object) -> str:
-    monkeypatch.setattr(memory, "memory", lambda: has)
-    monkeypatch.setattr(memory, "swap", lambda: 0)
+    monkeypatch.setattr(memory, "memory", lambda: has - has // 3)
+    monkeypatch.setattr(memory, "swap", lambda: has // 3)
     try:
         require_memory(*arguments)  # type: ignore[arg-type]
     except UserError as error:

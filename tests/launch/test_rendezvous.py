@@ -179,3 +179,10 @@ def test_a_mistake_is_told_where_rank_zero_is_not_there_to_tell(config_file: Pat
     assert ended.returncode == 2
     assert ended.stderr.startswith("Error: ")
     assert "max_stepps" in ended.stderr
+
+
+@pytest.mark.slow
+def test_a_run_waits_four_times_its_own_timeout(config_file: Path) -> None:
+    ended = ready.run(train(config_file, "train.timeout=2"), env=leftover(1, free_port()), timeout=100)
+    assert ended.returncode == 1
+    assert "within 8 s (4 times train.timeout)" in ended.stderr.splitlines()[-1]

@@ -225,3 +225,14 @@ def test_nothing_is_written_through_a_link(config: Path, tmp_path: Path) -> None
         assert (ended.returncode, ended.stderr) == (0, "")
         assert content(other) == before
     assert [name for name in names if (run / name).is_symlink() or not (run / name).is_file()] == []
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "train.log", "loss.png", "goodput.json"])
+def test_no_file_of_a_folder_that_no_run_has_used_is_replaced(config: Path, tmp_path: Path, name: str) -> None:
+    mine = tmp_path / "project" / name
+    mine.parent.mkdir()
+    mine.write_text("Mine.")
+    ended = train(config, "--run-dir", mine.parent)
+    assert ended.status == 2
+    assert f"which no run has used and whose {name} the run would replace" in ended.error
+    assert content(mine.parent) == {name: b"Mine."}

@@ -6,12 +6,14 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from tests.support.own_state_models import Model
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
 from threefold.models.construct import construct
+from threefold.models.module_check import refuse_layout_dependent
 from threefold.parallel.gradient_step import GradientStep
 from threefold.parallel.settings import TrainingSettings
 
@@ -80,3 +82,19 @@ def test_they_follow_from_the_seed(seed: int) -> None:
     make = partial(Model, kind="numpy weights")
     alike = torch.equal(construct(make, seed).blocks[0].part.gain, construct(make, 4).blocks[0].part.gain)
     assert alike == (seed == 4)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        *(kind(0.1) for kind in (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)),
+        *(kind(4, 4, 2, dropout=0.1) for kind in (nn.RNN, nn.GRU)),
+        *(kind(4) for kind in (nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)),
+        *(kind(2, output_ratio=0.5) for kind in (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)),
+        nn.EmbeddingBag(4, 4, max_norm=1.0),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_each_kind_of_layer_is_refused(layer: nn.Module) -> None:
+    with pytest.raises(UserError, match=rf"^'part' is (a )?{type(layer).__name__}\b"):
+        refuse_layout_dependent({"part": layer})

@@ -255,6 +255,11 @@ def test_a_flipped_bit_of_mask_or_cache_is_seen(tuned: Tuned, pool: WorkerPool, 
         TokenFiles.open(folder)
     config = with_data(config_of(tuned, tuned.lines, steps=1), cache=str(tmp_path / "cache"))
     open_dataset(config).samples("train")
+    (mask,) = (tmp_path / "cache").glob("*/loss_mask.bin")
+    whole = mask.read_bytes()
+    flip(mask, 40)
+    open_dataset(config).samples("train")
+    assert mask.read_bytes() == whole, "it is made again"
     (cached,) = (tmp_path / "cache").glob("*/tokens.bin")
     flip(cached, 20)
     with pytest.raises(WorkerError, match=r"tokens.bin (is damaged|holds token)"):

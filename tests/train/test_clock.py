@@ -4,8 +4,10 @@ import contextlib
 import io
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
 from tests.train.support import Run, losses_of, train, train_rank
 from threefold.checkpoint.folder import complete, newest, superfluous
@@ -109,3 +111,22 @@ def test_what_the_clock_asks_is_told_apart_in_a_sum_over_many_ranks() -> None:
         assert (first.save_is_due, first.save_ended) == (due, ended)
         assert first.is_due == (up or asked or reason)
         assert first.signal == (15 if asked else 0)
+
+
+def due_once(run: Run, folder: Path) -> None:
+    """Train with a clock that is due once, on the first rank alone."""
+    asked: list[None] = []
+
+    def is_due(clock: RunClock) -> bool:
+        asked.append(None)
+        return dist.get_rank() == 0 and len(asked) == 2
+
+    with patch.object(RunClock, "save_is_due", is_due), contextlib.redirect_stdout(io.StringIO()):
+        train(run.config, folder, False)
+
+
+def test_the_clock_of_the_first_rank_decides_for_all(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
+    run = small_run.but(dp=2, steps=5, set=(("checkpoint.every_seconds", 3600.0), ("checkpoint.keep", 0)))
+    pool.run(2, due_once, run, tmp_path)
+    first, last = steps(tmp_path)
+    assert (first in (1, 2, 3), last) == (True, 5)

@@ -256,7 +256,9 @@ def test_an_overflow_at_a_loss_scale_is_no_bad_step(pool: WorkerPool, small_run:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["value", pytest.param("gradient", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    "kind", ["value", *(pytest.param(kind, marks=pytest.mark.sweep) for kind in ("output", "gradient"))]
+)
 def test_a_nan_that_no_loss_scale_mends_is_named(pool: WorkerPool, small_run: Run, tmp_path: Path, kind: str) -> None:
     """fp16: the scale halves from 4 to 1, as for an overflow, and the next step is told in words."""
     run = run_of(small_run, PLACES["value"])
@@ -264,8 +266,8 @@ def test_a_nan_that_no_loss_scale_mends_is_named(pool: WorkerPool, small_run: Ru
     faults = [Fault(kind, "blocks.1.mlp.up", 1, step) for step in (2, 3, 4)]
     sentence = sentence_of(pool, run, faults, tmp_path)
     assert sentence.startswith("Training diverged at step 4: the loss is ")
-    where, direction = out("blocks.1.mlp.up"), "forward" if kind == "value" else "backward"
-    where = where if kind == "value" else grad(where)
+    where, direction = out("blocks.1.mlp.up"), "backward" if kind == "gradient" else "forward"
+    where = grad(where) if kind == "gradient" else where
     assert f" is a NaN in {where}, in the {direction} pass of micro-batch 0" in sentence
     assert "on rank 1 (dp 1)" in sentence
     assert [line["skipped"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [False, True, True]

@@ -1,5 +1,6 @@
 """The ledger of where a run's time went, over its attempts."""
 
+import os
 import time
 from pathlib import Path
 
@@ -129,3 +130,20 @@ def test_metrics_have_it_beside_the_steps(tmp_path: Path) -> None:
     resumed.close()
     found = read_metrics_file(metrics)
     assert ([line["step"] for line in found.lines], [line["step"] for line in found.goodput]) == ([1, 2], [1])
+
+
+def test_it_is_written_in_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All its bytes at once, within one page, so that a kill leaves the old or the new ones."""
+    calls, pwrite = [], os.pwrite
+
+    def noted(descriptor: int, content: bytes, place: int) -> int:
+        calls.append((len(content), place))
+        return pwrite(descriptor, content, place)
+
+    monkeypatch.setattr(os, "pwrite", noted)
+    made = ledger(tmp_path / "goodput.json", Attempt())
+    made.before_fit(0)
+    make_steps(made, 1, 3)
+    made.close()
+    assert len(calls) >= 4
+    assert set(calls) == {(1024, 0)}

@@ -10,8 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.train.support import Run
+from threefold.comm.layout import Layout
+from threefold.comm.mesh import Mesh
+from threefold.launch.worker_pool import WorkerPool
 from threefold.train.attempt import memory_files
-from threefold.train.memory_copy import MemoryCopy
+from threefold.train.memory_copy import KeptStates, MemoryCopy, _key
 
 
 @pytest.fixture
@@ -115,3 +119,25 @@ def test_a_kill_while_it_is_written_leaves_none(file: Path, left: int) -> None:
     assert process.exitcode == -signal.SIGKILL
     assert not MemoryCopy(file).is_whole()
     assert MemoryCopy(file).step is None
+
+
+def newest_kept(run: Run, written: Run, files: Any, steps: tuple[tuple[int, ...], ...]) -> int | None:
+    """The newest state that counts, where each rank's files hold these steps, written in another run's layout."""
+    mesh = Mesh(Layout.of(run.config.parallel))
+    for file, step in zip(files[mesh.rank], steps[mesh.rank], strict=False):
+        MemoryCopy(file).write(step, state(step), {"layout": _key(written.config)})
+    kept = KeptStates(files[mesh.rank], run.config, mesh)
+    found = kept.newest(mesh.world)
+    kept.close()
+    return found
+
+
+def test_a_state_counts_only_on_all_ranks_and_in_its_layout(pool: WorkerPool, small_run: Run) -> None:
+    run = small_run.but(dp=2, set=(("checkpoint.memory_every", 1),))
+    for written, steps, expected in (
+        (run, ((4, 5), (4, 5)), 5),
+        (run, ((4, 5), (4, 3)), 4),
+        (run, ((5,), (4,)), None),
+        (run.but(dp=1, tp=2), ((4, 5), (4, 5)), None),
+    ):
+        assert pool.run(2, newest_kept, run, written, memory_files(2), steps) == [expected] * 2

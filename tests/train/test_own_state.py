@@ -4,6 +4,7 @@ import random
 import re
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError
 from threefold.parallel.gradient_step import GradientStep
 from threefold.parallel.settings import TrainingSettings
+from threefold.random.generators import ProcessGenerators, generators_preserved
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -183,3 +185,36 @@ def test_a_run_that_draws_nothing_stores_no_generators(pool, tmp_path: Path) -> 
     checkpoint = newest(tmp_path / "run")
     assert checkpoint is not None
     assert not [name for name in stored_names(checkpoint.path) if name.startswith("random.")]
+
+
+def first_numbers(run: Run, folder: Path) -> tuple[float, ...]:
+    """What a run's generators draw first."""
+    found, begin = [], ProcessGenerators.begin
+
+    def begun(self: ProcessGenerators, seed: int) -> None:
+        begin(self, seed)
+        with generators_preserved():
+            found.append((random.random(), float(np.random.rand()), torch.rand(()).item()))
+
+    with patch.object(ProcessGenerators, "begin", begun):
+        train_rank(run, folder)
+    (numbers,) = found
+    return numbers
+
+
+def test_another_seed_draws_other_numbers(pool, tmp_path: Path) -> None:
+    run = run_of("random", steps=1, set=micro_batches(1))
+    other = run.but(set=(*run.set, ("train.seed", 5)))
+    one, same, two = (
+        pool.run(1, first_numbers, each, tmp_path / str(place))[0] for place, each in enumerate((run, run, other))
+    )
+    assert one == same
+    assert all(a != b for a, b in zip(one, two, strict=True))
+
+
+def test_generators_of_every_rank_go_on(pool, tmp_path: Path) -> None:
+    whole = run_of("F.dropout", dp=2, set=micro_batches(2))
+    pool.run(2, drawn_rank, whole, tmp_path / "whole")
+    pool.run(2, drawn_rank, whole.but(steps=2), tmp_path / "parts")
+    pool.run(2, drawn_rank, whole, tmp_path / "parts", True)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")

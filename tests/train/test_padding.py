@@ -51,3 +51,5 @@ def test_padding_is_neither_read_nor_trained_on(pool: WorkerPool, small_run: Run
     assert rates is not None
     without, padded = (int(rate.replace(",", "")) for rate in rates.groups())
     assert abs(padded / without - 3 * 8 * 48 / sum(read)) < 0.05
+    for line, count in zip(steps_of(tmp_path / "run").values(), read, strict=True):
+        assert abs(line["tokens_per_second"] * line["seconds"] / count - 1) < 0.01
