@@ -20,7 +20,6 @@ from threefold.models.layers import attention
 from threefold.models.layers.decoder import NOTHING, PositionEmbedding, SampleInfo
 from threefold.models.sharding import OverContext, OverSequence
 from threefold.ops import tiles
-from threefold.ops import tiles as tile_inputs
 from threefold.parallel import context
 from threefold.parallel import context as ring
 from threefold.parallel.pipeline.runner import LocalBatch
@@ -77,12 +76,14 @@ def causal_mask_aligned_with_the_first_key() -> list[Patch]:
 def tiles_from_the_first_key_on() -> list[Patch]:
     """The queries of every chunk are taken for the first of the sequence."""
 
+    right = tiles.tiles
+
     def first(rows: int, queries: range, *rest: Any) -> Iterator[tiles.Tile]:
-        for tile in tiles.tiles(rows, range(len(queries)), *rest):
+        for tile in right(rows, range(len(queries)), *rest):
             moved = range(tile.queries.start + queries.start, tile.queries.stop + queries.start)
             yield dataclasses.replace(tile, queries=moved)
 
-    return [replace(tile_inputs, "tiles", first)]
+    return [replace(tiles, "tiles", first)]
 
 
 def documents_attend_across() -> list[Patch]:
@@ -97,16 +98,18 @@ def documents_attend_across() -> list[Patch]:
 def _documents_from_the_first(argument: int) -> Callable[..., Iterator[tiles.Tile]]:
     """The tiles of documents that are counted from the first of the queries (1) or keys (2)."""
 
+    right = tiles.tiles
+
     def shifted(rows: int, queries: range, keys: range, sight: tiles.Sight, *rest: Any, **more: Any) -> Any:
         first = (rows, queries, keys)[argument].start
         documents = None if sight.documents is None else sight.documents.roll(first, 1)
-        return tiles.tiles(rows, queries, keys, tiles.Sight(sight.window, documents), *rest, **more)
+        return right(rows, queries, keys, tiles.Sight(sight.window, documents), *rest, **more)
 
     return shifted
 
 
 def documents_of_the_first_positions_for_every_chunk() -> list[Patch]:
-    return [replace(tile_inputs, "tiles", _documents_from_the_first(1))]
+    return [replace(tiles, "tiles", _documents_from_the_first(1))]
 
 
 def key_gradients_not_returned_to_their_owner() -> list[Patch]:

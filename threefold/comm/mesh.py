@@ -20,6 +20,7 @@ from threefold.torch_private.distributed import (
     copy_group_timeout,
     flatten_mesh,
     new_group_among,
+    settle_gloo_at_exit,
     unflatten_mesh,
 )
 
@@ -86,6 +87,7 @@ class Mesh:
     ) -> None:
         with naming_arguments():
             layout.require_world(dist.get_world_size())
+        settle_gloo_at_exit()
         self.layout = layout
         self.device = torch.device(device)
         self._shares_memory, self._sizes = shared_memory and self.device.type == "cpu", sizes

@@ -1,8 +1,13 @@
 """Private parts of torch for meshes, process groups, DTensor, FSDP and distributed checkpoints."""
 
+import atexit
+import glob
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from functools import cache
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -77,6 +82,43 @@ def new_group_among(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None
     )
     c10d._world.pg_group_ranks[group] = {of: place for place, of in enumerate(mine)}
     return group
+
+
+GLOO_THREAD: Final = "pt_gloo_runloop"
+"""Name of the threads in which gloo runs collectives. Why, and what would replace it: as `settle_gloo_at_exit`."""
+_LONGEST_SETTLING: Final = 2.0
+"""Seconds that the end of the process waits for these threads at most."""
+_IDLE_LOOKS: Final = 3
+"""Looks in a row, a millisecond apart, that find all these threads asleep."""
+
+
+@cache
+def settle_gloo_at_exit() -> None:
+    """Let gloo's threads release the tensors of their last collectives before the interpreter ends.
+
+    Why: such a thread needs the interpreter's lock to release a tensor. If the interpreter is ending, Python ends the
+    thread within a C++ destructor, which aborts the process: "terminate called without an active exception". A
+    `ProcessGroupGloo` that ends its threads before the interpreter would replace it.
+    """
+    atexit.register(settle_gloo)
+
+
+def settle_gloo() -> None:
+    """Sleep, so that the interpreter's lock is free, until gloo's threads of this process are asleep (on Linux)."""
+    deadline, idle = time.monotonic() + _LONGEST_SETTLING, 0
+    while idle < _IDLE_LOOKS and time.monotonic() < deadline:
+        time.sleep(0.001)
+        idle = 0 if _gloo_works() else idle + 1
+
+
+def _gloo_works() -> bool:
+    """Return whether a thread of gloo runs or waits for a processor; False where the system does not say."""
+    for path in glob.iglob("/proc/self/task/*/stat"):
+        with suppress(OSError), open(path) as file:  # the thread may have ended
+            name, _, rest = file.read().partition(" (")[2].rpartition(") ")
+            if name == GLOO_THREAD and rest[0] != "S":
+                return True
+    return False
 
 
 def process_group_timeout(group: dist.ProcessGroup) -> float:
