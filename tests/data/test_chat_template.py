@@ -2,7 +2,8 @@
 
 import pytest
 
-from threefold.data.chat_template import MOST_STEPS, ChatRenderer, ChatTemplate, TemplateRefusal
+from threefold.data.chat_template import ChatRenderer, ChatTemplate, TemplateRefusal
+from threefold.data.template_environment import MOST_STEPS
 
 MESSAGES = [{"role": "user", "content": " hi "}, {"role": "assistant", "content": "yo"}]
 

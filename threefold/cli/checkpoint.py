@@ -160,7 +160,7 @@ def import_(
     ] = False,
 ) -> None:
     """Import the model in HF_DIR as a run: GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE or Qwen3-MoE."""
-    from threefold.cli.data_view import Bars, print_table
+    from threefold.cli.data_view import Bars
     from threefold.huggingface.import_hf import Import, import_model
 
     with Bars() as bars:
@@ -204,7 +204,7 @@ def export(
 
     For a model of your own, the weights keep their names, beside a copy of its file.
     """
-    from threefold.cli.data_view import Bars, print_table
+    from threefold.cli.data_view import Bars
     from threefold.huggingface.export_hf import Export, export_model
 
     with Bars() as bars:

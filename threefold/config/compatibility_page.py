@@ -397,7 +397,7 @@ def switches(feature: Feature) -> str:
 _INTRODUCTION = """\
 # Compatibility of features
 
-<!-- Written by `make docs` from threefold/config/rules: features.py, compatibility.py and compatibility_page.py. -->
+<!-- Written by `make docs` from threefold/config/rules.py and threefold/config/compatibility_page.py. -->
 
 **Any two of these {features} features can be combined, but those of the first table.** Combined, they give the results
 of one process, up to rounding: the test suite runs each of the {pairs} pairs. What cannot be combined is refused before

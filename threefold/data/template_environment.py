@@ -1,0 +1,194 @@
+"""The sandboxed environment of chat templates, whose steps are counted."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from functools import wraps
+from typing import Any, Final
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+MOST_STEPS: Final = 2_000_000
+"""Maximum steps per rendering; visiting all messages for each of a thousand messages takes a million."""
+
+
+_CALL: Final = 5
+"""Steps that a call counts for, as it takes about as long."""
+_SIZED: Final = ("batch", "slice", "center", "indent")
+"""Filters whose output size is given by a number."""
+
+
+class _Answers(jinja2.ext.Extension):
+    """Jinja tags `{% generation %}` … `{% endgeneration %}`, which enclose what the assistant generates."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        environment.extend(track_answers=self._track)
+        self._blocks: list[str] | None = None
+        self._spans: list[tuple[int, int]] = []
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_note"), [], [], body).set_lineno(line)
+
+    def _note(self, caller: Callable[[], str]) -> str:
+        text = caller()
+        if self._blocks is not None:
+            start = len("".join(self._blocks))
+            self._spans.append((start, start + len(text)))
+        return text
+
+    @contextmanager
+    def _track(self, blocks: list[str], spans: list[tuple[int, int]]) -> Iterator[None]:
+        self._blocks, self._spans = blocks, spans
+        try:
+            yield
+        finally:
+            self._blocks, self._spans = None, []
+
+
+class _Dict:
+    """`dict` for templates, without access from a class into the interpreter."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Jinja namespace without names that begin with an underscore, which give access to the interpreter."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # so that `namespace(self=...)` works
+        self, *given = args
+        names = dict(*given, **kwargs)
+        for name in names:
+            _Namespace._check(name)
+        jinja2.utils.Namespace.__init__(self, names)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _Namespace._check(name)
+        super().__setitem__(name, value)
+
+    @staticmethod
+    def _check(name: Any) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}")
+
+
+class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Jinja sandbox that limits each rendering to `MOST_STEPS` steps.
+
+    It counts steps instead of seconds, so that a template is rejected on every machine or on none. Steps are loop
+    iterations, calls of macros and functions, items that filters visit, sizes given to them, and items that `*`
+    creates.
+    """
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._steps = 0
+        self.filters = {name: self._counted(function, name in _SIZED) for name, function in self.filters.items()}
+
+    def begin(self) -> None:
+        self._steps = 0
+
+    @property
+    def step(self) -> bool:
+        """True; counts a step when read. Compiled templates read it in loops, because calls are slow in the sandbox."""
+        self._steps += 1
+        if self._steps > MOST_STEPS:
+            self.take(0)
+        return True
+
+    def take(self, steps: int = 1) -> None:
+        """Count steps. Raises TemplateRuntimeError if the limit is exceeded."""
+        self._steps += steps
+        if self._steps > MOST_STEPS:
+            raise jinja2.exceptions.TemplateRuntimeError(
+                f"it takes more than {MOST_STEPS:,} steps, as loops in loops do; write it with fewer"
+            )
+
+    def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        self.take(_CALL)
+        found = super().call(context, function, *args, **kwargs)
+        if isinstance(found, range):
+            self.take(len(found))
+        return found
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**" and isinstance(left, int) and isinstance(right, int) and right > 0:
+            self.take(left.bit_length() * right)
+        elif operator == "*":
+            if isinstance(left, int) and isinstance(right, int):
+                self.take((left.bit_length() + right.bit_length()) >> 10)
+            for items, number in ((left, right), (right, left)):
+                if isinstance(items, str | list | tuple) and isinstance(number, int):
+                    self.take(len(items) * max(0, number))
+        return super().call_binop(context, operator, left, right)
+
+    def _generate(self, source: jinja2.nodes.Template, *args: Any, **kwargs: Any) -> str:
+        found: Iterator[jinja2.nodes.For | jinja2.nodes.Macro] = source.find_all((jinja2.nodes.For, jinja2.nodes.Macro))
+        for node in list(found):
+            step = jinja2.nodes.EnvironmentAttribute("step").set_lineno(node.lineno)
+            if isinstance(node, jinja2.nodes.For) and node.test is not None:  # evaluated also for filtered-out items
+                node.test = jinja2.nodes.And(step, node.test).set_lineno(node.lineno)
+            else:
+                node.body.insert(0, jinja2.nodes.ExprStmt(step).set_lineno(node.lineno))
+        source.set_environment(self)
+        return super()._generate(source, *args, **kwargs)
+
+    def _counted(self, function: Callable[..., Any], is_sized: bool) -> Callable[..., Any]:
+        """Wrap a filter so that it counts the items it visits, and the sizes it is given if `is_sized`."""
+
+        @wraps(function)  # keeps the attributes by which Jinja passes the environment or the context
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            for each in (*args, *kwargs.values()):
+                if isinstance(each, int):
+                    self.take(abs(each) if is_sized else 0)
+                elif isinstance(each, list | tuple | dict):
+                    self.take(len(each))
+                elif isinstance(each, str):
+                    self.take(len(each) >> 10)
+            return function(*args, **kwargs)
+
+        return counted
+
+
+def template_environment() -> TemplateEnvironment:
+    """Return a new environment with the functions, filters and tags that chat templates use."""
+    environment = TemplateEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Answers, jinja2.ext.loopcontrols]
+    )
+    del environment.globals["lipsum"]  # makes text of any length
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    environment.globals["dict"] = _Dict()
+    environment.globals["namespace"] = _Namespace
+    return environment
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # unlike Jinja's own filter, without HTML escapes
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
