@@ -12,8 +12,8 @@ from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, same, train_rank
 from threefold.data.loader import Loader
 from threefold.launch.worker_pool import WorkerPool
-from threefold.parallel import gradient_step
 from threefold.train import step as engine
+from threefold.train import step_batch
 from threefold.train.state import Checkpoints
 
 HALF, WHOLE, BATCH = 3, 6, 48
@@ -86,8 +86,8 @@ def warm_up_and_decay_start_anew() -> list[Patch]:
 
 
 def dropout_masks_start_anew() -> list[Patch]:
-    keys = gradient_step.sample_keys
-    return [replace(gradient_step, "sample_keys", lambda seed, step, rows: keys(seed, step - HALF, rows))]
+    keys = step_batch.sample_keys
+    return [replace(step_batch, "sample_keys", lambda seed, step, rows: keys(seed, step - HALF, rows))]
 
 
 def masters_from_the_narrow_weights() -> list[Patch]:

@@ -8,7 +8,7 @@ from threefold.constants import IGNORE_INDEX
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.models.layers.decoder import SampleInfo
-from threefold.parallel.weights import draw_
+from threefold.parallel.parameter import draw_
 from threefold.random.dropout import Dropout, sample_keys
 
 

@@ -18,8 +18,7 @@ from threefold.config import Config, resolve
 from threefold.launch.worker_pool import WorkerPool
 from threefold.models.construct import drawn as drawn_by
 from threefold.models.family import make_model, model_plan
-from threefold.parallel.parameter import offset
-from threefold.parallel.weights import draw_
+from threefold.parallel.parameter import draw_, offset
 
 RANGE, LAYERS, SEED = 0.05, 3, 8
 SIZES: dict[str, Any] = {"num_layers": LAYERS, "hidden_size": 48, "num_attention_heads": 4, "ffn_hidden_size": 80}

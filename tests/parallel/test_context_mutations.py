@@ -26,23 +26,23 @@ from threefold.parallel.pipeline.runner import LocalBatch
 from threefold.parallel.shard_modules import SHARDINGS
 from threefold.random.dropout import Dropout
 from threefold.random.rng import Slice
-from threefold.train import step as engine
+from threefold.train.step_batch import BatchPreparation
 
 pytestmark = pytest.mark.slow  # they test the tests; the quick run has those of the other two files
 
 
 def labels_shifted_after_the_split() -> list[Patch]:
     """The last token of each chunk is asked for the first of the rank's next chunk, which is not what follows it."""
-    work = engine.Engine._local_batch
+    work = BatchPreparation.local_batch
 
-    def shifted(self: engine.Engine, batch: Batch, *facts: Tensor | None) -> LocalBatch:
-        cut = self.parallelism.context.cut.across_context
+    def shifted(self: BatchPreparation, batch: Batch, *facts: Tensor | None) -> LocalBatch:
+        cut = self.positions
         held = cut.indices(batch.tokens.shape[1] // cut.shares, torch.device("cpu"))
         follow = torch.cat([batch.labels[:, held[1:] - 1], torch.full((len(batch.labels), 1), IGNORE_INDEX)], 1)
         right = work(self, batch, *facts)
         return LocalBatch(right.tokens, follow, right.samples)
 
-    return [replace(engine.Engine, "_local_batch", shifted)]
+    return [replace(BatchPreparation, "local_batch", shifted)]
 
 
 def learned_positions_restart_on_each_rank() -> list[Patch]:
@@ -132,9 +132,9 @@ def key_gradients_returned_to_another_rank() -> list[Patch]:
 
 
 def mean_of_means_over_the_context_ranks() -> list[Patch]:
-    count = engine.Engine._count
+    count = BatchPreparation._count
 
-    def own(self: engine.Engine, batch: Batch) -> tuple[int, int]:
+    def own(self: BatchPreparation, batch: Batch) -> tuple[int, int]:
         cut = self.parallelism.context.cut.across_context
         held = cut.indices(batch.labels.shape[1] // cut.shares, batch.labels.device)
         counted, padding = count(
@@ -142,7 +142,7 @@ def mean_of_means_over_the_context_ranks() -> list[Patch]:
         )
         return max(1, counted * self.mesh.cp.size), padding
 
-    return [replace(engine.Engine, "_count", own)]
+    return [replace(BatchPreparation, "_count", own)]
 
 
 def gradients_not_summed_over_the_context_ranks() -> list[Patch]:

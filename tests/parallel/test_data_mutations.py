@@ -13,7 +13,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from tests.support.mistakes import Patch, replace, with_mistake
 from tests.support.parity import Case, departures
 from threefold.comm.axis import Axis
-from threefold.parallel import weights, zero
+from threefold.parallel import parameter as weights
+from threefold.parallel import zero
 
 pytestmark = pytest.mark.slow  # they test the tests; the quick run has those of the other two files
 

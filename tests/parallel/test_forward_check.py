@@ -20,9 +20,9 @@ from threefold.errors import UserError
 from threefold.models.module_check import explaining_passes
 from threefold.models.sharding import ModelPlan, Split
 from threefold.parallel.forward_check import check_forward
-from threefold.parallel.gradient_step import GradientStep
 from threefold.parallel.plan_check import check_cut_modules, check_plan, check_sharded_parameters
 from threefold.parallel.settings import TrainingSettings
+from threefold.train.step import GradientStep
 
 WIDTH = 8
 

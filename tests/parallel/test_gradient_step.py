@@ -29,10 +29,11 @@ from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError
 from threefold.models.loss_terms import CountedLoss, LossSums, LossTerm
 from threefold.models.sharding import Column, ModelPlan, Normal, Replicated, Row
-from threefold.parallel.gradient_step import GradientStep
 from threefold.parallel.parameter import local, offset
 from threefold.parallel.settings import TrainingSettings
 from threefold.random.rng import fill_normal_, stream_key
+from threefold.train.optim import LossScale
+from threefold.train.step import GradientStep
 from threefold.verify.compare import relative_error
 
 WIDTHS = (3, 8, 5, 2)
@@ -372,7 +373,8 @@ def scaled_gradients(case: Case) -> list[dict[str, Tensor]]:
     engine = make_engine(case)
     found = []
     for scale in (1.0, 4096.0):
-        engine.compute_gradients(shard_of(case, 0, 0), 0, scale=scale)
+        engine.loss_scale = LossScale(scale, window=9)
+        engine.compute_gradients(shard_of(case, 0, 0), 0)
         found.append({name: gradient.clone() for name, gradient in whole_tensors(engine, "gradient").items()})
     return found
 

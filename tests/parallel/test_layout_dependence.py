@@ -14,8 +14,8 @@ from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
 from threefold.models.construct import construct
 from threefold.models.module_check import refuse_layout_dependent
-from threefold.parallel.gradient_step import GradientStep
 from threefold.parallel.settings import TrainingSettings
+from threefold.train.step import GradientStep
 
 REFUSED = {
     "Dropout": "'blocks.0.part.inner' is Dropout(p=0.1), which draws from torch's generator, so that the layout "

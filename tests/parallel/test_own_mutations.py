@@ -10,27 +10,27 @@ from tests.support.mistakes import Patch, patched, replace
 from tests.support.own_models import OwnCase, in_layout, one_process, own_case
 from tests.support.parity import Trace, departures
 from threefold.models.loss_terms import TermSums
-from threefold.parallel import gradient_step
-from threefold.parallel.gradient_step import GradientStep
 from threefold.parallel.pipeline.micro_batches import OwnBatch
 from threefold.torch_private.pipelining import BufferedPipelineStage
+from threefold.train import step_batch
+from threefold.train.step_batch import BatchPreparation
 
 pytestmark = pytest.mark.slow  # they test the tests
 
 
 def counts_of_one_replica() -> list[Patch]:
-    exchange = GradientStep._exchange_counts
+    exchange = BatchPreparation._exchange_counts
 
-    def own(self: GradientStep, unknown: bool, size: int, counts: Any) -> Any:
+    def own(self: BatchPreparation, unknown: bool, size: int, counts: Any) -> Any:
         found = exchange(self, unknown, size, counts)
         return found[0], found[1], {name: count * self.mesh.dp.size for name, count in counts.items()}
 
-    return [replace(GradientStep, "_exchange_counts", own)]
+    return [replace(BatchPreparation, "_exchange_counts", own)]
 
 
 def dropout_keyed_by_the_rows_of_a_replica() -> list[Patch]:
-    keys = gradient_step.sample_keys
-    return [replace(gradient_step, "sample_keys", lambda seed, step, rows: keys(seed, step, rows - rows[0]))]
+    keys = step_batch.sample_keys
+    return [replace(step_batch, "sample_keys", lambda seed, step, rows: keys(seed, step, rows - rows[0]))]
 
 
 def terms_not_weighted() -> list[Patch]:

@@ -15,7 +15,7 @@ from tests.train.support import Run
 from threefold.parallel.parameter import local
 from threefold.train import run as entry_point
 from threefold.train.callbacks.base import Callback
-from threefold.train.optimizers.base import Entry
+from threefold.train.optim import Entry
 from threefold.train.step import Engine, StepResult
 
 

@@ -14,16 +14,16 @@ from threefold.comm.mesh import Axis
 from threefold.constants import IGNORE_INDEX
 from threefold.data.loader import Batch
 from threefold.models.sharding import AttentionCore, Split
-from threefold.parallel import gradient_step, parallelize, shard_modules, weights
 from threefold.parallel import gradients as data
+from threefold.parallel import parallelize, shard_modules
+from threefold.parallel import parameter as weights
 from threefold.parallel.pipeline import runner, stage
 from threefold.parallel.pipeline import stage as tied
 from threefold.parallel.tensor import layers as tensor
 from threefold.parallel.tensor import loss
+from threefold.train import optim as optimizer
 from threefold.train import step as engine
-from threefold.train import step as gradient_norm
-from threefold.train import step as optimizer
-from threefold.train.optimizers import base
+from threefold.train import step_batch
 
 Patch = tuple[Any, str, Any]
 
@@ -68,10 +68,10 @@ def weights_seeded_by_rank() -> list[Patch]:
 
 
 def mean_of_means() -> list[Patch]:
-    def count(self: engine.Engine, batch: Batch) -> tuple[int, int]:
+    def count(self: step_batch.BatchPreparation, batch: Batch) -> tuple[int, int]:
         return int((batch.labels != IGNORE_INDEX).sum()) * self.mesh.dp.size, 0
 
-    return [replace(engine.Engine, "_count", count)]
+    return [replace(step_batch.BatchPreparation, "_count", count)]
 
 
 def replicas_not_reduced() -> list[Patch]:
@@ -122,13 +122,13 @@ def tied_weight_untied_by_splitting() -> list[Patch]:
 
 
 def replicated_parameters_counted_tp_times_in_the_norm() -> list[Patch]:
-    return [replace(gradient_norm, "is_split", lambda parameter: True)]
+    return [replace(engine, "is_split", lambda parameter: True)]
 
 
 def norm_of_one_rank() -> list[Patch]:
-    def alone(self: engine.Engine, local_loss: Tensor) -> tuple[float, float]:
-        mean, _ = both(self, local_loss)
-        return mean, float(self._norm.squared() ** 0.5)
+    def alone(self: engine.Engine, local_loss: Tensor) -> tuple[float, float, dict[str, float]]:
+        mean, _, terms = both(self, local_loss)
+        return mean, float(self._norm.squared() ** 0.5), terms
 
     both = engine.Engine._loss_and_norm
     return [replace(engine.Engine, "_loss_and_norm", alone)]
@@ -137,9 +137,9 @@ def norm_of_one_rank() -> list[Patch]:
 def logged_loss_of_one_replica() -> list[Patch]:
     both = engine.Engine._loss_and_norm
 
-    def local(self: engine.Engine, local_loss: Tensor) -> tuple[float, float]:
-        _, norm = both(self, local_loss)
-        return local_loss.item() * self.mesh.dp.size, norm
+    def local(self: engine.Engine, local_loss: Tensor) -> tuple[float, float, dict[str, float]]:
+        _, norm, terms = both(self, local_loss)
+        return local_loss.item() * self.mesh.dp.size, norm, terms
 
     return [replace(engine.Engine, "_loss_and_norm", local)]
 
@@ -165,7 +165,7 @@ def logged_loss_of_the_last_micro_batch() -> list[Patch]:
 def _logged_loss_of(has_loss: Callable[[Axis], bool]) -> list[Patch]:
     both = engine.Engine._loss_and_norm
 
-    def of_one_stage(self: engine.Engine, local_loss: Tensor) -> tuple[float, float]:
+    def of_one_stage(self: engine.Engine, local_loss: Tensor) -> tuple[float, float, dict[str, float]]:
         return both(self, local_loss if has_loss(self.mesh.pp) else torch.zeros_like(local_loss))
 
     return [replace(engine.Engine, "_loss_and_norm", of_one_stage)]
@@ -181,8 +181,8 @@ def logged_loss_of_the_last_rank() -> list[Patch]:
 
 
 def dropout_keyed_by_the_rows_of_a_replica() -> list[Patch]:
-    keys = gradient_step.sample_keys
-    return [replace(gradient_step, "sample_keys", lambda seed, step, rows: keys(seed, step, rows - rows[0]))]
+    keys = step_batch.sample_keys
+    return [replace(step_batch, "sample_keys", lambda seed, step, rows: keys(seed, step, rows - rows[0]))]
 
 
 def same_mask_on_every_head_shard() -> list[Patch]:
@@ -190,9 +190,9 @@ def same_mask_on_every_head_shard() -> list[Patch]:
 
 
 def different_masks_in_the_replicated_region() -> list[Patch]:
-    keys = gradient_step.sample_keys
+    keys = step_batch.sample_keys
     return [
-        replace(gradient_step, "sample_keys", lambda seed, *rest: keys(seed + torch.distributed.get_rank(), *rest)),
+        replace(step_batch, "sample_keys", lambda seed, *rest: keys(seed + torch.distributed.get_rank(), *rest)),
     ]
 
 
@@ -202,7 +202,7 @@ def loss_summed_over_gathered_logits_twice() -> list[Patch]:
 
 
 def biases_decayed() -> list[Patch]:
-    return [replace(base.Entry, "decays", True)]
+    return [replace(optimizer.Entry, "decays", True)]
 
 
 def weights_decayed_twice() -> list[Patch]:

@@ -18,7 +18,7 @@ from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
-from threefold.parallel.weights import draw_
+from threefold.parallel.parameter import draw_
 from threefold.train.callbacks.metrics import read_metrics
 
 WEIGHTS = (5, 3, 2)

@@ -15,9 +15,8 @@ from tests.support.precision import FP16, check_skipped_by_all, narrow_departure
 from threefold.parallel import gradients as compression
 from threefold.parallel import gradients as data
 from threefold.random import dropout
+from threefold.train import optim
 from threefold.train import step as engine
-from threefold.train import step as gradient_norm
-from threefold.train import step as loss_scale
 
 pytestmark = pytest.mark.slow  # they test the tests; the quick run has those of the other two files
 
@@ -78,16 +77,18 @@ def gradients_added_up_narrow() -> list[Patch]:
 
 
 def overflow_seen_by_one_rank_alone() -> list[Patch]:
-    def alone(self: engine.Engine, loss: Tensor) -> tuple[float, float]:
-        mean, norm = both(self, loss)
-        return mean, 1.0 + float(self._norm.squared_or_overflow()) if norm != norm or norm == float("inf") else norm
+    def alone(self: engine.Engine, loss: Tensor) -> tuple[float, float, dict[str, float]]:
+        mean, norm, terms = both(self, loss)
+        if norm != norm or norm == float("inf"):
+            norm = 1.0 + float(self._norm.squared_or_overflow())
+        return mean, norm, terms
 
     both = engine.Engine._loss_and_norm
     return [(engine.Engine, "_loss_and_norm", alone)]
 
 
 def overflow_of_what_another_rank_answers_for_not_seen() -> list[Patch]:
-    return [(gradient_norm.GradientNorm, "uncounted_overflow", lambda self: torch.zeros((), dtype=torch.float64))]
+    return [(engine.GradientNorm, "uncounted_overflow", lambda self: torch.zeros((), dtype=torch.float64))]
 
 
 def adam_counts_a_skipped_update() -> list[Patch]:
@@ -116,7 +117,8 @@ def update_made_all_the_same() -> list[Patch]:
 
 
 def scale_kept_after_an_overflow() -> list[Patch]:
-    return [(loss_scale.LossScale, "overflowed", lambda self: None)]
+    update = optim.LossScale.update
+    return [(optim.LossScale, "update", lambda self, finite: update(self, finite) if finite else None)]
 
 
 def with_mistake(mistake: Mistake, run: Callable[..., Any], *args: Any) -> Any:

@@ -18,9 +18,9 @@ from threefold.checkpoint.tensors import load_tensors_alone, stored_names, store
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError
-from threefold.parallel.gradient_step import GradientStep
 from threefold.parallel.settings import TrainingSettings
 from threefold.random.generators import ProcessGenerators, generators_preserved
+from threefold.train.step import GradientStep
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:

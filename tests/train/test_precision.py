@@ -20,7 +20,7 @@ from threefold.config.resolve import resolve
 from threefold.errors import UserError
 from threefold.models.layers.decoder import CrossEntropy
 from threefold.ops import kernels
-from threefold.train.step import LossScale
+from threefold.train.optim import LossScale
 from threefold.verify.compare import relative_error
 
 # Stage 0 has the norm that every tensor rank holds whole, stage 1 the split weights of the last block.
@@ -100,13 +100,13 @@ def test_other_precisions_have_no_scale(pool, dtype: str) -> None:
 def test_the_scale_doubles_after_a_window_and_halves_to_a_floor() -> None:
     scale = LossScale(4.0, window=3)
     for expected in (4.0, 4.0, 8.0, 8.0):
-        scale.held()
+        scale.update(finite=True)
         assert scale.value == expected
-    scale.overflowed()
+    scale.update(finite=False)
     assert (scale.value, scale.good_steps) == (4.0, 0)
     for _ in range(3):
         assert not scale.is_least or scale.value == 1.0
-        scale.overflowed()
+        scale.update(finite=False)
     assert scale.value == 1.0
     assert scale.is_least
 

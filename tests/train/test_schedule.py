@@ -5,7 +5,7 @@ from math import isclose
 import pytest
 
 from threefold.config import Config, resolve
-from threefold.train.lr_schedules import learning_rate
+from threefold.train.optim import learning_rate
 
 W, END, LR, FLOOR = 10, 110, 1e-3, 1e-4
 

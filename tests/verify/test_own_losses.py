@@ -16,7 +16,7 @@ from tests.verify.support import MistakenPool, verify
 from threefold.config import Config
 from threefold.models.sharding import ModelPlan
 from threefold.models.source import ModelSource
-from threefold.parallel.gradient_step import GradientStep
+from threefold.train.step_batch import BatchPreparation
 from threefold.verify.batches import OwnBatches
 from threefold.verify.report import DEPARTS, EQUAL
 from threefold.verify.verifier import Verification
@@ -63,13 +63,13 @@ def test_layouts_of_a_model_with_frozen_parameters_are_equal(pool, tmp_path: Pat
 
 
 def counts_of_one_replica() -> list[Patch]:
-    exchange = GradientStep._exchange_counts
+    exchange = BatchPreparation._exchange_counts
 
-    def own(self: GradientStep, unknown: bool, size: int, counts: Any) -> Any:
+    def own(self: BatchPreparation, unknown: bool, size: int, counts: Any) -> Any:
         found = exchange(self, unknown, size, counts)
         return found[0], found[1], {name: count * self.mesh.dp.size for name, count in counts.items()}
 
-    return [replace(GradientStep, "_exchange_counts", own)]
+    return [replace(BatchPreparation, "_exchange_counts", own)]
 
 
 def test_a_mean_of_means_is_found(pool, tmp_path: Path) -> None:

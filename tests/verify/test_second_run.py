@@ -10,9 +10,9 @@ from torch import Tensor
 from tests.support.mistakes import Patch
 from tests.support.sweep import sweep
 from tests.verify.support import MistakenPool, config, task, verify
-from threefold.parallel import gradient_step, zero
 from threefold.parallel import gradients as grad_buckets
-from threefold.train import step as gradient_norm
+from threefold.parallel import zero
+from threefold.train import step, step_batch
 from threefold.verify import rank_worker as second_run
 from threefold.verify.rank_worker import CHECKS, MIXED, MOVED, OVERFLOW, RESUMED
 from threefold.verify.report import DEPARTS, EQUAL
@@ -38,13 +38,13 @@ def only_the_first_bucket_is_summed() -> list[Patch]:
 
 
 def large_tensors_are_not_in_the_norm() -> list[Patch]:
-    squared = gradient_norm.squared_norm
+    squared = step.squared_norm
 
     def of_small(tensors: list[Tensor], piece: int) -> Tensor:
         small = [tensor for tensor in tensors if tensor.numel() < piece]
         return squared(small, piece) if small else torch.zeros((), dtype=torch.float64)
 
-    return [(gradient_norm, "squared_norm", of_small)]
+    return [(step, "squared_norm", of_small)]
 
 
 def gathered_weights_are_kept() -> list[Patch]:
@@ -52,7 +52,7 @@ def gathered_weights_are_kept() -> list[Patch]:
 
 
 def overflow_that_another_rank_counts_is_unseen() -> list[Patch]:
-    return [(gradient_norm.GradientNorm, "squared_or_overflow", gradient_norm.GradientNorm.squared)]
+    return [(step.GradientNorm, "squared_or_overflow", step.GradientNorm.squared)]
 
 
 def good_steps_are_not_restored() -> list[Patch]:
@@ -76,27 +76,27 @@ def optimizer_state_is_not_saved() -> list[Patch]:
 
 
 def replicas_draw_the_same_masks() -> list[Patch]:
-    keys = gradient_step.sample_keys
-    return [(gradient_step, "sample_keys", lambda seed, step, rows: keys(seed, step, rows - rows[0]))]
+    keys = step_batch.sample_keys
+    return [(step_batch, "sample_keys", lambda seed, step, rows: keys(seed, step, rows - rows[0]))]
 
 
 def documents_are_ignored() -> list[Patch]:
-    local = gradient_step.GradientStep._local_batch
+    local = step_batch.BatchPreparation.local_batch
 
     def across(self: Any, batch: Any, *rest: Any) -> Any:
         return local(self, replace(batch, documents=None), *rest)
 
-    return [(gradient_step.GradientStep, "_local_batch", across)]
+    return [(step_batch.BatchPreparation, "local_batch", across)]
 
 
 def evaluation_scales_the_gradients() -> list[Patch]:
-    evaluate = gradient_step.GradientStep.eval_batch
+    evaluate = step.GradientStep.eval_batch
 
     def scaling(self: Any, *rest: Any) -> Any:
         self.gradients.scale_(1.01)
         return evaluate(self, *rest)
 
-    return [(gradient_step.GradientStep, "eval_batch", scaling)]
+    return [(step.GradientStep, "eval_batch", scaling)]
 
 
 MISTAKES = [

@@ -24,7 +24,7 @@ from threefold.errors import UserError
 from threefold.files import parse_json, read_text
 from threefold.parallel.moving_buffers import stored_buffers
 from threefold.parallel.parameter import like
-from threefold.train.step import LossScale
+from threefold.train.optim import LossScale
 
 if TYPE_CHECKING:
     from threefold.data.map_dataset import DataLoader

@@ -20,12 +20,12 @@ from threefold.models.construct import told
 from threefold.models.loss_terms import LossFunction, LossSums
 from threefold.models.plan import Plan
 from threefold.models.sharding import ModelPlan
-from threefold.parallel.gradient_step import GradientStep
 from threefold.parallel.gradients import COMPRESSIONS
+from threefold.parallel.parameter import publish_
 from threefold.parallel.settings import TrainingSettings
-from threefold.parallel.weights import publish_
 from threefold.plugins import one_of
-from threefold.train.step import LossScale
+from threefold.train.optim import LossScale
+from threefold.train.step import GradientStep
 
 
 def with_arguments(model: Callable[..., Any], arguments: Mapping[str, Any] | None) -> Callable[[], Any]:
@@ -70,8 +70,8 @@ class DistributedModel:
         publications: number of calls of `publish`.
     """
 
-    def __init__(self, gradient_step: GradientStep, loss_scale: LossScale | None = None) -> None:
-        self.gradient_step, self.mesh, self.loss_scale = gradient_step, gradient_step.mesh, loss_scale
+    def __init__(self, gradient_step: GradientStep) -> None:
+        self.gradient_step, self.mesh, self.loss_scale = gradient_step, gradient_step.mesh, gradient_step.loss_scale
         self.last = LossSums()
         self.publications = 0
         self._updates = 0
@@ -121,8 +121,7 @@ class DistributedModel:
             )
         _check_loss(loss_fn)
         with naming_arguments():
-            scale = 1.0 if self.loss_scale is None else self.loss_scale.value
-            self.last = self.gradient_step.train_batch(batch, self._updates, loss_fn, scale=scale)
+            self.last = self.gradient_step.train_batch(batch, self._updates, loss_fn)
         self._has_gradients = True
         return self.last.loss
 
@@ -257,10 +256,11 @@ def parallelize(
         try:
             if micro_batches is None and mesh.pp.size > 1:
                 settings = replace(settings, micro_batches=_fewest(settings.pipeline_schedule, mesh.pp.size))
-            step = GradientStep(made, _complete(model, plan, made), mesh, settings)
+            scale = LossScale.of(PrecisionConfig(dtype="fp16")) if dtype == torch.float16 else None
+            step = GradientStep(made, _complete(model, plan, made), mesh, settings, loss_scale=scale)
         except ValueError as error:  # unknown schedule
             raise UserError(f"{str(error).rstrip('.')}.") from error
-    return DistributedModel(step, LossScale.of(PrecisionConfig(dtype="fp16")) if dtype == torch.float16 else None)
+    return DistributedModel(step)
 
 
 def _complete(model: Callable[..., nn.Module], plan: Any, make: Callable[[], nn.Module]) -> ModelPlan:

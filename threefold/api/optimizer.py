@@ -11,10 +11,8 @@ from torch import Tensor
 from threefold.api.model import DistributedModel
 from threefold.errors import UserError
 from threefold.parallel.parameter import ShardedMatrix
-from threefold.train.optimizers.base import Entry, UpdatedWeights
-from threefold.train.step import GradientNorm
-
-_CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+from threefold.train.optim import Entry, UpdatedWeights
+from threefold.train.step import GradientNorm, clip_and_update
 
 
 class ModelOptimizer:
@@ -40,10 +38,10 @@ class ModelOptimizer:
         self.optimizers, self.model, self.clip_grad_norm = tuple(optimizers), model, clip_grad_norm
         self.grad_norm: float | None = None
         self.step_was_skipped = False
+        step = model.gradient_step
+        axes = step.parallelism.sharding_axes
         owner = {id(each): number for number, of in enumerate(self.optimizers) for each in _parameters(of)}
         whole = [needs_whole_weights(each) for each in self.optimizers]
-        step = model.gradient_step
-        axes = tuple(step.parallelism.sharding_axes)
         self.entries: list[Entry] = []
         self._optimizer_of: dict[str, int] = {}
         for weight in step.model.trained:
@@ -56,8 +54,15 @@ class ModelOptimizer:
             UpdatedWeights([each for each in self.entries if self._optimizer_of[each.name] == number], gathers)
             for number, gathers in enumerate(whole)
         ]
+        entries = {id(entry.master): entry for entry in self.entries}
+        for optimizer, updated in zip(self.optimizers, self._updated, strict=True):
+            for group in optimizer.param_groups:
+                group["params"] = [
+                    updated.of(entries[id(each)]) if id(each) in entries else each  # a frozen one, without a gradient
+                    for each in group["params"]
+                ]
+        self._norm = GradientNorm(step.gradients, self.entries, model.mesh, step.model.tied)
         self._seen = model.publications
-        self._put_whole_weights()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -85,25 +90,25 @@ class ModelOptimizer:
             raise UserError(
                 "optimizer.step() is called without gradients; call model.train_batch(batch, loss_fn) first."
             )
-        step, scale = self.model.gradient_step, self.model.loss_scale
-        total = GradientNorm(step.model, self.entries).squared_or_overflow()
-        norm = float(self.model.mesh.world.all_reduce_(total.view(1)).item()) ** 0.5
-        finite = isfinite(norm)
-        if not finite and (scale is None or scale.is_least):
-            raise UserError(
-                f"The gradient norm of update {self.model.updates + 1} is {norm:g}; lower the learning rate "
-                f"({self.param_groups[0].get('lr', 0):g}), to {self.param_groups[0].get('lr', 0) / 2:g} say."
-            )
-        if scale is not None:
-            scale.held() if finite else scale.overflowed()
-            if not finite:
-                step.buffers.undo()
-        self.grad_norm, self.step_was_skipped = norm, not finite
-        if finite:
-            if self.clip_grad_norm and (coefficient := self.clip_grad_norm / (norm + _CLIP_EPS)) < 1:
-                step.gradients.scale_(coefficient)
-            self._update()
-        self.model.updated()
+        model, step = self.model, self.model.gradient_step
+        # Equal on every rank, which therefore all decide alike.
+        norm = float(model.mesh.world.all_reduce_(self._norm.squared_or_overflow().view(1)).item()) ** 0.5
+        lr = self.param_groups[0].get("lr", 0)
+        clip_and_update(
+            step.gradients,
+            norm,
+            self.clip_grad_norm,
+            self._update,
+            finite=isfinite(norm),
+            scale=step.loss_scale,
+            undo=step.buffers.undo,
+            diverged=lambda: UserError(
+                f"The gradient norm of update {model.updates + 1} is {norm:g}; lower the learning rate "
+                f"({lr:g}), to {lr / 2:g} say."
+            ),
+        )
+        self.grad_norm, self.step_was_skipped = norm, not isfinite(norm)
+        model.updated()
         return norm
 
     def zero_grad(self) -> None:
@@ -137,26 +142,14 @@ class ModelOptimizer:
             **others,
         }
 
-    @torch.no_grad()
     def _update(self) -> None:
         changed = self._seen != self.model.publications
         for optimizer, updated in zip(self.optimizers, self._updated, strict=True):
             if changed:
                 updated.gather_again()
-            updated.set_gradients()
-            optimizer.step()
-            updated.keep_shards()
+            updated.step(optimizer)
         self.model.publish()
         self._seen = self.model.publications
-
-    def _put_whole_weights(self) -> None:
-        entries = {id(entry.master): entry for entry in self.entries}
-        for optimizer, updated in zip(self.optimizers, self._updated, strict=True):
-            for group in optimizer.param_groups:
-                group["params"] = [
-                    updated.of(entries[id(each)]) if id(each) in entries else each  # a frozen one, without a gradient
-                    for each in group["params"]
-                ]
 
 
 def distributed_optimizer(

@@ -1,7 +1,7 @@
 """The `optimizer` section, and the tables of the optimizers and learning-rate schedules that it can name.
 
 An optimizer is one file in `train/optimizers/` and one row of `BUILT_IN`. A learning-rate schedule is one function in
-`train/lr_schedules.py` and one row of `LR_SCHEDULES`. Other packages add theirs through entry points.
+`train/optim.py` and one row of `LR_SCHEDULES`. Other packages add theirs through entry points.
 """
 
 from collections.abc import Callable, Mapping
@@ -57,10 +57,10 @@ LR_SCHEDULES: Final = Registry(
     "optimizer.decay",
     "threefold.lr_schedules",
     {
-        "cosine": "threefold.train.lr_schedules:cosine",
-        "linear": "threefold.train.lr_schedules:linear",
-        "constant": "threefold.train.lr_schedules:constant",
-        "wsd": "threefold.train.lr_schedules:wsd",
+        "cosine": "threefold.train.optim:cosine",
+        "linear": "threefold.train.optim:linear",
+        "constant": "threefold.train.optim:constant",
+        "wsd": "threefold.train.optim:wsd",
     },
 )
 

@@ -19,10 +19,10 @@ from threefold.models.own_batch import LayerSignature
 from threefold.models.plan import as_pattern
 from threefold.models.sharding import Column, ModelPlan, Patterns, PerHead, Replicated, Row, Shard, Split, Vocab
 from threefold.models.source import MakeModel, ModelSource
-from threefold.parallel.gradient_step import check_whole_sequences
 from threefold.parallel.pipeline.partition import stage_map
 from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.plan_check import check_cut_modules, check_plan, check_sharded_parameters, check_tensor_axis
+from threefold.parallel.sequence import check_whole_sequences
 
 _KNOWN = (Column, Row, Vocab, Replicated, PerHead, Shard)
 

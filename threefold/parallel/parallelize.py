@@ -18,14 +18,23 @@ from threefold.models.layers.decoder import LinearCrossEntropy
 from threefold.models.sharding import ModelPlan
 from threefold.ops.kernels import DeferrableWeight
 from threefold.parallel.gradients import GradientBuckets, Gradients, JoinedGradients
-from threefold.parallel.parameter import is_of_experts, like, local, longest_shard, replace_parameters, stored_as
+from threefold.parallel.parameter import (
+    Weight,
+    initialise_,
+    is_of_experts,
+    like,
+    local,
+    longest_shard,
+    make_weights,
+    replace_parameters,
+    stored_as,
+)
 from threefold.parallel.pipeline.micro_batches import DeferredGradients
 from threefold.parallel.pipeline.stage import Stage, TiedWeights, whole_parameters
 from threefold.parallel.plan_check import check_cut_modules, check_plan, check_sharded_parameters, check_tensor_axis
 from threefold.parallel.recompute import apply_recompute, compile_layers, unwrapped
 from threefold.parallel.settings import Parallelism, TrainingSettings
 from threefold.parallel.shard_modules import bare_cut, shard_modules
-from threefold.parallel.weights import Weight, initialise_, make_weights
 from threefold.parallel.zero import ShardedGradients, shard_parameters
 from threefold.random.rng import RandomStreams, give_streams
 from threefold.torch_private.distributed import fresh_parameter

@@ -1,11 +1,15 @@
-"""Parameters sharded over a mesh axis: stored as a `DTensor`, computed with as a plain tensor.
+"""Parameters sharded over mesh axes, stored as a `DTensor` and computed with as a plain tensor; weights and masters.
 
 The `DTensor` has the global shape and the placement, so checkpoints, counts and comparisons use global tensors. The
 forward pass computes with a plain leaf that shares its memory: on a CPU, dispatch through `DTensor` costs many times as
-much as a small layer's own operations.
+much as a small layer's own operations. A parameter carries its leaf in the attribute `local_leaf`, and if ZeRO shards
+it further, the tensor with all shardings in `stored_whole`; read them through `local` and `stored`.
+
+A `Weight` is a parameter with the master copy that is updated: the leaf itself, unless it is narrower than the update.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -16,7 +20,12 @@ from torch.distributed.tensor import DTensor, Shard
 from threefold.comm.axis import Axis
 from threefold.comm.collectives import local_part
 from threefold.comm.layout import shard_bounds
+from threefold.models.construct import ConstructedModel, drawn
+from threefold.models.sharding import Constant, Drawn, ModelPlan, Normal
+from threefold.parallel.gradients import Gradients
+from threefold.random.rng import fill_normal_, stream_key
 from threefold.torch_private.distributed import fresh_parameter
+from threefold.torch_private.tensors import foreach_copy_
 
 
 def split_parameter(whole: Tensor, axis: Axis, dim: int) -> nn.Parameter:
@@ -67,11 +76,11 @@ def local(parameter: Tensor) -> Tensor:
     """
     if not isinstance(parameter, DTensor):
         return parameter
-    leaf: Tensor | None = getattr(parameter, "_leaf", None)
+    leaf: Tensor | None = getattr(parameter, "local_leaf", None)
     if leaf is None:
         with torch.no_grad():  # autograd would record the view otherwise
             leaf = parameter.to_local().detach().requires_grad_(parameter.requires_grad)
-        parameter._leaf = leaf  # type: ignore[attr-defined]
+        parameter.local_leaf = leaf  # type: ignore[attr-defined]
     return leaf
 
 
@@ -80,7 +89,7 @@ def stored_as(stored: Tensor, leaf: nn.Parameter) -> nn.Parameter:
     if not isinstance(stored, DTensor):
         return leaf
     parameter = fresh_parameter(stored)
-    parameter._leaf = leaf  # type: ignore[attr-defined]
+    parameter.local_leaf = leaf  # type: ignore[attr-defined]
     return parameter
 
 
@@ -106,12 +115,12 @@ def gradient(parameter: Tensor) -> Tensor | None:
 
 def stored(parameter: nn.Parameter) -> nn.Parameter:
     """Return a module's parameter as a tensor of the whole model: itself, unless ZeRO shards it further."""
-    return getattr(parameter, "_stored", parameter)
+    return getattr(parameter, "stored_whole", parameter)
 
 
 def keep_stored(parameter: nn.Parameter, whole: Tensor) -> None:
     """Record what `stored` returns for a parameter that ZeRO shards: `whole`, which has all its shardings."""
-    parameter._stored = nn.Parameter(whole, parameter.requires_grad)  # type: ignore[attr-defined]
+    parameter.stored_whole = nn.Parameter(whole, parameter.requires_grad)  # type: ignore[attr-defined]
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -254,3 +263,87 @@ class ShardedMatrix:
         for dim, start in zip(range(-len(self._matrix_start), 0), self._matrix_start, strict=True):
             whole = whole.narrow(dim, start, like.shape[dim])
         return whole
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter of a rank.
+
+    Attributes:
+        name: name in the whole model.
+        parameter: parameter as the stage stores it.
+        leaf: local shard that the model computes with.
+        master: weight that is updated, of the leaf's shape; the leaf itself if its dtype is wide enough.
+    """
+
+    name: str
+    parameter: Tensor
+    leaf: Tensor
+    master: Tensor
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it has a gradient; a frozen one keeps its value."""
+        return self.leaf.requires_grad
+
+    def stored(self, shard: Tensor) -> Tensor:
+        """Wrap a tensor of the local shape as a global one, the way the parameter is stored."""
+        return like(self.parameter, shard)
+
+
+def make_weights(parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> list[Weight]:
+    """Make the weights of parameters, given with their names in the whole model; masters in `dtype`, not yet set."""
+    weights = []
+    for name, parameter in parameters:
+        leaf = local(parameter)
+        master = leaf if leaf.dtype == dtype else leaf.detach().to(dtype).requires_grad_(leaf.requires_grad)
+        weights.append(Weight(name, parameter, leaf, master))
+    return weights
+
+
+def initialise_(
+    weights: Sequence[Weight],
+    plan: ModelPlan,
+    seed: int,
+    gradients: Gradients,
+    constructed: ConstructedModel | None = None,
+) -> None:
+    """Set masters, at their full width, and model to the initial weights of `seed`."""
+    for weight in weights:
+        draw_(weight.master, weight.parameter, weight.name, plan, seed, constructed)
+    publish_(weights, gradients)
+
+
+@torch.no_grad()
+def publish_(weights: Sequence[Weight], gradients: Gradients) -> None:
+    """Round the masters into the tensors that the model computes with."""
+    gradients.weights_changed()
+    narrow = [weight for weight in weights if weight.master is not weight.leaf]
+    if narrow:
+        foreach_copy_([weight.leaf.detach() for weight in narrow], [weight.master for weight in narrow])
+
+
+@torch.no_grad()
+def draw_(
+    into: Tensor,
+    parameter: Tensor,
+    name: str,
+    plan: ModelPlan,
+    seed: int,
+    constructed: ConstructedModel | None = None,
+) -> Tensor:
+    """Fill `into`, of the local shape of `parameter`, with this rank's part of the initial values.
+
+    `into` may be wider than the parameter (a master copy); `constructed` has the values that the constructor draws.
+    """
+    initial, starts = plan.initial(name), offset(parameter)
+    if isinstance(initial, Normal):
+        return fill_normal_(into, initial.std, stream_key("weights", seed, name), tuple(parameter.shape), starts)
+    if isinstance(initial, Constant):
+        return into.fill_(initial.value)
+    if isinstance(initial, Drawn):
+        whole = drawn(initial.fill, name, tuple(parameter.shape), seed)
+    else:
+        assert constructed is not None  # `parallelize` passes it
+        whole = constructed.parameter(name)
+    return into.copy_(whole[tuple(slice(start, start + size) for start, size in zip(starts, into.shape, strict=True))])

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from threefold.comm.axis import Axis
+from threefold.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -112,3 +113,13 @@ def sum_over_shares_(gradients: Sequence[Tensor], axis: Axis) -> None:
         axis: ranks that share the sequence.
     """
     axis.all_reduce_together_(gradients)
+
+
+def check_whole_sequences(cp: int, sequence_parallel: bool) -> None:
+    """Raise a `UserError` if a layout shards sequences, since a user's loss function needs whole ones."""
+    if cp > 1 or sequence_parallel:
+        setting = f"cp is {cp}" if cp > 1 else "sequence_parallel is true"
+        raise UserError(
+            f"{setting} but a loss function of the user's needs whole sequences; use "
+            f"{'cp 1' if cp > 1 else 'sequence_parallel false'}."
+        )

@@ -14,11 +14,10 @@ from threefold.config import Config
 from threefold.data.loader import Loader
 from threefold.errors import HardwareFault, UserError
 from threefold.parallel.parallelize import TrainableModel
-from threefold.parallel.parameter import axes_of, is_split, offset
-from threefold.parallel.weights import Weight
+from threefold.parallel.parameter import Weight, axes_of, is_split, offset
 from threefold.train.gradient_check import BitHash, Disagreement, GradientCheck, combined
-from threefold.train.optimizers.base import Entry
-from threefold.train.step import Engine, Optimizer
+from threefold.train.optim import Entry, Optimizer
+from threefold.train.step import Engine
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,11 @@ from threefold.checksums import checksum_of_blocks
 from threefold.comm.layout import Layout
 from threefold.data.loader import Loader
 from threefold.models.own_batch import map_tensors
-from threefold.parallel.gradient_step import GradientStep
 from threefold.parallel.parameter import local
 from threefold.parallel.pipeline.runner import PipelineRunner
 from threefold.parallel.pipeline.stage import Stage
-from threefold.train.optimizers.base import Entry
-from threefold.train.step import Engine, squared_norm
+from threefold.train.optim import Entry
+from threefold.train.step import Engine, GradientStep, squared_norm
 
 _OUTPUT, _WEIGHT = 0, 1
 

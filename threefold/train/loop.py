@@ -22,7 +22,7 @@ from threefold.train.callbacks.base import (
 )
 from threefold.train.corruption import CorruptionWatch
 from threefold.train.divergence import CheckpointStore, SafeSaving
-from threefold.train.lr_schedules import learning_rate
+from threefold.train.optim import learning_rate
 from threefold.train.performance import PerformanceMeter
 from threefold.train.step import Engine, NonFiniteStep
 from threefold.train.stop import Stopped

@@ -33,8 +33,8 @@ from threefold.train.callbacks.registry import import_always, make_callbacks
 from threefold.train.corruption import check_device, make_watch
 from threefold.train.data_checks import DataCheck, TokenCheck, agree_on_micro_batch
 from threefold.train.loop import TrainingLoop
-from threefold.train.lr_schedules import learning_rate
 from threefold.train.memory_copy import KeptStates
+from threefold.train.optim import learning_rate
 from threefold.train.optimizers.own import update_rule
 from threefold.train.profiling import Profiler, ProfileRequest, SpanRecorder
 from threefold.train.state import Checkpoints

@@ -1,6 +1,22 @@
-"""One training step on a rank: scale the loss, compute the gradients, clip by the global norm, update the weights."""
+"""The training step, one story for every layout: read it from top to bottom.
+
+    1  micro-batches         count what the loss is divided by, over the replicas        all-reduce over dp
+    2  forward and backward  micro-batch by micro-batch, in the order of the schedule    those of the parallel layers
+    3  gradient sync         sum over replicas, tensor ranks and uses of tied weights    all-reduce over dp·cp, tp, pp
+    4  loss and norm         add up what the ranks hold, with their requests to end      all-reduce over the world
+    5  clip and update       or skip the update, if the gradients are not finite         none
+
+The loss of a micro-batch is divided by a count of the *global* batch before the backward pass, so every collective is
+a plain sum, and no rank needs to know how many others exist.
+
+`GradientStep` makes 1 to 3, and `Engine` all five for a run's config. In a loop around `threefold.parallelize`, the
+`GradientStep` is in the model, and the optimizer makes 4 and 5. In one around `threefold.prepare`, the caller runs the
+forward passes; `GradSync` makes 3 in the last backward pass. The rules of 4 and 5 stand here once for all of them:
+`GradientNorm`, `LossScale`, `clip_` and `clip_and_update`.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
@@ -8,196 +24,200 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from threefold.comm.axis import Axis
 from threefold.comm.heartbeat import Activity
 from threefold.comm.mesh import Mesh
-from threefold.config import Config, OptimizerConfig, PrecisionConfig
+from threefold.config import Config
 from threefold.config.model import OWN
-from threefold.models.loss_terms import LossFunction
+from threefold.constants import IGNORE_INDEX
+from threefold.errors import UserError
+from threefold.models.loss_terms import LOSS, LossFunction, LossSums, TermSums
+from threefold.models.module_check import explaining_passes
 from threefold.models.sharding import ModelPlan
-from threefold.parallel.gradient_step import GradientStep
 from threefold.parallel.gradients import Gradients
-from threefold.parallel.parallelize import TrainableModel
-from threefold.parallel.parameter import ShardedMatrix, is_split
-from threefold.parallel.settings import PieceSizes, TrainingSettings
-from threefold.parallel.weights import Weight, publish_
+from threefold.parallel.moving_buffers import MovingBuffers
+from threefold.parallel.parallelize import TrainableModel, parallelize
+from threefold.parallel.parameter import Weight, has_uneven_shards, is_split
+from threefold.parallel.pipeline.runner import LoopRunner, PipelineRunner, Runner
+from threefold.parallel.pipeline.stage import Stage, TiedWeights
+from threefold.parallel.recompute import as_written
+from threefold.parallel.settings import Parallelism, PieceSizes, TrainingSettings
+from threefold.random.generators import ProcessGenerators, generators_preserved
+from threefold.torch_private.fake import FakeTensor
 from threefold.torch_private.tensors import foreach_norm
 from threefold.train.divergence import DivergenceError
-from threefold.train.lr_schedules import learning_rate
-from threefold.train.optimizers.base import Entry, UpdateRule
+from threefold.train.optim import LossScale, Optimizer, learning_rate
 from threefold.train.optimizers.own import update_rule
+from threefold.train.step_batch import BatchPreparation, StepBatch
 from threefold.train.stop import Stop
 
-LEAST = 1.0
-"""Smallest loss scale; gradients that overflow at this scale also overflow unscaled."""
 
+class GradientStep:
+    """A model sharded over a mesh, and the gradients of a global batch's mean loss.
 
-class LossScale:
-    """Dynamic loss scale of fp16 training; equal on every rank, as all ranks see the same gradient norm.
+    The last layer computes the loss of a batch of tokens and labels. Otherwise the loss is a function of the last
+    layer's output and the batch, which is any nesting of tensors (`threefold.models.own_batch`,
+    `threefold.models.loss_terms`).
 
-    Small gradients vanish below fp16's smallest number, 6e-8. The loss is therefore multiplied by a large factor before
-    the backward pass, and the gradients are divided by it afterwards (Micikevicius et al., "Mixed precision training",
-    arXiv 1710.03740, section 3.2). The scale halves when the gradients overflow, and doubles after enough steps without
-    an overflow.
+    The constructor and all methods are collective over the world.
 
     Args:
-        initial: scale of the first step, a power of two, so that multiplying and dividing by it is exact.
-        window: steps without overflow after which the scale doubles.
+        make_model: makes the whole, single-device model.
+        activation: shape [b, S, H] of a micro-batch's activations between pipeline stages; None to find it at the first
+            step.
+        loss: loss of the last layer's output, where a call gives none; None if the last layer computes it.
+        loss_scale: loss scale: multiplies the loss in the backward pass, and divides the gradients afterwards.
+        stop: requests to end the run; every sum over the ranks adds them up. None without them.
 
     Attributes:
-        value: scale of the next step.
-        good_steps: steps without overflow since the scale last changed.
-    """
-
-    def __init__(self, initial: float, window: int) -> None:
-        self.window = window
-        self.value, self.good_steps = initial, 0
-
-    @classmethod
-    def of(cls, config: PrecisionConfig) -> "LossScale | None":
-        """Return the loss scale that a config asks for; None unless the dtype is fp16."""
-        return cls(config.loss_scale, config.loss_scale_window) if config.dtype == "fp16" else None
-
-    @property
-    def is_least(self) -> bool:
-        return self.value <= LEAST
-
-    def overflowed(self) -> None:
-        """Halve the scale, as the gradients of a step were not finite."""
-        self.value, self.good_steps = max(LEAST, self.value / 2), 0
-
-    def held(self) -> None:
-        """Count a step with finite gradients, and double the scale after `window` of them."""
-        self.good_steps += 1
-        if self.good_steps == self.window:
-            self.value, self.good_steps = self.value * 2, 0
-
-
-class Optimizer:
-    """Optimizer of one rank's parameters.
-
-    Args:
-        weights: weights of this rank, with their masters.
-        gradients: gradients of these weights.
-        config: optimizer settings.
-        plan: layers of the model; the weights between the first and the last layer are hidden.
-        axes: mesh axes that may shard a parameter.
-
-    Attributes:
-        entries: the trained weights.
-        rule: update rule of all entries.
-        restorations: number of calls of `restored`.
+        model: this rank's part of the model, with its weights and gradients.
+        buffers: persistent buffers, which forward passes may change.
+        generators: random generators of this process, for user models that draw from them.
 
     Raises:
-        UserError: the optimizer of another package or of the user cannot be imported or constructed.
+        UserError: the plan does not fit the model, or the settings do not fit the layout.
     """
 
     def __init__(
         self,
-        weights: Sequence[Weight],
-        gradients: Gradients,
-        config: OptimizerConfig,
+        make_model: Callable[[], nn.Module],
         plan: ModelPlan,
-        axes: Iterable[Axis],
+        mesh: Mesh,
+        settings: TrainingSettings,
+        activation: tuple[int, int, int] | None = None,
+        loss: LossFunction | None = None,
+        loss_scale: LossScale | None = None,
+        stop: Stop | None = None,
     ) -> None:
-        axes, self._weights, self._gradients = tuple(axes), weights, gradients
-        self.entries: list[Entry] = []
-        trained = [weight for weight in weights if weight.is_trained]
-        for weight in trained:
-            parameter = weight.parameter
-            whole, hidden = ShardedMatrix(parameter, axes), plan.is_hidden_matrix(weight.name, parameter.dim())
-            self.entries.append(Entry(weight.name, parameter, weight.leaf, weight.master, gradients, whole, hidden))
-        self.rule: UpdateRule = update_rule(config)(self.entries, config)
-        self.restorations = 0
-        self._trained = trained
+        self.mesh, self.plan, self.settings = mesh, plan, settings
+        self.loss, self.loss_scale, self.stop = loss, loss_scale, stop
+        self.parallelism = Parallelism.make(plan, mesh, settings)
+        self.model = parallelize(make_model, plan, self.parallelism, settings)
+        self.stages, self.gradients, self.streams = self.model.stages, self.model.gradients, self.model.streams
+        self.buffers = MovingBuffers(self.stages, plan, mesh)
+        self.generators = ProcessGenerators(mesh.coordinates, mesh.device)
+        self.runner = _make_runner(self.model, settings, activation)
+        self._batches = BatchPreparation(self.model, settings, self.runner, self.preserved)
+        self._trained, self._partial = self.model.trained, partial_over_tensor_ranks(self.model)
+        self._in_order = any(has_uneven_shards(weight.parameter) for weight in self.model.weights)
+        self._is_first = True
+        self._batch: StepBatch | None = None
+        """Batch of the step in progress."""
 
-    @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """Update the weights once with learning rate `lr`."""
-        self.rule.step(lr)
-        publish_(self._trained, self._gradients)
+    def compute_gradients(
+        self, batch: Any, step: int, loss: LossFunction | None = None, rows: Tensor | None = None
+    ) -> tuple[Tensor, int]:
+        """Compute the gradients of the global batch's mean loss, accumulated over its micro-batches.
 
-    @torch.no_grad()
-    def restored(self) -> None:
-        """Take over the masters and the tensors of `states` after a checkpoint has filled them."""
-        self.rule.restored()
-        publish_(self._weights, self._gradients)
-        self.restorations += 1
+        Args:
+            batch: this replica's samples of the global batch, the same on all ranks of the replica.
+            step: number of the step, from 0; decides the dropout masks.
+            loss: loss of the last layer's output; None for the constructor's, and without one for a `TokenBatch`, whose
+                loss the last layer computes. With a loss, a `TokenBatch` is passed as (tokens, labels).
+            rows: int64 [samples], index of each sample in the global batch; None if the replicas hold contiguous
+                blocks, in the order of dp. A `TokenBatch` has its own.
 
-    def stored_states(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield `states` as global tensors for a checkpoint: sharded like the parameter, or replicated."""
-        for entry in self.entries:
-            for state, value in self.rule.state(entry).items():
-                yield entry.name, state, value if self.rule.is_replicated(entry, state, value) else entry.stored(value)
+        Returns:
+            this replica's term of the mean loss (zero except on the last stage), and the number of valid tokens in the
+            global batch, or of samples if it is not a `TokenBatch`.
 
-    def states(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield the optimizer state: parameter name, state name, local tensor (scalars are equal on every rank)."""
-        for entry in self.entries:
-            for state, value in self.rule.state(entry).items():
-                yield entry.name, state, value
-
-
-class GradientNorm:
-    """This rank's terms of the global gradient norm, from the current gradients, in pieces as in `squared_norm`."""
-
-    def __init__(self, model: TrainableModel, entries: Sequence[Entry], piece: int = PieceSizes.norm_elements) -> None:
-        self._gradients, self._piece = model.gradients, piece
-        self._counted = [entry.leaf for entry in entries if _is_counted(model, entry)]
-        self._others = [entry.leaf for entry in entries if not _is_counted(model, entry)]
-        self._device = model.parallelism.mesh.device
-
-    def squared(self) -> Tensor:
-        """Return this rank's term of the squared norm, over the gradients that it counts. fp64 scalar."""
-        return self._of(self._counted)
-
-    def uncounted_overflow(self) -> Tensor:
-        """Return 0, or NaN if a gradient that another rank counts is not finite on this rank. fp64 scalar.
-
-        Ranks that share a gradient hold the same bits of it unless the memory or a link of one of them fails. The norm
-        would then be finite, and the update of that rank alone would spoil its weights.
+        Raises:
+            UserError: batch, model and loss do not fit together, or there is nothing to compute a loss of.
         """
-        return 0 * self._of(self._others)
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        loss = loss or self.loss
+        # Common errors of a user's own layers are explained.
+        with explaining_passes(self.stages, self.mesh.tp.size) if self.plan.constructed else nullcontext():
+            # 1. Micro-batches: the replicas add up what they count, as the loss is divided by that of the global batch.
+            if loss is None:
+                self._batch = self._batches.of_tokens(batch, step, scale)
+            else:
+                self._batch = self._batches.of_own(batch, step, loss, rows, scale)
+            # 2. Forward and backward passes. Buckets of gradients start their sums over the replicas as they fill.
+            self.gradients.begin(self.runner.arrivals)
+            self.buffers.begin()
+            term = self.runner.forward_backward(self._batch.local, self._batch.factor)
+            if self._is_first and self.plan.constructed:
+                self._require_unchanged_weights()
+            self._is_first = False
+        # 3. Gradient sync, each on all ranks that hold a copy of a weight or of its shard. Over the replicas (dp · cp):
+        # each had its own samples or positions. All-reduce, or with ZeRO reduce-scatter; only the rest is left to wait.
+        self.mesh.heartbeat.activity(Activity.GRADIENT_SUM)
+        self.gradients.finish()
+        self.buffers.finish(self._batch.share)
+        # Over the tensor ranks: of a weight that each holds whole, each used its own positions or heads alone.
+        if self._partial:
+            self.mesh.tp.all_reduce_together_([self.gradients[leaf] for leaf in self._partial])
+        # Over the stages that use a tied weight: each has the gradient of its own use.
+        gradients = {weight.name: self.gradients[weight.leaf] for weight in self._trained}
+        self.model.tied.sum_(gradients, self._in_order)
+        # The loss scale kept small gradients from vanishing on the way, and leaves now.
+        if scale != 1:
+            self.gradients.scale_(1 / scale)
+        return term / scale, self._batch.counted
 
-    def squared_or_overflow(self) -> Tensor:
-        """Return `squared`, or NaN if any gradient of this rank is not finite, counted or not. fp64 scalar."""
-        squared = self.squared()
-        return squared + 0 * squared + self.uncounted_overflow()
+    def train_batch(
+        self, batch: Any, step: int, loss: LossFunction | None = None, rows: Tensor | None = None
+    ) -> LossSums:
+        """Compute the gradients as `compute_gradients` does; return the loss and its terms, equal on every rank."""
+        term, counted = self.compute_gradients(batch, step, loss, rows)
+        assert self._batch is not None
+        if self._batch.sums is not None:
+            return self._summed(self._batch.sums, self._batch.samples)
+        (total,) = self._sum_over_ranks(self._own_summands(term.double().view(1) * counted))
+        return _of_tokens(total, counted, self._batch.samples)
 
-    def _of(self, leaves: Sequence[Tensor]) -> Tensor:
-        if not leaves:
-            return torch.zeros((), dtype=torch.float64, device=self._device)
-        return squared_norm(self._gradients.joined(leaves), self._piece)
+    def eval_batch(self, batch: Any, loss: LossFunction | None = None) -> LossSums:
+        """Return the loss of a global batch in evaluation mode; gradients and random states stay unchanged.
 
+        There is no dropout, and experts drop no tokens, whatever their capacity. The loss and its terms are equal on
+        every rank; those of several batches can be added. See `compute_gradients` for arguments and errors.
+        """
+        loss = loss or self.loss
+        with self.preserved(), _in_evaluation_mode(self.stages), as_written(self.settings.compile):
+            if loss is not None:
+                local, sizes = self._batches.own_samples(batch, loss)
+                self.runner.evaluate(local)
+                return self._summed(local.loss, sum(sizes))
+            tokens = self._batches.local_batch(batch)
+            total = self.runner.evaluate(tokens).double()
+        totals = torch.stack([total, (tokens.labels != IGNORE_INDEX).sum().to(total)])
+        summed, count = self._sum_over_ranks(self._own_summands(totals))
+        return _of_tokens(summed, int(count), len(batch.labels) * self.mesh.dp.size)
 
-def _is_counted(model: TrainableModel, entry: Entry) -> bool:
-    return (
-        model.gradients.is_in_norm(entry.leaf)
-        and model.tied.is_primary(entry.name)
-        and (is_split(entry.parameter) or model.parallelism.mesh.tp.is_first)
-    )
+    @contextmanager
+    def preserved(self, streams: Mapping[str, Tensor] | None = None) -> Iterator[None]:
+        """Restore random streams, generators and buffers after the block, which starts with `streams` if given."""
+        with self.streams.preserved(streams), generators_preserved(self.mesh.device), self.buffers.preserved():
+            yield
 
+    def _require_unchanged_weights(self) -> None:
+        """Refuse weights that a forward pass changed: the update overwrites narrow weights with their masters."""
+        for weight in self.model.weights:
+            if weight.master is weight.leaf or isinstance(weight.leaf, FakeTensor):
+                continue
+            if not torch.equal(weight.leaf, weight.master.to(weight.leaf.dtype)):
+                raise UserError(
+                    f"forward changes the parameter {weight.name!r}, and in {weight.leaf.dtype} the change would be "
+                    "lost, as another copy is updated; compute with a changed copy, keep it in a buffer, or use fp32."
+                )
 
-def squared_norm(tensors: Sequence[Tensor], piece: int = PieceSizes.norm_elements) -> Tensor:
-    """Sum the squares of all elements in fp64, `piece` neighbours at a time in their own dtype.
+    def _summed(self, sums: TermSums, samples: int) -> LossSums:
+        """Return the loss terms, summed over all ranks."""
+        return sums.over_all(self._sum_over_ranks(self._own_summands(sums.values(self.mesh.device))), samples)
 
-    torch sums the squares of a tensor in the tensor's dtype, which loses three digits for fp32 and millions of
-    elements. Short pieces lose none that matter, at a third of the cost of fp64 throughout.
-    """
-    wide = torch.promote_types(tensors[0].dtype, torch.float32)
-    norms, rest = [], []
-    for tensor in tensors:
-        flat = tensor.flatten()
-        in_pieces = flat.numel() // piece * piece
-        if in_pieces:
-            norms.append(torch.linalg.vector_norm(flat[:in_pieces].view(-1, piece), dim=1, dtype=wide))
-        if in_pieces < flat.numel() or not in_pieces:
-            rest.append(flat[in_pieces:])
-    if rest:
-        norms.append(torch.stack(foreach_norm(rest, dtype=wide)))
-    return torch.cat(norms).double().square().sum()
+    def _own_summands(self, totals: Tensor) -> Tensor:
+        """Return this rank's summands: zero except on the first tensor rank of the last stage."""
+        return totals if self.runner.has_loss and self.mesh.tp.is_first else torch.zeros_like(totals)
 
-
-_CLIP_EPS = 1e-6  # same as torch.nn.utils.clip_grad_norm_
+    def _sum_over_ranks(self, totals: Tensor) -> list[float]:
+        """Sum numbers over all ranks; the requests to end the run travel in the same small collective."""
+        if self.stop is None:
+            return self.mesh.world.all_reduce_values(totals)
+        # Fill on the device: copying a tensor from a Python number would block the host.
+        request = torch.full((1,), self.stop.request(), dtype=totals.dtype, device=totals.device)
+        *summed, requests = self.mesh.world.all_reduce_values(torch.cat([totals, request]))
+        self.stop.receive(requests)
+        return summed
 
 
 @dataclass(frozen=True)
@@ -261,6 +281,8 @@ class Engine(GradientStep):
         pieces: sizes of the pieces that work is divided into; None for the default sizes.
     """
 
+    stop: Stop
+
     def __init__(
         self,
         make_model: Callable[[], nn.Module],
@@ -277,15 +299,15 @@ class Engine(GradientStep):
             positions //= config.parallel.tp
         activation = (config.train.micro_batch_size, positions, config.model.hidden_size)
         declared = loss is None and config.model.architecture != OWN  # otherwise the runner finds the shapes
-        settings = TrainingSettings.of(config, pieces)
-        super().__init__(make_model, plan, mesh, settings, activation if declared else None)
-        self.config, self.loss, self.stop = config, loss, stop or Stop()
-        self._terms: dict[str, float] = {}
-        self.optimizer = Optimizer(
-            self.model.weights, self.gradients, config.optimizer, plan, self.parallelism.sharding_axes
+        settings, scale = TrainingSettings.of(config, pieces), loss_scale or LossScale.of(config.precision)
+        super().__init__(
+            make_model, plan, mesh, settings, activation if declared else None, loss, scale, stop or Stop()
         )
-        self._norm = GradientNorm(self.model, self.optimizer.entries, settings.pieces.norm_elements)
-        self.loss_scale = loss_scale or LossScale.of(config.precision)
+        self.config = config
+        rule, axes = update_rule(config.optimizer), self.parallelism.sharding_axes
+        self.optimizer = Optimizer(rule, self.model.weights, self.gradients, config.optimizer, plan, axes)
+        tied, piece = self.model.tied, settings.pieces.norm_elements
+        self._norm = GradientNorm(self.gradients, self.optimizer.entries, mesh, tied, piece)
 
     def train_step(self, batch: Any, step: int) -> StepResult:
         """Make one update from a global batch.
@@ -300,19 +322,6 @@ class Engine(GradientStep):
         """
         loss, tokens = self.compute_gradients(batch, step)
         return self.update(loss, tokens, step)
-
-    def compute_gradients(
-        self,
-        batch: Any,
-        step: int,
-        loss: LossFunction | None = None,
-        rows: Tensor | None = None,
-        scale: float | None = None,
-    ) -> tuple[Tensor, int]:
-        """Compute the gradients of a global batch, with the run's loss and loss scale by default."""
-        if scale is None:
-            scale = 1.0 if self.loss_scale is None else self.loss_scale.value
-        return super().compute_gradients(batch, step, loss or self.loss, rows, scale)
 
     def update(
         self, local_loss: Tensor, tokens: int, step: int, refuses: Callable[[float, float], str] | None = None
@@ -330,27 +339,33 @@ class Engine(GradientStep):
         Raises:
             NonFiniteStep: the loss or the norm is not finite, and no smaller loss scale could help.
         """
+        assert self._batch is not None
         self.mesh.heartbeat.activity(Activity.UPDATE)
-        loss, norm = self._loss_and_norm(local_loss)
-        lr, scale = learning_rate(step + 1, self.config.optimizer), self.loss_scale
-        used = None if scale is None else scale.value
+        # 4. Loss and norm, equal on every rank, which therefore all decide alike.
+        loss, norm, terms = self._loss_and_norm(local_loss)
+        scale, config = self.loss_scale, self.config.optimizer
+        lr, used = learning_rate(step + 1, config), None if scale is None else scale.value
         finite = isfinite(loss) and isfinite(norm)
         refused = refuses(loss, norm) if finite and refuses is not None else ""
-        makes_update = finite and not refused
-        result = StepResult(loss, norm, lr, tokens, not makes_update, used, self._padding, self._terms, refused)
-        if not makes_update:
-            self.buffers.undo()
-        if not finite and (scale is None or scale.is_least):
-            what = f"the loss is {loss:g} and the gradient norm {norm:g}"
-            rate = self.config.optimizer.lr
-            raise NonFiniteStep.of(step + 1, what, f"lower optimizer.lr ({rate:g}), to {rate / 2:g} say", result)
-        if scale is not None:
-            scale.held() if finite else scale.overflowed()
-        if makes_update:
-            limit = self.config.optimizer.clip_grad_norm
-            if limit and (coefficient := limit / (norm + _CLIP_EPS)) < 1:
-                self.gradients.scale_(coefficient)
-            self.optimizer.step(lr)
+        skipped = not finite or bool(refused)
+        result = StepResult(loss, norm, lr, tokens, skipped, used, self._batch.padding, terms, refused)
+
+        def diverged() -> NonFiniteStep:
+            what, rate = f"the loss is {loss:g} and the gradient norm {norm:g}", config.lr
+            return NonFiniteStep.of(step + 1, what, f"lower optimizer.lr ({rate:g}), to {rate / 2:g} say", result)
+
+        # 5. Clip and update.
+        clip_and_update(
+            self.gradients,
+            norm,
+            config.clip_grad_norm,
+            lambda: self.optimizer.step(lr),
+            finite=finite,
+            refused=bool(refused),
+            scale=scale,
+            undo=self.buffers.undo,
+            diverged=diverged,
+        )
         return result
 
     def evaluate(self, batch: Any) -> tuple[float, int]:
@@ -359,14 +374,16 @@ class Engine(GradientStep):
         For a user's loss with one term, return its sum and its count; with several terms, the mean times the number of
         samples, and that number. Experts drop no token, whatever their capacity, as in a trained model.
         """
-        found = self.eval_batch(batch, self.loss)
+        found = self.eval_batch(batch)
         if len(found.counts) > 1:
             return found.loss * found.samples, found.samples
         (name,) = found.counts
         return found.weighted[name], int(found.counts[name])
 
-    def _loss_and_norm(self, loss: Tensor) -> tuple[float, float]:
-        terms = None if self._sums is None else self._own_summands(self._sums.values(self.mesh.device))
+    def _loss_and_norm(self, loss: Tensor) -> tuple[float, float, dict[str, float]]:
+        """Return the loss, the global gradient norm and the terms of the user's loss, in one all-reduce."""
+        assert self._batch is not None
+        sums = self._batch.sums
         totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         if self.mesh.tp.is_first:
             totals[0] = loss
@@ -374,14 +391,171 @@ class Engine(GradientStep):
             totals[1] = self._norm.squared() + self._norm.uncounted_overflow()
         else:
             totals[1] = self._norm.squared_or_overflow()
-        mean, squared, *summed = self._sum_over_ranks(totals if terms is None else torch.cat([totals, terms]))
-        self._terms = {} if self._sums is None else self._sums.over_all(summed, 0).terms
-        return mean, squared**0.5
+        if sums is not None:
+            totals = torch.cat([totals, self._own_summands(sums.values(self.mesh.device))])
+        mean, squared, *summed = self._sum_over_ranks(totals)
+        return mean, squared**0.5, {} if sums is None else sums.over_all(summed, 0).terms
 
-    def _sum_over_ranks(self, totals: Tensor) -> list[float]:
-        """Sum numbers over all ranks; the requests to end the run travel in the same small collective."""
-        # Fill on the device: copying a tensor from a Python number would block the host.
-        request = torch.full((1,), self.stop.request(), dtype=totals.dtype, device=totals.device)
-        *summed, requests = super()._sum_over_ranks(torch.cat([totals, request]))
-        self.stop.receive(requests)
-        return summed
+
+class GradientNorm:
+    """This rank's terms of the global gradient norm, from the current gradients.
+
+    Each gradient counts once, on one of the ranks that hold it.
+
+    Args:
+        gradients: gradients of the weights.
+        weights: the trained weights of this rank.
+        tied: tied weights that several stages hold; None without them.
+        piece: number of neighbouring elements, as in `squared_norm`.
+    """
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        weights: Iterable[Weight],
+        mesh: Mesh,
+        tied: TiedWeights | None = None,
+        piece: int = PieceSizes.norm_elements,
+    ) -> None:
+        self._gradients, self._piece, self._device = gradients, piece, mesh.device
+        self._counted: list[Tensor] = []
+        self._others: list[Tensor] = []
+        for weight in weights:
+            counts = (
+                gradients.is_in_norm(weight.leaf)
+                and (tied is None or tied.is_primary(weight.name))
+                and (is_split(weight.parameter) or mesh.tp.is_first)
+            )
+            (self._counted if counts else self._others).append(weight.leaf)
+
+    def squared(self) -> Tensor:
+        """Return this rank's term of the squared norm, over the gradients that it counts. fp64 scalar."""
+        return self._of(self._counted)
+
+    def uncounted_overflow(self) -> Tensor:
+        """Return 0, or NaN if a gradient that another rank counts is not finite on this rank. fp64 scalar.
+
+        Ranks that share a gradient hold the same bits of it unless the memory or a link of one of them fails. The norm
+        would then be finite, and the update of that rank alone would spoil its weights.
+        """
+        return 0 * self._of(self._others)
+
+    def squared_or_overflow(self) -> Tensor:
+        """Return `squared`, or NaN if any gradient of this rank is not finite, counted or not. fp64 scalar."""
+        squared = self.squared()
+        return squared + 0 * squared + self.uncounted_overflow()
+
+    def _of(self, leaves: Sequence[Tensor]) -> Tensor:
+        if not leaves:
+            return torch.zeros((), dtype=torch.float64, device=self._device)
+        return squared_norm(self._gradients.joined(leaves), self._piece)
+
+
+def squared_norm(tensors: Sequence[Tensor], piece: int = PieceSizes.norm_elements) -> Tensor:
+    """Sum the squares of all elements in fp64, `piece` neighbours at a time in their own dtype.
+
+    torch sums the squares of a tensor in the tensor's dtype, which loses three digits for fp32 and millions of
+    elements. Short pieces lose none that matter, at a third of the cost of fp64 throughout.
+    """
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    norms, rest = [], []
+    for tensor in tensors:
+        flat = tensor.flatten()
+        in_pieces = flat.numel() // piece * piece
+        if in_pieces:
+            norms.append(torch.linalg.vector_norm(flat[:in_pieces].view(-1, piece), dim=1, dtype=wide))
+        if in_pieces < flat.numel() or not in_pieces:
+            rest.append(flat[in_pieces:])
+    if rest:
+        norms.append(torch.stack(foreach_norm(rest, dtype=wide)))
+    return torch.cat(norms).double().square().sum()
+
+
+_CLIP_EPS = 1e-6  # same as torch.nn.utils.clip_grad_norm_
+
+
+def clip_(gradients: Gradients, norm: float, limit: float | None) -> bool:
+    """Scale gradients down to the norm `limit` (0 or None for none) if theirs is above; return whether it was."""
+    if limit and (coefficient := limit / (norm + _CLIP_EPS)) < 1:
+        gradients.scale_(coefficient)
+        return True
+    return False
+
+
+def clip_and_update(
+    gradients: Gradients,
+    norm: float,
+    limit: float | None,
+    update: Callable[[], None],
+    *,
+    finite: bool,
+    scale: LossScale | None,
+    undo: Callable[[], None],
+    diverged: Callable[[], UserError],
+    refused: bool = False,
+) -> None:
+    """End a step: clip and update, or skip the update and halve the loss scale. All ranks decide alike.
+
+    Args:
+        gradients: complete gradients of this rank.
+        norm: their global norm.
+        limit: norm to clip them to; 0 or None for no limit.
+        update: makes the update.
+        finite: whether gradients and loss are finite.
+        scale: loss scale that the gradients were computed with; None without one.
+        undo: takes back what the forward passes changed, of a step that makes no update.
+        diverged: makes the error to raise if they are not finite, and no smaller loss scale could help.
+        refused: whether a finite step makes no update either; it leaves the loss scale as it would be.
+    """
+    if not finite or refused:
+        undo()
+    if not finite and (scale is None or scale.is_least):
+        raise diverged()
+    if scale is not None:
+        scale.update(finite)
+    if finite and not refused:
+        clip_(gradients, norm, limit)
+        update()
+
+
+def partial_over_tensor_ranks(model: TrainableModel) -> list[Tensor]:
+    """Return the leaves that tensor ranks hold whole but use on their own positions or heads alone."""
+    how = model.parallelism
+    return [
+        weight.leaf
+        for weight in model.trained
+        if how.mesh.tp.size > 1
+        and not is_split(weight.parameter)
+        and (how.sequence_parallel or model.plan.has_partial_gradient(weight.name))
+    ]
+
+
+def _make_runner(model: TrainableModel, settings: TrainingSettings, activation: tuple[int, int, int] | None) -> Runner:
+    mesh, count = model.parallelism.mesh, settings.micro_batches
+    if mesh.pp.size == 1:
+        return LoopRunner(model.stages[0], count, mesh.heartbeat)
+    schedule, pp = settings.pipeline_schedule, mesh.pp.size
+    if not schedule.accepts(pp, count):
+        raise UserError(
+            f"micro_batches is {count} but the schedule {schedule.name} {schedule.micro_batch_rule(pp, count)}; "
+            f"use {next(larger for larger in range(count, 4 * pp * count + 1) if schedule.accepts(pp, larger))}."
+        )
+    return PipelineRunner(model.stages, model.parallelism, schedule, count, activation, model.gradients.add_)
+
+
+def _of_tokens(total: float, count: int, samples: int) -> LossSums:
+    return LossSums({LOSS: total}, {LOSS: total}, {LOSS: count}, samples)
+
+
+@contextmanager
+def _in_evaluation_mode(stages: Sequence[Stage]) -> Iterator[None]:
+    modes = [(module, module.training) for stage in stages for module in stage.modules()]
+    for stage in stages:
+        stage.eval()
+    try:
+        yield
+    finally:
+        for stage in stages:
+            stage.train()
+        for module, mode in modes:  # a constructor may leave a part of its model in evaluation mode
+            module.training = mode

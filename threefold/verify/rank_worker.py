@@ -20,8 +20,9 @@ from threefold.models.source import ModelSource
 from threefold.parallel.moving_buffers import stored_buffers
 from threefold.parallel.parameter import axes_of, offset
 from threefold.parallel.settings import PieceSizes
+from threefold.train.optim import LossScale
 from threefold.train.state import checkpoint_tensors, loss_scale_facts, restore_engine
-from threefold.train.step import Engine, LossScale
+from threefold.train.step import Engine
 from threefold.verify.batches import BatchSource, OwnBatches
 from threefold.verify.compare import EVALUATION, SCALE, SMALL, TOLERANCE, Comparison, Error, Held
 from threefold.verify.reference import CLIP_SHARE, OneProcess, Trace

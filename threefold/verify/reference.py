@@ -29,12 +29,12 @@ from threefold.models.own_batch import LayerSignature, batch_size, forward_layer
 from threefold.models.sharding import Constant, Drawn, Initial, ModelPlan, Normal
 from threefold.models.source import ModelSource
 from threefold.parallel.gradients import Gradients, Observer
-from threefold.parallel.weights import make_weights
+from threefold.parallel.parameter import make_weights
 from threefold.random.dropout import sample_keys
 from threefold.random.rng import fill_normal_, stream_key
 from threefold.torch_private.tensors import persistent_buffers
-from threefold.train.lr_schedules import learning_rate
-from threefold.train.step import Optimizer
+from threefold.train.optim import Optimizer, learning_rate
+from threefold.train.optimizers.own import update_rule
 from threefold.verify.batches import BatchSource, OwnBatches
 
 FILE = "one-process.pt"
@@ -504,7 +504,14 @@ class _Added(ReferenceOptimizer):
 
     def _make(self, weights: Mapping[str, nn.Parameter], plan: ModelPlan) -> Optimizer:
         dtype = next(iter(weights.values())).dtype
-        return Optimizer(make_weights(weights.items(), dtype), _WholeGradients(), self.config, plan, axes=())
+        return Optimizer(
+            update_rule(self.config),
+            make_weights(weights.items(), dtype),
+            _WholeGradients(),
+            self.config,
+            plan,
+            axes=(),
+        )
 
     @torch.no_grad()
     def step(self, lr: float) -> None:

@@ -68,7 +68,7 @@ def with_buffers(folder: Path) -> tuple[bool, float]:
     model, optimizer = t3.prepare(model, optimizer, precision="fp16")
     t3.backward(model(torch.randn(4, 2)).square().mean())
     optimizer.step()
-    model.sync.loss_scale.overflowed()
+    model.sync.loss_scale.update(finite=False)
     t3.save(folder, 1, model=model, optimizer=optimizer)
     other = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     other, again = t3.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1), precision="fp16")

@@ -13,8 +13,8 @@ from threefold.comm.axis import Axis
 from threefold.models.layers.decoder import PositionEmbedding
 from threefold.models.sharding import OverSequence
 from threefold.ops.kernels import linear
-from threefold.parallel import gradient_step
-from threefold.parallel.parameter import local
+from threefold.parallel.parallelize import TrainableModel
+from threefold.parallel.parameter import is_split, local
 from threefold.parallel.sequence import ShardingContext
 from threefold.parallel.shard_modules import SHARDINGS
 from threefold.parallel.tensor import layers as tensor
@@ -28,15 +28,10 @@ pytestmark = pytest.mark.slow  # they test the tests; the quick run has those of
 def _summed_only(matches: Callable[[str], bool]) -> list[Patch]:
     """Only the gradients of the weights that match are summed over the shares."""
 
-    def some(self: engine.Engine) -> None:
-        shared = [
-            entry.gradient
-            for entry in self.optimizer.entries
-            if not gradient_step.is_split(entry.parameter) and matches(entry.name)
-        ]
-        gradient_step.sum_over_shares_(shared, self.mesh.tp)
+    def some(model: TrainableModel) -> list[Tensor]:
+        return [weight.leaf for weight in model.trained if not is_split(weight.parameter) and matches(weight.name)]
 
-    return [replace(engine.Engine, "_sum_over_tensor_ranks", some)]
+    return [replace(engine, "partial_over_tensor_ranks", some)]
 
 
 def norm_gradients_not_summed() -> list[Patch]:
@@ -52,14 +47,12 @@ def position_gradients_not_summed() -> list[Patch]:
 
 
 def split_gradients_summed_too() -> list[Patch]:
-    complete = engine.Engine._sum_over_tensor_ranks
+    partial = engine.partial_over_tensor_ranks
 
-    def and_more(self: engine.Engine) -> None:
-        complete(self)
-        split = [entry.gradient for entry in self.optimizer.entries if entry.name.endswith("up.bias")]
-        gradient_step.sum_over_shares_(split, self.mesh.tp)
+    def and_more(model: TrainableModel) -> list[Tensor]:
+        return partial(model) + [weight.leaf for weight in model.trained if weight.name.endswith("up.bias")]
 
-    return [replace(engine.Engine, "_sum_over_tensor_ranks", and_more)]
+    return [replace(engine, "partial_over_tensor_ranks", and_more)]
 
 
 def row_bias_added_by_every_rank() -> list[Patch]:
@@ -104,7 +97,7 @@ def shares_joined_in_another_order() -> list[Patch]:
 
 
 def pipeline_expects_whole_activations() -> list[Patch]:
-    return [replace(gradient_step, "PipelineRunner", _whole_activation)]
+    return [replace(engine, "PipelineRunner", _whole_activation)]
 
 
 def _whole_activation(stages, parallelism, schedule, micro_batches, activation, *others):
@@ -113,7 +106,7 @@ def _whole_activation(stages, parallelism, schedule, micro_batches, activation, 
     return _RUNNER(stages, parallelism, schedule, micro_batches, whole, *others)
 
 
-_RUNNER = gradient_step.PipelineRunner
+_RUNNER = engine.PipelineRunner
 
 TP, TP_PP = {"tp": 2}, {"tp": 2, "pp": 2}
 MISTAKES = [

@@ -19,7 +19,7 @@ TOY = '''
 
 import torch
 
-from threefold.train.optimizers.base import UpdateRule, zeros
+from threefold.train.optim import UpdateRule, zeros
 
 
 class Toy(UpdateRule):

@@ -10,7 +10,7 @@ from torch import Tensor
 from threefold.config import OptimizerConfig
 from threefold.config.optimizer import OPTIMIZERS, hyper_parameters
 from threefold.parallel.parameter import ShardedMatrix
-from threefold.train.optimizers.base import Entry, UpdateRule
+from threefold.train.optim import Entry, UpdateRule
 from threefold.train.optimizers.muon import newton_schulz
 
 SHAPES = {"matrix": (6, 4), "wide": (3, 8), "table": (5, 4), "bias": (4,)}

@@ -16,8 +16,9 @@ from threefold.api.prepared.loader import BatchRows, CurrentBatch, tensors_in
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
 from threefold.parallel.gradients import Gradients
-from threefold.parallel.parameter import is_split, like, local, offset, stored
-from threefold.train.step import LossScale, squared_norm
+from threefold.parallel.parameter import Weight, like, local, offset, stored
+from threefold.train.optim import LossScale
+from threefold.train.step import GradientNorm, clip_
 
 
 def slice_of(parameter: Tensor, value: Tensor) -> Tensor:
@@ -30,7 +31,6 @@ def slice_of(parameter: Tensor, value: Tensor) -> Tensor:
 Reduction = Literal["mean", "sum"]
 
 _ORIGIN = "threefold.prepared"
-_CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,8 @@ class GradSync:
         self.loss_scale, self.current = loss_scale, current
         self.updates, self.overflowed = 0, False
         self.leaves = {name: local(stored(parameter)) for name, parameter in self.parameters.items()}
+        weights = [Weight(name, stored(self.parameters[name]), leaf, leaf) for name, leaf in self.leaves.items()]
+        self._norm = GradientNorm(gradients, weights, mesh)
         self._partial = [self.leaves[name] for name in partial_names if name in self.leaves]
         self._passes = 0
         self._reduction: Reduction = "mean"
@@ -155,18 +157,7 @@ class GradSync:
 
     def squared_norm(self) -> Tensor:
         """Return the squared norm of the whole model's gradients (fp64 scalar, equal on every rank). Collective."""
-        mesh = self.mesh
-        counted = [
-            leaf
-            for name, leaf in self.leaves.items()
-            if self.gradients.is_in_norm(leaf) and (is_split(stored(self.parameters[name])) or mesh.tp.is_first)
-        ]
-        own = (
-            squared_norm(self.gradients.joined(counted))
-            if counted
-            else torch.zeros((), dtype=torch.float64, device=mesh.device)
-        )
-        return mesh.world.all_reduce_(own)
+        return self.mesh.world.all_reduce_(self._norm.squared())
 
     def clip_(self, max_norm: float) -> Tensor | None:
         """Clip the gradients by their global norm; see `clip_grad_norm_`."""
@@ -175,9 +166,7 @@ class GradSync:
         if not self.updates:
             raise UserError("clip_grad_norm_ was called before threefold.backward(loss); call it after that.")
         norm = self.squared_norm().sqrt()
-        coefficient = max_norm / (float(norm) + _CLIP_EPS)
-        if coefficient < 1:
-            self.gradients.scale_(coefficient)
+        if clip_(self.gradients, float(norm), max_norm):
             self._publish([parameter.grad is not None for parameter in self.parameters.values()])
         return norm
 
@@ -246,7 +235,7 @@ class GradSync:
         self.overflowed = False
         if self.loss_scale is not None:
             finite = isfinite(loss) and isfinite(float(self.squared_norm()))
-            self.loss_scale.held() if finite else self.loss_scale.overflowed()
+            self.loss_scale.update(finite)
             self.overflowed = not finite
         self._publish([flag > 0 for flag in found])
         self._unused = True

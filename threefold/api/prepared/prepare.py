@@ -24,7 +24,7 @@ from threefold.parallel.gradients import COMPRESSIONS, Gradients, buckets_by_dty
 from threefold.parallel.parameter import like, local, longest_shard, stored
 from threefold.parallel.zero import ShardedGradients, make_zero_sharding, report_gradients, shard_values
 from threefold.plugins import one_of
-from threefold.train.step import LossScale
+from threefold.train.optim import LossScale
 
 PRECISIONS: Final = ("fp32", "bf16", "fp16")
 _TAKEN: Final = (Optimizer, DataLoader, LRScheduler, PreparedLoader, PreparedScheduler)

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from threefold.config import OptimizerConfig
-from threefold.config.optimizer import BUILT_IN
-from threefold.train.optimizers.base import Entry, UpdateRule, zeros
+from threefold.train.optim import Entry, UpdateRule, zeros
 
 
 class Lion(UpdateRule):
@@ -30,7 +29,3 @@ class Lion(UpdateRule):
 
     def state(self, entry: Entry) -> Mapping[str, Tensor]:
         return {"exp_avg": self._averages[entry.name]}
-
-    @classmethod
-    def states_per_element(cls, config: OptimizerConfig, is_hidden_matrix: bool) -> int:
-        return BUILT_IN["lion"].states(config, is_hidden_matrix)

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from threefold.config import OptimizerConfig
-from threefold.config.optimizer import BUILT_IN
+from threefold.train.optim import Entry, UpdateRule, zeros
 from threefold.train.optimizers.adamw import AdamW
-from threefold.train.optimizers.base import Entry, UpdateRule, zeros
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic polynomial, steep at 0; singular values end up between about 0.7 and 1.2."""
@@ -64,10 +63,6 @@ class Muon(UpdateRule):
 
     def state(self, entry: Entry) -> Mapping[str, Tensor]:
         return {"momentum_buffer": self._momentum[entry.name]} if entry.hidden_matrix else self._others.state(entry)
-
-    @classmethod
-    def states_per_element(cls, config: OptimizerConfig, is_hidden_matrix: bool) -> int:
-        return BUILT_IN["muon"].states(config, is_hidden_matrix)
 
 
 def newton_schulz(matrices: Tensor, steps: int) -> Tensor:

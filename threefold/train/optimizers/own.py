@@ -21,7 +21,7 @@ from threefold.config.optimizer import OPTIMIZERS
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.plugins import one_of
-from threefold.train.optimizers.base import Entry, UpdatedWeights, UpdateRule
+from threefold.train.optim import Entry, TorchRule, UpdateRule
 
 _OF_THE_SECTION = ("lr", "weight_decay")
 """Arguments that have settings of their own."""
@@ -47,7 +47,7 @@ def check_optimizer(config: OptimizerConfig) -> None:
             _trial(config, torch.zeros(shape))
 
 
-class OwnOptimizer(UpdateRule):
+class OwnOptimizer(TorchRule):
     """Optimizer given by `optimizer.name` and `optimizer.arguments`.
 
     It reads `lr`, which follows the schedule, and, if its constructor takes it, `weight_decay`, which does not apply to
@@ -56,25 +56,17 @@ class OwnOptimizer(UpdateRule):
     """
 
     def __init__(self, entries: Sequence[Entry], config: OptimizerConfig) -> None:
-        super().__init__(entries, config)
         self._whole = needs_whole_matrices(config)
-        self._updated = UpdatedWeights(self.entries, self._whole)
-        decayed = [self._updated.of(entry) for entry in self.entries if entry.decays]
-        others = [self._updated.of(entry) for entry in self.entries if not entry.decays]
-        groups = ((decayed, config.weight_decay), (others, 0.0))
-        self._torch = _make(config, [(params, decay) for params, decay in groups if params]) if self.entries else None
+        super().__init__(entries, config, self._whole)
         self._given: dict[str, dict[str, _State]] = {}
         """State returned by `state`, by parameter; a checkpoint may fill it until the next step."""
 
+    def make(self, groups: Sequence[tuple[list[Tensor], float]]) -> torch.optim.Optimizer:
+        return _make(self.config, groups)
+
     def step(self, lr: float) -> None:
         self._given = {}  # no checkpoint has filled it
-        if self._torch is None:
-            return
-        for group in self._torch.param_groups:
-            group["lr"] = lr
-        self._updated.set_gradients()
-        self._torch.step()
-        self._updated.keep_shards()
+        super().step(lr)
 
     def state(self, entry: Entry) -> Mapping[str, Tensor]:
         kept = self._kept(entry)

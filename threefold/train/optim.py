@@ -1,0 +1,361 @@
+"""The front of all optimizers: what an update has, the rule that makes it, its learning rate and the fp16 loss scale.
+
+An optimizer is one `UpdateRule`, in a file of `train/optimizers/` or in another package. A learning-rate schedule is
+one function, below or in another package. `config.optimizer` has a row for each.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import cos, pi
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from threefold.comm.axis import Axis
+from threefold.config import OptimizerConfig, PrecisionConfig
+from threefold.config.optimizer import BUILT_IN, LR_SCHEDULES
+from threefold.models.sharding import ModelPlan
+from threefold.parallel.gradients import Gradients
+from threefold.parallel.parameter import ShardedMatrix, Weight, publish_
+
+
+@dataclass(frozen=True)
+class Entry(Weight):
+    """Weight of an optimizer.
+
+    Attributes:
+        gradients: gradients of all weights, including this one.
+        whole: gathers the whole matrix or matrices (the last two dims of the parameter), or the whole vector.
+        is_hidden: whether the weight has at least two dims and lies between the first and the last layer; False for
+            embeddings, the head, norms and biases.
+    """
+
+    gradients: Gradients
+    whole: ShardedMatrix
+    is_hidden: bool = False
+
+    @property
+    def hidden_matrix(self) -> ShardedMatrix | None:
+        """`whole` for a hidden matrix; None for all other weights."""
+        return self.whole if self.is_hidden else None
+
+    @property
+    def gradient(self) -> Tensor:
+        """Gradient of the weight, with the dtype and shape of the master."""
+        return self.gradients[self.leaf]
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay applies: to weights of at least two dims, not to biases and norms."""
+        return self.parameter.dim() >= 2
+
+
+class UpdateRule(ABC):
+    """Base class of optimizers: updates this rank's shards, given their complete gradients.
+
+    The update must be the same in every layout. This holds for a rule that treats elements independently; a rule that
+    needs whole matrices gathers them through `Entry.hidden_matrix`.
+
+    Args:
+        entries: this rank's parameters, the same and in the same order on all ranks that shard them. A shard may be
+            empty.
+        config: resolved config.
+
+    Attributes:
+        reads: the `config.optimizer.HYPER_PARAMETERS` that it reads, with their defaults (None: the section's default).
+            All others are refused. Built-in optimizers use `BUILT_IN` instead, which imports no torch.
+    """
+
+    reads: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(self, entries: Sequence[Entry], config: OptimizerConfig) -> None:
+        self.entries, self.config = list(entries), config
+
+    @abstractmethod
+    def step(self, lr: float) -> None:
+        """Update every entry's `master` in place from its `gradient` with learning rate `lr`.
+
+        Called without autograd, in the same steps on all ranks.
+        """
+
+    @abstractmethod
+    def state(self, entry: Entry) -> Mapping[str, Tensor]:
+        """Return the optimizer state of an entry by name; it is saved in checkpoints and filled in place on resuming.
+
+        Each tensor exists from the start. It either has the master's shape and is sharded like the parameter, or is a
+        scalar that is the same on every rank.
+        """
+
+    def is_replicated(self, entry: Entry, state: str, value: Tensor) -> bool:
+        """Return whether a tensor of `state` is equal on all ranks that hold the weight, not sharded like it."""
+        return value.dim() == 0
+
+    def restored(self) -> None:  # noqa: B027 - most have nothing to do
+        """Handle masters and `state` tensors that were filled from a checkpoint or from initial weights."""
+
+    @classmethod
+    def states_per_element(cls, config: OptimizerConfig, is_hidden_matrix: bool) -> int:
+        """Return the number of state tensors of the weight's shape, for memory estimates.
+
+        An optimizer of another package must define it; `BUILT_IN` has those of the others.
+        """
+        return BUILT_IN[config.name].states(config, is_hidden_matrix)
+
+    def weight_decay(self, entry: Entry) -> float:
+        """Return the weight decay of an entry: the setting, or 0."""
+        return self.config.weight_decay if entry.decays else 0.0
+
+
+def zeros(master: Tensor) -> Tensor:
+    """Return a zero tensor of optimizer state with a master's shape."""
+    return torch.zeros_like(master, requires_grad=False)
+
+
+class Optimizer:
+    """Optimizer of one rank's parameters.
+
+    Args:
+        rule: update rule of all entries.
+        weights: weights of this rank, with their masters.
+        gradients: gradients of these weights.
+        config: optimizer settings.
+        plan: layers of the model; the weights between the first and the last layer are hidden.
+        axes: mesh axes that may shard a parameter.
+
+    Attributes:
+        entries: the trained weights.
+        restorations: number of calls of `restored`.
+    """
+
+    def __init__(
+        self,
+        rule: type[UpdateRule],
+        weights: Sequence[Weight],
+        gradients: Gradients,
+        config: OptimizerConfig,
+        plan: ModelPlan,
+        axes: Iterable[Axis],
+    ) -> None:
+        axes, self._weights, self._gradients = tuple(axes), weights, gradients
+        self._trained = [weight for weight in weights if weight.is_trained]
+        self.entries: list[Entry] = []
+        for weight in self._trained:
+            parameter = weight.parameter
+            whole, hidden = ShardedMatrix(parameter, axes), plan.is_hidden_matrix(weight.name, parameter.dim())
+            self.entries.append(Entry(weight.name, parameter, weight.leaf, weight.master, gradients, whole, hidden))
+        self.rule = rule(self.entries, config)
+        self.restorations = 0
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Update the weights once with learning rate `lr`."""
+        self.rule.step(lr)
+        publish_(self._trained, self._gradients)
+
+    @torch.no_grad()
+    def restored(self) -> None:
+        """Take over the masters and the tensors of `states` after a checkpoint has filled them."""
+        self.rule.restored()
+        publish_(self._weights, self._gradients)
+        self.restorations += 1
+
+    def stored_states(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield `states` as global tensors for a checkpoint: sharded like the parameter, or replicated."""
+        for entry in self.entries:
+            for state, value in self.rule.state(entry).items():
+                yield entry.name, state, value if self.rule.is_replicated(entry, state, value) else entry.stored(value)
+
+    def states(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield the optimizer state: parameter name, state name, local tensor (scalars are equal on every rank)."""
+        for entry in self.entries:
+            for state, value in self.rule.state(entry).items():
+                yield entry.name, state, value
+
+
+class UpdatedWeights:
+    """Tensors that a `torch.optim.Optimizer` updates: masters, or whole weights if it needs them and they are sharded.
+
+    Every rank that holds a shard of a gathered weight makes the same update of the whole, and keeps its shard of the
+    result. This costs an all-gather of the gradient in each step, and, on each of these ranks, memory for the whole
+    weight and its whole state. All methods are collective over the axes that shard the weights, in the same order on
+    all ranks.
+    """
+
+    def __init__(self, entries: Sequence[Entry], gathers: bool) -> None:
+        self._entries = list(entries)
+        self._tensors: dict[str, Tensor] = {}
+        for entry in self._entries:
+            if not gathers or entry.whole.is_whole:
+                self._tensors[entry.name] = entry.master
+            else:
+                self._tensors[entry.name] = entry.whole.gather(entry.master.detach()).clone().requires_grad_()
+
+    def of(self, entry: Entry) -> Tensor:
+        """Return the tensor that the optimizer updates for an entry."""
+        return self._tensors[entry.name]
+
+    def is_gathered(self, entry: Entry) -> bool:
+        """Return whether the updated tensor is a whole weight that the layout shards."""
+        return self.of(entry) is not entry.master
+
+    @torch.no_grad()
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Run the optimizer's step with the complete gradients, and update the masters from the whole weights."""
+        for entry in self._entries:
+            gradient = entry.gradient
+            self.of(entry).grad = entry.whole.gather(gradient) if self.is_gathered(entry) else gradient
+        optimizer.step()
+        for entry in self._entries:
+            if self.is_gathered(entry):
+                self.of(entry).grad = None
+                entry.master.copy_(entry.whole.shard(self.of(entry), entry.master))
+
+    @torch.no_grad()
+    def gather_again(self) -> None:
+        """Update the whole weights from the masters, after these were changed elsewhere."""
+        for entry in self._entries:
+            if self.is_gathered(entry):
+                self.of(entry).detach().copy_(entry.whole.gather(entry.master.detach()))
+
+    def is_replicated(self, entry: Entry, shape: torch.Size) -> bool:
+        """Return whether a state of this shape is equal on all ranks that hold the weight, not sharded like it."""
+        return shape != self.of(entry).shape
+
+    def shard_of_state(self, entry: Entry, value: Tensor) -> Tensor:
+        """Return this rank's shard of an optimizer state; all of it if it is replicated."""
+        if not self.is_gathered(entry) or self.is_replicated(entry, value.shape):
+            return value
+        return entry.whole.shard(value, entry.master).contiguous()
+
+    def whole_state(self, entry: Entry, part: Tensor, shape: torch.Size) -> Tensor:
+        """Return an optimizer state of this shape from the shards of all ranks."""
+        if not self.is_gathered(entry) or self.is_replicated(entry, shape):
+            return part
+        return entry.whole.gather(part).clone()
+
+
+class TorchRule(UpdateRule):
+    """Base class of rules that a `torch.optim.Optimizer` makes, over local shards or, with `gathers`, whole weights."""
+
+    def __init__(self, entries: Sequence[Entry], config: OptimizerConfig, gathers: bool = False) -> None:
+        super().__init__(entries, config)
+        self._updated = UpdatedWeights(self.entries, gathers)
+        decayed = [self._updated.of(entry) for entry in self.entries if entry.decays]
+        others = [self._updated.of(entry) for entry in self.entries if not entry.decays]
+        groups = [(params, decay) for params, decay in ((decayed, config.weight_decay), (others, 0.0)) if params]
+        self._torch = self.make(groups) if groups else None  # a rank may hold only frozen weights
+
+    @abstractmethod
+    def make(self, groups: Sequence[tuple[list[Tensor], float]]) -> torch.optim.Optimizer:
+        """Make torch's optimizer for groups of tensors, each with its weight decay."""
+
+    def step(self, lr: float) -> None:
+        if self._torch is not None:
+            for group in self._torch.param_groups:
+                group["lr"] = lr
+            self._updated.step(self._torch)
+
+
+def learning_rate(update: int, config: OptimizerConfig) -> float:
+    """Return the learning rate of an update: linear warm-up from 0 to `lr`, then the schedule named by `decay`.
+
+    Args:
+        update: 1 for the first update; 0 gives the learning rate from which the warm-up starts.
+        config: resolved config, so no field is None.
+
+    Raises:
+        UserError: the schedule belongs to another package and cannot be imported.
+    """
+    if update < config.warmup_steps:
+        return config.lr * update / config.warmup_steps
+    return _schedule(config.decay)(update, config)
+
+
+AfterWarmup = Callable[[int, OptimizerConfig], float]
+"""Learning-rate schedule: learning rate of an update after the warm-up (1 for the first), from the resolved config."""
+
+
+@cache  # finding another package's schedule searches all installed packages
+def _schedule(name: str) -> AfterWarmup:
+    found: AfterWarmup = LR_SCHEDULES.load(name)
+    return found
+
+
+def constant(update: int, config: OptimizerConfig) -> float:
+    """Keep `lr` constant."""
+    return config.lr
+
+
+def cosine(update: int, config: OptimizerConfig) -> float:
+    """Decay from `lr` at the end of the warm-up to `min_lr` at `decay_steps` along half a cosine, then stay there."""
+    if update >= config.decay_steps:
+        return config.min_lr
+    if update <= config.warmup_steps:
+        return config.lr
+    done = (update - config.warmup_steps) / (config.decay_steps - config.warmup_steps)
+    return config.min_lr + (config.lr - config.min_lr) * ((1 + cos(pi * done)) / 2)
+
+
+def linear(update: int, config: OptimizerConfig, hold_until: int | None = None) -> float:
+    """Decay linearly from `lr` at the end of the warm-up to `min_lr` at `decay_steps`, then stay at `min_lr`.
+
+    `hold_until` is the last update at `lr`, by default the last one of the warm-up.
+    """
+    start = config.warmup_steps if hold_until is None else hold_until
+    if update >= config.decay_steps:
+        return config.min_lr
+    if update <= start:
+        return config.lr
+    done = (update - start) / (config.decay_steps - start)
+    return config.min_lr + (config.lr - config.min_lr) * (1 - done)
+
+
+def wsd(update: int, config: OptimizerConfig) -> float:
+    """Hold `lr` for `stable_steps` after the warm-up, then decay linearly to `min_lr` at `decay_steps`."""
+    return linear(update, config, hold_until=config.warmup_steps + config.stable_steps)
+
+
+LEAST = 1.0
+"""Smallest loss scale; gradients that overflow at this scale also overflow unscaled."""
+
+
+class LossScale:
+    """Dynamic loss scale of fp16 training; equal on every rank, as all ranks see the same gradient norm.
+
+    Small gradients vanish below fp16's smallest number, 6e-8. The loss is therefore multiplied by a large factor before
+    the backward pass, and the gradients are divided by it afterwards (Micikevicius et al., "Mixed precision training",
+    arXiv 1710.03740, section 3.2). The scale halves when the gradients overflow, and doubles after enough steps without
+    an overflow.
+
+    Args:
+        initial: scale of the first step, a power of two, so that multiplying and dividing by it is exact.
+        window: steps without overflow after which the scale doubles.
+
+    Attributes:
+        value: scale of the next step.
+        good_steps: steps without overflow since the scale last changed.
+    """
+
+    def __init__(self, initial: float, window: int) -> None:
+        self.window = window
+        self.value, self.good_steps = initial, 0
+
+    @classmethod
+    def of(cls, config: PrecisionConfig) -> "LossScale | None":
+        """Return the loss scale that a config asks for; None unless the dtype is fp16."""
+        return cls(config.loss_scale, config.loss_scale_window) if config.dtype == "fp16" else None
+
+    @property
+    def is_least(self) -> bool:
+        return self.value <= LEAST
+
+    def update(self, finite: bool) -> None:
+        """Count a step whose gradients are finite and double the scale after `window` of them, or halve it."""
+        self.good_steps += 1
+        if not finite:
+            self.value, self.good_steps = max(LEAST, self.value / 2), 0
+        elif self.good_steps == self.window:
+            self.value, self.good_steps = self.value * 2, 0

@@ -1,0 +1,181 @@
+"""A rank's samples of a global batch, and the counts by which the replicas divide its loss."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from threefold.constants import IGNORE_INDEX
+from threefold.errors import UserError
+from threefold.models.layers.decoder import NOTHING, SampleInfo
+from threefold.models.layers.experts import Routing
+from threefold.models.loss_terms import LossFunction, TermSums, count_terms
+from threefold.models.own_batch import batch_shapes, batch_size, map_tensors
+from threefold.parallel.parallelize import TrainableModel
+from threefold.parallel.pipeline.micro_batches import LocalBatch, OwnBatch, StepSamples
+from threefold.parallel.pipeline.runner import Runner
+from threefold.parallel.recompute import as_written
+from threefold.parallel.sequence import check_whole_sequences
+from threefold.parallel.settings import TrainingSettings
+from threefold.random.dropout import Dropout, sample_keys
+
+
+class TokenBatch(Protocol):
+    """One replica's rows of a global batch of tokens, as `threefold.data.loader.Batch` has them."""
+
+    @property
+    def tokens(self) -> Tensor: ...
+    @property
+    def labels(self) -> Tensor: ...
+    @property
+    def rows(self) -> Tensor: ...
+    @property
+    def documents(self) -> Tensor | None: ...
+    @property
+    def positions(self) -> Tensor | None: ...
+    @property
+    def padding(self) -> Tensor | None: ...
+
+
+class StepBatch(NamedTuple):
+    """This rank's samples of a global batch, and facts of the global batch that all ranks share.
+
+    Attributes:
+        local: samples of this rank's replica.
+        counted: valid tokens; samples for a batch that has no tokens.
+        factor: factor of a micro-batch's loss in the backward pass: its share of the mean loss, times the loss scale.
+        share: this rank's share of the samples.
+        samples: number of samples.
+        padding: number of padding tokens.
+        sums: terms of a user's loss, added up as micro-batches run; None if the last layer computes the loss.
+    """
+
+    local: StepSamples
+    counted: int
+    factor: float
+    share: float
+    samples: int
+    padding: int
+    sums: TermSums | None = None
+
+
+class BatchPreparation:
+    """Preparation of each step's batch on a rank: its counts, the rank's part of it, and its dropout keys.
+
+    Methods are collective over the replicas, and over the world while shapes of activations are unknown.
+
+    Args:
+        model: this rank's part of the model.
+        runner: runner of the micro-batches, which may have to find the shapes of activations first.
+        preserved: makes a block after which random states and buffers are what they were before it.
+    """
+
+    def __init__(
+        self,
+        model: TrainableModel,
+        settings: TrainingSettings,
+        runner: Runner,
+        preserved: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.mesh, self.settings, self._runner, self._preserved = model.parallelism.mesh, settings, runner, preserved
+        self.positions = model.parallelism.context.cut.across_context
+        modules = model.modules()
+        self._has_dropout = any(isinstance(module, Dropout) and module.p > 0 for module in modules)
+        self._adds_losses = any(isinstance(module, Routing) and module.adds_losses for module in modules)
+
+    def of_tokens(self, batch: Any, step: int, scale: float) -> StepBatch:
+        if not is_of_tokens(batch):
+            raise UserError(
+                f"The batch is a {type(batch).__name__} without tokens and labels, and there is no loss; give the loss "
+                "as a function of the last layer's output and the batch."
+            )
+        tokens, padding = self._count(batch)
+        if tokens == 0:
+            raise UserError(f"All labels of the batch of step {step + 1} are masked; check data.path.")
+        keys = sample_keys(self.settings.seed, step, batch.rows) if self._has_dropout else None
+        weights = (batch.labels != IGNORE_INDEX).double() * (scale / tokens) if self._adds_losses else None
+        local = self.local_batch(batch, keys, weights)
+        samples = len(batch.labels) * self.mesh.dp.size
+        return StepBatch(local, tokens, scale / tokens, 1 / self.mesh.replicas.size, samples, padding)
+
+    def _count(self, batch: TokenBatch) -> tuple[int, int]:
+        """Count the valid tokens and the padding of the global batch, from this replica's rows."""
+        valid = (batch.labels != IGNORE_INDEX).sum()
+        counts = torch.stack([valid, torch.zeros_like(valid) if batch.padding is None else batch.padding.sum()])
+        valid, padding = self.mesh.dp.all_reduce_values(counts)
+        return valid, padding
+
+    def local_batch(self, batch: TokenBatch, keys: Tensor | None = None, weights: Tensor | None = None) -> LocalBatch:
+        """Return this rank's positions of every sequence, copied to its device without blocking the host."""
+        device = self.mesh.device
+        tokens, labels = (each.to(device, non_blocking=True) for each in (batch.tokens, batch.labels))
+        if self.mesh.cp.size > 1:
+            held = self.positions.indices(tokens.shape[1] // self.positions.shares, device)
+            tokens, labels = tokens[:, held], labels[:, held]
+        keys, weights, positions = (
+            None if fact is None else fact.to(device, non_blocking=True) for fact in (keys, weights, batch.positions)
+        )
+        local = LocalBatch(tokens, labels, SampleInfo(keys, batch.documents, weights, positions))
+        if not self._runner.knows(local.shapes):
+            self._find_shapes(local)
+        return local
+
+    def of_own(self, batch: Any, step: int, loss: LossFunction, rows: Tensor | None, scale: float) -> StepBatch:
+        local, sizes = self.own_samples(batch, loss, step, rows)
+        samples = sum(sizes)
+        share = batch_size(local.data) / samples / self.mesh.cp.size
+        counted, padding = self._count(batch) if is_of_tokens(batch) else (samples, 0)
+        return StepBatch(local, counted, scale, share, samples, padding, local.loss)
+
+    def own_samples(
+        self, batch: Any, loss: LossFunction, step: int | None = None, rows: Tensor | None = None
+    ) -> tuple[OwnBatch, list[int]]:
+        """Return this rank's samples of an own batch, with dropout keys of `step`, and the samples per replica."""
+        check_whole_sequences(self.mesh.cp.size, self.settings.sequence_parallel)
+        if is_of_tokens(batch):
+            if batch.documents is not None:
+                raise UserError(
+                    "data.separate_documents is true but a loss function of the user's comes with tokens and labels "
+                    "alone; use false."
+                )
+            rows, batch = batch.rows, (batch.tokens, batch.labels)
+        size = batch_size(batch)
+        data = map_tensors(batch, lambda tensor: tensor.to(self.mesh.device, non_blocking=True))
+        mine = count_terms(loss, data, size)
+        unknown, sizes, counts = self._exchange_counts(not self._runner.knows(batch_shapes(data)), size, mine)
+        if not any(counts.values()):
+            raise UserError(
+                f"The loss counts nothing in the global batch ({', '.join(counts)}); give it other samples."
+            )
+        samples = NOTHING
+        if step is not None and self._has_dropout:
+            if rows is None:
+                rows = torch.arange(size) + sum(sizes[: self.mesh.dp.index])
+            keys = sample_keys(self.settings.seed, step, rows)
+            samples = SampleInfo(keys.to(self.mesh.device, non_blocking=True))
+        local = OwnBatch(data, TermSums(loss, counts), self.settings.dtype, samples)
+        if unknown:  # on all replicas at once: layers may communicate with other replicas
+            self._find_shapes(local)
+        return local, sizes
+
+    def _exchange_counts(
+        self, unknown: bool, size: int, counts: Mapping[str, float]
+    ) -> tuple[bool, list[int], dict[str, float]]:
+        """Return whether any replica has samples of unknown shapes, the samples per replica, and the summed counts."""
+        dp = self.mesh.dp
+        sizes = [size if index == dp.index else 0 for index in range(dp.size)]
+        summands = [float(unknown), *sizes, *counts.values()]
+        totals = dp.all_reduce_values(torch.tensor(summands, dtype=torch.float64, device=self.mesh.device))
+        summed = totals[1 + dp.size :]
+        return totals[0] > 0, [int(each) for each in totals[1 : 1 + dp.size]], dict(zip(counts, summed, strict=True))
+
+    def _find_shapes(self, local: StepSamples) -> None:
+        with self._preserved(), as_written(self.settings.compile):
+            self._runner.prepare(local)
+
+
+def is_of_tokens(batch: Any) -> bool:
+    """Return whether a batch is a `TokenBatch`; a `NamedTuple` with its fields is a user's own batch."""
+    return isinstance(getattr(batch, "tokens", None), Tensor) and not isinstance(batch, tuple)
