@@ -13,7 +13,7 @@ from threefold.comm.collectives import gather_from, local_part, reduce_from
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
-from threefold.parallel.parameter import gradient, local, whole
+from threefold.parallel.parameter import like, local, whole
 from threefold.parallel.tensor.functional import Splitter
 
 
@@ -44,9 +44,9 @@ def check_gradients(split: Splitter, name: str, expected: dict[str, Tensor]) -> 
     parameters = dict(split.layers[name].named_parameters())
     assert set(parameters) == set(expected)
     for key, value in expected.items():
-        found = gradient(parameters[key])
+        found = local(parameters[key]).grad
         assert found is not None
-        assert_equal(whole(found), value)
+        assert_equal(whole(like(parameters[key], found)), value)
 
 
 def linear(axis: int, gather_out: bool, bias: bool, input_whole: bool) -> None:

@@ -13,7 +13,7 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Event, Mesh
 from threefold.constants import IGNORE_INDEX
 from threefold.errors import UserError
-from threefold.parallel.parameter import gradient, local, whole
+from threefold.parallel.parameter import like, local, whole
 from threefold.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from threefold.parallel.tensor.loss import ParallelCrossEntropy
 
@@ -29,9 +29,9 @@ def assert_equal(got: Tensor, expected: Tensor) -> None:
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
-    grad = gradient(parameter)
+    grad = local(parameter).grad
     assert grad is not None
-    return whole(grad)
+    return whole(like(parameter, grad))
 
 
 def reference_linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
