@@ -139,6 +139,13 @@ def offset(parameter: Tensor) -> tuple[int, ...]:
     return tuple(starts)
 
 
+def slice_of(parameter: Tensor, value: Tensor) -> Tensor:
+    """Return this rank's shard, as a view, of a value with the global shape of a `stored` parameter."""
+    for dim, (start, size) in enumerate(zip(offset(parameter), local(parameter).shape, strict=True)):
+        value = value.narrow(dim, min(start, value.shape[dim]), size)
+    return value
+
+
 def is_split(parameter: Tensor) -> bool:
     """Return whether a parameter is sharded over the tensor axis."""
     if not isinstance(parameter, DTensor):
@@ -339,4 +346,4 @@ def draw_(
     else:
         assert constructed is not None  # `parallelize` passes it
         whole = constructed.parameter(name)
-    return into.copy_(whole[tuple(slice(start, start + size) for start, size in zip(starts, into.shape, strict=True))])
+    return into.copy_(slice_of(parameter, whole))

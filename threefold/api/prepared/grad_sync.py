@@ -2,7 +2,7 @@
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite, log2
@@ -16,17 +16,10 @@ from threefold.api.prepared.loader import BatchRows, CurrentBatch, tensors_in
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
 from threefold.parallel.gradients import Gradients
-from threefold.parallel.parameter import Weight, like, local, offset, stored
+from threefold.parallel.parameter import Weight, like, local, stored
+from threefold.parallel.zero import report_gradients
 from threefold.train.optim import LossScale
 from threefold.train.step import GradientNorm, clip_
-
-
-def slice_of(parameter: Tensor, value: Tensor) -> Tensor:
-    """Return this rank's shard, as a view, of a value with the global shape of a `stored` parameter."""
-    for dim, (start, size) in enumerate(zip(offset(parameter), local(parameter).shape, strict=True)):
-        value = value.narrow(dim, min(start, value.shape[dim]), size)
-    return value
-
 
 Reduction = Literal["mean", "sum"]
 
@@ -52,7 +45,7 @@ class GradSync:
         accumulate: backward passes per update.
         loss_scale: loss scale of fp16; None for no scaling.
         current: batch in progress.
-        sharded: whether the replicas shard the parameters, so that `note` must be called for whole ones.
+        sharded: the model if the replicas shard its parameters, so that whole ones get the gradients; else None.
         from_first: buffers that every replica takes from the first after each update.
 
     Attributes:
@@ -72,7 +65,7 @@ class GradSync:
         accumulate: int,
         loss_scale: LossScale | None,
         current: CurrentBatch,
-        sharded: bool,
+        sharded: nn.Module | None,
         from_first: Sequence[Tensor] = (),
     ) -> None:
         self.all_parameters = dict(parameters)
@@ -92,10 +85,12 @@ class GradSync:
         self._used: dict[str, bool] = {}
         self._mean_loss: Tensor | None = None
         self._unused = False
-        self._sharded, self._from_first = sharded, from_first
-        if not sharded:
+        self._from_first = from_first
+        if sharded is None:
             for name, leaf in self.leaves.items():
-                leaf.register_post_accumulate_grad_hook(partial(_on_leaf, self.note_weakly, name))
+                leaf.register_post_accumulate_grad_hook(partial(_arrived, weakref.ref(self), name))
+        else:
+            report_gradients(sharded, partial(_arrived, weakref.ref(self)))
 
     @property
     def is_accumulating(self) -> bool:
@@ -113,11 +108,6 @@ class GradSync:
         if self._mean_loss is None:
             raise UserError("There is no loss yet; call threefold.backward(loss) first.")
         return float(self._mean_loss)
-
-    @property
-    def note_weakly(self) -> Callable[[str], None]:
-        """`note` for tensor hooks, with a weak reference: garbage collection does not find a cycle through hooks."""
-        return partial(_note, weakref.ref(self))
 
     def mark(self, outputs: Any) -> None:
         """Record on the model's outputs which batch they belong to."""
@@ -142,7 +132,8 @@ class GradSync:
         self._arrived.clear()
         nothing = not counted
         # The mean over no rows, and so its gradient, may be NaN, which no factor turns into 0.
-        hooks = [node.register_prehook(_zeros) for node in _outputs_of(loss, self)] if nothing else []
+        outputs = [node for node, origin in _origins_of(loss) if origin.sync is self] if nothing else []
+        hooks = [node.register_prehook(_zeros) for node in outputs]
         try:
             (loss * (weight * scale).to(loss.dtype)).backward(retain_graph=retain)
         finally:
@@ -266,14 +257,11 @@ class GradSync:
         self._used[name] = True
 
 
-def _note(owner: "weakref.ref[GradSync]", name: str) -> None:
+def _arrived(owner: "weakref.ref[GradSync]", name: str, _leaf: Tensor | None = None) -> None:
+    """Note a gradient, from a hook; a weak reference, as garbage collection does not find a cycle through hooks."""
     sync = owner()
     if sync is not None:
         sync.note(name)
-
-
-def _on_leaf(note: Callable[[str], None], name: str, _leaf: Tensor) -> None:
-    note(name)
 
 
 def _power_of_two(value: float) -> float:
@@ -284,11 +272,6 @@ def _power_of_two(value: float) -> float:
 def _metadata(node: Node) -> dict[Any, Any]:
     """Return the metadata dictionary of an autograd node, which torch's stub declares as a method."""
     return cast(dict[Any, Any], node.metadata)
-
-
-def origin_of(loss: Tensor) -> _Origin | None:
-    """Return the prepared model, and its batch, that a loss was computed from, or None."""
-    return next((origin for _, origin in _origins_of(loss)), None)
 
 
 def _origins_of(loss: Tensor) -> Iterator[tuple[Node, _Origin]]:
@@ -302,10 +285,6 @@ def _origins_of(loss: Tensor) -> Iterator[tuple[Node, _Origin]]:
         if isinstance(found := _metadata(node).get(_ORIGIN), _Origin):
             yield node, found
         waiting.extend(following for following, _ in node.next_functions)
-
-
-def _outputs_of(loss: Tensor, sync: GradSync) -> list[Node]:
-    return [node for node, origin in _origins_of(loss) if origin.sync is sync]
 
 
 def _zeros(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -347,7 +326,7 @@ def backward(
         raise UserError(f"loss has the shape {[*loss.shape]} but must be a scalar; use loss.mean().")
     if reduction not in ("mean", "sum"):
         raise UserError(f"reduction is {reduction!r} but must be 'mean' or 'sum'; use 'mean'.")
-    origin = origin_of(loss)
+    origin = next((origin for _, origin in _origins_of(loss)), None)
     if origin is None:
         raise UserError(
             "The loss does not come from a model that prepare returned; compute it from the output of that one, with "

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -81,20 +82,6 @@ class CurrentBatch:
         return self.rows is not None and self.rows.own == 0
 
 
-class _Part(NamedTuple):
-    """A replica's part of a batch: indices into the dataset, or the items themselves."""
-
-    own: int
-    total: int
-    items: Sequence[Any]
-
-
-class _Arrived(NamedTuple):
-    own: int
-    total: int
-    batch: Any
-
-
 class PreparedLoader:
     """A `DataLoader` returned by `prepare`; each iteration yields this replica's rows of the next global batch.
 
@@ -135,14 +122,15 @@ class PreparedLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        ahead: _Arrived | None = None
+        ahead: tuple[BatchRows, Any] | None = None
         try:
             for arrived in self._inner:
                 if ahead is not None:
-                    yield self._deliver(ahead, last=False)
+                    yield self._deliver(*ahead)
                 ahead = arrived
             if ahead is not None:
-                yield self._deliver(ahead, last=True)
+                rows, batch = ahead
+                yield self._deliver(rows._replace(last=True), batch)
         finally:
             self._announce(None)
 
@@ -160,13 +148,13 @@ class PreparedLoader:
             raise AttributeError(name)
         return getattr(self.loader, name)
 
-    def _deliver(self, arrived: _Arrived, last: bool) -> Any:
-        self._rows = BatchRows(arrived.own, arrived.total, last)
-        self._announce(self._rows)
+    def _deliver(self, rows: BatchRows, batch: Any) -> Any:
+        self._rows = rows
+        self._announce(rows)
         device = self._mesh.device
         if device.type == "cpu":
-            return arrived.batch
-        return map_tensors(arrived.batch, lambda tensor: tensor.to(device, non_blocking=True))
+            return batch
+        return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
     def _announce(self, rows: BatchRows | None) -> None:
         for current in self._currents:
@@ -226,7 +214,7 @@ def _remade(loader: DataLoader, mesh: Mesh) -> DataLoader:
     }
     if loader.num_workers:
         options["prefetch_factor"] = loader.prefetch_factor
-    collate: Any = _Collate(loader.collate_fn)
+    collate: Any = partial(_collated, loader.collate_fn)
     if isinstance(loader.dataset, IterableDataset):
         assert loader.batch_size is not None  # a batch_sampler and an IterableDataset exclude each other
         stream = _StreamOfParts(loader.dataset, loader.batch_size, loader.drop_last, mesh.dp.index, mesh.dp.size)
@@ -236,10 +224,14 @@ def _remade(loader: DataLoader, mesh: Mesh) -> DataLoader:
     return DataLoader(_DatasetOfParts(loader.dataset), batch_size=None, sampler=parts, collate_fn=collate, **options)
 
 
+_Part = tuple[BatchRows, Sequence[Any]]
+"""A replica's part of a batch: indices into the dataset, or the items themselves."""
+
+
 def _part(batch: Sequence[Any], index: int, replicas: int) -> _Part:
     total = len(batch)
     own = batch[total * index // replicas : total * (index + 1) // replicas]
-    return _Part(len(own), total, own or batch[:1])
+    return BatchRows(len(own), total), own or batch[:1]
 
 
 class _PartSampler:
@@ -271,9 +263,9 @@ class _DatasetOfParts(Dataset[_Part]):
         self.dataset = dataset
 
     def __getitem__(self, part: _Part) -> _Part:
+        rows, indices = part
         many = getattr(self.dataset, "__getitems__", None)
-        items = many(list(part.items)) if many else [self.dataset[index] for index in part.items]
-        return part._replace(items=items)
+        return rows, many(list(indices)) if many else [self.dataset[index] for index in indices]
 
 
 class _StreamOfParts(IterableDataset[_Part]):
@@ -291,9 +283,6 @@ class _StreamOfParts(IterableDataset[_Part]):
             yield _part(batch, self.index, self.replicas)
 
 
-class _Collate:
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self.collate = collate
-
-    def __call__(self, part: _Part) -> _Arrived:
-        return _Arrived(part.own, part.total, self.collate(part.items))
+def _collated(collate: Callable[[Any], Any], part: _Part) -> tuple[BatchRows, Any]:
+    rows, items = part
+    return rows, collate(items)

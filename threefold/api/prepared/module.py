@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from threefold.api.prepared.grad_sync import GradSync, slice_of
+from threefold.api.prepared.grad_sync import GradSync
 from threefold.api.prepared.loader import CurrentBatch, map_tensors
 from threefold.comm.axis import Axis
 from threefold.comm.collectives import copy_to, reduce_from
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
-from threefold.parallel.parameter import local, stored, whole
+from threefold.parallel.parameter import local, slice_of, stored, whole
 from threefold.random.rng import signed, stream_key
 
 _NARROW = (torch.float16, torch.bfloat16)
@@ -220,11 +220,6 @@ def use_global_statistics(model: nn.Module, axis: Axis, current: CurrentBatch) -
                     made[child] = GlobalBatchNorm(child, axis, current)
                 setattr(module, name, made[child])
     return model
-
-
-def has_batch_norm(model: nn.Module) -> bool:
-    """Return whether a model has batch normalization."""
-    return any(isinstance(module, KINDS) for module in model.modules())
 
 
 def batch_norm_buffers(model: nn.Module) -> list[Tensor]:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from threefold.api.mesh import mesh_of_all_ranks
 from threefold.api.prepared.grad_sync import GradSync
 from threefold.api.prepared.loader import CurrentBatch, PreparedLoader
-from threefold.api.prepared.module import PreparedModule, batch_norm_buffers, has_batch_norm, use_global_statistics
+from threefold.api.prepared.module import KINDS, PreparedModule, use_global_statistics
 from threefold.api.prepared.optimizer import PreparedOptimizer, PreparedScheduler, require_matches
 from threefold.api.prepared.tensor_parallel import shard_by_patterns
 from threefold.comm.mesh import Mesh
@@ -22,7 +22,7 @@ from threefold.errors import UserError
 from threefold.models.sharding import Split
 from threefold.parallel.gradients import COMPRESSIONS, Gradients, buckets_by_dtype
 from threefold.parallel.parameter import like, local, longest_shard, stored
-from threefold.parallel.zero import ShardedGradients, make_zero_sharding, report_gradients, shard_values
+from threefold.parallel.zero import ShardedGradients, make_zero_sharding, shard_values
 from threefold.plugins import one_of
 from threefold.train.optim import LossScale
 
@@ -83,43 +83,55 @@ def prepare(
             optimizer.zero_grad()
         ```
     """
-    _check_options(precision, zero, accumulate, compress)
+    if precision not in PRECISIONS:
+        raise UserError(f"precision is {precision!r} but must be {one_of(precision, list(PRECISIONS))}.")
+    if zero not in (0, 1, 2, 3):
+        raise UserError(f"zero is {zero!r} but must be 0, 1, 2 or 3; use {1 if not isinstance(zero, int) else 3}.")
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise UserError(f"accumulate is {accumulate!r} but must be a whole number of at least 1; use 1.")
+    if compress not in COMPRESSIONS:
+        raise UserError(f"compress is {compress!r} but must be {one_of(compress, list(COMPRESSIONS))}.")
     model = _model_among(objects)
     if isinstance(model, PreparedModule):
-        mesh, sync = model.mesh, model.sync
-        current = sync.current
-        before: dict[str, nn.Parameter] = sync.all_parameters
-        _require_no_options(precision, zero, accumulate, compress)
-    else:
-        mesh = mesh or mesh_of_all_ranks()
-        _check_mesh(mesh)
-        current = CurrentBatch()
-        before = {} if model is None else dict(model.named_parameters())
-    made: dict[int, Any] = {}
-    if model is not None:
-        for each in objects:
-            if isinstance(each, Optimizer) and not isinstance(each, PreparedOptimizer):
-                sharded = zero > 0 or mesh.tp.size > 1
-                require_matches(each, before, sharded)
-        if not isinstance(model, PreparedModule):
-            prepared = _prepare_model(
-                model, mesh, current, precision, zero, accumulate, compress, sync_batch_norm, tensor_parallel
+        if (precision, zero, accumulate, compress) != ("fp32", 0, 1, "none"):
+            raise UserError(
+                "The model is prepared already, so precision, zero, accumulate and compress are decided; leave them "
+                "out."
             )
-            made[id(model)], sync = prepared, prepared.sync
-        else:
-            made[id(model)] = model
+        mesh, current, before = model.mesh, model.sync.current, model.sync.all_parameters
+    else:
+        mesh, current = mesh or mesh_of_all_ranks(), CurrentBatch()
+        before = {} if model is None else dict(model.named_parameters())
+        for axis in ("pp", "cp", "ep"):
+            if mesh.layout.size(axis) > 1:
+                raise UserError(
+                    f"The mesh has {axis} {mesh.layout.size(axis)} but prepare is for dp and tp; use {axis}=1, or "
+                    "threefold.parallelize with a plan of the model."
+                )
     for each in objects:
+        if model is not None and isinstance(each, Optimizer) and not isinstance(each, PreparedOptimizer):
+            require_matches(each, before, sharded=zero > 0 or mesh.tp.size > 1)
+    if model is not None and not isinstance(model, PreparedModule):
+        model = _prepare_model(
+            model, mesh, current, precision, zero, accumulate, compress, sync_batch_norm, tensor_parallel
+        )
+
+    def prepared(each: Any) -> Any:
+        if isinstance(each, nn.Module):
+            return model
         if isinstance(each, PreparedLoader):
             each.announce_to(current)
-            made[id(each)] = each
-        elif isinstance(each, DataLoader):
-            made[id(each)] = PreparedLoader(each, mesh, current)
-        elif isinstance(each, PreparedOptimizer | PreparedScheduler):
-            made[id(each)] = each
-        elif isinstance(each, Optimizer):
-            made[id(each)] = PreparedOptimizer(each, before, sync)
-        elif isinstance(each, LRScheduler):
-            made[id(each)] = PreparedScheduler(each, sync)
+            return each
+        if isinstance(each, DataLoader):
+            return PreparedLoader(each, mesh, current)
+        if isinstance(each, PreparedOptimizer | PreparedScheduler):
+            return each
+        assert model is not None  # as `_model_among` says
+        if isinstance(each, Optimizer):
+            return PreparedOptimizer(each, before, model.sync)
+        return PreparedScheduler(each, model.sync)
+
+    made = {id(each): prepared(each) for each in objects}
     results = tuple(made[id(each)] for each in objects)
     return results[0] if len(results) == 1 else results
 
@@ -153,33 +165,6 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor | None:
     if not isinstance(max_norm, int | float) or not max_norm > 0:
         raise UserError(f"max_norm is {max_norm} but must be above 0; use 1.0.")
     return model.sync.clip_(float(max_norm))
-
-
-def _check_options(precision: str, zero: int, accumulate: int, compress: str) -> None:
-    if precision not in PRECISIONS:
-        raise UserError(f"precision is {precision!r} but must be {one_of(precision, list(PRECISIONS))}.")
-    if zero not in (0, 1, 2, 3):
-        raise UserError(f"zero is {zero!r} but must be 0, 1, 2 or 3; use {1 if not isinstance(zero, int) else 3}.")
-    if not isinstance(accumulate, int) or accumulate < 1:
-        raise UserError(f"accumulate is {accumulate!r} but must be a whole number of at least 1; use 1.")
-    if compress not in COMPRESSIONS:
-        raise UserError(f"compress is {compress!r} but must be {one_of(compress, list(COMPRESSIONS))}.")
-
-
-def _require_no_options(precision: str, zero: int, accumulate: int, compress: str) -> None:
-    if (precision, zero, accumulate, compress) != ("fp32", 0, 1, "none"):
-        raise UserError(
-            "The model is prepared already, so precision, zero, accumulate and compress are decided; leave them out."
-        )
-
-
-def _check_mesh(mesh: Mesh) -> None:
-    for axis in ("pp", "cp", "ep"):
-        if mesh.layout.size(axis) > 1:
-            raise UserError(
-                f"The mesh has {axis} {mesh.layout.size(axis)} but prepare is for dp and tp; use {axis}=1, or "
-                "threefold.parallelize with a plan of the model."
-            )
 
 
 def _model_among(objects: Sequence[Any]) -> nn.Module | None:
@@ -220,18 +205,28 @@ def _prepare_model(
     sync_batch_norm: bool,
     tensor_parallel: Mapping[str, Split] | None,
 ) -> PreparedModule:
-    _require_values(model)
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.is_meta:
+            raise UserError(f"The parameter {name!r} has no values yet; initialise it, or load its weights, first.")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError("The model has no parameters that require gradients; pass one that is trained.")
+    if tensor_parallel is None and mesh.tp.size > 1:
+        raise UserError(
+            f"The mesh has tp {mesh.tp.size} but tensor_parallel names no modules of the model; pass a table such as "
+            '{"**.up": Column(), "**.down": Row()}, or use tp=1.'
+        )
     model.to(mesh.device)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             mesh.world.broadcast_(tensor.detach(), 0)
-    partial = _shard_over_tensor_ranks(model, tensor_parallel, mesh)
-    buffers = [] if sync_batch_norm else batch_norm_buffers(model)
-    if sync_batch_norm and mesh.dp.size > 1 and has_batch_norm(model):
+    partial = [] if tensor_parallel is None else shard_by_patterns(model, tensor_parallel, mesh)
+    norms = [module for module in model.modules() if isinstance(module, KINDS)]
+    if sync_batch_norm and mesh.dp.size > 1 and norms:
         # A process group of its own, as gradient sums may be in flight over dp.
         axis = mesh.new_axis("batch norm", mesh.layout.groups("dp"))
         assert axis is not None  # each rank is in one of them
         model = use_global_statistics(model, axis, current)
+    buffers = [] if sync_batch_norm else [buffer for module in norms for buffer in module.buffers()]
     sharding = make_zero_sharding(mesh, zero, mesh.dp.size) if mesh.dp.size > 1 else None
     if sharding is not None:
         shard_values(model, sharding, DTYPES.get(compress), mesh.tp)
@@ -241,33 +236,9 @@ def _prepare_model(
         longest = {local(parameter): longest_shard(parameter) for parameter in trained}
         gradients = buckets_by_dtype(longest, mesh.dp, DTYPES.get(compress), longest, mesh.tp)
     scale = LossScale.of(PrecisionConfig(dtype="fp16")) if precision == "fp16" else None
-    parameters = dict(model.named_parameters())
-    sync = GradSync(parameters, partial, gradients, mesh, accumulate, scale, current, sharding is not None, buffers)
-    if sharding is not None:
-        report_gradients(model, sync.note_weakly)
+    parameters, sharded = dict(model.named_parameters()), None if sharding is None else model
+    sync = GradSync(parameters, partial, gradients, mesh, accumulate, scale, current, sharded, buffers)
     return PreparedModule(model, sync, mesh, None if precision == "fp32" else DTYPES[precision])
-
-
-def _shard_over_tensor_ranks(model: nn.Module, table: Mapping[str, Split] | None, mesh: Mesh) -> list[str]:
-    """Shard the model, and return the names of the parameters whose gradient is partial on each tensor rank."""
-    if table is not None:
-        return shard_by_patterns(model, table, mesh)
-    if mesh.tp.size > 1:
-        raise UserError(
-            f"The mesh has tp {mesh.tp.size} but tensor_parallel names no modules of the model; pass a table such as "
-            '{"**.up": Column(), "**.down": Row()}, or use tp=1.'
-        )
-    return []
-
-
-def _require_values(model: nn.Module) -> None:
-    trained = False
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.is_meta:
-            raise UserError(f"The parameter {name!r} has no values yet; initialise it, or load its weights, first.")
-        trained = trained or parameter.requires_grad
-    if not trained:
-        raise UserError("The model has no parameters that require gradients; pass one that is trained.")
 
 
 def tensors_of(model: PreparedModule) -> dict[str, Tensor]:
