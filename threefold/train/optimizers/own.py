@@ -11,7 +11,7 @@ another layout, which `threefold verify` detects.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,10 +69,17 @@ class OwnOptimizer(TorchRule):
         super().step(lr)
 
     def state(self, entry: Entry) -> Mapping[str, Tensor]:
-        kept = self._kept(entry)
-        if kept or entry.name not in self._given:
-            values = kept or self._of_a_step(entry)
-            self._given[entry.name] = {name: self._state(entry, value) for name, value in values.items()}
+        tensor = self._updated.of(entry)
+        found = {} if self._torch is None else self._torch.state.get(tensor, {})
+        values = {name: value for name, value in found.items() if value is not None}
+        if values or entry.name not in self._given:
+            if not values:  # those of a step, to be filled
+                values = _trial(self.config, torch.zeros_like(tensor, requires_grad=False), entry.decays)
+            self._given[entry.name] = given = {}
+            for name, value in values.items():
+                number = None if isinstance(value, Tensor) else type(value)
+                whole = value.detach() if number is None else torch.tensor(value, dtype=torch.float64)
+                given[name] = _State(self._updated.shard_of_state(entry, whole), whole.shape, number)
         return {name: state.tensor for name, state in self._given[entry.name].items()}
 
     def is_replicated(self, entry: Entry, state: str, value: Tensor) -> bool:
@@ -87,7 +94,8 @@ class OwnOptimizer(TorchRule):
             if self._torch is not None and entry.name in self._given:
                 # Numbers and shards of whole tensors were handed out as copies, so the filled values replace the state.
                 self._torch.state[self._updated.of(entry)] = {
-                    name: self._filled(entry, state) for name, state in self._given[entry.name].items()
+                    name: self._updated.whole_state(entry, tensor, shape) if number is None else number(tensor.item())
+                    for name, (tensor, shape, number) in self._given[entry.name].items()
                 }
         self._given = {}
 
@@ -98,36 +106,13 @@ class OwnOptimizer(TorchRule):
             isinstance(value, Tensor) and value.shape == shape for value in _trial(config, torch.zeros(shape)).values()
         )
 
-    def _kept(self, entry: Entry) -> Mapping[str, Any]:
-        if self._torch is None:
-            return {}
-        found: Mapping[str, Any] = self._torch.state.get(self._updated.of(entry), {})
-        return {name: value for name, value in found.items() if value is not None}
 
-    def _of_a_step(self, entry: Entry) -> Mapping[str, Any]:
-        """Return copies of the state that the optimizer would have after one step, to be filled."""
-        scratch = _trial(self.config, torch.zeros_like(self._updated.of(entry), requires_grad=False), entry.decays)
-        return {name: each.detach().clone() if isinstance(each, Tensor) else each for name, each in scratch.items()}
-
-    def _state(self, entry: Entry, value: Any) -> "_State":
-        number, tensor = None if isinstance(value, Tensor) else type(value), _tensor(value)
-        return _State(self._updated.shard_of_state(entry, tensor), tensor.shape, number)
-
-    def _filled(self, entry: Entry, state: "_State") -> Any:
-        if state.number is not None:
-            return state.number(state.tensor.item())
-        return self._updated.whole_state(entry, state.tensor, state.shape)
-
-
-class _State:
+class _State(NamedTuple):
     """One state of a parameter: this rank's stored tensor, and the shape and number type that the optimizer keeps."""
 
-    def __init__(self, tensor: Tensor, shape: torch.Size, number: "type | None") -> None:
-        self.tensor, self.shape, self.number = tensor, shape, number
-
-
-def _tensor(value: Any) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+    tensor: Tensor
+    shape: torch.Size
+    number: type | None
 
 
 def needs_whole_matrices(config: OptimizerConfig) -> bool:
@@ -138,9 +123,17 @@ def needs_whole_matrices(config: OptimizerConfig) -> bool:
 def _make(config: OptimizerConfig, groups: Sequence[tuple[list[Tensor], float]]) -> torch.optim.Optimizer:
     make: Callable[..., Any] = OPTIMIZERS.load(config.name)
     arguments = dict(config.arguments or {})
-    takes = _takes(make)
-    _check_arguments(config, arguments, takes)
-    decays = takes is None or "weight_decay" in takes
+    parameters = list(inspect.signature(make).parameters.values())
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    takes = [parameter.name for parameter in parameters][1:]
+    for name in arguments:
+        if name in _OF_THE_SECTION:
+            raise UserError(f"optimizer.arguments has {name}, a setting of its own; set optimizer.{name} instead.")
+        if not takes_any and name not in takes:
+            others = [each for each in takes if each not in _OF_THE_SECTION]
+            rule = f"takes {one_of(name, others)}" if others else "takes none; leave it out"
+            raise UserError(f"optimizer.arguments has {shown(name)} but {shown(config.name)} {rule}.")
+    decays = takes_any or "weight_decay" in takes
     given = [{"params": params, **({"weight_decay": decay} if decays else {})} for params, decay in groups]
     try:
         made = make(given, lr=config.lr, **arguments)
@@ -151,24 +144,6 @@ def _make(config: OptimizerConfig, groups: Sequence[tuple[list[Tensor], float]])
             f"{_called(config)} makes a {type(made).__name__} but must make a torch.optim.Optimizer; return one."
         )
     return made
-
-
-def _takes(make: Callable[..., Any]) -> list[str] | None:
-    """Return the names of the arguments after the parameters; None if it takes any."""
-    parameters = inspect.signature(make).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return [parameter.name for parameter in parameters][1:]
-
-
-def _check_arguments(config: OptimizerConfig, arguments: Mapping[str, Any], takes: list[str] | None) -> None:
-    for name in arguments:
-        if name in _OF_THE_SECTION:
-            raise UserError(f"optimizer.arguments has {name}, a setting of its own; set optimizer.{name} instead.")
-        if takes is not None and name not in takes:
-            others = [each for each in takes if each not in _OF_THE_SECTION]
-            rule = f"takes {one_of(name, others)}" if others else "takes none; leave it out"
-            raise UserError(f"optimizer.arguments has {shown(name)} but {shown(config.name)} {rule}.")
 
 
 @torch.enable_grad()
