@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from threefold.api.mesh import mesh_of_all_ranks
 from threefold.comm.mesh import Mesh
 from threefold.config import PrecisionConfig
-from threefold.config.schedules import Schedule
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError, naming_arguments
 from threefold.models.construct import told
@@ -68,24 +67,16 @@ class DistributedModel:
         last: terms of the last loss by name, and the number of items that they count.
         loss_scale: loss scale of fp16; None without loss scaling.
         publications: number of calls of `publish`.
+        updates: number of optimizer steps made, including those that fp16 skipped; determines the next dropout masks.
+        has_gradients: whether there are gradients that no optimizer has used yet.
     """
 
     def __init__(self, gradient_step: GradientStep) -> None:
         self.gradient_step, self.mesh, self.loss_scale = gradient_step, gradient_step.mesh, gradient_step.loss_scale
         self.last = LossSums()
         self.publications = 0
-        self._updates = 0
-        self._has_gradients = False
-
-    @property
-    def updates(self) -> int:
-        """Number of optimizer steps made, including those that fp16 skipped; determines the next dropout masks."""
-        return self._updates
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether there are gradients that no optimizer has used yet."""
-        return self._has_gradients
+        self.updates = 0
+        self.has_gradients = False
 
     def parameters(self) -> Iterator[Tensor]:
         """Return this rank's shards of the weights for an optimizer; some may be empty, frozen ones lack gradients."""
@@ -114,15 +105,15 @@ class DistributedModel:
         Raises:
             UserError: batch, model and loss do not fit together, or the gradients of the previous batch were not used.
         """
-        if self._has_gradients:
+        if self.has_gradients:
             raise UserError(
                 "train_batch is called before the optimizer has used the gradients of the batch before, which would be "
                 "lost; call optimizer.step() or optimizer.zero_grad() first."
             )
         _check_loss(loss_fn)
         with naming_arguments():
-            self.last = self.gradient_step.train_batch(batch, self._updates, loss_fn)
-        self._has_gradients = True
+            self.last = self.gradient_step.train_batch(batch, self.updates, loss_fn)
+        self.has_gradients = True
         return self.last.loss
 
     def eval_batch(self, batch: Any, loss_fn: LossFunction | None = None) -> float:
@@ -151,12 +142,12 @@ class DistributedModel:
 
     def drop_gradients(self) -> None:
         """Discard the gradients, so that the next batch starts anew."""
-        self._has_gradients = False
+        self.has_gradients = False
 
     def updated(self, updates: int | None = None) -> None:
         """Record that an optimizer has used the gradients, or that a checkpoint after `updates` updates was loaded."""
-        self._updates = self._updates + 1 if updates is None else updates
-        self._has_gradients = False
+        self.updates = self.updates + 1 if updates is None else updates
+        self.has_gradients = False
 
 
 def parallelize(
@@ -218,11 +209,18 @@ def parallelize(
         ...     loss = model.train_batch(batch, loss_fn)
         ...     optimizer.step()
     """
-    _check_model(model)
+    if isinstance(model, nn.Module):
+        raise UserError(
+            f"model is a {type(model).__name__} that is made already, whole, on this rank; give its class or a "
+            "function that makes it, such as `lambda: MyModel(...)`."
+        )
+    if not callable(model):
+        raise UserError(f"model is {model!r} but must be a class or function that makes the model; give that.")
     if isinstance(plan, Mesh):
         raise UserError("plan is a Mesh but must be a Plan; where the model has its own, give mesh by name: mesh=mesh.")
     mesh = mesh_of_all_ranks() if mesh is None else mesh
-    _check_mesh(mesh)
+    if not isinstance(mesh, Mesh):
+        raise UserError(f"mesh is a {type(mesh).__name__} but must be a Mesh; make it with threefold.init_mesh().")
     made = with_arguments(model, arguments)
     dtype = _dtype(dtype, precision)
     if zero not in (0, 1, 2, 3):
@@ -255,7 +253,10 @@ def parallelize(
     with naming_arguments():
         try:
             if micro_batches is None and mesh.pp.size > 1:
-                settings = replace(settings, micro_batches=_fewest(settings.pipeline_schedule, mesh.pp.size))
+                accepts, pp = settings.pipeline_schedule.accepts, mesh.pp.size
+                # The fewest that the schedule accepts, or 1 if it accepts none, which it reports itself.
+                counts = range(1, _MOST_FOR_A_STAGE * pp + 1)
+                settings = replace(settings, micro_batches=next((each for each in counts if accepts(pp, each)), 1))
             scale = LossScale.of(PrecisionConfig(dtype="fp16")) if dtype == torch.float16 else None
             step = GradientStep(made, _complete(model, plan, made), mesh, settings, loss_scale=scale)
         except ValueError as error:  # unknown schedule
@@ -294,11 +295,6 @@ def _complete(model: Callable[..., nn.Module], plan: Any, make: Callable[[], nn.
     return built
 
 
-def _fewest(schedule: Schedule, pp: int) -> int:
-    """Return the fewest micro-batches that a schedule accepts, or 1 if it accepts none, which it reports itself."""
-    return next((count for count in range(1, _MOST_FOR_A_STAGE * pp + 1) if schedule.accepts(pp, count)), 1)
-
-
 def _dtype(dtype: Any, precision: Any) -> torch.dtype:
     """Return the dtype of the computation; raise UserError if it is unknown, or both arguments are given."""
     if precision is not None and dtype is not None:
@@ -314,21 +310,6 @@ def _dtype(dtype: Any, precision: Any) -> torch.dtype:
     if not dtype.is_floating_point:
         raise UserError(f"dtype is {dtype}, which is no float dtype; use torch.bfloat16.")
     return dtype
-
-
-def _check_mesh(mesh: Any) -> None:
-    if not isinstance(mesh, Mesh):
-        raise UserError(f"mesh is a {type(mesh).__name__} but must be a Mesh; make it with threefold.init_mesh().")
-
-
-def _check_model(model: Any) -> None:
-    if isinstance(model, nn.Module):
-        raise UserError(
-            f"model is a {type(model).__name__} that is made already, whole, on this rank; give its class or a "
-            "function that makes it, such as `lambda: MyModel(...)`."
-        )
-    if not callable(model):
-        raise UserError(f"model is {model!r} but must be a class or function that makes the model; give that.")
 
 
 def _check_loss(loss_fn: Any) -> None:

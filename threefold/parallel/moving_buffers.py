@@ -78,7 +78,9 @@ class _Buffer:
         """Collect what a micro-batch has made of the copy, and put the value back."""
         held = self.held
         made, is_new = held.detach(), held is not self.given
-        self.moved = self.moved or is_new or version_of(held) != self.version or self._differs(made)
+        # Values may change without a new tensor version, as through `.data` or `numpy()`.
+        differs = not isinstance(made, FakeTensor) and not torch.equal(made, self.value)
+        self.moved = self.moved or is_new or version_of(held) != self.version or differs
         self.put(self.value)
         self.given = None
         if made.shape != self.value.shape:
@@ -95,10 +97,6 @@ class _Buffer:
             self.results += made
         elif not isinstance(made, FakeTensor):
             self.differs = self.differs or not torch.equal(made, self.results)
-
-    def _differs(self, made: Tensor) -> bool:
-        """Return whether values changed without a new tensor version, as through `.data` or `numpy()`."""
-        return not isinstance(made, FakeTensor) and not torch.equal(made, self.value)
 
 
 class MovingBuffers:
@@ -129,19 +127,22 @@ class MovingBuffers:
         """
         self._running = False
         if not self._known:
-            self._require_no_others()
-        if not self._buffers:
+            for name in sorted(_names(self._stages) - self._names):
+                raise UserError(
+                    f"forward makes {name!r}, which no optimizer, checkpoint or other rank knows; make it in the "
+                    "constructor, at its full size, and write to it in forward."
+                )
             self._known = True
-            return
-        if not self._known:
-            self._agree()
+            if self._buffers:
+                self._agree()
         for each in self._buffers:
             if not each.moved and (each.held is not each.value or version_of(each.value) != each.version):
                 raise UserError(
                     f"forward changes the buffer {each.name!r} now and has not in the first step, by which it has to "
                     "be known; write to it in every forward pass, if only the value that it has."
                 )
-        self._take_means(share)
+        if self._moving:
+            self._take_means(share)
 
     def undo(self) -> None:
         """Restore the buffers from before the last step, whose update is skipped."""
@@ -177,14 +178,6 @@ class MovingBuffers:
                 if each.given is not None:
                     each.take()
 
-    def _require_no_others(self) -> None:
-        """Refuse parameters and persistent buffers that the constructor did not make."""
-        for name in sorted(_names(self._stages) - self._names):
-            raise UserError(
-                f"forward makes {name!r}, which no optimizer, checkpoint or other rank knows; make it in the "
-                "constructor, at its full size, and write to it in forward."
-            )
-
     def _agree(self) -> None:
         """Mark a buffer as moving on all replicas if any replica moved it."""
         flags = torch.tensor([each.moved for each in self._buffers], dtype=torch.int64, device=self._mesh.device)
@@ -192,7 +185,6 @@ class MovingBuffers:
             each.moved = count > 0
             if not each.moved:
                 each.results, each.version = None, version_of(each.value)
-        self._known = True
         for each in self._moving:
             if each.is_recomputed:
                 raise UserError(
@@ -207,15 +199,15 @@ class MovingBuffers:
     @torch.no_grad()
     def _take_means(self, share: float) -> None:
         moving, replicas = self._moving, self._mesh.replicas
-        if not moving:
-            return
         means: list[Tensor] = []
         for each in moving:
             assert each.results is not None
-            alone = each.count == 1 and replicas.size == 1
-            means.append(each.results if alone else each.results.double() * (share / each.count))
-            if not each.value.is_floating_point():  # equal everywhere, or refused
-                means[-1] = each.results if alone else each.results.double() * (1 / replicas.size)
+            if each.count == 1 and replicas.size == 1:
+                means.append(each.results)
+            elif each.value.is_floating_point():
+                means.append(each.results.double() * (share / each.count))
+            else:  # equal everywhere, or refused
+                means.append(each.results.double() * (1 / replicas.size))
         if replicas.size > 1:
             replicas.all_reduce_together_(means)
         first = moving[0].before is None
