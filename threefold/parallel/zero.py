@@ -211,8 +211,7 @@ def _set_up(module: nn.Module, axis: Axis, compression: torch.dtype | None = Non
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
     module.set_custom_all_gather(_AllGather(axis))
-    narrow = None if compression is None else _NarrowReduceScatter(axis, compression, tp)
-    module.set_custom_reduce_scatter(narrow or _ReduceScatter(axis))
+    module.set_custom_reduce_scatter(_ReduceScatter(axis, dtype=compression, tp=tp))
 
 
 def _allocated(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
@@ -348,36 +347,34 @@ class _AllGather(_OverAxis, AllGather):
 
 
 class _ReduceScatter(_OverAxis, ReduceScatter):
-    def __init__(self, axis: Axis, observer: Observer | None = None) -> None:
+    """Reduce-scatter, in 16 bits if `dtype` says so (gradient compression); `tp` are the tensor ranks then."""
+
+    def __init__(
+        self, axis: Axis, observer: Observer | None = None, dtype: torch.dtype | None = None, tp: Axis | None = None
+    ) -> None:
         super().__init__(axis)
-        self._observer = observer
+        self._observer, self._dtype, self._tp = observer, dtype, tp
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        if self._dtype is None:
+            return self._reduce(output_tensor, input_tensor, group, op, async_op)
+        narrow, exponent = narrowed(input_tensor, self.axis, self._dtype, self._tp)
+        summed = torch.empty_like(output_tensor, dtype=self._dtype)
+        self._reduce(summed, narrow, group, op, async_op=False)
+        widen_(output_tensor, summed, exponent)
+        return None
+
+    def _reduce(
+        self, output: Tensor, given: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool
     ) -> dist.Work | None:
         axis = self.axis
         if self._observer is not None:
-            self._observer(input_tensor)
-        axis.recorder.add(axis.name, "reduce_scatter", input_tensor)
+            self._observer(given)
+        axis.recorder.add(axis.name, "reduce_scatter", given)
         with axis.waiting("reduce_scatter"):
             if axis.shared is None:
-                return dist.reduce_scatter_single(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
-            output_tensor.copy_(axis.shared.reduce_scatter(input_tensor))
-        return None
-
-
-class _NarrowReduceScatter(_ReduceScatter):
-    """Reduce-scatter in 16 bits (gradient compression)."""
-
-    def __init__(self, axis: Axis, dtype: torch.dtype, tp: Axis | None) -> None:
-        super().__init__(axis)
-        self.dtype, self.tp = dtype, tp
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> dist.Work | None:
-        narrow, exponent = narrowed(input_tensor, self.axis, self.dtype, self.tp)
-        summed = torch.empty_like(output_tensor, dtype=self.dtype)
-        super().__call__(summed, narrow, group, op)
-        widen_(output_tensor, summed, exponent)
+                return dist.reduce_scatter_single(output, given, group=group, op=op, async_op=async_op)
+            output.copy_(axis.shared.reduce_scatter(given))
         return None

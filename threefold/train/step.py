@@ -111,14 +111,14 @@ class GradientStep:
         Args:
             batch: this replica's samples of the global batch, the same on all ranks of the replica.
             step: number of the step, from 0; decides the dropout masks.
-            loss: loss of the last layer's output; None for the constructor's, and without one for a `TokenBatch`, whose
-                loss the last layer computes. With a loss, a `TokenBatch` is passed as (tokens, labels).
+            loss: loss of the last layer's output; None for the constructor's. If that is None too, the batch is a
+                `Batch` of the loader, whose loss the last layer computes. A loss gets it as (tokens, labels).
             rows: int64 [samples], index of each sample in the global batch; None if the replicas hold contiguous
-                blocks, in the order of dp. A `TokenBatch` has its own.
+                blocks, in the order of dp. A `Batch` has its own.
 
         Returns:
             this replica's term of the mean loss (zero except on the last stage), and the number of valid tokens in the
-            global batch, or of samples if it is not a `TokenBatch`.
+            global batch, or of samples if it is not a `Batch`.
 
         Raises:
             UserError: batch, model and loss do not fit together, or there is nothing to compute a loss of.

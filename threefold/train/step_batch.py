@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from threefold.constants import IGNORE_INDEX
+from threefold.data.loader import Batch
 from threefold.errors import UserError
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.models.layers.experts import Routing
@@ -20,23 +21,6 @@ from threefold.parallel.recompute import as_written
 from threefold.parallel.sequence import check_whole_sequences
 from threefold.parallel.settings import TrainingSettings
 from threefold.random.dropout import Dropout, sample_keys
-
-
-class TokenBatch(Protocol):
-    """One replica's rows of a global batch of tokens, as `threefold.data.loader.Batch` has them."""
-
-    @property
-    def tokens(self) -> Tensor: ...
-    @property
-    def labels(self) -> Tensor: ...
-    @property
-    def rows(self) -> Tensor: ...
-    @property
-    def documents(self) -> Tensor | None: ...
-    @property
-    def positions(self) -> Tensor | None: ...
-    @property
-    def padding(self) -> Tensor | None: ...
 
 
 class StepBatch(NamedTuple):
@@ -100,14 +84,14 @@ class BatchPreparation:
         samples = len(batch.labels) * self.mesh.dp.size
         return StepBatch(local, tokens, scale / tokens, 1 / self.mesh.replicas.size, samples, padding)
 
-    def _count(self, batch: TokenBatch) -> tuple[int, int]:
+    def _count(self, batch: Batch) -> tuple[int, int]:
         """Count the valid tokens and the padding of the global batch, from this replica's rows."""
         valid = (batch.labels != IGNORE_INDEX).sum()
         counts = torch.stack([valid, torch.zeros_like(valid) if batch.padding is None else batch.padding.sum()])
         valid, padding = self.mesh.dp.all_reduce_values(counts)
         return valid, padding
 
-    def local_batch(self, batch: TokenBatch, keys: Tensor | None = None, weights: Tensor | None = None) -> LocalBatch:
+    def local_batch(self, batch: Batch, keys: Tensor | None = None, weights: Tensor | None = None) -> LocalBatch:
         """Return this rank's positions of every sequence, copied to its device without blocking the host."""
         device = self.mesh.device
         tokens, labels = (each.to(device, non_blocking=True) for each in (batch.tokens, batch.labels))
@@ -177,5 +161,5 @@ class BatchPreparation:
 
 
 def is_of_tokens(batch: Any) -> bool:
-    """Return whether a batch is a `TokenBatch`; a `NamedTuple` with its fields is a user's own batch."""
+    """Return whether a batch is a `Batch`; a `NamedTuple` with its fields is a user's own batch."""
     return isinstance(getattr(batch, "tokens", None), Tensor) and not isinstance(batch, tuple)
