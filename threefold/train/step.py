@@ -37,6 +37,7 @@ from threefold.parallel.gradients import Gradients
 from threefold.parallel.moving_buffers import MovingBuffers
 from threefold.parallel.parallelize import TrainableModel, parallelize
 from threefold.parallel.parameter import Weight, has_uneven_shards, is_split
+from threefold.parallel.pipeline.micro_batches import StepSamples
 from threefold.parallel.pipeline.runner import LoopRunner, PipelineRunner, Runner
 from threefold.parallel.pipeline.stage import Stage, TiedWeights
 from threefold.parallel.recompute import as_written
@@ -47,7 +48,7 @@ from threefold.torch_private.tensors import foreach_norm
 from threefold.train.divergence import DivergenceError
 from threefold.train.optim import LossScale, Optimizer, learning_rate
 from threefold.train.optimizers.own import update_rule
-from threefold.train.step_batch import BatchPreparation, StepBatch
+from threefold.train.step_batch import BatchFacts, BatchPreparation
 from threefold.train.stop import Stop
 
 
@@ -100,8 +101,8 @@ class GradientStep:
         self._trained, self._partial = self.model.trained, partial_over_tensor_ranks(self.model)
         self._in_order = any(has_uneven_shards(weight.parameter) for weight in self.model.weights)
         self._is_first = True
-        self._batch: StepBatch | None = None
-        """Batch of the step in progress."""
+        self._batch: BatchFacts | None = None
+        """Facts of the batch of the step in progress."""
 
     def compute_gradients(
         self, batch: Any, step: int, loss: LossFunction | None = None, rows: Tensor | None = None
@@ -128,14 +129,15 @@ class GradientStep:
         # Common errors of a user's own layers are explained.
         with explaining_passes(self.stages, self.mesh.tp.size) if self.plan.constructed else nullcontext():
             # 1. Micro-batches: the replicas add up what they count, as the loss is divided by that of the global batch.
+            local: StepSamples
             if loss is None:
-                self._batch = self._batches.of_tokens(batch, step, scale)
+                local, self._batch = self._batches.of_tokens(batch, step, scale)
             else:
-                self._batch = self._batches.of_own(batch, step, loss, rows, scale)
+                local, self._batch = self._batches.of_own(batch, step, loss, rows, scale)
             # 2. Forward and backward passes. Buckets of gradients start their sums over the replicas as they fill.
             self.gradients.begin(self.runner.arrivals)
             self.buffers.begin()
-            term = self.runner.forward_backward(self._batch.local, self._batch.factor)
+            term = self.runner.forward_backward(local, self._batch.factor)
             if self._is_first and self.plan.constructed:
                 self._require_unchanged_weights()
             self._is_first = False

@@ -23,11 +23,10 @@ from threefold.parallel.settings import TrainingSettings
 from threefold.random.dropout import Dropout, sample_keys
 
 
-class StepBatch(NamedTuple):
-    """This rank's samples of a global batch, and facts of the global batch that all ranks share.
+class BatchFacts(NamedTuple):
+    """Facts of a step's global batch, which outlive the samples.
 
     Attributes:
-        local: samples of this rank's replica.
         counted: valid tokens; samples for a batch that has no tokens.
         factor: factor of a micro-batch's loss in the backward pass: its share of the mean loss, times the loss scale.
         share: this rank's share of the samples.
@@ -36,7 +35,6 @@ class StepBatch(NamedTuple):
         sums: terms of a user's loss, added up as micro-batches run; None if the last layer computes the loss.
     """
 
-    local: StepSamples
     counted: int
     factor: float
     share: float
@@ -69,7 +67,8 @@ class BatchPreparation:
         self._has_dropout = any(isinstance(module, Dropout) and module.p > 0 for module in modules)
         self._adds_losses = any(isinstance(module, Routing) and module.adds_losses for module in modules)
 
-    def of_tokens(self, batch: Any, step: int, scale: float) -> StepBatch:
+    def of_tokens(self, batch: Any, step: int, scale: float) -> tuple[LocalBatch, BatchFacts]:
+        """Prepare a batch of tokens, whose loss the last layer computes, for a step with the loss scale `scale`."""
         if not is_of_tokens(batch):
             raise UserError(
                 f"The batch is a {type(batch).__name__} without tokens and labels, and there is no loss; give the loss "
@@ -82,7 +81,7 @@ class BatchPreparation:
         weights = (batch.labels != IGNORE_INDEX).double() * (scale / tokens) if self._adds_losses else None
         local = self.local_batch(batch, keys, weights)
         samples = len(batch.labels) * self.mesh.dp.size
-        return StepBatch(local, tokens, scale / tokens, 1 / self.mesh.replicas.size, samples, padding)
+        return local, BatchFacts(tokens, scale / tokens, 1 / self.mesh.replicas.size, samples, padding)
 
     def _count(self, batch: Batch) -> tuple[int, int]:
         """Count the valid tokens and the padding of the global batch, from this replica's rows."""
@@ -106,12 +105,15 @@ class BatchPreparation:
             self._find_shapes(local)
         return local
 
-    def of_own(self, batch: Any, step: int, loss: LossFunction, rows: Tensor | None, scale: float) -> StepBatch:
+    def of_own(
+        self, batch: Any, step: int, loss: LossFunction, rows: Tensor | None, scale: float
+    ) -> tuple[OwnBatch, BatchFacts]:
+        """Prepare a batch whose loss is `loss` of the last layer's output."""
         local, sizes = self.own_samples(batch, loss, step, rows)
         samples = sum(sizes)
         share = batch_size(local.data) / samples / self.mesh.cp.size
         counted, padding = self._count(batch) if is_of_tokens(batch) else (samples, 0)
-        return StepBatch(local, counted, scale, share, samples, padding, local.loss)
+        return local, BatchFacts(counted, scale, share, samples, padding, local.loss)
 
     def own_samples(
         self, batch: Any, loss: LossFunction, step: int | None = None, rows: Tensor | None = None
