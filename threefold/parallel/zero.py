@@ -119,25 +119,15 @@ def shard_values(
 
 def report_gradients(module: nn.Module, report: Callable[[str], None]) -> None:
     """Call `report(name)` when autograd has accumulated a parameter's gradient, for a module of `shard_values`."""
-    held: dict[nn.Module, list[tuple[nn.Module, str, str]]] = {}
-    _find_held(module, module, "", held)
-    for wrapped, places in held.items():
-        watched: set[Tensor] = set()
-        wrapped.register_forward_pre_hook(partial(_watch, places, watched, report))
-
-
-def _find_held(
-    module: nn.Module,
-    wrapped: nn.Module,
-    prefix: str,
-    held: dict[nn.Module, list[tuple[nn.Module, str, str]]],
-) -> None:
-    """Collect the parameters of a module in `held`, by the innermost FSDP module around them, which gathers them."""
-    wrapped = module if isinstance(module, FSDPModule) else wrapped
-    for attribute, _ in module.named_parameters(recurse=False):
-        held.setdefault(wrapped, []).append((module, attribute, prefix + attribute))
-    for name, child in module.named_children():
-        _find_held(child, wrapped, f"{prefix}{name}.", held)
+    wrapped = {name: each for name, each in module.named_modules() if isinstance(each, FSDPModule)}
+    held: dict[str, list[tuple[nn.Module, str, str]]] = {}
+    for name, owner in module.named_modules():
+        for attribute, _ in owner.named_parameters(recurse=False):
+            # The innermost FSDP module around a parameter gathers it.
+            around = max((each for each in wrapped if not each or f"{name}.".startswith(f"{each}.")), key=len)
+            held.setdefault(around, []).append((owner, attribute, f"{name}.{attribute}" if name else attribute))
+    for name, places in held.items():
+        wrapped[name].register_forward_pre_hook(partial(_watch, places, set(), report))
 
 
 def _watch(

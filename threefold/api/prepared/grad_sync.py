@@ -207,7 +207,7 @@ class GradSync:
     def _finish(self) -> None:
         scale = self._scale()
         self.gradients.finish()
-        if self._partial and self.mesh.tp.size > 1:
+        if self._partial:
             self.mesh.tp.all_reduce_together_([self.gradients[leaf] for leaf in self._partial])
         used = [float(each) for each in self._used.values()]
         flags = torch.tensor(used, dtype=torch.float64, device=self._weight.device)

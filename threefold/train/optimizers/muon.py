@@ -43,23 +43,21 @@ class Muon(UpdateRule):
         self._others = AdamW([entry for entry in self.entries if not entry.hidden_matrix], config)
 
     def step(self, lr: float) -> None:
+        config = self.config
         for entry in self.entries:
-            self._step_matrix(entry, lr)
+            matrix = entry.hidden_matrix
+            if matrix is None:
+                continue
+            gradient, momentum = entry.gradient, self._momentum[entry.name]
+            momentum.lerp_(gradient, 1 - config.momentum)
+            update = gradient.lerp(momentum, config.momentum) if config.nesterov else momentum
+            whole = newton_schulz(matrix.gather(update), config.newton_schulz_steps)
+            entry.master.mul_(1 - lr * self.weight_decay(entry))
+            entry.master.add_(
+                matrix.shard(whole, entry.master), alpha=-lr * lr_scale(entry.parameter.shape, config.lr_scaling)
+            )
         if self._others.entries:
             self._others.step(lr)
-
-    def _step_matrix(self, entry: Entry, lr: float) -> None:
-        matrix, config = entry.hidden_matrix, self.config
-        if matrix is None:
-            return
-        gradient, momentum = entry.gradient, self._momentum[entry.name]
-        momentum.lerp_(gradient, 1 - config.momentum)
-        update = gradient.lerp(momentum, config.momentum) if config.nesterov else momentum
-        whole = newton_schulz(matrix.gather(update), config.newton_schulz_steps)
-        entry.master.mul_(1 - lr * self.weight_decay(entry))
-        entry.master.add_(
-            matrix.shard(whole, entry.master), alpha=-lr * lr_scale(entry.parameter.shape, config.lr_scaling)
-        )
 
     def state(self, entry: Entry) -> Mapping[str, Tensor]:
         return {"momentum_buffer": self._momentum[entry.name]} if entry.hidden_matrix else self._others.state(entry)
