@@ -1,7 +1,7 @@
 """Parallel models for custom training loops: `parallelize` and its `DistributedModel`."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
@@ -51,7 +51,7 @@ def with_arguments(model: Callable[..., Any], arguments: Mapping[str, Any] | Non
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-_PRECISIONS = ("fp32", "bf16", "fp16")
+PRECISIONS = ("fp32", "bf16", "fp16")
 _MOST_FOR_A_STAGE = 64
 """Limit, in micro-batches per stage, of the search for the fewest that a schedule accepts."""
 
@@ -225,9 +225,7 @@ def parallelize(
     dtype = _dtype(dtype, precision)
     if zero not in (0, 1, 2, 3):
         raise UserError(f"zero is {zero!r} but must be 0, 1, 2 or 3; use 1.")
-    if gradient_compression not in COMPRESSIONS:
-        nearest = one_of(gradient_compression, list(COMPRESSIONS))
-        raise UserError(f"gradient_compression is {gradient_compression!r} but must be {nearest}.")
+    require_one_of("gradient_compression", gradient_compression, COMPRESSIONS)
     if gradient_compression != "none" and zero:
         raise UserError(
             f"gradient_compression is {gradient_compression!r} but zero is {zero}, which would also add the "
@@ -295,13 +293,18 @@ def _complete(model: Callable[..., nn.Module], plan: Any, make: Callable[[], nn.
     return built
 
 
+def require_one_of(name: str, given: Any, choices: Sequence[str]) -> None:
+    """Raise a `UserError` unless the argument `name` is one of the choices."""
+    if given not in choices:
+        raise UserError(f"{name} is {given!r} but must be {one_of(given, list(choices))}.")
+
+
 def _dtype(dtype: Any, precision: Any) -> torch.dtype:
     """Return the dtype of the computation; raise UserError if it is unknown, or both arguments are given."""
     if precision is not None and dtype is not None:
         raise UserError(f"dtype is {dtype} and precision is {precision!r}; leave one of the two out.")
     if precision is not None:
-        if precision not in _PRECISIONS:
-            raise UserError(f"precision is {precision!r} but must be {one_of(precision, list(_PRECISIONS))}.")
+        require_one_of("precision", precision, PRECISIONS)
         return DTYPES[precision]
     if dtype is None:
         return torch.float32

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from threefold.api.mesh import mesh_of_all_ranks
+from threefold.api.model import PRECISIONS, require_one_of
 from threefold.api.prepared.grad_sync import GradSync
 from threefold.api.prepared.loader import CurrentBatch, PreparedLoader
 from threefold.api.prepared.module import KINDS, PreparedModule, use_global_statistics
@@ -25,10 +26,8 @@ from threefold.parallel.parameter import like, local, longest_shard, stored
 from threefold.parallel.sequence import ShardingContext
 from threefold.parallel.shard_modules import SHARDINGS
 from threefold.parallel.zero import ShardedGradients, make_zero_sharding, shard_values
-from threefold.plugins import one_of
 from threefold.train.optim import LossScale
 
-PRECISIONS: Final = ("fp32", "bf16", "fp16")
 _TAKEN: Final = (Optimizer, DataLoader, LRScheduler, PreparedLoader, PreparedScheduler)
 
 
@@ -85,14 +84,12 @@ def prepare(
             optimizer.zero_grad()
         ```
     """
-    if precision not in PRECISIONS:
-        raise UserError(f"precision is {precision!r} but must be {one_of(precision, list(PRECISIONS))}.")
+    require_one_of("precision", precision, PRECISIONS)
+    require_one_of("compress", compress, COMPRESSIONS)
     if zero not in (0, 1, 2, 3):
         raise UserError(f"zero is {zero!r} but must be 0, 1, 2 or 3; use {1 if not isinstance(zero, int) else 3}.")
     if not isinstance(accumulate, int) or accumulate < 1:
         raise UserError(f"accumulate is {accumulate!r} but must be a whole number of at least 1; use 1.")
-    if compress not in COMPRESSIONS:
-        raise UserError(f"compress is {compress!r} but must be {one_of(compress, list(COMPRESSIONS))}.")
     model = _model_among(objects)
     if isinstance(model, PreparedModule):
         if (precision, zero, accumulate, compress) != ("fp32", 0, 1, "none"):
