@@ -102,7 +102,7 @@ def _model():  # type: ignore[no-untyped-def]
     from threefold.parallel.pipeline.partition import StageMap
     from threefold.parallel.pipeline.stage import whole_parameters
     from threefold.parallel.settings import Parallelism
-    from threefold.parallel.weights import draw_
+    from threefold.parallel.parameter import draw_
 
     config = shape.config("fp32")
     facts = Facts(0, 0, seed=0, eod=None, tokenizer_sha256=None, tokens=0, documents=0)

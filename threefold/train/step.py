@@ -29,7 +29,7 @@ from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.config.model import OWN
 from threefold.constants import IGNORE_INDEX
-from threefold.errors import UserError
+from threefold.errors import DivergenceError, UserError
 from threefold.models.loss_terms import LOSS, LossFunction, LossSums, TermSums
 from threefold.models.module_check import explaining_passes
 from threefold.models.sharding import ModelPlan
@@ -45,7 +45,6 @@ from threefold.parallel.settings import Parallelism, PieceSizes, TrainingSetting
 from threefold.random.generators import ProcessGenerators, generators_preserved
 from threefold.torch_private.fake import FakeTensor
 from threefold.torch_private.tensors import foreach_norm
-from threefold.train.divergence import DivergenceError
 from threefold.train.optim import LossScale, Optimizer, learning_rate
 from threefold.train.optimizers.own import update_rule
 from threefold.train.step_batch import BatchFacts, BatchPreparation

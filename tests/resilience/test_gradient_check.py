@@ -13,8 +13,8 @@ from threefold.comm.layout import Layout
 from threefold.data.loader import Batch, Share
 from threefold.errors import HardwareFault
 from threefold.launch.worker_pool import WorkerPool
-from threefold.train.corruption import CorruptionWatch
-from threefold.train.gradient_check import Disagreement, GradientCheck, disagreement
+from threefold.resilience.corruption import CorruptionWatch
+from threefold.resilience.gradient_check import Disagreement, GradientCheck, disagreement
 
 
 class CaseLoader:
@@ -53,7 +53,7 @@ def found(case: Case, rank: int, at: int | None, always: bool) -> tuple[tuple[in
     norms = [module for module in engine.model.modules() if "Norm" in type(module).__name__]
     if engine.mesh.rank == rank and at is not None:
         norms[0].register_forward_hook(WrongOutput(at, always))
-    watch.begin(0)
+    watch.before_fit(0)
     try:
         for done in range(2):
             watch.before_forward(done + 1)
