@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 SIGNAL_BYTES = 16
 """Bytes that a rank writes to announce a round."""
-TURNSTILES = ("turnstile-0", "turnstile-1")
+BARRIER_PIPES = ("barrier-0", "barrier-1")
 """Names of the pipes that ranks pass in turn."""
 _PIPE_BYTES: Final = 16 << 10
 """Capacity of a pipe on systems that do not report it, such as macOS."""
@@ -83,8 +83,8 @@ def memory_bytes(size: int, capacity: int) -> int:
 
 
 def room_for_rounds(size: int, capacity: int) -> Room:
-    """Return the room that `size` ranks need for rounds: memory, and two turnstiles with the tickets in the first."""
-    return Room(memory_bytes(size, capacity), dict(zip(TURNSTILES, (tickets(size), b""), strict=True)))
+    """Return the room that `size` ranks need for rounds: memory, and two pipes with the tickets in the first."""
+    return Room(memory_bytes(size, capacity), dict(zip(BARRIER_PIPES, (tickets(size), b""), strict=True)))
 
 
 def whole_pages(length: int) -> int:
@@ -93,7 +93,7 @@ def whole_pages(length: int) -> int:
 
 
 def tickets(size: int) -> bytes:
-    """Return the content of a turnstile for `size` ranks: one byte for each, and only the last one nonzero."""
+    """Return the content of a barrier's pipe for `size` ranks: one byte for each, and only the last one nonzero."""
     return bytes(size - 1) + b"\1"
 
 
@@ -292,7 +292,7 @@ class StoreExchange:
 
 _SIGNAL = struct.Struct("<QBBHI")  # round number, operation, dtype, source index, elements in this round
 assert _SIGNAL.size == SIGNAL_BYTES
-_FIRST = 2  # even, as the first turnstile has the tickets; nonzero, as the memory is zero at first
+_FIRST = 2  # even, as the first pipe has the tickets; nonzero, as the memory is zero at first
 
 
 class PeerLostError(ConnectionError):
@@ -305,7 +305,7 @@ class PeerLostError(ConnectionError):
         return int(found[1]) if found else None
 
 
-class Turnstile:
+class Barrier:
     """Meeting point of a group of processes, round by round.
 
     Args:
@@ -324,7 +324,7 @@ class Turnstile:
         signals = memoryview(shared.memory)[: 2 * size * SIGNAL_BYTES]
         self._signals = (signals[: size * SIGNAL_BYTES], signals[size * SIGNAL_BYTES :])
         self._tickets, self._pipes, self._alive = tickets(size), shared.pipes, shared.alive
-        self._pollers = tuple(poller(turnstile, shared.alive) for turnstile in shared.pipes)
+        self._pollers = tuple(poller(pipe, shared.alive) for pipe in shared.pipes)
         self._closed = weakref.finalize(self, close_all, shared.descriptors)
 
     @property
@@ -363,15 +363,15 @@ class Turnstile:
             self._raise_difference(found, signal)
 
     def _sleep(self, exit: int, number: int, operation: str) -> None:
-        turnstile = self._pipes[exit]
+        pipe = self._pipes[exit]
         events = dict(self._pollers[exit].poll(self._timeout * 1000))
-        if turnstile in events:
+        if pipe in events:
             return
         if not events:
             missing = self._ranks[self._missing(number)]
             raise TimeoutError(f"{self._me} has waited {self._timeout:g} s in {operation} for rank {missing}")
         # A peer may end after it has passed; what it wrote is visible by then.
-        if not poller(turnstile, {}).poll(0):
+        if not poller(pipe, {}).poll(0):
             lost = next(peer for peer, descriptor in self._alive.items() if descriptor in events)
             raise PeerLostError(f"rank {self._ranks[lost]} ended while {self._me} was in {operation}")
 

@@ -8,7 +8,7 @@ pipe, which wakes nobody. Without a slot for it, a tensor goes through the proce
 A sender never waits for a receiver: pipes have room for the notes of two passes, and no rank is further ahead of
 another. So ranks cannot deadlock, in whatever order they send, receive and wait for something else. If senders waited
 for slots, one could wait for a rank that waits for it in a collective. Pipes order the accesses to memory around them,
-as those of `Turnstile` do.
+as those of `Barrier` do.
 """
 
 import os

@@ -173,7 +173,7 @@ class PipelineRunner(Runner):
     def _make_mailbox(self, activations: Mapping[int, tuple[Tensor, ...]]) -> Mailbox | None:
         """Make the mailbox for training; evaluation uses the process group, whose waits keep stages in step."""
         pp = self._parallelism.mesh.pp
-        if pp.group is None or pp.shared is None:
+        if pp.group is None or not pp.shares_memory:
             return None
         nbytes = max(each.nbytes for given in activations.values() for each in given)
         tensors = max(map(len, activations.values()))
