@@ -13,7 +13,7 @@ from torch.distributed.pipelining.schedules import B, F, I, PipelineScheduleSing
 
 from threefold.comm.heartbeat import Activity, wait_code
 from threefold.comm.mesh import Mesh
-from threefold.config.schedules import SENDS_UNDER_WAY, Action, FileSchedule, Orders, Schedule, TorchSchedule
+from threefold.config.schedules import SENDS_UNDER_WAY, Action, Orders, OwnSchedule, Schedule, TorchSchedule
 from threefold.errors import UserError
 from threefold.models.own_batch import inputs_from
 from threefold.parallel.pipeline.mailbox import Mailbox
@@ -407,8 +407,10 @@ def training_schedule(
     schedule: Schedule, stages: Sequence[ScheduledStage], micro_batches: int, loss: Loss
 ) -> PipelineSchedule:
     """Make torch's object for a schedule of the config."""
-    if isinstance(schedule, FileSchedule):
-        return ActionSchedule(stages, schedule.stage_ranks(0, 0), schedule.orders, micro_batches, loss)
+    if isinstance(schedule, OwnSchedule):
+        pp = stages[0].group_size
+        ranks, orders = schedule.stage_ranks(pp, len(stages)), schedule.orders(pp, micro_batches)
+        return ActionSchedule(stages, ranks, orders, micro_batches, loss)
     kind: Any = _torch_class(schedule)
     if issubclass(kind, PipelineScheduleSingle):
         kind = Schedule1F1BOfAnyCount if schedule.name == "1f1b" else kind
