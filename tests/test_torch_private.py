@@ -130,9 +130,7 @@ def _in_a_group_that_stands_in() -> None:
     group.allreduce([tensor], all_reduce_options(dist.ReduceOp.MAX)).wait()
     assert seen == [False, False], "the options of a collective no longer say whether it waits"
     group.all_gather_single(tensor, own, all_gather_options()).wait()
-    assert tensor.tolist() == [0, 1], (
-        "a process group of Python no longer passes on what it does not define"
-    )
+    assert tensor.tolist() == [0, 1], "a process group of Python no longer passes on what it does not define"
     group.reduce_scatter_single(own, tensor, reduce_scatter_options()).wait()
     assert own.item() == 2 * dist.get_rank(), "ReduceScatterOptions no longer sum"
     dist.broadcast(tensor, 1, group)

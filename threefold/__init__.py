@@ -63,10 +63,10 @@ if TYPE_CHECKING:
     from threefold.parallel.tensor.layers import (
         ColumnParallelLinear,
         Initializer,
+        ParallelCrossEntropy,
         RowParallelLinear,
         VocabParallelEmbedding,
     )
-    from threefold.parallel.tensor.loss import ParallelCrossEntropy
     from threefold.random.dropout import Dropout, sample_keys
     from threefold.random.rng import RandomStreams
     from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContext, StepRecord

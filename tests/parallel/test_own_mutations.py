@@ -12,7 +12,7 @@ from tests.support.parity import Trace, departures
 from threefold.models.loss_terms import TermSums
 from threefold.parallel import gradient_step
 from threefold.parallel.gradient_step import GradientStep
-from threefold.parallel.pipeline.micro_batches import OwnBatch
+from threefold.parallel.pipeline.stage import OwnBatch
 from threefold.torch_private.pipelining import BufferedPipelineStage
 
 pytestmark = pytest.mark.slow  # they test the tests

@@ -18,8 +18,8 @@ from threefold.parallel import gradient_step, parallelize, shard_modules, weight
 from threefold.parallel import gradients as data
 from threefold.parallel.pipeline import runner, stage
 from threefold.parallel.pipeline import stage as tied
+from threefold.parallel.tensor import layers as loss
 from threefold.parallel.tensor import layers as tensor
-from threefold.parallel.tensor import loss
 from threefold.train import step as engine
 from threefold.train import step as gradient_norm
 from threefold.train import step as optimizer

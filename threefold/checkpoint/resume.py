@@ -254,7 +254,7 @@ def _restarted_streams(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
     from threefold.random.generators import is_of_process
     from threefold.random.rng import STREAMS, stored_as
 
-    layout = Layout.of(config.parallel)
+    layout = Layout.from_config(config.parallel)
     stored = [name for name in stored_names(checkpoint.path) if name.startswith(STREAMS)]
     if stored and not any(name.startswith(stored_as(layout.shape)) for name in stored):
         if any(not is_of_process(name) for name in stored):

@@ -81,7 +81,7 @@ def _waits(operation: str) -> Callable[[_Method[_P, _T]], _Method[_P, _T]]:
     """Note in the heartbeat that this rank waits for the others of the axis while the decorated method runs."""
     first_code = wait_code(operation, 0)
 
-    def of(method: _Method[_P, _T]) -> _Method[_P, _T]:
+    def decorate(method: _Method[_P, _T]) -> _Method[_P, _T]:
         @wraps(method)
         def waiting(self: "Axis", *args: _P.args, **options: _P.kwargs) -> _T:
             if len(self.ranks) == 1:
@@ -94,7 +94,7 @@ def _waits(operation: str) -> Callable[[_Method[_P, _T]], _Method[_P, _T]]:
 
         return waiting
 
-    return of
+    return decorate
 
 
 _SUM, _MAX = all_reduce_options(dist.ReduceOp.SUM), all_reduce_options(dist.ReduceOp.MAX)

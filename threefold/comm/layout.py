@@ -51,7 +51,7 @@ class Layout:
     ep: int = 1
 
     @classmethod
-    def of(cls, parallel: ParallelConfig) -> Self:
+    def from_config(cls, parallel: ParallelConfig) -> Self:
         """Return the layout of a config's `parallel` section."""
         return cls(parallel.dp, parallel.tp, parallel.pp, parallel.cp, parallel.ep)
 

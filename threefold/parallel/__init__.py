@@ -27,8 +27,12 @@ if TYPE_CHECKING:
     )
     from threefold.parallel.sequence import sum_over_shares_
     from threefold.parallel.tensor.functional import Splitter
-    from threefold.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-    from threefold.parallel.tensor.loss import ParallelCrossEntropy
+    from threefold.parallel.tensor.layers import (
+        ColumnParallelLinear,
+        ParallelCrossEntropy,
+        RowParallelLinear,
+        VocabParallelEmbedding,
+    )
     from threefold.random.dropout import Dropout, sample_keys
     from threefold.random.rng import RandomStreams
 

@@ -18,11 +18,10 @@ from threefold.models.module_check import explaining_passes
 from threefold.models.own_batch import batch_shapes, batch_size, map_tensors
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.moving_buffers import MovingBuffers
-from threefold.parallel.parallelize import parallelize
+from threefold.parallel.parallelize import apply_parallelism
 from threefold.parallel.parameter import has_uneven_shards, is_split
-from threefold.parallel.pipeline.micro_batches import LocalBatch, OwnBatch, StepSamples
 from threefold.parallel.pipeline.runner import LoopRunner, PipelineRunner, Runner
-from threefold.parallel.pipeline.stage import Stage
+from threefold.parallel.pipeline.stage import LocalBatch, OwnBatch, Stage, StepSamples
 from threefold.parallel.recompute import as_written
 from threefold.parallel.sequence import sum_over_shares_
 from threefold.parallel.settings import Parallelism, TrainingSettings
@@ -91,7 +90,7 @@ class GradientStep:
     ) -> None:
         self.mesh, self.plan, self.settings = mesh, plan, settings
         self.parallelism = Parallelism.make(plan, mesh, settings)
-        self.model = parallelize(make_model, plan, self.parallelism, settings)
+        self.model = apply_parallelism(make_model, plan, self.parallelism, settings)
         self.stages, self.gradients, self.streams = self.model.stages, self.model.gradients, self.model.streams
         self._in_order = any(has_uneven_shards(weight.parameter) for weight in self.model.weights)
         modules = self.model.modules()

@@ -19,8 +19,7 @@ from threefold.models.sharding import ModelPlan
 from threefold.ops.kernels import DeferrableWeight
 from threefold.parallel.gradients import GradientBuckets, Gradients, JoinedGradients
 from threefold.parallel.parameter import is_of_experts, like, local, longest_shard, replace_parameters, stored_as
-from threefold.parallel.pipeline.micro_batches import DeferredGradients
-from threefold.parallel.pipeline.stage import Stage, TiedWeights, whole_parameters
+from threefold.parallel.pipeline.stage import DeferredGradients, Stage, TiedWeights, whole_parameters
 from threefold.parallel.plan_check import check_cut_modules, check_plan, check_sharded_parameters, check_tensor_axis
 from threefold.parallel.recompute import apply_recompute, compile_layers, unwrapped
 from threefold.parallel.settings import Parallelism, TrainingSettings
@@ -67,18 +66,18 @@ class TrainableModel(ParallelModel):
 
 
 @overload
-def parallelize(
+def apply_parallelism(
     make_model: Callable[[], nn.Module], plan: ModelPlan, how: Parallelism, *, seed: int = 0
 ) -> ParallelModel: ...
 
 
 @overload
-def parallelize(
+def apply_parallelism(
     make_model: Callable[[], nn.Module], plan: ModelPlan, how: Parallelism, training: TrainingSettings
 ) -> TrainableModel: ...
 
 
-def parallelize(
+def apply_parallelism(
     make_model: Callable[[], nn.Module],
     plan: ModelPlan,
     how: Parallelism,

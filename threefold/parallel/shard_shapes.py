@@ -17,7 +17,7 @@ class ShardIndex:
     count: int = 1
 
 
-class Place(NamedTuple):
+class ShardCoordinates(NamedTuple):
     """Coordinates of a rank on the axes that shard weights.
 
     Attributes:
@@ -32,12 +32,12 @@ class Place(NamedTuple):
     zero_experts: ShardIndex = ShardIndex()
 
     @property
-    def unshared(self) -> "Place":
-        """Place without ZeRO, which describes a gathered parameter."""
+    def unshared(self) -> "ShardCoordinates":
+        """ShardCoordinates without ZeRO, which describes a gathered parameter."""
         return self._replace(zero=ShardIndex(), zero_experts=ShardIndex())
 
 
-def place_of(parallel: ParallelConfig, at: Coordinates) -> Place:
+def shard_coordinates(parallel: ParallelConfig, at: Coordinates) -> ShardCoordinates:
     """Return a rank's coordinates on the axes that shard weights, from those in the mesh and a resolved config."""
     zero = experts = ShardIndex()
     if parallel.zero:
@@ -45,10 +45,10 @@ def place_of(parallel: ParallelConfig, at: Coordinates) -> Place:
         zero = ShardIndex((at.dp * parallel.cp + at.cp) % shards, shards)
         copies = max(1, parallel.zero_shards // parallel.ep) * parallel.cp
         experts = ShardIndex((at.dp // parallel.ep * parallel.cp + at.cp) % copies, copies)
-    return Place(ShardIndex(at.tp, parallel.tp), ShardIndex(at.dp % parallel.ep, parallel.ep), zero, experts)
+    return ShardCoordinates(ShardIndex(at.tp, parallel.tp), ShardIndex(at.dp % parallel.ep, parallel.ep), zero, experts)
 
 
-def local_shape(shape: Sequence[int], split: Split, parameter: str, place: Place) -> tuple[int, ...]:
+def local_shape(shape: Sequence[int], split: Split, parameter: str, place: ShardCoordinates) -> tuple[int, ...]:
     """Return the shape of a weight's shard on the rank at `place`; `parameter` is its name in the module."""
     local = list(shape)
     for axis, dim in split.cuts(parameter):

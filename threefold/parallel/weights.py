@@ -93,6 +93,6 @@ def draw_(
     if isinstance(initial, Drawn):
         whole = drawn(initial.fill, name, tuple(parameter.shape), seed)
     else:
-        assert constructed is not None  # `parallelize` passes it
+        assert constructed is not None  # `apply_parallelism` passes it
         whole = constructed.parameter(name)
     return into.copy_(whole[tuple(slice(start, start + size) for start, size in zip(starts, into.shape, strict=True))])

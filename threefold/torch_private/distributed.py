@@ -182,8 +182,7 @@ def stand_in(group: dist.ProcessGroup, gloo: dist.ProcessGroup) -> None:
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     group._set_group_name(gloo.group_name)
     known = dist.distributed_c10d._world
-    for of_groups in (known.pg_group_ranks, known.pg_map):
-        of_groups[group] = of_groups[gloo]
+    known.pg_group_ranks[group], known.pg_map[group] = known.pg_group_ranks[gloo], known.pg_map[gloo]
 
 
 def all_reduce_options(operation: dist.ReduceOp.RedOpType) -> Any:
