@@ -6,54 +6,19 @@ from typing import Any
 
 import pytest
 
-from tests.config.test_schedules import resolved
+from tests.support.python_schedules import TOY
 from threefold.checkpoint.code import require_named_code
 from threefold.checkpoint.folder import FOLDER
+from threefold.config import Config
+from threefold.config.resolve import resolve
 from threefold.config.schedules import find_schedule
 from threefold.errors import UserError
 from threefold.planner.schedule import orders_of
 
-TOY = '''
-def looped(pp, micro_batches):
-    """Two stages a rank, all forward passes first; the weight gradients come last."""
-    if micro_batches % 2:
-        raise ValueError("an even number is needed")
-    ranks = []
-    for rank in range(pp):
-        mine, numbers = (rank, pp + rank), range(micro_batches)
-        order = [(stage, "F", number) for stage in mine for number in numbers]
-        order += [(stage, "I", number) for stage in reversed(mine) for number in numbers]
-        ranks.append([*order, *(f"{stage}W{number}" for stage in mine for number in numbers)])
-    return ranks
 
-
-def deadlocked(pp, micro_batches):
-    return [[f"{rank}{kind}{number}" for number in range(micro_batches) for kind in "BF"] for rank in range(pp)]
-
-
-def incomplete(pp, micro_batches):
-    return [[f"{rank}F{number}" for number in range(micro_batches)] for rank in range(pp)]
-
-
-def of_two(pp, micro_batches):
-    return [["0F0", "0B0"], ["1F0", "1B0"]]
-
-
-def moving(pp, micro_batches):
-    ranks = [[f"{rank}{kind}{number}" for number in range(micro_batches) for kind in "FB"] for rank in range(pp)]
-    return ranks[::-1] if micro_batches == 6 else ranks
-
-
-def broken(pp, micro_batches):
-    return ranks
-
-
-def refused(pp, micro_batches):
-    raise ValueError("never")
-
-
-number = 7
-'''
+def resolved(parallel: dict[str, Any], **train: Any) -> Config:
+    given = {"data": {"path": "x"}, "parallel": parallel, "train": train, "model": {"num_layers": 8}}
+    return resolve(Config.model_validate(given), 1000)
 
 
 @pytest.fixture
