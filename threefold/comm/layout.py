@@ -314,6 +314,12 @@ def _word(key: str, value: Any) -> str:
     return f"{next(word for word, meant in NUMBERS.items() if meant == key)}{value}"
 
 
+def shard_length(size: int, shards: int, index: int) -> int:
+    """Return the length of a shard, as `shard_bounds` cuts it."""
+    start, end = shard_bounds(size, shards, index)
+    return end - start
+
+
 def shard_bounds(size: int, shards: int, index: int) -> tuple[int, int]:
     """Return the start and end of a shard, as `torch.chunk` splits: the last one may be short or empty."""
     step = -(-size // shards)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from threefold.comm.layout import Coordinates, shard_bounds
+from threefold.comm.layout import Coordinates, shard_length
 from threefold.config.schema import ParallelConfig
 from threefold.models.sharding import OverExperts, Split, matches
 
@@ -15,6 +15,10 @@ class ShardIndex:
 
     index: int = 0
     count: int = 1
+
+    def length(self, size: int) -> int:
+        """Return the length of this part of a dim."""
+        return shard_length(size, self.count, self.index)
 
 
 class ShardCoordinates(NamedTuple):
@@ -52,18 +56,13 @@ def local_shape(shape: Sequence[int], split: Split, parameter: str, place: Shard
     """Return the shape of a weight's shard on the rank at `place`; `parameter` is its name in the module."""
     local = list(shape)
     for axis, dim in split.cuts(parameter):
-        local[dim] = _length(local[dim], getattr(place, axis))
+        local[dim] = getattr(place, axis).length(local[dim])
     if isinstance(split, OverExperts) and place.ep.count > 1:
         dim = split.uncut_dim(parameter)
-        local[dim] = _length(local[dim], place.zero_experts)
+        local[dim] = place.zero_experts.length(local[dim])
     else:
-        local[0] = _length(local[0], place.zero)
+        local[0] = place.zero.length(local[0])
     return tuple(local)
-
-
-def _length(size: int, shard: ShardIndex) -> int:
-    start, end = shard_bounds(size, shard.count, shard.index)
-    return end - start
 
 
 def chosen_layers(layers: Sequence[str], patterns: Mapping[str, Sequence[str]], mode: str, every: int = 1) -> list[str]:

@@ -37,33 +37,6 @@ def keep_signals_from_compilers() -> None:
     on_compile_end(end)
 
 
-class CompileCounts:
-    """Counts of what torch has compiled in this process since the object was created.
-
-    Why: nothing else shows whether layers share one compilation, and torch's counters are in a private module. A public
-    count of a function's compilations would replace it.
-    """
-
-    def __init__(self) -> None:
-        self._before = self._now()
-
-    @property
-    def graphs(self) -> int:
-        """Number of graphs, each with its forward and backward pass."""
-        return self._now()["graphs"] - self._before["graphs"]
-
-    @property
-    def breaks(self) -> int:
-        """Number of places where a function could not be compiled as a whole."""
-        return self._now()["breaks"] - self._before["breaks"]
-
-    @staticmethod
-    def _now() -> dict[str, int]:
-        from torch._dynamo.utils import counters
-
-        return {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
-
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 _LIBRARY: Final = torch.library.Library("threefold", "FRAGMENT")
 

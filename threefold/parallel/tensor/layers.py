@@ -266,6 +266,14 @@ class _SplitLinear(_SplitLayer):
 
     bias: nn.Parameter | None
 
+    @classmethod
+    def _from(cls, module: nn.Linear, axis: Axis, **options: Any) -> Self:
+        with torch.device("meta"):
+            layer = cls(module.in_features, module.out_features, axis, name="", **options)  # type: ignore[call-arg]
+        layer.weight = layer._split("weight", module.weight)
+        layer.bias = None if module.bias is None else layer._split("bias", module.bias)
+        return layer
+
     def _initialise(
         self, name: str | None, seed: int, weight_init: Initializer | None, bias_init: Initializer | None
     ) -> None:
@@ -340,12 +348,7 @@ class ColumnParallelLinear(_SplitLinear):
         cls, module: nn.Linear, axis: Axis, *, gather_output: bool = True, sequence_dim: int | None = None
     ) -> Self:
         """Split the weight and bias of an `nn.Linear`."""
-        sizes = module.in_features, module.out_features
-        with torch.device("meta"):
-            layer = cls(*sizes, axis, name="", gather_output=gather_output, sequence_dim=sequence_dim)
-        layer.weight = layer._split("weight", module.weight)
-        layer.bias = None if module.bias is None else layer._split("bias", module.bias)
-        return layer
+        return cls._from(module, axis, gather_output=gather_output, sequence_dim=sequence_dim)
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute [..., out], or this rank's part, from [..., in], the same on every rank or its shard."""
@@ -441,12 +444,7 @@ class RowParallelLinear(_SplitLinear):
         cls, module: nn.Linear, axis: Axis, *, input_is_parallel: bool = False, sequence_dim: int | None = None
     ) -> Self:
         """Split the weight of an `nn.Linear`, whose bias every rank keeps."""
-        sizes = module.in_features, module.out_features
-        with torch.device("meta"):
-            layer = cls(*sizes, axis, name="", input_is_parallel=input_is_parallel, sequence_dim=sequence_dim)
-        layer.weight = layer._split("weight", module.weight)
-        layer.bias = None if module.bias is None else layer._split("bias", module.bias)
-        return layer
+        return cls._from(module, axis, input_is_parallel=input_is_parallel, sequence_dim=sequence_dim)
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute [..., out], the same on every rank or its shard, from [..., in] or this rank's part."""
@@ -461,37 +459,6 @@ class RowParallelLinear(_SplitLinear):
 
     def extra_repr(self) -> str:
         return f"{self._shapes()}, input_is_parallel={self.input_is_parallel}"
-
-
-# Torch's compiler would find that the logits of both passes are equal, and keep them.
-@torch.compiler.disable
-def parallel_chunked_cross_entropy(
-    x: Tensor, weight: Tensor, labels: Tensor, chunk: int, start: int, axis: Axis, at_once: int = LOGITS_AT_ONCE
-) -> Tensor:
-    """Return the cross-entropy of each token for logits `x @ weight.T`, with `chunk` columns in memory at once.
-
-    Args:
-        x: [..., H], the same on every rank of `axis`; its gradient is this rank's part of a sum over them (`copy_to` or
-            `gather_shares` before this completes it).
-        weight: this rank's rows of the whole [V, H]; there may be none.
-        labels: int64 [...], in the whole vocabulary, or -100 to ignore a token.
-        chunk: columns of the logits, at least 1.
-        start: index of this rank's first row.
-        axis: ranks that the vocabulary is split over.
-        at_once: number of logits that it goes over at once on a CPU; changes no result.
-
-    Returns:
-        [...], zero for ignored labels, the same on every rank; in fp32, or fp64 for fp64 inputs.
-    """
-    flat = labels.flatten()
-    column = flat - start
-    top, total, target = logit_sums(x.flatten(0, -2), weight, column, chunk, at_once)
-    highest = axis.all_reduce_max_(top.clone())
-    mine = (column >= 0) & (column < len(weight))
-    parts = [total * (top - highest).exp(), (target - highest).masked_fill(~mine, 0)]
-    whole, shifted = reduce_from(torch.stack(parts), axis)
-    losses = whole.log() - shifted
-    return losses.masked_fill(flat == IGNORE_INDEX, 0).view(labels.shape)
 
 
 class ParallelCrossEntropy(nn.Module):
@@ -534,12 +501,15 @@ class ParallelCrossEntropy(nn.Module):
         flat = _SplitCrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), *shard)
         return flat.view(labels.shape)
 
+    # Torch's compiler would find that the logits of both passes are equal, and keep them.
+    @torch.compiler.disable
     def chunked(self, x: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
         """Return the loss of each token for logits `x @ weight.T`, with `chunk` columns in memory at once.
 
         Args:
-            x: [..., H], the same on every rank; its gradient is yet to be summed over the axis.
-            weight: [end − start, H], this rank's rows.
+            x: [..., H], the same on every rank; its gradient is this rank's part of a sum over the axis (`copy_to` or
+                `gather_shares` before this completes it).
+            weight: [end − start, H], this rank's rows; there may be none.
             labels: labels, as for `forward`.
             chunk: columns of the logits, at least 1.
 
@@ -547,7 +517,15 @@ class ParallelCrossEntropy(nn.Module):
             RuntimeError: see `forward`.
         """
         check_labels(labels, self.vocab_size)
-        return parallel_chunked_cross_entropy(x, weight, labels, chunk, self.start, self.axis, self.logits_at_once)
+        flat = labels.flatten()
+        column = flat - self.start
+        top, total, target = logit_sums(x.flatten(0, -2), weight, column, chunk, self.logits_at_once)
+        highest = self.axis.all_reduce_max_(top.clone())
+        mine = (column >= 0) & (column < len(weight))
+        parts = [total * (top - highest).exp(), (target - highest).masked_fill(~mine, 0)]
+        whole, shifted = reduce_from(torch.stack(parts), self.axis)
+        losses = whole.log() - shifted
+        return losses.masked_fill(flat == IGNORE_INDEX, 0).view(labels.shape)
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
