@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from tests.support.compiled import CompileCounts
-from threefold.torch_private.compilation import Handle, operator
+from threefold.torch_private.runtime import Handle, operator
 
 
 class Factor:

@@ -20,7 +20,7 @@ from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError
 from threefold.parallel.gradient_step import GradientStep
 from threefold.parallel.settings import TrainingSettings
-from threefold.random.generators import ProcessGenerators, generators_preserved
+from threefold.random.rng import ProcessGenerators, generators_preserved
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:

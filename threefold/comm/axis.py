@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from threefold.comm.heartbeat import Heartbeat, wait_code
 from threefold.comm.shared_memory import SharedMemoryGroup, accumulate
 from threefold.errors import UserError
-from threefold.torch_private.compilation import Handle
 from threefold.torch_private.distributed import all_gather_options, all_reduce_options, reduce_scatter_options
+from threefold.torch_private.runtime import Handle
 from threefold.torch_private.tensors import foreach_copy_
 
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from threefold.comm.axis import Axis
 from threefold.comm.layout import shard_bounds
-from threefold.torch_private.compilation import Handle, operator
+from threefold.torch_private.runtime import Handle, operator
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from threefold.ops.kernels import causal_attention, plain_attention_serves, serve_heads
-from threefold.torch_private.compilation import cpu_attention, cpu_attention_backward, operator, softmax_gradient
+from threefold.torch_private.runtime import cpu_attention, cpu_attention_backward, operator, softmax_gradient
 
 Ids: TypeAlias = npt.NDArray[np.int64]
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from threefold.host import processor_vendor
-from threefold.torch_private.compilation import Handle, operator
+from threefold.torch_private.runtime import Handle, operator
 from threefold.torch_private.tensors import onednn_linear
 
 _LONGEST_MATERIALISED = 512  # tokens; above it, the memory of the attention matrices is worth saving
@@ -273,7 +273,7 @@ def _of_defer(grad: Tensor, x: Tensor, weight: Tensor, to_weight: Handle, to_bia
 def _defer(grad: Tensor, x: Tensor, weight: Tensor, to_weight: Handle, to_bias: Handle, has_bias: bool) -> Tensor:
     """Return the gradient of a linear layer's input [rows, in], and defer those of weight and bias.
 
-    The deferred products keep the arguments, so compiled code must not reuse their memory (`compilation`).
+    The deferred products keep the arguments, so compiled code must not reuse their memory (`compile_layers`).
     """
     weight_leaf, bias_leaf = to_weight.value(), to_bias.value()
     weight_leaf.store.defer(weight_leaf, partial(product, grad.t(), x.t()))

@@ -26,7 +26,7 @@ from threefold.parallel.recompute import as_written
 from threefold.parallel.sequence import sum_over_shares_
 from threefold.parallel.settings import Parallelism, TrainingSettings
 from threefold.random.dropout import Dropout, sample_keys
-from threefold.random.generators import ProcessGenerators, generators_preserved
+from threefold.random.rng import ProcessGenerators, generators_preserved
 from threefold.torch_private.fake import FakeTensor
 
 

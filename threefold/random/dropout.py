@@ -25,7 +25,7 @@ from threefold.ops.attention import (
     tile_inputs,
 )
 from threefold.random.rng import ALL, Positions, row_major, signed, stream_key
-from threefold.torch_private.compilation import Handle, operator
+from threefold.torch_private.runtime import Handle, operator
 
 _MASK32 = 0xFFFFFFFF
 

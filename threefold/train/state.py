@@ -28,8 +28,7 @@ from threefold.files import read_text
 from threefold.huggingface.tensor_files import PREFIX, carried_by
 from threefold.models.source import file_source
 from threefold.parallel.moving_buffers import stored_buffers
-from threefold.random.generators import is_of_process
-from threefold.random.rng import STREAMS, stored_as
+from threefold.random.rng import STREAMS, is_of_process, stored_as
 from threefold.torch_private.tensors import foreach_norm
 from threefold.train.callbacks.base import say
 from threefold.train.step import Engine

@@ -39,8 +39,7 @@ from threefold.models.sharding import ModelPlan
 from threefold.models.source import MakeModel, ModelSource
 from threefold.output import write_durably
 from threefold.plugins import modules_beside
-from threefold.random.generators import generators_preserved
-from threefold.random.rng import draws_in_sequence
+from threefold.random.rng import draws_in_sequence, generators_preserved
 from threefold.torch_private.tensors import persistent_buffers, version_of
 from threefold.train.callbacks.base import say
 from threefold.verify.batches import BatchSource

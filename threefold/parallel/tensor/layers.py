@@ -269,7 +269,7 @@ class _SplitLinear(_SplitLayer):
     @classmethod
     def _from(cls, module: nn.Linear, axis: Axis, **options: Any) -> Self:
         with torch.device("meta"):
-            layer = cls(module.in_features, module.out_features, axis, name="", **options)  # type: ignore[call-arg]
+            layer = cls(module.in_features, module.out_features, axis, name="", **options)
         layer.weight = layer._split("weight", module.weight)
         layer.bias = None if module.bias is None else layer._split("bias", module.bias)
         return layer
