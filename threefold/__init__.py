@@ -179,7 +179,7 @@ _MODULES: Final = {
     "ModelOptimizer": "api.optimizer",
     "ModelPlan": "models.sharding",
     "Normal": "models.sharding",
-    "ParallelCrossEntropy": "parallel.tensor.loss",
+    "ParallelCrossEntropy": "parallel.tensor.layers",
     "PerHead": "models.sharding",
     "PipelineLayers": "api.pipeline",
     "Plan": "models.plan",

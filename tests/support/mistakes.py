@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.support.parity import Case, Trace, in_layout
-from threefold.comm import collectives
+from threefold.comm import axis as collectives
 from threefold.comm.mesh import Axis
 from threefold.constants import IGNORE_INDEX
 from threefold.data.loader import Batch

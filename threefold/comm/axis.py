@@ -1,76 +1,26 @@
-"""The collectives of one axis of the mesh, the record of them, and the pickling of what ranks exchange.
+"""Collectives of one axis of the mesh, the record of them, and the differentiable collectives of layers."""
 
-Torch pickles each tensor as a file of its own, with a header and records, which takes about a millisecond. `dumps`
-pickles its bytes, dtype and shape, which takes some ten microseconds.
-"""
-
-import io
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from threefold.comm.heartbeat import Heartbeat, wait_code
+from threefold.comm.layout import shard_bounds
+from threefold.comm.pickling import dumps
 from threefold.comm.shared_memory import SharedMemoryGroup, accumulate
-from threefold.errors import UserError
 from threefold.torch_private.distributed import all_gather_options, all_reduce_options, reduce_scatter_options
-from threefold.torch_private.runtime import Handle
+from threefold.torch_private.runtime import Handle, operator
 from threefold.torch_private.tensors import foreach_copy_
-
-
-def dumps(value: Any) -> bytes:
-    """Pickle a value with tensors into bytes that `pickle.loads` reads.
-
-    Tensors are pickled by value, even if they share memory; a replicated `DTensor` becomes a plain tensor.
-
-    Raises:
-        UserError: a `DTensor` is sharded or partial; it could outlive the mesh of its ranks.
-    """
-    file = io.BytesIO()
-    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
-    return file.getvalue()
-
-
-class _Pickler(pickle.Pickler):
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, DTensor):
-            return _itself, (_whole(value),)
-        if type(value) is not Tensor or not _is_plain(value):
-            return NotImplemented
-        flat = value.detach().contiguous().view(-1).view(torch.uint8)
-        return _tensor, (bytearray(flat.numpy()), value.dtype, tuple(value.shape))
-
-
-def _itself(value: Any) -> Any:
-    return value
-
-
-def _whole(tensor: DTensor) -> Tensor:
-    if not all(placement.is_replicate() for placement in tensor.placements):
-        sizes = " × ".join(map(str, tensor.shape))
-        raise UserError(
-            f"A DTensor of {sizes} was returned, of which a rank has a part ({tensor.placements}); return "
-            "tensor.full_tensor(), which all ranks of its mesh call."
-        )
-    return tensor.to_local().detach()
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    dense = tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-    return tensor.device.type == "cpu" and dense and not tensor.requires_grad
-
-
-def _tensor(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
-
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -439,3 +389,202 @@ class Axis:
         found = [torch.empty_like(mine) for _ in self.ranks]
         dist.all_gather(found, mine, group=self.group)
         return [int(each) for each in found]
+
+
+# No compiler can follow the Python of an `Axis` collective. Compiled code calls an operator instead, which takes the
+# axis as an input, so that one compilation serves layers on different axes.
+
+
+def all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    """Return the sum of `x` over the axis; not differentiable."""
+    return _all_reduce(x, axis.handle) if torch.compiler.is_compiling() else axis.all_reduce(x)
+
+
+def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
+    """Return the maximum of `x` over the axis; not differentiable."""
+    return _all_reduce_max(x, axis.handle) if torch.compiler.is_compiling() else axis.all_reduce_max_(x.clone())
+
+
+def all_gather_equal(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Concatenate the ranks' tensors, all of one shape, along `dim`; not differentiable."""
+    if axis.size > 1 and torch.compiler.is_compiling():
+        return _all_gather_equal(x, axis.handle, dim % x.dim(), axis.size)
+    return axis.all_gather_equal(x, dim)
+
+
+def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Return this rank's equal shard of the sum of `x` over the axis, along `dim`; not differentiable."""
+    if axis.size > 1 and torch.compiler.is_compiling():
+        return _reduce_scatter(x, axis.handle, dim % x.dim(), axis.size)
+    return axis.reduce_scatter(x, dim)
+
+
+def _like(x: Tensor, axis: Handle) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _joined(x: Tensor, axis: Handle, dim: int, ranks: int) -> Tensor:
+    return x.new_empty(*x.shape[:dim], ranks * x.shape[dim], *x.shape[dim + 1 :])
+
+
+def _shard(x: Tensor, axis: Handle, dim: int, ranks: int) -> Tensor:
+    return x.new_empty(*x.shape[:dim], x.shape[dim] // ranks, *x.shape[dim + 1 :])
+
+
+@operator("all_reduce", _like)
+def _all_reduce(x: Tensor, axis: Handle) -> Tensor:
+    total: Tensor = axis.value.all_reduce(x)
+    return total
+
+
+@operator("all_reduce_max", _like)
+def _all_reduce_max(x: Tensor, axis: Handle) -> Tensor:
+    largest: Tensor = axis.value.all_reduce_max_(x.clone(memory_format=torch.contiguous_format))
+    return largest
+
+
+@operator("all_gather_equal", _joined)
+def _all_gather_equal(x: Tensor, axis: Handle, dim: int, ranks: int) -> Tensor:
+    joined: Tensor = axis.value.all_gather_equal(x, dim).contiguous()
+    return joined
+
+
+@operator("reduce_scatter", _shard)
+def _reduce_scatter(x: Tensor, axis: Handle, dim: int, ranks: int) -> Tensor:
+    shard: Tensor = axis.value.reduce_scatter(x, dim).contiguous()
+    return shard
+
+
+def local_part(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Return this rank's shard of an unsharded tensor along `dim`, as a view."""
+    start, end = shard_bounds(tensor.shape[dim], axis.size, axis.index)
+    return tensor.narrow(dim, start, end - start)
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis  # type: ignore[attr-defined]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad, ctx.axis), None
+
+
+class _ReduceFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis) -> Tensor:
+        return all_reduce(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _GatherFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim  # type: ignore[attr-defined]
+        return axis.all_gather(x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return local_part(grad, ctx.axis, ctx.dim).contiguous(), None, None
+
+
+class _ScatterTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim  # type: ignore[attr-defined]
+        return local_part(x, axis, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.axis.all_gather(grad, ctx.dim), None, None
+
+
+class _GatherShares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim  # type: ignore[attr-defined]
+        return all_gather_equal(x, axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return reduce_scatter(grad, ctx.axis, ctx.dim), None, None
+
+
+class _ReduceToShares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim  # type: ignore[attr-defined]
+        return reduce_scatter(x, axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather_equal(grad, ctx.axis, ctx.dim), None, None
+
+
+class _GatherAgain(torch.autograd.Function):
+    """Identity that frees the storage of the gathered tensor, saved to compute `out`, until the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, x: Tensor, joined: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        ctx.save_for_backward(x, joined)
+        joined.untyped_storage().resize_(0)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        x, joined = ctx.saved_tensors
+        again = all_gather_equal(x, ctx.axis, ctx.dim)
+        joined.untyped_storage().resize_(again.nbytes)
+        joined.data.copy_(again)  # hidden from autograd, as the values are unchanged
+        return grad, None, None, None, None
+
+
+def copy_to(x: Tensor, axis: Axis) -> Tensor:
+    """Return `x` unchanged, before ranks compute with their own shards; backward all-reduces the gradients."""
+    return x if axis.size == 1 else _CopyTo.apply(x, axis)
+
+
+def reduce_from(x: Tensor, axis: Axis) -> Tensor:
+    """All-reduce `x` over the axis; backward is the identity."""
+    return x if axis.size == 1 else _ReduceFrom.apply(x, axis)
+
+
+def gather_from(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
+    """All-gather `x` along `dim`; backward takes this rank's shard of the gradient."""
+    return x if axis.size == 1 else _GatherFrom.apply(x, axis, dim)
+
+
+def scatter_to(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
+    """Take this rank's shard of a replicated `x` along `dim`; backward all-gathers the gradients."""
+    return x if axis.size == 1 else _ScatterTo.apply(x, axis, dim)
+
+
+def gather_shares(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """All-gather equal shards along `dim` for results that differ by rank; backward reduce-scatters the gradients."""
+    return x if axis.size == 1 else _GatherShares.apply(x, axis, dim)
+
+
+def over_gathered(compute: Callable[[Tensor], Tensor], x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Return `compute(gather_shares(x, axis, dim))`, keeping only the shard `x` for the backward pass.
+
+    The backward pass gathers again (Korthikanti et al., section 4.2.2). `compute` may save its argument for its
+    backward pass, but must return nothing that shares its memory.
+    """
+    if axis.size > 1 and torch.compiler.is_compiling():
+        recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        kept: Tensor = recomputed(lambda shard: compute(gather_shares(shard, axis, dim)), x)
+        return kept
+    joined = gather_shares(x, axis, dim)
+    out = compute(joined)
+    return _GatherAgain.apply(out, x, joined, axis, dim) if axis.size > 1 and out.requires_grad else out
+
+
+def reduce_to_shares(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Reduce-scatter `x` into equal shards along `dim`; backward all-gathers the gradients."""
+    return x if axis.size == 1 else _ReduceToShares.apply(x, axis, dim)

@@ -17,7 +17,7 @@ from threefold.checkpoint.folder import TOKENIZER, Checkpoint
 from threefold.checkpoint.model_match import require_match
 from threefold.checkpoint.selection import Damaged, from_first, select_checkpoint
 from threefold.checkpoint.tensors import load_tensors, load_tensors_alone, stored_names
-from threefold.comm.collectives import local_part
+from threefold.comm.axis import local_part
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from threefold.comm.collectives import (
+    from threefold.comm.axis import (
         copy_to,
         gather_from,
         gather_shares,
@@ -63,15 +63,15 @@ __all__ = [
 ]
 
 _MODULES: Final = {
-    "copy_to": "comm.collectives",
-    "gather_from": "comm.collectives",
-    "gather_shares": "comm.collectives",
-    "reduce_from": "comm.collectives",
-    "reduce_to_shares": "comm.collectives",
-    "scatter_to": "comm.collectives",
+    "copy_to": "comm.axis",
+    "gather_from": "comm.axis",
+    "gather_shares": "comm.axis",
+    "reduce_from": "comm.axis",
+    "reduce_to_shares": "comm.axis",
+    "scatter_to": "comm.axis",
     "Splitter": "parallel.tensor.functional",
     "Layout": "comm.layout",
-    "ParallelCrossEntropy": "parallel.tensor.loss",
+    "ParallelCrossEntropy": "parallel.tensor.layers",
     "Axis": "comm.mesh",
     "Mesh": "comm.mesh",
     "layers_by_rank": "parallel.pipeline.partition",

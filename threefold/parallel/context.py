@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from threefold.comm.axis import Axis
-from threefold.comm.collectives import all_gather_equal, reduce_scatter
+from threefold.comm.axis import Axis, all_gather_equal, reduce_scatter
 from threefold.models.layers.attention import CausalAttention
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.ops.attention import AttentionMask, Tile, tiles

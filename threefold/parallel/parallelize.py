@@ -10,8 +10,7 @@ from typing import overload
 import torch
 from torch import Tensor, nn
 
-from threefold.comm.axis import Axis
-from threefold.comm.collectives import local_part
+from threefold.comm.axis import Axis, local_part
 from threefold.dtypes import DTYPES
 from threefold.models.construct import ConstructedModel, skeleton
 from threefold.models.layers.decoder import LinearCrossEntropy

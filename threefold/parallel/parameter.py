@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from threefold.comm.axis import Axis
-from threefold.comm.collectives import local_part
+from threefold.comm.axis import Axis, local_part
 from threefold.comm.layout import shard_bounds
 from threefold.torch_private.distributed import fresh_parameter
 

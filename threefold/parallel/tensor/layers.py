@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from threefold.comm.axis import Axis
-from threefold.comm.collectives import (
+from threefold.comm.axis import (
+    Axis,
     all_reduce,
     all_reduce_max,
     copy_to,
