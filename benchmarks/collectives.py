@@ -24,7 +24,7 @@ from hardware import hardware_line
 from rich.console import Console
 from rich.table import Table
 
-from threefold.comm.shared_memory import SharedMemoryGroup
+from threefold.comm.shared_memory import SharedMemoryGroup, over_shared_memory
 
 SIZES = [1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -60,12 +60,12 @@ def _worker(rank: int, world_size: int, group_size: int, rounds: int, dtype: str
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     starts = range(0, world_size, group_size)
     group = [dist.new_group(list(range(start, start + group_size))) for start in starts][rank // group_size]
-    shared = SharedMemoryGroup.try_create(group)
-    if shared is None:
+    (shared,) = over_shared_memory([group])
+    if not isinstance(shared, SharedMemoryGroup):
         raise SystemExit("the ranks cannot share memory on this host")
     ways: dict[str, Callable[[torch.Tensor], object]] = {
         "gloo": lambda tensor: dist.all_reduce(tensor, group=group),
-        "shared": shared.all_reduce_,
+        "shared": lambda tensor: dist.all_reduce(tensor, group=shared),
     }
     results = {}
     for size in SIZES:

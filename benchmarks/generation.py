@@ -98,7 +98,7 @@ def _model():  # type: ignore[no-untyped-def]
     from threefold.comm.mesh import Mesh
     from threefold.inference.model import Model, Trained
     from threefold.models.family import make_model, model_plan
-    from threefold.parallel.parallelize import parallelize
+    from threefold.parallel.parallelize import apply_parallelism
     from threefold.parallel.pipeline.partition import StageMap
     from threefold.parallel.pipeline.stage import whole_parameters
     from threefold.parallel.settings import Parallelism
@@ -108,7 +108,7 @@ def _model():  # type: ignore[no-untyped-def]
     facts = Facts(0, 0, seed=0, eod=None, tokenizer_sha256=None, tokens=0, documents=0)
     plan, mesh = model_plan(config.model, shape.SEQUENCE), Mesh.alone()
     division = Parallelism(mesh, StageMap((0, len(plan.layers)), (0,)))
-    (stage,) = parallelize(lambda: make_model(config.model), plan, division).stages
+    (stage,) = apply_parallelism(lambda: make_model(config.model), plan, division).stages
     for name, parameter in whole_parameters([stage]):
         draw_(parameter.detach(), parameter, name, plan, 0)
     trained = Trained(Checkpoint(Path(), facts), config)

@@ -48,7 +48,7 @@ def config(parallel: dict[str, Any], **train: Any) -> Config:
 
 
 def make_engine(settings: Config) -> Engine:
-    mesh = Mesh(Layout.of(settings.parallel))
+    mesh = Mesh(Layout.from_config(settings.parallel))
     return Engine(lambda: GPT(settings.model), gpt_plan(settings.model, LENGTH), mesh, settings)
 
 

@@ -73,7 +73,7 @@ class Trained:
     def __init__(self, hidden: int, layout: dict[str, int]) -> None:
         settings = config_of(hidden, layout)
         parallel = settings.parallel
-        self.mesh = Mesh(Layout.of(parallel), torch.device("cpu"))
+        self.mesh = Mesh(Layout.from_config(parallel), torch.device("cpu"))
         self.engine = Engine(lambda: GPT(settings.model), gpt_plan(settings.model, shape.SEQUENCE), self.mesh, settings)
         share = BATCH // parallel.dp
         self.rows = torch.arange(self.mesh.dp.index * share, (self.mesh.dp.index + 1) * share)

@@ -98,6 +98,46 @@ def _in_a_group_of_python() -> None:
     assert called == ["allreduce"] * 2
 
 
+def test_a_process_group_that_stands_in(pool) -> None:
+    """What its class defines is called with options that say whether to wait; gloo serves the rest."""
+    pool.run(2, _in_a_group_that_stands_in)
+
+
+def _in_a_group_that_stands_in() -> None:
+    from threefold.torch_private.distributed import (
+        PythonGroup,
+        all_gather_options,
+        all_reduce_options,
+        reduce_scatter_options,
+        stand_in,
+    )
+
+    seen: list[bool] = []
+
+    class Group(PythonGroup):
+        def __init__(self, gloo: dist.ProcessGroup) -> None:
+            super().__init__(gloo.rank(), gloo.size())
+            stand_in(self, gloo)
+            self.gloo = gloo
+
+        def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
+            seen.append(opts.asyncOp)
+            assert opts.reduceOp == dist.ReduceOp.MAX
+            return self.gloo.allreduce(tensors, opts)
+
+    group, tensor, own = Group(dist.group.WORLD), torch.ones(2), torch.full((1,), float(dist.get_rank()))
+    dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
+    group.allreduce([tensor], all_reduce_options(dist.ReduceOp.MAX)).wait()
+    assert seen == [False, False], "the options of a collective no longer say whether it waits"
+    group.all_gather_single(tensor, own, all_gather_options()).wait()
+    assert tensor.tolist() == [0, 1], "a process group of Python no longer passes on what it does not define"
+    group.reduce_scatter_single(own, tensor, reduce_scatter_options()).wait()
+    assert own.item() == 2 * dist.get_rank(), "ReduceScatterOptions no longer sum"
+    dist.broadcast(tensor, 1, group)
+    assert dist.get_process_group_ranks(group) == [0, 1], "pg_group_ranks no longer has the ranks of a group"
+    assert dist.get_backend(group) == "gloo", "pg_map no longer has the name of a group's backend"
+
+
 def test_nccl_records() -> None:
     """Without NCCL there are none, and where it is there torch has a name for them."""
     from threefold.torch_private.distributed import nccl_records

@@ -63,10 +63,10 @@ if TYPE_CHECKING:
     from threefold.parallel.tensor.layers import (
         ColumnParallelLinear,
         Initializer,
+        ParallelCrossEntropy,
         RowParallelLinear,
         VocabParallelEmbedding,
     )
-    from threefold.parallel.tensor.loss import ParallelCrossEntropy
     from threefold.random.dropout import Dropout, sample_keys
     from threefold.random.rng import RandomStreams
     from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContext, StepRecord
@@ -179,7 +179,7 @@ _MODULES: Final = {
     "ModelOptimizer": "api.optimizer",
     "ModelPlan": "models.sharding",
     "Normal": "models.sharding",
-    "ParallelCrossEntropy": "parallel.tensor.loss",
+    "ParallelCrossEntropy": "parallel.tensor.layers",
     "PerHead": "models.sharding",
     "PipelineLayers": "api.pipeline",
     "Plan": "models.plan",

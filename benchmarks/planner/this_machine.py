@@ -74,7 +74,7 @@ def compare(console: Console, hardware: Hardware, configs: Sequence[Config], mea
     errors = [guess / real - 1 for guess, real in zip(estimated, measured, strict=True)]
     for each, real, guess, error in zip(configs, measured, estimated, errors, strict=True):
         zero = f", zero {each.parallel.zero}" * bool(each.parallel.zero)
-        name = f"{Layout.of(each.parallel)}{zero}"
+        name = f"{Layout.from_config(each.parallel)}{zero}"
         table.add_row(name, f"{1e3 * real:,.0f}", f"{1e3 * guess:,.0f}", f"{error:+.1%}")
     console.print(table)
     return [
@@ -98,7 +98,7 @@ def fastest_step(settings: Config, steps: int) -> float:
     """Return the seconds of the fastest of `steps` steps on this rank, after a warm-up step."""
     torch.set_num_threads(threads_per_rank(RANKS))
     keep_freed_memory()  # as `threefold.train.run` does
-    mesh, length = Mesh(Layout.of(settings.parallel)), settings.data.sequence_length
+    mesh, length = Mesh(Layout.from_config(settings.parallel)), settings.data.sequence_length
     engine = Engine(lambda: make_model(settings.model), model_plan(settings.model, length), mesh, settings)
     rows = torch.arange(settings.train.global_batch_size).chunk(mesh.dp.size)[mesh.dp.index]
     tokens = torch.randint(settings.model.vocab_size, (len(rows), length), generator=torch.Generator().manual_seed(3))

@@ -1,7 +1,6 @@
 """What the ranks of an axis do together, over shared memory and over sockets."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -20,10 +19,14 @@ def part_of(index: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(index)).to(dtype)
 
 
+def axis_layout() -> Layout:
+    return Layout(tp=torch.distributed.get_world_size())
+
+
 def axis_over(transport: str) -> Axis:
-    axis = Mesh(Layout(tp=torch.distributed.get_world_size())).tp
-    assert axis.shared is not None
-    return axis if transport == "memory" else replace(axis, shared=None)
+    axis = Mesh(axis_layout()).tp
+    assert axis.shares_memory
+    return axis if transport == "memory" else Mesh(axis_layout(), shared_memory=False).tp
 
 
 def gather_objects(transport: str) -> None:

@@ -15,7 +15,7 @@ from threefold.comm.mesh import Mesh
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.models.layers.decoder import SampleInfo
-from threefold.parallel.parallelize import parallelize
+from threefold.parallel.parallelize import apply_parallelism
 from threefold.parallel.parameter import draw_, is_split, local
 from threefold.parallel.pipeline.partition import StageMap
 from threefold.parallel.sequence import sum_over_shares_
@@ -31,7 +31,7 @@ def losses_of(case: Case, captured: bool) -> tuple[list[float], float]:
     config, plan = case.config, gpt_plan(case.config.model, case.sequence)
     shared = config.parallel.sequence_parallel
     division = Parallelism(mesh, StageMap((0, len(plan.layers)), (0,)), shared, torch.float64)
-    (stage,) = parallelize(lambda: GPT(config.model), plan, division).stages
+    (stage,) = apply_parallelism(lambda: GPT(config.model), plan, division).stages
     parameters = dict(stage.named_parameters())
     for name, parameter in parameters.items():
         draw_(local(parameter).detach(), parameter, name, plan, 3)

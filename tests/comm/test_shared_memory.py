@@ -15,7 +15,8 @@ from torch import Tensor
 
 from tests.support.sweep import sweep
 from threefold.comm import segments as shared_memory_setup
-from threefold.comm.shared_memory import DEFAULT_CAPACITY, PeerLostError, SharedMemoryGroup
+from threefold.comm.segments import PeerLostError
+from threefold.comm.shared_memory import DEFAULT_CAPACITY, SharedMemoryGroup, over_shared_memory
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 DTYPES = [*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool]
@@ -54,12 +55,12 @@ def test_ranks_that_disagree_are_named(pool):
         assert "all_gather of 4 elements of torch.float64" in message
 
 
-def test_unusable_arguments(pool):
-    pool.run(2, _unusable_arguments)
+def test_gloo_serves_the_rest(pool):
+    pool.run(2, _through_gloo)
 
 
 def test_no_group_across_hosts(pool):
-    assert pool.run(2, _on_two_hosts) == [None, None]
+    assert pool.run(2, _on_two_hosts) == [False, False]
 
 
 def test_without_dev_shm_the_temporary_folder_serves(pool):
@@ -67,7 +68,7 @@ def test_without_dev_shm_the_temporary_folder_serves(pool):
 
 
 def test_no_room_at_all_is_no_group(pool):
-    assert pool.run(2, _without_room) == [None, None]
+    assert pool.run(2, _without_room) == [False, False]
 
 
 def test_nothing_is_left_in_the_file_system(pool):
@@ -101,11 +102,11 @@ def test_a_rank_that_does_not_come_is_named(pool):
 
 def _late() -> str:
     impatient = dist.new_group(timeout=timedelta(seconds=0.5))
-    shared = SharedMemoryGroup.try_create(impatient)
+    (shared,) = over_shared_memory([impatient])
     message = ""
     if dist.get_rank() == 0:
         try:
-            shared.all_reduce_(torch.ones(3))
+            dist.all_reduce(torch.ones(3), group=shared)
         except TimeoutError as error:
             message = str(error)
     dist.barrier()
@@ -118,9 +119,40 @@ def _check(fingerprints: list[list[bytes]]) -> None:
 
 
 def _group(capacity: int = PAGE) -> SharedMemoryGroup:
-    group = SharedMemoryGroup.try_create(dist.group.WORLD, capacity)
-    assert group is not None
+    (group,) = over_shared_memory([dist.group.WORLD], capacity)
+    assert isinstance(group, SharedMemoryGroup)
     return group
+
+
+def _sum_(group: SharedMemoryGroup, tensor: Tensor) -> Tensor:
+    dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def _max_(group: SharedMemoryGroup, tensor: Tensor) -> Tensor:
+    dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
+    return tensor
+
+
+def _gathered(group: SharedMemoryGroup, tensor: Tensor) -> Tensor:
+    """The tensors of all ranks, stacked, by torch's two collectives for them."""
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(parts, tensor, group)
+    out = tensor.new_empty(group.size(), *tensor.shape)
+    dist.all_gather_single(out.view(-1), tensor.contiguous().view(-1), group)
+    assert torch.equal(out, torch.stack(parts))
+    return out
+
+
+def _scattered(group: SharedMemoryGroup, tensor: Tensor) -> Tensor:
+    out = torch.empty_like(tensor[0])
+    dist.reduce_scatter_single(out.view(-1), tensor.view(-1), group=group)
+    return out
+
+
+def _broadcast_(group: SharedMemoryGroup, tensor: Tensor, source: int) -> Tensor:
+    dist.broadcast(tensor, group=group, group_src=source)
+    return tensor
 
 
 def _values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
@@ -148,40 +180,41 @@ def _all_operations(capacity: int) -> list[bytes]:
     results = []
     for dtype in DTYPES:
         for number, shape in enumerate(SHAPES):
-            parts = [_values(shape, dtype, 100 * number + rank) for rank in range(group.size)]
+            parts = [_values(shape, dtype, 100 * number + rank) for rank in range(group.size())]
             results += _one_of_each(group, parts)
-    group.barrier()
+    dist.barrier(group)
     group.close()
     return results
 
 
 def _one_of_each(group: SharedMemoryGroup, parts: list[Tensor]) -> list[bytes]:
-    mine, total, source = parts[group.index], _exact_sum(parts), group.size - 1
+    mine, total, source = parts[group.rank()], _exact_sum(parts), group.size() - 1
 
-    summed = group.all_reduce_(mine.clone())
+    summed = _sum_(group, mine.clone())
     assert torch.equal(summed, total)
     strided = torch.stack([mine, mine], dim=-1)[..., 1]  # not contiguous; its neighbour must keep its values
-    assert group.all_reduce_(strided) is strided
-    assert torch.equal(strided, total)
+    assert torch.equal(group.sum_of(strided), total)
+    assert torch.equal(strided, mine)
+    assert torch.equal(_sum_(group, strided), total)
 
-    largest = group.all_reduce_max_(mine.clone())
+    largest = _max_(group, mine.clone())
     assert torch.equal(largest.double(), torch.stack(parts).double().amax(0))
 
-    gathered = group.all_gather(mine.t() if mine.dim() == 2 else mine)
+    gathered = _gathered(group, mine.t() if mine.dim() == 2 else mine)
     assert torch.equal(gathered, torch.stack([part.t() if part.dim() == 2 else part for part in parts]))
 
-    room = mine.new_zeros(group.size, mine.numel())
-    room[group.index] = mine.flatten()
-    group.all_gather(room[group.index], room)  # from its place in it
+    room = mine.new_zeros(group.size(), mine.numel())
+    room[group.rank()] = mine.flatten()
+    dist.all_gather_single(room.view(-1), room[group.rank()], group)  # from its place in it
     assert torch.equal(room, torch.stack([part.flatten() for part in parts]))
 
-    received = group.broadcast_(mine.clone(), source)
+    received = _broadcast_(group, mine.clone(), source)
     assert torch.equal(received, parts[source])
 
-    stacked = torch.stack([mine * (1 + place) for place in range(group.size)])
-    scattered = group.reduce_scatter(stacked)
-    expected = _exact_sum([part * (1 + group.index) for part in parts])
-    assert torch.equal(scattered, expected.unsqueeze(0))
+    stacked = torch.stack([mine * (1 + place) for place in range(group.size())])
+    scattered = _scattered(group, stacked)
+    expected = _exact_sum([part * (1 + group.rank()) for part in parts])
+    assert torch.equal(scattered, expected)
     return [_bits(tensor) for tensor in (summed, strided, largest, gathered, received)]
 
 
@@ -192,9 +225,9 @@ def _large_sums() -> list[bytes]:
         elements = DEFAULT_CAPACITY // dtype.itemsize
         for count in (elements // 2 + 1, elements + elements // 2 + 1):
             parts = [
-                torch.randn(count, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(group.size)
+                torch.randn(count, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(group.size())
             ]
-            summed = group.all_reduce_(parts[group.index].clone())
+            summed = _sum_(group, parts[group.rank()].clone())
             assert torch.equal(summed, _exact_sum(parts))
             results.append(_bits(summed))
     group.close()
@@ -208,20 +241,20 @@ def _random_operations(count: int) -> list[bytes]:
     for step in range(count):
         dtype, size = choose.choice(DTYPES), choose.choice([0, 1, 5, 300, 2500])
         operation = choose.choice(["sum", "max", "gather", "broadcast", "barrier"])
-        parts = [_values((size,), dtype, 10 * step + rank) for rank in range(group.size)]
-        mine = parts[group.index].clone()
+        parts = [_values((size,), dtype, 10 * step + rank) for rank in range(group.size())]
+        mine = parts[group.rank()].clone()
         if operation == "sum":
-            assert torch.equal(group.all_reduce_(mine), _exact_sum(parts))
+            assert torch.equal(_sum_(group, mine), _exact_sum(parts))
         elif operation == "max":
-            assert torch.equal(group.all_reduce_max_(mine).double(), torch.stack(parts).double().amax(0))
+            assert torch.equal(_max_(group, mine).double(), torch.stack(parts).double().amax(0))
         elif operation == "gather":
-            mine = group.all_gather(mine)
+            mine = _gathered(group, mine)
             assert torch.equal(mine, torch.stack(parts))
         elif operation == "broadcast":
-            source = choose.randrange(group.size)
-            assert torch.equal(group.broadcast_(mine, source), parts[source])
+            source = choose.randrange(group.size())
+            assert torch.equal(_broadcast_(group, mine, source), parts[source])
         else:
-            group.barrier()
+            dist.barrier(group)
             mine = torch.empty(0)
         results.append(_bits(mine))
     group.close()
@@ -233,15 +266,15 @@ def _two_axes() -> tuple[float, float]:
     rank = dist.get_rank()
     tp_groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     dp_groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    tp = SharedMemoryGroup.try_create(tp_groups[rank // 2], PAGE)
-    dp = SharedMemoryGroup.try_create(dp_groups[rank % 2], PAGE)
-    assert tp is not None
-    assert dp is not None
-    assert (tp.index, dp.index, tp.ranks) == (rank % 2, rank // 2, [rank - rank % 2, rank - rank % 2 + 1])
+    tp, dp = over_shared_memory([tp_groups[rank // 2], dp_groups[rank % 2]], PAGE)
+    assert isinstance(tp, SharedMemoryGroup)
+    assert isinstance(dp, SharedMemoryGroup)
+    assert (tp.rank(), dp.rank()) == (rank % 2, rank // 2)
+    assert dist.get_process_group_ranks(tp) == [rank - rank % 2, rank - rank % 2 + 1]
     for step in range(50):
-        tp_sum = tp.all_reduce_(torch.full((3,), float(rank % 2)))
-        dp_sum = dp.all_reduce_(torch.full((2000,), float(rank // 2)))
-        assert torch.equal(dp.all_gather(torch.tensor(rank * step)), torch.tensor([rank % 2, rank % 2 + 2]) * step)
+        tp_sum = _sum_(tp, torch.full((3,), float(rank % 2)))
+        dp_sum = _sum_(dp, torch.full((2000,), float(rank // 2)))
+        assert torch.equal(_gathered(dp, torch.tensor(rank * step)), torch.tensor([rank % 2, rank % 2 + 2]) * step)
     tp.close()
     dp.close()
     return tp_sum[0].item(), dp_sum[0].item()
@@ -250,31 +283,39 @@ def _two_axes() -> tuple[float, float]:
 def _disagree() -> str:
     group = _group()
     operation, tensor = [
-        (group.all_reduce_, torch.zeros(3)),
-        (group.all_gather, torch.zeros(4, dtype=torch.float64)),
-    ][group.index]
+        (_sum_, torch.zeros(3)),
+        (_gathered, torch.zeros(4, dtype=torch.float64)),
+    ][group.rank()]
     with pytest.raises(RuntimeError) as caught:
-        operation(tensor)
+        operation(group, tensor)
     dist.barrier()
     group.close()
     return str(caught.value)
 
 
-def _unusable_arguments() -> None:
+def _through_gloo() -> None:
+    """What memory does not serve, in turn with what it does: other dtypes, reductions and operations."""
     group = _group()
-    with pytest.raises(ValueError, match=r"dim 0 of shape \[3, 2\] cannot be scattered evenly over 2 ranks"):
-        group.reduce_scatter(torch.zeros(3, 2))
-    with pytest.raises(ValueError, match="source_index 2 is not in a group of 2 ranks"):
-        group.broadcast_(torch.zeros(1), 2)
-    with pytest.raises(TypeError, match=r"do not support torch\.complex64"):
-        group.all_reduce_(torch.zeros(1, dtype=torch.complex64))
-    with pytest.raises(ValueError, match="CPU tensors, got one on meta"):
-        group.all_reduce_(torch.zeros(1, device="meta"))
-    assert group.all_reduce_(torch.ones(1)).item() == 2, "a refused call leaves the group usable"
+    other = 1 - group.rank()
+    assert _sum_(group, torch.full((2,), 1 + 1j)).eq(2 + 2j).all()
+    smallest = torch.tensor([float(group.rank())])
+    dist.all_reduce(smallest, dist.ReduceOp.MIN, group)
+    assert smallest.item() == 0
+    assert _sum_(group, torch.ones(1)).item() == 2
+    received = torch.empty(1, 2)
+    dist.all_to_all_single(torch.empty(2, 2), torch.zeros(2, 2), group=group)
+    work = dist.isend(torch.full((1, 2), float(group.rank())), group=group, group_dst=other)
+    dist.recv(received, group=group, group_src=other)
+    assert work is not None
+    work.wait()
+    assert received.eq(other).all()
+    found: list[object] = [None, None]
+    dist.all_gather_object(found, {"rank": group.rank()}, group)
+    assert found == [{"rank": 0}, {"rank": 1}]
     group.close()
 
 
-def _with_room(parents: list[str]) -> SharedMemoryGroup | None:
+def _with_room(parents: list[str]) -> dist.ProcessGroup:
     """A group on a host whose file systems hold files only under `parents`."""
     before = shared_memory_setup._reserve
     places = []
@@ -287,28 +328,28 @@ def _with_room(parents: list[str]) -> SharedMemoryGroup | None:
 
     shared_memory_setup._reserve = reserve
     try:
-        return SharedMemoryGroup.try_create(dist.group.WORLD, PAGE)
+        return over_shared_memory([dist.group.WORLD], PAGE)[0]
     finally:
         shared_memory_setup._reserve = before
 
 
 def _without_room_in_memory() -> float:
     group = _with_room([tempfile.gettempdir()])
-    assert group is not None
-    total = group.all_reduce_(torch.tensor([float(group.index)]))
+    assert isinstance(group, SharedMemoryGroup)
+    total = _sum_(group, torch.tensor([float(group.rank())]))
     group.close()
     return total.item()
 
 
-def _without_room() -> SharedMemoryGroup | None:
-    return _with_room([])
+def _without_room() -> bool:
+    return isinstance(_with_room([]), SharedMemoryGroup)
 
 
-def _on_two_hosts() -> SharedMemoryGroup | None:
+def _on_two_hosts() -> bool:
     before = shared_memory_setup._host
     shared_memory_setup._host = lambda: ("host", f"boot {dist.get_rank()}")
     try:
-        return SharedMemoryGroup.try_create(dist.group.WORLD, PAGE)
+        return isinstance(over_shared_memory([dist.group.WORLD], PAGE)[0], SharedMemoryGroup)
     finally:
         shared_memory_setup._host = before
 
@@ -328,11 +369,11 @@ def _outlive(rank: int, store: Path, messages: "multiprocessing.SimpleQueue[str]
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
     group = _group()
     for _ in range(20):
-        group.all_reduce_(torch.ones(10))
+        _sum_(group, torch.ones(10))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        group.all_reduce_(torch.ones(10))
+        _sum_(group, torch.ones(10))
     except PeerLostError as error:
         messages.put(str(error))
     os._exit(0)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from threefold.comm import segments as shared_memory_setup
 from threefold.comm.segments import Room, StoreExchange
-from threefold.comm.shared_memory import SharedMemoryGroup
+from threefold.comm.shared_memory import SharedMemoryGroup, over_shared_memory
 
 NOBODY = 65534
 
@@ -50,13 +50,13 @@ def set_up(change: Callable[[Path], Path]) -> bool:
 
     shared_memory_setup._make_folder = make
     try:
-        group = SharedMemoryGroup.try_create(dist.group.WORLD, 4096)
+        (group,) = over_shared_memory([dist.group.WORLD], 4096)
     finally:
         shared_memory_setup._make_folder = before
-    if group is not None:
+    if isinstance(group, SharedMemoryGroup):
         assert not any(folder.exists() for folder in folders), "it is removed once all have opened it"
         group.close()
-    return group is not None
+    return isinstance(group, SharedMemoryGroup)
 
 
 def as_it_is(folder: Path) -> Path:
@@ -89,7 +89,7 @@ def tried_by_another_user(folder: Path) -> Path:
             os.setgid(NOBODY)
             os.setuid(NOBODY)
             attempts: list[Callable[[], object]] = [lambda: os.listdir(folder)]
-            attempts += [lambda name=name: os.open(folder / name, os.O_RDWR) for name in ("memory", "turnstile-0")]
+            attempts += [lambda name=name: os.open(folder / name, os.O_RDWR) for name in ("memory", "barrier-0")]
             attempts += [lambda: os.listdir(f"/proc/{os.getppid()}/fd")]
             for attempt in attempts:
                 try:

@@ -11,9 +11,7 @@ from torch import Tensor
 from tests.support.attention import masked_attention, numbered
 from tests.support.compiled import operators_of
 from threefold.ops import attention as module
-from threefold.ops import tiles
-from threefold.ops.attention import attention
-from threefold.ops.tiles import Sight, TileGradients, tile_inputs
+from threefold.ops.attention import AttentionMask, TileGradients, attention, tile_inputs
 from threefold.planner.saved_tensors import recording_saved
 from threefold.torch_private.fake import OperationMode, fake_tensors, leaves
 
@@ -44,7 +42,7 @@ def with_gradients(compute: Callable[..., Tensor], given: list[Tensor], *rest: A
 
 
 def check(given: list[Tensor], window: int, documents: Tensor | None) -> None:
-    found = with_gradients(attention, given, Sight(window, documents))
+    found = with_gradients(attention, given, AttentionMask(window, documents))
     expected = with_gradients(masked_attention, given, window, documents)
     assert found[0].dtype == given[0].dtype
     for ours, theirs in zip(found, expected, strict=True):
@@ -79,16 +77,16 @@ def test_what_is_hidden_changes_no_bit() -> None:
     """Neither later tokens, nor those out of the window, nor those of other documents."""
     given = inputs(1, 400, 400)
     documents = (torch.arange(400) >= 100).long().unsqueeze(0)
-    for sight, first, end in ((Sight(50), 250, 300), (Sight(0, documents), 100, 300)):
+    for mask, first, end in ((AttentionMask(50), 250, 300), (AttentionMask(0, documents), 100, 300)):
         changed = [each.detach().clone() for each in given]
         for each in changed:
             each[:, :first] += 1
             each[:, end:] += 1
         before, after = (
-            attention(*each, sight)[:, end - 1 if sight.window else first : end] for each in (given, changed)
+            attention(*each, mask)[:, end - 1 if mask.window else first : end] for each in (given, changed)
         )
         assert torch.equal(before, after)
-        assert not torch.equal(attention(*given, sight), attention(*changed, sight))
+        assert not torch.equal(attention(*given, mask), attention(*changed, mask))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -98,7 +96,7 @@ def test_backward_keeps_nothing_of_the_matrix(dtype: torch.dtype, kind: str) -> 
     documents = numbered(kind, 2, 2000)
     q, k, v = inputs(2, 2000, 2000, dtype=dtype)
     with recording_saved(()) as saved:
-        out = attention(q, k, v, Sight(64, documents))
+        out = attention(q, k, v, AttentionMask(64, documents))
     sums = 2 * 2000 * 4 * 4
     assert saved.nbytes == sum(each.nbytes for each in (q, k, v, out)) + sums + (8 * 2 * 2000 if kind == "few" else 0)
 
@@ -126,14 +124,14 @@ def test_no_tensor_is_as_large_as_the_matrix(dtype: torch.dtype, window: int, ki
 @pytest.mark.parametrize(
     ("mistake", "window", "kind"),
     [
-        (lambda sight: Sight(sight.window + 1, sight.documents), 9, "none"),
-        (lambda sight: Sight(sight.window, None), 0, "few"),
-        (lambda sight: Sight(sight.window, sight.documents[:1].expand(2, -1)), 0, "few"),
+        (lambda mask: AttentionMask(mask.window + 1, mask.documents), 9, "none"),
+        (lambda mask: AttentionMask(mask.window, None), 0, "few"),
+        (lambda mask: AttentionMask(mask.window, mask.documents[:1].expand(2, -1)), 0, "few"),
     ],
     ids=["a key more", "documents left out", "of the first row"],
 )
-def test_a_mistake_would_be_seen(mistake: Callable[[Sight], Sight], window: int, kind: str) -> None:
-    wrong = patch.object(module, "Sight", lambda *given: mistake(tiles.Sight(*given)))
+def test_a_mistake_would_be_seen(mistake: Callable[[AttentionMask], AttentionMask], window: int, kind: str) -> None:
+    wrong = patch.object(module, "AttentionMask", lambda *given: mistake(AttentionMask(*given)))
     with wrong, pytest.raises(AssertionError):
         check(inputs(2, 300, 300), window, numbered(kind, 2, 300))
 
@@ -141,7 +139,7 @@ def test_a_mistake_would_be_seen(mistake: Callable[[Sight], Sight], window: int,
 def test_gradients_of_keys_that_many_tiles_use_do_not_stagnate() -> None:
     """In bf16 a sum of ones stops growing at 256."""
     q, k, v = (torch.zeros(1, 3, 1, 2, dtype=torch.bfloat16) for _ in range(3))
-    (part,) = tile_inputs(q, k, v, Sight(0, torch.zeros(1, 3, dtype=torch.int64)), None)
+    (part,) = tile_inputs(q, k, v, AttentionMask(0, torch.zeros(1, 3, dtype=torch.int64)), None)
     gradients, ones = TileGradients(q, k, v), torch.ones(1, 1, 3, 2, dtype=torch.bfloat16)
     for _ in range(512):
         gradients.add(part, (ones, ones, ones))
@@ -157,7 +155,7 @@ def test_shapes_without_memory() -> None:
     documents = torch.zeros(2, 1 << 20, dtype=torch.int64)
     with fake_tensors():
         q, k, v = (torch.empty(2, 1 << 20, heads, 64, requires_grad=True) for heads in (8, 2, 2))
-        out = attention(q, k, v, Sight(512, documents * 1))
+        out = attention(q, k, v, AttentionMask(512, documents * 1))
         out.sum().backward()
     assert out.shape == (2, 1 << 20, 512)
     assert k.grad is not None
@@ -176,7 +174,7 @@ def test_compiled_code_calls_it_as_one_operator() -> None:
         return graph.forward
 
     def twice(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
-        return attention(q, k, v, Sight(9, documents)) * 2
+        return attention(q, k, v, AttentionMask(9, documents)) * 2
 
     compiled = torch.compile(twice, fullgraph=True, backend=backend)
     for seed in (1, 2):

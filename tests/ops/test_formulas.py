@@ -25,11 +25,10 @@ from threefold.models.layers.decoder import Embedding, Head, Linear, PositionEmb
 from threefold.models.layers.experts import MixtureOfExperts, SwiGLU
 from threefold.models.layers.rope_scaling import RopeScaling
 from threefold.models.llama.config import LlamaConfig
-from threefold.ops.attention import attention
+from threefold.ops.attention import AttentionMask, attention, plain_tile, plain_tile_gradients
 from threefold.ops.cross_entropy import chunked_cross_entropy, cross_entropy
 from threefold.ops.kernels import ACTIVATIONS, embedding, grouped_linear, linear
-from threefold.ops.tiles import Sight, plain_tile, plain_tile_gradients
-from threefold.parallel.tensor.loss import ParallelCrossEntropy
+from threefold.parallel.tensor.layers import ParallelCrossEntropy
 from threefold.random.dropout import sample_keys
 
 LIMIT = {torch.float64: 1e-12, torch.bfloat16: 5 * 2.0**-8}
@@ -111,7 +110,12 @@ def attention_formula(
 def test_attention(queries: int, keys: int, window: int, kind: str, dtype: torch.dtype) -> None:
     documents = numbered(kind, 2, keys)
     given = [drawn(2, n, heads, 6, seed=seed) for n, heads, seed in ((queries, 4, 1), (keys, 2, 2), (keys, 2, 3))]
-    check(lambda *each: attention(*each, Sight(window, documents)), attention_formula(window, documents), given, dtype)
+    check(
+        lambda *each: attention(*each, AttentionMask(window, documents)),
+        attention_formula(window, documents),
+        given,
+        dtype,
+    )
 
 
 @pytest.mark.parametrize(("window", "kind"), [(0, "none"), (5, "none"), (0, "many")])
@@ -398,8 +402,8 @@ def test_gradients_by_differences() -> None:
     """Against no formula at all, where that is cheap."""
     q, k, v = (drawn(1, 4, heads, 2, seed=heads).requires_grad_() for heads in (2, 1, 1))
     documents = torch.tensor([[0, 0, 1, 1]])
-    assert torch.autograd.gradcheck(lambda *each: attention(*each, Sight(0, documents)), (q, k, v))
-    assert torch.autograd.gradcheck(lambda *each: attention(*each, Sight(2)), (q, k, v))
+    assert torch.autograd.gradcheck(lambda *each: attention(*each, AttentionMask(0, documents)), (q, k, v))
+    assert torch.autograd.gradcheck(lambda *each: attention(*each, AttentionMask(2)), (q, k, v))
     core, keys = CausalAttention(0.4, 3, "blocks.0.attn.core"), SampleInfo(sample_keys(0, 0, torch.tensor([5])))
     assert torch.autograd.gradcheck(lambda *each: core(*each, keys), (q, k, v))
     logits, x, weight = (drawn(*shape).requires_grad_() for shape in ((8, 17), (8, 3), (17, 3)))

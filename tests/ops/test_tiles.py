@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.attention import hidden, numbered
-from threefold.ops.tiles import Sight, document_bounds, tiles
+from threefold.ops.attention import AttentionMask, document_bounds, tiles
 
 DEVICE = torch.device("cpu")
 SHAPES = [  # queries and keys
@@ -24,7 +24,7 @@ def test_every_pair_is_in_one_tile(queries: range, keys: range, window: int, kin
     documents = numbered(kind, 2, 333)
     wanted = ~hidden(333, 333, window, documents).expand(2, -1, -1)
     times = torch.zeros(2, 333, 333, dtype=torch.int64)
-    for tile in tiles(2, queries, keys, Sight(window, documents), longest):
+    for tile in tiles(2, queries, keys, AttentionMask(window, documents), longest):
         seen = ~tile.hidden(DEVICE)
         assert seen.any()
         if tile.is_full:
@@ -45,7 +45,7 @@ def test_every_pair_is_in_one_tile(queries: range, keys: range, window: int, kin
 def test_the_work_is_what_is_attended_to(length: int, window: int, kind: str) -> None:
     """And at most some 64 keys more for each query, or as many again as the window."""
     documents = numbered(kind, 1, length)
-    found = list(tiles(1, range(length), range(length), Sight(window, documents)))
+    found = list(tiles(1, range(length), range(length), AttentionMask(window, documents)))
     area = sum(len(tile.queries) * len(tile.keys) for tile in found)
     attended = int((~hidden(length, length, window, documents)).sum())
     assert attended <= area <= 2 * attended + 64 * length
@@ -54,9 +54,9 @@ def test_the_work_is_what_is_attended_to(length: int, window: int, kind: str) ->
 
 def test_rows_that_are_alike_share_tiles() -> None:
     documents = torch.tensor([[0, 0, 1], [5, 5, 6], [5, 5, 6], [0, 1, 1]])
-    rows = [tile.rows for tile in tiles(4, range(3), range(3), Sight(0, documents))]
+    rows = [tile.rows for tile in tiles(4, range(3), range(3), AttentionMask(0, documents))]
     assert rows == [slice(0, 1), slice(1, 3), slice(3, 4)]
-    assert [tile.rows for tile in tiles(4, range(3), range(3), Sight())] == [slice(0, 4)]
+    assert [tile.rows for tile in tiles(4, range(3), range(3), AttentionMask())] == [slice(0, 4)]
 
 
 def test_document_bounds() -> None:

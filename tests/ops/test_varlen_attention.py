@@ -8,8 +8,7 @@ from torch import Tensor
 
 from tests.support.attention import masked_attention, numbered
 from threefold.ops import attention as module
-from threefold.ops.attention import attention, varlen_lengths
-from threefold.ops.tiles import Sight
+from threefold.ops.attention import AttentionMask, attention, varlen_lengths
 
 
 def stand_in(
@@ -42,10 +41,10 @@ def test_bounds(queries: int, window: int, kind: str) -> None:
     documents = numbered(kind, 2, 150)
     on_gpu = patch.object(module, "varlen_serves", lambda _: True)
     with on_gpu, patch("torch.nn.attention.varlen.varlen_attn", stand_in):
-        found = attention(q, k, v, Sight(window, documents))
+        found = attention(q, k, v, AttentionMask(window, documents))
     torch.testing.assert_close(found, masked_attention(q, k, v, window, documents).float())
 
 
 def test_documents_whose_parts_lie_apart_have_no_bounds() -> None:
     q = torch.zeros(2, 20, 1, 8)
-    assert varlen_lengths(q, q, Sight(0, numbered("apart", 2, 20))) is None
+    assert varlen_lengths(q, q, AttentionMask(0, numbered("apart", 2, 20))) is None

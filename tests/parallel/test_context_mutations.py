@@ -19,7 +19,7 @@ from threefold.data.loader import Batch
 from threefold.models.layers import attention
 from threefold.models.layers.decoder import NOTHING, PositionEmbedding, SampleInfo
 from threefold.models.sharding import OverContext, OverSequence
-from threefold.ops import tiles
+from threefold.ops import attention as tiles
 from threefold.parallel import context
 from threefold.parallel import context as ring
 from threefold.parallel.pipeline.runner import LocalBatch
@@ -100,10 +100,10 @@ def _documents_from_the_first(argument: int) -> Callable[..., Iterator[tiles.Til
 
     right = tiles.tiles
 
-    def shifted(rows: int, queries: range, keys: range, sight: tiles.Sight, *rest: Any, **more: Any) -> Any:
+    def shifted(rows: int, queries: range, keys: range, mask: tiles.AttentionMask, *rest: Any, **more: Any) -> Any:
         first = (rows, queries, keys)[argument].start
-        documents = None if sight.documents is None else sight.documents.roll(first, 1)
-        return right(rows, queries, keys, tiles.Sight(sight.window, documents), *rest, **more)
+        documents = None if mask.documents is None else mask.documents.roll(first, 1)
+        return right(rows, queries, keys, tiles.AttentionMask(mask.window, documents), *rest, **more)
 
     return shifted
 

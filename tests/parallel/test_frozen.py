@@ -14,7 +14,7 @@ from threefold.comm.layout import Coordinates
 from threefold.config import Config
 from threefold.config.loading import config_of
 from threefold.config.resolve import resolve
-from threefold.parallel.shard_shapes import place_of
+from threefold.parallel.shard_shapes import shard_coordinates
 from threefold.planner.dry_run import dry_run
 from threefold.planner.model_size import ModelSize
 
@@ -111,7 +111,7 @@ def test_they_have_no_gradients_and_no_optimizer_state(tmp_path: Path, dtype: st
     """The bytes of a rank as counted from shapes are those of a step of the training code."""
     (file := tmp_path / "half.py").write_text(FILE)
     config = half_frozen(file, dtype, **parallel)
-    size = ModelSize(config).rank(0, place_of(config.parallel, Coordinates(0, 0, 0, 0)))
+    size = ModelSize(config).rank(0, shard_coordinates(config.parallel, Coordinates(0, 0, 0, 0)))
     report = dry_run(config)
     steps = 4 * 9  # of AdamW, a number for each trained weight
     assert (size.optimizer + steps, size.parameters) == (report.optimizer_bytes, report.parameters)

@@ -10,7 +10,7 @@ from tests.support.mistakes import Patch, patched, replace
 from tests.support.own_models import OwnCase, in_layout, one_process, own_case
 from tests.support.parity import Trace, departures
 from threefold.models.loss_terms import TermSums
-from threefold.parallel.pipeline.micro_batches import OwnBatch
+from threefold.parallel.pipeline.stage import OwnBatch
 from threefold.torch_private.pipelining import BufferedPipelineStage
 from threefold.train import step_batch
 from threefold.train.step_batch import BatchPreparation

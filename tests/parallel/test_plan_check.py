@@ -35,7 +35,7 @@ from threefold.models.sharding import (
     Vocab,
     VocabLoss,
 )
-from threefold.parallel.parallelize import parallelize
+from threefold.parallel.parallelize import apply_parallelism
 from threefold.parallel.parameter import local
 from threefold.parallel.pipeline.partition import StageMap
 from threefold.parallel.plan_check import check_plan
@@ -238,7 +238,7 @@ def shapes(split: dict[str, Split]) -> dict[str, tuple[int, ...]]:
         return nn.ModuleDict({"parts": nn.ModuleList(Parts() for _ in range(2))})
 
     plan = ModelPlan(split, ("parts.0", "parts.1"), (1.0, 1.0), lambda name: Constant(1.0))
-    (stage,) = parallelize(make, plan, Parallelism(mesh, StageMap((0, 2), (0,)))).stages
+    (stage,) = apply_parallelism(make, plan, Parallelism(mesh, StageMap((0, 2), (0,)))).stages
     return {name: tuple(local(parameter).shape) for name, parameter in stage.named_parameters()}
 
 

@@ -6,7 +6,7 @@ from unittest.mock import patch
 from tests.support.golden_collectives import LAYOUTS, first_difference, read, record
 from tests.support.parity import Case, Trace, departures, in_layout
 from tests.support.sweep import sweep
-from threefold.comm.shared_memory import SharedMemoryGroup
+from threefold.comm import mesh
 
 AXES = [(2, 1, 1), (3, 1, 1), (1, 2, 1), (1, 3, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2), (2, 1, 3), (2, 2, 2), (1, 8, 1)]
 CASES = {
@@ -23,7 +23,7 @@ CASES |= {
 
 
 def in_layout_over_sockets(case: Case) -> Trace:
-    with patch.object(SharedMemoryGroup, "try_create_all", side_effect=AssertionError("shared memory was set up")):
+    with patch.object(mesh, "over_shared_memory", side_effect=AssertionError("shared memory was set up")):
         return in_layout(case)
 
 

@@ -12,7 +12,7 @@ from threefold.config import Config
 from threefold.data.dataset import resolve_without_data
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
-from threefold.parallel.shard_shapes import Place, ShardIndex, place_of
+from threefold.parallel.shard_shapes import ShardCoordinates, ShardIndex, shard_coordinates
 from threefold.planner.model_size import ModelSize
 
 
@@ -42,7 +42,9 @@ def test_stages_and_shards_add_up_to_the_whole(model: dict[str, Any], parameters
         assert sum(stage.parameters for stage in stages) == parameters
         assert stages[0].layers[0] == "embed"
         assert stages[-1].layers[-1] == "head"
-        tp_parts = [size.rank(rank, Place(ShardIndex(tp, 8))).parameters for rank in range(pp) for tp in range(8)]
+        tp_parts = [
+            size.rank(rank, ShardCoordinates(ShardIndex(tp, 8))).parameters for rank in range(pp) for tp in range(8)
+        ]
         hidden = {"gpt2-xl": 1600, "gpt3-175b": 12288}[model["preset"]]
         whole_on_each = {"gpt2-xl": 1024 + 2 + 48 * 6, "gpt3-175b": 2048 + 2 + 96 * 6}[model["preset"]] * hidden
         second_use = 0 if stages[0].pp_rank == stages[-1].pp_rank else 50304 * hidden
@@ -140,10 +142,10 @@ MIXTURE = Case(model=MOE, positions="rope", sequence=12, tie=False)
     quick=(0, 4),
 )
 def test_ranks_hold_what_is_counted(pool: WorkerPool, case: Case) -> None:
-    size, layout, parallel = ModelSize(case.config), Layout.of(case.config.parallel), case.config.parallel
+    size, layout, parallel = ModelSize(case.config), Layout.from_config(case.config.parallel), case.config.parallel
     for rank, found in enumerate(pool.run(case.world_size, held, case)):
         at = layout.coordinates(rank)
-        counted = size.rank(at.pp, place_of(parallel, at))
+        counted = size.rank(at.pp, shard_coordinates(parallel, at))
         assert (found.parameters, found.optimizer) == (counted.parameters, counted.optimizer), rank
         if not parallel.zero:
             assert tuple(found) == tuple(counted), rank

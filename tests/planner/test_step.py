@@ -111,13 +111,13 @@ def test_overlap_hides_but_never_adds() -> None:
 
 
 def test_elements_are_those_of_the_shards() -> None:
-    from threefold.parallel.shard_shapes import Place
+    from threefold.parallel.shard_shapes import ShardCoordinates
     from threefold.planner.model_size import ModelSize
 
     for model, layout in ((GPT, {"tp": 2}), (LLAMA, {"tp": 2, "dp": 2}), (MIXTURE, {"dp": 2, "ep": 2})):
         given = config(model, **layout)
         held = ModelSize(given).largest_rank(0).parameters
-        assert isinstance(Place(), Place)
+        assert isinstance(ShardCoordinates(), ShardCoordinates)
         assert sum(layer_elements(given)) == pytest.approx(held, rel=0.12)  # norms, biases and positions aside
 
 

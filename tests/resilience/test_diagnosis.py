@@ -61,7 +61,7 @@ def sentence_of(pool: WorkerPool, run: Run, faults: list[Fault], run_dir: Path) 
 
 def samples_of(run: Run, fault: Fault) -> list[int]:
     """The samples of the fault's micro-batch: from the permutation itself, for the rows of its replica."""
-    config, replica = run.config, Layout.of(run.config.parallel).coordinates(fault.rank).dp
+    config, replica = run.config, Layout.from_config(run.config.parallel).coordinates(fault.rank).dp
     rows = config.train.global_batch_size // run.dp
     size = rows // MICRO_BATCHES
     first = (fault.step - 1) * config.train.global_batch_size + replica * rows + fault.micro_batch * size
@@ -76,7 +76,7 @@ def check(pool: WorkerPool, small_run: Run, place: Place, run_dir: Path) -> str:
     assert sentence.startswith(f"Training diverged at step {fault.step}: the loss is ")
     value = "a NaN" if fault.number != fault.number else "an Inf"
     direction = "forward" if fault.kind in ("output", "value") else "backward"
-    replica = f" of replica {Layout.of(run.config.parallel).coordinates(fault.rank).dp}" if run.dp > 1 else ""
+    replica = f" of replica {Layout.from_config(run.config.parallel).coordinates(fault.rank).dp}" if run.dp > 1 else ""
     assert f"the first value that is not finite is {value} in {place.words}, in the {direction} pass of " in sentence
     assert f"pass of micro-batch {fault.micro_batch}{replica} (" in sentence
     listed = re.search(r"\(samples? ([^()]*)\)", sentence)

@@ -6,7 +6,29 @@ from typing import Any
 import torch
 
 from tests.support.parity import Case, Trace, make_engine, shard_of, whole_tensors
-from threefold.torch_private.compilation import CompileCounts
+
+
+class CompileCounts:
+    """Counts of what torch has compiled in this process since the object was created."""
+
+    def __init__(self) -> None:
+        self._before = self._now()
+
+    @property
+    def graphs(self) -> int:
+        """Number of graphs, each with its forward and backward pass."""
+        return self._now()["graphs"] - self._before["graphs"]
+
+    @property
+    def breaks(self) -> int:
+        """Number of places where a function could not be compiled as a whole."""
+        return self._now()["breaks"] - self._before["breaks"]
+
+    @staticmethod
+    def _now() -> dict[str, int]:
+        from torch._dynamo.utils import counters
+
+        return {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
 
 
 def traced(function: Callable[..., Any], *args: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.support.parity import Case, Trace, in_layout
-from threefold.comm import collectives
+from threefold.comm import axis as collectives
 from threefold.comm.mesh import Axis
 from threefold.constants import IGNORE_INDEX
 from threefold.data.loader import Batch
@@ -19,8 +19,8 @@ from threefold.parallel import parallelize, shard_modules
 from threefold.parallel import parameter as weights
 from threefold.parallel.pipeline import runner, stage
 from threefold.parallel.pipeline import stage as tied
+from threefold.parallel.tensor import layers as loss
 from threefold.parallel.tensor import layers as tensor
-from threefold.parallel.tensor import loss
 from threefold.train import optim as optimizer
 from threefold.train import step as engine
 from threefold.train import step_batch

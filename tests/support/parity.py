@@ -191,7 +191,7 @@ def one_process(case: Case) -> Trace:
 
 def make_engine(case: Case, pieces: PieceSizes | None = None) -> Engine:
     config = case.config
-    mesh = Mesh(Layout.of(config.parallel), device_of(case.device), shared_memory=case.shared_memory)
+    mesh = Mesh(Layout.from_config(config.parallel), device_of(case.device), shared_memory=case.shared_memory)
     plan = model_plan(config.model, case.sequence)
     return Engine(partial(make_model, config.model), plan, mesh, config, pieces=pieces)
 

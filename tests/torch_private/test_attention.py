@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from threefold.torch_private.compilation import cpu_attention, cpu_attention_backward, softmax_gradient
+from threefold.torch_private.runtime import cpu_attention, cpu_attention_backward, softmax_gradient
 
 
 @pytest.mark.parametrize("causal", [False, True])

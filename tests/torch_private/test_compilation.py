@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from threefold.torch_private.compilation import keep_signals_from_compilers
+from threefold.torch_private.runtime import keep_signals_from_compilers
 
 
 def blocked_in_a_child() -> int:

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from threefold.torch_private.compilation import CompileCounts, Handle, operator
+from tests.support.compiled import CompileCounts
+from threefold.torch_private.runtime import Handle, operator
 
 
 class Factor:

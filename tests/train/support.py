@@ -148,7 +148,7 @@ def manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def engine_of(config: Config) -> Engine:
-    mesh = Mesh(Layout.of(config.parallel))
+    mesh = Mesh(Layout.from_config(config.parallel))
     return Engine(lambda: GPT(config.model), gpt_plan(config.model, config.data.sequence_length), mesh, config)
 
 

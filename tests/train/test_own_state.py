@@ -19,7 +19,7 @@ from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError
 from threefold.parallel.settings import TrainingSettings
-from threefold.random.generators import ProcessGenerators, generators_preserved
+from threefold.random.rng import ProcessGenerators, generators_preserved
 from threefold.train.step import GradientStep
 
 

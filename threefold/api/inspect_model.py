@@ -17,7 +17,7 @@ from threefold.models.plan import Plan, as_pattern
 from threefold.models.proposal import Proposal, propose
 from threefold.models.sharding import ModelPlan, Split
 from threefold.parallel.plan_check import check_plan, check_tensor_axis
-from threefold.parallel.shard_shapes import Place, ShardIndex, local_shape
+from threefold.parallel.shard_shapes import ShardCoordinates, ShardIndex, local_shape
 
 _WIDTH = 160
 
@@ -201,7 +201,7 @@ def _modules(
         key = pattern, kind, _told(rule)
         owners.setdefault(key, set()).add(name if is_bare else owner)
         before = found.get(key)
-        held = prod(local_shape(tuple(parameter.shape), rule, own, Place(tp=ShardIndex(0, tp))))
+        held = prod(local_shape(tuple(parameter.shape), rule, own, ShardCoordinates(tp=ShardIndex(0, tp))))
         found[key] = InspectedModule(
             pattern,
             kind,

@@ -13,9 +13,11 @@ from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import CONFIG, FOLDER, OWN_MODEL, folders, stored_config
 from threefold.checkpoint.manifest import MANIFEST
 from threefold.checkpoint.selection import usable_config
+from threefold.comm.layout import parse
 from threefold.config import Config
 from threefold.config.model import OWN
 from threefold.config.optimizer import OPTIMIZERS
+from threefold.config.schedules import is_python_schedule
 from threefold.data.formats.own_data import is_own_data
 from threefold.errors import UserError
 from threefold.files import shown
@@ -99,6 +101,11 @@ def _code_of(config: Config) -> Iterator[tuple[str, str]]:
     for key, policy in (("train.on_nan", config.train.on_nan), ("train.on_spike", config.train.on_spike)):
         if is_import_path(policy):
             yield key, policy
+    if is_python_schedule(config.parallel.schedule):
+        yield "parallel.schedule", config.parallel.schedule
+    for layout in config.parallel.fallbacks or ():
+        if is_python_schedule(parse(layout).setting("parallel.schedule", "")):
+            yield "parallel.fallbacks", layout
     for entry in config.train.callbacks or ():
         name = entry if isinstance(entry, str) else str(entry["name"])
         if is_import_path(name):

@@ -29,7 +29,7 @@ from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.manifest import PARTIAL, REPLACED, Facts, read_manifest
 from threefold.config import Config, load_config, resolve
 from threefold.config.model import OWN
-from threefold.config.schedules import is_schedule_file
+from threefold.config.schedules import is_own_schedule
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.plugins import modules_beside
@@ -92,14 +92,14 @@ def complete(run_dir: Path) -> list[Checkpoint]:
 def stored_config(path: Path, *, with_code: bool = False) -> Config:
     """Return the resolved config in a checkpoint's folder; raise UserError if it cannot be read.
 
-    A pipeline schedule from a CSV file, which may be gone by now, is left out: a checkpoint has no layout.
+    A pipeline schedule of the user's own, which may be gone by now, is left out: a checkpoint has no layout.
 
     Args:
         with_code: whether `model.file` of a custom model names the checkpoint's copy of the file. Otherwise it is
             empty, so no code from an untrusted checkpoint is imported (`threefold.checkpoint.code`).
     """
     config = load_config(path / CONFIG)
-    if is_schedule_file(config.parallel.schedule):
+    if is_own_schedule(config.parallel.schedule):
         config = load_config(path / CONFIG, ("parallel.schedule=null", "parallel.stage_chunks=null"))
     if config.model.architecture == OWN:
         file = _copied_model(config, path) if with_code else ""

@@ -22,7 +22,7 @@ app = typer.Typer(
 )
 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Overwrite --out.")]
-Place = Annotated[
+ShardCoordinates = Annotated[
     Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's folder, or that of one of its checkpoints.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON document instead of a table.")]
@@ -52,7 +52,7 @@ def list_(
 
 @app.command()
 def show(
-    path: Place,
+    path: ShardCoordinates,
     pattern: Annotated[
         str | None,
         typer.Argument(metavar="[PATTERN]", help="Tensors to list: part of a name, or a pattern such as '*.mlp.*'."),
@@ -78,7 +78,7 @@ def show(
 
 
 @app.command()
-def verify(path: Place) -> None:
+def verify(path: ShardCoordinates) -> None:
     """Compare every byte of a checkpoint, or of all checkpoints of a run, with the checksums written with it.
 
     Exit status: 0 if all match; 1 if one is damaged (a sentence names the file); 2 if there is nothing to verify.
@@ -106,7 +106,7 @@ def verify(path: Place) -> None:
 
 @app.command()
 def convert(
-    path: Place,
+    path: ShardCoordinates,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to create; a run, with --format threefold.")],
     format_: Annotated[
         Literal["threefold", "safetensors", "torch", "dcp"],

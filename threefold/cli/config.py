@@ -125,7 +125,7 @@ def print_size(size: "ModelSize", config: "Config") -> None:
     """Print the parameters of a model and its pipeline stages, and the memory of each rank's shards."""
     from threefold.comm.layout import Layout
 
-    layout = Layout.of(config.parallel)
+    layout = Layout.from_config(config.parallel)
     active = f", {size.active:,} active per token" if size.active < size.parameters else ""
     typer.echo(f"Parameters: {size.parameters:,}{active}.")
     zero = f", zero {config.parallel.zero}" if config.parallel.zero else ""

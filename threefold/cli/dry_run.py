@@ -47,7 +47,7 @@ def dry_run(
     on = None if hardware is None else find_hardware(hardware)
     from threefold.comm.layout import Layout
 
-    last = Layout.of(resolved.parallel).world_size - 1
+    last = Layout.from_config(resolved.parallel).world_size - 1
     if number > last:
         raise UserError(
             f"--rank is {number} but the layout has ranks 0 to {last}; use {last}."

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def print_reports(config: "Config", reports: "Sequence[DryRunReport]", hardware: "Hardware | None") -> None:
     """Print memory, collectives and floating-point operations of each rank, and whether it fits."""
-    layout, train = Layout.of(config.parallel), config.train
+    layout, train = Layout.from_config(config.parallel), config.train
     zero = f", zero {config.parallel.zero}" if config.parallel.zero else ""
     each = f"{train.gradient_accumulation_steps} of {train.micro_batch_size}"
     typer.echo(f"Layout: {layout}{zero}, {_count(layout.world_size, 'rank')}; {config.precision.dtype}.")
@@ -44,8 +44,8 @@ def print_reports(config: "Config", reports: "Sequence[DryRunReport]", hardware:
 def reports_as_json(config: "Config", reports: "Sequence[DryRunReport]", hardware: "Hardware | None") -> str:
     largest = max(report.peak_bytes for report in reports)
     document: dict[str, Any] = {
-        "layout": asdict(Layout.of(config.parallel)),
-        "world_size": Layout.of(config.parallel).world_size,
+        "layout": asdict(Layout.from_config(config.parallel)),
+        "world_size": Layout.from_config(config.parallel).world_size,
         "peak_bytes": largest,
         "ranks": [_as_told(report) for report in reports],
     }

@@ -92,7 +92,7 @@ def print_estimate(found: "Estimate", own: "Estimate | None") -> None:
 
     config, hardware = found.config, found.hardware
     train = config.train
-    typer.echo(f"{Layout.of(config.parallel)}, {found.ranks:,} × {hardware.title}, {config.precision.dtype}.")
+    typer.echo(f"{Layout.from_config(config.parallel)}, {found.ranks:,} × {hardware.title}, {config.precision.dtype}.")
     low, high = found.error_band
     recomputed = f", with recompute {found.hfu:.1%}" if train.recompute != "none" else ""
     typer.echo(
@@ -138,7 +138,7 @@ def memory_title(found: "Estimate") -> str:
     """Return the title of the memory picture: the layout, and whether it fits."""
     from threefold.comm.layout import Layout
 
-    return f"Memory of {Layout.of(found.config.parallel)} on {found.hardware.title}\n{_fit(found)}"
+    return f"Memory of {Layout.from_config(found.config.parallel)} on {found.hardware.title}\n{_fit(found)}"
 
 
 def _fit(found: "Estimate") -> str:

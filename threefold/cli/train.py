@@ -219,7 +219,7 @@ def _require_ranks(ranks: tuple[int, ...], config: "Config", option: str = "--co
     from threefold.comm.layout import Layout
     from threefold.errors import UserError
 
-    last = Layout.of(config.parallel).world_size - 1
+    last = Layout.from_config(config.parallel).world_size - 1
     if absent := [rank for rank in ranks if not 0 <= rank <= last]:
         exist = f"the layout has ranks 0 to {last}" if last else "the layout has rank 0 alone"
         raise UserError(f"{option} {shown(str(absent[0]))} but {exist}; use {0 if absent[0] < 0 else last}.")

@@ -1,89 +1,37 @@
-"""The collectives of one axis of the mesh, the record of them, and the pickling of what ranks exchange.
+"""Collectives of one axis of the mesh, the record of them, and the differentiable collectives of layers."""
 
-Torch pickles each tensor as a file of its own, with a header and records, which takes about a millisecond. `dumps`
-pickles its bytes, dtype and shape, which takes some ten microseconds.
-"""
-
-import io
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from threefold.comm.heartbeat import Heartbeat, wait_code
-from threefold.comm.shared_memory import PostponedSum, SharedMemoryGroup, accumulate
-from threefold.errors import UserError
-from threefold.torch_private.compilation import Handle
+from threefold.comm.layout import shard_bounds
+from threefold.comm.pickling import dumps
+from threefold.comm.shared_memory import SharedMemoryGroup, accumulate
+from threefold.torch_private.distributed import all_gather_options, all_reduce_options, reduce_scatter_options
+from threefold.torch_private.runtime import Handle, operator
 from threefold.torch_private.tensors import foreach_copy_
-
-
-def dumps(value: Any) -> bytes:
-    """Pickle a value with tensors into bytes that `pickle.loads` reads.
-
-    Tensors are pickled by value, even if they share memory; a replicated `DTensor` becomes a plain tensor.
-
-    Raises:
-        UserError: a `DTensor` is sharded or partial; it could outlive the mesh of its ranks.
-    """
-    file = io.BytesIO()
-    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
-    return file.getvalue()
-
-
-class _Pickler(pickle.Pickler):
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, DTensor):
-            return _itself, (_whole(value),)
-        if type(value) is not Tensor or not _is_plain(value):
-            return NotImplemented
-        flat = value.detach().contiguous().view(-1).view(torch.uint8)
-        return _tensor, (bytearray(flat.numpy()), value.dtype, tuple(value.shape))
-
-
-def _itself(value: Any) -> Any:
-    return value
-
-
-def _whole(tensor: DTensor) -> Tensor:
-    if not all(placement.is_replicate() for placement in tensor.placements):
-        sizes = " × ".join(map(str, tensor.shape))
-        raise UserError(
-            f"A DTensor of {sizes} was returned, of which a rank has a part ({tensor.placements}); return "
-            "tensor.full_tensor(), which all ranks of its mesh call."
-        )
-    return tensor.to_local().detach()
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    dense = tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-    return tensor.device.type == "cpu" and dense and not tensor.requires_grad
-
-
-def _tensor(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
-
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _Method = Callable[Concatenate["Axis", _P], _T]
-
-Work = dist.Work | PostponedSum
-"""A collective that has been started."""
 
 
 def _waits(operation: str) -> Callable[[_Method[_P, _T]], _Method[_P, _T]]:
     """Note in the heartbeat that this rank waits for the others of the axis while the decorated method runs."""
     first_code = wait_code(operation, 0)
 
-    def of(method: _Method[_P, _T]) -> _Method[_P, _T]:
+    def decorate(method: _Method[_P, _T]) -> _Method[_P, _T]:
         @wraps(method)
         def waiting(self: "Axis", *args: _P.args, **options: _P.kwargs) -> _T:
             if len(self.ranks) == 1:
@@ -96,7 +44,11 @@ def _waits(operation: str) -> Callable[[_Method[_P, _T]], _Method[_P, _T]]:
 
         return waiting
 
-    return of
+    return decorate
+
+
+_SUM, _MAX = all_reduce_options(dist.ReduceOp.SUM), all_reduce_options(dist.ReduceOp.MAX)
+_GATHER, _SCATTER = all_gather_options(), reduce_scatter_options()
 
 
 @dataclass(frozen=True)
@@ -145,7 +97,8 @@ class Axis:
         name: `dp`, `pp`, `cp`, `tp`, `world`, or the name given to `Mesh.new_axis`.
         ranks: global ranks of the group, in the order of the axis.
         index: this rank's index in `ranks`.
-        group: torch's process group of the ranks, for `torch.distributed`; None in a process that is alone.
+        group: process group of the ranks, for `torch.distributed`, and a `SharedMemoryGroup` if they share memory; None
+            in a process that is alone.
         device_mesh: one-dimensional mesh for the `DTensor`s of this axis; None for groups that are not an axis.
         heartbeat: heartbeat in which this rank notes its waits, under the axis's `number`.
         handle: opaque reference to this axis, for operators of compiled code.
@@ -157,7 +110,6 @@ class Axis:
     group: dist.ProcessGroup | None
     recorder: Recorder
     device_mesh: DeviceMesh | None = None
-    shared: SharedMemoryGroup | None = None
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     number: int = 0
     handle: Handle = field(init=False, repr=False, compare=False)
@@ -169,6 +121,11 @@ class Axis:
     def size(self) -> int:
         """Number of ranks."""
         return len(self.ranks)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether collectives of CPU tensors go through shared memory."""
+        return isinstance(self.group, SharedMemoryGroup)
 
     @property
     def is_first(self) -> bool:
@@ -203,10 +160,10 @@ class Axis:
     @_waits("all_reduce")
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum of `tensor` over the axis, bitwise equal on every rank; `tensor` is unchanged."""
-        if self.shared is None or self.size == 1:
-            return self.all_reduce_(tensor.clone(memory_format=torch.contiguous_format))
-        self.recorder.add(self.name, "all_reduce", tensor)
-        return self.shared.all_reduce(tensor)
+        if isinstance(self.group, SharedMemoryGroup):
+            self.recorder.add(self.name, "all_reduce", tensor)
+            return self.group.sum_of(tensor)
+        return self.all_reduce_(tensor.clone(memory_format=torch.contiguous_format))
 
     @_waits("all_reduce")
     def all_reduce_(self, tensor: Tensor) -> Tensor:
@@ -214,10 +171,7 @@ class Axis:
         if self.size == 1:
             return tensor
         self.recorder.add(self.name, "all_reduce", tensor)
-        if self.shared is not None:
-            self.shared.all_reduce_(tensor)
-        else:
-            self._reduce_contiguous(tensor, dist.ReduceOp.SUM)
+        self._reduce_contiguous(tensor, _SUM)
         return tensor
 
     def all_reduce_values(self, tensor: Tensor) -> list[Any]:
@@ -245,7 +199,7 @@ class Axis:
             return
         joined = torch.cat([tensor.flatten() for tensor in tensors])
         # Two summands have the same sum in either order, and shared memory adds in the order of the ranks.
-        in_order &= self.size > 2 and self.shared is None and joined.device.type == "cpu"
+        in_order &= self.size > 2 and not self.shares_memory and joined.device.type == "cpu"
         total = self._all_reduce_in_order(joined) if in_order else self.all_reduce_(joined)
         parts = total.split([tensor.numel() for tensor in tensors])
         foreach_copy_(list(tensors), [part.view_as(to) for part, to in zip(parts, tensors, strict=True)])
@@ -256,23 +210,18 @@ class Axis:
         if self.size == 1:
             return tensor
         self.recorder.add(self.name, "all_reduce_max", tensor)
-        if self.shared is not None:
-            self.shared.all_reduce_max_(tensor)
-        else:
-            self._reduce_contiguous(tensor, dist.ReduceOp.MAX)
+        self._reduce_contiguous(tensor, _MAX)
         return tensor
 
-    def start_all_reduce_(self, tensor: Tensor) -> Work | None:
+    def start_all_reduce_(self, tensor: Tensor) -> dist.Work | None:
         """Start an all-reduce of a contiguous `tensor`, in place; return the work to wait for (None if done)."""
         if self.size == 1:
             return None
         self.recorder.add(self.name, "all_reduce", tensor)
-        if self.shared is not None:
-            return PostponedSum(self.shared, tensor)
         return dist.all_reduce(tensor, group=self.group, async_op=True)
 
     @_waits("all_reduce")
-    def finish_all_reduce(self, work: Work) -> None:
+    def finish_all_reduce(self, work: dist.Work) -> None:
         """Wait for an all-reduce that `start_all_reduce_` started."""
         work.wait()
 
@@ -297,11 +246,8 @@ class Axis:
         if self.size == 1:
             return tensor
         self.recorder.add(self.name, "all_gather", tensor, parts=self.size)
-        if self.shared is not None:
-            parts = self.shared.all_gather(tensor)
-        else:
-            parts = tensor.new_empty(self.size, *tensor.shape)
-            dist.all_gather_single(parts.view(-1), tensor.contiguous().view(-1), group=self.group)
+        parts = tensor.new_empty(self.size, *tensor.shape)
+        self._group.all_gather_single(parts.view(-1), tensor.contiguous().view(-1), _GATHER).wait()
         dim %= tensor.dim()
         return parts.movedim(0, dim).flatten(dim, dim + 1)
 
@@ -319,10 +265,8 @@ class Axis:
         self.recorder.add(self.name, "reduce_scatter", tensor)
         dim %= tensor.dim()
         parts = tensor.unflatten(dim, (self.size, tensor.shape[dim] // self.size)).movedim(dim, 0).contiguous()
-        if self.shared is not None:
-            return self.shared.reduce_scatter(parts.flatten(0, 1))
         part = torch.empty_like(parts[0])
-        dist.reduce_scatter_single(part.view(-1), parts.view(-1), group=self.group)
+        self._group.reduce_scatter_single(part.view(-1), parts.view(-1), _SCATTER).wait()
         return part
 
     @_waits("all_to_all")
@@ -398,10 +342,7 @@ class Axis:
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
-        if self.shared is not None:
-            found = self.shared.gather_bytes(dumps(value))
-        else:
-            dist.all_gather_object(found, dumps(value), group=self.group)
+        dist.all_gather_object(found, dumps(value), group=self.group)
         return [pickle.loads(each) for each in found]
 
     @_waits("barrier")
@@ -418,10 +359,15 @@ class Axis:
         """
         return self.heartbeat.waiting(wait_code(operation, self.number))
 
-    def _reduce_contiguous(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> None:
+    @property
+    def _group(self) -> Any:
+        """Group of several ranks; its methods cost some ten microseconds less than torch's functions around them."""
+        return self.group
+
+    def _reduce_contiguous(self, tensor: Tensor, options: Any) -> None:
         # A collective on a non-contiguous view may work on a copy and drop the result.
         dense = tensor.contiguous()
-        dist.all_reduce(dense, op=operation, group=self.group)
+        self._group.allreduce([dense], options).wait()
         if dense is not tensor:
             tensor.copy_(dense)
 
@@ -443,3 +389,202 @@ class Axis:
         found = [torch.empty_like(mine) for _ in self.ranks]
         dist.all_gather(found, mine, group=self.group)
         return [int(each) for each in found]
+
+
+# No compiler can follow the Python of an `Axis` collective. Compiled code calls an operator instead, which takes the
+# axis as an input, so that one compilation serves layers on different axes.
+
+
+def all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    """Return the sum of `x` over the axis; not differentiable."""
+    return _all_reduce(x, axis.handle) if torch.compiler.is_compiling() else axis.all_reduce(x)
+
+
+def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
+    """Return the maximum of `x` over the axis; not differentiable."""
+    return _all_reduce_max(x, axis.handle) if torch.compiler.is_compiling() else axis.all_reduce_max_(x.clone())
+
+
+def all_gather_equal(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Concatenate the ranks' tensors, all of one shape, along `dim`; not differentiable."""
+    if axis.size > 1 and torch.compiler.is_compiling():
+        return _all_gather_equal(x, axis.handle, dim % x.dim(), axis.size)
+    return axis.all_gather_equal(x, dim)
+
+
+def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Return this rank's equal shard of the sum of `x` over the axis, along `dim`; not differentiable."""
+    if axis.size > 1 and torch.compiler.is_compiling():
+        return _reduce_scatter(x, axis.handle, dim % x.dim(), axis.size)
+    return axis.reduce_scatter(x, dim)
+
+
+def _like(x: Tensor, axis: Handle) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _joined(x: Tensor, axis: Handle, dim: int, ranks: int) -> Tensor:
+    return x.new_empty(*x.shape[:dim], ranks * x.shape[dim], *x.shape[dim + 1 :])
+
+
+def _shard(x: Tensor, axis: Handle, dim: int, ranks: int) -> Tensor:
+    return x.new_empty(*x.shape[:dim], x.shape[dim] // ranks, *x.shape[dim + 1 :])
+
+
+@operator("all_reduce", _like)
+def _all_reduce(x: Tensor, axis: Handle) -> Tensor:
+    total: Tensor = axis.value.all_reduce(x)
+    return total
+
+
+@operator("all_reduce_max", _like)
+def _all_reduce_max(x: Tensor, axis: Handle) -> Tensor:
+    largest: Tensor = axis.value.all_reduce_max_(x.clone(memory_format=torch.contiguous_format))
+    return largest
+
+
+@operator("all_gather_equal", _joined)
+def _all_gather_equal(x: Tensor, axis: Handle, dim: int, ranks: int) -> Tensor:
+    joined: Tensor = axis.value.all_gather_equal(x, dim).contiguous()
+    return joined
+
+
+@operator("reduce_scatter", _shard)
+def _reduce_scatter(x: Tensor, axis: Handle, dim: int, ranks: int) -> Tensor:
+    shard: Tensor = axis.value.reduce_scatter(x, dim).contiguous()
+    return shard
+
+
+def local_part(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Return this rank's shard of an unsharded tensor along `dim`, as a view."""
+    start, end = shard_bounds(tensor.shape[dim], axis.size, axis.index)
+    return tensor.narrow(dim, start, end - start)
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis  # type: ignore[attr-defined]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad, ctx.axis), None
+
+
+class _ReduceFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis) -> Tensor:
+        return all_reduce(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _GatherFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim  # type: ignore[attr-defined]
+        return axis.all_gather(x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return local_part(grad, ctx.axis, ctx.dim).contiguous(), None, None
+
+
+class _ScatterTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim  # type: ignore[attr-defined]
+        return local_part(x, axis, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.axis.all_gather(grad, ctx.dim), None, None
+
+
+class _GatherShares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim  # type: ignore[attr-defined]
+        return all_gather_equal(x, axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return reduce_scatter(grad, ctx.axis, ctx.dim), None, None
+
+
+class _ReduceToShares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim  # type: ignore[attr-defined]
+        return reduce_scatter(x, axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather_equal(grad, ctx.axis, ctx.dim), None, None
+
+
+class _GatherAgain(torch.autograd.Function):
+    """Identity that frees the storage of the gathered tensor, saved to compute `out`, until the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, x: Tensor, joined: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        ctx.save_for_backward(x, joined)
+        joined.untyped_storage().resize_(0)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        x, joined = ctx.saved_tensors
+        again = all_gather_equal(x, ctx.axis, ctx.dim)
+        joined.untyped_storage().resize_(again.nbytes)
+        joined.data.copy_(again)  # hidden from autograd, as the values are unchanged
+        return grad, None, None, None, None
+
+
+def copy_to(x: Tensor, axis: Axis) -> Tensor:
+    """Return `x` unchanged, before ranks compute with their own shards; backward all-reduces the gradients."""
+    return x if axis.size == 1 else _CopyTo.apply(x, axis)
+
+
+def reduce_from(x: Tensor, axis: Axis) -> Tensor:
+    """All-reduce `x` over the axis; backward is the identity."""
+    return x if axis.size == 1 else _ReduceFrom.apply(x, axis)
+
+
+def gather_from(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
+    """All-gather `x` along `dim`; backward takes this rank's shard of the gradient."""
+    return x if axis.size == 1 else _GatherFrom.apply(x, axis, dim)
+
+
+def scatter_to(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
+    """Take this rank's shard of a replicated `x` along `dim`; backward all-gathers the gradients."""
+    return x if axis.size == 1 else _ScatterTo.apply(x, axis, dim)
+
+
+def gather_shares(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """All-gather equal shards along `dim` for results that differ by rank; backward reduce-scatters the gradients."""
+    return x if axis.size == 1 else _GatherShares.apply(x, axis, dim)
+
+
+def over_gathered(compute: Callable[[Tensor], Tensor], x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Return `compute(gather_shares(x, axis, dim))`, keeping only the shard `x` for the backward pass.
+
+    The backward pass gathers again (Korthikanti et al., section 4.2.2). `compute` may save its argument for its
+    backward pass, but must return nothing that shares its memory.
+    """
+    if axis.size > 1 and torch.compiler.is_compiling():
+        recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        kept: Tensor = recomputed(lambda shard: compute(gather_shares(shard, axis, dim)), x)
+        return kept
+    joined = gather_shares(x, axis, dim)
+    out = compute(joined)
+    return _GatherAgain.apply(out, x, joined, axis, dim) if axis.size > 1 and out.requires_grad else out
+
+
+def reduce_to_shares(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Reduce-scatter `x` into equal shards along `dim`; backward all-gathers the gradients."""
+    return x if axis.size == 1 else _ReduceToShares.apply(x, axis, dim)

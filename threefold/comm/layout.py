@@ -13,7 +13,7 @@ from math import gcd, prod
 from typing import Any, NamedTuple, Self
 
 from threefold.config.schedules import SCHEDULES as ROWS
-from threefold.config.schedules import is_schedule_file
+from threefold.config.schedules import is_own_schedule
 from threefold.config.schema import ParallelConfig
 from threefold.errors import UserError
 
@@ -51,7 +51,7 @@ class Layout:
     ep: int = 1
 
     @classmethod
-    def of(cls, parallel: ParallelConfig) -> Self:
+    def from_config(cls, parallel: ParallelConfig) -> Self:
         """Return the layout of a config's `parallel` section."""
         return cls(parallel.dp, parallel.tp, parallel.pp, parallel.cp, parallel.ep)
 
@@ -181,7 +181,7 @@ _AXES = ("dp", "tp", "pp", "cp", "ep")
 _AXIS = re.compile(rf"({'|'.join(_AXES)})=?(\d+)")
 _AXIS_LIST = re.compile(rf"(({'|'.join(_AXES)})=?\d+x?)+")
 _NUMBER = re.compile(rf"({'|'.join(NUMBERS)})[=-]?(\d+)")
-_SCHEDULE_FILE = re.compile(r"(?<!\S)schedule=(\S+\.csv)(?!\S)", re.IGNORECASE)
+_OWN_SCHEDULE = re.compile(r"(?<!\S)schedule=(\S+\.csv|\S+:\S+)(?!\S)", re.IGNORECASE)
 _SEPARATORS = re.compile(r"[\s,·×:+*/]+")
 _EXAMPLE = "dp2·tp2·pp2 zbv zero1 sp"
 
@@ -246,8 +246,8 @@ def parse_layouts(texts: list[str]) -> list[LayoutSpec]:
 def parse(text: str) -> LayoutSpec:
     """Parse one layout: axes with sizes, and words such as `zbv`, `zero3`, `sp`, `full` (recompute), in any order.
 
-    Spaces, commas, colons, `·`, `×` or `+` separate words; `=` before a number is optional. A CSV file of pipeline
-    actions is `schedule=PATH.csv`, with spaces around it.
+    Spaces, commas, colons, `·`, `×` or `+` separate words; `=` before a number is optional. A pipeline
+    schedule of your own is `schedule=PATH.csv` or `schedule=PATH.py:NAME`, with spaces around it.
 
     Raises:
         UserError: a word is unknown, or a setting is given twice.
@@ -265,8 +265,8 @@ def parse(text: str) -> LayoutSpec:
 
 
 def _all_facts(text: str) -> Iterator[tuple[str, Any]]:
-    yield from (("parallel.schedule", found[1]) for found in _SCHEDULE_FILE.finditer(text))
-    for word in _SEPARATORS.split(_SCHEDULE_FILE.sub(" ", text).strip().lower()):
+    yield from (("parallel.schedule", found[1]) for found in _OWN_SCHEDULE.finditer(text))
+    for word in _SEPARATORS.split(_OWN_SCHEDULE.sub(" ", text).strip().lower()):
         if word:
             yield from _facts(word, text)
 
@@ -305,13 +305,19 @@ def _facts(word: str, text: str) -> Iterator[tuple[str, Any]]:
 
 
 def _word(key: str, value: Any) -> str:
-    if key == "parallel.schedule" and is_schedule_file(value):
+    if key == "parallel.schedule" and is_own_schedule(value):
         return f"schedule={value}"
     if key in ("parallel.schedule", "parallel.cp_method", "train.recompute"):
         return str(value)
     if key == "parallel.sequence_parallel":
         return "sp"
     return f"{next(word for word, meant in NUMBERS.items() if meant == key)}{value}"
+
+
+def shard_length(size: int, shards: int, index: int) -> int:
+    """Return the length of a shard, as `shard_bounds` cuts it."""
+    start, end = shard_bounds(size, shards, index)
+    return end - start
 
 
 def shard_bounds(size: int, shards: int, index: int) -> tuple[int, int]:

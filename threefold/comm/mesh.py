@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from threefold.comm.axis import Axis, Event, Recorder
 from threefold.comm.heartbeat import Activity, Heartbeat, wait_code
 from threefold.comm.layout import AXES, Coordinates, Layout
-from threefold.comm.shared_memory import SharedMemoryGroup
+from threefold.comm.shared_memory import over_shared_memory
 from threefold.errors import naming_arguments
 from threefold.torch_private.distributed import (
     clear_dtensor_cache,
@@ -291,14 +291,13 @@ class Mesh:
                 copy_group_timeout(axis.group)
         # Gloo's collectives cost latency and system time; shared memory has little of either.
         several = {axis.name: axis.group for axis in planned if axis.group is not None and len(axis.ranks) > 1}
-        sharing = several if self._shares_memory else {}
-        made = SharedMemoryGroup.try_create_all(list(sharing.values()), *self._sizes) if sharing else []
-        shared = dict(zip(sharing, made, strict=True))
+        if self._shares_memory and several:
+            several = dict(zip(several, over_shared_memory(list(several.values()), *self._sizes), strict=True))
         axes = []
         for name, ranks, group, device_mesh in planned:
             number = self.heartbeat.axis(name, ranks) if len(ranks) > 1 else 0
-            index, memory = ranks.index(self.rank), shared.get(name)
-            axes.append(Axis(name, ranks, index, group, self.recorder, device_mesh, memory, self.heartbeat, number))
+            index, group = ranks.index(self.rank), several.get(name, group)
+            axes.append(Axis(name, ranks, index, group, self.recorder, device_mesh, self.heartbeat, number))
         return axes
 
     def __repr__(self) -> str:

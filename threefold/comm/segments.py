@@ -9,9 +9,7 @@ import platform
 import re
 import select
 import shutil
-import struct
 import tempfile
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,7 +25,7 @@ T = TypeVar("T")
 
 SIGNAL_BYTES = 16
 """Bytes that a rank writes to announce a round."""
-TURNSTILES = ("turnstile-0", "turnstile-1")
+BARRIER_PIPES = ("barrier-0", "barrier-1")
 """Names of the pipes that ranks pass in turn."""
 _PIPE_BYTES: Final = 16 << 10
 """Capacity of a pipe on systems that do not report it, such as macOS."""
@@ -83,8 +81,8 @@ def memory_bytes(size: int, capacity: int) -> int:
 
 
 def room_for_rounds(size: int, capacity: int) -> Room:
-    """Return the room that `size` ranks need for rounds: memory, and two turnstiles with the tickets in the first."""
-    return Room(memory_bytes(size, capacity), dict(zip(TURNSTILES, (tickets(size), b""), strict=True)))
+    """Return the room that `size` ranks need for rounds: memory, and two pipes with the tickets in the first."""
+    return Room(memory_bytes(size, capacity), dict(zip(BARRIER_PIPES, (tickets(size), b""), strict=True)))
 
 
 def whole_pages(length: int) -> int:
@@ -93,7 +91,7 @@ def whole_pages(length: int) -> int:
 
 
 def tickets(size: int) -> bytes:
-    """Return the content of a turnstile for `size` ranks: one byte for each, and only the last one nonzero."""
+    """Return the content of a barrier's pipe for `size` ranks: one byte for each, and only the last one nonzero."""
     return bytes(size - 1) + b"\1"
 
 
@@ -290,11 +288,6 @@ class StoreExchange:
         return self.told(name) == "1"
 
 
-_SIGNAL = struct.Struct("<QBBHI")  # round number, operation, dtype, source index, elements in this round
-assert _SIGNAL.size == SIGNAL_BYTES
-_FIRST = 2  # even, as the first turnstile has the tickets; nonzero, as the memory is zero at first
-
-
 class PeerLostError(ConnectionError):
     """A process of the group ended while this one was waiting for it; the message begins with its rank."""
 
@@ -303,102 +296,6 @@ class PeerLostError(ConnectionError):
         """Rank that ended; None if the message does not begin with it."""
         found = re.match(r"rank (\d+) ended", str(self))
         return int(found[1]) if found else None
-
-
-class Turnstile:
-    """Meeting point of a group of processes, round by round.
-
-    Args:
-        shared: memory and pipes of the group.
-        operations, dtypes: names of operations and dtypes for messages, by their codes.
-
-    Attributes:
-        parity: parity of the next round, 0 or 1.
-    """
-
-    def __init__(self, shared: Shared, operations: tuple[str, ...], dtypes: tuple[str, ...]) -> None:
-        self._ranks, self._index, self._timeout = shared.ranks, shared.index, shared.timeout
-        self._operations, self._dtypes = operations, dtypes
-        self._number = _FIRST
-        size = len(shared.ranks)
-        signals = memoryview(shared.memory)[: 2 * size * SIGNAL_BYTES]
-        self._signals = (signals[: size * SIGNAL_BYTES], signals[size * SIGNAL_BYTES :])
-        self._tickets, self._pipes, self._alive = tickets(size), shared.pipes, shared.alive
-        self._pollers = tuple(poller(turnstile, shared.alive) for turnstile in shared.pipes)
-        self._closed = weakref.finalize(self, close_all, shared.descriptors)
-
-    @property
-    def parity(self) -> int:
-        return self._number & 1
-
-    def close(self) -> None:
-        """Close the pipes. Peers that wait for this rank raise `PeerLostError`."""
-        self._closed()
-        for signals in self._signals:
-            signals.release()
-
-    def meet(self, operation: int, dtype: int, count: int, source: int = 0) -> None:
-        """Wait until every rank has called this for the same operation, and see what they wrote to memory before.
-
-        Raises:
-            PeerLostError: another rank has ended.
-            TimeoutError: another rank has not come in time.
-            RuntimeError: another rank called a different operation.
-        """
-        parity, number = self._number & 1, self._number
-        signal = _SIGNAL.pack(number, operation, dtype, source, count)
-        self._number += 1
-        signals, start = self._signals[parity], self._index * SIGNAL_BYTES
-        signals[start : start + SIGNAL_BYTES] = signal
-        try:
-            ticket = os.read(self._pipes[parity], 1)
-        except BlockingIOError:
-            raise RuntimeError(f"{self._me} goes on after a round in which it has failed") from None
-        if ticket == b"\0":
-            self._sleep(1 - parity, number, self._operations[operation])
-        else:
-            os.write(self._pipes[1 - parity], self._tickets)
-        found = bytes(signals)
-        if found != signal * len(self._ranks):
-            self._raise_difference(found, signal)
-
-    def _sleep(self, exit: int, number: int, operation: str) -> None:
-        turnstile = self._pipes[exit]
-        events = dict(self._pollers[exit].poll(self._timeout * 1000))
-        if turnstile in events:
-            return
-        if not events:
-            missing = self._ranks[self._missing(number)]
-            raise TimeoutError(f"{self._me} has waited {self._timeout:g} s in {operation} for rank {missing}")
-        # A peer may end after it has passed; what it wrote is visible by then.
-        if not poller(turnstile, {}).poll(0):
-            lost = next(peer for peer, descriptor in self._alive.items() if descriptor in events)
-            raise PeerLostError(f"rank {self._ranks[lost]} ended while {self._me} was in {operation}")
-
-    def _missing(self, number: int) -> int:
-        """Return the first index that has not come to a round; the last index if all have come just now."""
-        signals = _SIGNAL.iter_unpack(self._signals[number & 1])
-        come = [at == number for at, *_ in signals]
-        return come.index(False) if False in come else len(come) - 1
-
-    def _raise_difference(self, found: bytes, mine: bytes) -> None:
-        starts = range(0, len(found), SIGNAL_BYTES)
-        signals = [found[start : start + SIGNAL_BYTES] for start in starts]
-        peer = next(peer for peer, signal in enumerate(signals) if signal != mine)
-        raise RuntimeError(
-            f"{self._me} called {self._describe(mine)} "
-            f"while rank {self._ranks[peer]} called {self._describe(signals[peer])}"
-        )
-
-    @property
-    def _me(self) -> str:
-        return f"rank {self._ranks[self._index]}"
-
-    def _describe(self, signal: bytes) -> str:
-        _, operation, dtype, source, count = _SIGNAL.unpack(signal)
-        name = self._operations[operation]
-        origin = f" from index {source}" if name == "broadcast_" else ""
-        return f"{name} of {count} elements of {self._dtypes[dtype]}{origin}"
 
 
 def poller(pipe: int, alive: Mapping[int, int]) -> select.poll:

@@ -1,22 +1,35 @@
-"""Collectives between processes of one host through shared memory: for CPU tensors, without sockets.
+"""Shared memory as a backend of `torch.distributed`: collectives of CPU tensors between processes of one host.
 
 Every collective consists of one primitive, the *round*: fill your own slot, wait until all ranks have
-(`Turnstile.meet`), then read any slot. Slots are double-buffered by the parity of the round. A rank fills its slot for
+(`Barrier.meet`), then read any slot. Slots are double-buffered by the parity of the round. A rank fills its slot for
 round n + 2 only after round n + 1, which a peer enters only after reading what it needs of round n, so that no
 acknowledgement is needed.
 """
 
+import os
+import struct
+import weakref
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from threefold.comm.segments import SIGNAL_BYTES, PeerLostError, Shared, Turnstile, room_for_rounds, share, whole_pages
-
-__all__ = ["PeerLostError", "SharedMemoryGroup", "accumulate"]
+from threefold.comm.segments import (
+    SIGNAL_BYTES,
+    PeerLostError,
+    Shared,
+    close_all,
+    poller,
+    room_for_rounds,
+    share,
+    tickets,
+    whole_pages,
+)
+from threefold.torch_private.distributed import PythonGroup, Work, stand_in
 
 DEFAULT_CAPACITY = 2 << 20
 """Bytes of one slot; a longer message is split into pieces of this size."""
@@ -50,6 +63,26 @@ _OPERATIONS = ("all_reduce_", "all_reduce_max_", "all_gather", "reduce_scatter",
 _OPERATION_CODES = {name: code for code, name in enumerate(_OPERATIONS)}
 
 
+def over_shared_memory(
+    groups: Sequence[dist.ProcessGroup], capacity: int = DEFAULT_CAPACITY, sharing_bytes: int = _TWO_PHASE_BYTES
+) -> list[dist.ProcessGroup]:
+    """Return each gloo group as a `SharedMemoryGroup`, or itself if it cannot share memory.
+
+    Collective over each group, with the same answer on all of its ranks. A group cannot share memory if its ranks are
+    not all on one host, or the host has no room for it. Several groups are set up in hardly more time than one.
+
+    Args:
+        groups: gloo groups, in one order on all their ranks.
+        capacity: bytes of one slot, rounded up to whole pages; a group takes 2 · (ranks + 1) · capacity bytes.
+        sharing_bytes: threshold of piece bytes · (ranks − 2) from which the ranks divide the additions of a piece.
+    """
+    made = share(groups, partial(room_for_rounds, capacity=capacity))
+    return [
+        SharedMemoryGroup(group, shared, sharing_bytes) if shared else group
+        for group, shared in zip(groups, made, strict=True)
+    ]
+
+
 class _Views(NamedTuple):
     """Slots of the rounds of one parity, viewed for messages of one dtype and size.
 
@@ -68,147 +101,123 @@ class _Views(NamedTuple):
     own_share: Tensor
 
 
-class SharedMemoryGroup:
-    """Ranks of one process group, all on one host, with collectives of CPU tensors in shared memory.
+class SharedMemoryGroup(PythonGroup):
+    """Process group of ranks on one host, with collectives of CPU tensors in shared memory, the others through gloo.
 
-    Every rank of the group must call the same operations in the same order, with tensors of the same size and dtype; a
-    `RuntimeError` names a rank that does not. Results are equal bit for bit on all ranks, because additions follow the
-    order of the ranks. bfloat16 and float16 are summed in float32 and rounded once; sums and maxima of bool are the
-    logical or. Operations are not differentiable and block until done; only one thread at a time may use a group.
-
-    Attributes:
-        size: number of ranks.
-        index: index of this process among them.
-        ranks: their global ranks.
+    `torch.distributed` takes it wherever it takes the gloo group. Every rank must call the same operations in the same
+    order, with tensors of the same size and dtype; a `RuntimeError` names a rank that does not. Results are equal bit
+    for bit on all ranks, because additions follow the order of the ranks. bfloat16 and float16 are summed in float32
+    and rounded once; sums and maxima of bool are the logical or. Operations are done when they return, except
+    all-reduces with `async_op`, which run when they are waited for. Only one thread at a time may use a group.
     """
 
-    def __init__(self, shared: Shared, sharing_bytes: int = _TWO_PHASE_BYTES) -> None:
-        """Wrap memory and pipes that are already set up; `try_create` sets them up."""
-        self._sharing_bytes = sharing_bytes
-        self.ranks = shared.ranks
-        self.index = shared.index
-        self.size = len(shared.ranks)
-        signals = whole_pages(2 * self.size * SIGNAL_BYTES)
+    def __init__(self, gloo: dist.ProcessGroup, shared: Shared, sharing_bytes: int = _TWO_PHASE_BYTES) -> None:
+        """Wrap memory and pipes that are already set up; `over_shared_memory` sets them up."""
+        self._index, self._size = shared.index, len(shared.ranks)
+        super().__init__(self._index, self._size)
+        stand_in(self, gloo)
+        self._gloo, self._sharing_bytes = gloo, sharing_bytes
+        signals = whole_pages(2 * self._size * SIGNAL_BYTES)
         slots = torch.frombuffer(shared.memory, dtype=torch.uint8, offset=signals)
-        self._slots = slots.view(2, self.size + 1, -1)
+        self._slots = slots.view(2, self._size + 1, -1)
         self._capacity = self._slots.shape[-1]
-        self._turnstile = Turnstile(shared, _OPERATIONS, tuple(map(str, _DTYPES)))
+        self._barrier = Barrier(shared, _OPERATIONS, tuple(map(str, _DTYPES)))
         self._views: dict[tuple[torch.dtype, int], tuple[_Views, _Views]] = {}
-
-    @classmethod
-    def try_create(cls, group: dist.ProcessGroup, capacity: int = DEFAULT_CAPACITY) -> "SharedMemoryGroup | None":
-        """Set up shared memory between the ranks of `group`; a collective call, with the same answer on every rank.
-
-        Args:
-            group: gloo process group, which exchanges the names.
-            capacity: bytes of one slot, rounded up to whole pages; the group takes 2 · (ranks + 1) · capacity bytes.
-
-        Returns:
-            the group; None if the ranks are not all on one host, or the host has no room for the memory.
-        """
-        return cls.try_create_all([group], capacity)[0]
-
-    @classmethod
-    def try_create_all(
-        cls,
-        groups: Sequence[dist.ProcessGroup],
-        capacity: int = DEFAULT_CAPACITY,
-        sharing_bytes: int = _TWO_PHASE_BYTES,
-    ) -> "list[SharedMemoryGroup | None]":
-        """Set up shared memory for several groups at once, in hardly more time than for one.
-
-        Args:
-            groups: process groups, in one order on all their ranks.
-            capacity: bytes of one slot, as for `try_create`.
-            sharing_bytes: threshold of piece bytes · (ranks − 2) from which the ranks divide the additions of a piece.
-        """
-        made = share(groups, partial(room_for_rounds, capacity=capacity))
-        return [cls(shared, sharing_bytes) if shared else None for shared in made]
 
     def close(self) -> None:
         """Close the pipes and free the memory. Peers that wait for this rank raise `PeerLostError`."""
-        self._turnstile.close()
+        self._barrier.close()
         self._views.clear()
         self._slots = torch.empty(0, dtype=torch.uint8)
 
-    # -- collectives -----------------------------------------------------------------------------------------------
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the sum of `tensor`, of any shape, over the ranks."""
+    def sum_of(self, tensor: Tensor) -> Tensor:
+        """Return the sum of `tensor`, of any shape, over the ranks: `all_reduce` without a copy of the summand."""
         out = torch.empty_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)
+        if not self._takes(tensor):
+            dist.all_reduce(out.copy_(tensor.detach()), group=self._gloo)
+            return out
         self._reduce("all_reduce_", _flat(tensor), out.view(-1), torch.add)
         return out
 
-    def all_reduce_(self, tensor: Tensor) -> Tensor:
-        """Replace `tensor`, of any shape, by its sum over the ranks, and return it."""
-        flat = _flat(tensor)
-        self._reduce("all_reduce_", flat, flat, torch.add)
-        return _write_back(flat, tensor)
+    # -- collectives, each with the arguments of torch's method of that name ----------------------------------------
 
-    def all_reduce_max_(self, tensor: Tensor) -> Tensor:
-        """Replace `tensor`, of any shape, by its maximum over the ranks (NaN if any rank has NaN), and return it."""
-        flat = _flat(tensor)
-        self._reduce("all_reduce_max_", flat, flat, torch.maximum)
-        return _write_back(flat, tensor)
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> Work:
+        sums, (tensor,) = opts.reduceOp == dist.ReduceOp.SUM, tensors
+        if not (sums or opts.reduceOp == dist.ReduceOp.MAX) or not self._takes(tensor):
+            return self._gloo.allreduce(tensors, opts)
+        if opts.asyncOp:
+            # Ranks that copy and add on their own cores gain nothing from an earlier start, which would only make them
+            # wait in the middle of a backward pass.
+            return _PostponedWork(partial(self._all_reduce_, tensor, sums))
+        self._all_reduce_(tensor, sums)
+        return _DONE
 
-    def all_gather(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the tensors of all ranks, stacked: [ranks, *tensor.shape].
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
+        (parts,), (tensor,) = outputs, inputs
+        if not self._takes(tensor):
+            return self._gloo.allgather(outputs, inputs, opts)
+        gathered = tensor.new_empty(self._size, tensor.numel())
+        self._all_gather(_flat(tensor), gathered)
+        for part, found in zip(parts, gathered, strict=True):
+            part.copy_(found.view(part.shape))
+        return _DONE
 
-        Args:
-            tensor: tensor of one shape on all ranks; it may be this rank's place in `out`.
-            out: contiguous tensor for the result, with as many elements; None for a new one.
-        """
-        flat = _flat(tensor)
-        gathered = (flat.new_empty(self.size * flat.numel()) if out is None else out).view(self.size, flat.numel())
-        for start, count in self._pieces(flat, self._elements(flat.dtype)):
-            views = self._exchange("all_gather", flat[start : start + count])
-            gathered[:, start : start + count].copy_(views.rows)
-        return gathered.view(self.size, *tensor.shape)
+    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any) -> Work:
+        """Gather equal tensors; `source` may be this rank's place in `output`."""
+        if not self._takes(source):
+            return self._gloo.all_gather_single(output, source, opts)
+        self._all_gather(_flat(source), output.view(self._size, source.numel()))
+        return _DONE
 
-    def gather_bytes(self, content: bytes) -> list[bytes]:
-        """Gather bytes of any length from each rank, many times faster than gloo, which sends them around a ring."""
-        sizes = self.all_gather(torch.tensor([len(content)])).flatten().tolist()
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        gathered = self.all_gather(padded)
-        return [part[:size].numpy().tobytes() for part, size in zip(gathered, sizes, strict=True)]
-
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """Return this rank's part of the sum over ranks of `tensor` [ranks · n, ...]: [n, ...], parts in rank order."""
-        if tensor.dim() == 0 or tensor.shape[0] % self.size:
-            raise ValueError(f"dim 0 of shape {[*tensor.shape]} cannot be scattered evenly over {self.size} ranks")
-        flat = _flat(tensor)
-        parts = flat.view(self.size, flat.numel() // self.size)
-        out = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:])
-        own = out.view(-1)
-        for start, count in self._pieces(own, self._elements(flat.dtype) // self.size):
+    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any) -> Work:
+        if opts.reduceOp != dist.ReduceOp.SUM or not self._takes(source):
+            return self._gloo.reduce_scatter_single(output, source, opts)
+        parts, own = _flat(source).view(self._size, output.numel()), output.view(-1)
+        for start, count in self._pieces(own, self._capacity // (source.itemsize * self._size)):
             views = self._exchange("reduce_scatter", parts[:, start : start + count])
-            offset = self.index * count
+            offset = self._index * count
             accumulate(torch.add, [slot[offset : offset + count] for slot in views.slots], own[start : start + count])
-        return out
+        return _DONE
 
-    def broadcast_(self, tensor: Tensor, source_index: int) -> Tensor:
-        """Replace `tensor`, of any shape, by that of the rank at `source_index` of the group, and return it."""
-        if not 0 <= source_index < self.size:
-            raise ValueError(f"source_index {source_index} is not in a group of {self.size} ranks")
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
+        (tensor,) = tensors
+        if not self._takes(tensor):
+            return self._gloo.broadcast(tensors, opts)
         flat = _flat(tensor)
-        for start, count in self._pieces(flat, self._elements(flat.dtype)):
+        for start, count in self._pieces(flat, self._capacity // flat.itemsize):
             piece = flat[start : start + count]
-            slot = self._views_of(flat.dtype, count).slots[source_index]
-            if self.index == source_index:
+            slot = self._views_of(flat.dtype, count).slots[opts.rootRank]
+            if self._index == opts.rootRank:
                 slot.copy_(piece)
-            self._round("broadcast_", flat.dtype, count, source_index)
-            if self.index != source_index:
+            self._round("broadcast_", flat.dtype, count, opts.rootRank)
+            if self._index != opts.rootRank:
                 piece.copy_(slot)
-        return _write_back(flat, tensor)
+        _write_back(flat, tensor)
+        return _DONE
 
-    def barrier(self) -> None:
+    def barrier(self, opts: Any) -> Work:
         self._round("barrier", torch.uint8, 0)
+        return _DONE
 
     # -- implementation --------------------------------------------------------------------------------------------
 
+    @staticmethod
+    def _takes(tensor: Tensor) -> bool:
+        return tensor.is_cpu and tensor.dtype in _DTYPE_CODES
+
+    def _all_reduce_(self, tensor: Tensor, sums: bool) -> None:
+        name, combine = ("all_reduce_", torch.add) if sums else ("all_reduce_max_", torch.maximum)
+        flat = _flat(tensor)
+        self._reduce(name, flat, flat, combine)
+        _write_back(flat, tensor)
+
+    def _all_gather(self, flat: Tensor, gathered: Tensor) -> None:
+        for start, count in self._pieces(flat, self._capacity // flat.itemsize):
+            views = self._exchange("all_gather", flat[start : start + count])
+            gathered[:, start : start + count].copy_(views.rows)
+
     def _reduce(self, operation: str, source: Tensor, target: Tensor, combine: Callable[..., Tensor]) -> None:
-        for start, count in self._pieces(source, self._elements(source.dtype)):
+        for start, count in self._pieces(source, self._capacity // source.itemsize):
             views = self._exchange(operation, source[start : start + count])
             piece = target[start : start + count]
             if self._divides_additions(piece):  # each rank combines its share; then all read all shares
@@ -220,18 +229,18 @@ class SharedMemoryGroup:
 
     def _divides_additions(self, piece: Tensor) -> bool:
         added = torch.float32.itemsize if piece.dtype in _HALVES else piece.itemsize
-        return (self.size - 2) * piece.numel() * added >= self._sharing_bytes
+        return (self._size - 2) * piece.numel() * added >= self._sharing_bytes
 
     def _exchange(self, operation: str, piece: Tensor) -> _Views:
         """Run one round in which every rank contributes `piece`; return all slots, each with its rank's piece."""
         views = self._views_of(piece.dtype, piece.numel())
-        views.slots[self.index].view(piece.shape).copy_(piece)
+        views.slots[self._index].view(piece.shape).copy_(piece)
         self._round(operation, piece.dtype, piece.numel())
         return views
 
     def _round(self, operation: str, dtype: torch.dtype, count: int, source: int = 0) -> None:
         """Wait until all ranks have filled their slots, then switch to the other slots."""
-        self._turnstile.meet(_OPERATION_CODES[operation], _DTYPE_CODES[dtype], count, source)
+        self._barrier.meet(_OPERATION_CODES[operation], _DTYPE_CODES[dtype], count, source)
 
     def _views_of(self, dtype: torch.dtype, count: int) -> _Views:
         key = dtype, count
@@ -239,18 +248,13 @@ class SharedMemoryGroup:
             if len(self._views) >= _KEPT_VIEWS:
                 self._views.clear()
             self._views[key] = self._make_views(self._slots[0], *key), self._make_views(self._slots[1], *key)
-        return self._views[key][self._turnstile.parity]
+        return self._views[key][self._barrier.parity]
 
     def _make_views(self, slots: Tensor, dtype: torch.dtype, count: int) -> _Views:
         *each, result = (slot.view(dtype)[:count] for slot in slots)
-        share = -(-count * dtype.itemsize // (self.size * _SHARE_BYTES)) * _SHARE_BYTES // dtype.itemsize
-        own = slice(share * self.index, share * (self.index + 1))
+        share = -(-count * dtype.itemsize // (self._size * _SHARE_BYTES)) * _SHARE_BYTES // dtype.itemsize
+        own = slice(share * self._index, share * (self._index + 1))
         return _Views(each, slots[:-1].view(dtype)[:, :count], [slot[own] for slot in each], result, result[own])
-
-    def _elements(self, dtype: torch.dtype) -> int:
-        if dtype not in _DTYPE_CODES:
-            raise TypeError(f"shared-memory collectives do not support {dtype}")
-        return self._capacity // dtype.itemsize
 
     @staticmethod
     def _pieces(flat: Tensor, longest: int) -> list[tuple[int, int]]:
@@ -258,31 +262,34 @@ class SharedMemoryGroup:
         return [(start, min(longest, total - start)) for start in range(0, total, longest)]
 
 
-class PostponedSum(NamedTuple):
-    """An in-place all-reduce that runs when it is waited for.
+class _PostponedWork(Work):
+    """Collective that runs when it is first waited for."""
 
-    Ranks that copy and add on their own cores gain nothing from an earlier start, which would only make them wait in
-    the middle of a backward pass.
-    """
+    def __init__(self, run: Callable[[], None] | None = None) -> None:
+        super().__init__()
+        self._run = run
 
-    group: SharedMemoryGroup
-    tensor: Tensor
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        run, self._run = self._run, None
+        if run is not None:
+            run()
+        return True
 
-    def wait(self) -> None:
-        self.group.all_reduce_(self.tensor)
+    def is_completed(self) -> bool:
+        return self._run is None
+
+
+_DONE = _PostponedWork()
 
 
 def _flat(tensor: Tensor) -> Tensor:
     """Return `tensor` as one contiguous dim, sharing its memory if possible."""
-    if tensor.device.type != "cpu":
-        raise ValueError(f"shared-memory collectives take CPU tensors, got one on {tensor.device}")
     return tensor.detach().reshape(-1)
 
 
-def _write_back(flat: Tensor, tensor: Tensor) -> Tensor:
+def _write_back(flat: Tensor, tensor: Tensor) -> None:
     if flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat.view(tensor.shape))
-    return tensor
 
 
 def accumulate(combine: Callable[..., Tensor], parts: list[Tensor], out: Tensor) -> None:
@@ -298,3 +305,104 @@ def accumulate(combine: Callable[..., Tensor], parts: list[Tensor], out: Tensor)
         combine(parts[0], parts[1], out=out)
         for part in parts[2:]:
             combine(out, part, out=out)
+
+
+_SIGNAL = struct.Struct("<QBBHI")  # round number, operation, dtype, source index, elements in this round
+assert _SIGNAL.size == SIGNAL_BYTES
+_FIRST = 2  # even, as the first pipe has the tickets; nonzero, as the memory is zero at first
+
+
+class Barrier:
+    """Meeting point of a group of processes, round by round.
+
+    Args:
+        shared: memory and pipes of the group.
+        operations, dtypes: names of operations and dtypes for messages, by their codes.
+
+    Attributes:
+        parity: parity of the next round, 0 or 1.
+    """
+
+    def __init__(self, shared: Shared, operations: tuple[str, ...], dtypes: tuple[str, ...]) -> None:
+        self._ranks, self._index, self._timeout = shared.ranks, shared.index, shared.timeout
+        self._operations, self._dtypes = operations, dtypes
+        self._number = _FIRST
+        size = len(shared.ranks)
+        signals = memoryview(shared.memory)[: 2 * size * SIGNAL_BYTES]
+        self._signals = (signals[: size * SIGNAL_BYTES], signals[size * SIGNAL_BYTES :])
+        self._tickets, self._pipes, self._alive = tickets(size), shared.pipes, shared.alive
+        self._pollers = tuple(poller(pipe, shared.alive) for pipe in shared.pipes)
+        self._closed = weakref.finalize(self, close_all, shared.descriptors)
+
+    @property
+    def parity(self) -> int:
+        return self._number & 1
+
+    def close(self) -> None:
+        """Close the pipes. Peers that wait for this rank raise `PeerLostError`."""
+        self._closed()
+        for signals in self._signals:
+            signals.release()
+
+    def meet(self, operation: int, dtype: int, count: int, source: int = 0) -> None:
+        """Wait until every rank has called this for the same operation, and see what they wrote to memory before.
+
+        Raises:
+            PeerLostError: another rank has ended.
+            TimeoutError: another rank has not come in time.
+            RuntimeError: another rank called a different operation.
+        """
+        parity, number = self._number & 1, self._number
+        signal = _SIGNAL.pack(number, operation, dtype, source, count)
+        self._number += 1
+        signals, start = self._signals[parity], self._index * SIGNAL_BYTES
+        signals[start : start + SIGNAL_BYTES] = signal
+        try:
+            ticket = os.read(self._pipes[parity], 1)
+        except BlockingIOError:
+            raise RuntimeError(f"{self._me} goes on after a round in which it has failed") from None
+        if ticket == b"\0":
+            self._sleep(1 - parity, number, self._operations[operation])
+        else:
+            os.write(self._pipes[1 - parity], self._tickets)
+        found = bytes(signals)
+        if found != signal * len(self._ranks):
+            self._raise_difference(found, signal)
+
+    def _sleep(self, exit: int, number: int, operation: str) -> None:
+        pipe = self._pipes[exit]
+        events = dict(self._pollers[exit].poll(self._timeout * 1000))
+        if pipe in events:
+            return
+        if not events:
+            missing = self._ranks[self._missing(number)]
+            raise TimeoutError(f"{self._me} has waited {self._timeout:g} s in {operation} for rank {missing}")
+        # A peer may end after it has passed; what it wrote is visible by then.
+        if not poller(pipe, {}).poll(0):
+            lost = next(peer for peer, descriptor in self._alive.items() if descriptor in events)
+            raise PeerLostError(f"rank {self._ranks[lost]} ended while {self._me} was in {operation}")
+
+    def _missing(self, number: int) -> int:
+        """Return the first index that has not come to a round; the last index if all have come just now."""
+        signals = _SIGNAL.iter_unpack(self._signals[number & 1])
+        come = [at == number for at, *_ in signals]
+        return come.index(False) if False in come else len(come) - 1
+
+    def _raise_difference(self, found: bytes, mine: bytes) -> None:
+        starts = range(0, len(found), SIGNAL_BYTES)
+        signals = [found[start : start + SIGNAL_BYTES] for start in starts]
+        peer = next(peer for peer, signal in enumerate(signals) if signal != mine)
+        raise RuntimeError(
+            f"{self._me} called {self._describe(mine)} "
+            f"while rank {self._ranks[peer]} called {self._describe(signals[peer])}"
+        )
+
+    @property
+    def _me(self) -> str:
+        return f"rank {self._ranks[self._index]}"
+
+    def _describe(self, signal: bytes) -> str:
+        _, operation, dtype, source, count = _SIGNAL.unpack(signal)
+        name = self._operations[operation]
+        origin = f" from index {source}" if name == "broadcast_" else ""
+        return f"{name} of {count} elements of {self._dtypes[dtype]}{origin}"

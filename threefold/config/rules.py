@@ -261,7 +261,9 @@ def _micro_batch_rule(config: Config) -> str:
     if fitting:
         return f"{need}; use {min(fitting, key=lambda count: (abs(count - given), count))}"
     counts = [schedule.micro_batches] if schedule.micro_batches else range(given, 2 * pp + given)
-    larger = next(count for count in counts if schedule.accepts(pp, count))
+    larger = next((count for count in counts if schedule.accepts(pp, count)), None)
+    if larger is None:  # a schedule in Python may support few numbers
+        return f"{need}; use another number"
     return f"{need}; use {larger} with train.global_batch_size {larger * train.micro_batch_size * dp}"
 
 

@@ -1,21 +1,25 @@
-"""Pipeline schedules: their table, the order of each rank's actions, and CSV files of actions.
+"""Pipeline schedules: their table, the order of each rank's actions, and schedules of a user's own.
 
 A schedule file has the compute-only CSV format of `torch.distributed.pipelining` (written by `_dump_csv` and read by
 `_load_csv` of its schedules): one line per pipeline rank, with comma-separated actions, each a stage, a kind and a
 micro-batch, such as `0F0,0F1,0B0,0B1`. Empty fields and the grouping of `(0F2;1B0)OVERLAP_F_B` are ignored.
+
+A schedule in Python is a function that takes the number of pipeline ranks and the number of micro-batches of a step and
+returns such a list of actions for each rank, as text or as (stage, kind, micro-batch). It raises a `ValueError` for
+numbers that it does not support.
 """
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from threefold.errors import UserError
 from threefold.files import read_text, shown
-from threefold.plugins import one_of
+from threefold.plugins import is_import_path, load_path, one_of
 
 LARGEST_FILE: Final = 16 << 20
 """Size limit of a schedule file in bytes: some two million actions."""
@@ -131,20 +135,17 @@ def read_schedule_file(path: str) -> Orders:
     Raises:
         UserError: the file cannot be read, or the first rule that its actions break.
     """
-    file = _File(shown(path))
+    rules = _Rules(shown(path), "line", first=1)
     lines = read_text(Path(path), "the pipeline schedule ", LARGEST_FILE).rstrip().splitlines()
     if not lines:
-        raise UserError(f"The pipeline schedule {file.name} is empty; write one line of actions for each rank.")
-    orders = tuple(tuple(file.parse(line, number)) for number, line in enumerate(lines, 1))
-    file.check_complete(orders)
-    try:
-        for _ in in_order(orders):
-            pass
-    except StuckError as stuck:
-        needed = _as_written(stuck.missing, orders)
-        rule = f"it needs {needed}, which comes later or waits for it; move {needed} before it"
-        raise file.error(stuck.rank + 1, f"{stuck.action} can never run, as {rule}") from None
-    return orders
+        raise UserError(f"The pipeline schedule {rules.name} is empty; write one line of actions for each rank.")
+    return rules.checked(_words(line) for line in lines)
+
+
+def _words(line: str) -> Iterator[str]:
+    for text in _OVERLAP.sub(lambda found: found[1].replace(";", ","), line).split(","):
+        if word := text.strip().strip('"'):
+            yield word
 
 
 def write_schedule_file(path: Path, orders: Sequence[Sequence[Action]]) -> None:
@@ -177,48 +178,61 @@ def check_schedule_path(path: Path) -> None:
         )
 
 
-class _File:
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._line_of: dict[int, int] = {}
+class _Rules:
+    """Rules for a user's actions. Messages number the ranks by the unit (`line` or `rank`) from `first`."""
+
+    def __init__(self, name: str, unit: str, first: int) -> None:
+        self.name, self._unit, self._first = name, unit, first
+        self._rank_of: dict[int, int] = {}
         self._seen: set[Action] = set()
 
-    def error(self, line: int, rule: str) -> UserError:
-        return UserError(f"parallel.schedule {self.name}, line {line}: {rule}.")
+    def checked(self, ranks: Iterable[Iterable[Any]]) -> Orders:
+        """Return the actions of each rank; every stage is complete, on one rank, and can run to its end."""
+        orders = tuple(tuple(self._action(each, rank) for each in order) for rank, order in enumerate(ranks))
+        if () in orders:
+            rule = f"it has no action, and each {self._unit} is one pipeline rank; leave it out"
+            raise self.error(orders.index(()), rule)
+        self._check_complete(orders)
+        try:
+            for _ in in_order(orders):
+                pass
+        except StuckError as stuck:
+            needed = _as_written(stuck.missing, orders)
+            rule = f"it needs {needed}, which comes later or waits for it; move {needed} before it"
+            raise self.error(stuck.rank, f"{stuck.action} can never run, as {rule}") from None
+        return orders
 
-    def parse(self, line: str, number: int) -> Iterator[Action]:
-        empty = True
-        for text in _OVERLAP.sub(lambda found: found[1].replace(";", ","), line).split(","):
-            if word := text.strip().strip('"'):
-                empty = False
-                yield self._action(word, number)
-        if empty:
-            raise self.error(number, "it has no action, and each line is one pipeline rank; leave it out")
+    def error(self, rank: int, rule: str) -> UserError:
+        return UserError(f"parallel.schedule {self.name}, {self._called(rank)}: {rule}.")
 
-    def _action(self, word: str, line: int) -> Action:
+    def _called(self, rank: int) -> str:
+        return f"{self._unit} {rank + self._first}"
+
+    def _action(self, given: Any, rank: int) -> Action:
+        word = "".join(map(str, given)) if isinstance(given, tuple) else str(given)
         found = _ACTION.fullmatch(word)
         if found is None:
             rule = f"must be a stage, one of F, B, I and W, and a micro-batch, {_EXAMPLE}"
-            raise self.error(line, f"{shown(repr(word))} {rule}")
+            raise self.error(rank, f"{shown(repr(given))} {rule}")
         action = Action(int(found[1]), found[2], int(found[3]))
-        first = self._line_of.setdefault(action.stage, line)
-        if first != line:
-            rule = f"stage {action.stage} has actions on line {first} already; put all of a stage on one line"
-            raise self.error(line, f"{action} cannot be here, as {rule}")
+        first = self._rank_of.setdefault(action.stage, rank)
+        if first != rank:
+            rule = f"has actions on {self._called(first)} already; put all of a stage on one {self._unit}"
+            raise self.error(rank, f"{action} cannot be here, as stage {action.stage} {rule}")
         if action in self._seen:
-            raise self.error(line, f"{action} is there twice; leave one of them out")
+            raise self.error(rank, f"{action} is there twice; leave one of them out")
         rivals = {"B": "IW", "I": "B", "W": "B"}.get(action.kind, "")
         for rival in (action._replace(kind=kind) for kind in rivals):
             if rival in self._seen:
-                raise self.error(line, f"{action} computes again what {rival} computes; leave one of them out")
+                raise self.error(rank, f"{action} computes again what {rival} computes; leave one of them out")
         self._seen.add(action)
         return action
 
-    def check_complete(self, orders: Orders) -> None:
+    def _check_complete(self, orders: Orders) -> None:
         stages, seen = stage_count(orders), self._seen
         micro_batches = 1 + max(action.micro_batch for action in seen)
         for stage in range(stages):
-            if stage not in self._line_of:
+            if stage not in self._rank_of:
                 raise UserError(
                     f"parallel.schedule {self.name} has actions of {stages - 1} as its last stage but none of stage "
                     f"{stage}; number the stages from 0 without a gap."
@@ -234,7 +248,7 @@ class _File:
                     absent = f"{alone[0]} is missing" if len(alone) == 1 else f"{full} is missing"
                 if absent:
                     rule = f"each stage needs F and B (or I and W) of all {micro_batches} micro-batches; add it"
-                    raise self.error(self._line_of[stage], f"{absent}, and {rule}")
+                    raise self.error(self._rank_of[stage], f"{absent}, and {rule}")
 
 
 def _as_written(result: Action, orders: Orders) -> Action:
@@ -409,23 +423,29 @@ SCHEDULES: Final = {row.name: row for row in _ROWS}
 """Name in `parallel.schedule` → schedule; the first is the default."""
 
 
-class FileSchedule(Schedule):
+class OwnSchedule(Schedule):
+    """Schedule of a user's own, whose actions are given."""
+
+    @abstractmethod
+    def orders(self, pp: int, micro_batches: int) -> Orders:
+        """Return the actions of each rank, for numbers that the schedule accepts."""
+
+
+class FileSchedule(OwnSchedule):
     """Schedule of a CSV file: its path, and the actions of each rank."""
 
     def __init__(self, path: str, orders: Orders) -> None:
-        self.name, self.orders = path, orders
+        self.name, self._orders = path, orders
         self.ranks = len(orders)
         self.micro_batches = 1 + max(action.micro_batch for order in orders for action in order)
-        self.stages_per_rank = max(len(_stages_of(order)) for order in orders)
-        self.defers_weight_gradients = any(action.kind in "IW" for order in orders for action in order)
+        self.stages_per_rank = _most_stages(orders)
+        self.defers_weight_gradients = _defers(orders)
 
-    @cached_property
-    def _ranks(self) -> tuple[int, ...]:
-        at = {action.stage: rank for rank, order in enumerate(self.orders) for action in order}
-        return tuple(at[stage] for stage in range(stage_count(self.orders)))
+    def orders(self, pp: int, micro_batches: int) -> Orders:
+        return self._orders
 
     def stage_ranks(self, pp: int, stages_per_rank: int) -> tuple[int, ...]:
-        return self._ranks
+        return _ranks_of_stages(self._orders)
 
     def accepts(self, pp: int, micro_batches: int) -> bool:
         return micro_batches == self.micro_batches
@@ -434,11 +454,123 @@ class FileSchedule(Schedule):
         return f"has actions for {self.micro_batches} micro-batch{'es' * (self.micro_batches != 1)}"
 
     def in_flight(self, pp: int, rank: int, stages_per_rank: int) -> float | None:
-        held = most = 0
-        for action in self.orders[rank]:
-            held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
-            most = max(most, held)
-        return most / len(_stages_of(self.orders[rank]))
+        return _most_held(self._orders[rank]) / len(_stages_of(self._orders[rank]))
+
+
+class PythonSchedule(OwnSchedule):
+    """Schedule of a Python function: its import path, and the function of (pipeline ranks, micro-batches).
+
+    The number of stages, their ranks and whether weight gradients are deferred follow from the actions, and must not
+    depend on the number of micro-batches. The number of stages per rank must not depend on that of the ranks either.
+    """
+
+    _MOST: Final = 64
+    """Ranks and micro-batches up to which numbers are tried that the function supports."""
+
+    def __init__(self, name: str, function: Callable[[int, int], Any]) -> None:
+        self.name = name
+        self._found = cache(partial(_orders_by, name, function))
+        self._example = cache(self._example_of)
+
+    def __reduce__(self) -> tuple[Callable[[str], Schedule], tuple[str]]:
+        return find_schedule, (self.name,)
+
+    def orders(self, pp: int, micro_batches: int) -> Orders:
+        orders, known = self._found(pp, micro_batches), self._example(pp)
+        if isinstance(orders, str):
+            raise UserError(f"parallel.schedule {shown(self.name)} {self.micro_batch_rule(pp, micro_batches)}.")
+        if known is not None and _shape(orders) != _shape(known):
+            counts = f"{micro_batches} micro-batches and with {1 + max(each.micro_batch for each in known[0])}"
+            raise UserError(
+                f"parallel.schedule {shown(self.name)} differs with {counts} in the ranks of its stages or in "
+                "deferring weight gradients; return the same stages for every number of micro-batches."
+            )
+        return orders
+
+    def accepts(self, pp: int, micro_batches: int) -> bool:
+        return not isinstance(self._found(pp, micro_batches), str) and bool(self.orders(pp, micro_batches))
+
+    def micro_batch_rule(self, pp: int, micro_batches: int) -> str:
+        return f"does not support {micro_batches} of them on {pp} ranks ({self._found(pp, micro_batches)})"
+
+    def stage_ranks(self, pp: int, stages_per_rank: int) -> tuple[int, ...]:
+        found = self._example(pp)
+        if found is None:
+            why = self._found(pp, 2 * pp)
+            raise UserError(f"parallel.schedule {shown(self.name)} does not support {pp} pipeline ranks ({why}).")
+        return _ranks_of_stages(found)
+
+    def in_flight(self, pp: int, rank: int, stages_per_rank: int) -> float | None:
+        found = self._example(pp)
+        if found is None:
+            return None
+        held, stages = _most_held(found[rank]), len(_stages_of(found[rank]))
+        return None if held == len([each for each in found[rank] if each.kind == "F"]) else held / stages
+
+    @cached_property
+    def _any_example(self) -> Orders:
+        for pp in range(2, self._MOST + 1):
+            if (found := self._example(pp)) is not None:
+                return found
+        why = self._found(2, 4)
+        raise UserError(f"parallel.schedule {shown(self.name)} supports no number of ranks and micro-batches ({why}).")
+
+    def _example_of(self, pp: int) -> Orders | None:
+        for count in (4 * pp, 2 * pp, pp, *range(1, self._MOST + 1)):
+            if not isinstance(found := self._found(pp, count), str):
+                return found
+        return None
+
+    @property
+    def stages_per_rank(self) -> int:  # type: ignore[override]
+        return _most_stages(self._any_example)
+
+    @property
+    def defers_weight_gradients(self) -> bool:  # type: ignore[override]
+        return _defers(self._any_example)
+
+
+def _orders_by(name: str, function: Callable[[int, int], Any], pp: int, micro_batches: int) -> Orders | str:
+    """Return the checked actions of a schedule in Python, or why it does not support these numbers."""
+    asked = f"parallel.schedule {shown(name)} for {pp} ranks and {micro_batches} micro-batches"
+    try:
+        ranks = [list(order) for order in function(pp, micro_batches)]
+    except ValueError as error:
+        return " ".join(str(error).split()) or "a ValueError"
+    except Exception as error:
+        raised = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise UserError(f"{asked} failed ({raised}); return a list of actions for each rank.") from error
+    orders = _Rules(f"{shown(name)} for {pp} ranks and {micro_batches} micro-batches", "rank", first=0).checked(ranks)
+    found = len(orders), 1 + max(action.micro_batch for order in orders for action in order)
+    if found != (pp, micro_batches):
+        raise UserError(f"{asked} has actions for {found[0]} and {found[1]}; return those of the numbers it is given.")
+    return orders
+
+
+def _ranks_of_stages(orders: Orders) -> tuple[int, ...]:
+    at = {action.stage: rank for rank, order in enumerate(orders) for action in order}
+    return tuple(at[stage] for stage in range(stage_count(orders)))
+
+
+def _shape(orders: Orders) -> tuple[tuple[int, ...], bool]:
+    return _ranks_of_stages(orders), _defers(orders)
+
+
+def _most_stages(orders: Orders) -> int:
+    return max(len(_stages_of(order)) for order in orders)
+
+
+def _defers(orders: Orders) -> bool:
+    return any(action.kind in "IW" for order in orders for action in order)
+
+
+def _most_held(order: Sequence[Action]) -> int:
+    """Return the most passes of micro-batches whose activations a rank holds at once."""
+    held = most = 0
+    for action in order:
+        held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+        most = max(most, held)
+    return most
 
 
 def _stages_of(order: Sequence[tuple[int, str, int]]) -> set[int]:
@@ -450,24 +582,49 @@ def is_schedule_file(name: str) -> bool:
     return name.lower().endswith(FILE_SUFFIX)
 
 
+def is_python_schedule(name: str) -> bool:
+    """Return whether `parallel.schedule` names a Python function; nothing is imported."""
+    return not is_schedule_file(name) and is_import_path(name)
+
+
+def is_own_schedule(name: str) -> bool:
+    """Return whether `parallel.schedule` names a CSV file or a Python function."""
+    return is_schedule_file(name) or is_import_path(name)
+
+
 def schedule_name(given: str) -> str:
-    """Return the name in `SCHEDULES` of a name or torch class, in any case; the path of a file is unchanged.
+    """Return the name in `SCHEDULES` of a name or torch class, in any case; paths of a user's own are unchanged.
 
     Raises:
         ValueError: unknown schedule; the message lists the known ones.
     """
-    if is_schedule_file(given):
+    if is_own_schedule(given):
         return given
     wanted = given.lower().removeprefix("schedule")
     for row in SCHEDULES.values():
         if given.lower() == row.name or wanted == row.torch_class.lower().removeprefix("schedule"):
             return row.name
     names = [*SCHEDULES, *(row.torch_class for row in SCHEDULES.values())]
-    raise ValueError(f"the path of a {FILE_SUFFIX} file of actions, or {one_of(given, names)}")
+    own = f"a function as in my_file.py:schedule, the path of a {FILE_SUFFIX} file of actions"
+    raise ValueError(f"{own}, or {one_of(given, names)}")
 
 
 def find_schedule(name: str) -> Schedule:
-    """Return the schedule that `parallel.schedule` names; a file is read and checked, and may raise a `UserError`."""
+    """Return the schedule that `parallel.schedule` names.
+
+    Raises:
+        UserError: a file cannot be read or breaks a rule, or a function cannot be imported.
+        ValueError: unknown schedule.
+    """
     if is_schedule_file(name):
         return FileSchedule(name, read_schedule_file(name))
+    if is_import_path(name):
+        return _of_python(name, load_path(name, "parallel.schedule"))
     return SCHEDULES[schedule_name(name)]
+
+
+@cache
+def _of_python(name: str, function: Any) -> PythonSchedule:
+    if not callable(function):
+        raise UserError(f"parallel.schedule is {shown(name)} but that is no function; name one.")
+    return PythonSchedule(name, function)

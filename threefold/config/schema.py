@@ -39,7 +39,7 @@ def _schedule_name(given: Any) -> str:
 
 
 ScheduleName = Annotated[PathText, BeforeValidator(_schedule_name)]
-"""Pipeline schedule from `threefold.config.schedules.SCHEDULES`, or the path of a CSV file of actions."""
+"""Pipeline schedule from `threefold.config.schedules.SCHEDULES`, or the path of a CSV file or of a function."""
 
 
 def _callback(given: Any) -> Any:
@@ -70,15 +70,15 @@ class ParallelConfig(Section):
     cp_method: Literal["all-gather", "ring"] = "all-gather"
     """Context-parallel attention: `all-gather` gathers all keys and values on every rank; `ring` passes them around the
     ranks block by block (ring attention), so that no rank holds all of them."""
-    schedule: ScheduleName = Field(default="1f1b", examples=[*SCHEDULES, "FILE.csv"])
+    schedule: ScheduleName = Field(default="1f1b", examples=[*SCHEDULES, "FILE.csv", "FILE.py:NAME"])
     """Pipeline schedule, the order of micro-batches. `1f1b` keeps the activations of at most `pp` micro-batches alive,
     `gpipe` those of all. `interleaved`, `looped-bfs` and `zero-bubble` give each rank `stage_chunks` stages. `zbv` and
     `dualpipev` give each rank two, so that the first and the last stage share a rank. `zero-bubble`, `zbv` and
     `dualpipev` fill the bubble with deferred weight gradients. The class names of `torch.distributed.pipelining`, such
-    as `ScheduleInterleaved1F1B`, are accepted too. A CSV file of actions defines a schedule of your own
-    (docs/parallel/pipeline.md)."""
+    as `ScheduleInterleaved1F1B`, are accepted too. A CSV file of actions, or a Python function such as
+    `my_file.py:schedule`, defines a schedule of your own (docs/parallel/pipeline.md)."""
     stage_chunks: int = derived(ge=1, le=MOST_LAYERS)
-    """Pipeline stages of each rank. Default: 1 for `gpipe` and `1f1b`, the number in a CSV file, else 2."""
+    """Pipeline stages of each rank. Default: 1 for `gpipe` and `1f1b`, that of a schedule of your own, else 2."""
     partition: str | Annotated[tuple[int, ...], Field(strict=False)] = "cost"
     """How layers are partitioned into pipeline stages: `cost` balances their compute, `uniform` their number,
     `uniform-chunks` their number in each of the `stage_chunks` passes through the ranks, `class:NAME` the number of one
@@ -105,7 +105,7 @@ class ParallelConfig(Section):
 
     @cached_property
     def pipeline_schedule(self) -> Schedule:
-        """Schedule named by `schedule`; a file is read once, on first use, and may raise a `UserError`."""
+        """Schedule named by `schedule`; a user's own is read on first use, and may raise a `UserError`."""
         return find_schedule(self.schedule)
 
 

@@ -17,7 +17,7 @@ from threefold.checkpoint.folder import TOKENIZER, Checkpoint
 from threefold.checkpoint.model_match import require_match
 from threefold.checkpoint.selection import Damaged, from_first, select_checkpoint
 from threefold.checkpoint.tensors import load_tensors, load_tensors_alone, stored_names
-from threefold.comm.collectives import local_part
+from threefold.comm.axis import local_part
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
@@ -32,7 +32,7 @@ from threefold.models.family import make_model, model_plan
 from threefold.models.layers.decoder import NOTHING
 from threefold.models.sharding import VocabLoss
 from threefold.parallel.moving_buffers import stored_buffers
-from threefold.parallel.parallelize import parallelize
+from threefold.parallel.parallelize import apply_parallelism
 from threefold.parallel.pipeline.partition import StageMap, partition_by_cost
 from threefold.parallel.pipeline.stage import Stage, whole_parameters
 from threefold.parallel.plan_check import check_tensor_axis
@@ -182,7 +182,7 @@ class Trained:
         plan = model_plan(config, self.config.data.sequence_length)
         stages = StageMap(tuple(partition_by_cost(plan.costs, mesh.pp.size)), tuple(range(mesh.pp.size)))
         how = Parallelism(mesh, stages, dtype=DTYPES[dtype])
-        (stage,) = parallelize(lambda: make_model(config), plan, how, seed=self.config.train.seed).stages
+        (stage,) = apply_parallelism(lambda: make_model(config), plan, how, seed=self.config.train.seed).stages
         weights: dict[str, Tensor] = {MODEL + name: parameter for name, parameter in whole_parameters([stage])}
         names = stored_names(self.checkpoint.path)
         buffers = {MODEL + name: buffer for name, buffer in stored_buffers([stage]).items()}

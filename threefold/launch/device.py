@@ -113,7 +113,7 @@ def require_memory(config: Config, launched: LaunchedRank | None, own_parameters
     needed, has = _states(config, launched, own_parameters), memory() + swap()
     if needed <= has:
         return
-    layout = Layout.of(config.parallel)
+    layout = Layout.from_config(config.parallel)
     ranks = launched.local_world_size if launched else layout.world_size
     zero = "" if config.parallel.zero == 3 or layout.dp == 1 else "parallel.zero 3, fewer replicas (parallel.dp), "
     of = "1 rank" if ranks == 1 else f"{ranks:,} ranks"
@@ -129,7 +129,7 @@ def _states(config: Config, launched: LaunchedRank | None, own_parameters: tuple
     from threefold.dtypes import DTYPES
     from threefold.planner.model_size import ModelSize, optimizer_states
 
-    layout = Layout.of(config.parallel)
+    layout = Layout.from_config(config.parallel)
     first, count = (
         (launched.rank - launched.local_rank, launched.local_world_size) if launched else (0, layout.world_size)
     )

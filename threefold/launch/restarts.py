@@ -84,7 +84,7 @@ def in_world(config: Config, fallbacks: tuple[Fallback, ...], ranks: int, becaus
     Raises:
         UserError: neither the config's own layout nor a fallback has `ranks` ranks.
     """
-    layout = Layout.of(config.parallel)
+    layout = Layout.from_config(config.parallel)
     if layout.world_size == ranks:
         return config, ""
     found = next((each for each in fallbacks if each.world_size == ranks), None)
@@ -165,7 +165,7 @@ class Restarts:
         make: Callable[[Config, Attempt], tuple[Any, ...]],
     ) -> None:
         self._config, self._run_dir, self._fallbacks, self._make = config, run_dir, tuple(fallbacks), make
-        ranks = Layout.of(config.parallel).world_size
+        ranks = Layout.from_config(config.parallel).world_size
         memory = memory_files(ranks) if config.train.max_restarts and config.checkpoint.memory_every else ()
         self._attempt = Attempt(most=config.train.max_restarts, began=began, memory=memory)
         self._before: _Seen | None = None
@@ -190,7 +190,9 @@ class Restarts:
             times = "once" if most == 1 else f"{most:,} times"
             raise RankFailed(f"{message}; given up, as the ranks were restarted {times} (train.max_restarts {most})")
         self._follow(failure, message)
-        return NextAttempt(self._make(self._config, self._attempt), Layout.of(self._config.parallel).world_size)
+        return NextAttempt(
+            self._make(self._config, self._attempt), Layout.from_config(self._config.parallel).world_size
+        )
 
     def _follow(self, failure: Failure, message: str) -> None:
         """Choose the next attempt's layout and record this failure; raise `RankFailed` if the next would fail alike."""
@@ -200,7 +202,7 @@ class Restarts:
         layout = ""
         # The same rank failed twice in a row: its hardware may be broken.
         if again is not None and again.rank == seen.rank:
-            found = smaller(self._fallbacks, Layout.of(self._config.parallel).world_size)
+            found = smaller(self._fallbacks, Layout.from_config(self._config.parallel).world_size)
             if found is not None:
                 self._config, layout, again = found.config, str(found), None
         if again == seen:

@@ -172,7 +172,7 @@ def _checked(config: Config, progress: Progress) -> _Checked:
     if launched:
         config, named = in_world(config, fallbacks, launched.world_size, launched.variables)
         fallbacks = ()  # the launcher starts the ranks
-    local_world_size = launched.local_world_size if launched else Layout.of(config.parallel).world_size
+    local_world_size = launched.local_world_size if launched else Layout.from_config(config.parallel).world_size
     if config.train.device == "cuda":
         require_gpus(local_world_size, config.parallel.backend)
     dataset = open_dataset(config)
@@ -273,7 +273,7 @@ class TrainingRun:
         ended = run(
             train_as_rank,
             restarts.first() if restarts else self._args(self.config),
-            Layout.of(self.config.parallel).world_size,
+            Layout.from_config(self.config.parallel).world_size,
             device=device,
             run_dir=self.run_dir,
             console_ranks=console_ranks,
@@ -319,7 +319,7 @@ class TrainingRun:
         require_memory(self.config, launched, check_division(self.config, source))
         device: Device = "cuda" if self.config.train.device == "cuda" else "cpu"
         args = (*self._args(self.config), tuple(callbacks), source)
-        size = Layout.of(self.config.parallel).world_size
+        size = Layout.from_config(self.config.parallel).world_size
         joined = joined_rank()
         if joined is None and find_launched_rank() is not None:
             options: dict[str, Any] = {"own": self._folder, "signals": signals, "timeout": self.config.train.timeout}
@@ -376,7 +376,7 @@ def prepare_training(
         _require_no_foreign(run_dir, config)
         require_free(run_dir)
     if launched is None:
-        require_room(Layout.of(config.parallel).world_size)
+        require_room(Layout.from_config(config.parallel).world_size)
     checked = _checked(config, progress)
     if checked.resolved.checkpoint.remote is not None:
         look_at_remote(checked.resolved.checkpoint.remote, run_dir, bool(resume))

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from threefold.config import ModelConfig
 from threefold.errors import UserError
-from threefold.random.generators import generators_preserved, seed_generators
-from threefold.random.rng import stream_key
+from threefold.random.rng import generators_preserved, seed_generators, stream_key
 
 _SECTION: Final = ("config", "cfg")
 """Constructor parameters that receive the whole `model` section."""

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from threefold.host import processor_vendor
-from threefold.torch_private.compilation import Handle, operator
+from threefold.torch_private.runtime import Handle, operator
 from threefold.torch_private.tensors import onednn_linear
 
 _LONGEST_MATERIALISED = 512  # tokens; above it, the memory of the attention matrices is worth saving
@@ -73,14 +73,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             out = _CompiledDeferredLinear.apply(x, weight, bias, *_handles(weight, bias))
             return out
         # On a CPU the compiler's own products may be slower.
-        own = x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
-    elif store is not None:
-        out = _DeferredLinear.apply(x, weight, bias, store)
-        return out
+        own, store = x.device.type == "cpu" and not torch.is_autocast_enabled("cpu"), None
     else:
-        own = _onednn_serves(x, weight)
+        own = store is not None or _onednn_serves(x, weight)
     if own:
-        out = _Linear.apply(x, weight, bias)
+        out = _Linear.apply(x, weight, bias, store)
         return out
     return F.linear(x, weight, bias)
 
@@ -169,19 +166,12 @@ def _plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.view(batch, heads, queries, width).transpose(1, 2).flatten(2)
 
 
-def _times_transposed(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply `a` [m, k] by `b` [n, k] transposed, through oneDNN, which takes transposed views of `b` as they are.
-
-    oneDNN would copy a transposed `a` itself, invisibly to anything that counts memory.
-    """
-    return onednn_linear(a.contiguous(), b, bias)
-
-
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute `F.linear(a, b, bias)` of matrices or transposed views, in the fastest way; not differentiable."""
     if torch.compiler.is_compiling():
         return _product(a, b, bias) if a.device.type == "cpu" else F.linear(a, b, bias)
-    return _times_transposed(a, b, bias) if _onednn_serves(a, b) else F.linear(a, b, bias)
+    # oneDNN takes transposed views of `b` as they are; it would copy one of `a` unseen by anything that counts memory.
+    return onednn_linear(a.contiguous(), b, bias) if _onednn_serves(a, b) else F.linear(a, b, bias)
 
 
 def _of_product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
@@ -218,32 +208,13 @@ class _WideEmbedding(torch.autograd.Function):
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, store: GradientStore | None) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(flat, weight)
-        ctx.has_bias = bias is not None
-        return product(flat, weight, bias).view(*x.shape[:-1], weight.shape[0])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        flat = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])  # -1 is no number of rows of no features
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
-        return (
-            product(flat, weight.t()).view(*grad.shape[:-1], weight.shape[1]) if wants_x else None,
-            product(flat.t(), x.t()) if wants_weight else None,
-            flat.sum(0) if ctx.has_bias and wants_bias else None,
-        )
-
-
-class _DeferredLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, store: GradientStore) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
-        ctx.save_for_backward(flat, weight)
-        # A saved tensor may come back as another one (recomputation detaches it); the store needs the leaf itself.
-        ctx.leaves, ctx.store = (weight, bias), store
+        ctx.store, ctx.has_bias = store, bias is not None
+        if store is not None:
+            # A saved tensor may come back as another one (recomputation detaches it); the store needs the leaf itself.
+            ctx.leaves = weight, bias
         return product(flat, weight, bias).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -252,13 +223,19 @@ class _DeferredLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         flat = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])  # -1 is no number of rows of no features
         wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
-        leaf, bias = ctx.leaves
-        if wants_weight:
-            ctx.store.defer(leaf, partial(product, flat.t(), x.t()))
-        if wants_bias:
-            ctx.store.defer(bias, partial(flat.sum, 0))
-        grad_x = product(flat, weight.t()).view(*grad.shape[:-1], weight.shape[1]) if wants_x else None
-        return grad_x, None, None, None
+        if ctx.store is not None:
+            leaf, bias = ctx.leaves
+            if wants_weight:
+                ctx.store.defer(leaf, partial(product, flat.t(), x.t()))
+            if wants_bias:
+                ctx.store.defer(bias, partial(flat.sum, 0))
+            wants_weight = wants_bias = False
+        return (
+            product(flat, weight.t()).view(*grad.shape[:-1], weight.shape[1]) if wants_x else None,
+            product(flat.t(), x.t()) if wants_weight else None,
+            flat.sum(0) if ctx.has_bias and wants_bias else None,
+            None,
+        )
 
 
 def _handles(weight: Tensor, bias: Tensor | None) -> tuple[Handle, Handle | None]:
@@ -267,7 +244,7 @@ def _handles(weight: Tensor, bias: Tensor | None) -> tuple[Handle, Handle | None
 
 
 class _CompiledDeferredLinear(torch.autograd.Function):
-    """`_DeferredLinear` for compiled code, where an operator finds the store through the handles of the weights."""
+    """`_Linear` with a store, for compiled code: an operator finds the store through the handles of the weights."""
 
     @staticmethod
     def forward(
@@ -296,7 +273,7 @@ def _of_defer(grad: Tensor, x: Tensor, weight: Tensor, to_weight: Handle, to_bia
 def _defer(grad: Tensor, x: Tensor, weight: Tensor, to_weight: Handle, to_bias: Handle, has_bias: bool) -> Tensor:
     """Return the gradient of a linear layer's input [rows, in], and defer those of weight and bias.
 
-    The deferred products keep the arguments, so compiled code must not reuse their memory (`compilation`).
+    The deferred products keep the arguments, so compiled code must not reuse their memory (`compile_layers`).
     """
     weight_leaf, bias_leaf = to_weight.value(), to_bias.value()
     weight_leaf.store.defer(weight_leaf, partial(product, grad.t(), x.t()))

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from threefold.comm.collectives import (
+    from threefold.comm.axis import (
         copy_to,
         gather_from,
         gather_shares,
@@ -27,8 +27,12 @@ if TYPE_CHECKING:
     )
     from threefold.parallel.sequence import sum_over_shares_
     from threefold.parallel.tensor.functional import Splitter
-    from threefold.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-    from threefold.parallel.tensor.loss import ParallelCrossEntropy
+    from threefold.parallel.tensor.layers import (
+        ColumnParallelLinear,
+        ParallelCrossEntropy,
+        RowParallelLinear,
+        VocabParallelEmbedding,
+    )
     from threefold.random.dropout import Dropout, sample_keys
     from threefold.random.rng import RandomStreams
 
@@ -59,15 +63,15 @@ __all__ = [
 ]
 
 _MODULES: Final = {
-    "copy_to": "comm.collectives",
-    "gather_from": "comm.collectives",
-    "gather_shares": "comm.collectives",
-    "reduce_from": "comm.collectives",
-    "reduce_to_shares": "comm.collectives",
-    "scatter_to": "comm.collectives",
+    "copy_to": "comm.axis",
+    "gather_from": "comm.axis",
+    "gather_shares": "comm.axis",
+    "reduce_from": "comm.axis",
+    "reduce_to_shares": "comm.axis",
+    "scatter_to": "comm.axis",
     "Splitter": "parallel.tensor.functional",
     "Layout": "comm.layout",
-    "ParallelCrossEntropy": "parallel.tensor.loss",
+    "ParallelCrossEntropy": "parallel.tensor.layers",
     "Axis": "comm.mesh",
     "Mesh": "comm.mesh",
     "layers_by_rank": "parallel.pipeline.partition",

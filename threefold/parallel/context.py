@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from threefold.comm.axis import Axis
-from threefold.comm.collectives import all_gather_equal, reduce_scatter
+from threefold.comm.axis import Axis, all_gather_equal, reduce_scatter
 from threefold.models.layers.attention import CausalAttention
 from threefold.models.layers.decoder import NOTHING, SampleInfo
+from threefold.ops.attention import AttentionMask, Tile, tiles
 from threefold.ops.kernels import serve_heads
-from threefold.ops.tiles import Sight, Tile, tiles
 from threefold.parallel.sequence import SequenceCut, ShardingContext, chunk_length
 from threefold.random.dropout import drop
 from threefold.random.rng import Positions, Slice
@@ -165,11 +164,11 @@ class _Ring:
 
     def of_owner(self, owner: int, batch: int, size: int) -> Iterator["_RingTile"]:
         """Yield the tiles where this rank's queries attend to keys of rank `owner`; a chunk has `size` positions."""
-        sight = Sight(self.window, self.samples.documents)
+        mask = AttentionMask(self.window, self.samples.documents)
         for row, query in enumerate(self.mine):
             for column, key in enumerate(SequenceCut(self.axis.size, owner).chunks):
                 queries, keys = (range(each * size, (each + 1) * size) for each in (query, key))
-                for tile in tiles(batch, queries, keys, sight, longest=0):
+                for tile in tiles(batch, queries, keys, mask, longest=0):
                     at_queries = _moved(tile.queries, row * size - queries.start)
                     yield _RingTile(self, tile, at_queries, _moved(tile.keys, column * size - keys.start))
 

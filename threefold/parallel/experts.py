@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from threefold.comm.axis import Axis
-from threefold.comm.collectives import all_reduce, copy_to, gather_shares, reduce_from, reduce_to_shares
+from threefold.comm.axis import Axis, all_reduce, copy_to, gather_shares, reduce_from, reduce_to_shares
 from threefold.comm.layout import shard_bounds
 from threefold.models.layers.experts import Choice, Experts, Routing, swiglu, through
 from threefold.models.sharding import OverExperts

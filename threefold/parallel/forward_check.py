@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from threefold.comm.layout import shard_bounds
+from threefold.comm.layout import shard_bounds, shard_length
 from threefold.config import Config
 from threefold.errors import UserError
 from threefold.models.module_check import ADVICE, is_of_sizes, module_of, told_once
@@ -106,17 +106,12 @@ def _cut(model: nn.Module, plan: ModelPlan, tp: int, rank: int) -> None:
 def _part(rule: Split, module: nn.Linear, tp: int, rank: int) -> nn.Module:
     inputs, outputs = module.in_features, module.out_features
     if isinstance(rule, Column):
-        outputs = rule.groups * _length(outputs // rule.groups, tp, rank)
+        outputs = rule.groups * shard_length(outputs // rule.groups, tp, rank)
     elif isinstance(rule, Row):
-        inputs = _length(inputs, tp, rank)
+        inputs = shard_length(inputs, tp, rank)
     else:
         return module
     return nn.Linear(inputs, outputs, bias=module.bias is not None, device="meta")
-
-
-def _length(size: int, tp: int, rank: int) -> int:
-    start, end = shard_bounds(size, tp, rank)
-    return end - start
 
 
 def _missing(where: str, modules: dict[str, nn.Module], plan: ModelPlan, message: str) -> str:

@@ -7,9 +7,10 @@ from functools import partial
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from threefold.comm.axis import Axis, Work
+from threefold.comm.axis import Axis
 
 _TOP = 15  # sums stay below 2^15; fp16 overflows at 2^16
 _FARTHEST = 126  # 2^126 and 2^-126 are both normal numbers in fp32
@@ -120,7 +121,7 @@ class _Bucket:
         self.places = [(leaf, _Place(part, leaf)) for leaf, part in parts]
         self._sizes = sizes
         self.waiting = 0
-        self.work: Work | None = None
+        self.work: dist.Work | None = None
         self.narrow: NarrowSum | None = None
 
     def runs(self, leaves: Collection[Tensor]) -> Iterator[Tensor]:

@@ -10,8 +10,7 @@ from typing import overload
 import torch
 from torch import Tensor, nn
 
-from threefold.comm.axis import Axis
-from threefold.comm.collectives import local_part
+from threefold.comm.axis import Axis, local_part
 from threefold.dtypes import DTYPES
 from threefold.models.construct import ConstructedModel, skeleton
 from threefold.models.layers.decoder import LinearCrossEntropy
@@ -29,8 +28,7 @@ from threefold.parallel.parameter import (
     replace_parameters,
     stored_as,
 )
-from threefold.parallel.pipeline.micro_batches import DeferredGradients
-from threefold.parallel.pipeline.stage import Stage, TiedWeights, whole_parameters
+from threefold.parallel.pipeline.stage import DeferredGradients, Stage, TiedWeights, whole_parameters
 from threefold.parallel.plan_check import check_cut_modules, check_plan, check_sharded_parameters, check_tensor_axis
 from threefold.parallel.recompute import apply_recompute, compile_layers, unwrapped
 from threefold.parallel.settings import Parallelism, TrainingSettings
@@ -76,18 +74,18 @@ class TrainableModel(ParallelModel):
 
 
 @overload
-def parallelize(
+def apply_parallelism(
     make_model: Callable[[], nn.Module], plan: ModelPlan, how: Parallelism, *, seed: int = 0
 ) -> ParallelModel: ...
 
 
 @overload
-def parallelize(
+def apply_parallelism(
     make_model: Callable[[], nn.Module], plan: ModelPlan, how: Parallelism, training: TrainingSettings
 ) -> TrainableModel: ...
 
 
-def parallelize(
+def apply_parallelism(
     make_model: Callable[[], nn.Module],
     plan: ModelPlan,
     how: Parallelism,

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from threefold.comm.axis import Axis
-from threefold.comm.collectives import local_part
+from threefold.comm.axis import Axis, local_part
 from threefold.comm.layout import shard_bounds
 from threefold.models.construct import ConstructedModel, drawn
 from threefold.models.sharding import Constant, Drawn, ModelPlan, Normal
@@ -344,6 +343,6 @@ def draw_(
     if isinstance(initial, Drawn):
         whole = drawn(initial.fill, name, tuple(parameter.shape), seed)
     else:
-        assert constructed is not None  # `parallelize` passes it
+        assert constructed is not None  # `apply_parallelism` passes it
         whole = constructed.parameter(name)
     return into.copy_(slice_of(parameter, whole))

@@ -13,8 +13,8 @@ from threefold.constants import LOGITS_AT_ONCE
 from threefold.dtypes import DTYPES
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.gradients import BUCKET_BYTES
-from threefold.parallel.pipeline.micro_batches import DeferredGradients
 from threefold.parallel.pipeline.partition import StageMap, partitioned
+from threefold.parallel.pipeline.stage import DeferredGradients
 from threefold.parallel.sequence import ShardingContext
 from threefold.parallel.zero import ZeroSharding, make_zero_sharding
 

@@ -31,8 +31,12 @@ from threefold.parallel.experts import ParallelExperts, ParallelRouting
 from threefold.parallel.parameter import is_split, local, split_parameter
 from threefold.parallel.sequence import ShardingContext
 from threefold.parallel.tensor.grouped_heads import ConcatenatedLinear, GroupedHeadsLinear
-from threefold.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from threefold.parallel.tensor.loss import ParallelCrossEntropy
+from threefold.parallel.tensor.layers import (
+    ColumnParallelLinear,
+    ParallelCrossEntropy,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 from threefold.random.dropout import Dropout
 from threefold.random.rng import Slice
 

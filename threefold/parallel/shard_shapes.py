@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from threefold.comm.layout import Coordinates, shard_bounds
+from threefold.comm.layout import Coordinates, shard_length
 from threefold.config.schema import ParallelConfig
 from threefold.models.sharding import OverExperts, Split, matches
 
@@ -16,8 +16,12 @@ class ShardIndex:
     index: int = 0
     count: int = 1
 
+    def length(self, size: int) -> int:
+        """Return the length of this part of a dim."""
+        return shard_length(size, self.count, self.index)
 
-class Place(NamedTuple):
+
+class ShardCoordinates(NamedTuple):
     """Coordinates of a rank on the axes that shard weights.
 
     Attributes:
@@ -32,12 +36,12 @@ class Place(NamedTuple):
     zero_experts: ShardIndex = ShardIndex()
 
     @property
-    def unshared(self) -> "Place":
-        """Place without ZeRO, which describes a gathered parameter."""
+    def unshared(self) -> "ShardCoordinates":
+        """ShardCoordinates without ZeRO, which describes a gathered parameter."""
         return self._replace(zero=ShardIndex(), zero_experts=ShardIndex())
 
 
-def place_of(parallel: ParallelConfig, at: Coordinates) -> Place:
+def shard_coordinates(parallel: ParallelConfig, at: Coordinates) -> ShardCoordinates:
     """Return a rank's coordinates on the axes that shard weights, from those in the mesh and a resolved config."""
     zero = experts = ShardIndex()
     if parallel.zero:
@@ -45,25 +49,20 @@ def place_of(parallel: ParallelConfig, at: Coordinates) -> Place:
         zero = ShardIndex((at.dp * parallel.cp + at.cp) % shards, shards)
         copies = max(1, parallel.zero_shards // parallel.ep) * parallel.cp
         experts = ShardIndex((at.dp // parallel.ep * parallel.cp + at.cp) % copies, copies)
-    return Place(ShardIndex(at.tp, parallel.tp), ShardIndex(at.dp % parallel.ep, parallel.ep), zero, experts)
+    return ShardCoordinates(ShardIndex(at.tp, parallel.tp), ShardIndex(at.dp % parallel.ep, parallel.ep), zero, experts)
 
 
-def local_shape(shape: Sequence[int], split: Split, parameter: str, place: Place) -> tuple[int, ...]:
+def local_shape(shape: Sequence[int], split: Split, parameter: str, place: ShardCoordinates) -> tuple[int, ...]:
     """Return the shape of a weight's shard on the rank at `place`; `parameter` is its name in the module."""
     local = list(shape)
     for axis, dim in split.cuts(parameter):
-        local[dim] = _length(local[dim], getattr(place, axis))
+        local[dim] = getattr(place, axis).length(local[dim])
     if isinstance(split, OverExperts) and place.ep.count > 1:
         dim = split.uncut_dim(parameter)
-        local[dim] = _length(local[dim], place.zero_experts)
+        local[dim] = place.zero_experts.length(local[dim])
     else:
-        local[0] = _length(local[0], place.zero)
+        local[0] = place.zero.length(local[0])
     return tuple(local)
-
-
-def _length(size: int, shard: ShardIndex) -> int:
-    start, end = shard_bounds(size, shard.count, shard.index)
-    return end - start
 
 
 def chosen_layers(layers: Sequence[str], patterns: Mapping[str, Sequence[str]], mode: str, every: int = 1) -> list[str]:

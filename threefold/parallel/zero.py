@@ -314,7 +314,7 @@ class ShardedGradients(Gradients):
 
 
 class _OverAxis:
-    """FSDP's collectives over an `Axis`: recorded, and through shared memory if the axis has it."""
+    """FSDP's collectives over an `Axis`: recorded, and through its group, which may share memory."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
@@ -330,10 +330,7 @@ class _AllGather(_OverAxis, AllGather):
         axis = self.axis
         axis.recorder.add(axis.name, "all_gather", output_tensor)
         with axis.waiting("all_gather"):
-            if axis.shared is None:
-                return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
-            axis.shared.all_gather(input_tensor, output_tensor)
-        return None
+            return dist.all_gather_single(output_tensor, input_tensor, group=axis.group, async_op=async_op)
 
 
 class _ReduceScatter(_OverAxis, ReduceScatter):
@@ -364,7 +361,4 @@ class _ReduceScatter(_OverAxis, ReduceScatter):
             self._observer(given)
         axis.recorder.add(axis.name, "reduce_scatter", given)
         with axis.waiting("reduce_scatter"):
-            if axis.shared is None:
-                return dist.reduce_scatter_single(output, given, group=group, op=op, async_op=async_op)
-            output.copy_(axis.shared.reduce_scatter(given))
-        return None
+            return dist.reduce_scatter_single(output, given, group=axis.group, op=op, async_op=async_op)

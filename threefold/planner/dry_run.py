@@ -91,7 +91,7 @@ def run_step(
     config: Config, rank: int, source: ModelSource | None = None, tell: TellPass | None = None
 ) -> tuple[DryRunReport, list[Event]]:
     """Run `dry_run` and also return the collectives in order."""
-    layout, flops = Layout.of(config.parallel), FlopCount()
+    layout, flops = Layout.from_config(config.parallel), FlopCount()
     own = config.model.architecture == OWN
     if own and layout.pp > 1:
         raise UserError(
@@ -190,7 +190,7 @@ _RUN, _MORE = 6, 7
 
 def stage_ranks(config: Config) -> list[int]:
     """Return the first rank at each pp coordinate; no other rank there needs more."""
-    layout = Layout.of(config.parallel)
+    layout = Layout.from_config(config.parallel)
     return [layout.rank_of(pp=pp) for pp in range(layout.pp)]
 
 
@@ -259,7 +259,7 @@ class _Line:
         if found is None:
             return dry_run(self.config, self.ranks[stage], tell=self._of(stage))
         first, end = self.bounds[stage]
-        layout = Layout.of(self.config.parallel)
+        layout = Layout.from_config(self.config.parallel)
         return replace(
             found(pp - stage, self.config.train.gradient_accumulation_steps),
             rank=self.ranks[stage],
@@ -309,7 +309,7 @@ class _Line:
             ),
         }
         shorter = config.model_copy(update=sections)
-        return dry_run(shorter, Layout.of(shorter.parallel).rank_of(pp=len(before)), tell=self._of(stage))
+        return dry_run(shorter, Layout.from_config(shorter.parallel).rank_of(pp=len(before)), tell=self._of(stage))
 
     def _of(self, stage: int) -> Callable[[int, int], object]:
         return partial(self.tell, f"rank {self.ranks[stage]}")

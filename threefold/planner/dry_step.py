@@ -17,8 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from threefold.comm.mesh import Event
 from threefold.config import Config
 from threefold.data.loader import Batch
-from threefold.ops.attention import TILED_ATTENTION, TILED_ATTENTION_BACKWARD
-from threefold.ops.tiles import Sight, tiles
+from threefold.ops.attention import TILED_ATTENTION, TILED_ATTENTION_BACKWARD, AttentionMask, tiles
 from threefold.random.dropout import DROPPED_ATTENTION, DROPPED_ATTENTION_BACKWARD
 from threefold.torch_private.distributed import unreduced_gradients
 from threefold.torch_private.fake import (
@@ -179,7 +178,7 @@ def _tiled_backward(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) 
 
 def _of_tiles(q: Tensor, k: Tensor, window: int, widths: int) -> int:
     queries = range(k.shape[1] - q.shape[1], k.shape[1])
-    parts = tiles(1, queries, range(k.shape[1]), Sight(window))
+    parts = tiles(1, queries, range(k.shape[1]), AttentionMask(window))
     return 2 * len(q) * q.shape[2] * widths * sum(len(tile.queries) * len(tile.keys) for tile in parts)
 
 

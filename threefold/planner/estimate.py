@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from threefold.config import Config
 from threefold.config.model import OWN
-from threefold.config.schedules import is_schedule_file
+from threefold.config.schedules import is_own_schedule
 from threefold.config.section import nearest_multiple
 from threefold.errors import UserError
 from threefold.models.family import model_flops_per_token, model_plan
@@ -220,7 +220,7 @@ def _pipeline(
     parallel, micro_batches = config.parallel, config.train.gradient_accumulation_steps
     group: Group = axis_group(config, "pp", hardware.gpus_per_node, system)
     send = send_seconds(hardware, group, sent_bytes(config, system))
-    if parallel.pp > 1 and is_schedule_file(parallel.schedule):
+    if parallel.pp > 1 and is_own_schedule(parallel.schedule):
         return _simulated(config, ranks, stages, send)
     return pipeline_seconds(
         [each.forward.total for each in ranks],
@@ -235,7 +235,7 @@ def _pipeline(
 
 
 def _simulated(config: Config, ranks: list[Passes], stages: list[Passes], send: float) -> Pipeline:
-    """Simulate a schedule from a file, action by action."""
+    """Simulate a schedule of the user's own, action by action."""
     from threefold.planner.schedule import StageTimes, program_of, simulate
 
     parallel, micro_batches = config.parallel, config.train.gradient_accumulation_steps

@@ -13,7 +13,7 @@ from threefold.config.optimizer import BUILT_IN
 from threefold.models.family import family_of, make_model, model_plan
 from threefold.models.sharding import ModelPlan, OverExperts, Split
 from threefold.parallel.pipeline.partition import stage_map
-from threefold.parallel.shard_shapes import Place, chosen_layers, local_shape, place_of
+from threefold.parallel.shard_shapes import ShardCoordinates, chosen_layers, local_shape, shard_coordinates
 
 if TYPE_CHECKING:
     from torch import nn
@@ -70,7 +70,7 @@ class ModelSize:
         self._config = config
         self.weights = model_weights(config.model, config.data.sequence_length)
         self.map = stage_map(self.weights.plan, config)
-        whole = self.weights.held(self.weights.layers, Place())
+        whole = self.weights.held(self.weights.layers, ShardCoordinates())
         self.parameters = whole.all
         idle = config.model.num_experts - config.model.experts_per_token
         self.active = self.parameters - (whole.experts // config.model.num_experts * idle if whole.experts else 0)
@@ -79,12 +79,12 @@ class ModelSize:
         """Return the pipeline stages in order."""
         found, counted = [], 0
         for number, pp_rank in enumerate(self.map.ranks):
-            until = self.weights.held(self._names(0, number), Place()).all
+            until = self.weights.held(self._names(0, number), ShardCoordinates()).all
             found.append(StageSize(pp_rank, self.layers_of(number), until - counted))
             counted = until
         return found
 
-    def rank(self, pp_rank: int, place: Place) -> RankSize:
+    def rank(self, pp_rank: int, place: ShardCoordinates) -> RankSize:
         """Return the peak memory of a rank in a step, without activations.
 
         The formulas are those of docs/parallel/data.md. They exclude the buffers of gathers and reduce-scatters.
@@ -117,9 +117,9 @@ class ModelSize:
         """Return the memory of the largest rank at a pp coordinate: the first, as no shard is larger."""
         return self.rank(pp_rank, self.largest_place(pp_rank))
 
-    def largest_place(self, pp_rank: int) -> Place:
+    def largest_place(self, pp_rank: int) -> ShardCoordinates:
         """Return the place of the rank that holds the most at a pp coordinate."""
-        return place_of(self._config.parallel, Coordinates(0, pp_rank, 0, 0))
+        return shard_coordinates(self._config.parallel, Coordinates(0, pp_rank, 0, 0))
 
     def layers_of(self, stage: int) -> tuple[str, ...]:
         """Return the names of the layers of a stage."""
@@ -129,7 +129,7 @@ class ModelSize:
         """Return the names of the layers of all stages of a rank."""
         return [name for stage in self.map.held_by(pp_rank) for name in self.layers_of(stage)]
 
-    def gathered_together(self, pp_rank: int, place: Place, trained: bool = False) -> list[tuple[int, int]]:
+    def gathered_together(self, pp_rank: int, place: ShardCoordinates, trained: bool = False) -> list[tuple[int, int]]:
         """Return the elements that a rank gathers at once with ZeRO, as (weights, experts gathered separately), for
         each layer; the layers of a stage that share weights form one group, which comes last.
 
@@ -180,11 +180,11 @@ class WeightShape(NamedTuple):
     split: Split
     shape: tuple[int, ...]
 
-    def held(self, place: Place) -> int:
+    def held(self, place: ShardCoordinates) -> int:
         """Return the number of its elements that the rank at `place` holds."""
         return prod(self.held_shape(place))
 
-    def held_shape(self, place: Place) -> tuple[int, ...]:
+    def held_shape(self, place: ShardCoordinates) -> tuple[int, ...]:
         """Return the shape of the shard that the rank at `place` holds."""
         return local_shape(self.shape, self.split, self.own_name, place)
 
@@ -264,10 +264,10 @@ class ModelWeights:
             self.kinds[name] = kind
             if kind == len(self._own):
                 self._own.append(own)
-        self._held: dict[tuple[int, Place], HeldElements] = {}
+        self._held: dict[tuple[int, ShardCoordinates], HeldElements] = {}
         self._recomputed: dict[tuple[str, int], frozenset[str]] = {}
 
-    def held(self, layers: Iterable[str], place: Place) -> HeldElements:
+    def held(self, layers: Iterable[str], place: ShardCoordinates) -> HeldElements:
         """Count the elements of some layers on the rank at `place`; weights that they share count once."""
         counts, shared = Counter[int](), set[WeightShape]()
         for name in layers:
@@ -278,14 +278,14 @@ class ModelWeights:
             found = found.plus(self.of_kind(kind, place), count)
         return found
 
-    def of_kind(self, kind: int, place: Place) -> HeldElements:
+    def of_kind(self, kind: int, place: ShardCoordinates) -> HeldElements:
         """Count the elements of one layer of a kind on the rank at `place`, without shared weights."""
         key = kind, place
         if key not in self._held:
             self._held[key] = self._sum(self._own[kind], place)
         return self._held[key]
 
-    def of_shared(self, layers: Iterable[str], place: Place) -> HeldElements:
+    def of_shared(self, layers: Iterable[str], place: ShardCoordinates) -> HeldElements:
         """Count the elements of weights that some layers share with others, each once."""
         return self._sum({weight for name in layers for weight in self.shared[name]}, place)
 
@@ -306,7 +306,7 @@ class ModelWeights:
             self._recomputed[mode, every] = frozenset(chosen)
         return self._recomputed[mode, every]
 
-    def _sum(self, weights: Iterable[WeightShape], place: Place) -> HeldElements:
+    def _sum(self, weights: Iterable[WeightShape], place: ShardCoordinates) -> HeldElements:
         hidden = others = experts = frozen = 0
         for weight in weights:
             elements = weight.held(place)

@@ -9,13 +9,13 @@ from typing import Final
 from threefold.config.schedules import (
     SCHEDULES,
     Action,
-    FileSchedule,
     Orders,
+    OwnSchedule,
     Schedule,
     TorchSchedule,
     find_schedule,
     in_order,
-    is_schedule_file,
+    is_own_schedule,
     stage_count,
 )
 from threefold.errors import UserError
@@ -348,14 +348,14 @@ ONLY_PLANNED: Final = {row.name: row for row in (OneStageZeroBubble("zb-h1", 1),
 
 
 def find_planned(name: str) -> Schedule:
-    """Find a schedule by its name in `parallel.schedule` or torch, a CSV file's path, or `zb-h1` or `zb-h2`.
+    """Find a schedule by its name in `parallel.schedule` or torch, a path of the user's own, or `zb-h1` or `zb-h2`.
 
     Raises:
         UserError: the schedule does not exist, or its file cannot be read or is invalid.
     """
     if row := ONLY_PLANNED.get(name.lower()):
         return row
-    if is_schedule_file(name):
+    if is_own_schedule(name):
         return find_schedule(name)
     try:
         return find_schedule(name)
@@ -394,12 +394,12 @@ def _checked(schedule: Schedule | str, pp: int, chunks: int, micro_batches: int)
 
 @lru_cache(maxsize=64)
 def _orders_of(row: Schedule, pp: int, chunks: int, micro_batches: int) -> Orders:
-    if isinstance(row, FileSchedule):
-        return row.orders
+    if isinstance(row, OwnSchedule):
+        return row.orders(pp, micro_batches)
     order = row.rounds.order if isinstance(row, OneStageZeroBubble) else _WRITTEN.get(row.name)
     if order is not None:
         return tuple(order(pp, rank, chunks, micro_batches) for rank in range(pp))
-    from threefold.parallel.pipeline.scheduled_stage import orders_of_all_ranks  # imports torch
+    from threefold.parallel.pipeline.runner import orders_of_all_ranks  # imports torch
 
     assert isinstance(row, TorchSchedule)
     return orders_of_all_ranks(row, pp, chunks, micro_batches)

@@ -338,7 +338,8 @@ def flights_of(schedule: Schedule, pp: int, chunks: int, micro_batches: int) -> 
         )
     rounds = micro_batches // pp
     if rounds > _ROUNDS and schedule.micro_batches is None and schedule.in_flight(pp, 0, chunks) is not None:
-        micro_batches = _ROUNDS * (micro_batches // rounds)  # with rounds of the same length
+        fewer = _ROUNDS * (micro_batches // rounds)  # with rounds of the same length
+        micro_batches = fewer if schedule.accepts(pp, fewer) else micro_batches
     return _flights_of(schedule, pp, chunks, micro_batches)
 
 

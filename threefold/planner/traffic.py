@@ -13,7 +13,7 @@ from threefold.config import Config
 from threefold.models.family import model_plan
 from threefold.parallel.gradients import in_buckets
 from threefold.parallel.pipeline.partition import StageMap
-from threefold.parallel.shard_shapes import Place, ShardIndex
+from threefold.parallel.shard_shapes import ShardCoordinates, ShardIndex
 from threefold.planner.model_size import WeightShape, weights_by_layer
 
 _ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -97,7 +97,7 @@ class _Step:
         self.has_embedding, self.has_head = 0 in layers, model.num_layers + 1 in layers
         blocks = layers & set(range(1, model.num_layers + 1))
         self.blocks = len(blocks)
-        self.held = Place(tp=ShardIndex(place.tp, parallel.tp))
+        self.held = ShardCoordinates(tp=ShardIndex(place.tp, parallel.tp))
         self.plan = model_plan(config.model, config.data.sequence_length)
         weights = weights_by_layer(config.model, self.plan)
         self.layers = [each for number, each in enumerate(weights.values()) if number in layers]
@@ -243,11 +243,11 @@ class _Step:
         start, end = shard_bounds(self.config.model.vocab_size, self.parallel.tp, self.place.tp)
         return end - start
 
-    def _parameters(self, place: Place) -> Iterator[int]:
+    def _parameters(self, place: ShardCoordinates) -> Iterator[int]:
         """Yield the elements of each parameter on the tensor-parallel rank at `place`, in model order."""
         yield from (rows * columns for shapes in self._shapes(place) for rows, columns in shapes)
 
-    def _shapes(self, place: Place) -> Iterator[list[tuple[int, int]]]:
+    def _shapes(self, place: ShardCoordinates) -> Iterator[list[tuple[int, int]]]:
         """Yield the rows and columns of each layer's parameters on this rank, with 1 column for a vector."""
         yield from ([_matrix(weight.held_shape(place)) for weight in weights] for weights in self._weights())
 

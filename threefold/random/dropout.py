@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from threefold.ops.tiles import (
+from threefold.ops.attention import (
+    AttentionMask,
     Drop,
-    Sight,
     TileGradients,
     TileInputs,
     gradient_shapes,
@@ -25,7 +25,7 @@ from threefold.ops.tiles import (
     tile_inputs,
 )
 from threefold.random.rng import ALL, Positions, row_major, signed, stream_key
-from threefold.torch_private.compilation import Handle, operator
+from threefold.torch_private.runtime import Handle, operator
 
 _MASK32 = 0xFFFFFFFF
 
@@ -178,16 +178,16 @@ def _low_word(x: Tensor) -> Tensor:
     return (((x + 2**31) & _MASK32) - 2**31).to(torch.int32)
 
 
-def dropped_attention(q: Tensor, k: Tensor, v: Tensor, sight: Sight, dropout: Dropout, keys: Tensor) -> Tensor:
+def dropped_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: Dropout, keys: Tensor) -> Tensor:
     """Compute `ops.attention.attention` with dropout of its attention weights: [B, Q, heads · d].
 
     Args:
-        q, k, v, sight: inputs of `ops.attention.attention`.
+        q, k, v, mask: inputs of `ops.attention.attention`.
         dropout: dropout of the weights [B, heads, Q, K], with all keys local.
         keys: int64 [B], keys of the samples.
     """
-    sight = sight.within(k.shape[1])
-    out: Tensor = _DroppedAttention.apply(q, k, v, sight.documents, sight.window, keys, dropout.handle)
+    mask = mask.within(k.shape[1])
+    out: Tensor = _DroppedAttention.apply(q, k, v, mask.documents, mask.window, keys, dropout.handle)
     return out
 
 
@@ -215,7 +215,7 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int, keys: Tensor, layer: Handle
 ) -> Tensor:
     out, drop_of = q.new_empty(q.shape), _drops(q, keys, layer.value)
-    for part in tile_inputs(q, k, v, Sight(window, documents), None):
+    for part in tile_inputs(q, k, v, AttentionMask(window, documents), None):
         out[part.at_queries] = plain_tile(part.q, part.k, part.v, part.bias, drop_of(part)).transpose(1, 2)
     return out
 
@@ -235,7 +235,7 @@ def _backward(
     layer: Handle,
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients, drop_of = TileGradients(q, k, v), _drops(q, keys, layer.value)
-    for part in tile_inputs(q, k, v, Sight(window, documents), None):
+    for part in tile_inputs(q, k, v, AttentionMask(window, documents), None):
         upper = part.of_queries(grad)
         gradients.add(part, plain_tile_gradients(upper, part.q, part.k, part.v, part.bias, drop_of(part)))
     return gradients.whole()

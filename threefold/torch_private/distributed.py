@@ -172,6 +172,45 @@ def with_gloo(
     return of_torch
 
 
+def stand_in(group: dist.ProcessGroup, gloo: dist.ProcessGroup) -> None:
+    """Give a `PythonGroup` the ranks and the backend of a gloo group, which serves what the class does not define.
+
+    Why, and what would replace it: as for `with_gloo`.
+    """
+    backend = gloo._get_backend(torch.device("cpu"))
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    group._set_group_name(gloo.group_name)
+    known = dist.distributed_c10d._world
+    known.pg_group_ranks[group], known.pg_map[group] = known.pg_group_ranks[gloo], known.pg_map[gloo]
+
+
+def all_reduce_options(operation: dist.ReduceOp.RedOpType) -> Any:
+    """Return the options of a process group's `allreduce` that is done when it returns.
+
+    Why: the methods of a group take them, and torch exports the classes of some. Public names would replace this and
+    the next two.
+    """
+    return _blocking(dist.distributed_c10d.AllreduceOptions(), operation)
+
+
+def all_gather_options() -> Any:
+    """Return the options of a process group's `all_gather_single` that is done when it returns."""
+    return _blocking(dist.distributed_c10d.AllgatherOptions())
+
+
+def reduce_scatter_options() -> Any:
+    """Return the options of a process group's `reduce_scatter_single` that sums and is done when it returns."""
+    return _blocking(dist.distributed_c10d.ReduceScatterOptions(), dist.ReduceOp.SUM)
+
+
+def _blocking(options: Any, operation: dist.ReduceOp.RedOpType | None = None) -> Any:
+    options.asyncOp = False
+    if operation is not None:
+        options.reduceOp = operation
+    return options
+
+
 def nccl_records() -> bytes | None:
     """Return the records of NCCL's flight recorder, in the format of its tools; None if torch has no NCCL.
 

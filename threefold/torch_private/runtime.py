@@ -1,11 +1,133 @@
-"""Private parts of torch for the threads of its operations and the output of its profiler."""
+"""Private parts of torch for how its operations run: the compiler, operators, threads, the profiler."""
 
 import ctypes
 import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import torch
+from torch import Tensor
+from torch._library.opaque_object import register_opaque_type
+from torch._opaque_base import OpaqueBase
+
+_ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Signals that end a run after its step (`threefold.launch.process`)."""
+
+
+def keep_signals_from_compilers() -> None:
+    """Shield the programs that `torch.compile` starts from signals that end a run, until `compiler.reset`.
+
+    A thread blocks these signals while it compiles, and the threads and processes that it starts inherit this. A signal
+    that arrives meanwhile is handled by another thread of the process, or afterwards.
+
+    Why: a signal that ends a run may be sent to all its processes, and a C++ compiler that it kills would fail the step
+    to be finished. Torch calls callbacks at the beginning and end of a compilation, but their module is private. A
+    setting that starts compilers in their own session would replace this.
+    """
+    from torch._dynamo.callback import on_compile_end, on_compile_start  # imports the compiler, which few runs need
+
+    before: list[set[Any]] = []
+
+    def begin(_: Any) -> None:
+        before.append(signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING))
+
+    def end(_: Any) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before.pop())
+
+    on_compile_start(begin)
+    on_compile_end(end)
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_LIBRARY: Final = torch.library.Library("threefold", "FRAGMENT")
+
+
+class Handle(OpaqueBase):
+    """Opaque object that compiled code passes to operators, with the object `value`.
+
+    Why: code that is compiled once for all layers must take the objects of each layer as inputs, and operators take no
+    other Python objects. A public name would replace it.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+register_opaque_type(Handle, typ="reference")
+
+
+def operator(name: str, result: Callable[..., Any]) -> Callable[[_F], _F]:
+    """Register a function as the operator `torch.ops.threefold.<name>`, opaque to compiled code and dry runs.
+
+    Args:
+        name: name of the operator.
+        result: function of the same arguments that returns uncomputed tensors like the operator's results.
+
+    The function must not change its arguments, or return results that share memory with them. It is not differentiable:
+    an `autograd.Function` calls it in both passes.
+
+    Operators of `torch.library.custom_op` would take three times as long to call. Everything here is public except
+    `Handle` as the type of an argument.
+    """
+
+    def make(function: _F) -> _F:
+        _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
+        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"threefold::{name}", result, lib=_LIBRARY)
+        made: _F = getattr(torch.ops.threefold, name).default
+        return made
+
+    return make
+
+
+def cpu_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+    """Compute torch's fused CPU attention, and the log-sum-exp of each query's scores.
+
+    Args:
+        q: [B, heads, Q, d].
+        k, v: [B, key-value heads, K, d]; each key-value head serves a group of neighboring heads of `q`.
+        bias: [Q, K], added to the scores, in the dtype of `q` or fp32.
+        causal: whether a query attends only to positions up to its own; K must then be Q.
+
+    Returns:
+        [B, heads, Q, d], and [B, heads, Q] in fp32 at least.
+
+    Why: `F.scaled_dot_product_attention` keeps the log-sum-exp to its own backward pass, so that results for parts of a
+    sequence could not be written into one tensor that is kept once. An argument like `return_aux` of
+    `torch.nn.attention.varlen` would replace it.
+    """
+    mask = None if bias is None else bias[None, None]
+    found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, attn_mask=mask
+    )
+    return found
+
+
+def cpu_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, bias: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of `q`, `k` and `v` of `cpu_attention`, whose results are `out` and `sums`.
+
+    Why, and what would replace it: as for `cpu_attention`.
+    """
+    mask: Any = None if bias is None else bias[None, None]
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, sums, 0.0, causal, attn_mask=mask
+    )
+    return found
+
+
+def softmax_gradient(grad: Tensor, weights: Tensor) -> Tensor:
+    """Return weights · (grad − Σ weights · grad): the gradient of the input of `softmax(-1)` with output `weights`.
+
+    Why: it is one pass over both, where public operations take two and need the sum first; autograd uses it, but not
+    for recomputed weights. A public name would replace it.
+    """
+    found: Tensor = torch.ops.aten._softmax_backward_data(grad, weights, -1, weights.dtype)
+    return found
+
 
 _PAUSE_HARD = 2
 

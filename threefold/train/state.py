@@ -10,8 +10,7 @@ from threefold.checkpoint.folder import Checkpoint
 from threefold.checkpoint.tensors import load_tensors, stored_names
 from threefold.config.model import OWN
 from threefold.parallel.moving_buffers import stored_buffers
-from threefold.random.generators import is_of_process
-from threefold.random.rng import STREAMS, stored_as
+from threefold.random.rng import STREAMS, is_of_process, stored_as
 from threefold.train.step import Engine
 
 

@@ -35,14 +35,13 @@ from threefold.models.module_check import explaining_passes
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.gradients import Gradients
 from threefold.parallel.moving_buffers import MovingBuffers
-from threefold.parallel.parallelize import TrainableModel, parallelize
+from threefold.parallel.parallelize import TrainableModel, apply_parallelism
 from threefold.parallel.parameter import Weight, has_uneven_shards, is_split
-from threefold.parallel.pipeline.micro_batches import StepSamples
 from threefold.parallel.pipeline.runner import LoopRunner, PipelineRunner, Runner
-from threefold.parallel.pipeline.stage import Stage, TiedWeights
+from threefold.parallel.pipeline.stage import Stage, StepSamples, TiedWeights
 from threefold.parallel.recompute import as_written
 from threefold.parallel.settings import Parallelism, PieceSizes, TrainingSettings
-from threefold.random.generators import ProcessGenerators, generators_preserved
+from threefold.random.rng import ProcessGenerators, generators_preserved
 from threefold.torch_private.fake import FakeTensor
 from threefold.torch_private.tensors import foreach_norm
 from threefold.train.optim import LossScale, Optimizer, learning_rate
@@ -91,7 +90,7 @@ class GradientStep:
         self.mesh, self.plan, self.settings = mesh, plan, settings
         self.loss, self.loss_scale, self.stop = loss, loss_scale, stop
         self.parallelism = Parallelism.make(plan, mesh, settings)
-        self.model = parallelize(make_model, plan, self.parallelism, settings)
+        self.model = apply_parallelism(make_model, plan, self.parallelism, settings)
         self.stages, self.gradients, self.streams = self.model.stages, self.model.gradients, self.model.streams
         self.buffers = MovingBuffers(self.stages, plan, mesh)
         self.generators = ProcessGenerators(mesh.coordinates, mesh.device)

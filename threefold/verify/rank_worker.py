@@ -36,7 +36,7 @@ or in all but the first piece, is no smaller than in the full model."""
 
 def tiny_mesh(config: Config) -> Mesh:
     """Return the mesh of a config's layout, with tiny pieces in shared memory."""
-    return Mesh(Layout.of(config.parallel), sizes=SHARED_MEMORY)
+    return Mesh(Layout.from_config(config.parallel), sizes=SHARED_MEMORY)
 
 
 def tiny_engine(

@@ -39,8 +39,7 @@ from threefold.models.sharding import ModelPlan
 from threefold.models.source import MakeModel, ModelSource
 from threefold.output import write_durably
 from threefold.plugins import modules_beside
-from threefold.random.generators import generators_preserved
-from threefold.random.rng import draws_in_sequence
+from threefold.random.rng import draws_in_sequence, generators_preserved
 from threefold.torch_private.tensors import persistent_buffers, version_of
 from threefold.train.callbacks.base import say
 from threefold.verify.batches import BatchSource
@@ -414,7 +413,7 @@ def _prepare(config: Config, small: Config, run_dir: Path, source: ModelSource, 
     key = _key(config, small, source)
     if key and key in _remembered(run_dir):
         return _Prepared()
-    is_split = Layout.of(config.parallel).world_size > 1 or small.train.gradient_accumulation_steps > 1
+    is_split = Layout.from_config(config.parallel).world_size > 1 or small.train.gradient_accumulation_steps > 1
     try:
         reason, found, other = "", HiddenState(), ""
         make_model, plan = source.load(small)
@@ -493,7 +492,7 @@ def _compare(config: Config, small: Config, source: ModelSource, rows: BatchSour
     """Compute the steps in the layout; return the line that reports equality, or raise a `UserError`."""
     began = time.monotonic()
     # Read before the ranks meet, as the first one may remove the folder afterwards.
-    spec, order = LayoutSpec(Layout.of(config.parallel)), list(Trace.load(folder).initial)
+    spec, order = LayoutSpec(Layout.from_config(config.parallel)), list(Trace.load(folder).initial)
     reports = mesh.world.gather_objects(run_rank(source, small, rows, STEPS, str(folder), mesh=mesh))
     result = judge(spec, reports, order, TOLERANCE, time.monotonic() - began, None)
     layout, samples = _said(config, small, source), small.train.global_batch_size
@@ -510,7 +509,7 @@ def _compare(config: Config, small: Config, source: ModelSource, rows: BatchSour
 
 def _said(config: Config, small: Config, source: ModelSource) -> str:
     """Name the layout, or the micro-batches or layers of a single-process layout."""
-    layout = Layout.of(config.parallel)
+    layout = Layout.from_config(config.parallel)
     count = small.train.gradient_accumulation_steps
     if layout.world_size > 1:
         return str(layout)

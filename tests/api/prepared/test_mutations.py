@@ -10,7 +10,7 @@ from tests.support.sweep import sweep
 from threefold.api.prepared.grad_sync import GradSync
 from threefold.api.prepared.loader import CurrentBatch
 from threefold.api.prepared.module import GlobalBatchNorm
-from threefold.comm.collectives import reduce_from
+from threefold.comm.axis import reduce_from
 
 UNEVEN = Script("conv", "adamw", "float64", epochs=1)
 ONE_ROW = Script("conv", "sgd", "float64", rows=9, batch=4, epochs=1)

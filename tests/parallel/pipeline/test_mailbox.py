@@ -18,7 +18,7 @@ from tests.support.parity import Case, in_layout, make_engine, shard_of
 from tests.support.pipelines import chunked
 from tests.support.sweep import sweep
 from threefold.comm.segments import PeerLostError, Shared
-from threefold.parallel.pipeline.mailbox import MOST_BYTES, SLOTS, Mailbox, room_for_mail
+from threefold.parallel.pipeline.scheduled_stage import MOST_BYTES, SLOTS, Mailbox, room_for_mail
 
 PAGE = mmap.PAGESIZE
 BYTES = torch.Size([PAGE])

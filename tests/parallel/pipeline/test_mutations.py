@@ -23,9 +23,9 @@ from threefold.launch.worker_pool import WorkerError
 from threefold.models.sharding import ModelPlan
 from threefold.parallel import gradients as data
 from threefold.parallel import parallelize
-from threefold.parallel.pipeline import micro_batches as deferred
 from threefold.parallel.pipeline import partition as placement
 from threefold.parallel.pipeline import runner, scheduled_stage
+from threefold.parallel.pipeline import stage as deferred
 
 pytestmark = pytest.mark.slow  # they test the tests; the quick run has those of the other two files
 

@@ -22,8 +22,7 @@ from threefold.constants import IGNORE_INDEX
 from threefold.models.layers.decoder import Linear, LinearCrossEntropy
 from threefold.ops import cross_entropy
 from threefold.parallel.parameter import local
-from threefold.parallel.tensor.layers import ColumnParallelLinear
-from threefold.parallel.tensor.loss import ParallelCrossEntropy
+from threefold.parallel.tensor.layers import ColumnParallelLinear, ParallelCrossEntropy
 from threefold.planner.activations import head_bytes
 from threefold.planner.saved_tensors import recording_saved
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.support.sweep import sweep
-from threefold.comm.collectives import gather_from, local_part, reduce_from
+from threefold.comm.axis import gather_from, local_part, reduce_from
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError

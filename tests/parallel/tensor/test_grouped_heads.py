@@ -10,8 +10,7 @@ from tests.support.cases import check
 from tests.support.mistakes import Patch, replace, with_mistake
 from tests.support.parity import Case, departures, in_layout, make_engine, shard_of
 from tests.support.sweep import sweep
-from threefold.comm.axis import Event
-from threefold.comm.collectives import gather_from
+from threefold.comm.axis import Event, gather_from
 from threefold.parallel.parameter import local
 from threefold.parallel.tensor import grouped_heads
 from threefold.parallel.tensor.grouped_heads import GroupedHeadsLinear

@@ -14,8 +14,12 @@ from threefold.comm.mesh import Event, Mesh
 from threefold.constants import IGNORE_INDEX
 from threefold.errors import UserError
 from threefold.parallel.parameter import like, local, whole
-from threefold.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from threefold.parallel.tensor.loss import ParallelCrossEntropy
+from threefold.parallel.tensor.layers import (
+    ColumnParallelLinear,
+    ParallelCrossEntropy,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 
 SIZES = (1, 2, 3, 4)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from tests.support.cases import shared
 from tests.support.mistakes import Patch, replace, sharded_by, with_mistake
 from tests.support.parity import Case, departures
-from threefold.comm import collectives
+from threefold.comm import axis as collectives
 from threefold.comm.axis import Axis
 from threefold.models.layers.decoder import PositionEmbedding
 from threefold.models.sharding import OverSequence

@@ -10,8 +10,7 @@ from torch.nn import functional as F
 
 from threefold.api.prepared.grad_sync import GradSync
 from threefold.api.prepared.loader import CurrentBatch, map_tensors
-from threefold.comm.axis import Axis
-from threefold.comm.collectives import copy_to, reduce_from
+from threefold.comm.axis import Axis, copy_to, reduce_from
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
 from threefold.parallel.parameter import local, slice_of, stored, whole

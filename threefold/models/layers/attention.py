@@ -7,9 +7,8 @@ from torch import Tensor, nn
 
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.models.layers.rope_scaling import RopeScaling, frequencies
-from threefold.ops.attention import attention
+from threefold.ops.attention import AttentionMask, attention
 from threefold.ops.kernels import later, serve_heads
-from threefold.ops.tiles import Sight
 from threefold.random.dropout import Dropout, dropped_attention
 from threefold.random.rng import ALL, Positions, Slice
 
@@ -41,12 +40,12 @@ class CausalAttention(nn.Module):
         Returns:
             [B, Q, heads · d].
         """
-        sight = Sight(self.window, None if samples.documents is None else samples.documents[:, : k.shape[1]])
+        hidden = AttentionMask(self.window, None if samples.documents is None else samples.documents[:, : k.shape[1]])
         if samples.keys is None or not self.dropout.draws(samples.keys):
-            return attention(q, k, v, sight)
+            return attention(q, k, v, hidden)
         whole = self.dropout.parts.get(2, ALL).whole(q.shape[1])  # length of the sequence, independent of the layout
-        if whole > _LONGEST_KEPT or 0 < self.window < whole or sight.documents is not None:
-            return dropped_attention(q, k, v, sight, self.dropout, samples.keys)
+        if whole > _LONGEST_KEPT or 0 < self.window < whole or hidden.documents is not None:
+            return dropped_attention(q, k, v, hidden, self.dropout, samples.keys)
         k, v = (serve_heads(each, q.shape[2]) for each in (k, v))
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # [B, heads, S, d]
         mask = later(q.shape[2], k.shape[2], q.device)

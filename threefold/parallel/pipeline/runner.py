@@ -1,30 +1,32 @@
 """Run of a step's micro-batches: gradient accumulation on one stage, a pipeline schedule on several."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.pipelining.schedules import B, F, I, PipelineScheduleSingle, W, get_schedule_class
 
 from threefold.comm.heartbeat import Activity, Heartbeat
-from threefold.config.schedules import Action, Schedule
-from threefold.parallel.pipeline.mailbox import Mailbox
-from threefold.parallel.pipeline.micro_batches import DeferredGradients, LocalBatch, StepSamples
-from threefold.parallel.pipeline.scheduled_stage import (
-    ScheduledStage,
-    SendQueue,
-    StageShapes,
-    TimedAction,
-    actions,
-    evaluation_schedule,
-    find_activations,
-    training_schedule,
-)
-from threefold.parallel.pipeline.stage import Stage
+from threefold.comm.mesh import Mesh
+from threefold.config.schedules import Action, Orders, OwnSchedule, Schedule, TorchSchedule
+from threefold.models.own_batch import inputs_from
+from threefold.parallel.pipeline.partition import StageMap
+from threefold.parallel.pipeline.scheduled_stage import Mailbox, ScheduledStage, SendQueue, StageShapes, TimedAction
+from threefold.parallel.pipeline.stage import DeferredGradients, LocalBatch, Stage, StepSamples
 from threefold.parallel.settings import Parallelism
-from threefold.torch_private.pipelining import PipelineSchedule
+from threefold.torch_private.pipelining import (
+    AnyOrderRuntime,
+    PipelineAction,
+    PipelineSchedule,
+    Schedule1F1BOfAnyCount,
+    add_send_recv,
+    lone_schedule,
+    planned_actions,
+)
 
 __all__ = ["LocalBatch", "LoopRunner", "PipelineRunner", "Runner"]
 
@@ -173,7 +175,7 @@ class PipelineRunner(Runner):
     def _make_mailbox(self, activations: Mapping[int, tuple[Tensor, ...]]) -> Mailbox | None:
         """Make the mailbox for training; evaluation uses the process group, whose waits keep stages in step."""
         pp = self._parallelism.mesh.pp
-        if pp.group is None or pp.shared is None:
+        if pp.group is None or not pp.shares_memory:
             return None
         nbytes = max(each.nbytes for given in activations.values() for each in given)
         tensors = max(map(len, activations.values()))
@@ -264,3 +266,153 @@ class PipelineRunner(Runner):
 def _scaled(loss: Tensor, _number: Tensor, *, scale: float) -> Tensor:
     """Scale the loss, which the last stage has computed already."""
     return loss * scale
+
+
+class TensorShape(NamedTuple):
+    """Shape, dtype and `requires_grad` of a tensor, which its receiver must know."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def from_tensor(cls, tensor: Tensor) -> "TensorShape":
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def on(self, device: torch.device | str) -> Tensor:
+        """Return an empty tensor of this shape and dtype."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device, requires_grad=self.requires_grad)
+
+
+def find_activations(
+    stages: Sequence[Stage], placement: StageMap, mesh: Mesh, micro_batch: StepSamples
+) -> dict[int, tuple[Tensor, ...]]:
+    """Find the activations of this rank's stages, and of the stages before them, by a forward pass.
+
+    The micro-batch, real samples since layers may depend on their values, passes through all stages but the last.
+    Collective over the pipeline, and over all that the layers communicate with.
+
+    Returns:
+        number of a stage → its activations, on the meta device.
+    """
+    found: dict[int, tuple[Tensor, ...]] = {}
+    last: tuple[Tensor, ...] = ()
+    rank = mesh.pp.index
+    for number, stage in zip(placement.held_by(rank), stages, strict=True):
+        received = None
+        if number:
+            source = placement.ranks[number - 1]
+            received = last if source == rank else _receive(mesh, source)
+            found[number - 1] = _on_meta(received)
+        if stage.gives_loss:
+            break
+        with torch.enable_grad():
+            outputs = inputs_from(micro_batch.through(stage, received), stage.layer_names[-1]).args
+        found[number] = _on_meta(outputs)
+        # Detached from this stage's graph, as the next stage gets them.
+        last = tuple(each.detach().requires_grad_(each.requires_grad) for each in outputs)
+        receiver = placement.ranks[number + 1]
+        if receiver != rank:
+            _send(mesh, receiver, last)
+    return found
+
+
+def _on_meta(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(TensorShape.from_tensor(each).on("meta") for each in tensors)
+
+
+def _send(mesh: Mesh, to: int, tensors: Sequence[Tensor]) -> None:
+    shapes = [tuple(TensorShape.from_tensor(each)) for each in tensors]
+    with mesh.pp.waiting("send"):
+        dist.send_object_list([shapes], mesh.pp.ranks[to], mesh.pp.group, mesh.device)
+    for tensor in tensors:
+        mesh.pp.send(tensor.detach(), to)
+
+
+def _receive(mesh: Mesh, source: int) -> tuple[Tensor, ...]:
+    arrived: list[Any] = [None]
+    with mesh.pp.waiting("receive"):
+        dist.recv_object_list(arrived, mesh.pp.ranks[source], mesh.pp.group, mesh.device)
+    received = []
+    for shape in arrived[0]:
+        described = TensorShape(*shape)
+        tensor = mesh.pp.receive_(described._replace(requires_grad=False).on(mesh.device), source)
+        received.append(tensor.requires_grad_(described.requires_grad))
+    return tuple(received)
+
+
+Loss = Callable[..., object]
+_KINDS = {"F": F, "B": B, "I": I, "W": W}
+
+
+class ActionSchedule(AnyOrderRuntime):
+    """Schedule given as a list of actions per rank (`orders`), with stages on any ranks (`ranks`, by stage)."""
+
+    def __init__(
+        self,
+        stages: Sequence[ScheduledStage],
+        ranks: Sequence[int],
+        orders: Sequence[Sequence[Action]],
+        micro_batches: int,
+        loss: Loss,
+    ) -> None:
+        super().__init__(list(stages), micro_batches, loss_fn=loss, scale_grads=False)
+        self.stage_index_to_group_rank = dict(enumerate(ranks))
+        for stage in stages:
+            stage.stage_index_to_group_rank = self.stage_index_to_group_rank
+        computed = {
+            rank: [PipelineAction(action.stage, _KINDS[action.kind], action.micro_batch) for action in order]
+            for rank, order in enumerate(orders)
+        }
+        self.pipeline_order_with_comms = add_send_recv(computed, self.stage_index_to_group_rank.__getitem__, len(ranks))
+
+
+def training_schedule(
+    schedule: Schedule, stages: Sequence[ScheduledStage], micro_batches: int, loss: Loss
+) -> PipelineSchedule:
+    """Make torch's object for a schedule of the config."""
+    if isinstance(schedule, OwnSchedule):
+        pp = stages[0].group_size
+        ranks, orders = schedule.stage_ranks(pp, len(stages)), schedule.orders(pp, micro_batches)
+        return ActionSchedule(stages, ranks, orders, micro_batches, loss)
+    kind: Any = _torch_class(schedule)
+    if issubclass(kind, PipelineScheduleSingle):
+        kind = Schedule1F1BOfAnyCount if schedule.name == "1f1b" else kind
+        return kind(stages[0], micro_batches, loss_fn=loss, scale_grads=False)
+    return kind(list(stages), micro_batches, loss_fn=loss, scale_grads=False)
+
+
+def evaluation_schedule(
+    stages: Sequence[ScheduledStage], placement: StageMap, micro_batches: int, loss: Loss
+) -> PipelineSchedule:
+    """Make a schedule of forward passes for evaluation: all micro-batches through each of a rank's stages in turn.
+
+    The order of a training schedule has gaps for backward passes, and torch's own evaluation fails if neighbouring
+    stages share a rank.
+    """
+    orders = [
+        [Action(stage, "F", number) for stage in placement.held_by(rank) for number in range(micro_batches)]
+        for rank in range(1 + max(placement.ranks))
+    ]
+    return ActionSchedule(stages, placement.ranks, orders, micro_batches, loss)
+
+
+def actions(schedule: PipelineSchedule) -> list[Action]:
+    """Return the actions of this rank in a training schedule, in order."""
+    return _as_actions(planned_actions(schedule))
+
+
+def orders_of_all_ranks(schedule: TorchSchedule, pp: int, stages_per_rank: int, micro_batches: int) -> Orders:
+    """Return the actions of each rank in a training schedule of several stages per rank, without starting ranks."""
+    kind: Any = _torch_class(schedule)
+    lone = lone_schedule(kind, list(schedule.stage_ranks(pp, stages_per_rank)), micro_batches)
+    return tuple(tuple(_as_actions(planned_actions(lone, rank))) for rank in range(pp))
+
+
+def _torch_class(schedule: Schedule) -> type[PipelineSchedule]:
+    assert isinstance(schedule, TorchSchedule)  # the others are lists of actions
+    return get_schedule_class(schedule.torch_class.removeprefix("Schedule"))
+
+
+def _as_actions(planned: Iterable[PipelineAction]) -> list[Action]:
+    return [Action(each.stage_index, each.computation_type.value, each.microbatch_index or 0) for each in planned]

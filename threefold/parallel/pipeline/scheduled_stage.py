@@ -1,36 +1,250 @@
-"""Stages and schedules of `torch.distributed.pipelining`, with sends that overlap and are freed within the step."""
+"""Stages as `torch.distributed.pipelining` runs them, with sends that overlap and are freed within the step.
 
-from collections import deque
+Between ranks of one host, a `Mailbox` carries CPU tensors through shared memory, without sockets. A sender copies a
+tensor into a free slot of its own and writes a note into the receiver's inbox, a pipe, which wakes the receiver if it
+sleeps. The receiver copies the tensor out when it needs it, and returns the slot through another pipe, which wakes
+nobody. Without a slot for it, a tensor goes through the process group: its note has a number from `SLOTS` up in place
+of a slot, which is returned in the same way, and the sender keeps the tensor until then.
+
+A sender never waits for a receiver: pipes have room for the notes of two passes, and no rank is further ahead of
+another. So ranks cannot deadlock, in whatever order they send, receive and wait for something else. If senders waited
+for slots, one could wait for a rank that waits for it in a collective. Pipes order the accesses to memory around them,
+as those of `Barrier` do.
+"""
+
+import os
+import select
+import struct
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import cycle
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining.schedules import B, F, I, PipelineScheduleSingle, W, get_schedule_class
 
 from threefold.comm.heartbeat import Activity, wait_code
 from threefold.comm.mesh import Mesh
-from threefold.config.schedules import SENDS_UNDER_WAY, Action, FileSchedule, Orders, Schedule, TorchSchedule
+from threefold.comm.segments import PeerLostError, Room, Shared, close_all, poller, share, whole_pages
+from threefold.config.schedules import SENDS_UNDER_WAY, Action
 from threefold.errors import UserError
-from threefold.models.own_batch import inputs_from
-from threefold.parallel.pipeline.mailbox import Mailbox
-from threefold.parallel.pipeline.micro_batches import StepSamples
 from threefold.parallel.pipeline.partition import StageMap
-from threefold.parallel.pipeline.stage import Stage
+from threefold.parallel.pipeline.stage import Stage, StepSamples
 from threefold.torch_private.pipelining import (
-    AnyOrderRuntime,
     BufferedPipelineStage,
-    PipelineAction,
-    PipelineSchedule,
     RecvInfo,
-    Schedule1F1BOfAnyCount,
-    add_send_recv,
-    lone_schedule,
-    planned_actions,
 )
+
+SLOTS: Final = 8
+"""Slots of each rank; a pipeline has about two waiting messages per micro-batch in flight between two stages."""
+MOST_BYTES: Final = 4 << 20
+"""Largest slot. Longer messages overlap with more computation, gloo is as fast, and shared memory may be small."""
+
+_NOTE = struct.Struct("<IHHQ")  # number of the pass, index of the sender, slot, bytes
+_RETURNED = struct.Struct("<H")  # slot
+_TAKEN = 0xFFFF
+_READ_BYTES = 4096
+
+
+class _Message(NamedTuple):
+    """An arrived message: in a slot of its sender, or received through the process group."""
+
+    slot: int
+    nbytes: int
+    received: Tensor | None
+
+
+class Mailbox:
+    """Sends and receives between the ranks of a process group on one host.
+
+    Messages from one rank to another are numbered in the order of their sends, anew in each pass. All ranks run the
+    same number of passes, with matching sends and receives; what is left of a failed pass is dropped.
+
+    Args:
+        shared: memory with `SLOTS` slots per rank, and pipes: inboxes of all ranks, then pipes that return slots.
+        group: process group of the same ranks.
+    """
+
+    def __init__(self, shared: Shared, group: dist.ProcessGroup) -> None:
+        self.ranks, self._index, self._timeout, self._group = shared.ranks, shared.index, shared.timeout, group
+        size = len(shared.ranks)
+        self._slots = torch.frombuffer(shared.memory, dtype=torch.uint8).view(size, SLOTS, -1)
+        self._inboxes, self._returns = shared.pipes[:size], shared.pipes[size:]
+        self._alive = shared.alive
+        self._pollers = {peer: poller(self._inboxes[self._index], {peer: end}) for peer, end in shared.alive.items()}
+        self._free = list(range(SLOTS))
+        self._pass = 0
+        self._expected: defaultdict[int, int] = defaultdict(int)
+        self._arrived: defaultdict[tuple[int, int], list[_Message]] = defaultdict(list)
+        self._by_group: dict[int, tuple[dist.Work, Tensor]] = {}
+        self._numbers = cycle(range(SLOTS, _TAKEN))
+        self._closed = weakref.finalize(self, close_all, shared.descriptors)
+
+    @classmethod
+    def try_create(cls, group: dist.ProcessGroup, nbytes: int, messages: int) -> "Mailbox | None":
+        """Set up a mailbox between the ranks of a gloo group; None if there can be none. Collective over the group.
+
+        All ranks get the same answer. There can be none if the ranks are not all on one host, if the host has no room
+        for the memory or for so many notes, or if a rank has messages of more than `MOST_BYTES`.
+
+        Args:
+            nbytes: largest message that goes through memory; the first rank's value counts.
+            messages: most messages that a rank sends or receives in a pass.
+        """
+        shared = share([group], partial(room_for_mail, nbytes=nbytes, messages=messages))[0]
+        return None if shared is None else cls(shared, group)
+
+    def close(self) -> None:
+        """Close the pipes and free the memory. Peers that wait for this rank then raise `PeerLostError`."""
+        self._closed()
+        self._arrived.clear()
+        self._slots = torch.empty(0, dtype=torch.uint8)
+
+    def begin(self) -> None:
+        """Begin a pass, and drop messages of earlier ones."""
+        self._pass += 1
+        self._expected.clear()
+        self._take_back()
+        for number, source in [key for key in self._arrived if key[0] < self._pass]:
+            for message in self._arrived.pop((number, source)):
+                self._give_back(source, message.slot)
+
+    def finish(self) -> None:
+        """Wait for what this rank sent through the process group."""
+        for work, _ in self._by_group.values():
+            work.wait()
+        self._by_group.clear()
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Send a tensor to the rank at index `to`; do not overwrite it before `finish`."""
+        flat = tensor.detach().reshape(-1).contiguous()
+        if self._by_group or not self._free:
+            self._take_back()
+        if self._free and flat.nbytes <= self._slots.shape[-1]:
+            slot = self._free.pop()
+            self._slot(self._index, slot, flat.nbytes, flat.dtype).copy_(flat)
+        else:
+            slot = next(self._numbers)
+            work = dist.isend(flat.view(torch.uint8), group=self._group, group_dst=to)
+            assert work is not None  # this rank is in the group
+            self._by_group[slot] = work, flat
+        self._write(self._inboxes[to], _NOTE.pack(self._pass, self._index, slot, flat.nbytes), to, "send")
+
+    def expect(self, source: int) -> int:
+        """Return the number of this pass's next message from the rank at index `source` that is not yet expected."""
+        self._expected[source] += 1
+        return self._expected[source] - 1
+
+    def receive(self, source: int, number: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Wait for message `number` (from `expect`) of the rank at index `source`, and take it.
+
+        Raises:
+            PeerLostError: the sender has ended.
+            TimeoutError: the message has not come in time.
+            RuntimeError: the message has another length.
+        """
+        arrived = self._arrived[self._pass, source]
+        while len(arrived) <= number:
+            self._read(source)
+        slot, nbytes, received = message = arrived[number]
+        if nbytes != shape.numel() * dtype.itemsize:
+            raise RuntimeError(
+                f"{self._me} expected {shape.numel() * dtype.itemsize} bytes of rank {self.ranks[source]}, "
+                f"which sent {nbytes}"
+            )
+        arrived[number] = message._replace(slot=_TAKEN, received=None)
+        if received is not None:
+            return received.view(dtype).view(shape)
+        out = self._slot(source, slot, nbytes, dtype).clone().view(shape)
+        self._give_back(source, slot)
+        return out
+
+    def _slot(self, owner: int, slot: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+        return self._slots[owner, slot, :nbytes].view(dtype)
+
+    def _take_back(self) -> None:
+        while True:
+            try:
+                returned = os.read(self._returns[self._index], _READ_BYTES)
+            except BlockingIOError:
+                return
+            for (slot,) in _RETURNED.iter_unpack(returned):
+                if slot < SLOTS:
+                    self._free.append(slot)
+                elif slot in self._by_group:  # and not dropped by `finish`
+                    self._by_group.pop(slot)[0].wait()  # short: the tensor has arrived
+
+    def _give_back(self, owner: int, slot: int) -> None:
+        if slot != _TAKEN:
+            self._write(self._returns[owner], _RETURNED.pack(slot), owner, "receive")
+
+    def _write(self, pipe: int, content: bytes, peer: int, operation: str) -> None:
+        while True:
+            try:
+                os.write(pipe, content)
+                return
+            except BlockingIOError:  # full: its reader is passes behind
+                self._wait_for_room(pipe, peer, operation)
+
+    def _wait_for_room(self, pipe: int, peer: int, operation: str) -> None:
+        full = select.poll()
+        full.register(pipe, select.POLLOUT)
+        full.register(self._alive[peer], 0)
+        events = dict(full.poll(self._timeout * 1000))
+        if not events:
+            raise self._too_late(operation, peer)
+        if pipe not in events:
+            raise self._lost(operation, peer)
+
+    def _read(self, source: int) -> None:
+        """Read the notes that are there, or wait for one of the rank at index `source`."""
+        inbox = self._inboxes[self._index]
+        try:
+            notes = os.read(inbox, _READ_BYTES)
+        except BlockingIOError:
+            return self._sleep(source, inbox)
+        for number, sender, slot, nbytes in _NOTE.iter_unpack(notes):
+            received = None
+            if slot >= SLOTS:  # now, since these tensors arrive in the order of the notes
+                received = torch.empty(nbytes, dtype=torch.uint8)
+                dist.recv(received, group=self._group, group_src=sender)
+                self._give_back(sender, slot)
+                slot = _TAKEN
+            if number < self._pass:
+                self._give_back(sender, slot)
+            else:
+                self._arrived[number, sender].append(_Message(slot, nbytes, received))
+
+    def _sleep(self, source: int, inbox: int) -> None:
+        events = dict(self._pollers[source].poll(self._timeout * 1000))
+        if not events:
+            raise self._too_late("receive", source)
+        # Messages of a rank that has ended can still be taken.
+        if inbox not in events and not poller(inbox, {}).poll(0):
+            raise self._lost("receive", source)
+
+    def _lost(self, operation: str, peer: int) -> PeerLostError:
+        return PeerLostError(f"rank {self.ranks[peer]} ended while {self._me} was in {operation}")
+
+    def _too_late(self, operation: str, peer: int) -> TimeoutError:
+        return TimeoutError(f"{self._me} has waited {self._timeout:g} s in {operation} for rank {self.ranks[peer]}")
+
+    @property
+    def _me(self) -> str:
+        return f"rank {self.ranks[self._index]}"
+
+
+def room_for_mail(size: int, nbytes: int, messages: int) -> Room | None:
+    """Return the memory and pipes that `size` ranks need for messages of up to `nbytes`; None if these are too long."""
+    if nbytes > MOST_BYTES:
+        return None
+    names = [f"{kind}-{index}" for kind in ("inbox", "returns") for index in range(size)]
+    return Room(size * SLOTS * whole_pages(nbytes), dict.fromkeys(names, b""), unread=2 * messages * _NOTE.size)
 
 
 class SendQueue:
@@ -64,79 +278,6 @@ class SendQueue:
             work, _ = self._under_way.popleft()
             if work is not None:
                 work.wait()
-
-
-class TensorShape(NamedTuple):
-    """Shape, dtype and `requires_grad` of a tensor, which its receiver must know."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "TensorShape":
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-
-    def on(self, device: torch.device | str) -> Tensor:
-        """Return an empty tensor of this shape and dtype."""
-        return torch.empty(self.shape, dtype=self.dtype, device=device, requires_grad=self.requires_grad)
-
-
-def find_activations(
-    stages: Sequence[Stage], placement: StageMap, mesh: Mesh, micro_batch: StepSamples
-) -> dict[int, tuple[Tensor, ...]]:
-    """Find the activations of this rank's stages, and of the stages before them, by a forward pass.
-
-    The micro-batch, real samples since layers may depend on their values, passes through all stages but the last.
-    Collective over the pipeline, and over all that the layers communicate with.
-
-    Returns:
-        number of a stage → its activations, on the meta device.
-    """
-    found: dict[int, tuple[Tensor, ...]] = {}
-    last: tuple[Tensor, ...] = ()
-    rank = mesh.pp.index
-    for number, stage in zip(placement.held_by(rank), stages, strict=True):
-        received = None
-        if number:
-            source = placement.ranks[number - 1]
-            received = last if source == rank else _receive(mesh, source)
-            found[number - 1] = _on_meta(received)
-        if stage.gives_loss:
-            break
-        with torch.enable_grad():
-            outputs = inputs_from(micro_batch.through(stage, received), stage.layer_names[-1]).args
-        found[number] = _on_meta(outputs)
-        # Detached from this stage's graph, as the next stage gets them.
-        last = tuple(each.detach().requires_grad_(each.requires_grad) for each in outputs)
-        receiver = placement.ranks[number + 1]
-        if receiver != rank:
-            _send(mesh, receiver, last)
-    return found
-
-
-def _on_meta(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(TensorShape.of(each).on("meta") for each in tensors)
-
-
-def _send(mesh: Mesh, to: int, tensors: Sequence[Tensor]) -> None:
-    shapes = [tuple(TensorShape.of(each)) for each in tensors]
-    with mesh.pp.waiting("send"):
-        dist.send_object_list([shapes], mesh.pp.ranks[to], mesh.pp.group, mesh.device)
-    for tensor in tensors:
-        mesh.pp.send(tensor.detach(), to)
-
-
-def _receive(mesh: Mesh, source: int) -> tuple[Tensor, ...]:
-    arrived: list[Any] = [None]
-    with mesh.pp.waiting("receive"):
-        dist.recv_object_list(arrived, mesh.pp.ranks[source], mesh.pp.group, mesh.device)
-    received = []
-    for shape in arrived[0]:
-        described = TensorShape(*shape)
-        tensor = mesh.pp.receive_(described._replace(requires_grad=False).on(mesh.device), source)
-        received.append(tensor.requires_grad_(described.requires_grad))
-    return tuple(received)
 
 
 _ACTIVITIES = {
@@ -375,78 +516,3 @@ class ScheduledStage(BufferedPipelineStage):
 def _drop(infos: tuple[RecvInfo, ...]) -> None:
     for info in infos:
         info.buffer = None
-
-
-Loss = Callable[..., object]
-_KINDS = {"F": F, "B": B, "I": I, "W": W}
-
-
-class ActionSchedule(AnyOrderRuntime):
-    """Schedule given as a list of actions per rank (`orders`), with stages on any ranks (`ranks`, by stage)."""
-
-    def __init__(
-        self,
-        stages: Sequence[ScheduledStage],
-        ranks: Sequence[int],
-        orders: Sequence[Sequence[Action]],
-        micro_batches: int,
-        loss: Loss,
-    ) -> None:
-        super().__init__(list(stages), micro_batches, loss_fn=loss, scale_grads=False)
-        self.stage_index_to_group_rank = dict(enumerate(ranks))
-        for stage in stages:
-            stage.stage_index_to_group_rank = self.stage_index_to_group_rank
-        computed = {
-            rank: [PipelineAction(action.stage, _KINDS[action.kind], action.micro_batch) for action in order]
-            for rank, order in enumerate(orders)
-        }
-        self.pipeline_order_with_comms = add_send_recv(computed, self.stage_index_to_group_rank.__getitem__, len(ranks))
-
-
-def training_schedule(
-    schedule: Schedule, stages: Sequence[ScheduledStage], micro_batches: int, loss: Loss
-) -> PipelineSchedule:
-    """Make torch's object for a schedule of the config."""
-    if isinstance(schedule, FileSchedule):
-        return ActionSchedule(stages, schedule.stage_ranks(0, 0), schedule.orders, micro_batches, loss)
-    kind: Any = _torch_class(schedule)
-    if issubclass(kind, PipelineScheduleSingle):
-        kind = Schedule1F1BOfAnyCount if schedule.name == "1f1b" else kind
-        return kind(stages[0], micro_batches, loss_fn=loss, scale_grads=False)
-    return kind(list(stages), micro_batches, loss_fn=loss, scale_grads=False)
-
-
-def evaluation_schedule(
-    stages: Sequence[ScheduledStage], placement: StageMap, micro_batches: int, loss: Loss
-) -> PipelineSchedule:
-    """Make a schedule of forward passes for evaluation: all micro-batches through each of a rank's stages in turn.
-
-    The order of a training schedule has gaps for backward passes, and torch's own evaluation fails if neighbouring
-    stages share a rank.
-    """
-    orders = [
-        [Action(stage, "F", number) for stage in placement.held_by(rank) for number in range(micro_batches)]
-        for rank in range(1 + max(placement.ranks))
-    ]
-    return ActionSchedule(stages, placement.ranks, orders, micro_batches, loss)
-
-
-def actions(schedule: PipelineSchedule) -> list[Action]:
-    """Return the actions of this rank in a training schedule, in order."""
-    return _as_actions(planned_actions(schedule))
-
-
-def orders_of_all_ranks(schedule: TorchSchedule, pp: int, stages_per_rank: int, micro_batches: int) -> Orders:
-    """Return the actions of each rank in a training schedule of several stages per rank, without starting ranks."""
-    kind: Any = _torch_class(schedule)
-    lone = lone_schedule(kind, list(schedule.stage_ranks(pp, stages_per_rank)), micro_batches)
-    return tuple(tuple(_as_actions(planned_actions(lone, rank))) for rank in range(pp))
-
-
-def _torch_class(schedule: Schedule) -> type[PipelineSchedule]:
-    assert isinstance(schedule, TorchSchedule)  # the others are lists of actions
-    return get_schedule_class(schedule.torch_class.removeprefix("Schedule"))
-
-
-def _as_actions(planned: Iterable[PipelineAction]) -> list[Action]:
-    return [Action(each.stage_index, each.computation_type.value, each.microbatch_index or 0) for each in planned]

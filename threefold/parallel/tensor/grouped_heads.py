@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from threefold.comm.collectives import gather_shares
+from threefold.comm.axis import gather_shares
 from threefold.comm.layout import shard_bounds
 from threefold.comm.mesh import Axis
 from threefold.models.sharding import Unit

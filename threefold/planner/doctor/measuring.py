@@ -22,7 +22,7 @@ from threefold.dtypes import DTYPES
 from threefold.host import keep_freed_memory
 from threefold.models.family import make_model, model_plan
 from threefold.ops.kernels import linear
-from threefold.parallel.pipeline.mailbox import Mailbox
+from threefold.parallel.pipeline.scheduled_stage import Mailbox
 from threefold.train.step import Engine
 
 _LAYERS, _HIDDEN, _HEADS, _VOCAB, _LENGTH = 4, 32, 8, 32, 16
@@ -328,14 +328,14 @@ def _collectives(timer: _Timer, mesh: Mesh, nbytes: int) -> dict[str, Collective
             tensor = torch.zeros(max(1, whole // 4 // parts // world.size) * world.size, device=mesh.device)
             with torch.no_grad():
                 times.append(max(timer.of(partial(_both, between, partial(operation, tensor))) - alone, _LEAST_SECONDS))
-        transport = sockets if name == "send" or axis.shared is None else "shared memory"
+        transport = sockets if name == "send" or not axis.shares_memory else "shared memory"
         found[name] = Collective(times[0], times[1], nbytes, transport)
     return found
 
 
 def _send_of_stages(pair: Axis, nbytes: int) -> Callable[[Tensor], Tensor] | None:
     """Return the exchange that pipeline stages do, for both ranks of a pair to call; None if they use `send`."""
-    if pair.group is None or pair.shared is None:
+    if pair.group is None or not pair.shares_memory:
         return None
     mailbox, peer = Mailbox.try_create(pair.group, nbytes, 1), 1 - pair.index
     if mailbox is None:

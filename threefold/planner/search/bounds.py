@@ -17,7 +17,7 @@ from threefold.config.schema import Config, ParallelConfig
 from threefold.errors import UserError
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.pipeline.partition import StageMap, partitioned
-from threefold.parallel.shard_shapes import Place, place_of
+from threefold.parallel.shard_shapes import ShardCoordinates, shard_coordinates
 from threefold.planner.layer_memory import LayerMemory
 from threefold.planner.model_size import RankSize, model_weights, optimizer_states
 from threefold.planner.search.space import LayoutChoice, MeshSizes, Options, Settings, in_layout
@@ -284,7 +284,7 @@ class LeastBytes:
         self._names = [self._weights.plan.layers[layer] for layer in kinds.first]
         self._states = [optimizer_states(config.optimizer, hidden) for hidden in (True, False)]
         self._largest = config.train.global_batch_size
-        self._held: dict[Place, Array] = {}
+        self._held: dict[ShardCoordinates, Array] = {}
         self._layers: dict[object, Array] = {}
 
     def __call__(self, mesh: MeshSizes, options: Options, ranks: RankLayers) -> Array:
@@ -376,16 +376,16 @@ class LeastBytes:
             columns.append(size.weights + size.gradients + size.optimizer)
         return np.stack(columns, axis=-1)
 
-    def _place(self, mesh: MeshSizes, zero: int) -> Place:
-        return place_of(_parallel(mesh, zero), Coordinates(0, 0, 0, 0))
+    def _place(self, mesh: MeshSizes, zero: int) -> ShardCoordinates:
+        return shard_coordinates(_parallel(mesh, zero), Coordinates(0, 0, 0, 0))
 
-    def _elements(self, ranks: RankLayers, place: Place) -> Array:
+    def _elements(self, ranks: RankLayers, place: ShardCoordinates) -> Array:
         """Return the weight elements that a rank holds, in hidden matrices and others, [rows, 2]."""
         table = self._table(place)
         has_both = (ranks.counts[:, 0] > 0) & (ranks.counts[:, self._kinds.head] > 0)
         return ranks.counts @ table[:-1] - has_both[:, None] * table[-1]
 
-    def _table(self, place: Place) -> Array:
+    def _table(self, place: ShardCoordinates) -> Array:
         """Return the elements of a layer of each kind, and of those that the first and last layer share, in hidden
         matrices and others, [kinds and 1, 2]."""
         if place not in self._held:

@@ -8,7 +8,7 @@ from typing import Any, Final
 from threefold.config.document import parse_value
 from threefold.config.loading import config_of
 from threefold.config.model import OWN
-from threefold.config.schedules import SCHEDULES, is_schedule_file
+from threefold.config.schedules import SCHEDULES, is_own_schedule
 from threefold.config.schema import Config
 from threefold.config.section import MOST_STEPS, divisors, nearest_multiple
 from threefold.data.dataset import resolve_without_data
@@ -142,7 +142,7 @@ class Request:
     def space(self, fixed: Mapping[str, Any]) -> Space:
         """Return the search space with these settings fixed."""
         own = self.given.parallel.schedule
-        schedules = [*SCHEDULES, *([own] if is_schedule_file(own) else [])]
+        schedules = [*SCHEDULES, *([own] if is_own_schedule(own) else [])]
         layers = model_plan(self.config.model, self.config.data.sequence_length).layers
         return Space(self.config, len(layers), fixed, schedules)
 

@@ -11,7 +11,8 @@ from unittest.mock import patch
 
 import pytest
 
-from threefold.comm.segments import TURNSTILES, PeerLostError, Shared, Turnstile, memory_bytes, tickets
+from threefold.comm.segments import BARRIER_PIPES, PeerLostError, Shared, memory_bytes, tickets
+from threefold.comm.shared_memory import Barrier
 
 
 def test_all_pass_and_who_has_passed_may_end(tmp_path):
@@ -21,7 +22,7 @@ def test_all_pass_and_who_has_passed_may_end(tmp_path):
         with _group(folder, 3) as rounds:
             everyone(rounds, lambda each: [_meet(each) for _ in range(4)])
 
-            def meet_and_end(each: Turnstile) -> None:
+            def meet_and_end(each: Barrier) -> None:
                 _meet(each)
                 each.close()
 
@@ -85,7 +86,7 @@ def test_who_does_not_come_is_named(tmp_path):
 def test_who_comes_for_something_else_is_named_and_the_next_round_is_possible(tmp_path):
     with _group(tmp_path, 2) as rounds:
 
-        def differ(each: Turnstile) -> str:
+        def differ(each: Barrier) -> str:
             with pytest.raises(RuntimeError) as caught:
                 each.meet(rounds.index(each), 0, 5, 1)
             _meet(each)
@@ -97,30 +98,30 @@ def test_who_comes_for_something_else_is_named_and_the_next_round_is_possible(tm
         ]
 
 
-def everyone(group: list[Turnstile], does: object) -> list[object]:
+def everyone(group: list[Barrier], does: object) -> list[object]:
     with ThreadPoolExecutor(len(group)) as threads:
         return list(threads.map(does, group))
 
 
-def _meet(turnstile: Turnstile) -> None:
-    turnstile.meet(0, 0, 7)
+def _meet(barrier: Barrier) -> None:
+    barrier.meet(0, 0, 7)
 
 
 @contextmanager
-def _group(folder: Path, size: int, timeout: float = 20.0) -> Iterator[list[Turnstile]]:
-    """The turnstiles of `size` ranks, from 10 on, all in this process."""
-    for name in TURNSTILES:
+def _group(folder: Path, size: int, timeout: float = 20.0) -> Iterator[list[Barrier]]:
+    """The barriers of `size` ranks, from 10 on, all in this process."""
+    for name in BARRIER_PIPES:
         os.mkfifo(folder / name)
     memory, ends = mmap.mmap(-1, memory_bytes(size, 1)), [os.pipe() for _ in range(size)]
     made = []
     for index in range(size):
-        first, second = (os.open(folder / name, os.O_RDWR | os.O_NONBLOCK) for name in TURNSTILES)
+        first, second = (os.open(folder / name, os.O_RDWR | os.O_NONBLOCK) for name in BARRIER_PIPES)
         if index == 0:
             os.write(first, tickets(size))
         alive = {peer: os.dup(ends[peer][0]) for peer in range(size) if peer != index}
         ranks = list(range(10, 10 + size))
         shared = Shared(ranks, index, memory, (first, second), alive, ends[index][1], timeout)
-        made.append(Turnstile(shared, ("sum", "broadcast_"), ("f",)))
+        made.append(Barrier(shared, ("sum", "broadcast_"), ("f",)))
     for end, _ in ends:
         os.close(end)
     try:
