@@ -17,7 +17,7 @@ from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.models.loss_terms import LossFunction
 from threefold.models.source import ConfigSource, ModelSource
 from threefold.parallel.forward_check import check_source
-from threefold.verify.batches import BatchSource, NestedBatches, OwnBatches, RandomBatches, TokenFileBatches
+from threefold.verify.batches import BatchSource, DataBatches, OwnBatches, RandomBatches
 from threefold.verify.compare import TOLERANCE, coverage
 from threefold.verify.layout_selection import Selection
 from threefold.verify.rank_worker import SecondRun, run_rank, write_second_trace
@@ -66,7 +66,8 @@ def choose_batches(config: Config, loss: LossFunction | None = None) -> BatchSou
     masked = loss is None
     if not names_data(config):
         return RandomBatches(masked)
-    return NestedBatches(config) if open_dataset(config).is_nested else TokenFileBatches(config, masked)
+    nested = open_dataset(config).is_nested
+    return DataBatches(config, masked and not nested, nested)
 
 
 class Verifier:
