@@ -74,11 +74,14 @@ class Verifier:
     """Comparison of layouts with the single process, one after the other, on a worker pool.
 
     The pool has as many workers as the largest layout has ranks; the folder gets the trace of the single process.
+
+    Attributes:
+        shapes: unsharded shape of each parameter, in model order, once `run_one_process` has returned.
     """
 
     def __init__(self, task: Verification, pool: WorkerPool, folder: Path) -> None:
         self.task, self.pool, self.folder = task, pool, folder
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
 
     def run_one_process(self) -> None:
         """Check the model, and compute the single-process trace that all layouts are compared with.
@@ -97,12 +100,7 @@ class Verifier:
             if isinstance(error.error, UserError):
                 raise error.error from None
             raise
-        self._shapes = {name: tuple(weight.shape) for name, weight in Trace.load(self.folder).initial.items()}
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Unsharded shape of each parameter, in model order."""
-        return self._shapes
+        self.shapes = {name: tuple(weight.shape) for name, weight in Trace.load(self.folder).initial.items()}
 
     def verify(self, spec: LayoutSpec, second_run: bool = True) -> LayoutResult:
         """Run one layout, and its second run if asked for, and compare it with the single process."""
@@ -118,8 +116,8 @@ class Verifier:
         except WorkerError as error:
             seconds = time.perf_counter() - started
             return LayoutResult(spec, FAILED, seconds, message=_told(error), details=str(error))
-        missing = coverage([report.held for report in reports], self._shapes)
-        return judge(spec, reports, list(self._shapes), task.tolerance, time.perf_counter() - started, missing)
+        missing = coverage([report.held for report in reports], self.shapes)
+        return judge(spec, reports, list(self.shapes), task.tolerance, time.perf_counter() - started, missing)
 
 
 @contextmanager
