@@ -101,7 +101,10 @@ def batch_sizes(config: Config, largest: int) -> BatchSizes:
             )
         return BatchSizes(product, micro, steps)
     total = total or DEFAULT_GLOBAL_BATCH_SIZE
-    share = _share(config, total)
+    if total % dp:
+        rule = f"must be a multiple of parallel.dp {dp}; use {nearest_multiple(total, dp)}"
+        raise problem(config, "train.global_batch_size", rule, value=total)
+    share = total // dp
     if micro:
         return BatchSizes(total, micro, _quotient(config, share, "train.micro_batch_size"))
     if steps:
@@ -114,14 +117,6 @@ def batch_sizes(config: Config, largest: int) -> BatchSizes:
 def default_micro_batches(config: Config) -> list[int]:
     """Return the possible default micro-batch sizes of a resolved config, largest first."""
     return _default_micro_batches(config, config.train.global_batch_size // config.parallel.dp)
-
-
-def _share(config: Config, total: int) -> int:
-    dp = config.parallel.dp
-    if total % dp:
-        rule = f"must be a multiple of parallel.dp {dp}; use {nearest_multiple(total, dp)}"
-        raise problem(config, "train.global_batch_size", rule, value=total)
-    return total // dp
 
 
 def _quotient(config: Config, share: int, key: str) -> int:
@@ -198,34 +193,17 @@ PARTITIONS = ("cost", "uniform", "uniform-chunks")
 
 def check_pipeline(config: Config) -> None:
     """Check the settings of the pipeline stages; raise a `UserError` for the first rule that is broken."""
-    parallel, schedule = config.parallel, config.parallel.pipeline_schedule
-    _check_partition(config)
+    parallel, schedule, partition = config.parallel, config.parallel.pipeline_schedule, config.parallel.partition
+    if isinstance(partition, str) and partition not in PARTITIONS and not partition.startswith("class:"):
+        rule = "must be cost, uniform, uniform-chunks, class: and the name of a class, or a list of layers; use cost"
+        raise problem(config, "parallel.partition", rule)
     if parallel.pp == 1 and (schedule.ranks is not None or schedule.stages_per_rank != 1):
         rule = f"there is no pipeline where parallel.pp is 1; use 1f1b or parallel.pp {max(2, schedule.ranks or 2)}"
         raise problem(config, "parallel.schedule", rule)
     if schedule.ranks not in (None, parallel.pp):
         rule = f"parallel.schedule {schedule.name} has a line for each of {schedule.ranks} ranks; use {schedule.ranks}"
         raise problem(config, "parallel.pp", rule)
-    _check_stages(config)
-
-
-def check_micro_batches(config: Config) -> None:
-    """Check that the schedule accepts the number of micro-batches, or raise a `UserError`."""
-    parallel, schedule = config.parallel, config.parallel.pipeline_schedule
-    if parallel.pp > 1 and not schedule.accepts(parallel.pp, config.train.gradient_accumulation_steps):
-        raise problem(config, "train.gradient_accumulation_steps", _micro_batch_rule(config))
-
-
-def _check_partition(config: Config) -> None:
-    partition = config.parallel.partition
-    if isinstance(partition, str) and partition not in PARTITIONS and not partition.startswith("class:"):
-        rule = "must be cost, uniform, uniform-chunks, class: and the name of a class, or a list of layers; use cost"
-        raise problem(config, "parallel.partition", rule)
-
-
-def _check_stages(config: Config) -> None:
-    parallel, layers, schedule = config.parallel, config.model.blocks, config.parallel.pipeline_schedule
-    needed = schedule.stages_per_rank
+    layers, needed = config.model.blocks, schedule.stages_per_rank
     if needed is not None and parallel.stage_chunks != needed:
         other = "interleaved" if needed == 1 else "zero-bubble"
         rule = f"parallel.schedule {schedule.name} has {needed} of them on each rank; use {needed} or schedule {other}"
@@ -235,21 +213,24 @@ def _check_stages(config: Config) -> None:
     if parallel.pp > layers:
         rule = f"each stage needs a layer and model.num_layers is {layers}; use at most {layers}"
         raise problem(config, "parallel.pp", rule)
-    stages = len(schedule.stage_ranks(parallel.pp, parallel.stage_chunks))
-    if stages > layers + 2:
+    stages, whole = len(schedule.stage_ranks(parallel.pp, parallel.stage_chunks)), layers + 2
+    if stages > whole:
+        if needed is None:
+            fewer = str(whole // parallel.pp)
+        else:
+            fewer = f"parallel.pp {whole // 2}" if whole >= 4 and schedule.ranks is None else "schedule 1f1b"
         rule = (
-            f"parallel.pp {parallel.pp} then has {stages} stages for {layers + 2} layers, the embedding "
-            f"and the head among them; use {_fewer(config)} or model.num_layers {stages - 2}"
+            f"parallel.pp {parallel.pp} then has {stages} stages for {whole} layers, the embedding "
+            f"and the head among them; use {fewer} or model.num_layers {stages - 2}"
         )
         raise problem(config, "parallel.stage_chunks", rule)
 
 
-def _fewer(config: Config) -> str:
-    parallel, layers = config.parallel, config.model.num_layers + 2
-    schedule = parallel.pipeline_schedule
-    if schedule.stages_per_rank is None:
-        return str(layers // parallel.pp)
-    return f"parallel.pp {layers // 2}" if layers >= 4 and schedule.ranks is None else "schedule 1f1b"
+def check_micro_batches(config: Config) -> None:
+    """Check that the schedule accepts the number of micro-batches, or raise a `UserError`."""
+    parallel, schedule = config.parallel, config.parallel.pipeline_schedule
+    if parallel.pp > 1 and not schedule.accepts(parallel.pp, config.train.gradient_accumulation_steps):
+        raise problem(config, "train.gradient_accumulation_steps", _micro_batch_rule(config))
 
 
 def _micro_batch_rule(config: Config) -> str:

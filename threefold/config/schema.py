@@ -310,10 +310,6 @@ class Config(Section):
         """
         return cls.model_validate(dict(sections), context=(origins or {}, frozenset(derived)))
 
-    def noted(self, origins: Mapping[str, str], derived: Iterable[str]) -> Self:
-        """Return the same settings with other origins and other derived settings."""
-        return self.made({name: getattr(self, name) for name in type(self).model_fields}, origins, derived)
-
     @property
     def origins(self) -> Mapping[str, str]:
         """Where each setting, as `section.key`, was set, as the beginning of a sentence."""

@@ -312,7 +312,7 @@ def with_own_model(config: Config, file: str) -> Config:
         "architecture": OWN,
         "file": file,
     }
-    return config_of(sections).noted(config.origins, config.derived)
+    return config_of(sections, (), config.origins, config.derived)
 
 
 def complete_plan(plan: Any, make: MakeModel, config: ModelConfig, said: str, name: str) -> ModelPlan:
