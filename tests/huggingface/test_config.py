@@ -8,8 +8,8 @@ from threefold.config import ModelConfig
 from threefold.errors import UserError
 from threefold.huggingface.config_mapping import choose_type, left_out, read_model, write_model
 from threefold.models.family import huggingface_types
-from threefold.models.gpt.config import GPTConfig
-from threefold.models.llama.config import LlamaConfig
+from threefold.models.gpt import GPTConfig
+from threefold.models.llama import LlamaConfig
 
 LLAMA_3_1 = {
     "architectures": ["LlamaForCausalLM"],

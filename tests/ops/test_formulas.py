@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from threefold.models.llama.config import LlamaConfig
 from torch import Tensor, nn
 
 from tests.support.attention import numbered
@@ -24,7 +25,6 @@ from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import Embedding, Head, Linear, PositionEmbedding, SampleInfo
 from threefold.models.layers.experts import MixtureOfExperts, SwiGLU
 from threefold.models.layers.rope_scaling import RopeScaling
-from threefold.models.llama.config import LlamaConfig
 from threefold.ops.attention import attention
 from threefold.ops.cross_entropy import chunked_cross_entropy, cross_entropy
 from threefold.ops.kernels import ACTIVATIONS, embedding, grouped_linear, linear

@@ -19,7 +19,7 @@ from threefold.models.hf.model_type import (
     interleaved,
     yaml_word,
 )
-from threefold.models.llama.config import LlamaConfig
+from threefold.models.llama import LlamaConfig
 
 _MOST_EXPERTS: Final = 65_536
 _FULL, _SLIDING = "full_attention", "sliding_attention"
