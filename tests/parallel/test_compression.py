@@ -17,7 +17,7 @@ from threefold.config import Config
 from threefold.config.resolve import resolve
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError
-from threefold.parallel.gradients import start_narrow_sum
+from threefold.parallel.gradients import NarrowSum
 from threefold.planner.traffic import wire_bytes
 
 NAMES = ["fp16", "bf16"]
@@ -53,7 +53,7 @@ def not_finite(name: str, value: float) -> Tensor:
     flat = torch.ones(5)
     if mesh.rank == 1:
         flat[3] = value
-    start_narrow_sum(flat, mesh.dp, DTYPES[name]).finish()
+    NarrowSum(flat, mesh.dp, DTYPES[name]).finish()
     return flat
 
 
@@ -67,7 +67,7 @@ def test_an_overflow_is_not_hidden(pool, name: str, value: float) -> None:
 def zeros(name: str) -> Tensor:
     mesh = Mesh(Layout(dp=torch.distributed.get_world_size()))
     flat = torch.zeros(5)
-    start_narrow_sum(flat, mesh.dp, DTYPES[name]).finish()
+    NarrowSum(flat, mesh.dp, DTYPES[name]).finish()
     return flat
 
 
@@ -81,7 +81,7 @@ def summed_on_tensor_ranks() -> Tensor:
     mesh = Mesh(Layout(dp=2, tp=2))
     common = torch.randn(64, generator=torch.Generator().manual_seed(mesh.dp.index)) * 1e-5
     flat = torch.cat([common, torch.full((3,), 1000.0 ** (1 + mesh.tp.index))])
-    start_narrow_sum(flat, mesh.dp, torch.float16, mesh.tp).finish()
+    NarrowSum(flat, mesh.dp, torch.float16, mesh.tp).finish()
     return flat[:64]
 
 

@@ -10,7 +10,7 @@ from threefold.comm.axis import Event
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.dtypes import DTYPES
-from threefold.parallel.gradients import GradientBuckets, start_narrow_sum
+from threefold.parallel.gradients import GradientBuckets, NarrowSum
 from threefold.train.step import Engine, StepResult
 from threefold.verify.compare import relative_error
 
@@ -90,7 +90,7 @@ def narrow_sums(name: str, sizes: list[float]) -> tuple[list[Tensor], list[Event
     with mesh.recorder.recording() as events:
         for size in sizes:
             flat = part(mesh.rank, size)
-            start_narrow_sum(flat, mesh.dp, DTYPES[name]).finish()
+            NarrowSum(flat, mesh.dp, DTYPES[name]).finish()
             found.append(flat)
     return found, list(events)
 

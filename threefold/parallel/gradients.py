@@ -3,7 +3,6 @@
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -16,36 +15,23 @@ _TOP = 15  # sums stay below 2^15; fp16 overflows at 2^16
 _FARTHEST = 126  # 2^126 and 2^-126 are both normal numbers in fp32
 
 
-@dataclass
 class NarrowSum:
-    """Asynchronous sum of a bucket's 16-bit copy over the replicas.
-
-    Attributes:
-        flat: the bucket; `finish` writes the sum into it.
-        exponent: power of two that scaled the copy; None for no scaling.
-    """
-
-    flat: Tensor
-    axis: Axis
-    narrow: Tensor
-    exponent: Tensor | None
-    work: Work | None = field(default=None)
-
-    def finish(self) -> None:
-        """Wait for the sum, and copy it into the bucket."""
-        if self.work is not None:
-            self.axis.finish_all_reduce(self.work)
-        widen_(self.flat, self.narrow, self.exponent)
-
-
-def start_narrow_sum(flat: Tensor, axis: Axis, dtype: torch.dtype, tp: Axis | None = None) -> NarrowSum:
-    """Start to sum a bucket (fp32 [n]) over an axis in fp16 or bf16; the sum is bit-equal on all ranks.
+    """Asynchronous sum of a bucket (fp32 [n]) over an axis in fp16 or bf16; the sum is bit-equal on all ranks.
 
     An element that is not finite on one rank is not finite on any rank afterwards. `tp` are the tensor ranks, which sum
     copies or shards of the same parameters.
     """
-    narrow, exponent = narrowed(flat, axis, dtype, tp)
-    return NarrowSum(flat, axis, narrow, exponent, axis.start_all_reduce_(narrow))
+
+    def __init__(self, flat: Tensor, axis: Axis, dtype: torch.dtype, tp: Axis | None = None) -> None:
+        self._flat, self._axis = flat, axis
+        self._narrow, self._exponent = narrowed(flat, axis, dtype, tp)
+        self._work = axis.start_all_reduce_(self._narrow)
+
+    def finish(self) -> None:
+        """Wait for the sum, and copy it into the bucket."""
+        if self._work is not None:
+            self._axis.finish_all_reduce(self._work)
+        widen_(self._flat, self._narrow, self._exponent)
 
 
 def narrowed(flat: Tensor, axis: Axis, dtype: torch.dtype, tp: Axis | None = None) -> tuple[Tensor, Tensor | None]:
@@ -308,7 +294,7 @@ class GradientBuckets(Gradients):
         if self._wire is None:
             bucket.work = self._axis.start_all_reduce_(bucket.flat)
         else:
-            bucket.narrow = start_narrow_sum(bucket.flat, self._axis, self._wire, self._tp)
+            bucket.narrow = NarrowSum(bucket.flat, self._axis, self._wire, self._tp)
 
 
 class JoinedGradients(Gradients):

@@ -24,12 +24,10 @@ def split_parameter(whole: Tensor, axis: Axis, dim: int) -> nn.Parameter:
 
     `whole` may be on the meta device, for the shape alone.
     """
-    # A dense copy, so that nothing refers to the whole tensor's storage.
-    part = local_part(whole.detach(), axis, dim).clone(memory_format=torch.contiguous_format)
-    return _as_parameter(part, whole.shape, axis, [dim])
+    return split_parameter_twice(whole, (axis,), (dim,))
 
 
-def split_parameter_twice(whole: Tensor, axes: tuple[Axis, Axis], dims: tuple[int, int]) -> nn.Parameter:
+def split_parameter_twice(whole: Tensor, axes: Sequence[Axis], dims: Sequence[int]) -> nn.Parameter:
     """Return a parameter stored as this rank's shard of `whole`, sharded along one dim for each of two axes.
 
     The outer axis comes first; its `device_mesh` has both.
@@ -37,6 +35,7 @@ def split_parameter_twice(whole: Tensor, axes: tuple[Axis, Axis], dims: tuple[in
     part = whole.detach()
     for axis, dim in zip(axes, dims, strict=True):
         part = local_part(part, axis, dim)
+    # A dense copy, so that nothing refers to the whole tensor's storage.
     return _as_parameter(part.clone(memory_format=torch.contiguous_format), whole.shape, axes[0], dims)
 
 
@@ -63,7 +62,7 @@ def _as_parameter(local: Tensor, shape: torch.Size, axis: Axis, dims: Sequence[i
 def local(parameter: Tensor) -> Tensor:
     """Return the tensor that this rank computes with and trains: the parameter, or the plain leaf of a `DTensor`.
 
-    Gradients accumulate on this leaf (`gradient` returns them as a global tensor).
+    Gradients accumulate on this leaf.
     """
     if not isinstance(parameter, DTensor):
         return parameter
@@ -96,12 +95,6 @@ def like(parameter: Tensor, shard: Tensor) -> Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-
-
-def gradient(parameter: Tensor) -> Tensor | None:
-    """Return the gradient, a `DTensor` if the parameter is one; None before a backward pass."""
-    grad = local(parameter).grad
-    return None if grad is None else like(parameter, grad)
 
 
 def stored(parameter: nn.Parameter) -> nn.Parameter:

@@ -137,11 +137,6 @@ class Parallelism:
     deferred: DeferredGradients | None = None
 
     @classmethod
-    def of(cls, config: Config, plan: ModelPlan, mesh: Mesh) -> "Parallelism":
-        """Return the parallelism of a resolved config. Collective over the world; raises as `stage_map`."""
-        return cls.make(plan, mesh, TrainingSettings.of(config))
-
-    @classmethod
     def make(cls, plan: ModelPlan, mesh: Mesh, settings: TrainingSettings) -> "Parallelism":
         """Return the parallelism of a model to train. Collective over the world; raises as `stage_map`."""
         pp, chunks = mesh.pp.size, settings.stage_chunks
