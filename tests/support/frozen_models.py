@@ -1,7 +1,8 @@
 """Models whose constructor freezes some of their parameters."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 from torch import nn
 
@@ -17,23 +18,17 @@ FROZEN = {
 """Names of frozen parameters, by a readable description."""
 
 
-@dataclass(frozen=True)
-class Freezing:
-    """Factory of a model with some parameters frozen, as a user's constructor may leave them."""
-
-    make: Callable[[], nn.Module]
-    patterns: Sequence[str]
-
-    def __call__(self) -> nn.Module:
-        model = self.make()
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(not any(matches(name, pattern) for pattern in self.patterns))
-        return model
+def _freezing(make: Callable[[], nn.Module], patterns: Sequence[str]) -> nn.Module:
+    """Make a model with some parameters frozen, as a user's constructor may leave them."""
+    model = make()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(matches(name, pattern) for pattern in patterns))
+    return model
 
 
 def frozen_case(which: str, **layout: object) -> OwnCase:
     own = own_case("masked", blocks=4, **layout)
-    make = Freezing(own.make, FROZEN[which])
+    make = partial(_freezing, own.make, FROZEN[which])
     frozen = frozenset(name for name, parameter in make().named_parameters() if not parameter.requires_grad)
     assert frozen
     return replace(own, make=make, plan=replace(own.plan, frozen=frozen))

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.support.parity import Case, Trace, whole_tensors
+from tests.support.parity import Case, Trace, trained
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.models.loss_terms import CountedLoss, LossFunction, LossTerm
@@ -216,31 +217,14 @@ class OwnCase:
 def own_case(kind: str, blocks: int = 3, **case: Any) -> OwnCase:
     given = Case(**{"optimizer": "sgd", "layers": blocks, **case})
     if kind == "masked":
-        return OwnCase(_Masked(blocks), plan_of(blocks), masked_batch, masked_loss, given)
-    return OwnCase(_Streams(blocks), plan_of(blocks), stream_batch, mean_loss, given)
-
-
-@dataclass(frozen=True)
-class _Masked:
-    blocks: int
-
-    def __call__(self) -> nn.Module:
-        return MaskedModel(self.blocks)
-
-
-@dataclass(frozen=True)
-class _Streams:
-    blocks: int
-
-    def __call__(self) -> nn.Module:
-        return StreamModel(self.blocks)
+        return OwnCase(partial(MaskedModel, blocks), plan_of(blocks), masked_batch, masked_loss, given)
+    return OwnCase(partial(StreamModel, blocks), plan_of(blocks), stream_batch, mean_loss, given)
 
 
 def one_process(own: OwnCase) -> Trace:
     """Run the plain model with the whole batch in one pass."""
-    batches = OwnBatches(own.batches)
-    trace = reference.one_process(own.make, own.plan, own.case.config, batches, own.case.steps, own.loss)
-    return Trace(trace.initial, trace.losses, trace.norms, trace.gradients, trace.weights[-1:])
+    config, batches = own.case.config, OwnBatches(own.batches)
+    return Trace.last(reference.one_process(own.make, own.plan, config, batches, own.case.steps, own.loss))
 
 
 def make_engine(own: OwnCase) -> Engine:
@@ -251,14 +235,5 @@ def make_engine(own: OwnCase) -> Engine:
 def in_layout(own: OwnCase) -> Trace:
     """Run the engine on this rank of the layout."""
     engine, batches = make_engine(own), OwnBatches(own.batches)
-    dp = engine.mesh.dp
-    trace = Trace(initial=whole_tensors(engine, "master"))
-    for step in range(own.case.steps):
-        batch = batches.batch(own.case.config, step, dp.index, dp.size)
-        loss, count = engine.compute_gradients(batch, step)
-        trace.gradients.append(whole_tensors(engine, "gradient"))
-        result = engine.update(loss, count, step)
-        trace.losses.append(result.loss)
-        trace.norms.append(result.grad_norm)
-    trace.weights.append(whole_tensors(engine, "master"))
-    return trace
+    dp, config = engine.mesh.dp, own.case.config
+    return trained(engine, own.case.steps, lambda step: batches.batch(config, step, dp.index, dp.size))
