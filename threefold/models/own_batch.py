@@ -151,7 +151,11 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
             f"{below or parts} samples."
         )
     each = size // parts
-    return [map_tensors(batch, lambda tensor, at=at: tensor[at : at + each]) for at in range(0, size, each)]
+
+    def part(start: int) -> Any:
+        return map_tensors(batch, lambda tensor: tensor[start : start + each])
+
+    return [part(start) for start in range(0, size, each)]
 
 
 def batch_shapes(batch: Any) -> tuple[Any, ...]:
