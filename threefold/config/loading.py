@@ -151,7 +151,7 @@ def _made(
     """Apply overrides to the values and their places, and make the config; errors begin with a place or `where`."""
     _apply_all(overrides, values, places)
     try:
-        return Config.made(values, origins, derived)
+        return Config.model_validate(values, context=(origins, frozenset(derived)))
     except ValidationError as error:
         raise UserError(_sentence(error, values, places, where)) from None
 

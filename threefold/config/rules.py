@@ -57,13 +57,6 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def check_together(config: Config) -> None:
-    """Check that the features of a config can be combined; raise a `UserError` for the first rule that is broken."""
-    for rule in RULES:
-        if rule.broken(config):
-            raise problem(config, rule.key, rule.reason.format(config=config))
-
-
 DEFAULT_GLOBAL_BATCH_SIZE = 32
 
 
@@ -139,17 +132,6 @@ def _default_micro_batches(config: Config, share: int) -> list[int]:
     taken = [count for count in counts if schedule.accepts(parallel.pp, count)] or counts
     busy = [share // count for count in taken if count >= wanted]
     return busy or [share // taken[-1]]
-
-
-def check_model(config: Config, vocab_size: int) -> None:
-    """Check the sizes of the model; raise a `UserError` for the first rule that is broken."""
-    model = config.model
-    for name, rule in model.broken_rules():
-        raise problem(config, f"model.{name}", rule, model.value_of(name))
-    if model.vocab_size < vocab_size:
-        raise problem(
-            config, "model.vocab_size", f"the tokenizer of the data has {vocab_size} tokens; use {vocab_size}"
-        )
 
 
 def check_division(config: Config) -> None:
@@ -252,7 +234,13 @@ LEAST_TIMEOUT = 2
 
 def check(config: Config, vocab_size: int) -> None:
     """Check a config whose settings are all filled; raise a `UserError` for the first rule that is broken."""
-    check_model(config, vocab_size)
+    model = config.model
+    for name, broken in model.broken_rules():
+        raise problem(config, f"model.{name}", broken, model.value_of(name))
+    if model.vocab_size < vocab_size:
+        raise problem(
+            config, "model.vocab_size", f"the tokenizer of the data has {vocab_size} tokens; use {vocab_size}"
+        )
     for rule in rules():
         rule(config)
 
@@ -275,7 +263,7 @@ def rules() -> tuple[Callable[[Config], None], ...]:
         _check_recompute,
         _check_checkpoints,
         _check_timeout,
-        check_together,
+        _check_together,
         _check_device,
     )
 
@@ -413,6 +401,12 @@ def _check_hyper_parameters(config: Config) -> None:
     if optimizer.nesterov and not optimizer.momentum:
         rule = "optimizer.momentum is 0, and Nesterov's needs one; use false or momentum 0.9"
         raise problem(config, "optimizer.nesterov", rule)
+
+
+def _check_together(config: Config) -> None:
+    for rule in RULES:
+        if rule.broken(config):
+            raise problem(config, rule.key, rule.reason.format(config=config))
 
 
 def _check_timeout(config: Config) -> None:

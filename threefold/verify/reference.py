@@ -200,14 +200,10 @@ def one_process(
 ) -> Trace:
     """Train for `steps` steps on one device, on the global batches of `rows`; other arguments as for `OneProcess`."""
     run = OneProcess(make_model, plan, config, loss, clip_share)
+    evaluated = min(1, steps - 1)  # with later steps, which would show any side effect
     for step in range(steps):
-        run.step(rows.batch(config, step), step, evaluates=step == evaluated_step(steps))
+        run.step(rows.batch(config, step), step, evaluates=step == evaluated)
     return run.trace
-
-
-def evaluated_step(steps: int) -> int:
-    """Return the step, from 0, that also evaluates: one with later steps, which would show any side effect."""
-    return min(1, steps - 1)
 
 
 def reference_loss(
