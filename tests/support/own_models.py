@@ -12,12 +12,15 @@ from torch.nn import functional as F
 from tests.support.parity import Case, Trace, trained
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
+from threefold.config import Config
+from threefold.data.loader import Share
 from threefold.models.loss_terms import CountedLoss, LossFunction, LossTerm
+from threefold.models.own_batch import map_tensors
 from threefold.models.sharding import Column, Constant, Initial, ModelPlan, Normal, Replicated, Row, Split
 from threefold.random.dropout import Dropout
 from threefold.train.step import Engine
 from threefold.verify import reference
-from threefold.verify.batches import OwnBatches
+from threefold.verify.batches import BatchSource
 
 WORDS, CLASSES, LENGTH, WIDTH, INNER = 23, 5, 7, 10, 12
 OTHER_LENGTH, OTHER_WIDTH = 3, 5
@@ -219,6 +222,18 @@ def own_case(kind: str, blocks: int = 3, **case: Any) -> OwnCase:
     if kind == "masked":
         return OwnCase(partial(MaskedModel, blocks), plan_of(blocks), masked_batch, masked_loss, given)
     return OwnCase(partial(StreamModel, blocks), plan_of(blocks), stream_batch, mean_loss, given)
+
+
+@dataclass(frozen=True)
+class OwnBatches(BatchSource):
+    """Global batches made by a function of the step."""
+
+    make: Callable[[int], Any]
+    masked: bool = False
+
+    def read(self, config: Config, step: int, share: Share) -> Any:
+        rows = torch.from_numpy(share.rows)
+        return map_tensors(self.make(step), lambda tensor: tensor[rows])
 
 
 def one_process(own: OwnCase) -> Trace:

@@ -1,10 +1,9 @@
 """Batches for verification, the same in every layout: samples of the config's data, or random tokens without data."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +12,6 @@ from threefold.config import Config
 from threefold.constants import IGNORE_INDEX
 from threefold.data.dataset import open_dataset
 from threefold.data.loader import Batch, Loader, Share
-from threefold.errors import UserError
-from threefold.models.own_batch import batch_size, map_tensors
 from threefold.random.rng import stream_key
 
 _DOCUMENT_BEGINS = 0.2
@@ -105,30 +102,3 @@ class DataBatches(BatchSource):
 
     def __str__(self) -> str:
         return f"the {'samples' if self.is_nested else 'rows'} of {', '.join(self.given.data.corpora)}"
-
-
-@dataclass(frozen=True)
-class OwnBatches:
-    """Global batches made by a function of the user.
-
-    Attributes:
-        make: maps a step to its global batch, nested tensors whose dim 0 counts the samples; the same on every rank.
-    """
-
-    make: Callable[[int], Any]
-    masked: ClassVar[bool] = False
-
-    def batch(self, config: Config, step: int, dp_index: int = 0, dp: int = 1) -> Any:
-        """Return a replica's samples of the global batch of `step`; raise a `UserError` if dp does not divide them."""
-        whole = self.make(step)
-        samples = batch_size(whole)
-        if samples % dp:
-            raise UserError(
-                f"The batch of step {step + 1} has {samples} samples, which dp {dp} must divide; use "
-                f"{samples // dp * dp or dp}."
-            )
-        size = samples // dp
-        return map_tensors(whole, lambda tensor: tensor[dp_index * size : (dp_index + 1) * size])
-
-    def __str__(self) -> str:
-        return "batches of the user's"

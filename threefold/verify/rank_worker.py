@@ -21,7 +21,7 @@ from threefold.parallel.parameter import axes_of, offset
 from threefold.parallel.settings import PieceSizes
 from threefold.train.state import checkpoint_tensors, loss_scale_facts, restore_engine
 from threefold.train.step import Engine, LossScale
-from threefold.verify.batches import BatchSource, OwnBatches
+from threefold.verify.batches import BatchSource
 from threefold.verify.compare import EVALUATION, SCALE, TOLERANCE, Comparison, Error, Held
 from threefold.verify.reference import CLIP_SHARE, OneProcess, Trace
 from threefold.verify.shrunk_config import compose
@@ -58,7 +58,7 @@ class SecondRun:
     """
 
     config: Config
-    rows: BatchSource | OwnBatches
+    rows: BatchSource
     steps: int
 
 
@@ -94,7 +94,7 @@ class _Training:
         self,
         source: ModelSource,
         config: Config,
-        rows: BatchSource | OwnBatches,
+        rows: BatchSource,
         mesh: Mesh,
         expected: Trace,
         batches: int,
@@ -197,7 +197,7 @@ class _Training:
 def run_rank(
     source: ModelSource,
     config: Config,
-    rows: BatchSource | OwnBatches,
+    rows: BatchSource,
     steps: int,
     folder: str,
     second: tuple[Config, SecondRun] | None = None,

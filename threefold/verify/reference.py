@@ -35,7 +35,7 @@ from threefold.random.rng import fill_normal_, stream_key
 from threefold.torch_private.tensors import persistent_buffers
 from threefold.train.lr_schedules import learning_rate
 from threefold.train.step import Optimizer
-from threefold.verify.batches import BatchSource, OwnBatches
+from threefold.verify.batches import BatchSource
 
 FILE = "one-process.pt"
 CLIP_SHARE = 0.5
@@ -193,7 +193,7 @@ def one_process(
     make_model: Callable[[], nn.Module],
     plan: ModelPlan,
     config: Config,
-    rows: BatchSource | OwnBatches,
+    rows: BatchSource,
     steps: int,
     loss: LossFunction | None = None,
     clip_share: float | None = None,
@@ -254,7 +254,7 @@ def has_forward(model: nn.Module) -> bool:
 def write_trace(
     source: ModelSource,
     config: Config,
-    rows: BatchSource | OwnBatches,
+    rows: BatchSource,
     steps: int,
     folder: str,
 ) -> list[float]:

@@ -17,7 +17,7 @@ from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.models.loss_terms import LossFunction
 from threefold.models.source import ConfigSource, ModelSource
 from threefold.parallel.forward_check import check_source
-from threefold.verify.batches import BatchSource, DataBatches, OwnBatches, RandomBatches
+from threefold.verify.batches import BatchSource, DataBatches, RandomBatches
 from threefold.verify.compare import TOLERANCE, coverage
 from threefold.verify.layout_selection import Selection
 from threefold.verify.rank_worker import SecondRun, run_rank, write_second_trace
@@ -41,7 +41,7 @@ class Verification:
 
     config: Config
     steps: int
-    rows: BatchSource | OwnBatches
+    rows: BatchSource
     source: ModelSource = field(default_factory=ConfigSource)
     full: bool = False
     thorough: bool = False
@@ -57,7 +57,7 @@ class Verification:
             return None
         own_loss = self.source.loss(self.config) is not None
         config = with_further_features(self.config, self.thorough, documents=not own_loss)
-        random = not own_loss and isinstance(self.rows, BatchSource) and not self.rows.is_nested
+        random = not own_loss and not self.rows.is_nested
         return SecondRun(config, RandomBatches() if random else self.rows, self.steps)
 
 
