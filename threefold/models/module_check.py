@@ -16,7 +16,8 @@ from threefold.torch_private.tensors import has_gradient_hooks, has_module_hooks
 _MOST_ELEMENTS = 1 << 26
 """Elements of shared memory up to which two parameters are compared; above, they are assumed to overlap."""
 
-_OF_MODULES = frozenset(vars(nn.Module()))
+OF_MODULES = frozenset(vars(nn.Module()))
+"""Attributes of every module, including its parameters, buffers, submodules and hooks."""
 
 
 def check_modules(model: nn.Module) -> None:
@@ -43,7 +44,7 @@ def check_modules(model: nn.Module) -> None:
     for name, module in modules.items():
         for attribute, value in vars(module).items():
             # Torch sets `_flat_weights` again whenever a parameter of the module is set.
-            if attribute not in _OF_MODULES and not (isinstance(module, nn.RNNBase) and attribute == "_flat_weights"):
+            if attribute not in OF_MODULES and not (isinstance(module, nn.RNNBase) and attribute == "_flat_weights"):
                 _check_attribute(name, module, attribute, value, known)
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():

@@ -7,6 +7,7 @@ from typing import Final
 
 from torch import nn
 
+from threefold.models.own_batch import has_forward
 from threefold.models.plan import Plan, as_pattern, is_norm
 from threefold.models.sharding import Column, Patterns, Replicated, Row, Shard, Split, Vocab
 
@@ -189,10 +190,10 @@ def _layers(model: nn.Module, prefix: str = "") -> Iterator[str]:
             continue
         if isinstance(child, nn.ModuleList | nn.Sequential):
             yield f"{whole}.*"
-        elif type(child).forward is nn.Module.forward:
-            yield from _layers(child, f"{whole}.")
-        else:
+        elif has_forward(child):
             yield whole
+        else:
+            yield from _layers(child, f"{whole}.")
 
 
 def _written(rule: Split) -> str:

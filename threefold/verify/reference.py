@@ -25,7 +25,7 @@ from threefold.models.construct import construct, drawn
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.models.loss_terms import LossFunction, TermSums, count_terms
 from threefold.models.module_check import explaining_passes
-from threefold.models.own_batch import LayerSignature, batch_size, forward_layer, inputs_from
+from threefold.models.own_batch import LayerSignature, batch_size, forward_layer, has_forward, inputs_from
 from threefold.models.sharding import Constant, Drawn, Initial, ModelPlan, Normal
 from threefold.models.source import ModelSource
 from threefold.parallel.gradients import Gradients, Observer
@@ -244,11 +244,6 @@ def reference_loss(
             inputs = inputs_from(output, plan.layers[place - 1]) if place else signature.inputs_of(batch, dtype)
             output = forward_layer(model.get_submodule(name), signature, inputs, samples)
     return TermSums(loss, count_terms(loss, batch, size))(output, batch, size)
-
-
-def has_forward(model: nn.Module) -> bool:
-    """Return whether a model has a `forward`; otherwise its layers are called one by one."""
-    return type(model).forward is not nn.Module.forward
 
 
 def write_trace(

@@ -34,7 +34,8 @@ from threefold.errors import UserError
 from threefold.files import read_text
 from threefold.models.construct import construct, skeleton, told
 from threefold.models.loss_terms import LossFunction
-from threefold.models.own_batch import batch_shapes
+from threefold.models.module_check import OF_MODULES
+from threefold.models.own_batch import batch_shapes, has_forward
 from threefold.models.sharding import ModelPlan
 from threefold.models.source import MakeModel, ModelSource
 from threefold.output import write_durably
@@ -45,12 +46,10 @@ from threefold.torch_private.tensors import persistent_buffers, version_of
 from threefold.train.callbacks.base import say
 from threefold.verify.batches import BatchSource
 from threefold.verify.rank_worker import run_rank
-from threefold.verify.reference import Trace, has_forward, one_process, reference_loss
+from threefold.verify.reference import Trace, one_process, reference_loss
 from threefold.verify.report import DEPARTS, judge
 from threefold.verify.verifier import choose_batches
 
-_OF_TORCH: Final = frozenset(vars(nn.Module()))
-"""Attributes of every module, including its parameters, buffers, submodules and hooks."""
 _ALIKE: Final = 1e-4
 """Largest relative difference at which gradients count as equal."""
 _DEPTH, _MOST = 3, 1000
@@ -254,7 +253,7 @@ def _attributes(model: nn.Module, by_value: bool = False) -> dict[tuple[str, str
     found: dict[tuple[str, str], object] = {}
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
-            if attribute not in _OF_TORCH:
+            if attribute not in OF_MODULES:
                 found[name, attribute] = _mark(value, _DEPTH, by_value)
         persistent = dict(persistent_buffers(module))
         for attribute, value in module.named_buffers(recurse=False, remove_duplicate=False):
