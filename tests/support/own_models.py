@@ -1,7 +1,7 @@
 """Models and losses as users write them: plain PyTorch layers that pass several tensors, and a custom loss."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from threefold.config import Config
 from threefold.data.loader import Share
 from threefold.models.loss_terms import CountedLoss, LossFunction, LossTerm
 from threefold.models.own_batch import map_tensors
-from threefold.models.sharding import Column, Constant, Initial, ModelPlan, Normal, Replicated, Row, Split
+from threefold.models.sharding import Column, Constant, Initial, ModelPlan, Normal, Replicated, Row, Split, matches
 from threefold.random.dropout import Dropout
 from threefold.train.step import Engine
 from threefold.verify import reference
@@ -222,6 +222,31 @@ def own_case(kind: str, blocks: int = 3, **case: Any) -> OwnCase:
     if kind == "masked":
         return OwnCase(partial(MaskedModel, blocks), plan_of(blocks), masked_batch, masked_loss, given)
     return OwnCase(partial(StreamModel, blocks), plan_of(blocks), stream_batch, mean_loss, given)
+
+
+FROZEN = {
+    "first layers": ("start.**", "blocks.0.**", "blocks.1.**"),
+    "last layers": ("blocks.3.**", "end.**"),
+    "some of each": ("start.offset", "blocks.*.up.weight", "blocks.1.down.bias", "blocks.*.gain", "end.norm.*"),
+    "all but one": ("start.**", "blocks.**", "end.scores.weight"),
+}
+"""Names of frozen parameters, by a readable description."""
+
+
+def _freezing(make: Callable[[], nn.Module], patterns: Sequence[str]) -> nn.Module:
+    """Make a model with some parameters frozen, as a user's constructor may leave them."""
+    model = make()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(matches(name, pattern) for pattern in patterns))
+    return model
+
+
+def frozen_case(which: str, **layout: object) -> OwnCase:
+    own = own_case("masked", blocks=4, **layout)
+    make = partial(_freezing, own.make, FROZEN[which])
+    frozen = frozenset(name for name, parameter in make().named_parameters() if not parameter.requires_grad)
+    assert frozen
+    return replace(own, make=make, plan=replace(own.plan, frozen=frozen))
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tests.support.frozen_models import frozen_case
 from tests.support.mistakes import Patch, replace
-from tests.support.own_models import OwnBatches, OwnCase, own_case
+from tests.support.own_models import OwnBatches, OwnCase, frozen_case, own_case
 from tests.support.sweep import sweep
 from tests.verify.support import MistakenPool, verify
 from threefold.config import Config
