@@ -10,7 +10,7 @@ from threefold.config.loading import known_keys
 from threefold.config.model import FOR_SCALED_ROPE, ModelConfig
 from threefold.config.optimizer import HYPER_PARAMETERS, hyper_parameters
 from threefold.errors import UserError
-from threefold.models.llama.config import LlamaConfig
+from threefold.models.llama import LlamaConfig
 
 SEVEN_LINES = """\
 data:

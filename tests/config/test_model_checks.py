@@ -8,7 +8,7 @@ from threefold.config import Config, resolve
 from threefold.config.model import FOR_SCALED_ROPE, ModelConfig
 from threefold.errors import UserError
 from threefold.models.layers.mixture_config import FOR_EXPERTS
-from threefold.models.llama.config import LlamaConfig
+from threefold.models.llama import LlamaConfig
 
 FOR_LLAMA = tuple(name for name in LlamaConfig.model_fields if name not in {*ModelConfig.model_fields, *FOR_EXPERTS})
 MEANINGLESS: dict[str, Any] = {

@@ -3,13 +3,14 @@
 from typing import Any
 
 import pytest
+import torch
 
 from threefold.config import ModelConfig
 from threefold.errors import UserError
 from threefold.huggingface.config_mapping import choose_type, left_out, read_model, write_model
 from threefold.models.family import huggingface_types
-from threefold.models.gpt.config import GPTConfig
-from threefold.models.llama.config import LlamaConfig
+from threefold.models.gpt import GPTConfig
+from threefold.models.llama import LlamaConfig
 
 LLAMA_3_1 = {
     "architectures": ["LlamaForCausalLM"],
@@ -156,6 +157,21 @@ def test_published_files_are_read_and_come_back(published: dict[str, Any], expec
     said = {key: written[key] for key in published.keys() & written.keys() if key != "rope_scaling"}
     assert said == {key: published[key] for key in said}
     assert read_model(written, "config.json") == (family, settings)
+
+
+@pytest.mark.parametrize("changes", [{}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [0, 1, 2]}], ids=str)
+def test_the_weight_of_load_balancing_is_that_of_transformers(changes: dict[str, Any]) -> None:
+    """For an even load, where its mean over the layers with experts and our sum over them can be compared."""
+    modeling = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe")
+    family, settings = read_model(QWEN3_MOE | changes, "config.json")
+    model = ModelConfig.model_validate(settings)
+    sparse = sum(model.has_experts(layer) for layer in range(model.num_layers))
+    assert sparse == 48 // changes.get("decoder_sparse_step", 1) - len(changes.get("mlp_only_layers", []))
+    routers = tuple(torch.zeros(16, model.num_experts) for _ in range(sparse))
+    theirs = 0.001 * modeling.load_balancing_loss_func(routers, model.num_experts, model.experts_per_token)
+    assert sparse * settings["router_aux_loss"] == pytest.approx(float(theirs))
+    filled = ModelConfig.model_validate({**model.filled(1), **settings})
+    assert write_model(filled, family, "bfloat16", None, {})["router_aux_loss_coef"] == 0.001
 
 
 @pytest.mark.parametrize(

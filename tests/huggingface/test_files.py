@@ -23,8 +23,8 @@ from threefold.huggingface.export_hf import Export, export_model
 from threefold.huggingface.import_hf import Import, import_model
 from threefold.launch.training_run import prepare_training
 from threefold.launch.worker_pool import WorkerPool
-from threefold.models.gpt.config import GPTConfig
-from threefold.models.llama.config import LlamaConfig
+from threefold.models.gpt import GPTConfig
+from threefold.models.llama import LlamaConfig
 
 INDEX = "model.safetensors.index.json"
 

@@ -14,8 +14,8 @@ from threefold.huggingface.export_hf import Export, export_model
 from threefold.huggingface.import_hf import Import, import_model
 from threefold.inference.generate import GenerationRequest, Sampling, complete
 from threefold.inference.model import Trained
+from threefold.models.gpt import Activation
 from threefold.models.gpt import huggingface as gpt
-from threefold.models.gpt.config import Activation
 from threefold.ops.kernels import ACTIVATIONS
 
 TOLERANCE = 1e-5

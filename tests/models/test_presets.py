@@ -1,13 +1,10 @@
 """The presets: as many parameters as the published weights have, counted on the meta device."""
 
-from typing import get_args
-
 import pytest
 import torch
 
 from tests.support.sweep import sweep
 from threefold.config import Config, resolve
-from threefold.config.presets import PRESETS, PresetName
 from threefold.models.family import make_model
 
 PUBLISHED = {
@@ -49,10 +46,6 @@ def test_published_sizes(preset: str) -> None:
     with torch.device("meta"):
         model = make_model(resolved(preset).model)
     assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED[preset]
-
-
-def test_the_names_are_those_of_the_presets() -> None:
-    assert get_args(PresetName) == tuple(PRESETS)
 
 
 @pytest.mark.parametrize(

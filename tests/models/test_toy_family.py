@@ -216,6 +216,21 @@ def test_a_family_of_another_package_is_verified(small_run: Run, tmp_path: Path,
 
 
 @pytest.mark.slow
+def test_a_family_of_another_package_is_dry_run(small_run: Run, tmp_path: Path, package: Path) -> None:
+    """A rank of each stage, with the parameters of its layers, half of each cut weight."""
+    config = write_config(tmp_path, small_run.but(dropout=0.0))
+    layout = [argument for axis in ("dp", "tp", "pp") for argument in ("--set", f"parallel.{axis}=2")]
+    ended = threefold(package, "dry-run", str(config), "--json", "--all-stages", *layout)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    table = -(-small_run.config.model.vocab_size // 2) * 16
+    cut = 16 * (48 + 16 + 64 + 64) // 2
+    held = {"embed": table, "blocks.0": 16 + cut, "blocks.1": 16 + cut, "head": 16 + table}
+    ranks = json.loads(ended.stdout)["ranks"]
+    assert [rank["parameters"] for rank in ranks] == [sum(held[layer] for layer in rank["layers"]) for rank in ranks]
+    assert [layer for rank in ranks for layer in rank["layers"]] == list(held)
+
+
+@pytest.mark.slow
 def test_a_family_of_another_package_is_imported_and_exported(tmp_path: Path, package: Path) -> None:
     source = tmp_path / "hf"
     source.mkdir()

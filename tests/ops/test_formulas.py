@@ -24,7 +24,7 @@ from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import Embedding, Head, Linear, PositionEmbedding, SampleInfo
 from threefold.models.layers.experts import MixtureOfExperts, SwiGLU
 from threefold.models.layers.rope_scaling import RopeScaling
-from threefold.models.llama.config import LlamaConfig
+from threefold.models.llama import LlamaConfig
 from threefold.ops.attention import AttentionMask, attention, plain_tile, plain_tile_gradients
 from threefold.ops.cross_entropy import chunked_cross_entropy, cross_entropy
 from threefold.ops.kernels import ACTIVATIONS, embedding, grouped_linear, linear

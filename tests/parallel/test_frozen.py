@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.frozen_models import FROZEN, frozen_case
-from tests.support.own_models import OwnCase, in_layout, one_process
+from tests.support.own_models import FROZEN, OwnCase, frozen_case, in_layout, one_process
 from tests.support.parity import Trace, departures
 from tests.support.sweep import sweep
 from threefold.comm.layout import Coordinates

@@ -4,10 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.own_models import OwnCase, in_layout, make_engine, one_process, own_case
+from tests.support.own_models import OwnBatches, OwnCase, in_layout, make_engine, one_process, own_case
 from tests.support.parity import Trace, departures
 from tests.support.sweep import sweep
-from threefold.verify.batches import OwnBatches
 
 ALONE: dict[tuple[str, int, str], Trace] = {}
 

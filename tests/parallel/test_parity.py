@@ -12,7 +12,7 @@ import torch
 from tests.support.cases import check
 from tests.support.parity import Case, in_layout
 from tests.support.sweep import sweep
-from threefold.models.gpt.config import Activation
+from threefold.models.gpt import Activation
 from threefold.verify.compare import relative_error
 
 LAYOUTS = [

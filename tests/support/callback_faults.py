@@ -15,7 +15,26 @@ from threefold.comm.heartbeat import Activity, Heartbeat, RunSection
 from threefold.train.callbacks.base import Callback, RunContext
 
 
-class StopAt(Callback):
+class OfRank(Callback):
+    """Act on one rank before a step; every rank writes its process id to the run's folder."""
+
+    ranks = "all"
+
+    def __init__(self, rank: int, step: int = 1) -> None:
+        self.rank, self.step = rank, step
+
+    def setup(self, run: RunContext) -> None:
+        self.here = run.mesh.rank == self.rank
+        (run.run_dir / f"pid_{run.mesh.rank}").write_text(str(os.getpid()))
+
+    def before_step(self, step: int, batch: Any) -> None:
+        if self.here and step == self.step:
+            self.act()
+
+    def act(self) -> None: ...
+
+
+class StopAt(OfRank):
     """Stop the process of a rank with SIGSTOP in one section and activity, from a step on.
 
     Another thread sends the signal; no other thread runs Python between its check and the signal.
@@ -26,19 +45,15 @@ class StopAt(Callback):
         step: first step of the section.
     """
 
-    ranks = "all"
-
     def __init__(self, rank: int, section: str, activity: str = "", step: int = 1) -> None:
-        self.rank, self.section, self.step = rank, RunSection[section], step
-        self.activity = Activity[activity] if activity else None
+        super().__init__(rank, step)
+        self.section, self.activity = RunSection[section], Activity[activity] if activity else None
 
     def setup(self, run: RunContext) -> None:
-        (run.run_dir / f"pid_{run.mesh.rank}").write_text(str(os.getpid()))
-        if run.mesh.rank != self.rank:
-            return
-        if self.section is RunSection.START:
+        super().setup(run)
+        if self.here and self.section is RunSection.START:
             _stop()
-        else:
+        elif self.here:
             threading.Thread(target=self._watch, args=(run.mesh.heartbeat,), daemon=True).start()
 
     def _watch(self, heartbeat: Heartbeat) -> None:
@@ -57,22 +72,12 @@ def _stop() -> None:
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGSTOP)
 
 
-class HangAt(Callback):
-    ranks = "all"
-
-    def __init__(self, rank: int, step: int) -> None:
-        self.rank, self.step = rank, step
-
-    def setup(self, run: RunContext) -> None:
-        self.here = run.mesh.rank == self.rank
-        (run.run_dir / f"pid_{run.mesh.rank}").write_text(str(os.getpid()))
-
-    def before_step(self, step: int, batch: Any) -> None:
-        if self.here and step == self.step:
-            threading.Event().wait()
+class HangAt(OfRank):
+    def act(self) -> None:
+        threading.Event().wait()
 
 
-class Busy(Callback):
+class Busy(OfRank):
     """Compute on one rank before a step, like a compilation, in the rank itself or in a child that it waits for.
 
     Args:
@@ -80,18 +85,11 @@ class Busy(Callback):
         child: whether to compute in a child process.
     """
 
-    ranks = "all"
-
     def __init__(self, rank: int, step: int, seconds: float, child: bool) -> None:
-        self.rank, self.step, self.seconds, self.child = rank, step, seconds, child
+        super().__init__(rank, step)
+        self.seconds, self.child = seconds, child
 
-    def setup(self, run: RunContext) -> None:
-        self.here = run.mesh.rank == self.rank
-        (run.run_dir / f"pid_{run.mesh.rank}").write_text(str(os.getpid()))
-
-    def before_step(self, step: int, batch: Any) -> None:
-        if not self.here or step != self.step:
-            return
+    def act(self) -> None:
         if self.child:
             work = f"import time\nwhile time.process_time() < {self.seconds}: pass"
             subprocess.run([sys.executable, "-c", work], check=True)
@@ -101,16 +99,12 @@ class Busy(Callback):
                 pass
 
 
-class Slow(Callback):
+class Slow(OfRank):
     """Sleep on one rank before each step."""
 
-    ranks = "all"
-
     def __init__(self, rank: int, seconds: float) -> None:
-        self.rank, self.seconds = rank, seconds
-
-    def setup(self, run: RunContext) -> None:
-        self.here = run.mesh.rank == self.rank
+        super().__init__(rank)
+        self.seconds = seconds
 
     def before_step(self, step: int, batch: Any) -> None:
         if self.here:
@@ -127,21 +121,18 @@ def _fill_memory() -> Iterator[Any]:
                 yield torch.empty(size, dtype=torch.uint8)
 
 
-class Limit(Callback):
+class Limit(OfRank):
     """Set a limit (memory or open files) of one rank to its current use before a step, in the first attempt only."""
 
-    ranks = "all"
-
     def __init__(self, rank: int, what: str, step: int = 2) -> None:
-        self.rank, self.what, self.step = rank, what, step
+        super().__init__(rank, step)
+        self.what = what
 
     def setup(self, run: RunContext) -> None:
-        self.here = run.mesh.rank == self.rank and not run.attempt.number
-        (run.run_dir / f"pid_{run.mesh.rank}").write_text(str(os.getpid()))
+        super().setup(run)
+        self.here = self.here and not run.attempt.number
 
-    def before_step(self, step: int, batch: Any) -> None:
-        if not self.here or step != self.step:
-            return
+    def act(self) -> None:
         import resource
 
         if self.what == "memory":

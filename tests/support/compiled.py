@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from tests.support.parity import Case, Trace, make_engine, shard_of, whole_tensors
+from tests.support.parity import Case, Trace, make_engine, shard_of, trained
+from threefold.data.loader import Batch
 
 
 class CompileCounts:
@@ -56,19 +57,16 @@ def in_layout_counted(case: Case, coded: bool = False) -> tuple[Trace, int, int,
     """
     if not coded:
         return traced(in_layout_counted, case, True)  # type: ignore[no-any-return]
-    counts = CompileCounts()
-    engine = make_engine(case)
-    trace = Trace(initial=whole_tensors(engine, "master"))
-    first = 0
-    for step in range(case.steps):
-        batch = shard_of(case, step, engine.mesh.dp.index)
-        loss, tokens = engine.compute_gradients(batch, step)
-        trace.gradients.append(whole_tensors(engine, "gradient"))
-        result = engine.update(loss, tokens, step)
-        trace.losses.append(result.loss)
-        trace.norms.append(result.grad_norm)
+    counts, engine, first = CompileCounts(), make_engine(case), 0
+
+    def batch_of(step: int) -> Batch:
+        return shard_of(case, step, engine.mesh.dp.index)
+
+    def after(step: int) -> None:
+        nonlocal first
         if step == 0:
             first = counts.graphs
-            engine.evaluate(batch)
-    trace.weights.append(whole_tensors(engine, "master"))
+            engine.evaluate(batch_of(step))
+
+    trace = trained(engine, case.steps, batch_of, after)
     return trace, first, counts.graphs - first, counts.breaks

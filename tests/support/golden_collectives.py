@@ -9,6 +9,7 @@ from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any
 
+from tests.support.cases import LLAMA_SIZES, MOE_SIZES
 from tests.support.parity import Case, make_engine, shard_of
 
 FILE = Path(__file__).parents[1] / "planner" / "data" / "collectives.json"
@@ -17,24 +18,8 @@ Sequences = list[list[str]]
 """One sequence per rank: `axis operation bytes` of each collective, in the order in which the rank entered them."""
 
 SEQUENCE: tuple[str, Any] = ("parallel.sequence_parallel", True)
-LLAMA: tuple[tuple[str, Any], ...] = (
-    ("architecture", "llama"),
-    ("num_key_value_heads", 6),
-    ("head_dim", 4),
-    ("qk_norm", True),
-)
-MIXTURE: tuple[tuple[str, Any], ...] = (
-    ("architecture", "llama"),
-    ("num_key_value_heads", 6),
-    ("head_dim", 4),
-    ("num_experts", 4),
-    ("experts_per_token", 2),
-    ("expert_ffn_hidden_size", 18),
-    ("shared_expert_ffn_hidden_size", 12),
-    ("dense_layers", 1),
-    ("router_aux_loss", 0.1),
-    ("router_z_loss", 0.01),
-)
+LLAMA = tuple(each for each in LLAMA_SIZES if each[0] in ("architecture", "num_key_value_heads", "head_dim", "qk_norm"))
+MIXTURE = tuple(each for each in MOE_SIZES if each[0] not in ("expert_capacity_factor", "shared_expert_gate"))
 
 
 def _gpt(dp: int = 1, tp: int = 1, pp: int = 1, *settings: tuple[str, Any], **changes: Any) -> Case:

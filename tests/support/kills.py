@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.processes import runs
+
 LONGEST = 300.0
 """Seconds to wait for a moment before giving up."""
 BEACON = Path(__file__).with_name("beacon.py")
@@ -110,6 +112,4 @@ def pids(folder: Path) -> set[int]:
 
 def assert_gone(pids: Iterable[int]) -> None:
     """Assert that no process of these ids runs (one may still be a zombie)."""
-    for pid in pids:
-        state = Path(f"/proc/{pid}/stat")
-        assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+    assert not any(map(runs, pids))

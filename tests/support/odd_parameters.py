@@ -11,6 +11,7 @@ import threefold
 from threefold.models.construct import construct
 from threefold.models.sharding import Split
 from threefold.parallel.parameter import like, whole
+from threefold.verify.compare import largest, relative_error
 
 WORDS, WIDTH, LENGTH, SAMPLES, STEPS = 23, 8, 5, 8, 3
 
@@ -154,8 +155,8 @@ def departures(expected: Trained, ranks: list[Trained], tolerance: float = 1e-12
     for step, seen in enumerate(expected):
         for name, value in seen.items():
             got = [rank[step][name] for rank in ranks if name in rank[step]]
-            scale = value.abs().max().clamp_min(1e-6)
-            worst = max((((each - value).abs().max() / scale).item() for each in got), default=float("inf"))
+            scale = max(largest(value), 1e-6)
+            worst = max((relative_error(each, value, scale) for each in got), default=float("inf"))
             if not worst <= tolerance:
                 found.append(f"step {step + 1}: {name} by {worst:.1e}")
     return found

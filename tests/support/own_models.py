@@ -1,22 +1,26 @@
 """Models and losses as users write them: plain PyTorch layers that pass several tensors, and a custom loss."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.support.parity import Case, Trace, whole_tensors
+from tests.support.parity import Case, Trace, trained
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
+from threefold.config import Config
+from threefold.data.loader import Share
 from threefold.models.loss_terms import CountedLoss, LossFunction, LossTerm
-from threefold.models.sharding import Column, Constant, Initial, ModelPlan, Normal, Replicated, Row, Split
+from threefold.models.own_batch import map_tensors
+from threefold.models.sharding import Column, Constant, Initial, ModelPlan, Normal, Replicated, Row, Split, matches
 from threefold.random.dropout import Dropout
 from threefold.train.step import Engine
 from threefold.verify import reference
-from threefold.verify.batches import OwnBatches
+from threefold.verify.batches import BatchSource
 
 WORDS, CLASSES, LENGTH, WIDTH, INNER = 23, 5, 7, 10, 12
 OTHER_LENGTH, OTHER_WIDTH = 3, 5
@@ -216,31 +220,51 @@ class OwnCase:
 def own_case(kind: str, blocks: int = 3, **case: Any) -> OwnCase:
     given = Case(**{"optimizer": "sgd", "layers": blocks, **case})
     if kind == "masked":
-        return OwnCase(_Masked(blocks), plan_of(blocks), masked_batch, masked_loss, given)
-    return OwnCase(_Streams(blocks), plan_of(blocks), stream_batch, mean_loss, given)
+        return OwnCase(partial(MaskedModel, blocks), plan_of(blocks), masked_batch, masked_loss, given)
+    return OwnCase(partial(StreamModel, blocks), plan_of(blocks), stream_batch, mean_loss, given)
+
+
+FROZEN = {
+    "first layers": ("start.**", "blocks.0.**", "blocks.1.**"),
+    "last layers": ("blocks.3.**", "end.**"),
+    "some of each": ("start.offset", "blocks.*.up.weight", "blocks.1.down.bias", "blocks.*.gain", "end.norm.*"),
+    "all but one": ("start.**", "blocks.**", "end.scores.weight"),
+}
+"""Names of frozen parameters, by a readable description."""
+
+
+def _freezing(make: Callable[[], nn.Module], patterns: Sequence[str]) -> nn.Module:
+    """Make a model with some parameters frozen, as a user's constructor may leave them."""
+    model = make()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(matches(name, pattern) for pattern in patterns))
+    return model
+
+
+def frozen_case(which: str, **layout: object) -> OwnCase:
+    own = own_case("masked", blocks=4, **layout)
+    make = partial(_freezing, own.make, FROZEN[which])
+    frozen = frozenset(name for name, parameter in make().named_parameters() if not parameter.requires_grad)
+    assert frozen
+    return replace(own, make=make, plan=replace(own.plan, frozen=frozen))
 
 
 @dataclass(frozen=True)
-class _Masked:
-    blocks: int
+class OwnBatches(BatchSource):
+    """Global batches made by a function of the step."""
 
-    def __call__(self) -> nn.Module:
-        return MaskedModel(self.blocks)
+    make: Callable[[int], Any]
+    masked: bool = False
 
-
-@dataclass(frozen=True)
-class _Streams:
-    blocks: int
-
-    def __call__(self) -> nn.Module:
-        return StreamModel(self.blocks)
+    def read(self, config: Config, step: int, share: Share) -> Any:
+        rows = torch.from_numpy(share.rows)
+        return map_tensors(self.make(step), lambda tensor: tensor[rows])
 
 
 def one_process(own: OwnCase) -> Trace:
     """Run the plain model with the whole batch in one pass."""
-    batches = OwnBatches(own.batches)
-    trace = reference.one_process(own.make, own.plan, own.case.config, batches, own.case.steps, own.loss)
-    return Trace(trace.initial, trace.losses, trace.norms, trace.gradients, trace.weights[-1:])
+    config, batches = own.case.config, OwnBatches(own.batches)
+    return Trace.last(reference.one_process(own.make, own.plan, config, batches, own.case.steps, own.loss))
 
 
 def make_engine(own: OwnCase) -> Engine:
@@ -251,14 +275,5 @@ def make_engine(own: OwnCase) -> Engine:
 def in_layout(own: OwnCase) -> Trace:
     """Run the engine on this rank of the layout."""
     engine, batches = make_engine(own), OwnBatches(own.batches)
-    dp = engine.mesh.dp
-    trace = Trace(initial=whole_tensors(engine, "master"))
-    for step in range(own.case.steps):
-        batch = batches.batch(own.case.config, step, dp.index, dp.size)
-        loss, count = engine.compute_gradients(batch, step)
-        trace.gradients.append(whole_tensors(engine, "gradient"))
-        result = engine.update(loss, count, step)
-        trace.losses.append(result.loss)
-        trace.norms.append(result.grad_norm)
-    trace.weights.append(whole_tensors(engine, "master"))
-    return trace
+    dp, config = engine.mesh.dp, own.case.config
+    return trained(engine, own.case.steps, lambda step: batches.batch(config, step, dp.index, dp.size))

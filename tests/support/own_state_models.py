@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -84,14 +84,40 @@ def loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Part(nn.Module):
-    """Base of all parts, with a gain, so that there is a weight to compare."""
+    """Base of all parts, with a gain, so that there is a weight to compare.
+
+    Attributes:
+        ones: shapes of buffers of ones, by name.
+        plain: plain attributes, by name.
+    """
+
+    ones: ClassVar[dict[str, tuple[int, ...]]] = {}
+    plain: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.gain = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+        for buffer, shape in self.ones.items():
+            self.register_buffer(buffer, torch.ones(shape))
+        for attribute, value in self.plain.items():
+            setattr(self, attribute, value)
 
     def forward(self, x: Tensor, samples: object) -> Tensor:
-        return x * self.gain
+        return self.compute(x * self.gain)
+
+    def compute(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Computed(Part):
+    """Part without state that computes a function of the scaled activation."""
+
+    def __init__(self, name: str, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(name)
+        self.function = function
+
+    def compute(self, x: Tensor) -> Tensor:
+        return self.function(x)
 
 
 class Wrapped(Part):
@@ -106,10 +132,11 @@ class Wrapped(Part):
 class Tracked(Part):
     """Scale by a running mean of the activations' size, which `forward` updates; drop by the samples' keys."""
 
+    ones: ClassVar = {"size": (WIDTH,)}
+
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.dropout = Dropout(0.1, name)
-        self.register_buffer("size", torch.ones(WIDTH))
         self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
         self.register_buffer("scratch", torch.zeros(()), persistent=False)
 
@@ -132,9 +159,7 @@ class HandMadeBatchNorm(Part):
 class RunningRange(Part):
     """Scale by the largest activation of all samples so far, which is no mean of the ranks' largest."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.register_buffer("largest", torch.ones(()))
+    ones: ClassVar = {"largest": ()}
 
     def forward(self, x: Tensor, samples: object) -> Tensor:
         self.largest = torch.maximum(self.largest, x.detach().abs().max())
@@ -144,9 +169,7 @@ class RunningRange(Part):
 class RunningVariance(Part):
     """Keep a running variance of each batch, for evaluations alone; it is no mean of the replicas' variances."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.register_buffer("variance", torch.ones(()))
+    ones: ClassVar = {"variance": ()}
 
     def forward(self, x: Tensor, samples: object) -> Tensor:
         if self.training:
@@ -169,13 +192,11 @@ class SamplesSeen(Part):
 class Counted(Part):
     """Warm up by a Python number."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.calls = 0
+    plain: ClassVar = {"calls": 0}
 
-    def forward(self, x: Tensor, samples: object) -> Tensor:
+    def compute(self, x: Tensor) -> Tensor:
         self.calls += 1
-        return x * self.gain * min(1.0, 0.1 * self.calls)
+        return x * min(1.0, 0.1 * self.calls)
 
 
 class CountedGradients(Part):
@@ -212,17 +233,10 @@ class Scaled(torch.autograd.Function):
         return gradient * (1 + 0.1 * Scaled.calls)
 
 
-class ScaledGradients(Part):
-    def forward(self, x: Tensor, samples: object) -> Tensor:
-        return Scaled.apply(x) * self.gain  # type: ignore[no-untyped-call]
-
-
 class FirstBatch(Part):
     """Set a weight from the first batch, remembered in a plain attribute."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.is_set = False
+    plain: ClassVar = {"is_set": False}
 
     def forward(self, x: Tensor, samples: object) -> Tensor:
         if not self.is_set:
@@ -275,10 +289,7 @@ class DrawnAttributes(Part):
 class WrittenData(Part):
     """Update running means in ways that autograd does not see."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.register_buffer("size", torch.ones(WIDTH))
-        self.register_buffer("decayed", torch.ones(WIDTH))
+    ones: ClassVar = {"size": (WIDTH,), "decayed": (WIDTH,)}
 
     def forward(self, x: Tensor, samples: object) -> Tensor:
         scaled = x * self.gain / (0.5 + self.size.clone()) * self.decayed.clone()
@@ -328,9 +339,7 @@ class NormedWeight(Part):
 class HeldTensor(Part):
     """Add a running mean kept in a plain attribute, which the first forward pass creates."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.held: Tensor | None = None
+    plain: ClassVar = {"held": None}
 
     def forward(self, x: Tensor, samples: object) -> Tensor:
         before = torch.zeros(WIDTH) if self.held is None else self.held
@@ -345,17 +354,14 @@ class KeptTensor(Part):
         super().__init__(name)
         self.held = torch.zeros(WIDTH)
 
-    def forward(self, x: Tensor, samples: object) -> Tensor:
-        return x * self.gain + self.held
+    def compute(self, x: Tensor) -> Tensor:
+        return x + self.held
 
 
 class Noted(Part):
     """Count calls and keep the last result, without reading either."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.calls = 0
-        self.last: Tensor | None = None
+    plain: ClassVar = {"calls": 0, "last": None}
 
     def forward(self, x: Tensor, samples: object) -> Tensor:
         self.calls += 1
@@ -366,47 +372,20 @@ class Noted(Part):
 class Cached(Part):
     """Keep a table computed in the first forward pass."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.table: Tensor | None = None
+    plain: ClassVar = {"table": None}
 
-    def forward(self, x: Tensor, samples: object) -> Tensor:
+    def compute(self, x: Tensor) -> Tensor:
         if self.table is None or self.table.device != x.device:
             self.table = torch.linspace(0.9, 1.1, WIDTH, device=x.device, dtype=x.dtype)
-        return x * self.gain * self.table
+        return x * self.table
 
 
-class TorchDrawn(Part):
-    def forward(self, x: Tensor, samples: object) -> Tensor:
-        return F.dropout(x * self.gain, 0.1, self.training)
+class DrawnWeights(Part):
+    """Set the initial weight to values that the constructor draws."""
 
-
-class PythonDrawn(Part):
-    def forward(self, x: Tensor, samples: object) -> Tensor:
-        return x * self.gain * (0.9 + 0.2 * random.random())
-
-
-class NumpyDrawn(Part):
-    def forward(self, x: Tensor, samples: object) -> Tensor:
-        return x * self.gain * (0.9 + 0.2 * np.random.rand())
-
-
-class NumpyWeights(Part):
-    """Draw the initial weight with numpy and Python's `random`."""
-
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, draw: Callable[[], Any]) -> None:
         super().__init__(name)
-        values = np.random.rand(WIDTH) + random.random()
-        self.gain = nn.Parameter(torch.tensor(values, dtype=torch.float32, device="cpu"))
-
-
-class UnkeyedWeights(Part):
-    """Draw the initial weight with a generator seeded by the operating system."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        values = np.random.default_rng().random(WIDTH)
-        self.gain = nn.Parameter(torch.tensor(values, dtype=torch.float32, device="cpu"))
+        self.gain = nn.Parameter(torch.tensor(draw(), dtype=torch.float32, device="cpu"))
 
 
 class SplitStatistics(Part):
@@ -448,7 +427,7 @@ PARTS: dict[str, Callable[[str], nn.Module]] = {
     "counter": Counted,
     "gradients counter": CountedGradients,
     "backward counter": lambda name: CountedGradients(name, backward=True),
-    "scaled gradients": ScaledGradients,
+    "scaled gradients": lambda name: Computed(name, Scaled.apply),
     "first batch": FirstBatch,
     "late buffer": LateBuffer,
     "numbered": Numbered,
@@ -462,13 +441,13 @@ PARTS: dict[str, Callable[[str], nn.Module]] = {
     "kept tensor": KeptTensor,
     "noted": Noted,
     "cached": Cached,
-    "F.dropout": TorchDrawn,
+    "F.dropout": lambda name: Computed(name, lambda x: F.dropout(x, 0.1)),
     "variance": RunningVariance,
-    "unkeyed weights": UnkeyedWeights,
+    "unkeyed weights": lambda name: DrawnWeights(name, lambda: np.random.default_rng().random(WIDTH)),
     "split statistics": SplitStatistics,
-    "random": PythonDrawn,
-    "numpy": NumpyDrawn,
-    "numpy weights": NumpyWeights,
+    "random": lambda name: Computed(name, lambda x: x * (0.9 + 0.2 * random.random())),
+    "numpy": lambda name: Computed(name, lambda x: x * (0.9 + 0.2 * np.random.rand())),
+    "numpy weights": lambda name: DrawnWeights(name, lambda: np.random.rand(WIDTH) + random.random()),
     "no dropout": lambda name: Wrapped(name, nn.Dropout(0.0)),
     "Dropout": lambda name: Wrapped(name, nn.Dropout(0.1)),
     "AlphaDropout": lambda name: Wrapped(name, nn.AlphaDropout(0.2)),

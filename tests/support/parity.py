@@ -1,6 +1,6 @@
 """Compare one process with a layout: same model, batches and steps on both sides, and every number checked."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -136,6 +136,11 @@ class Trace(reference.Trace):
     def final(self) -> dict[str, Tensor]:
         return self.weights[-1]
 
+    @classmethod
+    def last(cls, trace: reference.Trace) -> "Trace":
+        """Return a trace of one process with the weights after its last step only."""
+        return cls(trace.initial, trace.losses, trace.norms, trace.gradients, trace.weights[-1:])
+
 
 def global_batch(case: Case, step: int) -> tuple[Tensor, Tensor]:
     """Return random tokens and labels; `uneven` masks a different share of each row, some rows entirely."""
@@ -185,8 +190,8 @@ def one_process(case: Case) -> Trace:
     """Train the unsplit model without the engine: torch's optimizer and clipping, and the whole batch in one pass."""
     config = case.config
     plan = model_plan(config.model, case.sequence)
-    trace = reference.one_process(partial(make_model, config.model), plan, config, CaseRows(case), case.steps)
-    return Trace(trace.initial, trace.losses, trace.norms, trace.gradients, trace.weights[-1:])
+    make = partial(make_model, config.model)
+    return Trace.last(reference.one_process(make, plan, config, CaseRows(case), case.steps))
 
 
 def make_engine(case: Case, pieces: PieceSizes | None = None) -> Engine:
@@ -221,13 +226,21 @@ def whole_tensors(engine: Engine, attribute: str) -> dict[str, Tensor]:
 def in_layout(case: Case) -> Trace:
     """Train with the engine on this rank of the layout."""
     engine = make_engine(case)
+    return trained(engine, case.steps, lambda step: shard_of(case, step, engine.mesh.dp.index))
+
+
+def trained(
+    engine: Engine, steps: int, batch_of: Callable[[int], Any], after: Callable[[int], None] = lambda step: None
+) -> Trace:
+    """Train for some steps on the batches of a replica, and call `after` with each step."""
     trace = Trace(initial=whole_tensors(engine, "master"))
-    for step in range(case.steps):
-        loss, tokens = engine.compute_gradients(shard_of(case, step, engine.mesh.dp.index), step)
+    for step in range(steps):
+        loss, tokens = engine.compute_gradients(batch_of(step), step)
         trace.gradients.append(whole_tensors(engine, "gradient"))
         result = engine.update(loss, tokens, step)
         trace.losses.append(result.loss)
         trace.norms.append(result.grad_norm)
+        after(step)
     trace.weights.append(whole_tensors(engine, "master"))
     return trace
 

@@ -11,7 +11,6 @@ import yaml
 from tests.train.support import Run, losses_of
 from threefold.config import Config, load_config, resolve
 from threefold.config.loading import config_of
-from threefold.config.resolve import with_epochs
 from threefold.data.dataset import open_dataset
 from threefold.errors import UserError
 from threefold.launch.training_run import prepare_training
@@ -27,8 +26,7 @@ def config(**train: Any) -> Config:
 )
 def test_each_epoch_reads_every_sample(epochs: int, samples: int, batch: int, steps: int) -> None:
     """The last batch is filled up with the first samples of the next epoch."""
-    given = with_epochs(config(epochs=epochs), samples, batch)
-    found = resolve(given, 1)
+    found = resolve(config(epochs=epochs, global_batch_size=batch), 1, samples=samples)
     assert (found.train.max_steps, found.optimizer.decay_steps) == (steps, steps)
     assert steps * batch >= epochs * samples > (steps - 1) * batch
     assert resolve(found, 1) == found
@@ -38,10 +36,10 @@ def test_each_epoch_reads_every_sample(epochs: int, samples: int, batch: int, st
 
 def test_both_given() -> None:
     """An error unless they are equal in meaning."""
-    assert resolve(with_epochs(config(epochs=2, max_steps=7), 97, 32), 1).train.max_steps == 7
+    assert resolve(config(epochs=2, max_steps=7), 1, samples=97).train.max_steps == 7
     rule = r"^train\.max_steps is 6 but train\.epochs is 2 too, and 2 · 97 samples in batches of 32 are 7 steps; leave"
     with pytest.raises(UserError, match=rule):
-        with_epochs(config(epochs=2, max_steps=6), 97, 32)
+        resolve(config(epochs=2, max_steps=6), 1, samples=97)
     with pytest.raises(UserError, match=r"^train\.eval_every is 5 but train\.eval_every_epochs is 1 too; leave one of"):
         resolve(config(epochs=2, eval_every=5, eval_every_epochs=1), 1)
     assert resolve(config(eval_every_epochs=1), 1).train.eval_every == 0

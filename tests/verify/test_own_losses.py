@@ -8,16 +8,14 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tests.support.frozen_models import frozen_case
 from tests.support.mistakes import Patch, replace
-from tests.support.own_models import OwnCase, own_case
+from tests.support.own_models import OwnBatches, OwnCase, frozen_case, own_case
 from tests.support.sweep import sweep
 from tests.verify.support import MistakenPool, verify
 from threefold.config import Config
 from threefold.models.sharding import ModelPlan
 from threefold.models.source import ModelSource
 from threefold.train.step_batch import BatchPreparation
-from threefold.verify.batches import OwnBatches
 from threefold.verify.report import DEPARTS, EQUAL
 from threefold.verify.verifier import Verification
 

@@ -4,6 +4,7 @@ Configs may come from untrusted sources. Anything beyond plain values is refused
 name types, values that contain themselves, and aliases or nesting that grow without bound.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -46,19 +47,13 @@ _FLOAT = r"^[-+]?(?:(?:[0-9][0-9_]*)?\.?[0-9][0-9_]*\.?(?:[eE][-+]?[0-9]+)?|\.in
 _INT = r"^[-+]?(?:0|[1-9][0-9_]*)$"
 
 
-def _set_number_rules() -> None:
-    import re
-
-    dropped = {f"{_PREFIX}{name}" for name in ("float", "int", "timestamp", "value")}
-    _Loader.yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in rules if tag not in dropped]
-        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-    _Loader.add_implicit_resolver(f"{_PREFIX}int", re.compile(_INT), list("-+0123456789"))
-    _Loader.add_implicit_resolver(f"{_PREFIX}float", re.compile(_FLOAT), list("-+.0123456789"))
-
-
-_set_number_rules()
+_NO_NUMBERS: Final = {f"{_PREFIX}{name}" for name in ("float", "int", "timestamp", "value")}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in rules if tag not in _NO_NUMBERS]
+    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(f"{_PREFIX}int", re.compile(_INT), list("-+0123456789"))
+_Loader.add_implicit_resolver(f"{_PREFIX}float", re.compile(_FLOAT), list("-+.0123456789"))
 
 
 def parse_value(text: str, where: str) -> Any:

@@ -1,6 +1,6 @@
 """Loading of a config from YAML and overrides, with one-sentence errors that suggest the nearest valid setting."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -115,15 +115,14 @@ def load_config(path: Path | str, overrides: Overrides = ()) -> Config:
         raise UserError(f"{shown(path)}: a config is a mapping of sections such as data: and model:.")
     values = {name: {} if section is None else _named(section) for name, section in _named(read).items()}
     origins = {".".join(key): f"{shown(path)}, line {line}: " for key, line in lines.items()}
-    _apply_all(overrides, values, origins)
-    try:
-        return Config.made(values, origins)
-    except ValidationError as error:
-        raise UserError(_sentence(error, values, origins, shown(path))) from None
+    return _made(values, overrides, origins, shown(path), origins)
 
 
 def config_of(
-    sections: dict[str, dict[str, Any]], overrides: Overrides = (), origins: Mapping[str, str] | None = None
+    sections: Mapping[str, Mapping[str, Any]],
+    overrides: Overrides = (),
+    origins: Mapping[str, str] | None = None,
+    derived: Collection[str] = (),
 ) -> Config:
     """Make a config from plain values by section.
 
@@ -131,27 +130,36 @@ def config_of(
         sections: settings by section.
         overrides: as in `load_config`.
         origins: where the settings were set before, for sentences about the config; None for no file.
+        derived: settings, as `section.key`, that follow from others.
 
     Raises:
         UserError: unknown key, wrong type or impossible value.
     """
-    values: dict[Any, Any] = {name: dict(settings) for name, settings in sections.items()}
-    places = dict.fromkeys(_keys(sections), "")
+    values = {name: dict(settings) for name, settings in sections.items()}
+    places = {f"{name}.{key}": "" for name, settings in sections.items() for key in settings}
+    return _made(values, overrides, places, "config", origins or {}, derived)
+
+
+def _made(
+    values: dict[Any, Any],
+    overrides: Overrides,
+    places: dict[str, str],
+    where: str,
+    origins: Mapping[str, str],
+    derived: Collection[str] = (),
+) -> Config:
+    """Apply overrides to the values and their places, and make the config; errors begin with a place or `where`."""
     _apply_all(overrides, values, places)
     try:
-        return Config.made(values, origins)
+        return Config.model_validate(values, context=(origins, frozenset(derived)))
     except ValidationError as error:
-        raise UserError(_sentence(error, values, places, "config")) from None
+        raise UserError(_sentence(error, values, places, where)) from None
 
 
 def _named(values: Any) -> Any:
     if not isinstance(values, dict):
         return values
     return {shown(key) if isinstance(key, str) else _shown(key): value for key, value in values.items()}
-
-
-def _keys(sections: dict[str, dict[str, Any]]) -> list[str]:
-    return [f"{section}.{key}" for section, values in sections.items() for key in values]
 
 
 def _apply_all(overrides: Overrides, values: dict[Any, Any], origins: dict[str, str]) -> None:
@@ -174,7 +182,8 @@ def _apply_all(overrides: Overrides, values: dict[Any, Any], origins: dict[str, 
 
 def _require_setting(key: str, where: str) -> None:
     if key in Config.model_fields:
-        raise UserError(f"{where}: {key} is a section; name a setting of it, such as {_first(key)}.")
+        first = next(each for each in known_keys() if each.startswith(f"{key}."))
+        raise UserError(f"{where}: {key} is a section; name a setting of it, such as {first}.")
     if key not in known_keys():
         raise UserError(f"{where}: {_unknown(key)}")
 
@@ -222,10 +231,6 @@ def _unknown(key: str) -> str:
     return f"{shown(key)} is not a setting; the nearest is {nearest}."
 
 
-def _first(section: str) -> str:
-    return next(key for key in known_keys() if key.startswith(f"{section}."))
-
-
 def _shown(value: Any) -> str:
     if value is None:
         return "null"
@@ -259,7 +264,8 @@ _EXPECTED = {
 def _expected(problem: Any) -> str:
     kind, context = problem["type"], problem.get("ctx", {})
     if kind == "literal_error":
-        return _choice(problem["input"], context["expected"])
+        names = context["expected"].replace(" or ", ", ").split(", ")
+        return one_of(problem["input"], [name.strip("'") for name in names])
     limits = {
         "greater_than_equal": ("at least", "ge"),
         "greater_than": ("above", "gt"),
@@ -268,17 +274,9 @@ def _expected(problem: Any) -> str:
     }
     if kind in limits:
         words, name = limits[kind]
-        return f"{words} {_number(context[name])}"
+        limit = context[name]
+        short = f"{limit:g}"
+        return f"{words} {short if isinstance(limit, float) and float(short) == limit else limit}"
     if kind == "string_too_short":
         return "the name of a folder"
     return _EXPECTED.get(kind.split("_")[0], problem["msg"])
-
-
-def _number(limit: float) -> str:
-    """Format a limit so that the text is exactly its value."""
-    return short if not isinstance(limit, int) and float(short := f"{limit:g}") == limit else str(limit)
-
-
-def _choice(given: Any, expected: str) -> str:
-    names = [name.strip("'") for name in expected.replace(" or ", ", ").split(", ")]
-    return one_of(given, names)

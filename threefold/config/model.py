@@ -4,7 +4,7 @@ import ast
 from collections.abc import Callable, Iterator
 from math import log
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, cast
 
 from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 from pydantic.fields import FieldInfo
@@ -48,6 +48,7 @@ def is_made_from_section(file: Path, name: str) -> bool:
     return "make_model" in functions and not any(isinstance(node, ast.ClassDef) and node.name == name for node in body)
 
 
+T = TypeVar("T")
 RopeMethod = Literal["none", "linear", "dynamic", "llama3", "yarn"]
 
 FOR_SCALED_ROPE: Final = (
@@ -81,30 +82,31 @@ FAMILIES: Final = Registry(
 )
 """Model families, each a `threefold.models.family.Family`, whose `config` is the class of its `model` section."""
 
-if TYPE_CHECKING:
-    unless_setting = property
-else:
 
-    class unless_setting:
-        """Property that a subclass may override with a setting of the same name.
+class _UnlessSetting:
+    """Value of a family that lacks a setting; a family that has it declares a field of the same name.
 
-        A field's value is in the instance's `__dict__`, which Python searches before a descriptor without `__set__`.
-        Access on the class raises AttributeError, so pydantic sees no field that shadows an attribute.
-        """
+    A field's value is in the instance's `__dict__`, which Python searches before a descriptor without `__set__`.
+    Access on the class raises AttributeError, so pydantic sees no field that shadows an attribute.
+    """
 
-        def __init__(self, value: Callable[[Any], Any]) -> None:
-            self._value = value
+    def __init__(self, value: Callable[[Any], Any]) -> None:
+        self._value = value
 
-        def __get__(self, instance: Any, owner: type) -> Any:
-            if instance is None:
-                raise AttributeError
-            return self._value(instance)
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is None:
+            raise AttributeError
+        return self._value(instance)
+
+
+def unless_setting(value: "Callable[[ModelConfig], T]") -> T:
+    return cast(T, _UnlessSetting(value))
 
 
 class ModelConfig(Section):
     """The model: a decoder like GPT-2, or like Llama and its successors."""
 
-    model_config = ConfigDict(ignored_types=(unless_setting,))
+    model_config = ConfigDict(ignored_types=(_UnlessSetting,))
 
     preset: PresetName = derived()
     """Published model whose sizes are used; settings given beside it override the preset's."""
@@ -168,80 +170,36 @@ class ModelConfig(Section):
 
     # Values for families that do not have the setting.
 
-    @unless_setting
-    def num_key_value_heads(self) -> int:
-        """Number of key and value heads; less than the query heads in grouped-query attention (GQA)."""
-        return self.num_attention_heads
-
-    @unless_setting
-    def head_dim(self) -> int:
-        """Width of an attention head."""
-        return self.hidden_size // self.num_attention_heads
-
-    @unless_setting
-    def embedding_dropout(self) -> float:
-        """Dropout probability of the embeddings."""
-        return self.hidden_dropout
-
-    @unless_setting
-    def activation(self) -> str:
-        """Activation function of a feed-forward network without a gate."""
-        return "gelu_tanh"
-
-    @unless_setting
-    def qk_norm(self) -> bool:
-        """Whether the queries and keys of each head are normalized (QK-norm)."""
-        return False
-
-    @unless_setting
-    def sliding_window(self) -> int:
-        """Positions that a token attends to; 0 for all."""
-        return 0
-
-    @unless_setting
-    def full_attention_layers(self) -> int:
-        """Layers at the start without a sliding window."""
-        return 0
-
-    @unless_setting
-    def num_experts(self) -> int:
-        """Experts of a layer; 0 for none."""
-        return 0
-
-    @unless_setting
-    def experts_per_token(self) -> int:
-        """Experts that are active per token."""
-        return 0
-
-    @unless_setting
-    def expert_ffn_hidden_size(self) -> int:
-        """Width of an expert's feed-forward network."""
-        return 0
-
-    @unless_setting
-    def shared_expert_ffn_hidden_size(self) -> int:
-        """Width of the shared expert; 0 for none."""
-        return 0
-
-    @unless_setting
-    def moe_every(self) -> int:
-        """Interval of the layers that have experts; 1 for every layer."""
-        return 1
-
-    @unless_setting
-    def dense_layers(self) -> int:
-        """Layers at the start without experts."""
-        return 0
-
-    @unless_setting
-    def file(self) -> str:
-        """Python file of an own model; empty for other families."""
-        return ""
-
-    @unless_setting
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments for the constructor of an own model."""
-        return {}
+    num_key_value_heads = unless_setting(lambda model: model.num_attention_heads)
+    """Number of key and value heads; less than the query heads in grouped-query attention (GQA)."""
+    head_dim = unless_setting(lambda model: model.hidden_size // model.num_attention_heads)
+    """Width of an attention head."""
+    embedding_dropout = unless_setting(lambda model: model.hidden_dropout)
+    """Dropout probability of the embeddings."""
+    activation = unless_setting(lambda model: "gelu_tanh")
+    """Activation function of a feed-forward network without a gate."""
+    qk_norm = unless_setting(lambda model: False)
+    """Whether the queries and keys of each head are normalized (QK-norm)."""
+    sliding_window = unless_setting(lambda model: 0)
+    """Positions that a token attends to; 0 for all."""
+    full_attention_layers = unless_setting(lambda model: 0)
+    """Layers at the start without a sliding window."""
+    num_experts = unless_setting(lambda model: 0)
+    """Experts of a layer; 0 for none."""
+    experts_per_token = unless_setting(lambda model: 0)
+    """Experts that are active per token."""
+    expert_ffn_hidden_size = unless_setting(lambda model: 0)
+    """Width of an expert's feed-forward network."""
+    shared_expert_ffn_hidden_size = unless_setting(lambda model: 0)
+    """Width of the shared expert; 0 for none."""
+    moe_every = unless_setting(lambda model: 1)
+    """Interval of the layers that have experts; 1 for every layer."""
+    dense_layers = unless_setting(lambda model: 0)
+    """Layers at the start without experts."""
+    file = unless_setting(lambda model: "")
+    """Python file of an own model; empty for other families."""
+    arguments = unless_setting(lambda model: dict[str, Any]())
+    """Keyword arguments for the constructor of an own model."""
 
     @property
     def blocks(self) -> int | None:
@@ -297,7 +255,7 @@ class ModelConfig(Section):
 
     def broken_by_setting_unused(self) -> Iterator[tuple[str, str]]:
         """Yield settings without effect, unless they have their default value."""
-        for name in self.setting_names():
+        for name in model_settings():
             if (other := self._of_others.get(name)) and not other.is_as_unset(name):
                 rule = f"model.architecture is {self.architecture}, which has no such thing"
                 rule += f"; use architecture {other.architecture} or leave it out"
@@ -346,11 +304,6 @@ class ModelConfig(Section):
             config._of_others.update(dict.fromkeys((name for name in others if given[name] is not None), other))
         return config
 
-    @classmethod
-    def setting_names(cls) -> list[str]:
-        """Return the settings of all families, in the order of a config."""
-        return list(model_settings())
-
     def value_of(self, name: str) -> Any:
         """Return the given value of a setting, whether or not this family has it."""
         return getattr(self._of_others.get(name, self), name)
@@ -367,7 +320,7 @@ class ModelConfig(Section):
         if not values.keys() - ModelConfig.model_fields.keys() and not self._of_others:
             return values
         values |= {name: getattr(other, name) for name, other in self._of_others.items() if not other.is_as_unset(name)}
-        return {name: values[name] for name in self.setting_names() if name in values}
+        return {name: values[name] for name in model_settings() if name in values}
 
 
 def model_settings() -> dict[str, FieldInfo]:

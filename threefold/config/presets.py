@@ -5,44 +5,7 @@ two misprints: 1.3B has 16 heads (24 do not divide its width), 13B has width 512
 successors: the `config.json` published with the weights. The experts' auxiliary loss weights are left to the run.
 """
 
-from typing import Any, Literal
-
-PresetName = Literal[
-    "gpt2-124m",
-    "gpt2-medium",
-    "gpt2-large",
-    "gpt2-xl",
-    "gpt3-125m",
-    "gpt3-350m",
-    "gpt3-760m",
-    "gpt3-1.3b",
-    "gpt3-2.7b",
-    "gpt3-6.7b",
-    "gpt3-13b",
-    "gpt3-175b",
-    "llama-2-7b",
-    "llama-2-13b",
-    "llama-2-70b",
-    "llama-3-8b",
-    "llama-3-70b",
-    "llama-3.1-8b",
-    "llama-3.2-1b",
-    "llama-3.2-3b",
-    "qwen2-0.5b",
-    "qwen2-1.5b",
-    "qwen2-7b",
-    "qwen3-0.6b",
-    "qwen3-1.7b",
-    "qwen3-4b",
-    "qwen3-8b",
-    "qwen3-14b",
-    "qwen3-32b",
-    "mistral-7b-v0.1",
-    "mistral-7b-v0.3",
-    "mixtral-8x7b",
-    "qwen1.5-moe-a2.7b",
-    "qwen3-30b-a3b",
-]
+from typing import TYPE_CHECKING, Any, Literal
 
 Sizes = dict[str, Any]
 
@@ -192,3 +155,8 @@ FAMILIES: dict[str, dict[str, Sizes]] = {
 
 PRESETS: dict[str, Sizes] = {name: sizes for family in FAMILIES.values() for name, sizes in family.items()}
 """Preset → settings of `model`."""
+
+if TYPE_CHECKING:
+    PresetName = str
+else:
+    PresetName = Literal[tuple(PRESETS)]

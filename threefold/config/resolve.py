@@ -5,7 +5,7 @@ from typing import Any
 from threefold.config.loading import config_of, problem
 from threefold.config.optimizer import hyper_parameters
 from threefold.config.rules import batch_sizes, check
-from threefold.config.schema import Config
+from threefold.config.schema import Config, ParallelConfig
 from threefold.config.section import MOST_STEPS
 
 DEFAULT_SEQUENCE_LENGTH = 256
@@ -22,68 +22,62 @@ ENOUGH_TOKENS = 1024
 """Tokens above which a CPU loses less to small micro-batches than to chunked logits, which are computed twice."""
 
 
-def resolve(config: Config, vocab_size: int, largest_micro_batch: int | None = None) -> Config:
+def resolve(
+    config: Config, vocab_size: int, largest_micro_batch: int | None = None, samples: int | None = None
+) -> Config:
     """Fill every setting that is not given, and check that the settings go together.
+
+    With `train.epochs`, each epoch reads every sample, and samples of the next epoch fill up the last step, so their
+    order does not depend on where a run ends.
 
     Args:
         config: config as given, or already resolved (resolving twice changes nothing).
         vocab_size: vocabulary size of the data's tokenizer.
         largest_micro_batch: sequences that fit into a rank's memory, used if no setting determines the micro-batch
             size; None for the default of a CPU.
+        samples: number of training samples, for `train.epochs`; None if it is not known yet, for as many steps as are
+            allowed.
 
     Raises:
         UserError: settings that cannot go together; the message names the nearest value that works.
     """
-    if config.train.epochs is not None and "train.max_steps" not in config.derived:
-        config = _of_steps(config, MOST_STEPS)  # as many as allowed, until `with_epochs` knows the number
-    filled = {name: dict(values) for name, values in config.sections().items()}
+    given = {f"{section}.{key}" for section, values in config.sections().items() for key in values}
+    steps, derived = config.train.max_steps, set(config.derived)
+    if config.train.epochs is not None:
+        steps = _steps_of_epochs(config, config.train.epochs, samples)
+        if not config.is_given("train.max_steps"):
+            derived.add("train.max_steps")
+    filled = config.sections()
+    filled["train"]["max_steps"] = steps
     if config.train.eval_every_epochs is not None:
         if config.train.eval_every and config.is_given("train.eval_every"):
             rule = f"train.eval_every_epochs is {config.train.eval_every_epochs} too; leave one of the two out"
             raise problem(config, "train.eval_every", rule)
         filled["train"]["eval_every"] = 0
-    for key, value in _derived(config, vocab_size).items():
+    for key, value in _derived(config, vocab_size, steps).items():
         section, name = key.split(".")
         filled[section].setdefault(name, value)
-    largest = largest_micro_batch or default_largest(config_of(filled), config.train.loss_chunk_size is not None)
+    sizes = filled["model"]["vocab_size"], filled["data"]["sequence_length"], config.parallel
+    largest = largest_micro_batch or default_largest(*sizes, config.train.loss_chunk_size is not None)
     filled["train"].update(batch_sizes(config, largest)._asdict())
-    filled["train"].setdefault("loss_chunk_size", loss_chunk_size(config_of(filled)))
-    resolved = config_of(filled)
-    given = {f"{section}.{key}" for section, values in config.sections().items() for key in values}
-    stored = {f"{section}.{key}" for section, values in resolved.sections().items() for key in values}
-    resolved = resolved.noted(config.origins, (stored - given | config.derived) - PINNED)
+    columns, tokens = _of_rank(*sizes)
+    filled["train"].setdefault("loss_chunk_size", logits_chunk(filled["train"]["micro_batch_size"] * tokens, columns))
+    stored = {f"{section}.{key}" for section, values in filled.items() for key in values}
+    resolved = config_of(filled, (), config.origins, (stored - given | derived) - PINNED)
     check(resolved, vocab_size)
     return resolved
 
 
-def with_epochs(config: Config, samples: int, global_batch_size: int) -> Config:
-    """Return the config with `train.max_steps` derived from `train.epochs`, so that each epoch reads every sample.
-
-    Samples of the next epoch fill up the last step, so their order does not depend on where a run ends.
-
-    Args:
-        config: config as given.
-        samples: number of training samples.
-        global_batch_size: resolved global batch size.
-
-    Raises:
-        UserError: `train.max_steps` is given too, with a different value.
-    """
-    epochs = config.train.epochs
-    if epochs is None:
-        return config
-    steps = -(-epochs * samples // global_batch_size)
-    if config.is_given("train.max_steps") and config.train.max_steps != steps:
-        rule = f"train.epochs is {epochs} too, and {epochs} · {samples:,} samples in batches of {global_batch_size} are"
+def _steps_of_epochs(config: Config, epochs: int, samples: int | None) -> int:
+    is_given = config.is_given("train.max_steps")
+    if samples is None:
+        return config.train.max_steps if is_given or "train.max_steps" in config.derived else MOST_STEPS
+    total = batch_sizes(config, largest=1).global_batch_size
+    steps = -(-epochs * samples // total)
+    if is_given and config.train.max_steps != steps:
+        rule = f"train.epochs is {epochs} too, and {epochs} · {samples:,} samples in batches of {total} are"
         raise problem(config, "train.max_steps", f"{rule} {steps} steps; leave one of the two out")
-    return _of_steps(config, steps)
-
-
-def _of_steps(config: Config, steps: int) -> Config:
-    if config.is_given("train.max_steps"):
-        return config
-    found = config.model_copy(update={"train": config.train.model_copy(update={"max_steps": steps})})
-    return found.noted(config.origins, config.derived | {"train.max_steps"})
+    return steps
 
 
 def check_settings(config: Config) -> None:
@@ -93,19 +87,27 @@ def check_settings(config: Config) -> None:
     resolve(config, 1 if config.model.vocab_size else unknown)
 
 
-def default_largest(config: Config, chunk_given: bool, device: str = "cpu") -> int:
+def default_largest(
+    vocab_size: int, sequence_length: int, parallel: ParallelConfig, chunk_given: bool, device: str = "cpu"
+) -> int:
     """Return the largest default micro-batch in sequences, at least 1, regardless of memory.
 
     Args:
-        config: config with everything but the batch sizes filled.
+        vocab_size, sequence_length, parallel: settings of the resolved config.
         chunk_given: whether `train.loss_chunk_size` is given.
         device: `cpu` or `cuda`.
     """
+    columns, of_sequence = _of_rank(vocab_size, sequence_length, parallel)
     tokens = LARGEST_TOKENS[device]
     if device == "cpu" and not chunk_given:
-        at_once = LARGEST_LOGITS // (4 * -(-config.model.vocab_size // config.parallel.tp))
+        at_once = LARGEST_LOGITS // (4 * columns)
         tokens = min(tokens, at_once) if at_once >= ENOUGH_TOKENS else tokens
-    return max(1, tokens // -(-config.data.sequence_length // config.parallel.cp))
+    return max(1, tokens // of_sequence)
+
+
+def _of_rank(vocab_size: int, sequence_length: int, parallel: ParallelConfig) -> tuple[int, int]:
+    """Return the most columns of the logits, and tokens of a sequence, that a rank has."""
+    return -(-vocab_size // parallel.tp), -(-sequence_length // parallel.cp)
 
 
 def with_micro_batch(config: Config, size: int) -> Config:
@@ -115,27 +117,16 @@ def with_micro_batch(config: Config, size: int) -> Config:
         config: resolved config whose micro-batch size is not given.
         size: another default, such as that of another machine.
     """
-    filled = config.sections()
+    given = config.sections()
     for key in ("micro_batch_size", "gradient_accumulation_steps", "loss_chunk_size"):
         if f"train.{key}" in config.derived:
-            del filled["train"][key]
-    filled["train"]["micro_batch_size"] = size
-    return resolve(config_of(filled), config.model.vocab_size).noted(config.origins, config.derived)
+            del given["train"][key]
+    return resolve(config_of(given, (), config.origins, config.derived), config.model.vocab_size, size)
 
 
 def is_derived(config: Config, key: str) -> bool:
     """Return whether a setting of a resolved config, as `section.key`, was derived and not given."""
     return key in config.derived
-
-
-def loss_chunk_size(config: Config) -> int:
-    """Return the number of vocabulary entries whose logits take `LARGEST_LOGITS` on a rank, or 0 if all fit.
-
-    Args:
-        config: config with everything else filled.
-    """
-    tokens = config.train.micro_batch_size * -(-config.data.sequence_length // config.parallel.cp)
-    return logits_chunk(tokens, -(-config.model.vocab_size // config.parallel.tp))
 
 
 def logits_chunk(tokens: int, columns: int) -> int:
@@ -144,10 +135,10 @@ def logits_chunk(tokens: int, columns: int) -> int:
     return 0 if columns <= fitting else fitting
 
 
-def _derived(config: Config, vocab_size: int) -> dict[str, Any]:
+def _derived(config: Config, vocab_size: int, steps: int) -> dict[str, Any]:
     model, optimizer = config.model, config.optimizer
     sequence = config.data.sequence_length or model.max_position_embeddings or DEFAULT_SEQUENCE_LENGTH
-    decay_steps = optimizer.decay_steps or config.train.max_steps
+    decay_steps = optimizer.decay_steps or steps
     warmup = optimizer.warmup_steps
     if warmup is None:
         warmup = min(LONGEST_DEFAULT_WARMUP, decay_steps // 10)

@@ -57,13 +57,6 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def check_together(config: Config) -> None:
-    """Check that the features of a config can be combined; raise a `UserError` for the first rule that is broken."""
-    for rule in RULES:
-        if rule.broken(config):
-            raise problem(config, rule.key, rule.reason.format(config=config))
-
-
 DEFAULT_GLOBAL_BATCH_SIZE = 32
 
 
@@ -101,7 +94,10 @@ def batch_sizes(config: Config, largest: int) -> BatchSizes:
             )
         return BatchSizes(product, micro, steps)
     total = total or DEFAULT_GLOBAL_BATCH_SIZE
-    share = _share(config, total)
+    if total % dp:
+        rule = f"must be a multiple of parallel.dp {dp}; use {nearest_multiple(total, dp)}"
+        raise problem(config, "train.global_batch_size", rule, value=total)
+    share = total // dp
     if micro:
         return BatchSizes(total, micro, _quotient(config, share, "train.micro_batch_size"))
     if steps:
@@ -114,14 +110,6 @@ def batch_sizes(config: Config, largest: int) -> BatchSizes:
 def default_micro_batches(config: Config) -> list[int]:
     """Return the possible default micro-batch sizes of a resolved config, largest first."""
     return _default_micro_batches(config, config.train.global_batch_size // config.parallel.dp)
-
-
-def _share(config: Config, total: int) -> int:
-    dp = config.parallel.dp
-    if total % dp:
-        rule = f"must be a multiple of parallel.dp {dp}; use {nearest_multiple(total, dp)}"
-        raise problem(config, "train.global_batch_size", rule, value=total)
-    return total // dp
 
 
 def _quotient(config: Config, share: int, key: str) -> int:
@@ -144,17 +132,6 @@ def _default_micro_batches(config: Config, share: int) -> list[int]:
     taken = [count for count in counts if schedule.accepts(parallel.pp, count)] or counts
     busy = [share // count for count in taken if count >= wanted]
     return busy or [share // taken[-1]]
-
-
-def check_model(config: Config, vocab_size: int) -> None:
-    """Check the sizes of the model; raise a `UserError` for the first rule that is broken."""
-    model = config.model
-    for name, rule in model.broken_rules():
-        raise problem(config, f"model.{name}", rule, model.value_of(name))
-    if model.vocab_size < vocab_size:
-        raise problem(
-            config, "model.vocab_size", f"the tokenizer of the data has {vocab_size} tokens; use {vocab_size}"
-        )
 
 
 def check_division(config: Config) -> None:
@@ -198,34 +175,17 @@ PARTITIONS = ("cost", "uniform", "uniform-chunks")
 
 def check_pipeline(config: Config) -> None:
     """Check the settings of the pipeline stages; raise a `UserError` for the first rule that is broken."""
-    parallel, schedule = config.parallel, config.parallel.pipeline_schedule
-    _check_partition(config)
+    parallel, schedule, partition = config.parallel, config.parallel.pipeline_schedule, config.parallel.partition
+    if isinstance(partition, str) and partition not in PARTITIONS and not partition.startswith("class:"):
+        rule = "must be cost, uniform, uniform-chunks, class: and the name of a class, or a list of layers; use cost"
+        raise problem(config, "parallel.partition", rule)
     if parallel.pp == 1 and (schedule.ranks is not None or schedule.stages_per_rank != 1):
         rule = f"there is no pipeline where parallel.pp is 1; use 1f1b or parallel.pp {max(2, schedule.ranks or 2)}"
         raise problem(config, "parallel.schedule", rule)
     if schedule.ranks not in (None, parallel.pp):
         rule = f"parallel.schedule {schedule.name} has a line for each of {schedule.ranks} ranks; use {schedule.ranks}"
         raise problem(config, "parallel.pp", rule)
-    _check_stages(config)
-
-
-def check_micro_batches(config: Config) -> None:
-    """Check that the schedule accepts the number of micro-batches, or raise a `UserError`."""
-    parallel, schedule = config.parallel, config.parallel.pipeline_schedule
-    if parallel.pp > 1 and not schedule.accepts(parallel.pp, config.train.gradient_accumulation_steps):
-        raise problem(config, "train.gradient_accumulation_steps", _micro_batch_rule(config))
-
-
-def _check_partition(config: Config) -> None:
-    partition = config.parallel.partition
-    if isinstance(partition, str) and partition not in PARTITIONS and not partition.startswith("class:"):
-        rule = "must be cost, uniform, uniform-chunks, class: and the name of a class, or a list of layers; use cost"
-        raise problem(config, "parallel.partition", rule)
-
-
-def _check_stages(config: Config) -> None:
-    parallel, layers, schedule = config.parallel, config.model.blocks, config.parallel.pipeline_schedule
-    needed = schedule.stages_per_rank
+    layers, needed = config.model.blocks, schedule.stages_per_rank
     if needed is not None and parallel.stage_chunks != needed:
         other = "interleaved" if needed == 1 else "zero-bubble"
         rule = f"parallel.schedule {schedule.name} has {needed} of them on each rank; use {needed} or schedule {other}"
@@ -235,21 +195,24 @@ def _check_stages(config: Config) -> None:
     if parallel.pp > layers:
         rule = f"each stage needs a layer and model.num_layers is {layers}; use at most {layers}"
         raise problem(config, "parallel.pp", rule)
-    stages = len(schedule.stage_ranks(parallel.pp, parallel.stage_chunks))
-    if stages > layers + 2:
+    stages, whole = len(schedule.stage_ranks(parallel.pp, parallel.stage_chunks)), layers + 2
+    if stages > whole:
+        if needed is None:
+            fewer = str(whole // parallel.pp)
+        else:
+            fewer = f"parallel.pp {whole // 2}" if whole >= 4 and schedule.ranks is None else "schedule 1f1b"
         rule = (
-            f"parallel.pp {parallel.pp} then has {stages} stages for {layers + 2} layers, the embedding "
-            f"and the head among them; use {_fewer(config)} or model.num_layers {stages - 2}"
+            f"parallel.pp {parallel.pp} then has {stages} stages for {whole} layers, the embedding "
+            f"and the head among them; use {fewer} or model.num_layers {stages - 2}"
         )
         raise problem(config, "parallel.stage_chunks", rule)
 
 
-def _fewer(config: Config) -> str:
-    parallel, layers = config.parallel, config.model.num_layers + 2
-    schedule = parallel.pipeline_schedule
-    if schedule.stages_per_rank is None:
-        return str(layers // parallel.pp)
-    return f"parallel.pp {layers // 2}" if layers >= 4 and schedule.ranks is None else "schedule 1f1b"
+def check_micro_batches(config: Config) -> None:
+    """Check that the schedule accepts the number of micro-batches, or raise a `UserError`."""
+    parallel, schedule = config.parallel, config.parallel.pipeline_schedule
+    if parallel.pp > 1 and not schedule.accepts(parallel.pp, config.train.gradient_accumulation_steps):
+        raise problem(config, "train.gradient_accumulation_steps", _micro_batch_rule(config))
 
 
 def _micro_batch_rule(config: Config) -> str:
@@ -273,7 +236,13 @@ LEAST_TIMEOUT = 2
 
 def check(config: Config, vocab_size: int) -> None:
     """Check a config whose settings are all filled; raise a `UserError` for the first rule that is broken."""
-    check_model(config, vocab_size)
+    model = config.model
+    for name, broken in model.broken_rules():
+        raise problem(config, f"model.{name}", broken, model.value_of(name))
+    if model.vocab_size < vocab_size:
+        raise problem(
+            config, "model.vocab_size", f"the tokenizer of the data has {vocab_size} tokens; use {vocab_size}"
+        )
     for rule in rules():
         rule(config)
 
@@ -296,7 +265,7 @@ def rules() -> tuple[Callable[[Config], None], ...]:
         _check_recompute,
         _check_checkpoints,
         _check_timeout,
-        check_together,
+        _check_together,
         _check_device,
     )
 
@@ -434,6 +403,12 @@ def _check_hyper_parameters(config: Config) -> None:
     if optimizer.nesterov and not optimizer.momentum:
         rule = "optimizer.momentum is 0, and Nesterov's needs one; use false or momentum 0.9"
         raise problem(config, "optimizer.nesterov", rule)
+
+
+def _check_together(config: Config) -> None:
+    for rule in RULES:
+        if rule.broken(config):
+            raise problem(config, rule.key, rule.reason.format(config=config))
 
 
 def _check_timeout(config: Config) -> None:

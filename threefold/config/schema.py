@@ -5,7 +5,7 @@
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, cast
 
 import yaml
 from pydantic import BeforeValidator, Field, PrivateAttr
@@ -293,29 +293,9 @@ class Config(Section):
     _derived: frozenset[str] = PrivateAttr(default=frozenset())
 
     def model_post_init(self, context: Any) -> None:
-        """Keep the origins and the derived settings that `made` passes."""
+        """Keep the origins and the derived settings that `loading` passes."""
         if context is not None:
             self._origins, self._derived = context
-
-    @classmethod
-    def made(
-        cls, sections: Mapping[str, Any], origins: Mapping[str, str] | None = None, derived: Iterable[str] = ()
-    ) -> Self:
-        """Make a config of its sections.
-
-        Args:
-            sections: settings or sections, by the name of the section.
-            origins: where settings, as `section.key`, were set, as the beginning of a sentence.
-            derived: settings, as `section.key`, that follow from others.
-
-        Raises:
-            pydantic.ValidationError: unknown key, wrong type or impossible value.
-        """
-        return cls.model_validate(dict(sections), context=(origins or {}, frozenset(derived)))
-
-    def noted(self, origins: Mapping[str, str], derived: Iterable[str]) -> Self:
-        """Return the same settings with other origins and other derived settings."""
-        return self.made({name: getattr(self, name) for name in type(self).model_fields}, origins, derived)
 
     @property
     def origins(self) -> Mapping[str, str]:

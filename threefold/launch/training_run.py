@@ -18,8 +18,8 @@ from threefold.config import Config, resolve
 from threefold.config.fault_policies import check_fault_policies
 from threefold.config.model import OWN
 from threefold.config.optimizer import BUILT_IN
-from threefold.config.resolve import check_settings, with_epochs
-from threefold.data.dataset import Dataset, open_dataset
+from threefold.config.resolve import check_settings
+from threefold.data.dataset import open_dataset
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.launch.device import choose_device, memory_per_rank, require_gpus, require_memory
@@ -133,6 +133,7 @@ class _Checked:
         given: config as loaded, plus values that follow from the data alone.
         resolved: config with the default micro-batch size of a CPU.
         vocab_size: number of token ids of the data.
+        samples: number of training samples.
         local_world_size: number of ranks on this host.
         layout: layout of the config if it is one of the fallbacks; otherwise empty.
         fallbacks: layouts with which the run can continue, each with its own checked config.
@@ -141,6 +142,7 @@ class _Checked:
     given: Config
     resolved: Config
     vocab_size: int
+    samples: int
     local_world_size: int
     layout: str = ""
     fallbacks: "tuple[tuple[Fallback, _Checked], ...]" = ()
@@ -155,7 +157,8 @@ class _Checked:
         from threefold.planner.stage_memory import largest_micro_batch  # imports torch, which no check needs
 
         room = memory_per_rank(device, self.local_world_size)
-        return _on(device, resolve(config, self.vocab_size, largest_micro_batch(config, self.vocab_size, room, device)))
+        largest = largest_micro_batch(config, self.vocab_size, room, device)
+        return _on(device, resolve(config, self.vocab_size, largest, self.samples))
 
 
 def _checked(config: Config, progress: Progress) -> _Checked:
@@ -178,27 +181,21 @@ def _checked(config: Config, progress: Progress) -> _Checked:
     dataset = open_dataset(config)
     config = dataset.complete(config)
     resolved = resolve(config, dataset.vocab_size)
-    samples = dataset.samples("train", resolved.data, progress)
-    dataset.require_labels("train", samples)
+    train = dataset.samples("train", resolved.data, progress)
+    dataset.require_labels("train", train)
     if resolved.train.evaluates:
         dataset.require_labels("valid", dataset.samples("valid", resolved.data, progress))
-    config, resolved = _counted(config, dataset, len(samples))
+    known, samples = dataset.vocab_size, len(train)
+    if config.train.epochs is not None:
+        resolved = resolve(config, known, samples=samples)
     device = choose_device(resolved.train.device, resolved.precision.dtype, local_world_size, resolved.parallel.backend)
     others = []
     for each in fallbacks:
         with naming_fallback(config, str(each)):
-            given, settled = _counted(dataset.complete(each.config), dataset, len(samples))
-        others.append((each, _Checked(given, _on(device, settled), dataset.vocab_size, each.world_size)))
-    return _Checked(config, _on(device, resolved), dataset.vocab_size, local_world_size, named, tuple(others))
-
-
-def _counted(config: Config, dataset: Dataset, samples: int) -> tuple[Config, Config]:
-    """Return the config as given, with epochs converted to steps, and the resolved config."""
-    resolved = resolve(config, dataset.vocab_size)
-    if config.train.epochs is not None:
-        config = with_epochs(config, samples, resolved.train.global_batch_size)
-        resolved = resolve(config, dataset.vocab_size)
-    return config, resolved
+            given = dataset.complete(each.config)
+            settled = resolve(given, known, samples=samples)
+        others.append((each, _Checked(given, _on(device, settled), known, samples, each.world_size)))
+    return _Checked(config, _on(device, resolved), known, samples, local_world_size, named, tuple(others))
 
 
 def _on(device: Device, config: Config) -> Config:

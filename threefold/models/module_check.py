@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from threefold.torch_private.tensors import has_gradient_hooks, has_module_hooks
 _MOST_ELEMENTS = 1 << 26
 """Elements of shared memory up to which two parameters are compared; above, they are assumed to overlap."""
 
-_OF_MODULES = frozenset(vars(nn.Module()))
+OF_MODULES = frozenset(vars(nn.Module()))
+"""Attributes of every module, including its parameters, buffers, submodules and hooks."""
 
 
 def check_modules(model: nn.Module) -> None:
@@ -27,12 +28,23 @@ def check_modules(model: nn.Module) -> None:
     """
     modules = dict(model.named_modules())
     for name, module in modules.items():
-        _check_lazy(name, module)
-        _check_embedding(name, module)
+        kind = type(module).__name__
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if any(isinstance(each, UninitializedParameter | UninitializedBuffer) for each in own):
+            raise UserError(
+                f"{name!r} is a {kind}, whose sizes are not known before a first batch; give them: use "
+                f"nn.{kind.removeprefix('Lazy')}."
+            )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise UserError(
+                f"{name!r} is an {kind} with sparse=True, whose gradients cannot be sharded; use sparse=False, which "
+                "computes the same."
+            )
     known = set(modules.values())
     for name, module in modules.items():
         for attribute, value in vars(module).items():
-            if attribute not in _OF_MODULES and not _follows_parameters(module, attribute):
+            # Torch sets `_flat_weights` again whenever a parameter of the module is set.
+            if attribute not in OF_MODULES and not (isinstance(module, nn.RNNBase) and attribute == "_flat_weights"):
                 _check_attribute(name, module, attribute, value, known)
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
@@ -48,24 +60,6 @@ def check_hooks(modules: Mapping[str, nn.Module], layers: tuple[str, ...]) -> No
                 f"{_shown(name)} has a hook, which would not be called: its layers are called one by one, whatever is "
                 "around them; register the hook on a layer."
             )
-
-
-def _check_lazy(name: str, module: nn.Module) -> None:
-    own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-    if any(isinstance(each, UninitializedParameter | UninitializedBuffer) for _, each in own):
-        kind = type(module).__name__
-        raise UserError(
-            f"{name!r} is a {kind}, whose sizes are not known before a first batch; give them: use "
-            f"nn.{kind.removeprefix('Lazy')}."
-        )
-
-
-def _check_embedding(name: str, module: nn.Module) -> None:
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-        raise UserError(
-            f"{name!r} is an {type(module).__name__} with sparse=True, whose gradients cannot be sharded; use "
-            "sparse=False, which computes the same."
-        )
 
 
 def _check_attribute(name: str, module: nn.Module, attribute: str, value: Any, known: set[nn.Module]) -> None:
@@ -100,11 +94,6 @@ def _inside(value: Any, depth: int = 3) -> Iterator[Tensor | nn.Module]:
                 yield from _inside(each, depth - 1)
 
 
-def _follows_parameters(module: nn.Module, attribute: str) -> bool:
-    """Return whether torch sets the attribute again whenever a parameter of the module is set."""
-    return isinstance(module, nn.RNNBase) and attribute == "_flat_weights"
-
-
 def _is_recomputed(module: nn.Module, attribute: str) -> bool:
     """Return whether `torch.nn.utils.weight_norm` or the like sets the attribute before each forward pass."""
     return any(f"{attribute}_{ending}" in dict(module.named_parameters(recurse=False)) for ending in ("g", "orig"))
@@ -113,15 +102,16 @@ def _is_recomputed(module: nn.Module, attribute: str) -> bool:
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     if not parameter.numel():
         raise UserError(f"{name!r} is a parameter without elements; leave it out.")
-    if not (parameter.is_floating_point() or parameter.is_complex()):
-        raise UserError(
-            f"{name!r} is a parameter of {str(parameter.dtype).removeprefix('torch.')}, and weights are floats; use "
-            f"self.register_buffer({name.rpartition('.')[2]!r}, …)."
-        )
+    dtype = str(parameter.dtype).removeprefix("torch.")
     if parameter.is_complex():
         raise UserError(
-            f"{name!r} is a parameter of {str(parameter.dtype).removeprefix('torch.')}, whose imaginary part would be "
-            "lost; keep torch.view_as_real of it, and use torch.view_as_complex in forward."
+            f"{name!r} is a parameter of {dtype}, whose imaginary part would be lost; keep torch.view_as_real of it, "
+            "and use torch.view_as_complex in forward."
+        )
+    if not parameter.is_floating_point():
+        raise UserError(
+            f"{name!r} is a parameter of {dtype}, and weights are floats; use "
+            f"self.register_buffer({name.rpartition('.')[2]!r}, …)."
         )
     if has_gradient_hooks(parameter):
         raise UserError(
@@ -187,7 +177,7 @@ def _shown(name: str) -> str:
     return repr(name) if name else "the model"
 
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_OWN_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _WITH_DROPOUT = (nn.MultiheadAttention, nn.RNN, nn.LSTM, nn.GRU)
 _DRAWING = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
@@ -198,50 +188,49 @@ _SPECTRAL_NORM = "_SpectralNorm"
 def refuse_layout_dependent(modules: Mapping[str, nn.Module]) -> None:
     """Raise UserError if the result of a torch module depends on the layout, and name a replacement."""
     for name, module in modules.items():
-        kind = type(module).__name__
-        if isinstance(module, _BATCH_NORMS):
-            raise UserError(
-                f"{name!r} is a {kind}, whose statistics are those of the samples of its own rank and micro-batch, so "
-                "that the layout would change the result; use a LayerNorm or GroupNorm."
-            )
-        if isinstance(module, _DROPOUTS) and module.p > 0:
-            raise UserError(
-                f"{name!r} is {kind}(p={module.p:g}), which draws from torch's generator, so that the layout "
-                f"would change what is dropped; use threefold.Dropout({module.p:g}, {name!r}), called with the "
-                "activation and samples.keys, samples being a parameter of the layer's forward."
-            )
-        if isinstance(module, _WITH_DROPOUT) and module.dropout > 0:
-            raise UserError(
-                f"{name!r} is {kind}(dropout={module.dropout:g}), which draws from torch's generator, so that "
-                "the layout would change what is dropped; use dropout=0, with a threefold.Dropout after it."
-            )
-        if isinstance(module, _DRAWING):
-            raise UserError(
-                f"{name!r} is {kind}(), which draws from torch's generator, so that the layout would change the "
-                "result; use a layer that draws nothing."
-            )
-        if isinstance(module, _LOOK_UPS):
-            _check_look_up(name, module)
-        if type(module).__name__ == _SPECTRAL_NORM or _has_spectral_norm_hook(module):
-            owner = name.partition(".parametrizations.")[0]
-            raise UserError(
-                f"{owner!r} has spectral_norm, which estimates the norm anew in each forward pass, so that the number "
-                "of micro-batches and the layout would change the result; use weight_norm, or none."
-            )
+        for found in _layout_dependent(name, module):
+            raise UserError(found)
 
 
-def _check_look_up(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
+def _layout_dependent(name: str, module: nn.Module) -> Iterator[str]:
     kind = type(module).__name__
-    if module.max_norm is not None:
-        raise UserError(
+    if isinstance(module, _OWN_STATISTICS):
+        yield (
+            f"{name!r} is a {kind}, whose statistics are those of the samples of its own rank and micro-batch, so "
+            "that the layout would change the result; use a LayerNorm or GroupNorm."
+        )
+    if isinstance(module, _DROPOUTS) and module.p > 0:
+        yield (
+            f"{name!r} is {kind}(p={module.p:g}), which draws from torch's generator, so that the layout "
+            f"would change what is dropped; use threefold.Dropout({module.p:g}, {name!r}), called with the "
+            "activation and samples.keys, samples being a parameter of the layer's forward."
+        )
+    if isinstance(module, _WITH_DROPOUT) and module.dropout > 0:
+        yield (
+            f"{name!r} is {kind}(dropout={module.dropout:g}), which draws from torch's generator, so that "
+            "the layout would change what is dropped; use dropout=0, with a threefold.Dropout after it."
+        )
+    if isinstance(module, _DRAWING):
+        yield (
+            f"{name!r} is {kind}(), which draws from torch's generator, so that the layout would change the "
+            "result; use a layer that draws nothing."
+        )
+    if isinstance(module, _LOOK_UPS) and module.max_norm is not None:
+        yield (
             f"{name!r} is {kind}(max_norm={module.max_norm:g}), which changes the rows that a rank looks up in "
             "its forward pass, so that the replicas' weights would part; use max_norm=None and normalize what it "
             "returns."
         )
-    if module.scale_grad_by_freq:
-        raise UserError(
+    if isinstance(module, _LOOK_UPS) and module.scale_grad_by_freq:
+        yield (
             f"{name!r} is {kind}(scale_grad_by_freq=True), which counts the samples of its own rank and micro-batch, "
             "so that the layout would change the gradient; use scale_grad_by_freq=False."
+        )
+    if kind == _SPECTRAL_NORM or _has_spectral_norm_hook(module):
+        owner = name.partition(".parametrizations.")[0]
+        yield (
+            f"{owner!r} has spectral_norm, which estimates the norm anew in each forward pass, so that the number "
+            "of micro-batches and the layout would change the result; use weight_norm, or none."
         )
 
 
@@ -268,8 +257,8 @@ def module_of(error: BaseException, modules: Mapping[str, nn.Module]) -> str:
     names = {id(module): name for name, module in modules.items() if name}
     found = ""
     for each in _causes(error):
-        for owner in _owners(each.__traceback__):
-            found = names.get(id(owner), found)
+        for frame, _ in walk_tb(each.__traceback__):
+            found = names.get(id(frame.f_locals.get("self")), found)
     return found
 
 
@@ -277,14 +266,6 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     if error.__cause__ is not None:
         yield from _causes(error.__cause__)
     yield error
-
-
-def _owners(traceback: TracebackType | None) -> Iterator[object]:
-    while traceback is not None:
-        owner = traceback.tb_frame.f_locals.get("self")
-        if isinstance(owner, nn.Module):
-            yield owner
-        traceback = traceback.tb_next
 
 
 @contextmanager

@@ -10,9 +10,8 @@ with floats cast to the dtype that the model computes in. The loss receives the 
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -67,9 +66,12 @@ class LayerSignature:
 
         Raises UserError if the batch lacks an entry that a parameter names.
         """
+
+        def convert(path: str, tensor: Tensor) -> Tensor:
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
         args, kwargs = self._chosen(batch)
-        args = tuple(_map(each, partial(_floats_as, dtype=dtype), "batch") for each in args)
-        return LayerInputs(args, _map(kwargs, partial(_floats_as, dtype=dtype), "batch"))
+        return LayerInputs(tuple(_map(each, convert) for each in args), _map(kwargs, convert))
 
     def _chosen(self, batch: Any) -> LayerInputs:
         if isinstance(batch, Tensor):
@@ -78,8 +80,9 @@ class LayerSignature:
         if fields is not None:
             missing = [name for name in self.required if name not in fields]
             if missing:
+                entries = ", ".join(map(repr, fields)) or "no entries"
                 raise UserError(
-                    f"The layer {self.layer!r} takes {missing[0]!r} but the batch has {_list(fields)}; call the entry "
+                    f"The layer {self.layer!r} takes {missing[0]!r} but the batch has {entries}; call the entry "
                     "as the parameter of its forward is called."
                 )
             return LayerInputs((), {name: fields[name] for name in self.names if name in fields})
@@ -88,6 +91,11 @@ class LayerSignature:
             nested = inputs[0]
             return self._chosen(nested) if _fields(nested) is not None else LayerInputs(tuple(nested), {})
         return LayerInputs(inputs, {})
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Return whether a module has a `forward`; otherwise its layers are called one by one."""
+    return type(module).forward is not nn.Module.forward
 
 
 def forward_layer(layer: nn.Module, signature: LayerSignature, inputs: LayerInputs, samples: Any) -> Any:
@@ -103,7 +111,10 @@ def inputs_from(output: Any, layer: str) -> LayerInputs:
     """
     tensors = (output,) if isinstance(output, Tensor) else output
     if not isinstance(tensors, tuple | list) or not all(isinstance(each, Tensor) for each in tensors):
-        held = "" if not isinstance(tensors, tuple | list) else f" with {_other(tensors)}"
+        held = ""
+        if isinstance(tensors, tuple | list):
+            other = next(each for each in tensors if not isinstance(each, Tensor))
+            held = f" with a {type(other).__name__} in it"
         raise UserError(
             f"The layer {layer!r} returns a {type(output).__name__}{held} but must return a tensor or a tuple of "
             "tensors, which the next layer takes as its positional arguments."
@@ -113,13 +124,13 @@ def inputs_from(output: Any, layer: str) -> LayerInputs:
 
 def map_tensors(batch: Any, compute: Callable[[Tensor], Any]) -> Any:
     """Return the same nesting with `compute(tensor)` for each tensor; raise UserError for anything but tensors."""
-    return _map(batch, compute, "batch")
+    return _map(batch, lambda path, tensor: compute(tensor))
 
 
 def batch_size(batch: Any) -> int:
     """Return the number of samples in a batch; raise UserError if its tensors differ in it, or if it has none."""
     sizes: dict[str, int] = {}
-    for path, tensor in _leaves(batch, "batch"):
+    for path, tensor in _leaves(batch):
         if tensor.dim() == 0:
             raise UserError(f"{path} has no dims but dim 0 of each tensor of a batch must count its samples.")
         sizes[path] = len(tensor)
@@ -144,20 +155,17 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
             f"A replica's batch has {size} samples but micro_batches is {parts}, which must divide them; use "
             f"{below or parts} samples."
         )
-    return [map_tensors(batch, partial(_part, size=size // parts, number=number)) for number in range(parts)]
+    each = size // parts
+
+    def part(start: int) -> Any:
+        return map_tensors(batch, lambda tensor: tensor[start : start + each])
+
+    return [part(start) for start in range(0, size, each)]
 
 
 def batch_shapes(batch: Any) -> tuple[Any, ...]:
     """Return the path, shape and dtype of each tensor, which determine the shapes that the model computes."""
-    return tuple((path, tuple(tensor.shape), tensor.dtype) for path, tensor in _leaves(batch, "batch"))
-
-
-def _part(tensor: Tensor, size: int, number: int) -> Tensor:
-    return tensor[number * size : (number + 1) * size]
-
-
-def _floats_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+    return tuple((path, tuple(tensor.shape), tensor.dtype) for path, tensor in _leaves(batch))
 
 
 def _fields(batch: Any) -> dict[str, Any] | None:
@@ -168,9 +176,10 @@ def _fields(batch: Any) -> dict[str, Any] | None:
     return None
 
 
-def _map(batch: Any, compute: Callable[[Tensor], Any], path: str) -> Any:
+def _map(batch: Any, compute: Callable[[str, Tensor], Any], path: str = "batch") -> Any:
+    """Return the same nesting with `compute(path, tensor)` for each tensor."""
     if isinstance(batch, Tensor):
-        return compute(batch)
+        return compute(path, batch)
     if isinstance(batch, Mapping):
         return {name: _map(each, compute, f"{path}[{name!r}]") for name, each in batch.items()}
     if isinstance(batch, tuple | list):
@@ -183,25 +192,7 @@ def _map(batch: Any, compute: Callable[[Tensor], Any], path: str) -> Any:
     )
 
 
-def _leaves(batch: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+def _leaves(batch: Any) -> list[tuple[str, Tensor]]:
     found: list[tuple[str, Tensor]] = []
-    fields = _fields(batch)
-    if isinstance(batch, Tensor):
-        found.append((path, batch))
-    elif isinstance(batch, Mapping):
-        found += [leaf for name, each in batch.items() for leaf in _leaves(each, f"{path}[{name!r}]")]
-    elif fields is not None:
-        found += [leaf for name, each in fields.items() for leaf in _leaves(each, f"{path}.{name}")]
-    elif isinstance(batch, tuple | list):
-        found += [leaf for place, each in enumerate(batch) for leaf in _leaves(each, f"{path}[{place}]")]
-    else:
-        _map(batch, lambda tensor: tensor, path)
-    yield from found
-
-
-def _list(names: Mapping[str, Any]) -> str:
-    return ", ".join(map(repr, names)) or "no entries"
-
-
-def _other(values: tuple[Any, ...] | list[Any]) -> str:
-    return "a " + next(type(each).__name__ for each in values if not isinstance(each, Tensor)) + " in it"
+    _map(batch, lambda path, tensor: found.append((path, tensor)))
+    return found

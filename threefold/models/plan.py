@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import TYPE_CHECKING
 
 from threefold.config import ModelConfig
@@ -105,7 +106,6 @@ class Plan:
         layers, stacked = self._expanded(modules)
         buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
         split, bare = self._rules(modules, parameters, buffers)
-        _require_decided(parameters, split, bare, modules)
         for what, patterns, names in (
             ("shard", split, (*modules, *parameters, *buffers)),
             ("initial", self.initial, parameters),
@@ -118,7 +118,7 @@ class Plan:
             bare=bare,
             layers=layers,
             costs=tuple(self._cost(name, modules) for name in layers),
-            initial=_InitialValues(dict(self.initial)),
+            initial=partial(_initial_values, dict(self.initial), Patterns(self.initial)),
             ties=ties,
             recompute={"full": tuple(stacked or layers)} | {mode: tuple(own) for mode, own in self.recompute.items()},
             kinds=tuple(type(modules[name]).__name__ if name in modules else "" for name in layers),
@@ -144,27 +144,32 @@ class Plan:
     def _rules(
         self, modules: "Mapping[str, nn.Module]", parameters: "Mapping[str, nn.Parameter]", buffers: Sequence[str]
     ) -> tuple[dict[str, Split], dict[str, Split]]:
-        if self.shard is None:
-            return {
-                name: Replicated() for name in dict.fromkeys(each.split(".")[0] for each in parameters if "." in each)
-            }, {}
+        """Return the rules of modules, and of bare parameters and buffers; raise UserError if a parameter has none."""
+        shard = self.shard
+        if shard is None:
+            shard = {each.split(".")[0]: Replicated() for each in parameters if "." in each}
         split: dict[str, Split] = {}
         bare: dict[str, Split] = {}
-        for pattern, rule in self.shard.items():
+        for pattern, rule in shard.items():
             named = any(name and matches(name, pattern) for name in modules)
             if named or not any(matches(name, pattern) for name in (*parameters, *buffers)):
                 split[pattern] = rule
             else:
                 bare[pattern] = rule
         given, given_bare = Patterns(split), Patterns(bare)
+        left: list[str] = []
         for name, parameter in parameters.items():
             owner = name.rpartition(".")[0]
             if given.deciding(owner) is not None or given_bare.naming(name) is not None:
                 continue
-            if owner and _is_norm(modules[owner]):
+            if owner and is_norm(modules[owner]):
                 split[owner] = Replicated()
             elif parameter.numel() == 1:
                 bare[name] = Replicated()
+            else:
+                left.append(name)
+        decided = Patterns(split)  # a norm decides on the modules inside it too
+        _require_none([name for name in left if decided.deciding(name.rpartition(".")[0]) is None], split, modules)
         return split, bare
 
     def _cost(self, layer: str, modules: "Mapping[str, nn.Module]") -> float:
@@ -184,19 +189,16 @@ class Plan:
         return ties
 
 
-class _InitialValues:
-    def __init__(self, rules: "dict[str, Initial | Callable[[Tensor], object]]") -> None:
-        self._rules, self._patterns = rules, Patterns(rules)
-
-    def __call__(self, name: str) -> Initial:
-        pattern = self._patterns.naming(name)
-        if pattern is None:
-            return AsConstructed()
-        rule = self._rules[pattern]
-        return rule if isinstance(rule, Initial) else Drawn(rule)
+def _initial_values(
+    rules: "Mapping[str, Initial | Callable[[Tensor], object]]", patterns: Patterns, name: str
+) -> Initial:
+    pattern = patterns.naming(name)
+    rule = AsConstructed() if pattern is None else rules[pattern]
+    return rule if isinstance(rule, Initial) else Drawn(rule)
 
 
-def _is_norm(module: "nn.Module") -> bool:
+def is_norm(module: "nn.Module") -> bool:
+    """Return whether a module is a norm of torch that every rank can compute alike."""
     from torch import nn
 
     return isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm)
@@ -237,18 +239,8 @@ def _frozen(parameters: "Mapping[str, nn.Parameter]", ties: Mapping[str, str]) -
     return frozen
 
 
-def _require_decided(
-    parameters: "Mapping[str, nn.Parameter]",
-    split: Mapping[str, Split],
-    bare: Mapping[str, Split],
-    modules: "Mapping[str, nn.Module]",
-) -> None:
-    """Raise UserError if a module or bare parameter has no rule."""
-    by_module, by_name = Patterns(split), Patterns(bare)
-    left: list[str] = []
-    for name in parameters:
-        if by_module.deciding(name.rpartition(".")[0]) is None and by_name.naming(name) is None:
-            left.append(name)
+def _require_none(left: Sequence[str], split: Iterable[str], modules: "Mapping[str, nn.Module]") -> None:
+    """Raise UserError if parameters are `left` without a rule."""
     if not left:
         return
     found = list(dict.fromkeys(_named(name, modules) for name in left))

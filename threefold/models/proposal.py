@@ -1,62 +1,34 @@
 """Proposal of a plan for a model that has none, from the classes and names of its modules."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 from torch import nn
 
-from threefold.models.plan import Plan, as_pattern
+from threefold.models.own_batch import has_forward
+from threefold.models.plan import Plan, as_pattern, is_norm
 from threefold.models.sharding import Column, Patterns, Replicated, Row, Shard, Split, Vocab
 
-_ATTENTION: Final = frozenset(
-    ["q", "k", "v", "query", "key", "value", "q_proj", "k_proj", "v_proj", "to_q", "to_k", "to_v", "wq", "wk", "wv"]
-)
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_ATTENTION: Final = _words("q k v query key value q_proj k_proj v_proj to_q to_k to_v wq wk wv")
 """Last parts of the names of linear layers that compute queries, keys and values."""
-_FEED_FORWARD: Final = frozenset(
-    [
-        "gate",
-        "up",
-        "gate_proj",
-        "up_proj",
-        "fc1",
-        "c_fc",
-        "fc_in",
-        "w1",
-        "w3",
-        "linear1",
-        "intermediate",
-        "dense_h_to_4h",
-    ]
+_COLUMN: Final = _ATTENTION | _words(
+    "gate up gate_proj up_proj fc1 c_fc fc_in w1 w3 linear1 intermediate dense_h_to_4h"
 )
-"""Last parts of the names of linear layers that compute the inner features of a feed-forward block."""
-_COLUMN: Final = _ATTENTION | _FEED_FORWARD
 """Last parts of the names of linear layers to shard by output features; the next layer takes the shard."""
-_ROW: Final = frozenset(
-    [
-        "o",
-        "out",
-        "proj",
-        "o_proj",
-        "out_proj",
-        "to_out",
-        "wo",
-        "down",
-        "down_proj",
-        "fc2",
-        "c_proj",
-        "fc_out",
-        "w2",
-        "linear2",
-        "dense",
-        "dense_4h_to_h",
-    ]
+_ROW: Final = _words(
+    "o out proj o_proj out_proj to_out wo down down_proj fc2 c_proj fc_out w2 linear2 dense dense_4h_to_h"
 )
 """Last parts of the names of linear layers that take the shard."""
-_FUSED: Final = frozenset(["qkv", "c_attn", "query_key_value", "wqkv", "in_proj", "qkv_proj", "to_qkv"])
+_FUSED: Final = _words("qkv c_attn query_key_value wqkv in_proj qkv_proj to_qkv")
 _IF_CONCATENATED: Final = "right if all queries come first, then keys, then values; without groups if by head"
-_LOGITS: Final = frozenset(["head", "lm_head", "output", "logits", "unembed", "decoder", "to_logits"])
+_LOGITS: Final = _words("head lm_head output logits unembed decoder to_logits")
 _POSITIONS: Final = ("pos", "wpe")
 _HEADS: Final = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead")
 
@@ -85,10 +57,11 @@ class Proposal:
 
     def source(self) -> str:
         """Return the plan as Python code, to be pasted into the model's file."""
-        lines = ["plan = t3.Plan(", f"    layers={_listed(self.plan.layers)},", "    shard={"]
+        layers = ", ".join(f'"{name}"' for name in self.plan.layers)
+        lines = ["plan = t3.Plan(", f"    layers=[{layers}],", "    shard={"]
         for pattern, rule in (self.plan.shard or {}).items():
             why = self.undecided.get(pattern)
-            lines.append(f"        {_quoted(pattern)}: t3.{_written(rule)},{f'  # undecided: {why}' if why else ''}")
+            lines.append(f'        "{pattern}": t3.{_written(rule)},{f"  # undecided: {why}" if why else ""}')
         return "\n".join([*lines, "    },", ")"])
 
 
@@ -106,7 +79,7 @@ def propose(model: nn.Module) -> Proposal:
             positions = name.rpartition(".")[2].startswith(_POSITIONS)
             decided[name] = (Replicated() if positions else Vocab()), ""
         elif is_of_torch(module) and name:
-            if not _is_norm(module) and any(True for _ in module.parameters(recurse=False)):
+            if not is_norm(module) and any(True for _ in module.parameters(recurse=False)):
                 decided[name] = Replicated(), ""  # a convolution, an LSTM, …: no rule shards these
         else:
             for own, parameter in module.named_parameters(recurse=False):
@@ -173,16 +146,12 @@ def _heads(module: nn.Module) -> int:
 
 def _cuts_fused(module: nn.Module) -> bool:
     """Return whether a module has one layer for equally wide queries, keys and values, and a known number of heads."""
-    fused = next(
-        (each for name, each in module.named_children() if name in _FUSED and isinstance(each, nn.Linear)), None
-    )
     heads = _heads(module)
-    return (
-        fused is not None
-        and fused.out_features == 3 * fused.in_features
-        and heads > 0
-        and not fused.in_features % heads
-    )
+    linear = (each for name, each in module.named_children() if name in _FUSED and isinstance(each, nn.Linear))
+    fused = next(linear, None)
+    if fused is None or not heads:
+        return False
+    return fused.out_features == 3 * fused.in_features and fused.in_features % heads == 0
 
 
 def _of_linear(name: str, module: nn.Linear, model: nn.Module, vocabularies: set[int]) -> tuple[Split, str]:
@@ -221,22 +190,10 @@ def _layers(model: nn.Module, prefix: str = "") -> Iterator[str]:
             continue
         if isinstance(child, nn.ModuleList | nn.Sequential):
             yield f"{whole}.*"
-        elif type(child).forward is nn.Module.forward:
-            yield from _layers(child, f"{whole}.")
-        else:
+        elif has_forward(child):
             yield whole
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return f"[{', '.join(map(_quoted, names))}]"
-
-
-def _quoted(name: str) -> str:
-    return f'"{name}"'
+        else:
+            yield from _layers(child, f"{whole}.")
 
 
 def _written(rule: Split) -> str:

@@ -241,8 +241,7 @@ class Column(Split):
     needs_tensor_axis = True
 
     def units(self, parameter: str) -> Mapping[str, Unit]:
-        unit = _unit(self.unit, self.heads)
-        return {} if unit is None else {"tp": unit}
+        return _of_tensor_axis(self.unit, self.heads)
 
 
 @dataclass(frozen=True)
@@ -261,12 +260,12 @@ class Row(Split):
     needs_tensor_axis = True
 
     def units(self, parameter: str) -> Mapping[str, Unit]:
-        unit = _unit(self.unit, self.heads)
-        return {} if unit is None or parameter == "bias" else {"tp": unit}
+        return {} if parameter == "bias" else _of_tensor_axis(self.unit, self.heads)
 
 
-def _unit(unit: Unit | None, heads: int) -> Unit | None:
-    return Unit(HEADS, heads) if unit is None and heads else unit
+def _of_tensor_axis(unit: Unit | None, heads: int) -> Mapping[str, Unit]:
+    unit = Unit(HEADS, heads) if unit is None and heads else unit
+    return {} if unit is None else {"tp": unit}
 
 
 @dataclass(frozen=True)
@@ -426,10 +425,6 @@ class ModelPlan:
     def _hidden_layers(self) -> frozenset[str]:
         return frozenset(self.layers[1:-1])
 
-    def divided_settings(self, axis: str) -> dict[str, int]:
-        """Return the model settings that the size of an axis (`tp` or `ep`) must divide, with their values."""
-        return {setting: unit.count for setting, unit in self.units(axis).items()}
-
     def units(self, axis: str) -> dict[str, Unit]:
         """Return the units that an axis (`tp` or `ep`) keeps together, by the setting that counts them."""
         found: dict[str, Unit] = {}
@@ -500,4 +495,4 @@ class Shard(Split):
         return (Cut("tp", self.dim),)
 
     def units(self, parameter: str) -> Mapping[str, Unit]:
-        return {"tp": Unit(HEADS, self.heads)} if self.heads else {}
+        return _of_tensor_axis(None, self.heads)

@@ -110,7 +110,7 @@ class FileSource(ModelSource):
         module = self._import()
         factory, plan = self._parts(module)
         make = partial(self._make, factory, config)
-        return make, complete_plan(plan, make, config, self.path.name, self._plan_name)
+        return make, complete_plan(plan, make, config, self.path.name, "plan")
 
     def loss(self, config: Config) -> Callable[..., Any] | None:
         """Return the `loss` of the model's class, or else of the file."""
@@ -147,11 +147,7 @@ class FileSource(ModelSource):
         return with_own_model(config, f"{self.path}:{self.name}" if self.name else str(self.path))
 
     def __str__(self) -> str:
-        return f"{self.path.name}:{self.name or self._plan_name}"
-
-    @property
-    def _plan_name(self) -> str:
-        return "plan"
+        return f"{self.path.name}:{self.name or 'plan'}"
 
     def _parts(self, module: ModuleType, needs_plan: bool = True) -> tuple[Callable[..., Any], Any]:
         """Return the class or function that makes the model, and its plan; None if there is none and none is needed."""
@@ -189,10 +185,7 @@ class FileSource(ModelSource):
         positional = (config,) if takes_section else ()
         written = "config" if takes_section else ""
         named = {} if takes_section else bound_arguments(factory, config, said)
-        model = call(factory, positional, named, said=f"{said}({written})")
-        if not isinstance(model, nn.Module):
-            raise UserError(f"{said}({written}) returns a {_kind(model)} but must return a Module.")
-        return model
+        return _made(factory, positional, named, f"{said}({written})")
 
     def _function(self, module: ModuleType, name: str) -> Callable[..., Any]:
         found = getattr(module, name, None)
@@ -255,10 +248,7 @@ class ObjectSource(ModelSource):
         return found
 
     def _make(self, config: ModelConfig) -> nn.Module:
-        model = call(self.model, (), bound_arguments(self.model, config, str(self)), said=f"{self}()")
-        if not isinstance(model, nn.Module):
-            raise UserError(f"{self}() returns a {_kind(model)} but must return a Module.")
-        return model
+        return _made(self.model, (), bound_arguments(self.model, config, str(self)), f"{self}()")
 
 
 def as_source(
@@ -303,6 +293,16 @@ def file_source(config: ModelConfig) -> FileSource:
     return FileSource.parse(config.file, "model.file")
 
 
+def make_own_model(config: ModelConfig) -> nn.Module:
+    make, _ = file_source(config).load_section(config)
+    return make()
+
+
+def own_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
+    _, plan = file_source(config).load_section(config)
+    return plan
+
+
 def with_own_model(config: Config, file: str) -> Config:
     """Return an unresolved config with the model of a file; `file` is empty for a model given in Python."""
     from threefold.config.loading import config_of
@@ -312,7 +312,7 @@ def with_own_model(config: Config, file: str) -> Config:
         "architecture": OWN,
         "file": file,
     }
-    return config_of(sections).noted(config.origins, config.derived)
+    return config_of(sections, (), config.origins, config.derived)
 
 
 def complete_plan(plan: Any, make: MakeModel, config: ModelConfig, said: str, name: str) -> ModelPlan:
@@ -337,6 +337,13 @@ def complete_plan(plan: Any, make: MakeModel, config: ModelConfig, said: str, na
         return built
     except UserError as error:
         raise UserError(f"{said}: {error}") from None
+
+
+def _made(factory: Callable[..., Any], positional: tuple[Any, ...], named: dict[str, Any], said: str) -> nn.Module:
+    model = call(factory, positional, named, said)
+    if not isinstance(model, nn.Module):
+        raise UserError(f"{said} returns a {_kind(model)} but must return a Module.")
+    return model
 
 
 def _is_model_class(found: Any) -> bool:

@@ -399,13 +399,14 @@ def largest_micro_batch(config: Config, vocab_size: int, memory: int, device: st
     """
     resolved = resolve(config, vocab_size)
     size = ModelSize(resolved)
-    largest = default_largest(resolved, config.train.loss_chunk_size is not None, device)
-    sizes = default_micro_batches(resolved)
-    for micro_batch in (each for each in sizes if each <= largest):
+    sizes = resolved.model.vocab_size, resolved.data.sequence_length, resolved.parallel
+    largest = default_largest(*sizes, config.train.loss_chunk_size is not None, device)
+    micro_batches = default_micro_batches(resolved)
+    for micro_batch in (each for each in micro_batches if each <= largest):
         tried = resolve(config, vocab_size, largest_micro_batch=micro_batch)
         if step_bytes(tried, device, size) <= memory:
             return micro_batch
-    return sizes[-1]
+    return micro_batches[-1]
 
 
 def step_bytes(config: Config, device: str, size: ModelSize | None = None) -> int:

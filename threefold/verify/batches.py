@@ -1,11 +1,9 @@
 """Batches for verification, the same in every layout: samples of the config's data, or random tokens without data."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +12,6 @@ from threefold.config import Config
 from threefold.constants import IGNORE_INDEX
 from threefold.data.dataset import open_dataset
 from threefold.data.loader import Batch, Loader, Share
-from threefold.errors import UserError
-from threefold.models.own_batch import batch_size, map_tensors
 from threefold.random.rng import stream_key
 
 _DOCUMENT_BEGINS = 0.2
@@ -28,14 +24,11 @@ class BatchSource(ABC):
     Attributes:
         masked: whether to ignore some labels (`IGNORE_INDEX`) that the data does not ignore. False for a user's loss,
             which need not know ignored labels, or may be a mean that counts them.
+        is_nested: whether batches are nested tensors for a user's own model instead of tokens.
     """
 
     masked: bool
-
-    @property
-    def is_nested(self) -> bool:
-        """Whether batches are nested tensors for a user's own model instead of tokens."""
-        return False
+    is_nested: bool = False
 
     @abstractmethod
     def read(self, config: Config, step: int, share: Share) -> Any:
@@ -81,75 +74,31 @@ class RandomBatches(BatchSource):
 
 
 @dataclass(frozen=True)
-class TokenFileBatches(BatchSource):
+class DataBatches(BatchSource):
     """Training samples of the data of config `given`, read by the training loader.
 
     Token ids are taken modulo the vocabulary size, for a model shrunk from `given` to a smaller vocabulary.
+
+    Attributes:
+        is_nested: whether samples are nested tensors for a user's own model instead of tokens.
     """
 
     given: Config
     masked: bool = True
-
-    def read(self, config: Config, step: int, share: Share) -> Batch:
-        samples = open_dataset(self.given).samples("train", config.data)
-        with closing(Loader(samples, None, share, config.train.seed, config.data.separate_documents)) as loader:
-            batch = loader.batch(step)
-        return replace(batch, tokens=self._fold(batch.tokens, config), labels=self._fold(batch.labels, config))
-
-    @staticmethod
-    def _fold(tokens: Tensor, config: Config) -> Tensor:
-        return torch.where(tokens == IGNORE_INDEX, tokens, tokens % config.model.vocab_size)
-
-    def __str__(self) -> str:
-        return f"the rows of {', '.join(self.given.data.corpora)}"
-
-
-@dataclass(frozen=True)
-class NestedBatches(BatchSource):
-    """Training samples that are not tokens, of the data of config `given`, read by the training loader."""
-
-    given: Config
-    masked: bool = False
-
-    @property
-    def is_nested(self) -> bool:
-        return True
+    is_nested: bool = False
 
     def read(self, config: Config, step: int, share: Share) -> Any:
         samples = open_dataset(self.given).samples("train", config.data)
-        with closing(Loader(samples, None, share, config.train.seed)) as loader:
-            return loader.batch(step)
+        separate = config.data.separate_documents and not self.is_nested
+        with closing(Loader(samples, None, share, config.train.seed, separate)) as loader:
+            batch = loader.batch(step)
+        if self.is_nested:
+            return batch
+
+        def fold(tokens: Tensor) -> Tensor:
+            return torch.where(tokens == IGNORE_INDEX, tokens, tokens % config.model.vocab_size)
+
+        return replace(batch, tokens=fold(batch.tokens), labels=fold(batch.labels))
 
     def __str__(self) -> str:
-        return f"the samples of {', '.join(self.given.data.corpora)}"
-
-
-@dataclass(frozen=True)
-class OwnBatches:
-    """Global batches made by a function of the user.
-
-    Attributes:
-        make: maps a step to its global batch, nested tensors whose dim 0 counts the samples; the same on every rank.
-    """
-
-    make: Callable[[int], Any]
-    masked: ClassVar[bool] = False
-
-    def batch(self, config: Config, step: int, dp_index: int = 0, dp: int = 1) -> Any:
-        """Return a replica's samples of the global batch of `step`; raise a `UserError` if dp does not divide them."""
-        whole = self.make(step)
-        samples = batch_size(whole)
-        if samples % dp:
-            raise UserError(
-                f"The batch of step {step + 1} has {samples} samples, which dp {dp} must divide; use "
-                f"{samples // dp * dp or dp}."
-            )
-        size = samples // dp
-        return map_tensors(whole, partial(_part, start=dp_index * size, end=(dp_index + 1) * size))
-
-    def __str__(self) -> str:
-        return "batches of the user's"
-
-
-def _part(tensor: Tensor, start: int, end: int) -> Tensor:
-    return tensor[start:end]
+        return f"the {'samples' if self.is_nested else 'rows'} of {', '.join(self.given.data.corpora)}"

@@ -9,6 +9,7 @@ from math import inf, isnan, prod
 
 from torch import Tensor
 
+from threefold.comm.layout import Layout
 from threefold.verify.reference import Trace
 
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5}
@@ -51,17 +52,47 @@ class Error:
         what: `INITIAL`, `LOSS`, `GRADIENT`, `EVALUATION`, `NORM`, `CLIPPED`, `WEIGHT`, `BUFFER` or `SCALE`.
         parameter: name of the parameter or buffer; empty for the loss and the norm.
         step: from 1; 0 for the initial weights.
-        rank: rank that computed it.
         relative: difference relative to the largest magnitude in the whole tensor.
+        rank: rank that computed it.
+        dp, tp, pp, cp: coordinates of the rank, once `report.judge` has located it.
+        stage: pipeline stage of the parameter; for a loss or norm, the rank's pp coordinate.
         check: check of the second run that saw it (`rank_worker.CHECKS`); empty for the first run.
     """
 
     what: str
     parameter: str
     step: int
-    rank: int
     relative: float
+    rank: int
+    dp: int = 0
+    tp: int = 0
+    pp: int = 0
+    cp: int = 0
+    stage: int = 0
     check: str = ""
+
+    def __str__(self) -> str:
+        """Format as `gradient of blocks.0.mlp.up.weight, step 1`, with the check of the second run that saw it."""
+        of = f" of {self.parameter}" if self.parameter else ""
+        seen = f" in the check of {self.check}" if self.check else ""
+        return f"{self.what}{of}" + (f", step {self.step}" if self.step else "") + seen
+
+    @property
+    def short(self) -> str:
+        """Short form for the table: `step 1 grad blocks.0.mlp.up.weight`."""
+        what = {INITIAL: "init", GRADIENT: "grad", NORM: "grad norm", CLIPPED: "clipped"}.get(self.what, self.what)
+        when = f"{self.check}:" if self.check else f"step {self.step}" if self.step else ""
+        return " ".join(part for part in (when, what, self.parameter) if part)
+
+    def where(self, layout: Layout) -> str:
+        """Format the coordinates on the axes of the layout: `stage 1, tp shard 0 of 2, rank 2`."""
+        parts = [f"stage {self.stage}"] if layout.pp > 1 else []
+        parts += [
+            f"{name} {getattr(self, axis)} of {layout.size(axis)}"
+            for axis, name in (("tp", "tp shard"), ("dp", "dp replica"), ("cp", "cp part"))
+            if layout.size(axis) > 1
+        ]
+        return ", ".join([*parts, f"rank {self.rank}"])
 
 
 class Comparison:
@@ -72,14 +103,16 @@ class Comparison:
         held: this rank's part of each parameter.
         floor: a tensor whose magnitudes are all below this share of the model's largest is measured against that share;
             0 to measure each tensor against its own largest.
-        check: check of the second run that the results belong to.
+
+    Attributes:
+        errors: errors of all comparisons so far.
+        check: check of the second run that the next results belong to; empty in the first run.
     """
 
-    def __init__(
-        self, expected: Trace, held: Mapping[str, Held], rank: int, floor: float = SMALL, check: str = ""
-    ) -> None:
-        self.expected, self.held, self.rank, self.floor, self.check = expected, held, rank, floor, check
+    def __init__(self, expected: Trace, held: Mapping[str, Held], rank: int, floor: float = SMALL) -> None:
+        self.expected, self.held, self.rank, self.floor = expected, held, rank, floor
         self.errors: list[Error] = []
+        self.check = ""
 
     def initial(self, weights: Mapping[str, Tensor]) -> None:
         """Compare this rank's weights before the first step."""
@@ -138,7 +171,7 @@ class Comparison:
 
     def _add(self, what: str, parameter: str, step: int, relative: float) -> None:
         relative = inf if isnan(relative) else relative
-        self.errors.append(Error(what, parameter, step, self.rank, relative, self.check))
+        self.errors.append(Error(what, parameter, step, relative, self.rank, check=self.check))
 
 
 def coverage(ranks: list[list[Held]], expected: Mapping[str, tuple[int, ...]]) -> str | None:

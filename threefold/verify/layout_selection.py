@@ -97,7 +97,7 @@ def covering(base: Config, ranks: int, check: Check = suits) -> Selection:
         found = [spec for spec in tried if unsupported_because(base, spec, check) is None]
         if not found:
             continue
-        best = max(found, key=lambda spec: _gain(spec, seen))
+        best = max(found, key=lambda spec: sum(1 if len(each) == 2 else 10 for each in _meetings(spec) - seen))
         seen |= _meetings(best)
         taken.append(_with_extras(base, best, number, check))
     return Selection(tuple(taken), second_every=_SECOND_EVERY)
@@ -119,10 +119,6 @@ def unsupported_because(base: Config, spec: LayoutSpec, check: Check = suits) ->
     except UserError as error:
         return str(error)
     return None
-
-
-def _gain(spec: LayoutSpec, seen: set[frozenset[Any]]) -> float:
-    return sum(1.0 if len(meeting) == 2 else 10.0 for meeting in _meetings(spec) - seen)
 
 
 def _meetings(spec: LayoutSpec) -> set[frozenset[Any]]:

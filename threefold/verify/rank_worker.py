@@ -1,12 +1,11 @@
 """Verification on one rank: trains the layout in tiny pieces and compares it with the trace of one process."""
 
-from collections.abc import Iterable
+from collections import Counter
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import Final
 
-import torch.distributed as dist
 from torch import Tensor
 
 from threefold.checkpoint.folder import Checkpoint, path_of
@@ -23,8 +22,8 @@ from threefold.parallel.settings import PieceSizes
 from threefold.train.optim import LossScale
 from threefold.train.state import checkpoint_tensors, loss_scale_facts, restore_engine
 from threefold.train.step import Engine
-from threefold.verify.batches import BatchSource, OwnBatches
-from threefold.verify.compare import EVALUATION, SCALE, SMALL, TOLERANCE, Comparison, Error, Held
+from threefold.verify.batches import BatchSource
+from threefold.verify.compare import EVALUATION, SCALE, TOLERANCE, Comparison, Error, Held
 from threefold.verify.reference import CLIP_SHARE, OneProcess, Trace
 from threefold.verify.shrunk_config import compose
 
@@ -32,44 +31,6 @@ PIECES: Final = PieceSizes(bucket_bytes=8 << 10, norm_elements=16, logits_at_onc
 SHARED_MEMORY: Final = SharedMemorySizes(slot=4 << 10, sharing=2 << 10)
 """Sizes that divide even a shrunk model's tensors into several full and partial pieces, so that a mistake at a bound,
 or in all but the first piece, is no smaller than in the full model."""
-
-
-def tiny_mesh(config: Config) -> Mesh:
-    """Return the mesh of a config's layout, with tiny pieces in shared memory."""
-    return Mesh(Layout.from_config(config.parallel), sizes=SHARED_MEMORY)
-
-
-def tiny_engine(
-    source: ModelSource, config: Config, mesh: Mesh, clip: float, loss_scale: LossScale | None = None
-) -> Engine:
-    """Return an engine with tiny pieces that clips to norm `clip`, 0 for no clip."""
-    optimizer = config.optimizer.model_copy(update={"clip_grad_norm": clip})
-    config = config.model_copy(update={"optimizer": optimizer})
-    make_model, plan = source.load(config)
-    return Engine(make_model, plan, mesh, config, loss=source.loss(config), loss_scale=loss_scale, pieces=PIECES)
-
-
-def held_parts(engine: Engine) -> dict[str, Held]:
-    """Return this rank's shard of each parameter of its stages, by name."""
-    numbers = engine.parallelism.stages.held_by(engine.mesh.pp.index)
-    stages: dict[str, int] = {}
-    for number, stage in zip(numbers, engine.stages, strict=True):
-        for name, _ in stage.named_parameters():
-            stages.setdefault(engine.plan.whole_name(name), number)
-    return {
-        entry.name: Held(entry.name, stages[entry.name], offset(entry.parameter), tuple(entry.master.shape))
-        for entry in engine.model.weights
-    }
-
-
-def weights_of(engine: Engine) -> dict[str, Tensor]:
-    """Return this rank's part of each master weight."""
-    return {weight.name: weight.master.detach() for weight in engine.model.weights}
-
-
-def gradients_of(engine: Engine) -> dict[str, Tensor]:
-    """Return this rank's part of each gradient."""
-    return {entry.name: entry.gradient.detach() for entry in engine.optimizer.entries}
 
 
 MIXED: Final = "dropout, documents, loss scale"
@@ -98,111 +59,13 @@ class SecondRun:
     """
 
     config: Config
-    rows: BatchSource | OwnBatches
+    rows: BatchSource
     steps: int
 
 
-def write_second_trace(source: ModelSource, run: SecondRun, folder: str) -> None:
-    """Write the trace of one process to `folder`, and the checkpoint of an engine on one rank."""
-    path = Path(folder) / "second"
-    for name in (_OF_ONE_PROCESS, _OF_LAYOUT):
-        (path / name).mkdir(parents=True, exist_ok=True)
-    make_model, plan = source.load(run.config)
-    alone = OneProcess(make_model, plan, run.config, source.loss(run.config), CLIP_SHARE)
-    for place, step in enumerate(_STEPS):
-        batch = run.rows.batch(run.config, step % run.steps)
-        alone.step(batch, step, updates=place != _OVERFLOWS, evaluates=place == _SAVED + 1)
-    alone.trace.save(path)
-    config = compose(run.config, LayoutSpec(Layout()))
-    training = _Training(source, config, run, tiny_mesh(config), Trace.load(path))
-    training.steps(_SAVED + 1)
-    training.save(path / _OF_ONE_PROCESS)
-
-
-def second_errors(source: ModelSource, config: Config, run: SecondRun, mesh: Mesh, folder: str) -> list[Error]:
-    """Make the second run as a rank of the config's layout, and compare it with the trace in `folder`. Collective."""
-    path = Path(folder) / "second"
-    expected = Trace.load(path)
-    first = _Training(source, config, run, mesh, expected)
-    first.steps(_SAVED + 1)
-    checkpoint = first.save(path / _OF_LAYOUT)
-    second = _Training(source, config, run, mesh, expected)
-    second.resume(checkpoint, RESUMED)
-    # An evaluation gathers weights, which must not outlive the load of other weights.
-    second.evaluate()
-    second.resume(_checkpoint(path / _OF_ONE_PROCESS), MOVED)
-    return first.errors + second.errors
-
-
-class _Training:
-    """Engine of this rank, compared step by step."""
-
-    def __init__(self, source: ModelSource, config: Config, run: SecondRun, mesh: Mesh, expected: Trace) -> None:
-        self.config, self.run, self.mesh, self.expected = config, run, mesh, expected
-        self.engine: Engine = tiny_engine(source, config, mesh, expected.limit, LossScale(_SCALE, _WINDOW))
-        self.held = held_parts(self.engine)
-        self.errors: list[Error] = []
-
-    def steps(self, count: int) -> None:
-        for place in range(count):
-            self._step(place, CHECKS[place])
-
-    def resume(self, checkpoint: Checkpoint, check: str) -> None:
-        restore_engine(self.engine, checkpoint)
-        comparison = self._comparison(check)
-        comparison.weights(_SAVED, weights_of(self.engine))
-        comparison.number(SCALE, _SAVED, self._scale, _SCALES[_SAVED])
-        self.errors += comparison.errors
-        self._step(_SAVED + 1, check)
-
-    def evaluate(self) -> None:
-        batch = self.run.rows.batch(self.config, 0, self.mesh.dp.index, self.mesh.dp.size)
-        self.engine.eval_batch(batch, self.engine.loss)
-
-    def save(self, folder: Path) -> Checkpoint:
-        scale, good_steps = loss_scale_facts(self.engine)
-        seed, step = self.config.train.seed, _STEPS[_SAVED] + 1
-        facts = Facts(step, 0, seed, None, None, 0, 0, loss_scale=scale, good_steps=good_steps)
-        save_checkpoint(folder, facts, checkpoint_tensors(self.engine), {}, self.mesh.world)
-        return _checkpoint(folder)
-
-    @property
-    def _scale(self) -> float:
-        assert self.engine.loss_scale is not None  # the constructor sets it
-        return self.engine.loss_scale.value
-
-    def _comparison(self, check: str) -> Comparison:
-        return Comparison(self.expected, self.held, self.mesh.rank, SMALL, check)
-
-    def _step(self, place: int, check: str) -> None:
-        engine, step, comparison = self.engine, _STEPS[place], self._comparison(check)
-        batch = self.run.rows.batch(self.config, step % self.run.steps, self.mesh.dp.index, self.mesh.dp.size)
-        term, tokens = engine.compute_gradients(batch, step)
-        if place in self.expected.evaluations:
-            evaluated = engine.eval_batch(batch, engine.loss).loss
-            comparison.number(EVALUATION, place, evaluated, self.expected.evaluations[place])
-        comparison.gradients(place, {name: gradient.clone() for name, gradient in gradients_of(engine).items()})
-        if place == _OVERFLOWS:
-            self._overflow()
-        result = engine.update(term, tokens, step)
-        comparison.scalars(place, result.loss, self.expected.norms[place] if result.skipped else result.grad_norm)
-        comparison.weights(place, weights_of(engine))
-        comparison.number(SCALE, place, self._scale, _SCALES[place])
-        if result.skipped != (place == _OVERFLOWS):
-            comparison.number(SCALE, place, inf, 1.0)
-        self.errors += comparison.errors
-
-    def _overflow(self) -> None:
-        """Make a gradient overflow on the last rank that holds any."""
-        filled = [entry for entry in self.engine.optimizer.entries if entry.gradient.numel()]
-        holders = [rank for rank, holds in enumerate(self.mesh.world.gather_objects(bool(filled))) if holds]
-        if self.mesh.rank == holders[-1]:
-            filled[-1].gradient[(0,) * filled[-1].gradient.dim()] = inf
-
-
-def _checkpoint(folder: Path) -> Checkpoint:
-    path = path_of(folder, _STEPS[_SAVED] + 1)
-    return Checkpoint(path, read_manifest(path).facts)
+def tiny_mesh(config: Config) -> Mesh:
+    """Return the mesh of a config's layout, with tiny pieces in shared memory."""
+    return Mesh(Layout.from_config(config.parallel), sizes=SHARED_MEMORY)
 
 
 @dataclass(frozen=True)
@@ -222,10 +85,120 @@ class RankReport:
     cut: frozenset[str] = frozenset()
 
 
+class _Training:
+    """Training on this rank in the config's layout, in tiny pieces, compared with a trace step by step.
+
+    The second run has a `loss_scale`; its steps are those of `_STEPS`, on the batches of the first `batches` steps.
+    """
+
+    def __init__(
+        self,
+        source: ModelSource,
+        config: Config,
+        rows: BatchSource,
+        mesh: Mesh,
+        expected: Trace,
+        batches: int,
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        self.config, self.rows, self.mesh, self.expected, self.batches = config, rows, mesh, expected, batches
+        clipped = config.optimizer.model_copy(update={"clip_grad_norm": expected.limit})
+        config = config.model_copy(update={"optimizer": clipped})
+        make_model, plan = source.load(config)
+        loss = source.loss(config)
+        self.engine = Engine(make_model, plan, mesh, config, loss=loss, loss_scale=loss_scale, pieces=PIECES)
+        self.held = self._held_parts()
+        self.comparison = Comparison(expected, self.held, mesh.rank)
+
+    def _held_parts(self) -> dict[str, Held]:
+        """Return this rank's shard of each parameter of its stages, by name."""
+        engine, stages = self.engine, dict[str, int]()
+        for number, stage in zip(engine.parallelism.stages.held_by(self.mesh.pp.index), engine.stages, strict=True):
+            for name, _ in stage.named_parameters():
+                stages.setdefault(engine.plan.whole_name(name), number)
+        return {
+            weight.name: Held(weight.name, stages[weight.name], offset(weight.parameter), tuple(weight.master.shape))
+            for weight in engine.model.weights
+        }
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """This rank's part of each master weight."""
+        return {weight.name: weight.master.detach() for weight in self.engine.model.weights}
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's part of each gradient."""
+        return {entry.name: entry.gradient.detach() for entry in self.engine.optimizer.entries}
+
+    def step(self, place: int, check: str = "") -> list[Event]:
+        """Make the step with this index in the trace and compare it; return its collectives.
+
+        Args:
+            place: index of the step in the trace.
+            check: check of the second run that the step belongs to; empty in the first run.
+        """
+        engine, comparison, expected = self.engine, self.comparison, self.expected
+        step, comparison.check = _STEPS[place] if check else place, check
+        batch = self.rows.batch(self.config, step % self.batches, self.mesh.dp.index, self.mesh.dp.size)
+        with self.mesh.recorder.recording() as events:
+            term, tokens = engine.compute_gradients(batch, step)
+            if place in expected.evaluations:
+                of_step = len(events)
+                evaluated = engine.eval_batch(batch, engine.loss).loss
+                del events[of_step:]
+                comparison.number(EVALUATION, place, evaluated, expected.evaluations[place])
+            gradients = {name: gradient.clone() for name, gradient in self.gradients.items()}
+            overflows = bool(check) and place == _OVERFLOWS
+            if overflows:
+                self._overflow()
+            result = engine.update(term, tokens, step)
+        comparison.gradients(place, gradients)
+        norm = expected.norms[place] if check and result.skipped else result.grad_norm
+        comparison.scalars(place, result.loss, norm)
+        if not check and self.config.optimizer.name in BUILT_IN:  # other packages' may change the gradients they get
+            comparison.clipped(place, self.gradients)
+        comparison.weights(place, self.weights)
+        if check:
+            self._compare_scale(place)
+            if result.skipped != overflows:
+                comparison.number(SCALE, place, inf, 1.0)
+        else:
+            comparison.buffers(place, stored_buffers(engine.stages))
+        return events
+
+    def resume(self, checkpoint: Checkpoint, check: str) -> None:
+        """Load a checkpoint, and make the step after it."""
+        restore_engine(self.engine, checkpoint)
+        self.comparison.check = check
+        self.comparison.weights(_SAVED, self.weights)
+        self._compare_scale(_SAVED)
+        self.step(_SAVED + 1, check)
+
+    def save(self, folder: Path) -> Checkpoint:
+        """Write a checkpoint of the state after the step `_SAVED`."""
+        scale, good_steps = loss_scale_facts(self.engine)
+        seed, step = self.config.train.seed, _STEPS[_SAVED] + 1
+        facts = Facts(step, 0, seed, None, None, 0, 0, loss_scale=scale, good_steps=good_steps)
+        save_checkpoint(folder, facts, checkpoint_tensors(self.engine), {}, self.mesh.world)
+        return _checkpoint(folder)
+
+    def _compare_scale(self, place: int) -> None:
+        assert self.engine.loss_scale is not None  # the second run has one
+        self.comparison.number(SCALE, place, self.engine.loss_scale.value, _SCALES[place])
+
+    def _overflow(self) -> None:
+        """Make a gradient overflow on the last rank that holds any."""
+        filled = [entry for entry in self.engine.optimizer.entries if entry.gradient.numel()]
+        holders = [rank for rank, holds in enumerate(self.mesh.world.gather_objects(bool(filled))) if holds]
+        if self.mesh.rank == holders[-1]:
+            filled[-1].gradient[(0,) * filled[-1].gradient.dim()] = inf
+
+
 def run_rank(
     source: ModelSource,
     config: Config,
-    rows: BatchSource | OwnBatches,
+    rows: BatchSource,
     steps: int,
     folder: str,
     second: tuple[Config, SecondRun] | None = None,
@@ -243,41 +216,62 @@ def run_rank(
         mesh: mesh of the layout; None to make it here.
     """
     mesh, expected = mesh or tiny_mesh(config), Trace.load(Path(folder))
-    engine = tiny_engine(source, config, mesh, expected.limit)
-    held = held_parts(engine)
-    comparison = Comparison(expected, held, dist.get_rank())
-    comparison.initial(weights_of(engine))
-    sent: dict[str, int] = {}
+    training = _Training(source, config, rows, mesh, expected, steps)
+    training.comparison.initial(training.weights)
+    sent: Counter[str] = Counter()
     for step in range(steps):
-        batch = rows.batch(config, step, mesh.dp.index, mesh.dp.size)
-        with mesh.recorder.recording() as events:
-            term, tokens = engine.compute_gradients(batch, step)
-            if step in expected.evaluations:
-                of_step = len(events)
-                evaluated = engine.eval_batch(batch, engine.loss).loss
-                del events[of_step:]
-                comparison.number(EVALUATION, step, evaluated, expected.evaluations[step])
-            gradients = {name: gradient.clone() for name, gradient in gradients_of(engine).items()}
-            result = engine.update(term, tokens, step)
-        sent = _bytes(events)
-        comparison.gradients(step, gradients)
-        comparison.scalars(step, result.loss, result.grad_norm)
-        if config.optimizer.name in BUILT_IN:  # other packages' optimizers may change the gradients that they are given
-            comparison.clipped(step, gradients_of(engine))
-        comparison.weights(step, weights_of(engine))
-        comparison.buffers(step, stored_buffers(engine.stages))
-    cut = frozenset(axis for entry in engine.model.weights for axis in axes_of(entry.parameter))
-    errors = comparison.errors
+        sent.clear()
+        for event in training.step(step):
+            sent[event.axis] += event.nbytes
+    cut = frozenset(axis for weight in training.engine.model.weights for axis in axes_of(weight.parameter))
+    errors, held = training.comparison.errors, training.held
     if second is not None:
         limit = TOLERANCE[config.precision.dtype]
         is_equal = all(error.relative <= limit for error in errors) and held.keys() <= expected.initial.keys()
         if all(mesh.world.gather_objects(is_equal)):  # after a departure the second run adds nothing
-            errors = errors + second_errors(source, *second, mesh, folder)
-    return RankReport(errors, list(held.values()), sent, cut)
+            errors = errors + _second_errors(source, *second, mesh, folder)
+    return RankReport(errors, list(held.values()), dict(sent), cut)
 
 
-def _bytes(events: Iterable[Event]) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for event in events:
-        total[event.axis] = total.get(event.axis, 0) + event.nbytes
-    return total
+def write_second_trace(source: ModelSource, run: SecondRun, folder: str) -> None:
+    """Write the trace of one process to `folder`, and the checkpoint of an engine on one rank."""
+    path = Path(folder) / "second"
+    for name in (_OF_ONE_PROCESS, _OF_LAYOUT):
+        (path / name).mkdir(parents=True, exist_ok=True)
+    make_model, plan = source.load(run.config)
+    alone = OneProcess(make_model, plan, run.config, source.loss(run.config), CLIP_SHARE)
+    for place, step in enumerate(_STEPS):
+        batch = run.rows.batch(run.config, step % run.steps)
+        alone.step(batch, step, updates=place != _OVERFLOWS, evaluates=place == _SAVED + 1)
+    alone.trace.save(path)
+    config = compose(run.config, LayoutSpec(Layout()))
+    _second_training(source, config, run, tiny_mesh(config), path).save(path / _OF_ONE_PROCESS)
+
+
+def _second_errors(source: ModelSource, config: Config, run: SecondRun, mesh: Mesh, folder: str) -> list[Error]:
+    """Make the second run as a rank of the config's layout, and compare it with the trace in `folder`. Collective."""
+    path = Path(folder) / "second"
+    first = _second_training(source, config, run, mesh, path)
+    checkpoint = first.save(path / _OF_LAYOUT)
+    second = _second_training(source, config, run, mesh, path, steps=0)
+    second.resume(checkpoint, RESUMED)
+    # An evaluation gathers weights, which must not outlive the load of other weights.
+    second.engine.eval_batch(run.rows.batch(config, 0, mesh.dp.index, mesh.dp.size), second.engine.loss)
+    second.resume(_checkpoint(path / _OF_ONE_PROCESS), MOVED)
+    return first.comparison.errors + second.comparison.errors
+
+
+def _second_training(
+    source: ModelSource, config: Config, run: SecondRun, mesh: Mesh, path: Path, steps: int = _SAVED + 1
+) -> _Training:
+    """Return the training of the second run, after its first `steps` steps."""
+    scale = LossScale(_SCALE, _WINDOW)
+    training = _Training(source, config, run.rows, mesh, Trace.load(path), run.steps, scale)
+    for place in range(steps):
+        training.step(place, CHECKS[place])
+    return training
+
+
+def _checkpoint(folder: Path) -> Checkpoint:
+    path = path_of(folder, _STEPS[_SAVED] + 1)
+    return Checkpoint(path, read_manifest(path).facts)

@@ -25,7 +25,7 @@ from threefold.models.construct import construct, drawn
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.models.loss_terms import LossFunction, TermSums, count_terms
 from threefold.models.module_check import explaining_passes
-from threefold.models.own_batch import LayerSignature, batch_size, forward_layer, inputs_from
+from threefold.models.own_batch import LayerSignature, batch_size, forward_layer, has_forward, inputs_from
 from threefold.models.sharding import Constant, Drawn, Initial, ModelPlan, Normal
 from threefold.models.source import ModelSource
 from threefold.parallel.gradients import Gradients, Observer
@@ -35,7 +35,7 @@ from threefold.random.rng import fill_normal_, stream_key
 from threefold.torch_private.tensors import persistent_buffers
 from threefold.train.optim import Optimizer, learning_rate
 from threefold.train.optimizers.own import update_rule
-from threefold.verify.batches import BatchSource, OwnBatches
+from threefold.verify.batches import BatchSource
 
 FILE = "one-process.pt"
 CLIP_SHARE = 0.5
@@ -104,15 +104,17 @@ class OneProcess:
         clip_share: float | None = None,
     ) -> None:
         self.plan, self.config, self.loss, self.clip_share = plan, config, loss, clip_share
-        self.model = _with_floats(construct(make_model, config.train.seed), DTYPES[config.precision.dtype])
-        self.parameters = dict(self.model.named_parameters())
-        for name, parameter in self.parameters.items():
+        self.model = construct(make_model, config.train.seed)
+        convert_floats_(self.model, DTYPES[config.precision.dtype])
+        parameters = dict(self.model.named_parameters())
+        for name, parameter in parameters.items():
             _draw_(parameter, plan.initial(name), name, config.train.seed)
-        self.trained = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
-        self.optimizer = reference_optimizer(self.trained, config.optimizer, plan)
-        leverage = {name: torch.zeros_like(parameter) for name, parameter in self.parameters.items()}
+        self.trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        kind = _Added if config.optimizer.name not in BUILT_IN else _OPTIMIZERS[config.optimizer.name]
+        self.optimizer = kind(self.trained, config.optimizer, plan)
+        leverage = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
         limit = 0.0 if clip_share else config.optimizer.clip_grad_norm
-        self.trace = Trace(initial=_copies(self.parameters), leverage=leverage, limit=limit)
+        self.trace = Trace(initial=self._weights(), leverage=leverage, limit=limit)
 
     def step(self, batch: Any, step: int, updates: bool = True, evaluates: bool = False) -> None:
         """Make one step.
@@ -123,42 +125,45 @@ class OneProcess:
             updates: whether to update the weights.
             evaluates: whether to evaluate the loss of the batch before the update.
         """
-        trace, parameters, before = self.trace, self.parameters, self._buffers()
+        trace, before = self.trace, self._buffers()
         self.model.zero_grad()
         mean = self._mean_loss(batch, step)
         mean.backward()
-        gradients = {name: _gradient(parameter) for name, parameter in self.trained.items()}
+        for parameter in self.trained.values():
+            if parameter.grad is None:  # unused by the loss: zero, as in the engine's cleared buffers
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = {name: _gradient(parameter).clone() for name, parameter in self.trained.items()}
         if evaluates:
             trace.evaluations[len(trace.losses)] = self._evaluate(batch)
         trace.losses.append(mean.item())
-        trace.gradients.append({name: gradient.clone() for name, gradient in gradients.items()})
+        trace.gradients.append(gradients)
         trace.norms.append(torch.nn.utils.get_total_norm(list(gradients.values())).item())
         if updates:
             self._update(step)
         else:
             trace.coefficients.append(1.0)
             self._put_back(before)
-        trace.weights.append(_copies(parameters))
-        trace.buffers.append(self._persistent_buffers())
-
-    def _persistent_buffers(self) -> dict[str, Tensor]:
-        """Return copies of the persistent buffers, by their names in the whole model."""
-        found: dict[str, Tensor] = {}
-        for prefix, module in self.model.named_modules():
-            for name, buffer in persistent_buffers(module):
-                found[self.plan.whole_name(f"{prefix}.{name}" if prefix else name)] = buffer.clone()
-        return found
+        trace.weights.append(self._weights())
+        trace.buffers.append(
+            {
+                self.plan.whole_name(f"{prefix}.{name}" if prefix else name): buffer.clone()
+                for prefix, module in self.model.named_modules()
+                for name, buffer in persistent_buffers(module)
+            }
+        )
 
     @torch.no_grad()
     def _evaluate(self, batch: Any) -> float:
         before, modes = self._buffers(), [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         loss = self._mean_loss(batch, None).item()
-        self.model.train()
         for module, mode in modes:
             module.training = mode
         self._put_back(before)
         return loss
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
 
     def _buffers(self) -> dict[str, Tensor]:
         return {name: buffer.clone() for name, buffer in self.model.named_buffers()}
@@ -173,7 +178,7 @@ class OneProcess:
         if not trace.limit and self.clip_share and self.config.optimizer.clip_grad_norm:
             trace.limit = trace.norms[-1] * self.clip_share
         torch.nn.utils.clip_grad_norm_(trained.values(), trace.limit or float("inf"))
-        clipped = torch.nn.utils.get_total_norm([_gradient(parameter) for parameter in trained.values()]).item()
+        clipped = torch.nn.utils.get_total_norm(list(map(_gradient, trained.values()))).item()
         trace.coefficients.append(clipped / trace.norms[-1] if trace.norms[-1] else 1.0)
         lr = learning_rate(step + 1, self.config.optimizer)
         self.optimizer.step(lr)
@@ -188,21 +193,17 @@ def one_process(
     make_model: Callable[[], nn.Module],
     plan: ModelPlan,
     config: Config,
-    rows: BatchSource | OwnBatches,
+    rows: BatchSource,
     steps: int,
     loss: LossFunction | None = None,
     clip_share: float | None = None,
 ) -> Trace:
     """Train for `steps` steps on one device, on the global batches of `rows`; other arguments as for `OneProcess`."""
     run = OneProcess(make_model, plan, config, loss, clip_share)
+    evaluated = min(1, steps - 1)  # with later steps, which would show any side effect
     for step in range(steps):
-        run.step(rows.batch(config, step), step, evaluates=step == evaluated_step(steps))
+        run.step(rows.batch(config, step), step, evaluates=step == evaluated)
     return run.trace
-
-
-def evaluated_step(steps: int) -> int:
-    """Return the step, from 0, that also evaluates: one with later steps, which would show any side effect."""
-    return min(1, steps - 1)
 
 
 def reference_loss(
@@ -220,55 +221,18 @@ def reference_loss(
         step: number of the step, from 0, for the dropout masks; None to drop nothing.
         by_layers: call the layers one by one, as training does, even if the model has a `forward`.
     """
+    seed = config.train.seed
     if loss is None:
-        return _token_loss(model, batch, step, config)
-    return _own_loss(model, plan, batch, step, config, loss, by_layers)
-
-
-def write_trace(
-    source: ModelSource,
-    config: Config,
-    rows: BatchSource | OwnBatches,
-    steps: int,
-    folder: str,
-) -> list[float]:
-    """Train in one process with an active clip, write the trace to `folder`, and return the losses."""
-    make_model, plan = source.load(config)
-    with explaining_passes(()) if plan.constructed else nullcontext():
-        trace = one_process(make_model, plan, config, rows, steps, source.loss(config), CLIP_SHARE)
-    trace.save(Path(folder))
-    return trace.losses
-
-
-def _token_loss(model: nn.Module, batch: Any, step: int | None, config: Config) -> Tensor:
-    keys = None if step is None else sample_keys(config.train.seed, step, batch.rows)
-    counted = batch.labels != IGNORE_INDEX
-    weights = None if step is None else counted.double() / counted.sum()
-    samples = SampleInfo(keys, batch.documents, weights, batch.positions)
-    mean: Tensor = model(batch.tokens, batch.labels, samples) / counted.sum()
-    return mean
-
-
-def has_forward(model: nn.Module) -> bool:
-    """Return whether a model has a `forward`; otherwise its layers are called one by one."""
-    return type(model).forward is not nn.Module.forward
-
-
-def _own_loss(
-    model: nn.Module,
-    plan: ModelPlan,
-    batch: Any,
-    step: int | None,
-    config: Config,
-    loss: LossFunction,
-    by_layers: bool = False,
-) -> Tensor:
-    """Return the mean loss of a batch of the user's own model, through its `forward` or its layers."""
+        counted = batch.labels != IGNORE_INDEX
+        keys = None if step is None else sample_keys(seed, step, batch.rows)
+        weights = None if step is None else counted.double() / counted.sum()
+        samples = SampleInfo(keys, batch.documents, weights, batch.positions)
+        mean: Tensor = model(batch.tokens, batch.labels, samples) / counted.sum()
+        return mean
     if isinstance(batch, Batch):
         batch = (batch.tokens, batch.labels)
     size = batch_size(batch)
-    keys = None if step is None else sample_keys(config.train.seed, step, torch.arange(size))
-    samples = NOTHING if keys is None else SampleInfo(keys)
+    samples = NOTHING if step is None else SampleInfo(sample_keys(seed, step, torch.arange(size)))
     dtype = DTYPES[config.precision.dtype]
     if has_forward(model) and not by_layers:
         whole = LayerSignature.of("the model", model)
@@ -282,20 +246,29 @@ def _own_loss(
     return TermSums(loss, count_terms(loss, batch, size))(output, batch, size)
 
 
-def _with_floats(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Convert a model's floats; keep its complex buffers, which would lose their imaginary part."""
-    complexes = [
-        (module, name, buffer)
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
-        if buffer.is_complex()
-    ]
-    for module, name, _ in complexes:
-        setattr(module, name, None)
-    model.to(dtype)
-    for module, name, buffer in complexes:
-        setattr(module, name, buffer)
-    return model
+def write_trace(
+    source: ModelSource,
+    config: Config,
+    rows: BatchSource,
+    steps: int,
+    folder: str,
+) -> list[float]:
+    """Train in one process with an active clip, write the trace to `folder`, and return the losses."""
+    make_model, plan = source.load(config)
+    with explaining_passes(()) if plan.constructed else nullcontext():
+        trace = one_process(make_model, plan, config, rows, steps, source.loss(config), CLIP_SHARE)
+    trace.save(Path(folder))
+    return trace.losses
+
+
+def convert_floats_(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert a model's floats in place; unlike `Module.to`, complex buffers keep their imaginary part."""
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            parameter.data = parameter.data.to(dtype)
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if buffer.is_floating_point():
+                setattr(module, name, buffer.to(dtype))
 
 
 @torch.no_grad()
@@ -311,20 +284,15 @@ def _draw_(parameter: nn.Parameter, initial: Initial, name: str, seed: int) -> N
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:  # unused by the loss: zero, as in the engine's cleared buffers
-        parameter.grad = torch.zeros_like(parameter)
+    assert parameter.grad is not None
     return parameter.grad
-
-
-def _copies(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
 
 class ReferenceOptimizer(ABC):
     """Reference optimizer over the parameters of the whole model, by name."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> None:
-        self.parameters, self.config = dict(parameters), config
+    def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, plan: ModelPlan) -> None:
+        self.parameters, self.config, self.plan = dict(parameters), config, plan
 
     @abstractmethod
     def step(self, lr: float) -> None:
@@ -337,40 +305,26 @@ class ReferenceOptimizer(ABC):
         A relative error δ is an error of δ times the gradient's largest magnitude.
         """
 
-    def _gradient(self, name: str) -> Tensor:
-        gradient = self.parameters[name].grad
-        assert gradient is not None
-        return gradient
-
     def _decay(self, name: str) -> float:
         return self.config.weight_decay if self.parameters[name].dim() >= 2 else 0.0
 
     def _largest(self, name: str) -> float:
-        return float(self._gradient(name).abs().max())
-
-
-def reference_optimizer(
-    parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, plan: ModelPlan
-) -> ReferenceOptimizer:
-    """Return the reference optimizer of a config, for the parameters of the whole model by name."""
-    if config.name == "muon":
-        return _Muon(parameters, config, plan)
-    kinds = {"adamw": _Torch, "adam": _Torch, "sgd": _Torch, "lion": _Lion}
-    return kinds[config.name](parameters, config) if config.name in BUILT_IN else _Added(parameters, config, plan)
+        return float(_gradient(self.parameters[name]).abs().max())
 
 
 class _Torch(ReferenceOptimizer):
     """Reference for AdamW, Adam and SGD: `torch.optim`."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> None:
-        super().__init__(parameters, config)
+    def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, plan: ModelPlan) -> None:
+        super().__init__(parameters, config, plan)
         decayed = [parameter for parameter in parameters.values() if parameter.dim() >= 2]
         others = [parameter for parameter in parameters.values() if parameter.dim() < 2]
-        groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        groups = [group for group in groups if group["params"]]
+        parts = ((decayed, config.weight_decay), (others, 0.0))
+        groups = [{"params": part, "weight_decay": decay} for part, decay in parts if part]
         if config.name == "sgd":
-            sgd = torch.optim.SGD(groups, momentum=config.momentum, nesterov=config.nesterov)
-            self._optimizer: torch.optim.Optimizer = sgd
+            self._optimizer: torch.optim.Optimizer = torch.optim.SGD(
+                groups, momentum=config.momentum, nesterov=config.nesterov
+            )
         else:
             make = torch.optim.Adam if config.name == "adam" else torch.optim.AdamW
             self._optimizer = make(groups, betas=config.betas, eps=config.eps)
@@ -396,8 +350,8 @@ class _Torch(ReferenceOptimizer):
 class _Lion(ReferenceOptimizer):
     """Reference for Lion: algorithm 2 of arXiv 2302.06675."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> None:
-        super().__init__(parameters, config)
+    def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, plan: ModelPlan) -> None:
+        super().__init__(parameters, config, plan)
         self._momentum = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
         self._signed: dict[str, Tensor] = {}
 
@@ -405,7 +359,7 @@ class _Lion(ReferenceOptimizer):
     def step(self, lr: float) -> None:
         beta1, beta2 = self.config.betas
         for name, parameter in self.parameters.items():
-            gradient, momentum = self._gradient(name), self._momentum[name]
+            gradient, momentum = _gradient(parameter), self._momentum[name]
             self._signed[name] = beta1 * momentum + (1 - beta1) * gradient
             parameter.sub_(lr * (self._signed[name].sign() + self._decay(name) * parameter))
             self._momentum[name] = beta2 * momentum + (1 - beta2) * gradient
@@ -420,14 +374,14 @@ class _Muon(ReferenceOptimizer):
     """Reference for Muon: weights of two or more dims between the first and the last layer; AdamW for the others."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, plan: ModelPlan) -> None:
-        super().__init__(parameters, config)
+        super().__init__(parameters, config, plan)
         outside = (f"{plan.layers[0]}.", f"{plan.layers[-1]}.")
         others = {
             name: parameter
             for name, parameter in parameters.items()
             if parameter.dim() < 2 or plan.whole_name(name).startswith(outside)
         }
-        self._others = _Torch(others, config)
+        self._others = _Torch(others, config, plan)
         self._momentum = {name: torch.zeros_like(p) for name, p in parameters.items() if name not in others}
         self._norms: dict[str, Tensor] = {}
 
@@ -435,7 +389,8 @@ class _Muon(ReferenceOptimizer):
     def step(self, lr: float) -> None:
         mu = self.config.momentum
         for name, momentum in self._momentum.items():
-            weight, gradient = self.parameters[name], self._gradient(name)
+            weight = self.parameters[name]
+            gradient = _gradient(weight)
             momentum.mul_(mu).add_((1 - mu) * gradient)
             update = mu * momentum + (1 - mu) * gradient if self.config.nesterov else momentum.clone()
             matrices = update.flatten(0, -3) if update.dim() > 2 else update.unsqueeze(0)
@@ -473,6 +428,16 @@ class _Muon(ReferenceOptimizer):
         return max(1.0, rows / columns) ** 0.5 if original else 0.2 * max(rows, columns) ** 0.5
 
 
+_OPTIMIZERS: dict[str, type[ReferenceOptimizer]] = {
+    "adamw": _Torch,
+    "adam": _Torch,
+    "sgd": _Torch,
+    "lion": _Lion,
+    "muon": _Muon,
+}
+"""Reference of each built-in optimizer."""
+
+
 class _WholeGradients(Gradients):
     def __getitem__(self, leaf: Tensor) -> Tensor:
         assert leaf.grad is not None
@@ -496,28 +461,27 @@ class _Added(ReferenceOptimizer):
     """Reference for another package's update rule, run a second time on slightly wrong gradients."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, plan: ModelPlan) -> None:
-        super().__init__(parameters, config)
+        super().__init__(parameters, config, plan)
         self._disturbed = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in parameters.items()}
         self._generator = torch.Generator().manual_seed(0)
         self._leverage: dict[str, Tensor] = {}
-        self._optimizers = [self._make(weights, plan) for weights in (self.parameters, self._disturbed)]
-
-    def _make(self, weights: Mapping[str, nn.Parameter], plan: ModelPlan) -> Optimizer:
-        dtype = next(iter(weights.values())).dtype
-        return Optimizer(
-            update_rule(self.config),
-            make_weights(weights.items(), dtype),
-            _WholeGradients(),
-            self.config,
-            plan,
-            axes=(),
-        )
+        self._optimizers = [
+            Optimizer(
+                update_rule(config),
+                make_weights(weights.items(), next(iter(weights.values())).dtype),
+                _WholeGradients(),
+                config,
+                plan,
+                axes=(),
+            )
+            for weights in (self.parameters, self._disturbed)
+        ]
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
         before = {name: self._distance(name) for name in self.parameters}
         for name, disturbed in self._disturbed.items():
-            gradient = self._gradient(name)
+            gradient = _gradient(self.parameters[name])
             signs = torch.randint(0, 2, gradient.shape, generator=self._generator) * 2 - 1
             disturbed.grad = gradient + _DISTURBANCE * self._largest(name) * signs
         for optimizer in self._optimizers:

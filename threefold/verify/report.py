@@ -1,10 +1,10 @@
 """Verification results: a verdict for each layout, and where it first departs from the single process."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any, Final, Literal
 
-from threefold.comm.layout import Layout, LayoutSpec
+from threefold.comm.layout import LayoutSpec
 from threefold.verify.compare import (
     BUFFER,
     CLIPPED,
@@ -27,55 +27,6 @@ UNSPLIT: Final = "unsplit"
 _FIRST = (INITIAL, EVALUATION, GRADIENT, LOSS, NORM, CLIPPED, WEIGHT, BUFFER, SCALE)
 _ORDER = ("", *CHECKS)
 Verdict = Literal["equal", "departs", "error", "unsplit"]
-
-
-@dataclass(frozen=True)
-class LocatedError:
-    """Error with the rank and the stage where it occurred.
-
-    Attributes:
-        what, parameter, step, relative, check: see `Error`.
-        rank: global rank.
-        dp, tp, pp, cp: coordinates of the rank.
-        stage: pipeline stage of the parameter; for a loss or norm, the rank's pp coordinate.
-    """
-
-    what: str
-    parameter: str
-    step: int
-    relative: float
-    rank: int
-    dp: int
-    tp: int
-    pp: int
-    cp: int
-    stage: int
-    check: str = ""
-
-    def __str__(self) -> str:
-        """Format as `gradient of blocks.0.mlp.up.weight, step 1`, with the check of the second run that saw it."""
-        of = f" of {self.parameter}" if self.parameter else ""
-        seen = f" in the check of {self.check}" if self.check else ""
-        return f"{self.what}{of}" + (f", step {self.step}" if self.step else "") + seen
-
-    @property
-    def short(self) -> str:
-        """Short form for the table: `step 1 grad blocks.0.mlp.up.weight`."""
-        what = {INITIAL: "init", GRADIENT: "grad", NORM: "grad norm", CLIPPED: "clipped"}.get(self.what, self.what)
-        if self.check:
-            return " ".join(part for part in (f"{self.check}:", what, self.parameter) if part)
-        return " ".join(part for part in (f"step {self.step}" if self.step else "", what, self.parameter) if part)
-
-    def where(self, layout: Layout) -> str:
-        """Format the coordinates on the axes of the layout: `stage 1, tp shard 0 of 2, rank 2`."""
-        parts = [f"stage {self.stage}"] if layout.pp > 1 else []
-        names = {"tp": "tp shard", "dp": "dp replica", "cp": "cp part"}
-        parts += [
-            f"{name} {getattr(self, axis)} of {layout.size(axis)}"
-            for axis, name in names.items()
-            if layout.size(axis) > 1
-        ]
-        return ", ".join([*parts, f"rank {self.rank}"])
 
 
 @dataclass(frozen=True)
@@ -102,8 +53,8 @@ class LayoutResult:
     spec: LayoutSpec
     verdict: Verdict
     seconds: float
-    worst: LocatedError | None = None
-    first: LocatedError | None = None
+    worst: Error | None = None
+    first: Error | None = None
     nearest_to_loss: str = ""
     departing: tuple[str, ...] = ()
     sent: tuple[tuple[str, int], ...] = ()
@@ -142,7 +93,6 @@ def judge(
     """
     number = {name: place for place, name in enumerate(order)}
     places = [_located(error, report.held, spec) for report in reports for error in report.errors]
-    worst = max(places, key=lambda place: place.relative)
     wrong = [place for place in places if not place.relative <= tolerance]
     first = min(
         wrong,
@@ -155,22 +105,34 @@ def judge(
         ),
         default=None,
     )
-    early = {place.parameter for place in wrong if first and _are_together(place, first) and place.parameter}
-    departing = sorted(early, key=lambda name: number.get(name, 0))
+    together = [place for place in wrong if first and (place.check, place.step) == (first.check, first.step)]
+    departing = {place.parameter for place in together if place.parameter}
+    nearest_to_loss = ""
+    if first and first.what == GRADIENT and all(place.what != LOSS for place in together):
+        gradients = (place.parameter for place in together if place.what == GRADIENT)
+        nearest_to_loss = max(gradients, key=lambda name: number.get(name, 0))
     idle = "" if wrong or missing else _nothing_split(spec, reports, order)
+    checks = ((check, [place.relative for place in places if place.check == check]) for check in CHECKS)
+    axes = sorted({axis for report in reports for axis in report.sent})
     return LayoutResult(
         spec,
         DEPARTS if wrong or missing else UNSPLIT if idle else EQUAL,
         seconds,
-        worst=worst,
+        worst=max(places, key=lambda place: place.relative),
         first=first,
-        nearest_to_loss=_nearest_to_loss(wrong, first, number),
-        departing=tuple(departing),
-        sent=_most([report.sent for report in reports]),
+        nearest_to_loss=nearest_to_loss,
+        departing=tuple(sorted(departing, key=lambda name: number.get(name, 0))),
+        sent=tuple((axis, max(report.sent.get(axis, 0) for report in reports)) for axis in axes),
         parameters=max(sum(prod(part.shape) for part in report.held) for report in reports),
         message=missing or idle,
-        checks=tuple((check, found) for check in CHECKS if (found := _largest(places, check)) is not None),
+        checks=tuple((check, max(found)) for check, found in checks if found),
     )
+
+
+def _located(error: Error, held: list[Held], spec: LayoutSpec) -> Error:
+    at = spec.layout.coordinates(error.rank)
+    stage = next((part.stage for part in held if part.name == error.parameter), at.pp)
+    return replace(error, dp=at.dp, tp=at.tp, pp=at.pp, cp=at.cp, stage=stage)
 
 
 def _nothing_split(spec: LayoutSpec, reports: list[RankReport], order: list[str]) -> str:
@@ -184,34 +146,3 @@ def _nothing_split(spec: LayoutSpec, reports: list[RankReport], order: list[str]
     }
     idle = [axis for axis, shared in sharing.items() if not shared]
     return f"nothing is split over {' and '.join(idle)}: every rank of it holds the same parameters" if idle else ""
-
-
-def _nearest_to_loss(wrong: list[LocatedError], first: LocatedError | None, number: dict[str, int]) -> str:
-    if first is None or first.what != GRADIENT:
-        return ""
-    now = [place for place in wrong if _are_together(place, first)]
-    if any(place.what == LOSS for place in now):
-        return ""
-    return max((place.parameter for place in now if place.what == GRADIENT), key=lambda name: number.get(name, 0))
-
-
-def _are_together(one: LocatedError, other: LocatedError) -> bool:
-    return (one.check, one.step) == (other.check, other.step)
-
-
-def _largest(places: list[LocatedError], check: str) -> float | None:
-    return max((place.relative for place in places if place.check == check), default=None)
-
-
-def _located(error: Error, held: list[Held], spec: LayoutSpec) -> LocatedError:
-    at = spec.layout.coordinates(error.rank)
-    stage = next((part.stage for part in held if part.name == error.parameter), at.pp)
-    coordinates = (at.dp, at.tp, at.pp, at.cp, stage)
-    return LocatedError(
-        error.what, error.parameter, error.step, error.relative, error.rank, *coordinates, check=error.check
-    )
-
-
-def _most(sent: list[dict[str, int]]) -> tuple[tuple[str, int], ...]:
-    axes = sorted({axis for rank in sent for axis in rank})
-    return tuple((axis, max(rank.get(axis, 0) for rank in sent)) for axis in axes)

@@ -34,7 +34,8 @@ from threefold.errors import UserError
 from threefold.files import read_text
 from threefold.models.construct import construct, skeleton, told
 from threefold.models.loss_terms import LossFunction
-from threefold.models.own_batch import batch_shapes
+from threefold.models.module_check import OF_MODULES
+from threefold.models.own_batch import batch_shapes, has_forward
 from threefold.models.sharding import ModelPlan
 from threefold.models.source import MakeModel, ModelSource
 from threefold.output import write_durably
@@ -44,12 +45,10 @@ from threefold.torch_private.tensors import persistent_buffers, version_of
 from threefold.train.callbacks.base import say
 from threefold.verify.batches import BatchSource
 from threefold.verify.rank_worker import run_rank
-from threefold.verify.reference import Trace, has_forward, one_process, reference_loss
+from threefold.verify.reference import Trace, one_process, reference_loss
 from threefold.verify.report import DEPARTS, judge
 from threefold.verify.verifier import choose_batches
 
-_OF_TORCH: Final = frozenset(vars(nn.Module()))
-"""Attributes of every module, including its parameters, buffers, submodules and hooks."""
 _ALIKE: Final = 1e-4
 """Largest relative difference at which gradients count as equal."""
 _DEPTH, _MOST = 3, 1000
@@ -135,7 +134,7 @@ def _told(model: nn.Module, changed: Sequence[tuple[str, str]]) -> str:
             "so that a resumed run would compute something else; register it without persistent=False"
         )
     register = f"self.register_buffer({attribute!r}, torch.zeros(()))"
-    if isinstance(_get(model, name, attribute), Tensor):
+    if isinstance(getattr(model.get_submodule(name), attribute), Tensor):
         register = f"self.register_buffer({attribute!r}, …)"
     return (
         f"{_place(name, attribute)} is no buffer, forward changes it and the loss depends on it, so that a resumed run "
@@ -197,25 +196,25 @@ def _place(name: str, attribute: str) -> str:
     return f"The attribute {attribute!r} of {name!r}" if name else f"The attribute {attribute!r} of the model"
 
 
-def _get(model: nn.Module, name: str, attribute: str) -> Any:
-    return getattr(model.get_submodule(name), attribute)
-
-
 @contextmanager
 def _watching(model: nn.Module) -> Iterator[list[str]]:
     """Collect the modules whose forward draws from a generator in the block, the innermost of the first ones first."""
+
+    def states() -> dict[str, object]:
+        return {name: state() for name, state in _GENERATORS.items()}
+
     found: list[str] = []
-    begun: list[dict[str, object]] = [_states()]
+    begun = [states()]
     names = {module: name for name, module in model.named_modules()}
 
     def before(_module: nn.Module, _inputs: Any) -> None:
-        begun.append(_states())
+        begun.append(states())
 
     def after(module: nn.Module, _inputs: Any, _output: Any) -> None:
         note(repr(names[module]) if names[module] else "The model")
 
     def note(place: str) -> None:
-        earlier, now = begun.pop(), _states()
+        earlier, now = begun.pop(), states()
         found.extend(f"{place} draws from {name}" for name in now if now[name] != earlier[name])
 
     handles = [module.register_forward_pre_hook(before) for module in names]
@@ -226,10 +225,6 @@ def _watching(model: nn.Module) -> Iterator[list[str]]:
         for handle in handles:
             handle.remove()
     note("The model")
-
-
-def _states() -> dict[str, object]:
-    return {name: state() for name, state in _GENERATORS.items()}
 
 
 @contextmanager
@@ -257,7 +252,7 @@ def _attributes(model: nn.Module, by_value: bool = False) -> dict[tuple[str, str
     found: dict[tuple[str, str], object] = {}
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
-            if attribute not in _OF_TORCH:
+            if attribute not in OF_MODULES:
                 found[name, attribute] = _mark(value, _DEPTH, by_value)
         persistent = dict(persistent_buffers(module))
         for attribute, value in module.named_buffers(recurse=False, remove_duplicate=False):
@@ -383,14 +378,7 @@ def _small(config: Config) -> Config:
             n for n in range(2, count + 1) if parallel.pp == 1 or schedule.accepts(parallel.pp, n) or n == count
         )
     size = min(train.micro_batch_size, _SAMPLES)
-    for key in (
-        "micro_batch_size",
-        "gradient_accumulation_steps",
-        "callbacks",
-        "epochs",
-        "max_seconds",
-        "spike_factor",
-    ):
+    for key in ("micro_batch_size", "callbacks", "epochs", "max_seconds", "spike_factor"):
         sections["train"].pop(key, None)
     sections["train"] |= {
         "global_batch_size": parallel.dp * count * size,
@@ -475,17 +463,13 @@ def _too_large(config: Config, small: Config, make_model: MakeModel, rows: Batch
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if parameters > MOST_PARAMETERS:
         return f"the model has {parameters:,} parameters, more than {MOST_PARAMETERS:,}; use threefold verify"
-    work = parameters * _positions(rows.batch(small, 0))
-    if work > MOST_WORK:
+    batch = rows.batch(small, 0)
+    # About how often a batch uses the weights: the elements of its tensors, without the last dim of floats.
+    shapes = [((), batch.tokens.shape, torch.int64)] if isinstance(batch, Batch) else batch_shapes(batch)
+    positions = max(prod(shape[:-1] if dtype.is_floating_point else shape) for _, shape, dtype in shapes)
+    if parameters * positions > MOST_WORK:
         return f"its {small.train.global_batch_size:,} samples would take one process long; use threefold verify"
     return ""
-
-
-def _positions(batch: Any) -> int:
-    """Return about how often a batch uses the weights: the elements of its tensors, without the last dim of floats."""
-    if isinstance(batch, Batch):
-        return batch.tokens.numel()
-    return max(prod(shape[:-1] if dtype.is_floating_point else shape) for _, shape, dtype in batch_shapes(batch))
 
 
 def _compare(config: Config, small: Config, source: ModelSource, rows: BatchSource, mesh: Mesh, folder: Path) -> str:
@@ -495,7 +479,10 @@ def _compare(config: Config, small: Config, source: ModelSource, rows: BatchSour
     spec, order = LayoutSpec(Layout.from_config(config.parallel)), list(Trace.load(folder).initial)
     reports = mesh.world.gather_objects(run_rank(source, small, rows, STEPS, str(folder), mesh=mesh))
     result = judge(spec, reports, order, TOLERANCE, time.monotonic() - began, None)
-    layout, samples = _said(config, small, source), small.train.global_batch_size
+    count, samples = small.train.gradient_accumulation_steps, small.train.global_batch_size
+    layout = str(spec.layout)
+    if spec.layout.world_size == 1:
+        layout = f"{count} micro-batches" if count > 1 else f"{len(source.load(small)[1].layers)} layers one by one"
     if result.verdict == DEPARTS and result.first is not None:
         first = result.first
         raise UserError(
@@ -505,15 +492,6 @@ def _compare(config: Config, small: Config, source: ModelSource, rows: BatchSour
         )
     worst = 0.0 if result.worst is None else result.worst.relative
     return f"Verified {layout} against one process: {STEPS} steps of {samples} samples are equal ({worst:.0e})"
-
-
-def _said(config: Config, small: Config, source: ModelSource) -> str:
-    """Name the layout, or the micro-batches or layers of a single-process layout."""
-    layout = Layout.from_config(config.parallel)
-    count = small.train.gradient_accumulation_steps
-    if layout.world_size > 1:
-        return str(layout)
-    return f"{count} micro-batches" if count > 1 else f"{len(source.load(small)[1].layers)} layers one by one"
 
 
 def _key(config: Config, small: Config, source: ModelSource) -> str:

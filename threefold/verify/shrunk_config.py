@@ -1,10 +1,10 @@
 """Configs for verification: shrunk so that every layout runs in minutes, and composed for each layout."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import gcd, lcm
 from typing import Any
 
-from threefold.comm.layout import LayoutSpec
+from threefold.comm.layout import Layout, LayoutSpec
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
 from threefold.config.model import OWN, ModelConfig
@@ -33,7 +33,9 @@ def prepare(config: Config, dtype: str, vocab_size: int) -> Config:
         UserError: its settings cannot be combined.
     """
     settings = _settings(config)
-    settings["parallel"] = {key: settings["parallel"][key] for key in ("partition",) if _is_general(config)}
+    settings["parallel"] = {
+        key: settings["parallel"][key] for key in ("partition",) if isinstance(config.parallel.partition, str)
+    }  # a rule
     settings["precision"] = {"dtype": dtype}
     settings["train"].update(
         device="cpu", compile=False, global_batch_size=batch_sizes(config, largest=1).global_batch_size
@@ -65,7 +67,8 @@ def _shrink_model(config: Config, specs: Sequence[LayoutSpec], settings: Setting
     model = config.model
     sequence = config.data.sequence_length
     if not any(map(is_own_data, config.data.corpora)):
-        sequence = min(sequence, _multiple(_SEQUENCE, _sequence_unit(specs)))
+        unit = lcm(*(_sequence_unit(spec.layout) for spec in specs))
+        sequence = min(sequence, -(-_SEQUENCE // unit) * unit)
     sizes = {**_widths(model, specs), **_lengths(config, sequence)}
     sizes["num_layers"] = min(model.num_layers, max(_LAYERS, *map(stages, specs)))
     used = type(model).model_fields.keys() - {name for name, _ in model.unused()}
@@ -142,7 +145,9 @@ def compose(base: Config, spec: LayoutSpec) -> Config:
         settings[section][name] = value
     share = base.train.global_batch_size // layout.dp
     if not base.train.global_batch_size % layout.dp and "gradient_accumulation_steps" not in settings["train"]:
-        wanted = next((count for count in _micro_batches(spec) if share % count == 0), None)
+        fixed = _schedule(spec).micro_batches
+        counts = [fixed] if fixed else [2 * layout.pp, layout.pp, 1]
+        wanted = next((count for count in counts if share % count == 0), None)
         settings["train"]["gradient_accumulation_steps"] = wanted
     return resolve(config_of(settings), vocab_size=1)
 
@@ -174,12 +179,6 @@ def _schedule(spec: LayoutSpec) -> Schedule:
     return find_schedule(spec.setting("parallel.schedule", "1f1b"))
 
 
-def _micro_batches(spec: LayoutSpec) -> list[int]:
-    """Return numbers of micro-batches to run a layout with, the preferred one first."""
-    pp, fixed = spec.layout.pp, _schedule(spec).micro_batches
-    return [fixed] if fixed else [2 * pp, pp, 1]
-
-
 def changes(before: Config, after: Config) -> list[str]:
     """Describe the changes by shrinking, as texts such as `8 → 3 layers`."""
     shown = {
@@ -206,20 +205,6 @@ def _settings(config: Config) -> Settings:
     return sections
 
 
-def _is_general(config: Config) -> bool:
-    """Return whether the partition is a rule instead of the split points of one layout."""
-    return isinstance(config.parallel.partition, str)
-
-
-def _sequence_unit(specs: Iterable[LayoutSpec]) -> int:
-    """Return the number that the sequence length must be a multiple of, so that every layout can divide it."""
-    units = [1]
-    for spec in specs:
-        layout = spec.layout
-        units.append(2 * layout.cp if layout.cp > 1 else 1)
-        units.append(2 * layout.cp * layout.tp if layout.cp > 1 else layout.tp)
-    return lcm(*units)
-
-
-def _multiple(least: int, unit: int) -> int:
-    return -(-least // unit) * unit
+def _sequence_unit(layout: Layout) -> int:
+    """Return the number that the sequence length must be a multiple of, with and without sequence parallelism."""
+    return 2 * layout.cp * layout.tp if layout.cp > 1 else layout.tp

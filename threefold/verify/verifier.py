@@ -17,7 +17,7 @@ from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.models.loss_terms import LossFunction
 from threefold.models.source import ConfigSource, ModelSource
 from threefold.parallel.forward_check import check_source
-from threefold.verify.batches import BatchSource, NestedBatches, OwnBatches, RandomBatches, TokenFileBatches
+from threefold.verify.batches import BatchSource, DataBatches, RandomBatches
 from threefold.verify.compare import TOLERANCE, coverage
 from threefold.verify.layout_selection import Selection
 from threefold.verify.rank_worker import SecondRun, run_rank, write_second_trace
@@ -41,7 +41,7 @@ class Verification:
 
     config: Config
     steps: int
-    rows: BatchSource | OwnBatches
+    rows: BatchSource
     source: ModelSource = field(default_factory=ConfigSource)
     full: bool = False
     thorough: bool = False
@@ -57,7 +57,7 @@ class Verification:
             return None
         own_loss = self.source.loss(self.config) is not None
         config = with_further_features(self.config, self.thorough, documents=not own_loss)
-        random = not own_loss and isinstance(self.rows, BatchSource) and not self.rows.is_nested
+        random = not own_loss and not self.rows.is_nested
         return SecondRun(config, RandomBatches() if random else self.rows, self.steps)
 
 
@@ -66,18 +66,22 @@ def choose_batches(config: Config, loss: LossFunction | None = None) -> BatchSou
     masked = loss is None
     if not names_data(config):
         return RandomBatches(masked)
-    return NestedBatches(config) if open_dataset(config).is_nested else TokenFileBatches(config, masked)
+    nested = open_dataset(config).is_nested
+    return DataBatches(config, masked and not nested, nested)
 
 
 class Verifier:
     """Comparison of layouts with the single process, one after the other, on a worker pool.
 
     The pool has as many workers as the largest layout has ranks; the folder gets the trace of the single process.
+
+    Attributes:
+        shapes: unsharded shape of each parameter, in model order, once `run_one_process` has returned.
     """
 
     def __init__(self, task: Verification, pool: WorkerPool, folder: Path) -> None:
         self.task, self.pool, self.folder = task, pool, folder
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
 
     def run_one_process(self) -> None:
         """Check the model, and compute the single-process trace that all layouts are compared with.
@@ -96,12 +100,7 @@ class Verifier:
             if isinstance(error.error, UserError):
                 raise error.error from None
             raise
-        self._shapes = {name: tuple(weight.shape) for name, weight in Trace.load(self.folder).initial.items()}
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Unsharded shape of each parameter, in model order."""
-        return self._shapes
+        self.shapes = {name: tuple(weight.shape) for name, weight in Trace.load(self.folder).initial.items()}
 
     def verify(self, spec: LayoutSpec, second_run: bool = True) -> LayoutResult:
         """Run one layout, and its second run if asked for, and compare it with the single process."""
@@ -117,8 +116,8 @@ class Verifier:
         except WorkerError as error:
             seconds = time.perf_counter() - started
             return LayoutResult(spec, FAILED, seconds, message=_told(error), details=str(error))
-        missing = coverage([report.held for report in reports], self._shapes)
-        return judge(spec, reports, list(self._shapes), task.tolerance, time.perf_counter() - started, missing)
+        missing = coverage([report.held for report in reports], self.shapes)
+        return judge(spec, reports, list(self.shapes), task.tolerance, time.perf_counter() - started, missing)
 
 
 @contextmanager

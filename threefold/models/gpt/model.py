@@ -7,7 +7,7 @@ attention mask separates. Each module with dropout gets its name in the model, w
 
 from torch import Tensor, nn
 
-from threefold.models.gpt.config import GPTConfig
+from threefold.models.gpt import GPTConfig
 from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import NOTHING, Decoder, Embedding, Head, Linear, PositionEmbedding, SampleInfo
 from threefold.models.layers.rope_scaling import rope_scaling

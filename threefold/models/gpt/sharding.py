@@ -2,7 +2,7 @@
 
 from threefold.config import ModelConfig
 from threefold.models.family import Shapes
-from threefold.models.gpt.config import GPTConfig
+from threefold.models.gpt import GPTConfig
 from threefold.models.plan import decoder_plan
 from threefold.models.sharding import (
     AttentionCore,

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from threefold.config import ModelConfig
+from threefold.config.model import FOR_SCALED_ROPE, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,7 @@ class RopeScaling:
 
 def rope_scaling(config: ModelConfig) -> RopeScaling:
     """Return the scaling that a config sets."""
-    return RopeScaling(
-        config.rope_scaling,
-        config.rope_factor,
-        config.rope_original_positions,
-        config.rope_low_frequency_factor,
-        config.rope_high_frequency_factor,
-        config.rope_beta_fast,
-        config.rope_beta_slow,
-        config.rope_attention_factor,
-    )
+    return RopeScaling(config.rope_scaling, *(getattr(config, name) for name in FOR_SCALED_ROPE))
 
 
 def frequencies(

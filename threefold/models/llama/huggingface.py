@@ -19,7 +19,7 @@ from threefold.models.hf.model_type import (
     interleaved,
     yaml_word,
 )
-from threefold.models.llama.config import LlamaConfig
+from threefold.models.llama import LlamaConfig
 
 _MOST_EXPERTS: Final = 65_536
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -144,19 +144,22 @@ class LlamaType(HuggingFaceType):
         settings: dict[str, Any] = {
             "num_experts": count,
             "experts_per_token": given.whole("num_experts_per_tok", least=1),
-            "router_aux_loss": float(given.number("router_aux_loss_coef")),
         }
+        sparse = layers
         if self.name == "mixtral":
-            return settings | {
-                "normalize_expert_weights": True,
-                "expert_ffn_hidden_size": given.whole("intermediate_size", least=1),
-            }
-        settings["expert_ffn_hidden_size"] = given.whole("moe_intermediate_size", least=1)
-        settings["normalize_expert_weights"] = given.flag("norm_topk_prob")
-        if self.shared:
-            settings["shared_expert_ffn_hidden_size"] = given.whole("shared_expert_intermediate_size", least=1)
-            settings["shared_expert_gate"] = True
-        return settings | _read_sparse_layers(given, layers)
+            settings["normalize_expert_weights"] = True
+            settings["expert_ffn_hidden_size"] = given.whole("intermediate_size", least=1)
+        else:
+            settings["expert_ffn_hidden_size"] = given.whole("moe_intermediate_size", least=1)
+            settings["normalize_expert_weights"] = given.flag("norm_topk_prob")
+            if self.shared:
+                settings["shared_expert_ffn_hidden_size"] = given.whole("shared_expert_intermediate_size", least=1)
+                settings["shared_expert_gate"] = True
+            placed, sparse = _read_sparse_layers(given, layers)
+            settings |= placed
+        # Transformers averages over the layers with experts, and counts each of a token's experts as a whole.
+        coefficient = float(given.number("router_aux_loss_coef"))
+        return settings | {"router_aux_loss": coefficient * settings["experts_per_token"] / sparse}
 
     def write(self, model: LlamaConfig) -> dict[str, Any]:
         values = {
@@ -194,9 +197,10 @@ class LlamaType(HuggingFaceType):
         return values
 
     def _write_experts(self, model: LlamaConfig) -> dict[str, Any]:
+        sparse = sum(model.has_experts(layer) for layer in range(model.num_layers))
         values: dict[str, Any] = {
             "num_experts_per_tok": model.experts_per_token,
-            "router_aux_loss_coef": model.router_aux_loss,
+            "router_aux_loss_coef": float(f"{model.router_aux_loss * sparse / model.experts_per_token:.12g}"),
             "output_router_logits": False,
         }
         if self.name == "mixtral":
@@ -284,8 +288,8 @@ class LlamaType(HuggingFaceType):
             yield interleaved(name, shape, sources, number)
 
 
-def _read_sparse_layers(given: ConfigJson, layers: int) -> dict[str, Any]:
-    """Return the `moe_every` and `dense_layers` that give experts to the same layers."""
+def _read_sparse_layers(given: ConfigJson, layers: int) -> tuple[dict[str, int], int]:
+    """Return the `moe_every` and `dense_layers` that give experts to the same layers, and the number of these."""
     step, dense = given.whole("decoder_sparse_step", 1, least=1), set(given.listed("mlp_only_layers", int) or [])
     wanted = [layer not in dense and (layer + 1) % step == 0 for layer in range(layers)]
     if not any(wanted):
@@ -294,7 +298,7 @@ def _read_sparse_layers(given: ConfigJson, layers: int) -> dict[str, Any]:
     for every in range(1, min(layers, first + 1) + 1):
         for skipped in (0, first):
             if wanted == [layer >= skipped and (layer + 1) % every == 0 for layer in range(layers)]:
-                return {"moe_every": every, "dense_layers": skipped}
+                return {"moe_every": every, "dense_layers": skipped}, sum(wanted)
     raise given.refuse("mlp_only_layers", sorted(dense), "experts in every so many-th layer after the first dense ones")
 
 

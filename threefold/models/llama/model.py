@@ -11,7 +11,7 @@ from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import NOTHING, Decoder, Embedding, Head, Linear, SampleInfo
 from threefold.models.layers.experts import MixtureOfExperts, SwiGLU
 from threefold.models.layers.rope_scaling import rope_scaling
-from threefold.models.llama.config import LlamaConfig
+from threefold.models.llama import LlamaConfig
 from threefold.random.dropout import Dropout
 
 

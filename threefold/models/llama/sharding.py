@@ -1,7 +1,7 @@
 """Sharding of Llama's weights, and the costs and parameter shapes of its layers."""
 
 from threefold.models.family import Shapes
-from threefold.models.llama.config import LlamaConfig
+from threefold.models.llama import LlamaConfig
 from threefold.models.plan import decoder_plan
 from threefold.models.sharding import (
     AttentionCore,

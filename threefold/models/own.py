@@ -1,4 +1,4 @@
-"""The `model` section of a user's own model: its file, and the arguments of its constructor."""
+"""The family of models that users bring themselves, as a Python file or as objects of a program."""
 
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -7,6 +7,7 @@ from pydantic import Field
 
 from threefold.config.model import ModelConfig
 from threefold.config.section import PathText
+from threefold.models.family import Family
 
 
 class OwnConfig(ModelConfig):
@@ -26,3 +27,11 @@ class OwnConfig(ModelConfig):
     def broken_rules(self) -> Iterator[tuple[str, str]]:
         """Yield the settings that break a rule; the sizes are up to the model itself."""
         yield from self.broken_by_setting_unused()
+
+
+FAMILY = Family(
+    title="own model",
+    config=OwnConfig,
+    model="threefold.models.source:make_own_model",
+    plan="threefold.models.source:own_plan",
+)
