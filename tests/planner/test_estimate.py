@@ -6,7 +6,7 @@ import pytest
 
 from tests.planner.ideal import GPT, LLAMA, config, ideal
 from threefold.errors import UserError
-from threefold.models.family import model_flops_per_token
+from threefold.models.block import model_flops_per_token
 from threefold.planner.estimate import estimate, layer_elements, step_time, usual_system
 from threefold.planner.hardware import Hardware, Link, find_hardware
 from threefold.planner.systems import SYSTEMS

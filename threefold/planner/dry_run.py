@@ -17,6 +17,7 @@ from threefold.comm.mesh import Event, Mesh, PlannedAxis
 from threefold.config import Config
 from threefold.config.model import OWN
 from threefold.errors import UserError
+from threefold.models.block import UnknownBlock, describe_model
 from threefold.models.construct import told
 from threefold.models.sharding import Constant
 from threefold.models.source import ConfigSource, ModelSource
@@ -226,9 +227,12 @@ def _is_regular(config: Config) -> bool:
     count = config.train.gradient_accumulation_steps
     if parallel.pp <= 2 * max(_KEPT) or parallel.schedule != "1f1b" or count < max(parallel.pp, _MORE):
         return False
-    blocks = range(model.num_layers)
-    alike = len({(model.has_experts(block), model.window(block)) for block in blocks}) == 1
-    return model.architecture != OWN and alike and config.train.recompute_every == 1
+    if model.architecture == OWN or config.train.recompute_every > 1:
+        return False
+    try:
+        return len(set(describe_model(model, config.data.sequence_length).blocks)) == 1
+    except UnknownBlock:
+        return False
 
 
 class _Line:

@@ -11,19 +11,17 @@ from threefold.config.model import OWN
 from threefold.config.schedules import is_schedule_file
 from threefold.config.section import nearest_multiple
 from threefold.errors import UserError
-from threefold.models.family import model_flops_per_token, model_plan
+from threefold.models.block import describe_model, model_flops_per_token
 from threefold.parallel.pipeline.partition import stage_map
 from threefold.planner.block_cost import (
-    ITEMSIZES,
     NOTHING,
-    EndShapes,
     Passes,
     Seconds,
     axis_group,
-    block_of,
     block_seconds,
-    embedding_seconds,
-    head_seconds,
+    cost_block,
+    embedding_passes,
+    head_passes,
 )
 from threefold.planner.collective_cost import (
     Group,
@@ -42,16 +40,14 @@ def layer_elements(config: Config) -> list[float]:
     """Count each layer's weight elements on a tensor- and expert-parallel rank, without norms and biases (some 0.1
     %)."""
     model, parallel = config.model, config.parallel
-    hidden = model.hidden_size
-    attention = hidden * model.head_dim * 2 * (model.num_attention_heads + model.num_key_value_heads)
-    matrices = 3 if model.architecture == "llama" else 2
-    table = model.vocab_size * hidden / parallel.tp
+    table = model.vocab_size * model.hidden_size / parallel.tp
     found = [table]
-    for layer in range(model.num_layers):
-        inner: float = model.ffn_hidden_size
-        if model.has_experts(layer):
-            inner = model.num_experts / parallel.ep * model.expert_ffn_hidden_size + model.shared_expert_ffn_hidden_size
-        found.append((attention + matrices * hidden * inner) / parallel.tp)
+    for block in describe_model(model, config.data.sequence_length).blocks:
+        attention = block.hidden * block.head_dim * 2 * (block.heads + block.key_heads)
+        inner: float = block.ffn
+        if block.experts is not None:
+            inner = block.experts.count / parallel.ep * block.experts.inner + block.experts.shared
+        found.append((attention + (3 if block.gated else 2) * block.hidden * inner) / parallel.tp)
     shared = model.tie_embeddings and parallel.pp == 1
     return [*found, 0.0 if shared else table]
 
@@ -129,15 +125,14 @@ def step_time(config: Config, hardware: Hardware, system: System) -> StepTime:
     model, parallel, train = config.model, config.parallel, config.train
     passes, elements = layer_passes(config, hardware, system), layer_elements(config)
     ranks, held = [NOTHING] * parallel.pp, [0.0] * parallel.pp
-    stages = stage_map(model_plan(model, config.data.sequence_length), config)
+    stages = stage_map(describe_model(model, config.data.sequence_length).plan, config)
     of_stages = []
     for stage, place in enumerate(stages.ranks):
         own = range(*stages.layers(stage))
         of_stages.append(NOTHING.plus(*(passes[layer] for layer in own)))
         ranks[place] = ranks[place].plus(of_stages[-1])
         held[place] += sum(elements[layer] for layer in own)
-    itemsize = ITEMSIZES[config.precision.dtype]
-    summed = max(4, itemsize) if config.precision.master_weights else itemsize
+    itemsize, summed = config.precision.itemsize, config.precision.master_itemsize
     line = _pipeline(config, hardware, system, ranks, of_stages)
     slowest = max(ranks, key=lambda each: each.total)
     group = axis_group(config, "dp·cp", hardware.gpus_per_node, system)
@@ -192,17 +187,16 @@ def optimizer_tensors(config: Config) -> int:
 
 def layer_passes(config: Config, hardware: Hardware, system: System) -> list[Passes]:
     """Estimate the passes of each layer for one micro-batch: the embedding, the blocks and the head."""
-    model, train, per_node = config.model, config.train, hardware.gpus_per_node
-    blocks = {}
+    model, train = config.model, config.train
+    described = describe_model(model, config.data.sequence_length).blocks
+    sizes = {block: cost_block(config, block, hardware.gpus_per_node, system) for block in set(described)}
     found = []
-    for layer in range(model.num_layers):
-        kind = model.has_experts(layer), model.window(layer)
-        if kind not in blocks:
-            blocks[kind] = block_of(config, layer, per_node, system)
+    for layer, block in enumerate(described):
         treated = train.recompute if layer % train.recompute_every == 0 else "none"
-        found.append(block_seconds(blocks[kind], hardware, system, treated))
-    ends = EndShapes(model.vocab_size, next(iter(blocks.values())), train.loss_chunk_size)
-    return [embedding_seconds(ends, hardware, system), *found, head_seconds(ends, hardware, system)]
+        found.append(block_seconds(sizes[block], hardware, system, treated))
+    first = sizes[described[0]]
+    head = head_passes(first, model.vocab_size, train.loss_chunk_size, hardware, system)
+    return [embedding_passes(first, hardware), *found, head]
 
 
 def sent_bytes(config: Config, system: System) -> int:
@@ -211,7 +205,7 @@ def sent_bytes(config: Config, system: System) -> int:
     parallel, train = config.parallel, config.train
     tokens = train.micro_batch_size * config.data.sequence_length // parallel.cp
     parts = parallel.tp if parallel.sequence_parallel or system.scatters_sends else 1
-    return tokens * config.model.hidden_size * ITEMSIZES[config.precision.dtype] // parts
+    return tokens * config.model.hidden_size * config.precision.itemsize // parts
 
 
 def _pipeline(
@@ -444,15 +438,14 @@ def recomputed_flops_per_token(config: Config) -> float:
     train, model = config.train, config.model
     if train.recompute == "none":
         return 0.0
-    whole = model_flops_per_token(model, config.data.sequence_length) or 0.0
-    treated = -(-model.num_layers // train.recompute_every) / model.num_layers
     length = config.data.sequence_length
-    windows = [min(model.window(layer) or length, length) for layer in range(model.num_layers)]
-    core = 2 * 2 * model.num_attention_heads * model.head_dim * sum(windows)
+    described = describe_model(model, length)
+    treated = -(-model.num_layers // train.recompute_every) / model.num_layers
     if train.recompute == "selective":
-        return core * treated
+        seen = (block.heads * block.head_dim * min(block.window or length, length) for block in described.blocks)
+        return 2 * 2 * sum(seen) * treated
     head = 2 * model.hidden_size * model.vocab_size
-    return (whole / 3 - head) * treated
+    return (described.flops_per_token / 3 - head) * treated
 
 
 def _require_whole_nodes(config: Config, hardware: Hardware, world: int) -> None:

@@ -5,21 +5,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import groupby
-from math import ceil
 from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from threefold.config import Config, resolve
+from threefold.config import Config
 from threefold.config.model import OWN
-from threefold.config.resolve import default_largest
-from threefold.config.rules import default_micro_batches
 from threefold.config.schedules import SENDS_UNDER_WAY, Action, Schedule
 from threefold.config.schema import ParallelConfig, PrecisionConfig
 from threefold.errors import UserError
-from threefold.planner.activations import BlockSizes, block_bytes, block_sizes, head_bytes
-from threefold.planner.layer_memory import GradientSharing, LayerMemory, Moment, Run, backward_moments, forward_moment
+from threefold.planner.activations import LayerBytes, LayerMemory
 from threefold.planner.model_size import ModelSize, RankSize
 from threefold.planner.schedule import orders_of
 from threefold.planner.systems import Keeps, keeps_of
@@ -121,6 +117,172 @@ def stage_memory(config: Config, device: str = "cuda", system: str = "own") -> l
     return found
 
 
+class Moment(NamedTuple):
+    """Bytes by cause at one moment of a pass, relative to its beginning.
+
+    Attributes:
+        activations: kept activations; negative for those that the pass has freed.
+        working: transient gradients of activations and weights, and recomputed activations.
+        logits: working memory of the head.
+        gradients: weight gradients until they are reduced.
+        weights: gathered weights (ZeRO 3).
+        buffers: buffers of collectives.
+    """
+
+    activations: float = 0
+    working: float = 0
+    logits: float = 0
+    gradients: float = 0
+    weights: float = 0
+    buffers: float = 0
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+    def plus(self, **changes: float) -> "Moment":
+        return self._replace(**{name: getattr(self, name) + value for name, value in changes.items()})
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive layers of a stage that are alike.
+
+    Attributes:
+        layer: bytes of one layer for one micro-batch.
+        count: number of layers.
+        elements: gathered weight elements of one layer, without shared weights.
+        is_head, is_embedding: whether the run is the model's last layer, or its first.
+    """
+
+    layer: LayerBytes
+    count: int
+    elements: int
+    is_head: bool = False
+    is_embedding: bool = False
+
+
+@dataclass(frozen=True)
+class GradientSharing:
+    """Treatment of gradients and gathered weights in a stage.
+
+    Attributes:
+        zero: `parallel.zero`.
+        ranks: number of ranks that shard a replica.
+        narrow, wide: bytes per element of compute weights and of master weights.
+        tied: elements of weights shared by layers of the stage, gathered for all of them together.
+        in_place: whether weight gradients accumulate directly into their sums.
+        repeated: whether an earlier micro-batch has run.
+        grows: whether accumulated gradients take memory only as a backward pass makes them.
+    """
+
+    zero: int = 0
+    ranks: int = 1
+    narrow: int = 4
+    wide: int = 4
+    tied: int = 0
+    in_place: bool = False
+    repeated: bool = True
+    grows: bool = False
+
+    @property
+    def gathers_again(self) -> bool:
+        """Whether weights are freed after each use."""
+        return self.zero == 3
+
+    @property
+    def reduces_each(self) -> bool:
+        """Whether a layer's gradients are reduce-scattered after its backward pass."""
+        return self.zero > 1
+
+    def new_gradients(self, elements: float) -> float:
+        """Return the bytes of accumulated gradients that a backward pass allocates; 0 where they already exist."""
+        if not self.zero or not self.grows:
+            return 0
+        return elements * self.wide / (1 if self.zero == 1 else self.ranks)
+
+    def gradient(self, elements: float) -> float:
+        """Return the bytes of weight gradients as a backward pass computes them."""
+        return 0 if self.in_place else elements * self.narrow
+
+
+def forward_moment(runs: Sequence[Run], sharing: GradientSharing) -> Moment:
+    """Return the peak of a forward pass, which is at its end, relative to all its activations."""
+    last = runs[-1]
+    moment = Moment()
+    if last.is_head:
+        moment = moment.plus(logits=last.layer.forward)
+    if sharing.gathers_again:
+        moment = moment.plus(weights=sharing.narrow * (last.elements + sharing.tied))
+    return moment
+
+
+def backward_moments(runs: Sequence[Run], sharing: GradientSharing, deferring: bool) -> Iterator[Moment]:
+    """Yield the candidates for the peak of a backward pass, one or a few for each run of layers.
+
+    Args:
+        runs: runs of the stage, in order.
+        sharing: treatment of the stage's gradients and weights.
+        deferring: whether weight gradients wait for a pass of their own.
+    """
+    scattered = _last_group(runs, sharing) if sharing.reduces_each and sharing.repeated else 0
+    freed, tied, reduced = 0.0, 0.0, 0.0  # a tied weight has one gradient once both of its uses have theirs
+    for place in range(len(runs) - 1, -1, -1):
+        run, layer = runs[place], runs[place].layer
+        # Torch prefetches the previous layer, but not the embeddings, whose backward pass needs no weights.
+        before = runs[place - 1].elements if place and not runs[place - 1].is_embedding else 0
+        each = layer.kept - (layer.deferred if deferring else 0)
+        for number in sorted({0, max(0, run.count - 2), run.count - 1}):
+            ahead = run.elements if number < run.count - 1 else before
+            if number:
+                scattered = run.elements
+            new = sharing.new_gradients(reduced + number * run.elements)
+            for moment in _of_layer(run, sharing, freed + number * each, tied, ahead, scattered, deferring):
+                yield moment.plus(gradients=new)
+        freed += run.count * each
+        reduced += run.count * run.elements
+        scattered = run.elements or scattered
+        tied = layer.largest or (run.count and sharing.tied) if run.is_head else tied
+
+
+def _of_layer(
+    run: Run, sharing: GradientSharing, freed: float, tied: float, ahead: float, scattered: float, deferring: bool
+) -> Iterator[Moment]:
+    """Yield the moments of one layer's backward pass.
+
+    Args:
+        freed: bytes that later layers have freed.
+        tied: elements of a tied weight's gradient that waits for its second use.
+        ahead: elements of the previous layer's weights, which are prefetched.
+        scattered: elements whose reduce-scatter still holds its buffer.
+        deferring: see `backward_moments`.
+    """
+    layer, narrow, wide = run.layer, sharing.narrow, sharing.wide
+    own = run.elements + (sharing.tied if run.is_head or run.is_embedding else 0)
+    start = Moment(activations=-freed, gradients=sharing.gradient(tied))
+    if sharing.reduces_each:
+        start = start.plus(buffers=scattered * wide)
+    if sharing.gathers_again:
+        start = start.plus(weights=(run.elements + sharing.tied) * narrow, buffers=ahead * narrow)
+    cause = {"logits" if run.is_head else "working": layer.backward}
+    largest = 0 if deferring and not run.is_embedding else sharing.gradient(layer.largest)
+    yield start.plus(**cause, gradients=largest)
+    if run.is_head and not deferring:  # the weight's gradient, once the probabilities are freed
+        yield start.plus(activations=-layer.kept, logits=layer.ending, gradients=sharing.gradient(own))
+    if sharing.zero:
+        ended = start.plus(activations=-layer.kept, working=layer.ending, gradients=sharing.gradient(own))
+        yield ended
+        if sharing.reduces_each:
+            freed_weights = run.elements * narrow if sharing.gathers_again else 0
+            buffers = own * wide * (1 + 1 / sharing.ranks) - scattered * wide
+            yield ended.plus(weights=-freed_weights, working=-layer.ending, buffers=buffers)
+
+
+def _last_group(runs: Sequence[Run], sharing: GradientSharing) -> int:
+    """Return the elements that a backward pass reduce-scatters last."""
+    return sharing.tied or next((run.elements for run in runs if run.elements), 0)
+
+
 @dataclass(frozen=True)
 class StageRuns:
     """Memory-relevant description of a stage.
@@ -171,7 +333,7 @@ class LayoutMemory:
         self._micro_batches = train.gradient_accumulation_steps
         self._flights = flights_of(parallel.pipeline_schedule, parallel.pp, parallel.stage_chunks, self._micro_batches)
         replayed = self.size.weights.recomputed(train.recompute, train.recompute_every)
-        self._layers = LayerMemory(config, device, keeps, self.size.weights.plan.layers, replayed)
+        self._layers = LayerMemory(config, device, keeps, self.size.weights, replayed)
         # A GPU's allocator keeps the gradients of the previous step.
         self._gradients_grow = self._micro_batches == 1 and device == "cpu"
 
@@ -381,84 +543,3 @@ def _gradients_under_way(order: Sequence[Action], ranks: Sequence[int], under_wa
         if kind != "W" and 0 <= to < len(ranks) and ranks[to] != ranks[stage]:
             sends.append(kind != "F")
     return sent
-
-
-_SCATTERED = {"cpu": 1.4, "cuda": 1.0}
-"""Factor of activation memory over its bytes, as measured: the C library (`host`) keeps memory between tensors."""
-
-
-def largest_micro_batch(config: Config, vocab_size: int, memory: int, device: str) -> int:
-    """Return the largest default micro-batch whose step fits into a rank's memory, or the smallest if none does.
-
-    Args:
-        config: loaded and valid config.
-        vocab_size: vocabulary size of the data's tokenizer.
-        memory: bytes that a rank may use.
-        device: `cpu` or `cuda`.
-    """
-    resolved = resolve(config, vocab_size)
-    size = ModelSize(resolved)
-    largest = default_largest(resolved, config.train.loss_chunk_size is not None, device)
-    sizes = default_micro_batches(resolved)
-    for micro_batch in (each for each in sizes if each <= largest):
-        tried = resolve(config, vocab_size, largest_micro_batch=micro_batch)
-        if step_bytes(tried, device, size) <= memory:
-            return micro_batch
-    return sizes[-1]
-
-
-def step_bytes(config: Config, device: str, size: ModelSize | None = None) -> int:
-    """Return the most bytes that any rank needs for a step, without communication buffers.
-
-    Args:
-        config: resolved config of the run.
-        device: `cpu` or `cuda`, whose attention keeps different tensors.
-        size: size of the same model in the same layout, if known.
-    """
-    size = size or ModelSize(config)
-    scattered = _SCATTERED[device]
-    return max(
-        size.largest_rank(rank).bytes + int(scattered * activation_bytes(config, device, size, rank))
-        for rank in range(config.parallel.pp)
-    )
-
-
-def activation_bytes(config: Config, device: str, size: ModelSize, pp_rank: int) -> int:
-    """Return the peak bytes of a pipeline rank's kept activations and temporary buffers.
-
-    Args:
-        config, device, size: see `step_bytes`.
-        pp_rank: coordinate of the rank on the pp axis.
-    """
-    train = config.train
-    layers = [name for stage in size.stages() if stage.pp_rank == pp_rank for name in stage.layers]
-    blocks = [f"blocks.{number}" for number in range(config.model.num_layers)]
-    replayed = size.weights.recomputed(train.recompute, train.recompute_every)
-    kept = moment = 0
-    for name in layers:
-        block = block_sizes(config, device, int(name.partition(".")[2]) if name in blocks else 0)
-        outer = block.own_tokens * block.hidden * block.itemsize
-        if name in blocks:
-            kept += block_bytes(block, train.recompute if name in replayed else "none")
-            moment = max(moment, block_bytes(block))  # its gradients, or its recomputed activations
-        elif name == "head":
-            kept += outer + head_bytes(block, config.model.vocab_size, train.loss_chunk_size)
-            moment = max(moment, 2 * _logits(config, block))
-        else:
-            kept += block.tokens * 8 + outer * (2 if config.model.embedding_dropout else 1)
-    return ceil(kept * _under_way(config, pp_rank)) + moment
-
-
-def _logits(config: Config, block: BlockSizes) -> int:
-    """Return the bytes of the logits that the head holds at once."""
-    columns = -(-config.model.vocab_size // config.parallel.tp)
-    return block.tokens * min(columns, config.train.loss_chunk_size or columns) * block.wide
-
-
-def _under_way(config: Config, pp_rank: int) -> float:
-    """Return the micro-batches that a rank keeps at once, including those with deferred weight gradients."""
-    parallel, batches = config.parallel, config.train.gradient_accumulation_steps
-    if parallel.pp == 1:
-        return 1
-    held = parallel.pipeline_schedule.in_flight(parallel.pp, pp_rank, parallel.stage_chunks)
-    return batches if held is None else min(held, batches)

@@ -6,11 +6,10 @@ depends on it.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, Literal
 
 from threefold.errors import UserError
 from threefold.files import shown
-from threefold.planner.activations import Attention, Kernels
 from threefold.plugins import one_of
 
 
@@ -200,6 +199,46 @@ def find_system(name: str) -> System:
     if name not in SYSTEMS:
         raise UserError(f"The training system {shown(name)} is unknown; it must be {one_of(name, list(SYSTEMS))}.")
     return SYSTEMS[name]
+
+
+Attention = Literal["fused", "plain", "dropped", "dropped again"]
+"""Implementation of the attention core: a fused kernel (or tiles recomputed in the backward pass), plain matrix
+products, plain products with dropout, or tiles with dropout that the backward pass recomputes."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Choices of what kernels keep for the backward pass, where training systems and devices differ.
+
+    Attributes:
+        fused_norm: whether RMSNorm keeps its input and a number per row; otherwise input and normalised input, in at
+            least fp32, and the number.
+        fused_gate: whether a gated network keeps only the gates and the values they gate; otherwise SiLU's output too.
+        fused_rotary: whether rotated queries and keys replace the unrotated ones; otherwise both are kept.
+        fused_softmax: whether unfused attention keeps only its weights before and after dropout and the mask, without
+            copies of queries, keys and values (Megatron-LM).
+        mask_bytes: bytes per element of a dropout mask; 0 for the activations' itemsize.
+        replays_operations: whether `selective` recompute keeps the outputs of attention and of every second matrix
+            product and recomputes everything else (torchtitan), not only the attention core.
+        wide_statistics: whether norms keep their per-row numbers in fp32 whatever dtype they compute in.
+        grouped: whether one kernel computes all experts, with one weight gradient; otherwise separate ones are joined.
+        keeps_probabilities: whether the loss keeps probabilities in at least fp32; otherwise logits and two numbers per
+            token.
+        widens_logits: whether the loss widens all logits of the current chunk at once; otherwise a few rows at a time.
+        gradients_in_place: whether weight-gradient products accumulate directly into the fp32 gradients.
+    """
+
+    fused_norm: bool = False
+    fused_gate: bool = False
+    fused_rotary: bool = False
+    fused_softmax: bool = False
+    mask_bytes: int = 0
+    replays_operations: bool = False
+    wide_statistics: bool = False
+    grouped: bool = False
+    keeps_probabilities: bool = False
+    widens_logits: bool = False
+    gradients_in_place: bool = False
 
 
 _NARROW: Final = 2

@@ -9,7 +9,8 @@ from typing import Any, Final, Literal
 
 from threefold.byte_sizes import format_bytes
 from threefold.errors import UserError
-from threefold.planner.block_cost import block_of, block_seconds
+from threefold.models.block import describe_model
+from threefold.planner.block_cost import block_seconds, cost_block
 from threefold.planner.doctor.machine import (
     AxisRoute,
     DiskSpeed,
@@ -327,7 +328,8 @@ def measured_entry(found: Examination) -> Hardware | None:
 def _host_work(rates: RankRates, entry: Hardware) -> float:
     """Return the part of the measured block time that its kernels do not explain."""
     config, system = tiny_config(), SYSTEMS["own-cpu"]
-    kernels = block_seconds(block_of(config, 0, 1, system), entry, system).total if rates.block else 0.0
+    block = describe_model(config.model, config.data.sequence_length).blocks[0]
+    kernels = block_seconds(cost_block(config, block, 1, system), entry, system).total if rates.block else 0.0
     return max(0.0, rates.block - kernels)
 
 

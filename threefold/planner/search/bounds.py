@@ -15,10 +15,11 @@ from threefold.config.resolve import is_derived
 from threefold.config.schedules import Schedule, find_schedule
 from threefold.config.schema import Config, ParallelConfig
 from threefold.errors import UserError
+from threefold.models.block import ModelDescription
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.pipeline.partition import StageMap, partitioned
 from threefold.parallel.shard_shapes import Place, place_of
-from threefold.planner.layer_memory import LayerMemory
+from threefold.planner.activations import LayerMemory
 from threefold.planner.model_size import RankSize, model_weights, optimizer_states
 from threefold.planner.search.space import LayoutChoice, MeshSizes, Options, Settings, in_layout
 from threefold.planner.stage_memory import standing_states
@@ -87,22 +88,18 @@ class LayerKinds:
     """Kinds of a model's layers; layers of a kind cost the same.
 
     Args:
-        config: resolved config of the run.
-        plan: plan of its model.
+        description: description of the model.
 
     Attributes:
         of_layer: kind of each layer, from 0.
         first: first layer of each kind.
     """
 
-    def __init__(self, config: Config, plan: ModelPlan) -> None:
-        model, numbers = config.model, dict[object, int]()
-        last = len(plan.layers) - 1
+    def __init__(self, description: ModelDescription) -> None:
+        numbers: dict[object, int] = {}
         self.of_layer: list[int] = []
         self.first: list[int] = []
-        for layer in range(len(plan.layers)):
-            ends = layer in (0, last)
-            key = layer if ends else (model.has_experts(layer - 1), model.window(layer - 1))
+        for layer, key in enumerate(("embedding", *description.blocks, "head")):
             kind = numbers.setdefault(key, len(numbers))
             if kind == len(self.first):
                 self.first.append(layer)
@@ -352,7 +349,7 @@ class LeastBytes:
         for chunk in chunks:
             changed = config.model_copy(update={"train": config.train.model_copy(update={"loss_chunk_size": chunk})})
             replayed = self._weights.recomputed(mode, 1)
-            memories.append(LayerMemory(changed, self._device, self._keeps, self._weights.plan.layers, replayed))
+            memories.append(LayerMemory(changed, self._device, self._keeps, self._weights, replayed))
         found = [memories[0].of(name) for name in self._names[:-1]]
         rows = [[each.kept, each.backward, each.deferred] for each in found]
         heads = [memory.of(self._names[-1]) for memory in memories]
