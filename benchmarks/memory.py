@@ -13,8 +13,8 @@ import shape
 import torch
 from rich.console import Console
 from rich.table import Table
-from tests.support.saved_tensors import recording_saved
 
+from tests.support.saved_tensors import recording_saved
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config, resolve

@@ -109,3 +109,11 @@ def test_a_model_of_a_file_has_no_formulas() -> None:
 def test_it_needs_no_torch() -> None:
     code = "import sys, threefold.planner.stage_memory; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_cast_logits_are_those_of_the_widest_shard() -> None:
+    """The allocator keeps the blocks of narrow logits, those of the first rank's part of the vocabulary."""
+    for vocab, columns in ((512, 256), (513, 257)):
+        given = config({**GPT, "vocab_size": vocab}, parallel={"tp": 2})
+        [found] = stage_memory(given, "cuda", "torchtitan")
+        assert found.given_back == 2 * 1024 * columns * 2

@@ -308,7 +308,7 @@ class LayerMemory:
         block = self._first
         if self._chunk_size or not self._keeps.casts_logits or block.itemsize == block.wide:
             return 0
-        columns = self._config.model.vocab_size // (1 if self._keeps.whole_logits else block.tp)
+        columns = -(-self._config.model.vocab_size // (1 if self._keeps.whole_logits else block.tp))
         return block.tokens * columns * block.itemsize
 
     def of(self, name: str) -> LayerBytes:

@@ -32,6 +32,7 @@ from threefold.planner.collective_cost import (
     update_seconds,
 )
 from threefold.planner.hardware import Hardware
+from threefold.planner.model_size import most_states
 from threefold.planner.stage_memory import stage_memory, usable_bytes
 from threefold.planner.systems import SYSTEMS, System, find_system
 
@@ -54,8 +55,6 @@ def layer_elements(config: Config) -> list[float]:
 
 VARIATION: Final = 0.004
 """Relative standard deviation of the speed of equal devices; a step waits for the slowest of them."""
-_STATES: Final = {"adamw": 2, "adam": 2, "muon": 2, "lion": 1, "sgd": 1}
-"""Largest number of state tensors per weight, by optimizer."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,7 @@ def step_time(config: Config, hardware: Hardware, system: System) -> StepTime:
         for rank, weights in zip(ranks, held, strict=True)
     )
     share = group.ranks if parallel.zero or system.sharded_optimizer else 1
-    states = optimizer_tensors(config)
+    states = most_states(config.optimizer)
     found = StepTime(
         compute=slowest.forward.plus(slowest.backward, slowest.weight).times(train.gradient_accumulation_steps),
         bubble=exposed_bubble(line.busy, line.bubble, hardware),
@@ -178,11 +177,6 @@ def exposed_bubble(busy: float, bubble: float, hardware: Hardware) -> float:
     """
     share = hardware.cores / hardware.gpus_per_node if hardware.cores else 1.0
     return max(0.0, (busy + bubble) * share - busy) if share < 1 else bubble
-
-
-def optimizer_tensors(config: Config) -> int:
-    """Return the largest number of optimizer state tensors per weight."""
-    return _STATES.get(config.optimizer.name, 2)
 
 
 def layer_passes(config: Config, hardware: Hardware, system: System) -> list[Passes]:

@@ -168,6 +168,11 @@ def optimizer_states(config: OptimizerConfig, hidden: bool) -> int:
     return update_rule(config).states_per_element(config, hidden)
 
 
+def most_states(config: OptimizerConfig) -> int:
+    """Return the largest number of state tensors that the optimizer keeps for a weight."""
+    return max(optimizer_states(config, hidden) for hidden in (True, False))
+
+
 class HeldElements(NamedTuple):
     """Numbers of weight elements on a rank.
 

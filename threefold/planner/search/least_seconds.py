@@ -17,12 +17,12 @@ from threefold.planner.collective_cost import bubble_seconds, gradient_seconds, 
 from threefold.planner.estimate import (
     estimate,
     layer_elements,
-    optimizer_tensors,
     sent_bytes,
     usable_memory,
     waiting_share,
 )
 from threefold.planner.hardware import Hardware
+from threefold.planner.model_size import most_states
 from threefold.planner.search.bounds import Array, Evaluated, LayerKinds, LeastBytes, Mask, RankLayers, rank_layers
 from threefold.planner.search.request import Request
 from threefold.planner.search.space import LayoutChoice, MeshSizes, Options, Settings, in_layout
@@ -159,7 +159,7 @@ class LeastSeconds:
             exposed = np.maximum.reduceat(np.broadcast_to(sums.exposed, forward.shape), ranks.starts, axis=0)
             share = group.ranks if zero or system.sharded_optimizer else 1
             most = np.maximum.reduceat(elements, ranks.starts) / share
-            states = optimizer_tensors(self._config)
+            states = most_states(self._config.optimizer)
             update = update_seconds(hardware, most, states, precision.itemsize, precision.master_weights)  # type: ignore[arg-type]
             seconds = line + exposed + np.asarray(update)[:, None] + hardware.achievable.step
             found[(*inner.places, slice(None), number)] = (seconds * (1 + waiting_share(mesh.gpus))).T

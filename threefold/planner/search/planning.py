@@ -108,7 +108,8 @@ def no_layout(gpus: int, fixed: Mapping[str, Any], found: Found, run: Run) -> Us
     for count in _around(gpus):
         if run(count, fixed).sound:
             return UserError(f"{head}{why}; use {count}.")
-    below = next((count for count in _powers_below(gpus) if run(count, fixed).sound), None)
+    powers = (1 << power for power in range(gpus.bit_length() - 1, -1, -1))
+    below = next((count for count in powers if count < gpus - _NEAR and run(count, fixed).sound), None)
     if below is not None:
         return UserError(f"{head}{why}; use {below}.")
     return UserError(f"{head}{why}; use a number that divides the global batch and the model's heads and layers.")
@@ -155,7 +156,7 @@ def _enough(gpus: int, fixed: Mapping[str, Any], run: Run) -> int | None:
             return None
         if run(gpus * times, fixed).ranked:
             between = [int(gpus * times * part) for part in _BETWEEN if gpus * times * part % 1 == 0]
-            return next((count for count in between if run(count, fixed).fitting), gpus * times)
+            return next((count for count in between if run(count, fixed).ranked), gpus * times)
     return None
 
 
@@ -165,12 +166,6 @@ def _around(gpus: int) -> Iterator[int]:
         yield gpus + distance
         if gpus > distance:
             yield gpus - distance
-
-
-def _powers_below(gpus: int) -> Iterator[int]:
-    """Yield the powers of two up to a number, the largest first."""
-    for power in range(gpus.bit_length() - 1, -1, -1):
-        yield 1 << power
 
 
 def _words(fixed: Mapping[str, Any]) -> str:
