@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ from tests.support.sweep import sweep
 from threefold.config import Config, resolve
 from threefold.errors import UserError
 from threefold.planner.dry_run import dry_run
+from threefold.planner.estimate import usable_memory
+from threefold.planner.hardware import find_hardware
 from threefold.planner.model_size import ModelSize
-from threefold.planner.stage_memory import RESERVE, StageMemory, flights_of, stage_memory, usable_bytes
+from threefold.planner.stage_memory import RESERVE, StageMemory, flights_of, stage_memory
 
 GPT = {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 8, "vocab_size": 512}
 LLAMA = {**GPT, "architecture": "llama", "num_key_value_heads": 4}
@@ -96,7 +99,7 @@ def test_more_micro_batches_than_a_schedule_holds_change_nothing() -> None:
 
 
 def test_a_gpu_has_less_than_all_of_its_memory() -> None:
-    assert usable_bytes(80 << 30) == (80 << 30) - RESERVE
+    assert usable_memory(replace(find_hardware("a100-80"), memory_bytes=80 << 30)) == (80 << 30) - RESERVE
 
 
 def test_a_model_of_a_file_has_no_formulas() -> None:

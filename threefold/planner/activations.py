@@ -300,7 +300,7 @@ class LayerMemory:
 
     @property
     def _chunk_size(self) -> int:
-        return self._config.train.loss_chunk_size if self._keeps.chunked_loss else 0
+        return self._config.train.loss_chunk_size if self._keeps.system.chunked_loss else 0
 
     @property
     def narrow_logits(self) -> int:
@@ -308,7 +308,7 @@ class LayerMemory:
         block = self._first
         if self._chunk_size or not self._keeps.casts_logits or block.itemsize == block.wide:
             return 0
-        columns = -(-self._config.model.vocab_size // (1 if self._keeps.whole_logits else block.tp))
+        columns = -(-self._config.model.vocab_size // (1 if self._keeps.system.whole_logits else block.tp))
         return block.tokens * columns * block.itemsize
 
     def of(self, name: str) -> LayerBytes:
@@ -317,7 +317,7 @@ class LayerMemory:
         if name == self._layers[0]:
             return embedding_layer(block, model.vocab_size, model.embedding_dropout > 0, self._device)
         if name == self._layers[-1]:
-            if self._keeps.whole_logits:
+            if self._keeps.system.whole_logits:
                 block = replace(block, tp=1, sequence_parallel=False)
             return head_layer(block, model.vocab_size, self._chunk_size)
         key = self._blocks[name], name in self._replayed

@@ -1,6 +1,5 @@
 """Estimated time, memory and utilisation of a training step, from a config and a hardware entry alone."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import log, sqrt
@@ -33,7 +32,7 @@ from threefold.planner.collective_cost import (
 )
 from threefold.planner.hardware import Hardware
 from threefold.planner.model_size import most_states
-from threefold.planner.stage_memory import stage_memory, usable_bytes
+from threefold.planner.stage_memory import RESERVE, StageMemory, stage_memory
 from threefold.planner.systems import SYSTEMS, System, find_system
 
 
@@ -238,29 +237,6 @@ def _simulated(config: Config, ranks: list[Passes], stages: list[Passes], send: 
     return Pipeline(busy, alone - busy, simulate(program, times, send).length - alone)
 
 
-_IN_PASSING = ("working", "logits", "buffers")
-_SHARDED_GRADIENTS = 2  # values of parallel.zero
-
-
-@dataclass(frozen=True)
-class StageBytes:
-    """Bytes by cause of a pipeline rank at a step's peak; the allocator releases `given_back` if memory runs out."""
-
-    causes: Mapping[str, int]
-    given_back: int = 0
-
-    @property
-    def peak(self) -> int:
-        return sum(self.causes.values())
-
-    @property
-    def by_dry_run(self) -> dict[str, int]:
-        """Bytes by a dry run's causes, where activations include all transient memory."""
-        found = dict(self.causes)
-        found["activations"] += sum(found.pop(name, 0) for name in _IN_PASSING)
-        return found
-
-
 @dataclass(frozen=True)
 class Estimate:
     """Estimated time of a training step by cause, and memory of each pipeline rank."""
@@ -269,7 +245,7 @@ class Estimate:
     hardware: Hardware
     system: System
     time: StepTime
-    stages: tuple[StageBytes, ...]
+    stages: tuple[StageMemory, ...]
     usable_bytes: int
 
     @property
@@ -323,7 +299,7 @@ class Estimate:
     @property
     def needed_bytes(self) -> list[int]:
         """Peak bytes of each pipeline rank, without what an allocator releases when memory runs out."""
-        return [stage.peak - stage.given_back for stage in self.stages]
+        return [stage.needed for stage in self.stages]
 
     @property
     def fits(self) -> bool:
@@ -365,19 +341,6 @@ class Estimate:
         }
 
 
-def usual_system(config: Config, hardware: Hardware) -> System:
-    """Return the training system that published runs of this kind use on such hardware."""
-    if hardware.device == "cpu":
-        return own_system(config, hardware)
-    sharded = hardware.sharded_system if config.parallel.zero >= _SHARDED_GRADIENTS else ""
-    gpt = hardware.gpt_system if config.model.architecture == "gpt" else ""
-    try:
-        found = find_system(sharded or gpt or hardware.system)
-    except UserError as error:
-        raise UserError(f"The hardware entry {hardware.name} has an unknown system: {error}") from None
-    return own_system(config, hardware) if found.name == "own" else found
-
-
 def own_system(config: Config, hardware: Hardware) -> System:
     """Return this package as a training system, for the time and memory of `threefold train` itself."""
     if hardware.device == "cpu":
@@ -405,9 +368,8 @@ def estimate(config: Config, hardware: Hardware, system: System | str | None = N
         system = own_system(config, hardware)
     elif isinstance(system, str):
         system = find_system(system)
-    time = step_time(config, hardware, system)
-    stages, usable = _memory(config, hardware, system)
-    return Estimate(config, hardware, system, time, stages, usable)
+    time, stages = step_time(config, hardware, system), stage_memory(config, hardware.device, system.name)
+    return Estimate(config, hardware, system, time, tuple(stages), usable_memory(hardware))
 
 
 def usable_memory(hardware: Hardware) -> int:
@@ -416,13 +378,11 @@ def usable_memory(hardware: Hardware) -> int:
     Raises:
         UserError: the device has no more memory than the libraries take.
     """
-    if hardware.device != "cuda":
-        return hardware.memory_bytes
-    usable = usable_bytes(hardware.memory_bytes)
+    usable = hardware.memory_bytes - (RESERVE if hardware.device == "cuda" else 0)
     if usable <= 0:
         raise UserError(
             f"The hardware {hardware.name} has memory_bytes {hardware.memory_bytes} but a GPU needs more than the "
-            f"{hardware.memory_bytes - usable} that CUDA and NCCL take; give it at least 8e9."
+            f"{RESERVE} that CUDA and NCCL take; give it at least 8e9."
         )
     return usable
 
@@ -453,8 +413,3 @@ def _require_whole_nodes(config: Config, hardware: Hardware, world: int) -> None
         f"parallel.dp is {config.parallel.dp}, which with the other axes makes {world:,} ranks, but nodes of "
         f"{hardware.name} have {per_node} and are rented whole; {better}."
     )
-
-
-def _memory(config: Config, hardware: Hardware, system: System) -> tuple[tuple[StageBytes, ...], int]:
-    found = stage_memory(config, hardware.device, system.name)
-    return tuple(StageBytes(stage.causes, stage.given_back) for stage in found), usable_memory(hardware)

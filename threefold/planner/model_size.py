@@ -263,10 +263,6 @@ class ModelWeights:
             self._held[key] = self._sum(self._own[kind], place)
         return self._held[key]
 
-    def of_shared(self, layers: Iterable[str], place: Place) -> HeldElements:
-        """Count the elements of weights that some layers share with others, each once."""
-        return self._sum({weight for name in layers for weight in self.shared[name]}, place)
-
     def sharing(self, layers: Iterable[str]) -> list[str]:
         """Return the layers that share weights with another of `layers`."""
         layers = list(layers)

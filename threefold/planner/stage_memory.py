@@ -25,6 +25,9 @@ RESERVE: Final = 2 << 30
 (some 0.2 GiB for each of a handful of groups)."""
 
 
+_IN_PASSING: Final = ("working", "logits", "buffers")
+
+
 @dataclass(frozen=True)
 class StageMemory:
     """Memory by cause of one pipeline rank at the peak of a step, in bytes.
@@ -58,6 +61,12 @@ class StageMemory:
         return {name: value for name, value in asdict(self).items() if name not in ("pp_rank", "given_back")}
 
     @property
+    def by_dry_run(self) -> dict[str, int]:
+        """Bytes by a dry run's causes, where activations include all transient memory."""
+        passing = {"activations": self.activations + self.working + self.logits + self.buffers}
+        return {name: value for name, value in (self.causes | passing).items() if name not in _IN_PASSING}
+
+    @property
     def peak(self) -> int:
         """Total bytes, as an allocator reports its reserved memory."""
         return sum(self.causes.values())
@@ -71,11 +80,6 @@ class StageMemory:
     def tensors(self) -> int:
         """Total bytes without the allocator's fragmentation."""
         return self.peak - self.fragmentation
-
-
-def usable_bytes(memory_bytes: int) -> int:
-    """Return the bytes of GPU memory that tensors can use."""
-    return memory_bytes - RESERVE
 
 
 def stage_memory(config: Config, device: str = "cuda", system: str = "own") -> list[StageMemory]:
@@ -437,9 +441,9 @@ def standing_states(
     """
     wide = precision.master_itemsize
     narrow = precision.itemsize if precision.itemsize < wide else 0
-    added = precision.itemsize if precision.dtype in keeps.narrow_gradients else wide
+    added = precision.itemsize if precision.dtype in keeps.system.narrow_gradients else wide
     if not parallel.zero:
-        if keeps.shards_optimizer:
+        if keeps.system.sharded_optimizer:
             replicas = parallel.dp * parallel.cp
             weights = found.parameters * narrow + found.parameters * wide // replicas
             found = found._replace(weights=weights, optimizer=found.optimizer // replicas)

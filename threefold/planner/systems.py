@@ -163,6 +163,7 @@ _ROWS: Final = (
         overlap_tensor=True,
         sharded_optimizer=True,
         gradient_bytes=2,
+        narrow_gradients=("bf16", "fp16"),
         about="NeMo of 2024: tensor-parallel collectives in pieces beside products, gradients summed in bf16",
     ),
     replace(
@@ -241,7 +242,6 @@ class Kernels:
     gradients_in_place: bool = False
 
 
-_NARROW: Final = 2
 FRAGMENTATION: Final = 0.05
 """Memory that a GPU's caching allocator loses between blocks of different sizes, as a share of transient tensors."""
 
@@ -251,37 +251,27 @@ class Keeps:
     """Memory behaviour of a training system on a device.
 
     Attributes:
-        kernels: what the kernels keep for the backward pass.
-        flash: whether attention is fused.
-        drops_in_flash: whether fused attention supports dropout and document masks.
-        chunked_loss: whether the system follows `train.loss_chunk_size`.
-        shards_optimizer: whether replicas shard master weights and optimizer state even where `parallel.zero` is 0.
-        narrow_gradients: compute dtypes whose gradients are accumulated in that dtype instead of fp32.
-        whole_logits: whether every tensor-parallel rank gathers all logits for the loss.
+        system: the training system.
+        kernels: what its kernels keep for the backward pass.
         casts_logits: whether separate kernels cast narrow logits to fp32 on a GPU. The allocator's blocks for the
             narrow logits are too small for the wide ones, and stay reserved.
         fragmentation: memory that the allocator loses, as a share of transient tensors.
     """
 
+    system: System
     kernels: Kernels = field(default_factory=Kernels)
-    flash: bool = True
-    drops_in_flash: bool = False
-    chunked_loss: bool = True
-    shards_optimizer: bool = False
-    narrow_gradients: tuple[str, ...] = ()
-    whole_logits: bool = False
     casts_logits: bool = False
     fragmentation: float = 0.0
 
     def attention(self, own: Attention) -> Attention:
         """Return how this system computes attention where this package's kernels would compute it as `own`."""
-        if not self.flash:
+        if not self.system.flash:
             return "dropped" if own in ("dropped", "dropped again") else "plain"
-        return "fused" if self.drops_in_flash else own
+        return "fused" if self.system.drops_in_flash else own
 
 
 def keeps_of(system: str, device: str) -> Keeps:
-    """Return the memory behaviour of a training system on a device.
+    """Return the memory behaviour of a training system on a device; on a CPU that of this package.
 
     Args:
         system: name of the system, as `find_system` takes it.
@@ -292,31 +282,19 @@ def keeps_of(system: str, device: str) -> Keeps:
     """
     found = find_system(system)
     if device == "cpu":
-        return Keeps()
+        return Keeps(_OWN)
+    shared = Kernels(fused_norm=True, wide_statistics=True, grouped=True, widens_logits=True)
     if found.name.startswith("own"):
-        kernels = Kernels(fused_norm=True, wide_statistics=True, grouped=True, widens_logits=True)
-        return Keeps(kernels, fragmentation=FRAGMENTATION)
-    kernels = Kernels(
+        return Keeps(found, shared, fragmentation=FRAGMENTATION)
+    kernels = replace(
+        shared,
         fused_norm=found.fused_norm,
         fused_gate=found.fused,
         fused_rotary=found.fused,
         fused_softmax=True,
         mask_bytes=1,
         replays_operations=found.replays_operations,
-        wide_statistics=True,
-        grouped=True,
         keeps_probabilities=True,
-        widens_logits=True,
         gradients_in_place=found.fused_gradients,
     )
-    return Keeps(
-        kernels,
-        found.flash,
-        found.drops_in_flash,
-        found.chunked_loss,
-        found.sharded_optimizer,
-        ("bf16", "fp16") if found.gradient_bytes == _NARROW else found.narrow_gradients,
-        found.whole_logits,
-        not found.fused_loss,
-        FRAGMENTATION,
-    )
+    return Keeps(found, kernels, not found.fused_loss, FRAGMENTATION)

@@ -1,11 +1,11 @@
-"""Interface of the search's cost model, and lower bounds of memory for all options of a mesh at once."""
+"""Lower bounds of the memory of all options of a mesh at once, for the search."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,32 +53,6 @@ class Evaluated:
     def peak(self) -> int:
         """Bytes of the rank that needs the most."""
         return max(self.peak_bytes)
-
-
-class Costs(Protocol):
-    """Cost model of one config on one type of hardware."""
-
-    def usable_bytes(self, gpus: int) -> int:
-        """Return the memory that a rank may use when there are `gpus` devices."""
-
-    def least_bytes(self, mesh: MeshSizes, options: Options) -> Array:
-        """Return a lower bound of the largest rank's bytes for all options of a mesh at once, unsound ones included;
-        the shape is in `space.DIMS`, with 1 where all options of a dim are alike."""
-
-    def least_seconds(self, mesh: MeshSizes, options: Options, wanted: Mask) -> Array:
-        """Return a lower bound of the seconds of a step, in the shape of `least_bytes`.
-
-        Args:
-            mesh: sizes of the mesh.
-            options: options of the mesh.
-            wanted: mask of the options asked for, in all dims; values elsewhere are arbitrary.
-        """
-
-    def evaluate(self, choice: LayoutChoice) -> Evaluated:
-        """Evaluate a layout exactly."""
-
-    def largest_part(self, choice: LayoutChoice) -> str:
-        """Name what takes the most memory on the largest rank, with its size."""
 
 
 Counts = NDArray[np.float64]

@@ -33,7 +33,7 @@ _TOLD: Final = 2
 
 
 class ModelCosts:
-    """Cost model of a request, which implements `Costs`."""
+    """Cost model of a request."""
 
     def __init__(self, request: Request) -> None:
         self._config, self._hardware = request.config, request.hardware
@@ -46,18 +46,22 @@ class ModelCosts:
         self._bytes = LeastBytes(self._config, self._hardware.device, keeps, self._kinds)
 
     def usable_bytes(self, gpus: int) -> int:
+        """Return the memory that a rank may use when there are `gpus` devices."""
         return usable_memory(self._hardware.shared_by(gpus))
 
     def least_bytes(self, mesh: MeshSizes, options: Options) -> Array:
+        """Return a lower bound of the largest rank's bytes for all options of a mesh at once, unsound ones included."""
         return self._bytes(mesh, options, self._rank_layers(mesh.pp, options.schedule))
 
     def least_seconds(self, mesh: MeshSizes, options: Options, wanted: Mask) -> Array:
+        """Return a lower bound of the seconds of a step; arbitrary for options outside the mask `wanted`."""
         ranks = self._rank_layers(mesh.pp, options.schedule)
         first = options.choice(mesh, [0] * len(options.shape))
         elements = np.array(layer_elements(in_layout(self._config, first)))[self._kinds.first]
         return self._seconds(mesh, options, ranks, ranks.counts @ elements, wanted)
 
     def evaluate(self, choice: LayoutChoice) -> Evaluated:
+        """Evaluate a layout exactly."""
         found = estimate(in_layout(self._config, choice), self._hardware, self._system)
         causes = found.time.causes
         largest = sorted(causes, key=causes.__getitem__, reverse=True)[:_TOLD]
@@ -76,6 +80,7 @@ class ModelCosts:
         )
 
     def largest_part(self, choice: LayoutChoice) -> str:
+        """Name what takes the most memory on the largest rank, with its size."""
         found = estimate(in_layout(self._config, choice), self._hardware, self._system)
         stage = max(found.stages, key=lambda each: each.peak)
         name = max(stage.causes, key=stage.causes.__getitem__)

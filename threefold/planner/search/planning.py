@@ -11,13 +11,11 @@ from threefold.errors import UserError
 from threefold.files import shown
 from threefold.models.family import model_plan
 from threefold.planner.hardware import Hardware
-from threefold.planner.search.bounds import Costs, Evaluated
+from threefold.planner.search.bounds import Evaluated
 from threefold.planner.search.least_seconds import ModelCosts
 from threefold.planner.search.request import Budget, Request, budget_of
 from threefold.planner.search.search import Found, search
 from threefold.planner.search.space import KEYS, LayoutChoice, layout_rules, without_layout
-
-MakeCosts = Callable[[Request], Costs]
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class SearchAnswer:
 
     request: Request
     found: Found
-    costs: Costs
+    costs: ModelCosts
     usable_bytes: int
     seconds: float
 
@@ -49,18 +47,17 @@ class SearchAnswer:
         return budget_of(request.tokens, request.tokens_per_step, layout.seconds, layout.choice.gpus, dollars)
 
 
-def plan_layouts(request: Request, clock: Callable[[], float], make_costs: MakeCosts = ModelCosts) -> SearchAnswer:
+def plan_layouts(request: Request, clock: Callable[[], float]) -> SearchAnswer:
     """Search the layouts of a request.
 
     Args:
         request: request to search.
-        make_costs: function that makes the cost model.
         clock: function that returns the seconds since the request.
 
     Raises:
         UserError: no layout is sound, or none fits; the message says what would make one possible.
     """
-    costs = make_costs(request)
+    costs = ModelCosts(request)
     checks = layout_rules(model_plan(request.config.model, request.config.data.sequence_length))
 
     def run(gpus: int, fixed: Mapping[str, Any]) -> Found:
@@ -121,7 +118,7 @@ def none_fits(
     hardware: Hardware,
     usable: int,
     found: Found,
-    costs: Costs,
+    costs: ModelCosts,
     run: Run,
 ) -> UserError:
     """Return the error that no sound layout fits into memory.

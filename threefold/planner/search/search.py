@@ -8,7 +8,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from threefold.planner.search.bounds import Array, Costs, Evaluated, Mask
+from threefold.planner.search.bounds import Array, Evaluated, Mask
+from threefold.planner.search.least_seconds import ModelCosts
 from threefold.planner.search.request import Objective
 from threefold.planner.search.space import Check, LayoutChoice, MeshSizes, Options, RuleAnswers, Settings, Space
 
@@ -187,7 +188,9 @@ class _Seen:
     looked: list[Fitting] = field(default_factory=list)
 
 
-def search(space: Space, checks: tuple[Check, ...], costs: Costs, counts: Sequence[int], objective: Objective) -> Found:
+def search(
+    space: Space, checks: tuple[Check, ...], costs: ModelCosts, counts: Sequence[int], objective: Objective
+) -> Found:
     """Search every layout of a space and rank the best.
 
     Args:
@@ -221,7 +224,7 @@ def search(space: Space, checks: tuple[Check, ...], costs: Costs, counts: Sequen
     )
 
 
-def _look(mesh: MeshSizes, options: Options, soundness: Soundness, costs: Costs, seen: _Seen) -> None:
+def _look(mesh: MeshSizes, options: Options, soundness: Soundness, costs: ModelCosts, seen: _Seen) -> None:
     """Add the sound layouts of a mesh that fit."""
     if not all(options.shape):
         return
@@ -252,7 +255,7 @@ def _least(values: Array, where: Mask) -> tuple[float, tuple[int, ...]]:
     return float(those.flat[place]), tuple(int(index) for index in np.unravel_index(place, those.shape))
 
 
-def _best(looked: list[Fitting], costs: Costs, objective: Objective) -> tuple[list[Evaluated], list[int], int]:
+def _best(looked: list[Fitting], costs: ModelCosts, objective: Objective) -> tuple[list[Evaluated], list[int], int]:
     """Return the best layouts, the indices of evaluated ones that do not fit, and the number evaluated."""
     best: list[tuple[float, int, LayoutChoice, Evaluated]] = []
     unfit: list[int] = []
@@ -306,7 +309,7 @@ class Points(NamedTuple):
     front: list[Evaluated]
 
 
-def points_of(found: Found, costs: Costs, step: float = _STEP, most: int = _EVALUATED) -> Points:
+def points_of(found: Found, costs: ModelCosts, step: float = _STEP, most: int = _EVALUATED) -> Points:
     """Return a sample of a search's layouts and their Pareto front, without layouts known not to fit.
 
     Args:
