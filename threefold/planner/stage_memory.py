@@ -26,6 +26,7 @@ RESERVE: Final = 2 << 30
 
 
 _IN_PASSING: Final = ("working", "logits", "buffers")
+_WEIGHTS_TOO: Final = 3  # value of parallel.zero
 
 
 @dataclass(frozen=True)
@@ -167,145 +168,34 @@ class Run:
 
 
 @dataclass(frozen=True)
-class GradientSharing:
-    """Treatment of gradients and gathered weights in a stage.
+class Stage:
+    """Layers of a pipeline stage, and the treatment of its gradients and gathered weights.
 
     Attributes:
-        zero: `parallel.zero`.
-        ranks: number of ranks that shard a replica.
-        narrow, wide: bytes per element of compute weights and of master weights.
+        runs: layers of the stage, grouped.
+        output: bytes of its output, which a pass also keeps; 0 for the last stage.
+        sent: bytes of the gradient that it sends to the previous stage; 0 for the first stage.
+        hands_on: whether the next stage is on the same rank.
         tied: elements of weights shared by layers of the stage, gathered for all of them together.
+        zero, ranks: `parallel.zero`, and number of ranks that shard a replica.
+        narrow, wide: bytes per element of compute weights and of master weights.
         in_place: whether weight gradients accumulate directly into their sums.
         repeated: whether an earlier micro-batch has run.
         grows: whether accumulated gradients take memory only as a backward pass makes them.
     """
 
-    zero: int = 0
-    ranks: int = 1
-    narrow: int = 4
-    wide: int = 4
-    tied: int = 0
-    in_place: bool = False
-    repeated: bool = True
-    grows: bool = False
-
-    @property
-    def gathers_again(self) -> bool:
-        """Whether weights are freed after each use."""
-        return self.zero == 3
-
-    @property
-    def reduces_each(self) -> bool:
-        """Whether a layer's gradients are reduce-scattered after its backward pass."""
-        return self.zero > 1
-
-    def new_gradients(self, elements: float) -> float:
-        """Return the bytes of accumulated gradients that a backward pass allocates; 0 where they already exist."""
-        if not self.zero or not self.grows:
-            return 0
-        return elements * self.wide / (1 if self.zero == 1 else self.ranks)
-
-    def gradient(self, elements: float) -> float:
-        """Return the bytes of weight gradients as a backward pass computes them."""
-        return 0 if self.in_place else elements * self.narrow
-
-
-def forward_moment(runs: Sequence[Run], sharing: GradientSharing) -> Moment:
-    """Return the peak of a forward pass, which is at its end, relative to all its activations."""
-    last = runs[-1]
-    moment = Moment()
-    if last.is_head:
-        moment = moment.plus(logits=last.layer.forward)
-    if sharing.gathers_again:
-        moment = moment.plus(weights=sharing.narrow * (last.elements + sharing.tied))
-    return moment
-
-
-def backward_moments(runs: Sequence[Run], sharing: GradientSharing, deferring: bool) -> Iterator[Moment]:
-    """Yield the candidates for the peak of a backward pass, one or a few for each run of layers.
-
-    Args:
-        runs: runs of the stage, in order.
-        sharing: treatment of the stage's gradients and weights.
-        deferring: whether weight gradients wait for a pass of their own.
-    """
-    scattered = _last_group(runs, sharing) if sharing.reduces_each and sharing.repeated else 0
-    freed, tied, reduced = 0.0, 0.0, 0.0  # a tied weight has one gradient once both of its uses have theirs
-    for place in range(len(runs) - 1, -1, -1):
-        run, layer = runs[place], runs[place].layer
-        # Torch prefetches the previous layer, but not the embeddings, whose backward pass needs no weights.
-        before = runs[place - 1].elements if place and not runs[place - 1].is_embedding else 0
-        each = layer.kept - (layer.deferred if deferring else 0)
-        for number in sorted({0, max(0, run.count - 2), run.count - 1}):
-            ahead = run.elements if number < run.count - 1 else before
-            if number:
-                scattered = run.elements
-            new = sharing.new_gradients(reduced + number * run.elements)
-            for moment in _of_layer(run, sharing, freed + number * each, tied, ahead, scattered, deferring):
-                yield moment.plus(gradients=new)
-        freed += run.count * each
-        reduced += run.count * run.elements
-        scattered = run.elements or scattered
-        tied = layer.largest or (run.count and sharing.tied) if run.is_head else tied
-
-
-def _of_layer(
-    run: Run, sharing: GradientSharing, freed: float, tied: float, ahead: float, scattered: float, deferring: bool
-) -> Iterator[Moment]:
-    """Yield the moments of one layer's backward pass.
-
-    Args:
-        freed: bytes that later layers have freed.
-        tied: elements of a tied weight's gradient that waits for its second use.
-        ahead: elements of the previous layer's weights, which are prefetched.
-        scattered: elements whose reduce-scatter still holds its buffer.
-        deferring: see `backward_moments`.
-    """
-    layer, narrow, wide = run.layer, sharing.narrow, sharing.wide
-    own = run.elements + (sharing.tied if run.is_head or run.is_embedding else 0)
-    start = Moment(activations=-freed, gradients=sharing.gradient(tied))
-    if sharing.reduces_each:
-        start = start.plus(buffers=scattered * wide)
-    if sharing.gathers_again:
-        start = start.plus(weights=(run.elements + sharing.tied) * narrow, buffers=ahead * narrow)
-    cause = {"logits" if run.is_head else "working": layer.backward}
-    largest = 0 if deferring and not run.is_embedding else sharing.gradient(layer.largest)
-    yield start.plus(**cause, gradients=largest)
-    if run.is_head and not deferring:  # the weight's gradient, once the probabilities are freed
-        yield start.plus(activations=-layer.kept, logits=layer.ending, gradients=sharing.gradient(own))
-    if sharing.zero:
-        ended = start.plus(activations=-layer.kept, working=layer.ending, gradients=sharing.gradient(own))
-        yield ended
-        if sharing.reduces_each:
-            freed_weights = run.elements * narrow if sharing.gathers_again else 0
-            buffers = own * wide * (1 + 1 / sharing.ranks) - scattered * wide
-            yield ended.plus(weights=-freed_weights, working=-layer.ending, buffers=buffers)
-
-
-def _last_group(runs: Sequence[Run], sharing: GradientSharing) -> int:
-    """Return the elements that a backward pass reduce-scatters last."""
-    return sharing.tied or next((run.elements for run in runs if run.elements), 0)
-
-
-@dataclass(frozen=True)
-class StageRuns:
-    """Memory-relevant description of a stage.
-
-    Attributes:
-        runs: layers of the stage, grouped.
-        output: bytes of its output, which a pass also keeps; 0 for the last stage.
-        sharing: treatment of its gradients and weights.
-        gradient: elements of its largest weight gradient.
-        sent: bytes of the gradient that it sends to the previous stage; 0 for the first stage.
-        hands_on: whether the next stage is on the same rank.
-    """
-
     runs: tuple[Run, ...]
     output: int
-    sharing: GradientSharing
-    gradient: int
     sent: int
     hands_on: bool
+    tied: int
+    zero: int
+    ranks: int
+    narrow: int
+    wide: int
+    in_place: bool
+    repeated: bool
+    grows: bool
 
     @property
     def kept(self) -> int:
@@ -316,6 +206,80 @@ class StageRuns:
     def deferred(self) -> int:
         """Bytes that a pass still keeps until its weight-gradient pass."""
         return sum(run.count * run.layer.deferred for run in self.runs)
+
+    def moments(self, kind: str) -> Iterator[Moment]:
+        """Yield the largest moments of an action (`F`, `B`, `I` or `W`), relative to all that it begins with."""
+        if kind == "F":  # the peak is at the end
+            last = self.runs[-1]
+            gathered = self.narrow * (last.elements + self.tied) if self.zero == _WEIGHTS_TOO else 0
+            yield Moment(logits=last.layer.forward if last.is_head else 0, weights=gathered)
+        elif kind == "W":
+            blocks = (run.layer.largest for run in self.runs if not run.is_embedding or len(self.runs) == 1)
+            yield Moment(activations=self.deferred, gradients=self._gradient(max(blocks)))
+        else:
+            yield from self._backward(kind == "I")
+
+    def _gradient(self, elements: float) -> float:
+        """Return the bytes of weight gradients as a backward pass computes them."""
+        return 0 if self.in_place else elements * self.narrow
+
+    def _backward(self, deferring: bool) -> Iterator[Moment]:
+        """Yield the candidates for the peak of a backward pass, one or a few for each run of layers; weight gradients
+        wait for a pass of their own if `deferring`."""
+        scattered: float = 0  # last
+        if self.zero > 1 and self.repeated:
+            scattered = self.tied or next((run.elements for run in self.runs if run.elements), 0)
+        freed, tied, reduced = 0.0, 0.0, 0.0  # a tied weight has one gradient once both of its uses have theirs
+        for place in range(len(self.runs) - 1, -1, -1):
+            run, layer = self.runs[place], self.runs[place].layer
+            # Torch prefetches the previous layer, but not the embeddings, whose backward pass needs no weights.
+            before = self.runs[place - 1].elements if place and not self.runs[place - 1].is_embedding else 0
+            each = layer.kept - (layer.deferred if deferring else 0)
+            for number in sorted({0, max(0, run.count - 2), run.count - 1}):
+                ahead = run.elements if number < run.count - 1 else before
+                if number:
+                    scattered = run.elements
+                new = 0.0  # gradients that the pass allocates, where they do not exist already
+                if self.zero and self.grows:
+                    new = (reduced + number * run.elements) * self.wide / (1 if self.zero == 1 else self.ranks)
+                for moment in self._of_layer(run, freed + number * each, tied, ahead, scattered, deferring):
+                    yield moment.plus(gradients=new)
+            freed += run.count * each
+            reduced += run.count * run.elements
+            scattered = run.elements or scattered
+            tied = layer.largest or (run.count and self.tied) if run.is_head else tied
+
+    def _of_layer(
+        self, run: Run, freed: float, tied: float, ahead: float, scattered: float, deferring: bool
+    ) -> Iterator[Moment]:
+        """Yield the moments of one layer's backward pass.
+
+        Args:
+            run: run of the layer.
+            freed: bytes that later layers have freed.
+            tied: elements of a tied weight's gradient that waits for its second use.
+            ahead: elements of the previous layer's weights, which are prefetched.
+            scattered: elements whose reduce-scatter still holds its buffer.
+            deferring: see `_backward`.
+        """
+        layer, narrow, wide = run.layer, self.narrow, self.wide
+        own = run.elements + (self.tied if run.is_head or run.is_embedding else 0)
+        start = Moment(activations=-freed, gradients=self._gradient(tied))
+        if self.zero > 1:
+            start = start.plus(buffers=scattered * wide)
+        if self.zero == _WEIGHTS_TOO:
+            start = start.plus(weights=(run.elements + self.tied) * narrow, buffers=ahead * narrow)
+        largest = 0 if deferring and not run.is_embedding else self._gradient(layer.largest)
+        yield start.plus(gradients=largest, **{"logits" if run.is_head else "working": layer.backward})
+        if run.is_head and not deferring:  # the weight's gradient, once the probabilities are freed
+            yield start.plus(activations=-layer.kept, logits=layer.ending, gradients=self._gradient(own))
+        if self.zero:
+            ended = start.plus(activations=-layer.kept, working=layer.ending, gradients=self._gradient(own))
+            yield ended
+            if self.zero > 1:
+                freed_weights = run.elements * narrow if self.zero == _WEIGHTS_TOO else 0
+                buffers = own * wide * (1 + 1 / self.ranks) - scattered * wide
+                yield ended.plus(weights=-freed_weights, working=-layer.ending, buffers=buffers)
 
 
 class LayoutMemory:
@@ -352,7 +316,7 @@ class LayoutMemory:
         states, moments = self._states(pp_rank), list(self._moments(pp_rank, stages))
         return states, max(moments, key=lambda moment: moment.total)
 
-    def _moments(self, pp_rank: int, stages: Sequence[StageRuns]) -> Iterator[Moment]:
+    def _moments(self, pp_rank: int, stages: Sequence[Stage]) -> Iterator[Moment]:
         flights = self._flights[pp_rank]
         kept = flights.held @ np.array([stage.kept for stage in stages], dtype=float)
         kept += flights.deferred @ np.array([stage.deferred for stage in stages], dtype=float)
@@ -362,7 +326,7 @@ class LayoutMemory:
                 kept -= stage.output * np.minimum(flights.held[:, place], flights.held[:, place + 1])
         for (kind, place), actions in flights.alike.items():
             most = int(kept[actions].max())
-            for moment in _of_action(kind, stages[place]):
+            for moment in stages[place].moments(kind):
                 yield moment.plus(activations=most)
         yield from self._reduction(pp_rank)
 
@@ -386,39 +350,32 @@ class LayoutMemory:
         found, config = self.size.rank(pp_rank, place), self._config
         return standing_states(found, whole, config.parallel, config.precision, self.keeps, self._gradients_grow)
 
-    def _stage(self, number: int, pp_rank: int) -> StageRuns:
+    def _stage(self, number: int, pp_rank: int) -> Stage:
         config, place = self._config, self.size.largest_place(pp_rank)
         weights, layers = self.size.weights, self.size.layers_of(number)
         whole = place.unshared
         together = weights.sharing(layers)
-        tied = weights.held(together, whole).all
         runs = []
         for (_, layer), alike in groupby(layers, key=lambda name: (weights.kinds[name], self._layers.of(name))):
             names = list(alike)
             own = 0 if names[0] in together else weights.held(names[:1], whole).all
             ends = {"is_head": names[-1] == weights.plan.layers[-1], "is_embedding": names[0] == weights.plan.layers[0]}
             runs.append(Run(layer, len(names), own, **ends))
-        zero, precision = config.parallel.zero, config.precision
-        sharing = GradientSharing(
-            zero,
-            max(1, place.zero.count),
-            precision.itemsize,
-            precision.master_itemsize,
-            tied,
-            self.keeps.kernels.gradients_in_place,
-            self._micro_batches > 1,
-            self._gradients_grow,
-        )
-        outer = self._layers.output
-        ranks = self.size.map.ranks
+        outer, ranks = self._layers.output, self.size.map.ranks
         is_last = number == len(ranks) - 1
-        return StageRuns(
-            tuple(runs),
-            0 if is_last else outer,
-            sharing,
-            max(run.layer.largest for run in runs if not run.is_embedding or len(runs) == 1),
-            outer if number else 0,
-            not is_last and ranks[number + 1] == pp_rank,
+        return Stage(
+            runs=tuple(runs),
+            output=0 if is_last else outer,
+            sent=outer if number else 0,
+            hands_on=not is_last and ranks[number + 1] == pp_rank,
+            tied=weights.held(together, whole).all,
+            zero=config.parallel.zero,
+            ranks=max(1, place.zero.count),
+            narrow=config.precision.itemsize,
+            wide=config.precision.master_itemsize,
+            in_place=self.keeps.kernels.gradients_in_place,
+            repeated=self._micro_batches > 1,
+            grows=self._gradients_grow,
         )
 
 
@@ -451,16 +408,6 @@ def standing_states(
     gathered = whole * precision.itemsize if parallel.zero < 3 else 0
     gradients = 0 if gradients_grow else (whole if parallel.zero == 1 else found.parameters) * added
     return RankSize(found.parameters, found.parameters * wide + gathered, gradients, found.optimizer)
-
-
-def _of_action(kind: str, stage: StageRuns) -> Iterator[Moment]:
-    """Yield the largest moments of an action, relative to everything held when it begins."""
-    if kind == "F":
-        yield forward_moment(stage.runs, stage.sharing)
-    elif kind == "W":
-        yield Moment(activations=stage.deferred, gradients=stage.sharing.gradient(stage.gradient))
-    else:
-        yield from backward_moments(stage.runs, stage.sharing, kind == "I")
 
 
 _ROUNDS: Final = 4

@@ -33,7 +33,7 @@ class Soundness:
         self.examples: dict[str, tuple[str, str]] = {}
 
     def mask(self, mesh: MeshSizes, options: Options) -> Mask | None:
-        """Return a mask of a mesh's sound options in `DIMS` (length 1 where all are alike); None if none is sound."""
+        """Return a mask of a mesh's sound options (length 1 where all are alike); None if none is sound."""
         sound: Mask = np.ones((1,) * len(options.shape), dtype=bool)
         for number, rule in enumerate(self._rules):
             before = sound
@@ -62,9 +62,9 @@ class Soundness:
         while True:
             read = frozenset(rule.read)
             own = mesh.settings
-            varied = [not read.isdisjoint(values[0]) for values in options.dims]
-            dims = tuple(values if one else values[:1] for values, one in zip(options.dims, varied, strict=True))
-            several = tuple(id(values) for values, one in zip(options.dims, varied, strict=True) if one)
+            varied = [not read.isdisjoint(values[0]) for values in options]
+            dims = tuple(values if one else values[:1] for values, one in zip(options, varied, strict=True))
+            several = tuple(id(values) for values, one in zip(options, varied, strict=True) if one)
             key = (number, tuple(own[name] for name in own if name in read), several, read)
             if key in self._masks:
                 return self._masks[key]
