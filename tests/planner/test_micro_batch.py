@@ -21,9 +21,15 @@ from threefold.launch.worker_pool import WorkerPool
 from threefold.models.block import describe_model
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.parallel.parameter import local
-from threefold.planner.activations import block_bytes, head_bytes
+from threefold.planner.activations import (
+    _under_way,
+    activation_bytes,
+    block_bytes,
+    head_bytes,
+    largest_micro_batch,
+    step_bytes,
+)
 from threefold.planner.block import own_attention, rank_block
-from threefold.planner.micro_batch import _under_way, activation_bytes, largest_micro_batch, step_bytes
 from threefold.planner.model_size import ModelSize
 from threefold.random.dropout import sample_keys
 

@@ -138,7 +138,7 @@ def test_unequal_layers_and_schedules() -> None:
 def test_a_model_of_ones_own_is_refused() -> None:
     given = config()
     own = given.model_copy(update={"model": given.model.model_copy(update={"architecture": "own"})})
-    with pytest.raises(UserError, match="architecture is own, whose layers tell no costs"):
+    with pytest.raises(UserError, match="architecture is own, whose operations have no formulas"):
         _of(own)
 
 

@@ -152,7 +152,7 @@ class _Checked:
         if config.model.architecture == OWN:  # no formula gives its activations
             return self.resolved
         from threefold.models.block import UnknownBlock
-        from threefold.planner.micro_batch import largest_micro_batch  # imports torch, which no check needs
+        from threefold.planner.activations import largest_micro_batch  # imports torch, which no check needs
 
         room = memory_per_rank(device, self.local_world_size)
         try:

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from threefold.config import Config
-from threefold.models.block import Block
+from threefold.config.model import OWN
+from threefold.errors import UserError
+from threefold.models.block import Block, describe_model
 from threefold.planner.collective_cost import Group
 from threefold.planner.systems import Attention, Kernels
 
@@ -109,6 +111,20 @@ class RankBlock(Block):
         """Return the ranks of the axis `tp`, `cp` or `ep`."""
         ranks, stride = {"tp": (self.tp, 1), "cp": (self.cp, self.tp), "ep": (self.ep, self.expert_stride)}[axis]
         return Group(ranks, stride, self.per_node)
+
+
+def described_blocks(config: Config) -> tuple[Block, ...]:
+    """Return the description of each block of a model.
+
+    Raises:
+        UserError: the planner has no formulas for the blocks, or the model comes from a file.
+    """
+    if config.model.architecture == OWN:
+        raise UserError(
+            f"model.architecture is {OWN}, whose operations have no formulas; plan with a family of the same sizes, or "
+            "use threefold dry-run, which runs the model."
+        )
+    return describe_model(config.model, config.data.sequence_length).blocks
 
 
 def rank_block(config: Config, block: Block, **changes: Any) -> RankBlock:

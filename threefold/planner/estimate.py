@@ -6,12 +6,12 @@ from math import log, sqrt
 from typing import Any, Final
 
 from threefold.config import Config
-from threefold.config.model import OWN
 from threefold.config.schedules import is_schedule_file
 from threefold.config.section import nearest_multiple
 from threefold.errors import UserError
 from threefold.models.block import describe_model, model_flops_per_token
 from threefold.parallel.pipeline.partition import stage_map
+from threefold.planner.block import described_blocks
 from threefold.planner.block_cost import (
     NOTHING,
     Passes,
@@ -42,7 +42,7 @@ def layer_elements(config: Config) -> list[float]:
     model, parallel = config.model, config.parallel
     table = model.vocab_size * model.hidden_size / parallel.tp
     found = [table]
-    for block in describe_model(model, config.data.sequence_length).blocks:
+    for block in described_blocks(config):
         attention = block.hidden * block.head_dim * 2 * (block.heads + block.key_heads)
         inner: float = block.ffn
         if block.experts is not None:
@@ -118,8 +118,6 @@ def step_time(config: Config, hardware: Hardware, system: System) -> StepTime:
     Raises:
         UserError: the model is the user's own, with unknown costs, or the hardware has no matrix rate for the dtype.
     """
-    if config.model.architecture == OWN:
-        raise UserError(f"model.architecture is {OWN}, whose layers tell no costs to estimate by; use gpt or llama.")
     model, parallel, train = config.model, config.parallel, config.train
     passes, elements = layer_passes(config, hardware, system), layer_elements(config)
     ranks, held = [NOTHING] * parallel.pp, [0.0] * parallel.pp
@@ -181,7 +179,7 @@ def exposed_bubble(busy: float, bubble: float, hardware: Hardware) -> float:
 def layer_passes(config: Config, hardware: Hardware, system: System) -> list[Passes]:
     """Estimate the passes of each layer for one micro-batch: the embedding, the blocks and the head."""
     model, train = config.model, config.train
-    described = describe_model(model, config.data.sequence_length).blocks
+    described = described_blocks(config)
     sizes = {block: cost_block(config, block, hardware.gpus_per_node, system) for block in set(described)}
     found = []
     for layer, block in enumerate(described):

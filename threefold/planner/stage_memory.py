@@ -11,11 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from threefold.config import Config
-from threefold.config.model import OWN
 from threefold.config.schedules import SENDS_UNDER_WAY, Action, Schedule
 from threefold.config.schema import ParallelConfig, PrecisionConfig
-from threefold.errors import UserError
 from threefold.planner.activations import LayerBytes, LayerMemory
+from threefold.planner.block import described_blocks
 from threefold.planner.model_size import ModelSize, RankSize
 from threefold.planner.schedule import orders_of
 from threefold.planner.systems import Keeps, keeps_of
@@ -95,10 +94,7 @@ def stage_memory(config: Config, device: str = "cuda", system: str = "own") -> l
         UserError: the layers cannot be partitioned into stages as configured, the schedule does not support this number
             of micro-batches, or the model comes from a file, whose layers have no formulas.
     """
-    if config.model.architecture == OWN:
-        raise UserError(
-            f"model.architecture is {OWN}, whose activations have no formulas; use threefold dry-run, which runs it."
-        )
+    described_blocks(config)
     layout = LayoutMemory(config, device, keeps_of(system, device))
     found = []
     for rank in range(config.parallel.pp):

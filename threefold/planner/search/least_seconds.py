@@ -24,7 +24,6 @@ from threefold.planner.estimate import (
 from threefold.planner.hardware import Hardware
 from threefold.planner.model_size import most_states
 from threefold.planner.search.bounds import Array, Evaluated, LayerKinds, LeastBytes, Mask, RankLayers, rank_layers
-from threefold.planner.search.request import Request
 from threefold.planner.search.space import LayoutChoice, MeshSizes, Options, Settings, in_layout
 from threefold.planner.systems import System, keeps_of
 
@@ -33,11 +32,10 @@ _TOLD: Final = 2
 
 
 class ModelCosts:
-    """Cost model of a request."""
+    """Cost model of a resolved config on one rank, for a hardware and a training system."""
 
-    def __init__(self, request: Request) -> None:
-        self._config, self._hardware = request.config, request.hardware
-        self._system = request.system
+    def __init__(self, config: Config, hardware: Hardware, system: System) -> None:
+        self._config, self._hardware, self._system = config, hardware, system
         description = describe_model(self._config.model, self._config.data.sequence_length)
         self._plan, self._kinds = description.plan, LayerKinds(description)
         self._ranks: dict[tuple[int, int], RankLayers] = {}

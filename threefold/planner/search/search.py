@@ -1,7 +1,7 @@
 """Search over the layouts of a space: which are sound, which fit, the best of them, and why others are refused."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Final, NamedTuple
@@ -10,8 +10,9 @@ import numpy as np
 
 from threefold.planner.search.bounds import Array, Evaluated, Mask
 from threefold.planner.search.least_seconds import ModelCosts
-from threefold.planner.search.request import Objective
 from threefold.planner.search.space import Check, LayoutChoice, MeshSizes, Options, RuleAnswers, Settings, Space
+
+Weight = Callable[[int], float]
 
 
 class Soundness:
@@ -188,9 +189,7 @@ class _Seen:
     looked: list[Fitting] = field(default_factory=list)
 
 
-def search(
-    space: Space, checks: tuple[Check, ...], costs: ModelCosts, counts: Sequence[int], objective: Objective
-) -> Found:
+def search(space: Space, checks: tuple[Check, ...], costs: ModelCosts, counts: Sequence[int], weight: Weight) -> Found:
     """Search every layout of a space and rank the best.
 
     Args:
@@ -198,14 +197,14 @@ def search(
         checks: rules of a config.
         costs: cost model.
         counts: numbers of devices that a layout may use.
-        objective: criterion of the ranking.
+        weight: function from the GPUs used to a factor of the seconds of a step; the smallest product ranks first.
     """
     soundness, seen = Soundness(space, checks), _Seen()
     for count in counts:
         for mesh in space.meshes(count):
             _look(mesh, space.options(mesh), soundness, costs, seen)
     fitting = sum(len(each.seconds) for each in seen.looked)
-    ranked, unfit, evaluated = _best(seen.looked, costs, objective)
+    ranked, unfit, evaluated = _best(seen.looked, costs, weight)
     misfit = None
     if seen.sound > fitting and seen.nearest is not None:
         part = costs.largest_part(seen.nearest)
@@ -216,7 +215,7 @@ def search(
         fitting=fitting,
         evaluated=evaluated,
         ranked=ranked,
-        refusals=_refusals(soundness.refused, soundness.examples),
+        refusals=[RefusedLayouts(key, n, *soundness.examples[key]) for key, n in soundness.refused.most_common()],
         misfit=misfit,
         nearest=seen.smallest,
         meshes=seen.looked,
@@ -255,12 +254,12 @@ def _least(values: Array, where: Mask) -> tuple[float, tuple[int, ...]]:
     return float(those.flat[place]), tuple(int(index) for index in np.unravel_index(place, those.shape))
 
 
-def _best(looked: list[Fitting], costs: ModelCosts, objective: Objective) -> tuple[list[Evaluated], list[int], int]:
+def _best(looked: list[Fitting], costs: ModelCosts, weight: Weight) -> tuple[list[Evaluated], list[int], int]:
     """Return the best layouts, the indices of evaluated ones that do not fit, and the number evaluated."""
     best: list[tuple[float, int, LayoutChoice, Evaluated]] = []
     unfit: list[int] = []
     evaluated = 0
-    for bound, place, choice in _ascending(looked, objective):
+    for bound, place, choice in _ascending(looked, weight):
         if len(best) == BEST and bound * _ROUNDING > best[-1][0]:
             break
         found = costs.evaluate(choice)
@@ -268,16 +267,16 @@ def _best(looked: list[Fitting], costs: ModelCosts, objective: Objective) -> tup
         if found.peak > costs.usable_bytes(choice.gpus):
             unfit.append(place)
             continue
-        best.append((found.seconds * objective.weight(choice.gpus), found.peak, choice, found))
+        best.append((found.seconds * weight(choice.gpus), found.peak, choice, found))
         best = sorted(best, key=lambda each: each[:3])[:BEST]
     return [each[-1] for each in best], unfit, evaluated
 
 
-def _ascending(looked: list[Fitting], objective: Objective) -> Iterator[tuple[float, int, LayoutChoice]]:
+def _ascending(looked: list[Fitting], weight: Weight) -> Iterator[tuple[float, int, LayoutChoice]]:
     """Yield all layouts in the order of their scores' bounds: the bound, the index among all, and the layout."""
     if not looked:
         return
-    scores = np.concatenate([each.seconds * objective.weight(each.mesh.gpus) for each in looked])
+    scores = np.concatenate([each.seconds * weight(each.mesh.gpus) for each in looked])
     starts = np.cumsum([0, *(len(each.seconds) for each in looked)])
     below, count = -np.inf, _AT_ONCE
     while below < scores.max():
@@ -287,10 +286,6 @@ def _ascending(looked: list[Fitting], objective: Objective) -> Iterator[tuple[fl
             owner = int(np.searchsorted(starts, place, side="right")) - 1
             yield float(scores[place]), int(place), looked[owner].choice(int(place - starts[owner]))
         below, count = limit, count * 4
-
-
-def _refusals(counts: Counter[str], examples: dict[str, tuple[str, str]]) -> list[RefusedLayouts]:
-    return [RefusedLayouts(key, count, *examples[key]) for key, count in counts.most_common()]
 
 
 _POINTS: Final = 4000
