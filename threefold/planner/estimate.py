@@ -52,6 +52,8 @@ def layer_elements(config: Config) -> list[float]:
     return [*found, 0.0 if shared else table]
 
 
+Number = Any
+"""Number, or an array of numbers of many layouts."""
 VARIATION: Final = 0.004
 """Relative standard deviation of the speed of equal devices; a step waits for the slowest of them."""
 
@@ -128,39 +130,75 @@ def step_time(config: Config, hardware: Hardware, system: System) -> StepTime:
         of_stages.append(NOTHING.plus(*(passes[layer] for layer in own)))
         ranks[place] = ranks[place].plus(of_stages[-1])
         held[place] += sum(elements[layer] for layer in own)
-    itemsize, summed = config.precision.itemsize, config.precision.master_itemsize
     line = _pipeline(config, hardware, system, ranks, of_stages)
-    slowest = max(ranks, key=lambda each: each.total)
-    group = axis_group(config, "dp·cp", hardware.gpus_per_node, system)
-    layers = max(1, model.num_layers // parallel.pp)
-    exposed = max(
-        gradient_seconds(
+    slowest, count = max(ranks, key=lambda each: each.total), train.gradient_accumulation_steps
+    exposed = (
+        gradient_time(
+            config,
             hardware,
             system,
-            group,
-            elements=weights,
-            forward=rank.forward.total,
-            backward=rank.backward.total + rank.weight.total,
-            micro_batches=train.gradient_accumulation_steps,
-            zero=parallel.zero,
-            itemsize=itemsize,
-            gradient_bytes=summed,
-            layers=layers,
-        ).exposed
+            parallel.zero,
+            weights,
+            rank.forward.total,
+            rank.backward.total + rank.weight.total,
+            count,
+        )
         for rank, weights in zip(ranks, held, strict=True)
     )
-    share = group.ranks if parallel.zero or system.sharded_optimizer else 1
-    states = most_states(config.optimizer)
     found = StepTime(
-        compute=slowest.forward.plus(slowest.backward, slowest.weight).times(train.gradient_accumulation_steps),
+        compute=slowest.forward.plus(slowest.backward, slowest.weight).times(count),
         bubble=exposed_bubble(line.busy, line.bubble, hardware),
         sends=line.sends,
-        gradients=exposed,
-        optimizer=update_seconds(hardware, max(held) / share, states, itemsize, config.precision.master_weights),
+        gradients=max(exposed),
+        optimizer=update_time(config, hardware, system, parallel.zero, max(held)),
         fixed=hardware.achievable.step,
     )
     world = parallel.dp * parallel.tp * parallel.pp * parallel.cp
     return replace(found, slowest_device=found.seconds * waiting_share(world))
+
+
+def gradient_time(
+    config: Config,
+    hardware: Hardware,
+    system: System,
+    zero: int,
+    elements: Number,
+    forward: Number,
+    backward: Number,
+    micro_batches: Number,
+) -> Number:
+    """Return the exposed seconds of a step's gradient sums and weight gathers.
+
+    Args:
+        config: resolved config of the run; its own `parallel.zero` is not read.
+        hardware, system: see `step_time`.
+        zero: `parallel.zero`.
+        elements: weights of a rank.
+        forward, backward: seconds of one micro-batch's passes through them.
+        micro_batches: micro-batches of a step.
+    """
+    precision = config.precision
+    return gradient_seconds(
+        hardware,
+        system,
+        axis_group(config, "dp·cp", hardware.gpus_per_node, system),
+        elements=elements,
+        forward=forward,
+        backward=backward,
+        micro_batches=micro_batches,
+        zero=zero,
+        itemsize=precision.itemsize,
+        gradient_bytes=precision.master_itemsize,
+        layers=max(1, config.model.num_layers // config.parallel.pp),
+    ).exposed
+
+
+def update_time(config: Config, hardware: Hardware, system: System, zero: int, elements: Number) -> Number:
+    """Return the seconds of the update of a rank with some weights; see `gradient_time`."""
+    precision, parallel = config.precision, config.parallel
+    share = parallel.dp * parallel.cp if zero or system.sharded_optimizer else 1
+    states = most_states(config.optimizer)
+    return update_seconds(hardware, elements / share, states, precision.itemsize, precision.master_weights)
 
 
 def exposed_bubble(busy: float, bubble: float, hardware: Hardware) -> float:

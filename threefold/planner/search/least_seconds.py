@@ -13,16 +13,17 @@ from threefold.config.schema import Config
 from threefold.config.section import divisors
 from threefold.models.block import describe_model
 from threefold.planner.block_cost import Passes, axis_group, block_passes, cost_block, embedding_passes, head_passes
-from threefold.planner.collective_cost import bubble_seconds, gradient_seconds, send_seconds, send_waits, update_seconds
+from threefold.planner.collective_cost import bubble_seconds, send_seconds, send_waits
 from threefold.planner.estimate import (
     estimate,
+    gradient_time,
     layer_elements,
     sent_bytes,
+    update_time,
     usable_memory,
     waiting_share,
 )
 from threefold.planner.hardware import Hardware
-from threefold.planner.model_size import most_states
 from threefold.planner.search.bounds import Array, Evaluated, LayerKinds, LeastBytes, Mask, RankLayers, rank_layers
 from threefold.planner.search.space import LayoutChoice, MeshSizes, Options, Settings, in_layout
 from threefold.planner.systems import System, keeps_of
@@ -139,31 +140,17 @@ class LeastSeconds:
         inner = self._inner(mesh, options, wanted)
         found = np.full(options.shape, np.inf)
         hardware = self._hardware.shared_by(mesh.gpus)
-        system, precision = self._system, self._config.precision
+        config, system = self._in_layout(mesh), self._system
         line, forward, backward = self._pipeline(mesh, options, ranks, inner, hardware)
-        group = axis_group(self._in_layout(mesh), "dp·cp", hardware.gpus_per_node, system)
         for number, settings in enumerate(options.zero):
             if not wanted[..., number].any():
                 continue
             zero = settings["parallel.zero"]
-            sums = gradient_seconds(
-                hardware,
-                system,
-                group,
-                elements=elements[:, None],  # type: ignore[arg-type]
-                forward=forward,  # type: ignore[arg-type]
-                backward=backward,  # type: ignore[arg-type]
-                micro_batches=inner.micro_batches,  # type: ignore[arg-type]
-                zero=zero,
-                itemsize=precision.itemsize,
-                gradient_bytes=precision.master_itemsize,
-                layers=max(1, self._config.model.num_layers // mesh.pp),
+            sums = gradient_time(
+                config, hardware, system, zero, elements[:, None], forward, backward, inner.micro_batches
             )
-            exposed = np.maximum.reduceat(np.broadcast_to(sums.exposed, forward.shape), ranks.starts, axis=0)
-            share = group.ranks if zero or system.sharded_optimizer else 1
-            most = np.maximum.reduceat(elements, ranks.starts) / share
-            states = most_states(self._config.optimizer)
-            update = update_seconds(hardware, most, states, precision.itemsize, precision.master_weights)  # type: ignore[arg-type]
+            exposed = np.maximum.reduceat(np.broadcast_to(sums, forward.shape), ranks.starts, axis=0)
+            update = update_time(config, hardware, system, zero, np.maximum.reduceat(elements, ranks.starts))
             seconds = line + exposed + np.asarray(update)[:, None] + hardware.achievable.step
             found[(*inner.places, slice(None), number)] = (seconds * (1 + waiting_share(mesh.gpus))).T
         return np.where(wanted, found, np.inf)

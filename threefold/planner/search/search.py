@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from typing import Final, NamedTuple
 
@@ -176,19 +176,6 @@ class Found:
     unfit: list[int]
 
 
-@dataclass
-class _Seen:
-    """Running totals of a search."""
-
-    considered: int = 0
-    sound: int = 0
-    least: float = float("inf")
-    nearest: LayoutChoice | None = None
-    least_of_all: float = float("inf")
-    smallest: LayoutChoice | None = None
-    looked: list[Fitting] = field(default_factory=list)
-
-
 def search(space: Space, checks: tuple[Check, ...], costs: ModelCosts, counts: Sequence[int], weight: Weight) -> Found:
     """Search every layout of a space and rank the best.
 
@@ -199,52 +186,50 @@ def search(space: Space, checks: tuple[Check, ...], costs: ModelCosts, counts: S
         counts: numbers of devices that a layout may use.
         weight: function from the GPUs used to a factor of the seconds of a step; the smallest product ranks first.
     """
-    soundness, seen = Soundness(space, checks), _Seen()
-    for count in counts:
-        for mesh in space.meshes(count):
-            _look(mesh, space.options(mesh), soundness, costs, seen)
-    fitting = sum(len(each.seconds) for each in seen.looked)
-    ranked, unfit, evaluated = _best(seen.looked, costs, weight)
-    misfit = None
-    if seen.sound > fitting and seen.nearest is not None:
-        part = costs.largest_part(seen.nearest)
-        misfit = UnfitLayouts(seen.sound - fitting, seen.nearest, int(seen.least), part)
+    soundness = Soundness(space, checks)
+    considered = sound_count = 0
+    least_misfit = least_bytes = np.inf
+    misfit: LayoutChoice | None = None
+    nearest: LayoutChoice | None = None
+    looked: list[Fitting] = []
+    for mesh in (mesh for count in counts for mesh in space.meshes(count)):
+        options = space.options(mesh)
+        considered += int(np.prod(options.shape))
+        mask = soundness.mask(mesh, options) if all(options.shape) else None
+        if mask is None:
+            continue
+        sound = np.broadcast_to(mask, options.shape)
+        sound_count += int(np.count_nonzero(sound))
+        needed = np.broadcast_to(costs.least_bytes(mesh, options), options.shape)
+        fits = sound & (needed <= costs.usable_bytes(mesh.gpus))
+        least, place = _least(needed, sound & ~fits)
+        if least < least_misfit:
+            least_misfit, misfit = least, options.choice(mesh, place)
+        least, place = _least(needed, sound)
+        if least < least_bytes:
+            least_bytes, nearest = least, options.choice(mesh, place)
+        places = np.nonzero(fits)
+        if len(places[0]):
+            seconds = np.broadcast_to(costs.least_seconds(mesh, options, fits), options.shape)
+            looked.append(Fitting(mesh, options, places, seconds[places], needed[places]))
+    fitting = sum(len(each.seconds) for each in looked)
+    ranked, unfit, evaluated = _best(looked, costs, weight)
+    unfit_layouts = None
+    if sound_count > fitting and misfit is not None:
+        part = costs.largest_part(misfit)
+        unfit_layouts = UnfitLayouts(sound_count - fitting, misfit, int(least_misfit), part)
     return Found(
-        considered=seen.considered,
-        sound=seen.sound,
+        considered=considered,
+        sound=sound_count,
         fitting=fitting,
         evaluated=evaluated,
         ranked=ranked,
         refusals=[RefusedLayouts(key, n, *soundness.examples[key]) for key, n in soundness.refused.most_common()],
-        misfit=misfit,
-        nearest=seen.smallest,
-        meshes=seen.looked,
+        misfit=unfit_layouts,
+        nearest=nearest,
+        meshes=looked,
         unfit=unfit,
     )
-
-
-def _look(mesh: MeshSizes, options: Options, soundness: Soundness, costs: ModelCosts, seen: _Seen) -> None:
-    """Add the sound layouts of a mesh that fit."""
-    if not all(options.shape):
-        return
-    seen.considered += int(np.prod(options.shape))
-    sound = soundness.mask(mesh, options)
-    if sound is None:
-        return
-    sound = np.broadcast_to(sound, options.shape)
-    seen.sound += int(np.count_nonzero(sound))
-    needed = np.broadcast_to(costs.least_bytes(mesh, options), options.shape)
-    fits = sound & (needed <= costs.usable_bytes(mesh.gpus))
-    least, place = _least(needed, sound & ~fits)
-    if least < seen.least:
-        seen.least, seen.nearest = least, options.choice(mesh, place)
-    least, place = _least(needed, sound)
-    if least < seen.least_of_all:
-        seen.least_of_all, seen.smallest = least, options.choice(mesh, place)
-    places = np.nonzero(fits)
-    if len(places[0]):
-        seconds = np.broadcast_to(costs.least_seconds(mesh, options, fits), options.shape)
-        seen.looked.append(Fitting(mesh, options, places, seconds[places], needed[places]))
 
 
 def _least(values: Array, where: Mask) -> tuple[float, tuple[int, ...]]:
