@@ -130,7 +130,10 @@ def block_passes(block: RankBlock, hardware: Hardware, system: System, recompute
     tensor = _tensor(block, _without_latency(hardware, hardware.achievable.tensor_block))
     memory = _memory(block, hardware, system, recompute == "full")
     context = _context(block, _without_latency(hardware, hardware.achievable.context_block))
-    experts = _dispatch(block, hardware)
+    experts = 0.0
+    if block.experts is not None:  # tokens are sent to their experts and back
+        nbytes = block.own_tokens * block.experts.per_token * block.hidden * block.itemsize
+        experts = 2 * all_to_all_seconds(hardware, block.group("ep"), nbytes)
     weight_passes = _accumulation(block, hardware, system)
     hidden_by_core = system.overlap_context
     forward = Seconds(
@@ -345,14 +348,6 @@ def _context(block: RankBlock, hardware: Hardware) -> float:
     if block.ring:
         return (block.cp - 1) * send_seconds(hardware, block.group("cp"), own)
     return ring_seconds(hardware, block.group("cp"), "all_gather", own * block.cp)
-
-
-def _dispatch(block: RankBlock, hardware: Hardware) -> float:
-    """Return the seconds of sending tokens to their experts and back, in one pass."""
-    if block.experts is None:
-        return 0.0
-    nbytes = block.own_tokens * block.experts.per_token * block.hidden * block.itemsize
-    return 2 * all_to_all_seconds(hardware, block.group("ep"), nbytes)
 
 
 def embedding_passes(block: RankBlock, hardware: Hardware) -> Passes:

@@ -23,7 +23,6 @@ from threefold.planner.block_cost import (
     head_passes,
 )
 from threefold.planner.collective_cost import (
-    Group,
     Pipeline,
     gradient_seconds,
     pipeline_seconds,
@@ -241,36 +240,27 @@ def _pipeline(
     config: Config, hardware: Hardware, system: System, ranks: list[Passes], stages: list[Passes]
 ) -> Pipeline:
     parallel, micro_batches = config.parallel, config.train.gradient_accumulation_steps
-    group: Group = axis_group(config, "pp", hardware.gpus_per_node, system)
+    group = axis_group(config, "pp", hardware.gpus_per_node, system)
     send = send_seconds(hardware, group, sent_bytes(config, system))
-    if parallel.pp > 1 and is_schedule_file(parallel.schedule):
-        return _simulated(config, ranks, stages, send)
-    return pipeline_seconds(
-        [each.forward.total for each in ranks],
-        [each.backward.total for each in ranks],
-        [each.weight.total for each in ranks],
-        parallel.schedule,
-        parallel.stage_chunks,
-        micro_batches,
-        send,
-        system.overlap_sends,
-    )
-
-
-def _simulated(config: Config, ranks: list[Passes], stages: list[Passes], send: float) -> Pipeline:
-    """Simulate a schedule from a file, action by action."""
+    if parallel.pp == 1 or not is_schedule_file(parallel.schedule):
+        return pipeline_seconds(
+            *_totals(ranks), parallel.schedule, parallel.stage_chunks, micro_batches, send, system.overlap_sends
+        )
     from threefold.planner.schedule import StageTimes, program_of, simulate
 
-    parallel, micro_batches = config.parallel, config.train.gradient_accumulation_steps
     program = program_of(parallel.pipeline_schedule, parallel.pp, parallel.stage_chunks, micro_batches)
-    times = StageTimes(
-        tuple(each.forward.total for each in stages),
-        tuple(each.backward.total for each in stages),
-        tuple(each.weight.total for each in stages),
-    )
-    busy = micro_batches * max(each.total for each in ranks)
+    times, busy = StageTimes(*_totals(stages)), micro_batches * max(each.total for each in ranks)
     alone = simulate(program, times, 0.0).length
     return Pipeline(busy, alone - busy, simulate(program, times, send).length - alone)
+
+
+_Totals = tuple[float, ...]
+
+
+def _totals(passes: list[Passes]) -> tuple[_Totals, _Totals, _Totals]:
+    """Return the seconds of all forward passes, of the backward passes for inputs, and of those for weights."""
+    forward, backward, weight = (tuple(part.total for part in parts) for parts in zip(*passes, strict=True))
+    return forward, backward, weight
 
 
 @dataclass(frozen=True)
@@ -398,7 +388,14 @@ def estimate(config: Config, hardware: Hardware, system: System | str | None = N
     """
     parallel = config.parallel
     world = parallel.dp * parallel.tp * parallel.pp * parallel.cp
-    _require_whole_nodes(config, hardware, world)
+    if not hardware.fills_nodes(world):
+        per_node, rest = hardware.gpus_per_node, world // parallel.dp
+        fitting = (dp for dp in range(parallel.dp, 0, -1) if dp * rest % per_node == 0)
+        raise UserError(
+            f"parallel.dp is {parallel.dp}, which with the other axes makes {world:,} ranks, but nodes of "
+            f"{hardware.name} have {per_node} and are rented whole; use "
+            f"{next(fitting, nearest_multiple(parallel.dp, per_node))}."
+        )
     hardware = hardware.shared_by(world)
     if system is None:
         system = own_system(config, hardware)
@@ -436,16 +433,3 @@ def recomputed_flops_per_token(config: Config) -> float:
         return 2 * 2 * sum(seen) * treated
     head = 2 * model.hidden_size * model.vocab_size
     return (described.flops_per_token / 3 - head) * treated
-
-
-def _require_whole_nodes(config: Config, hardware: Hardware, world: int) -> None:
-    per_node = hardware.gpus_per_node
-    if hardware.fills_nodes(world):
-        return
-    rest = world // config.parallel.dp
-    dp = next(dp for dp in range(config.parallel.dp, 0, -1) if dp == 1 or dp * rest % per_node == 0)
-    better = f"use {dp}" if dp * rest % per_node == 0 else f"use {nearest_multiple(config.parallel.dp, per_node)}"
-    raise UserError(
-        f"parallel.dp is {config.parallel.dp}, which with the other axes makes {world:,} ranks, but nodes of "
-        f"{hardware.name} have {per_node} and are rented whole; {better}."
-    )

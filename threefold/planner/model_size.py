@@ -253,15 +253,10 @@ class ModelWeights:
             shared.update(self.shared[name])
         found = self._sum(shared, place)
         for kind, count in counts.items():
-            found = found.plus(self.of_kind(kind, place), count)
+            if (kind, place) not in self._held:
+                self._held[kind, place] = self._sum(self._own[kind], place)
+            found = found.plus(self._held[kind, place], count)
         return found
-
-    def of_kind(self, kind: int, place: Place) -> HeldElements:
-        """Count the elements of one layer of a kind on the rank at `place`, without shared weights."""
-        key = kind, place
-        if key not in self._held:
-            self._held[key] = self._sum(self._own[kind], place)
-        return self._held[key]
 
     def sharing(self, layers: Iterable[str]) -> list[str]:
         """Return the layers that share weights with another of `layers`."""

@@ -437,14 +437,7 @@ def flights_of(schedule: Schedule, pp: int, chunks: int, micro_batches: int) -> 
         UserError: the schedule does not support these numbers.
     """
     if pp == 1:
-        return (
-            Flights(
-                np.ones((2, 1), dtype=int),
-                np.zeros((2, 1), dtype=int),
-                np.zeros(2, dtype=int),
-                {("F", 0): [0], ("B", 0): [1]},
-            ),
-        )
+        return (_of_rank((Action(0, "F", 0), Action(0, "B", 0)), (0,), 0),)
     rounds = micro_batches // pp
     if rounds > _ROUNDS and schedule.micro_batches is None and schedule.in_flight(pp, 0, chunks) is not None:
         micro_batches = _ROUNDS * (micro_batches // rounds)  # with rounds of the same length
@@ -462,6 +455,9 @@ def _of_rank(order: tuple[Action, ...], ranks: Sequence[int], under_way: int) ->
     places = {stage: place for place, stage in enumerate(sorted({action.stage for action in order}))}
     alike: dict[tuple[str, int], list[int]] = {}
     held, deferred = (np.zeros((len(order) + 1, len(places)), dtype=int) for _ in range(2))
+    # With blocking sends the stage still references the last gradient that it has sent.
+    sent = np.full(len(order), int(not under_way and any(action.stage for action in order)), dtype=int)
+    sends: deque[bool] = deque(maxlen=under_way)
     for number, (stage, kind, _) in enumerate(order):
         place = places[stage]
         alike.setdefault((kind, place), []).append(number)
@@ -472,21 +468,8 @@ def _of_rank(order: tuple[Action, ...], ranks: Sequence[int], under_way: int) ->
         else:
             held[number + 1, place] -= 1
             deferred[number + 1, place] += kind == "I"
-    sent = _gradients_under_way(order, ranks, under_way)
-    return Flights(held.cumsum(axis=0)[:-1], deferred.cumsum(axis=0)[:-1], sent, alike)
-
-
-def _gradients_under_way(order: Sequence[Action], ranks: Sequence[int], under_way: int) -> NDArray[np.int64]:
-    """Count the gradients among the last `under_way` sends before each action. With blocking sends it is the last one,
-    which the stage still references."""
-    if not under_way:
-        last = any(action.stage for action in order)
-        return np.full(len(order), int(last), dtype=int)
-    sends: deque[bool] = deque(maxlen=under_way)
-    sent = np.zeros(len(order), dtype=int)
-    for number, (stage, kind, _) in enumerate(order):
-        sent[number] = sum(sends)
+        sent[number] += sum(sends)
         to = stage + 1 if kind == "F" else stage - 1
         if kind != "W" and 0 <= to < len(ranks) and ranks[to] != ranks[stage]:
             sends.append(kind != "F")
-    return sent
+    return Flights(held.cumsum(axis=0)[:-1], deferred.cumsum(axis=0)[:-1], sent, alike)

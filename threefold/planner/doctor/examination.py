@@ -203,7 +203,9 @@ def examine(
     """
     machine, found = this_machine(), interfaces()
     device = "cuda" if usable_gpus() else "cpu"
-    counts = _rank_counts(device, quick)
+    counts: tuple[int, ...] = (1, 2) if quick else (1, *RANKS)
+    if device == "cuda":
+        counts = tuple(count for count in (1, *RANKS) if count <= usable_gpus())
     parts = [f"{count} {'rank' if count == 1 else 'ranks'}" for count in counts] + ["disk"]
     rates: list[RankRates] = []
     problems: list[MachineFinding] = []
@@ -236,13 +238,6 @@ def usable_gpus() -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def _rank_counts(device: str, quick: bool) -> Sequence[int]:
-    if device == "cuda":
-        gpus = usable_gpus()
-        return [count for count in (1, 2, 4, 8) if count <= gpus]
-    return (1, 2) if quick else (1, *RANKS)
 
 
 def _budget(device: str, quick: bool, whole: bool) -> MeasuringEffort:

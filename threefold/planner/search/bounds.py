@@ -156,12 +156,13 @@ def rank_layers(
             held, waiting = (max(each) for each in zip(*flights, strict=True))
             rows.append((number, total, stack, held, waiting, on_one))
     owners, totals, stacks, passes, deferred, folded = zip(*rows, strict=True)
+    longest = max(map(len, stacks))
     chunks = [float(settings["parallel.stage_chunks"]) for settings in schedules]
     return RankLayers(
         starts=np.array(starts),
         schedule=np.array(owners),
         counts=np.array(totals),
-        smallest=_padded(stacks),
+        smallest=np.stack([np.pad(each, ((0, longest - len(each)), (0, 0)), mode="edge") for each in stacks]),
         passes=np.array(passes),
         deferred=np.array(deferred),
         folded=np.array(folded),
@@ -180,12 +181,6 @@ def _passes(schedule: Schedule, pp: int, rank: int, chunks: int) -> tuple[float,
     if not schedule.defers_weight_gradients:
         return flight * chunks, 0.0
     return max(1.0, flight * chunks - 1), float(rank)
-
-
-def _padded(stacks: Sequence[Counts]) -> Counts:
-    """Stack arrays of different lengths, extending each by its last entry."""
-    most = max(len(stack) for stack in stacks)
-    return np.stack([np.concatenate([stack, np.repeat(stack[-1:], most - len(stack), axis=0)]) for stack in stacks])
 
 
 _STATE_ALONE, _WEIGHTS_TOO = 1, 3  # values of parallel.zero

@@ -70,7 +70,9 @@ class Soundness:
             if key in self._masks:
                 return self._masks[key]
             kinds = [_kinds(values, read) for values in dims]
-            found = list(_sentences(rule, own, tuple(values for values, _ in kinds)))
+            found = []
+            for chosen in product(*(values for values, _ in kinds)):
+                found.append(rule.sentence({**own, **{key: value for each in chosen for key, value in each.items()}}))
             if rule.read <= read:
                 break
         mask = np.array([not sentence for sentence in found]).reshape([len(values) for values, _ in kinds])
@@ -86,14 +88,6 @@ def _kinds(values: tuple[Settings, ...], read: frozenset[str]) -> tuple[tuple[Se
     alike = [first.setdefault(tuple(value[name] for name in names), len(first)) for value in values]
     kinds = tuple(values[alike.index(number)] for number in range(len(first)))
     return kinds, alike
-
-
-def _sentences(rule: RuleAnswers, own: Settings, dims: tuple[tuple[Settings, ...], ...]) -> Iterator[str]:
-    for chosen in product(*dims):
-        settings = dict(own)
-        for values in chosen:
-            settings.update(values)
-        yield rule.sentence(settings)
 
 
 def _size(mask: Mask, options: Options) -> int:

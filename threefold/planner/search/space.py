@@ -84,9 +84,6 @@ class LayoutChoice(NamedTuple):
         return f"{self.spec} micro-batch {self.micro_batch_size}"
 
 
-_GLOBAL_BATCH: Final = "train.global_batch_size"
-
-
 def without_layout(config: Config) -> dict[str, dict[str, Any]]:
     """Return a config's given settings outside its layout, by section, with its global batch.
 
@@ -97,7 +94,10 @@ def without_layout(config: Config) -> dict[str, dict[str, Any]]:
     for key in (*KEYS.values(), *FOLLOWING):
         section, name = key.split(".")
         given[section].pop(name, None)
-    given["train"][_GLOBAL_BATCH.split(".")[1]] = _global_batch(config)
+    train, batch = config.train, config.train.global_batch_size
+    if not batch and train.micro_batch_size and train.gradient_accumulation_steps:
+        batch = train.micro_batch_size * train.gradient_accumulation_steps * config.parallel.dp
+    given["train"]["global_batch_size"] = batch or DEFAULT_GLOBAL_BATCH_SIZE
     return given
 
 
@@ -127,25 +127,9 @@ def in_layout(config: Config, choice: LayoutChoice) -> Config:
     if is_derived(config, "train.loss_chunk_size"):
         tokens = choice.micro_batch_size * -(-config.data.sequence_length // choice.cp)
         train["loss_chunk_size"] = logits_chunk(tokens, -(-config.model.vocab_size // choice.tp))
-    return config.model_copy(
-        update={"parallel": _copied(config.parallel, parallel), "train": config.train.model_copy(update=train)}
-    )
-
-
-def _copied(parallel: Any, update: dict[str, Any]) -> Any:
-    """Return a copy without properties cached from other settings."""
-    copy = parallel.model_copy(update=update)
-    copy.__dict__.pop("pipeline_schedule", None)
-    return copy
-
-
-def _global_batch(config: Config) -> int:
-    train = config.train
-    if train.global_batch_size:
-        return train.global_batch_size
-    if train.micro_batch_size and train.gradient_accumulation_steps:
-        return train.micro_batch_size * train.gradient_accumulation_steps * config.parallel.dp
-    return DEFAULT_GLOBAL_BATCH_SIZE
+    moved = config.parallel.model_copy(update=parallel)
+    moved.__dict__.pop("pipeline_schedule", None)  # cached from other settings
+    return config.model_copy(update={"parallel": moved, "train": config.train.model_copy(update=train)})
 
 
 Settings = Mapping[str, Any]
