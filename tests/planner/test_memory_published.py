@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.planner.memory import judged, published
 from threefold.config import Config, resolve
-from threefold.models.block import Block
+from threefold.models.block import BlockShape
 from threefold.planner.activations import block_bytes
 from threefold.planner.block import RankBlock
 from threefold.planner.stage_memory import stage_memory
@@ -28,7 +28,7 @@ def test_which_published_steps_fit() -> None:
 def test_the_activations_of_korthikanti() -> None:
     """Bytes per layer of arXiv 2205.05198, table 2, but for the numbers that norms keep for each token."""
     s, b, h, a, t = 2048, 4, 6144, 64, 8
-    block = Block(hidden=h, heads=a, key_heads=a, head_dim=h // a, ffn=4 * h, hidden_dropout=True)
+    block = BlockShape(hidden=h, heads=a, key_heads=a, head_dim=h // a, ffn=4 * h, hidden_dropout=True)
 
     def kept(recompute: str = "none", **more: object) -> float:
         sizes = RankBlock(**vars(block), samples=b, length=s, attention="dropped", kernels=MEGATRON, **more)  # type: ignore[arg-type]

@@ -12,7 +12,8 @@ from tests.support.plugin_package import write_package
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
 from threefold.errors import UserError
-from threefold.models.block import Block, describe_model
+from threefold.launch.training_run import _Checked
+from threefold.models.block import BlockShape, describe_model
 from threefold.models.family import make_model
 from threefold.planner.dry_run import dry_run, run_stages
 from threefold.planner.estimate import estimate
@@ -194,7 +195,7 @@ def test_flops_are_those_of_torchs_counter() -> None:
 def test_a_block_of_known_parts_is_planned() -> None:
     given = config("plain")
     assert set(describe_model(given.model, LENGTH).blocks) == {
-        Block(hidden=HIDDEN, heads=HEADS, key_heads=HEADS, head_dim=HIDDEN // HEADS, ffn=INNER, norms=1)
+        BlockShape(hidden=HIDDEN, heads=HEADS, key_heads=HEADS, head_dim=HIDDEN // HEADS, ffn=INNER, norms=1)
     }
     [report], [memory] = run_stages(given), stage_memory(given, "cpu")
     assert memory.peak == pytest.approx(report.peak_bytes, rel=0.03)  # as of a GPT of this size
@@ -220,3 +221,11 @@ def test_any_other_block_is_refused_in_a_sentence(name: str, lack: str) -> None:
         with pytest.raises(UserError, match=rf"^model.architecture is {name} but .* and blocks.0 has {lack}; use "):
             plan()
     assert dry_run(given).parameters == ModelSize(given).parameters
+
+
+def test_a_run_of_any_family_has_a_default_micro_batch() -> None:
+    for name in ("plain", "three"):
+        given = config_of({**sections(name), "train": {"global_batch_size": 4, "device": "cpu"}})
+        resolved = resolve(given, VOCAB)
+        fitted = _Checked(given, resolved, VOCAB, 1).fitted()
+        assert fitted.train.micro_batch_size == resolved.train.micro_batch_size == 4

@@ -74,7 +74,7 @@ class Mixture:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class BlockShape:
     """Transformer block of the whole model.
 
     Attributes:
@@ -133,7 +133,7 @@ class ModelDescription:
         self.weights = {layer: tuple(self._weights_of(layer)) for layer in self.plan.layers}
 
     @cached_property
-    def blocks(self) -> tuple[Block, ...]:
+    def blocks(self) -> tuple[BlockShape, ...]:
         """Descriptions of the layers between the first and the last; blocks with equal ones cost the same.
 
         Raises:
@@ -182,7 +182,7 @@ class ModelDescription:
         heads = {pattern: ".".join(pattern.split(".")[:depth]) for pattern in self.plan.split}
         return [self.plan.split[pattern] for pattern, head in heads.items() if head[:2] == "**" or matches(layer, head)]
 
-    def _described(self, layer: str, number: int) -> Block:
+    def _described(self, layer: str, number: int) -> BlockShape:
         config, rules = self._config, self._rules(layer)
         roles: dict[str, list[WeightShape]] = defaultdict(list)
         for weight in self.weights[layer]:
@@ -199,7 +199,7 @@ class ModelDescription:
         modules = {weight.name.rpartition(".")[0] for weight in roles["bias"]}
         norms = [weight.name.rpartition(".")[0] for weight in roles["norm"]]
         products = [*roles["projection"], projection, *roles["up"], *down, *roles["experts"]]
-        return Block(
+        return BlockShape(
             hidden=projection.shape[0],
             heads=cores[0].heads,
             key_heads=keys,

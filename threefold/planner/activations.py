@@ -19,7 +19,7 @@ from threefold.config import Config, resolve
 from threefold.config.resolve import default_largest
 from threefold.config.rules import default_micro_batches
 from threefold.constants import LOGITS_AT_ONCE
-from threefold.models.block import Block, Mixture
+from threefold.models.block import BlockShape, Mixture
 from threefold.planner.block import RankBlock, own_attention, rank_block
 from threefold.planner.model_size import ModelSize, ModelWeights
 from threefold.planner.systems import Keeps
@@ -294,7 +294,7 @@ class LayerMemory:
         self._config, self._device, self._keeps = config, device, keeps
         self._layers, self._replayed = weights.plan.layers, replayed
         self._blocks = dict(zip(self._layers[1:-1], weights.blocks, strict=True))
-        self._of_blocks: dict[tuple[Block, bool], LayerBytes] = {}
+        self._of_blocks: dict[tuple[BlockShape, bool], LayerBytes] = {}
         self._first = self._sizes(weights.blocks[0])
 
     @property
@@ -330,7 +330,7 @@ class LayerMemory:
             self._of_blocks[key] = block_layer(self._sizes(self._blocks[name]), mode)
         return self._of_blocks[key]
 
-    def _sizes(self, block: Block) -> RankBlock:
+    def _sizes(self, block: BlockShape) -> RankBlock:
         attention = self._keeps.attention(own_attention(self._config, block, self._device))
         return rank_block(self._config, block, kernels=self._keeps.kernels, attention=attention, balanced=True)
 

@@ -9,13 +9,13 @@ from typing import Any, Final
 from threefold.config import Config
 from threefold.config.model import OWN
 from threefold.errors import UserError
-from threefold.models.block import Block, describe_model
+from threefold.models.block import BlockShape, describe_model
 from threefold.planner.collective_cost import Group
 from threefold.planner.systems import Attention, Kernels
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankBlock(Block):
+class RankBlock(BlockShape):
     """Transformer block as one rank computes it for one micro-batch.
 
     Attributes:
@@ -113,7 +113,7 @@ class RankBlock(Block):
         return Group(ranks, stride, self.per_node)
 
 
-def described_blocks(config: Config) -> tuple[Block, ...]:
+def described_blocks(config: Config) -> tuple[BlockShape, ...]:
     """Return the description of each block of a model.
 
     Raises:
@@ -127,7 +127,7 @@ def described_blocks(config: Config) -> tuple[Block, ...]:
     return describe_model(config.model, config.data.sequence_length).blocks
 
 
-def rank_block(config: Config, block: Block, **changes: Any) -> RankBlock:
+def rank_block(config: Config, block: BlockShape, **changes: Any) -> RankBlock:
     """Return a block as one rank computes it.
 
     Args:
@@ -156,7 +156,7 @@ _LONGEST_PLAIN: Final = 512
 """Longest sequence for which bf16 attention on a CPU (see `kernels`), and attention with dropout, keeps its weights."""
 
 
-def own_attention(config: Config, block: Block, device: str) -> Attention:
+def own_attention(config: Config, block: BlockShape, device: str) -> Attention:
     """Return how this package computes a block's attention on `cpu` or `cuda`."""
     length = config.data.sequence_length
     tiled = config.data.separate_documents or 0 < block.window < length

@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from threefold.config import Config
-from threefold.models.block import Block
+from threefold.models.block import BlockShape
 from threefold.planner.block import RankBlock, rank_block
 from threefold.planner.collective_cost import (
     Group,
@@ -42,7 +42,7 @@ def axis_group(config: Config, axis: str, per_node: int, system: System) -> Grou
     return Group(ranks, stride, per_node)
 
 
-def cost_block(config: Config, block: Block, per_node: int, system: System) -> RankBlock:
+def cost_block(config: Config, block: BlockShape, per_node: int, system: System) -> RankBlock:
     """Return a block as one rank computes it, with the groups of its collectives.
 
     Args:

@@ -10,7 +10,7 @@ from threefold.comm.layout import Coordinates
 from threefold.config import Config, OptimizerConfig
 from threefold.config.model import ModelConfig
 from threefold.config.optimizer import BUILT_IN
-from threefold.models.block import Block, ModelDescription, WeightShape, describe_model
+from threefold.models.block import BlockShape, ModelDescription, WeightShape, describe_model
 from threefold.parallel.pipeline.partition import stage_map
 from threefold.parallel.shard_shapes import Place, chosen_layers, local_shape, place_of
 
@@ -241,7 +241,7 @@ class ModelWeights:
         self._recomputed: dict[tuple[str, int], frozenset[str]] = {}
 
     @property
-    def blocks(self) -> tuple[Block, ...]:
+    def blocks(self) -> tuple[BlockShape, ...]:
         """Descriptions of the layers between the first and the last; raises `UnknownBlock`."""
         return self.description.blocks
 

@@ -99,7 +99,7 @@ def stage_memory(config: Config, device: str = "cuda", system: str = "own") -> l
     found = []
     for rank in range(config.parallel.pp):
         states, moment = layout.peak(rank)
-        left = layout.narrow_logits if moment.logits else 0
+        left = layout.layers.narrow_logits if moment.logits else 0
         passing = moment.activations + moment.working + moment.logits + moment.buffers
         found.append(
             StageMemory(
@@ -164,7 +164,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageLayers:
     """Layers of a pipeline stage, and the treatment of its gradients and gathered weights.
 
     Attributes:
@@ -297,14 +297,9 @@ class LayoutMemory:
         self._micro_batches = train.gradient_accumulation_steps
         self._flights = flights_of(parallel.pipeline_schedule, parallel.pp, parallel.stage_chunks, self._micro_batches)
         replayed = self.size.weights.recomputed(train.recompute, train.recompute_every)
-        self._layers = LayerMemory(config, device, keeps, self.size.weights, replayed)
+        self.layers = LayerMemory(config, device, keeps, self.size.weights, replayed)
         # A GPU's allocator keeps the gradients of the previous step.
         self._gradients_grow = self._micro_batches == 1 and device == "cpu"
-
-    @property
-    def narrow_logits(self) -> int:
-        """Bytes of logits that are cast to fp32 for the loss; 0 where none are."""
-        return self._layers.narrow_logits
 
     def peak(self, pp_rank: int) -> tuple[RankSize, Moment]:
         """Return a rank's standing memory and, relative to it, its largest moment."""
@@ -312,7 +307,7 @@ class LayoutMemory:
         states, moments = self._states(pp_rank), list(self._moments(pp_rank, stages))
         return states, max(moments, key=lambda moment: moment.total)
 
-    def _moments(self, pp_rank: int, stages: Sequence[Stage]) -> Iterator[Moment]:
+    def _moments(self, pp_rank: int, stages: Sequence[StageLayers]) -> Iterator[Moment]:
         flights = self._flights[pp_rank]
         kept = flights.held @ np.array([stage.kept for stage in stages], dtype=float)
         kept += flights.deferred @ np.array([stage.deferred for stage in stages], dtype=float)
@@ -346,20 +341,20 @@ class LayoutMemory:
         found, config = self.size.rank(pp_rank, place), self._config
         return standing_states(found, whole, config.parallel, config.precision, self.keeps, self._gradients_grow)
 
-    def _stage(self, number: int, pp_rank: int) -> Stage:
+    def _stage(self, number: int, pp_rank: int) -> StageLayers:
         config, place = self._config, self.size.largest_place(pp_rank)
         weights, layers = self.size.weights, self.size.layers_of(number)
         whole = place.unshared
         together = weights.sharing(layers)
         runs = []
-        for (_, layer), alike in groupby(layers, key=lambda name: (weights.kinds[name], self._layers.of(name))):
+        for (_, layer), alike in groupby(layers, key=lambda name: (weights.kinds[name], self.layers.of(name))):
             names = list(alike)
             own = 0 if names[0] in together else weights.held(names[:1], whole).all
             ends = {"is_head": names[-1] == weights.plan.layers[-1], "is_embedding": names[0] == weights.plan.layers[0]}
             runs.append(Run(layer, len(names), own, **ends))
-        outer, ranks = self._layers.output, self.size.map.ranks
+        outer, ranks = self.layers.output, self.size.map.ranks
         is_last = number == len(ranks) - 1
-        return Stage(
+        return StageLayers(
             runs=tuple(runs),
             output=0 if is_last else outer,
             sent=outer if number else 0,
