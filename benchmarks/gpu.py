@@ -33,7 +33,7 @@ from rich.console import Console
 
 from threefold.dtypes import DTYPES
 from threefold.host import peak_memory
-from threefold.models.family import model_flops_per_token
+from threefold.models.block import model_flops_per_token
 from threefold.planner.dry_run import dry_run
 from threefold.planner.stage_memory import stage_memory
 

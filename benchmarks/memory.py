@@ -14,17 +14,19 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from tests.support.saved_tensors import recording_saved
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config, resolve
 from threefold.data.loader import Batch
 from threefold.launch.worker_pool import WorkerPool
+from threefold.models.block import describe_model
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.parallel.parameter import local
 from threefold.parallel.pipeline.runner import PipelineRunner
-from threefold.planner.activations import BlockSizes, block_bytes
-from threefold.planner.saved_tensors import recording_saved
+from threefold.planner.activations import block_bytes
+from threefold.planner.block import rank_block
 from threefold.train.step import Engine
 
 LENGTH, MICRO_BATCH, MICRO_BATCHES = 256, 2, 8
@@ -106,16 +108,8 @@ def activations(pool: WorkerPool) -> Table:
     for tp, sequence_parallel in ((1, False), (2, False), (2, True), (4, True)):
         for mode in ("none", "selective", "full"):
             settings = config({"tp": tp, "sequence_parallel": sequence_parallel}, recompute=mode)
-            model = settings.model
-            sizes = BlockSizes(
-                MICRO_BATCH,
-                LENGTH,
-                model.hidden_size,
-                model.num_attention_heads,
-                model.ffn_hidden_size,
-                tp=tp,
-                sequence_parallel=sequence_parallel,
-            )
+            block = describe_model(settings.model, LENGTH).blocks[0]
+            sizes = rank_block(settings, block)
             kept, formula = pool.run(tp, block_kept, settings)[0], block_bytes(sizes, mode)
             layout = f"tp {tp}" + (", sequence parallel" if sequence_parallel else "")
             table.add_row(layout, mode, f"{kept / MIB:.3f}", f"{formula / MIB:.3f}")

@@ -20,8 +20,9 @@ from threefold.config import resolve
 from threefold.config.loading import config_of
 from threefold.host import usable_cores
 from threefold.planner.dry_run import dry_run, stage_ranks
+from threefold.planner.estimate import usable_memory
 from threefold.planner.hardware import find_hardware
-from threefold.planner.stage_memory import stage_memory, usable_bytes
+from threefold.planner.stage_memory import stage_memory
 
 LARGEST_OF_DRY_RUNS, LARGEST_OF_PUBLISHED, MOST_MISJUDGED = 0.03, 0.05, 0.1
 _PUBLISHED = Path(__file__).parent / "published" / "memory.yaml"
@@ -91,7 +92,7 @@ def judged() -> tuple[int, int, int, int]:
     counts = {True: [0, 0], False: [0, 0]}
     for row in published_rows():
         memory = max(stage.needed for stage in stage_memory(row.config(), "cuda", row.system))
-        fits, ran = memory <= usable_bytes(find_hardware(row.hardware).memory_bytes), row.seconds is not None
+        fits, ran = memory <= usable_memory(find_hardware(row.hardware)), row.seconds is not None
         counts[ran][0] += 1
         counts[ran][1] += fits != ran
     return counts[True][0], counts[True][1], counts[False][0], counts[False][1]

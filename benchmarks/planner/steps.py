@@ -9,9 +9,10 @@ from rich.table import Table
 
 from benchmarks.planner.goals import Goal
 from benchmarks.planner.rows import Row, published_rows
-from threefold.planner.estimate import step_time, usual_system
-from threefold.planner.hardware import find_hardware
-from threefold.planner.systems import find_system
+from threefold.config import Config
+from threefold.planner.estimate import step_time
+from threefold.planner.hardware import Hardware, find_hardware
+from threefold.planner.systems import System, find_system
 
 LARGEST_MEDIAN, LARGEST_GIVEN, LARGEST_BY_DEFAULT = 0.05, 0.15, 0.08
 
@@ -42,6 +43,13 @@ class Predicted:
 def _published(row: Row) -> float:
     assert row.seconds is not None
     return row.seconds
+
+
+def usual_system(config: Config, hardware: Hardware) -> System:
+    """Return the training system that published runs of this kind use on such hardware."""
+    sharded = hardware.sharded_system if config.parallel.zero > 1 else ""
+    gpt = hardware.gpt_system if config.model.architecture == "gpt" else ""
+    return find_system(sharded or gpt or hardware.system)
 
 
 def predictions() -> list[Predicted]:

@@ -7,10 +7,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.support.compiled import traced
+from tests.support.saved_tensors import recording_saved
 from threefold.constants import IGNORE_INDEX, LOGITS_AT_ONCE
 from threefold.ops.cross_entropy import cross_entropy
 from threefold.planner.dry_step import StorageTracker
-from threefold.planner.saved_tensors import recording_saved
 from threefold.torch_private.fake import fake_tensors
 
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 3e-7, torch.bfloat16: 2**-8, torch.float16: 2**-11}

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.planner.step_traffic import wire_bytes
 from tests.support.parity import Case, make_engine, shard_of, whole_tensors
 from tests.support.precision import narrow_sums, part
 from tests.support.sweep import sweep
@@ -18,7 +19,6 @@ from threefold.config.resolve import resolve
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError
 from threefold.parallel.gradients import NarrowSum
-from threefold.planner.traffic import wire_bytes
 
 NAMES = ["fp16", "bf16"]
 

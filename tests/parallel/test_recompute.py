@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from tests.support.cases import sizes, with_recompute
 from tests.support.parity import Case, Trace, departures, in_layout, make_engine, shard_of
+from tests.support.saved_tensors import recording_saved
 from tests.support.sweep import sweep
 from threefold.comm.mesh import Event
 from threefold.config import Config
@@ -20,7 +21,6 @@ from threefold.parallel.parameter import local, replace_parameters
 from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.recompute import Recomputed, apply_recompute, chosen_layers, unwrapped
 from threefold.planner.activations import block_bytes
-from threefold.planner.saved_tensors import recording_saved
 from threefold.random.dropout import sample_keys
 
 SEQUENCE_PARALLEL = (("parallel.sequence_parallel", True),)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from threefold.config.schedules import SCHEDULES, Action
+from threefold.config.schedules import SCHEDULES
 from threefold.planner.schedule import ONLY_PLANNED, find_planned, orders_of
-from threefold.planner.simulation import HeldPasses, held_by_rank, peak_bytes, peak_micro_batches
+from threefold.planner.simulation import HeldPasses, held_by_rank, peak_micro_batches
 
 
 @pytest.mark.parametrize("name", [*SCHEDULES, *ONLY_PLANNED])
@@ -31,18 +31,3 @@ def test_what_waits_for_weight_gradients_is_told_apart() -> None:
     assert held == [(4, 4, 1), (4, 3, 2), (4, 2, 3), (4, 1, 4)]
     assert held[0] == HeldPasses(until_weights=4, until_backward=4, deferred=1)
     assert held_by_rank(orders_of("1f1b", 4, 1, 16)[1]) == (3, 3, 0)
-
-
-def test_bytes() -> None:
-    order = [
-        Action(0, "F", 0),
-        Action(2, "F", 0),
-        Action(2, "I", 0),
-        Action(0, "I", 0),
-        Action(2, "W", 0),
-        Action(0, "W", 0),
-    ]
-    # 10 + 100 wait; the second one becomes 7, which is there before the 100 are freed; then the first becomes 3.
-    assert peak_bytes(order, [10, 0, 100], [3, 0, 7]) == 117
-    assert peak_bytes(order, [10, 0, 100], [0, 0, 0]) == 110
-    assert peak_bytes([Action(0, "F", 0), Action(0, "B", 0), Action(0, "F", 1), Action(0, "B", 1)], [10], [3]) == 10

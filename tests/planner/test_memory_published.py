@@ -4,8 +4,11 @@ import pytest
 
 from benchmarks.planner.memory import judged, published
 from threefold.config import Config, resolve
-from threefold.planner.activations import BlockSizes, Kernels, block_bytes
+from threefold.models.block import BlockShape
+from threefold.planner.activations import block_bytes
+from threefold.planner.block import RankBlock
 from threefold.planner.stage_memory import stage_memory
+from threefold.planner.systems import Kernels
 
 MEGATRON = Kernels(fused_softmax=True, mask_bytes=1, wide_statistics=True)
 
@@ -25,10 +28,10 @@ def test_which_published_steps_fit() -> None:
 def test_the_activations_of_korthikanti() -> None:
     """Bytes per layer of arXiv 2205.05198, table 2, but for the numbers that norms keep for each token."""
     s, b, h, a, t = 2048, 4, 6144, 64, 8
-    given = {"samples": b, "positions": s, "hidden": h, "heads": a, "ffn": 4 * h, "itemsize": 2, "hidden_dropout": True}
+    block = BlockShape(hidden=h, heads=a, key_heads=a, head_dim=h // a, ffn=4 * h, hidden_dropout=True)
 
     def kept(recompute: str = "none", **more: object) -> float:
-        sizes = BlockSizes(**given, attention="dropped", kernels=MEGATRON, **more)  # type: ignore[arg-type]
+        sizes = RankBlock(**vars(block), samples=b, length=s, attention="dropped", kernels=MEGATRON, **more)  # type: ignore[arg-type]
         statistics = 0 if recompute == "full" else 4 * sizes.own_tokens * 4
         return (block_bytes(sizes, recompute) - statistics) / (s * b * h)
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ from tests.support.sweep import sweep
 from threefold.config import Config, resolve
 from threefold.errors import UserError
 from threefold.planner.dry_run import dry_run
+from threefold.planner.estimate import usable_memory
+from threefold.planner.hardware import find_hardware
 from threefold.planner.model_size import ModelSize
-from threefold.planner.stage_memory import RESERVE, StageMemory, flights_of, stage_memory, usable_bytes
+from threefold.planner.stage_memory import RESERVE, StageMemory, flights_of, stage_memory
 
 GPT = {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 8, "vocab_size": 512}
 LLAMA = {**GPT, "architecture": "llama", "num_key_value_heads": 4}
@@ -96,7 +99,7 @@ def test_more_micro_batches_than_a_schedule_holds_change_nothing() -> None:
 
 
 def test_a_gpu_has_less_than_all_of_its_memory() -> None:
-    assert usable_bytes(80 << 30) == (80 << 30) - RESERVE
+    assert usable_memory(replace(find_hardware("a100-80"), memory_bytes=80 << 30)) == (80 << 30) - RESERVE
 
 
 def test_a_model_of_a_file_has_no_formulas() -> None:
@@ -109,3 +112,11 @@ def test_a_model_of_a_file_has_no_formulas() -> None:
 def test_it_needs_no_torch() -> None:
     code = "import sys, threefold.planner.stage_memory; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_cast_logits_are_those_of_the_widest_shard() -> None:
+    """The allocator keeps the blocks of narrow logits, those of the first rank's part of the vocabulary."""
+    for vocab, columns in ((512, 256), (513, 257)):
+        given = config({**GPT, "vocab_size": vocab}, parallel={"tp": 2})
+        [found] = stage_memory(given, "cuda", "torchtitan")
+        assert found.given_back == 2 * 1024 * columns * 2

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.parity import Case, make_engine
+from tests.support.saved_tensors import recording_saved
 from tests.support.sweep import sweep
 from tests.train.support import Run
 from threefold.config import Config, resolve
@@ -17,12 +18,19 @@ from threefold.host import _group_limits, memory
 from threefold.launch.device import memory_per_rank
 from threefold.launch.training_run import resolve_run
 from threefold.launch.worker_pool import WorkerPool
+from threefold.models.block import describe_model
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.parallel.parameter import local
-from threefold.planner.activations import block_bytes, head_bytes
+from threefold.planner.activations import (
+    _under_way,
+    activation_bytes,
+    block_bytes,
+    head_bytes,
+    largest_micro_batch,
+    step_bytes,
+)
+from threefold.planner.block import own_attention, rank_block
 from threefold.planner.model_size import ModelSize
-from threefold.planner.saved_tensors import recording_saved
-from threefold.planner.stage_memory import _under_way, activation_bytes, block_sizes, largest_micro_batch, step_bytes
 from threefold.random.dropout import sample_keys
 
 LLAMA: tuple[tuple[str, Any], ...] = (("architecture", "llama"), ("num_key_value_heads", 6), ("head_dim", 4))
@@ -100,7 +108,8 @@ SPREAD = {
 @sweep("name", [*ALONE, *SPREAD], quick=(0, 4, 7, 11, 13, 19, 25, 31))
 def test_what_is_kept_is_never_more_than_the_formula_says(pool: WorkerPool, name: str) -> None:
     case = {**ALONE, **SPREAD}[name]
-    sizes = block_sizes(case.config, "cpu", case.layers - 1)
+    described = describe_model(case.config.model, case.sequence).blocks[-1]
+    sizes = rank_block(case.config, described, attention=own_attention(case.config, described, "cpu"))
     block, head = block_bytes(sizes), head_bytes(sizes, case.vocab, 0)
     for found in pool.run(case.world_size, kept, case):
         assert found[0] <= block

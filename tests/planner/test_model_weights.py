@@ -7,8 +7,9 @@ import torch
 
 from threefold.config import Config
 from threefold.data.dataset import resolve_without_data
-from threefold.models.family import make_model, model_plan
-from threefold.planner.model_size import ModelWeights, weights_by_layer
+from threefold.models.block import describe_model
+from threefold.models.family import make_model
+from threefold.planner.model_size import ModelWeights
 
 SMALL = {"num_layers": 3, "hidden_size": 24, "num_attention_heads": 6, "vocab_size": 40}
 LLAMA = {**SMALL, "architecture": "llama", "num_key_value_heads": 3}
@@ -28,17 +29,17 @@ MIXTURE = {**LLAMA, "num_experts": 4, "expert_ffn_hidden_size": 16, "dense_layer
 )
 def test_shapes_are_those_of_the_model(model: dict[str, Any]) -> None:
     config = resolve_without_data(Config.model_validate({"data": {"path": "unused"}, "model": model}))
-    plan = model_plan(config.model, config.data.sequence_length)
+    described = describe_model(config.model, config.data.sequence_length)
     with torch.device("meta"):
         made = make_model(config.model)
-    for layer, weights in weights_by_layer(config.model, plan).items():
+    for layer, weights in described.weights.items():
         named = made.get_submodule(layer).named_parameters()
-        found = [(plan.whole_name(f"{layer}.{name}"), tuple(weight.shape)) for name, weight in named]
+        found = [(described.plan.whole_name(f"{layer}.{name}"), tuple(weight.shape)) for name, weight in named]
         assert [(weight.name, weight.shape) for weight in weights] == found
 
 
 def test_layers_alike_are_counted_once() -> None:
     config = resolve_without_data(Config.model_validate({"data": {"path": "unused"}, "model": MIXTURE}))
-    kinds = ModelWeights(config.model, model_plan(config.model, 256)).kinds
+    kinds = ModelWeights(describe_model(config.model, 256)).kinds
     assert kinds["blocks.1"] == kinds["blocks.2"]
     assert len({kinds[layer] for layer in ("embed", "blocks.0", "blocks.1", "head")}) == 4

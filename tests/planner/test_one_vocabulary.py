@@ -7,7 +7,6 @@ import pytest
 from threefold.config.loading import config_of
 from threefold.config.resolve import resolve
 from threefold.planner.dry_run import dry_run
-from threefold.planner.estimate import StageBytes
 from threefold.planner.stage_memory import stage_memory
 
 MODEL = {"num_layers": 6, "hidden_size": 256, "num_attention_heads": 4, "vocab_size": 2048}
@@ -28,7 +27,7 @@ def test_each_cause_is_within_3_percent_of_the_peak(parallel: dict[str, Any], dt
     }
     config = resolve(config_of(sections), 2048)
     found = dry_run(config)
-    estimated = StageBytes(stage_memory(config, "cpu")[0].causes).by_dry_run
+    estimated = stage_memory(config, "cpu")[0].by_dry_run
     assert list(estimated) == [*found.causes, "fragmentation"]
     assert sum(found.causes.values()) == found.peak_bytes
     for name, nbytes in found.causes.items():

@@ -89,9 +89,9 @@ def test_each_link_is_felt_by_its_axis_alone() -> None:
 
 
 def test_bytes_of_tensor_collectives_are_those_that_are_counted() -> None:
+    from tests.planner.step_traffic import step_traffic, wire_bytes
     from threefold.comm.layout import Coordinates
     from threefold.parallel.pipeline.partition import stage_map
-    from threefold.planner.traffic import step_traffic, wire_bytes
 
     given = config(tp=2)
     volumes = step_traffic(given, stage_map(model_plan(given.model, 256), given), Coordinates(0, 0, 0, 0))["tp"]
@@ -138,7 +138,7 @@ def test_unequal_layers_and_schedules() -> None:
 def test_a_model_of_ones_own_is_refused() -> None:
     given = config()
     own = given.model_copy(update={"model": given.model.model_copy(update={"architecture": "own"})})
-    with pytest.raises(UserError, match="architecture is own, whose layers tell no costs"):
+    with pytest.raises(UserError, match="architecture is own, whose operations have no formulas"):
         _of(own)
 
 

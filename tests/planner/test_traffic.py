@@ -4,11 +4,11 @@ from collections import defaultdict
 from typing import Any
 from unittest.mock import patch
 
+from tests.planner.step_traffic import Table, Volume, step_traffic, wire_bytes
 from tests.support.parity import Case, make_engine, shard_of
 from tests.support.sweep import sweep
 from threefold.parallel import gradients as data
 from threefold.parallel.settings import PieceSizes
-from threefold.planner.traffic import Table, Volume, step_traffic, wire_bytes
 
 SHARED = (("parallel.sequence_parallel", True),)
 ROTARY_SHARED = (*SHARED, ("model.position_embedding", "rope"))

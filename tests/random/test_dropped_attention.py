@@ -8,9 +8,9 @@ from torch import Tensor
 
 from tests.support.attention import masked_weights, numbered
 from tests.support.compiled import operators_of
+from tests.support.saved_tensors import recording_saved
 from threefold.models.layers.attention import CausalAttention
 from threefold.models.layers.decoder import SampleInfo
-from threefold.planner.saved_tensors import recording_saved
 from threefold.random.dropout import sample_keys
 
 

@@ -4,7 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from tests.support.parity import Case, departures, in_layout
-from threefold.planner.activations import Attention, BlockSizes
+from threefold.planner.block import RankBlock
+from threefold.planner.systems import Attention
 
 LLAMA_SIZES = (
     ("architecture", "llama"),
@@ -57,17 +58,19 @@ def with_recompute(case: Case, mode: str, every: int = 1) -> Case:
     return replace(case, settings=(*case.settings, ("train.recompute", mode), ("train.recompute_every", every)))
 
 
-def sizes(case: Case) -> BlockSizes:
+def sizes(case: Case) -> RankBlock:
     short = case.sequence <= 512 and not case.documents
     attention: Attention = "plain" if case.dtype == "bf16" and short else "fused"
     if case.dropout:
         attention = "dropped" if short else "dropped again"
     itemsize = {"fp64": 8, "fp32": 4}.get(case.dtype, 2)
-    return BlockSizes(
+    return RankBlock(
         samples=case.batch // case.accumulation,
-        positions=case.sequence,
+        length=case.sequence,
         hidden=case.heads * case.head_dim,
         heads=case.heads,
+        key_heads=case.heads,
+        head_dim=case.head_dim,
         ffn=case.ffn,
         itemsize=itemsize,
         hidden_dropout=case.dropout > 0,

@@ -11,7 +11,7 @@ from threefold.comm.heartbeat import PAGE_BYTES, Heartbeat, read, wait_code
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.launch.worker_pool import WorkerPool
-from threefold.models.family import model_flops_per_token
+from threefold.models.block import model_flops_per_token
 from threefold.train.callbacks.base import Performance, step_values
 from threefold.train.callbacks.console import MeanRates, Summary, step_line
 from threefold.train.loop import PerformanceMeter

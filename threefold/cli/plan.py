@@ -53,8 +53,14 @@ def plan(
     from threefold.cli.options import whole_number
     from threefold.config.section import MOST_RANKS
     from threefold.planner.hardware import find_hardware, hardware_names
-    from threefold.planner.search.planning import config_text, plan_layouts, require_writable, write_config
-    from threefold.planner.search.request import read_request, require_no_layout
+    from threefold.planner.search.planning import (
+        config_text,
+        plan_layouts,
+        read_request,
+        require_no_layout,
+        require_writable,
+        write_config,
+    )
 
     if gpus is None:
         raise UserError("--gpus is missing; say how many there are, such as --gpus 8.")

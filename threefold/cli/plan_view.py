@@ -12,8 +12,7 @@ from rich.text import Text
 
 from threefold.byte_sizes import format_bytes
 from threefold.planner.search.bounds import Evaluated
-from threefold.planner.search.planning import SearchAnswer
-from threefold.planner.search.request import Budget
+from threefold.planner.search.planning import Budget, SearchAnswer
 
 _WIDTH_OF_A_FILE: Final = 180
 _IF_ROOM: Final = {"limited by": 100, "MFU": 20, "tokens/s": 20}

@@ -154,10 +154,14 @@ class _Checked:
             return self.resolved
         if config.model.architecture == OWN:  # no formula gives its activations
             return self.resolved
-        from threefold.planner.stage_memory import largest_micro_batch  # imports torch, which no check needs
+        from threefold.models.block import UnknownBlock
+        from threefold.planner.activations import largest_micro_batch  # imports torch, which no check needs
 
         room = memory_per_rank(device, self.local_world_size)
-        largest = largest_micro_batch(config, self.vocab_size, room, device)
+        try:
+            largest = largest_micro_batch(config, self.vocab_size, room, device)
+        except UnknownBlock:  # of another package's family
+            return self.resolved
         return _on(device, resolve(config, self.vocab_size, largest, self.samples))
 
 

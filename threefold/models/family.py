@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
-from threefold.config.model import FAMILIES, OWN, ModelConfig
+from threefold.config.model import FAMILIES, ModelConfig
 
 if TYPE_CHECKING:
     from threefold.models.hf.model_type import HuggingFaceType
@@ -84,19 +84,3 @@ def huggingface_types() -> "dict[str, HuggingFaceType]":
     """Return the types that can be imported and exported, of all families, by Hugging Face's `model_type`."""
     families: list[Family] = [FAMILIES.load(name) for name in FAMILIES.names()]
     return {kind.name: kind for family in families for kind in family.huggingface_types()}
-
-
-_PER_MULTIPLY_ADD = 6
-"""Two operations each in the forward pass, the gradient of the input, and the gradient of the weight."""
-
-
-def model_flops_per_token(config: ModelConfig, sequence_length: int) -> float | None:
-    """Return the FLOPs of a training step per token, without torch; None for a user's own model (no costs)."""
-    if config.architecture == OWN:
-        return None
-    plan = model_plan(config, sequence_length)
-    # The plan leaves out the masked half of attention; the lookup of the first layer is not a product.
-    counted = sum(plan.costs[1:])
-    windows = (config.window(layer) or sequence_length for layer in range(config.num_layers))
-    masked = config.num_attention_heads * config.head_dim * sum(min(window, sequence_length) for window in windows)
-    return _PER_MULTIPLY_ADD * (counted + masked)

@@ -1,18 +1,29 @@
-"""Formulas for the activation memory that the forward pass keeps for the backward pass; `saved_tensors` measures it.
+"""Activation memory of one layer for one micro-batch: what the forward pass keeps, and the peaks of each pass.
 
 After Korthikanti et al., "Reducing activation recomputation in large transformer models" (arXiv 2205.05198), section 4,
 adapted to the layers of this package: dropout keeps its mask in the activations' dtype, and attention without dropout
 keeps only its inputs, its output and one number per row where torch's fused kernel serves.
+
+The moments follow the order in which autograd runs this package's layers (`models`, `parallel`). The first product of a
+block's backward pass, for example, needs the gradients of the block's output and of the inner features beside
+everything kept; a head needs its logits and their gradients. `stage_memory` puts the layers together.
+`largest_micro_batch` chooses a default from what is kept alone.
 """
 
-from dataclasses import dataclass
-from typing import Final, Literal
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import ceil
 
-from threefold.config import Config
+from threefold.config import Config, resolve
+from threefold.config.resolve import default_largest
+from threefold.config.rules import default_micro_batches
+from threefold.constants import LOGITS_AT_ONCE
+from threefold.models.block import BlockShape, Mixture
+from threefold.planner.block import RankBlock, own_attention, rank_block
+from threefold.planner.model_size import ModelSize, ModelWeights
+from threefold.planner.systems import Keeps
 
-Attention = Literal["fused", "plain", "dropped", "dropped again"]
-"""Implementation of the attention core: a fused kernel (or tiles recomputed in the backward pass), plain matrix
-products, plain products with dropout, or tiles with dropout that the backward pass recomputes."""
 _POSITION = 8
 """Bytes of a position index or a document number."""
 _KEPT_BY_ACTIVATION = {"relu": 1, "quick_gelu": 3}
@@ -20,137 +31,7 @@ _KEPT_BY_ACTIVATION = {"relu": 1, "quick_gelu": 3}
 function's input and output. The backward pass of ReLU needs only its output."""
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """Choices of what kernels keep for the backward pass, where training systems and devices differ.
-
-    Attributes:
-        fused_norm: whether RMSNorm keeps its input and a number per row; otherwise input and normalised input, in at
-            least fp32, and the number.
-        fused_gate: whether a gated network keeps only the gates and the values they gate; otherwise SiLU's output too.
-        fused_rotary: whether rotated queries and keys replace the unrotated ones; otherwise both are kept.
-        fused_softmax: whether unfused attention keeps only its weights before and after dropout and the mask, without
-            copies of queries, keys and values (Megatron-LM).
-        mask_bytes: bytes per element of a dropout mask; 0 for the activations' itemsize.
-        replays_operations: whether `selective` recompute keeps the outputs of attention and of every second matrix
-            product and recomputes everything else (torchtitan), not only the attention core.
-        wide_statistics: whether norms keep their per-row numbers in fp32 whatever dtype they compute in.
-        grouped: whether one kernel computes all experts, with one weight gradient; otherwise separate ones are joined.
-        keeps_probabilities: whether the loss keeps probabilities in at least fp32; otherwise logits and two numbers per
-            token.
-        widens_logits: whether the loss widens all logits of the current chunk at once; otherwise a few rows at a time.
-        gradients_in_place: whether weight-gradient products accumulate directly into the fp32 gradients.
-    """
-
-    fused_norm: bool = False
-    fused_gate: bool = False
-    fused_rotary: bool = False
-    fused_softmax: bool = False
-    mask_bytes: int = 0
-    replays_operations: bool = False
-    wide_statistics: bool = False
-    grouped: bool = False
-    keeps_probabilities: bool = False
-    widens_logits: bool = False
-    gradients_in_place: bool = False
-
-
-@dataclass(frozen=True)
-class ExpertSizes:
-    """Mixture of experts that replaces a block's feed-forward network.
-
-    Attributes:
-        count, per_token: experts of the layer, and of these, experts that each token is routed to.
-        inner, shared: inner features of one expert, before `tp` divides them, and of the shared expert; 0 for none.
-        spread: whether experts are sharded over ranks, so that a rank may receive more tokens than it sends.
-        held: experts on one rank; 0 for all.
-        even: whether routing is balanced; otherwise a rank's experts are chosen up to twice as often as the mean.
-    """
-
-    count: int
-    per_token: int
-    inner: int
-    shared: int = 0
-    spread: bool = False
-    held: int = 0
-    even: bool = False
-
-
-@dataclass(frozen=True)
-class BlockSizes:
-    """Sizes of one transformer block as sharded on one rank.
-
-    Attributes:
-        samples, positions: micro-batch size B, and sequence length S.
-        hidden, heads, ffn: sizes of the whole model; `tp` divides `heads` and `ffn`.
-        itemsize: bytes per activation element.
-        hidden_dropout: whether the block's two outputs have dropout.
-        attention: implementation of the attention core.
-        tp, cp: tensor-parallel ranks, which share heads and features; context-parallel ranks, which share positions.
-        sequence_parallel: whether activations between the tensor-parallel layers are sharded along the sequence.
-        head_dim, key_heads: features per head, and key and value heads; 0 for `hidden` / `heads`, and for `heads`.
-        activation: activation function of a feed-forward network that is not gated.
-        llama: whether the block uses RMSNorm and a gated feed-forward network.
-        rotary, head_norms: whether the block has rotary embeddings, and QK-norm.
-        documents: whether attention stops at document boundaries.
-        experts: mixture of experts in place of the feed-forward network.
-        kernels: what the kernels keep; by default those of this package on a CPU.
-    """
-
-    samples: int
-    positions: int
-    hidden: int
-    heads: int
-    ffn: int
-    itemsize: int = 4
-    hidden_dropout: bool = False
-    attention: Attention = "fused"
-    tp: int = 1
-    cp: int = 1
-    sequence_parallel: bool = False
-    head_dim: int = 0
-    key_heads: int = 0
-    rotary: bool = False
-    activation: str = "gelu_tanh"
-    llama: bool = False
-    head_norms: bool = False
-    documents: bool = False
-    experts: ExpertSizes | None = None
-    kernels: Kernels = Kernels()
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of one micro-batch on a rank."""
-        return self.samples * self.positions // self.cp
-
-    @property
-    def own_tokens(self) -> int:
-        """Tokens that the rank holds between the tensor-parallel layers."""
-        return self.tokens // self.tp if self.sequence_parallel else self.tokens
-
-    @property
-    def wide(self) -> int:
-        """Bytes per element of tensors computed in at least fp32."""
-        return max(4, self.itemsize)
-
-    @property
-    def queries(self) -> int:
-        """Bytes of the rank's queries."""
-        return self.tokens * (self.head_dim or self.hidden // self.heads) * self.heads // self.tp * self.itemsize
-
-    @property
-    def keys(self) -> int:
-        """Bytes of the rank's keys, before GQA expands them; also those of its values."""
-        whole = self.tokens * (self.head_dim or self.hidden // self.heads) * self.itemsize
-        return whole * self.own_key_heads
-
-    @property
-    def own_key_heads(self) -> int:
-        """Key and value heads on the rank; at least one, which several ranks may share."""
-        return max(1, (self.key_heads or self.heads) // self.tp)
-
-
-def block_bytes(sizes: BlockSizes, recompute: str = "none") -> int:
+def block_bytes(sizes: RankBlock, recompute: str = "none") -> int:
     """Return the bytes that one block keeps of one micro-batch between its forward and backward pass.
 
     Exact on a CPU for GPT in every layout and for Llama on one rank; an upper bound with experts, or for Llama's layers
@@ -160,51 +41,51 @@ def block_bytes(sizes: BlockSizes, recompute: str = "none") -> int:
         sizes: sizes of the block on the rank.
         recompute: `train.recompute`, for a block that it applies to.
     """
-    outer = sizes.own_tokens * sizes.hidden * sizes.itemsize
+    outer, kernels = sizes.outer, sizes.kernels
     if recompute == "full":
         return outer
-    if recompute == "selective" and sizes.kernels.replays_operations:
-        return _kept_between_operations(sizes, outer)
-    # Input and output of a LayerNorm, and the mean and deviation of each token.
-    norm = 2 * outer + 2 * sizes.own_tokens * _statistic(sizes)
-    if sizes.llama:
-        norm = _rms_bytes(sizes, sizes.own_tokens, outer) + outer
-    core = _kept_for_core(sizes, recompute == "selective")
-    masks = 2 * outer // sizes.itemsize * (sizes.kernels.mask_bytes or sizes.itemsize) if sizes.hidden_dropout else 0
-    feed_forward = _feed_forward_bytes(sizes) if sizes.experts is None else _experts_bytes(sizes, sizes.experts)
-    # queries: the attention output, kept for its projection
-    return 2 * norm + core + sizes.queries + feed_forward + masks
-
-
-def _statistic(sizes: BlockSizes) -> int:
-    """Return the bytes of one per-token number that LayerNorm keeps."""
-    return sizes.wide if sizes.kernels.wide_statistics else sizes.itemsize
-
-
-def _kept_between_operations(sizes: BlockSizes, outer: int) -> int:
-    """Return the bytes of the block's input and the outputs of attention and of every second matrix product."""
-    sums = sizes.samples * sizes.heads // sizes.tp * sizes.positions // sizes.cp * sizes.wide
     inner = sizes.tokens * sizes.ffn // sizes.tp * sizes.itemsize
-    return 2 * outer + 2 * sizes.queries + sums + sizes.keys + inner
+    if recompute == "selective" and kernels.replays_operations:
+        # The block's input, and the outputs of attention and of every second matrix product.
+        sums = sizes.samples * sizes.heads // sizes.tp * sizes.length // sizes.cp * sizes.wide
+        return 2 * outer + 2 * sizes.queries + sums + sizes.keys + inner
+    core = _kept_for_core(sizes, recompute == "selective")
+    masks = 2 * outer // sizes.itemsize * (kernels.mask_bytes or sizes.itemsize) if sizes.hidden_dropout else 0
+    if sizes.experts is not None:
+        feed_forward = _experts_bytes(sizes, sizes.experts)
+    elif sizes.gated:  # around the activation function, and around the product with the gates
+        feed_forward = (3 if kernels.fused_gate else 4) * inner
+    else:
+        feed_forward = _KEPT_BY_ACTIVATION.get(sizes.activation, 2) * inner
+    inputs = sizes.norms * _norm_bytes(sizes) + (2 - sizes.norms) * outer  # of the two half blocks
+    # queries: the attention output, kept for its projection
+    return inputs + core + sizes.queries + feed_forward + masks
 
 
-def _rms_bytes(sizes: BlockSizes, rows: int, nbytes: int) -> int:
+def _norm_bytes(sizes: RankBlock) -> int:
+    """Return the bytes of a norm's input and output, and of the numbers that it keeps for each token."""
+    if sizes.rms:
+        return _rms_bytes(sizes, sizes.own_tokens, sizes.outer) + sizes.outer
+    statistic = sizes.wide if sizes.kernels.wide_statistics else sizes.itemsize
+    return 2 * sizes.outer + 2 * sizes.own_tokens * statistic
+
+
+def _rms_bytes(sizes: RankBlock, rows: int, nbytes: int) -> int:
     """Return the bytes that RMSNorm keeps of an `nbytes` input, as `Kernels.fused_norm` describes."""
     if sizes.kernels.fused_norm:
         return nbytes + rows * sizes.wide
     return 2 * nbytes * sizes.wide // sizes.itemsize + rows * sizes.wide
 
 
-def _kept_for_core(sizes: BlockSizes, replayed: bool) -> int:
+def _kept_for_core(sizes: RankBlock, replayed: bool) -> int:
     """Return the bytes kept up to the attention core's output, by QK-norm, rotary embeddings and the core itself."""
     heads, key_heads = sizes.heads // sizes.tp, sizes.own_key_heads
     split = sizes.queries + 2 * sizes.keys  # queries, keys and values as their projection returns them
     inputs, before = split, 0
     if sizes.rotary and not sizes.kernels.fused_rotary:
-        tables = sizes.positions // sizes.cp * (sizes.head_dim or sizes.hidden // sizes.heads) * sizes.wide
-        before += tables
+        before += sizes.length // sizes.cp * sizes.head_dim * sizes.wide  # the table of angles
         inputs += sizes.queries + sizes.keys
-    if sizes.head_norms:
+    if sizes.qk_norm:
         before += _rms_bytes(sizes, sizes.tokens * heads, sizes.queries)
         before += _rms_bytes(sizes, sizes.tokens * key_heads, sizes.keys)
         if sizes.wide == sizes.itemsize:
@@ -214,10 +95,10 @@ def _kept_for_core(sizes: BlockSizes, replayed: bool) -> int:
     return before + _core_bytes(sizes, inputs)
 
 
-def _core_bytes(sizes: BlockSizes, inputs: int) -> int:
+def _core_bytes(sizes: RankBlock, inputs: int) -> int:
     """Return the bytes that the attention core keeps, without its output, which its projection keeps; `inputs` counts
     its inputs and the tensors that they are views of."""
-    cp, length, queries = sizes.cp, sizes.positions, sizes.queries
+    cp, length, queries = sizes.cp, sizes.length, sizes.queries
     chunk = length // (2 * cp)
     keys = (2 * cp + 1) * chunk if cp > 1 else length  # seen by the two chunks of one context-parallel rank
     pairs = keys * chunk if cp > 1 else length**2  # query-key pairs
@@ -239,27 +120,20 @@ def _core_bytes(sizes: BlockSizes, inputs: int) -> int:
     return dense + (weights if sizes.attention == "plain" else 3 * weights + pairs)
 
 
-def _feed_forward_bytes(sizes: BlockSizes) -> int:
-    """Return the bytes kept around the activation function, and in a gated network around the product with the
-    gates."""
-    count = (3 if sizes.kernels.fused_gate else 4) if sizes.llama else _KEPT_BY_ACTIVATION.get(sizes.activation, 2)
-    return count * sizes.tokens * sizes.ffn // sizes.tp * sizes.itemsize
-
-
-def _experts_bytes(sizes: BlockSizes, experts: ExpertSizes) -> int:
+def _experts_bytes(sizes: RankBlock, experts: Mixture) -> int:
     tokens, item, wide = sizes.tokens, sizes.itemsize, sizes.wide
     chosen = tokens * experts.per_token
     routing = tokens * (experts.count + 1) * wide + chosen * (2 * 8 + 2 * wide)  # two integers per choice
     rows = 3 * chosen * sizes.hidden * item  # inputs of the experts, their outputs, and the weighted outputs
     inside = 4 * chosen * experts.inner // sizes.tp * item
-    if experts.spread:
+    if sizes.ep > 1:
         # The all-to-all's output is kept too; with uneven routing a rank's experts may receive twice the mean.
-        rows, inside = (4 * rows // 3, inside) if experts.even else (3 * rows, 2 * inside)
+        rows, inside = (4 * rows // 3, inside) if sizes.balanced else (3 * rows, 2 * inside)
     shared = 4 * tokens * experts.shared // sizes.tp * item + tokens * (sizes.hidden * item + wide)
     return routing + rows + inside + (shared if experts.shared else 0)
 
 
-def head_bytes(sizes: BlockSizes, vocab: int, chunk_size: int = 0) -> int:
+def head_bytes(sizes: RankBlock, vocab: int, chunk_size: int = 0) -> int:
     """Return the bytes that the head keeps of one micro-batch between its forward and backward pass.
 
     Exact for the first tensor rank. Computing the loss briefly needs one or two chunks of logits on top or, with
@@ -270,10 +144,7 @@ def head_bytes(sizes: BlockSizes, vocab: int, chunk_size: int = 0) -> int:
         vocab: vocabulary size of the whole model.
         chunk_size: `train.loss_chunk_size`.
     """
-    tokens, own, wide = sizes.tokens, sizes.own_tokens, sizes.wide
-    outer = own * sizes.hidden * sizes.itemsize
-    norm = _rms_bytes(sizes, own, outer) + outer if sizes.llama else 2 * outer + 2 * own * _statistic(sizes)
-    split = sizes.tp > 1
+    tokens, wide, norm, split = sizes.tokens, sizes.wide, _norm_bytes(sizes), sizes.tp > 1
     labels = tokens * (8 + (2 if split else 0))
     if chunk_size:  # largest logit and sum of exponentials; with tp also the factor to the common maximum
         return norm + labels + tokens * ((4 if split else 2) * wide + (0 if split else 1))
@@ -285,57 +156,259 @@ def head_bytes(sizes: BlockSizes, vocab: int, chunk_size: int = 0) -> int:
     return norm + labels + tokens * (columns * sizes.itemsize + (3 if split else 2) * wide)
 
 
-_LONGEST_PLAIN: Final = 512
-"""Longest sequence for which bf16 attention on a CPU (see `kernels`), and attention with dropout, keeps its weights."""
+@dataclass(frozen=True)
+class LayerBytes:
+    """Bytes of one layer for one micro-batch.
+
+    Attributes:
+        kept: bytes kept from the forward to the backward pass.
+        forward: additional bytes at the peak of the forward pass.
+        backward: additional bytes at the peak of the backward pass, before frees and without weight gradients.
+        ending: bytes beside those that earlier layers keep, when the last weight gradients are computed.
+        largest: elements of the weight whose gradient exists at the moment of `backward`.
+        deferred: bytes kept from the backward pass for inputs to the backward pass for weights.
+    """
+
+    kept: int
+    forward: int
+    backward: int
+    ending: int
+    largest: int
+    deferred: int = 0
 
 
-def block_sizes(config: Config, device: str, layer: int) -> BlockSizes:
-    """Return the sizes of a block on one rank, as the formulas of this module take them.
+@lru_cache(maxsize=65536)
+def block_layer(sizes: RankBlock, recompute: str) -> LayerBytes:
+    """Return the memory of a transformer block.
+
+    Args:
+        sizes: sizes of the block on the rank.
+        recompute: `train.recompute`, for a block that it applies to.
+    """
+    outer, kept, everything = sizes.outer, block_bytes(sizes, recompute), block_bytes(sizes)
+    passing, largest, inner = _feed_forward(sizes)
+    # A sequence-parallel rank gathers its output's gradient, and once more the feed-forward network's input.
+    backward = outer + sizes.gathered + passing
+    if recompute == "full":
+        backward += everything - outer
+    if recompute == "selective":
+        # The recomputed core: the tensors it would otherwise keep and the gradients of unfused attention weights, minus
+        # what the feed-forward network has freed.
+        again = everything - kept
+        again += again // 2 if sizes.attention != "fused" else 0
+        backward = max(backward, again - 2 * inner + 2 * outer)
+    # The products for queries, keys and values need their gradients, the layer's input and norm, and two input
+    # gradients.
+    queries = sizes.queries + 2 * sizes.keys
+    ending = 2 * queries + 3 * outer + sizes.gathered
+    # inputs of the linear layers and gradients of their outputs
+    deferred = 4 * sizes.whole + sizes.queries + queries + (3 if sizes.gated else 2) * inner
+    return LayerBytes(kept, 0, backward, ending, largest, deferred)
+
+
+def _feed_forward(sizes: RankBlock) -> tuple[int, int, int]:
+    """Return the peak of a feed-forward network's backward pass: bytes of activation gradients minus bytes freed,
+    elements of weight gradients, and bytes of the inner features."""
+    item, experts = sizes.itemsize, sizes.experts
+    if experts is None:  # the weight-gradient product of its second layer
+        inner = sizes.tokens * sizes.ffn // sizes.tp * item
+        return inner, sizes.ffn // sizes.tp * sizes.hidden, inner
+    rows = sizes.tokens * experts.per_token
+    inner = rows * experts.inner // sizes.tp * item
+    width = (1 if sizes.kernels.grouped else 2) * sizes.own_experts * experts.inner // sizes.tp
+    second = inner, width * sizes.hidden
+    first = -rows * sizes.hidden * item - 2 * inner, 2 * width * sizes.hidden  # the first layer's, twice as wide
+    passing, largest = max(first, second, key=lambda moment: moment[0] + item * moment[1])
+    return passing, largest, inner
+
+
+@lru_cache(maxsize=65536)
+def head_layer(sizes: RankBlock, vocab: int, chunk_size: int) -> LayerBytes:
+    """Return the memory of the final norm, the vocabulary projection and the loss.
+
+    Args:
+        sizes: sizes of the blocks before it.
+        vocab: vocabulary size of the whole model.
+        chunk_size: `train.loss_chunk_size`.
+    """
+    columns, item, wide, whole = -(-vocab // sizes.tp), sizes.itemsize, sizes.wide, sizes.whole
+    narrow, gathered = item < wide, sizes.gathered
+    kept = head_bytes(sizes, vocab, chunk_size)
+    if chunk_size:
+        logits = sizes.tokens * min(chunk_size, columns)
+        run = _run_bytes(sizes, logits)
+        forward = logits * item + run + gathered
+        backward = 2 * logits * item + (run if narrow else 0) + whole // item * wide + gathered
+        return LayerBytes(kept, forward, backward, 3 * whole, columns * sizes.hidden)
+    logits = sizes.tokens * columns
+    # The kept logits are freed before the products.
+    normed = kept - logits * (wide if sizes.kernels.keeps_probabilities else item)
+    if not sizes.kernels.keeps_probabilities:
+        run = _run_bytes(sizes, logits)
+        forward, backward = run, logits * item + (run if narrow else 0)
+    elif sizes.tp > 1:
+        forward = backward = logits * (wide + item if narrow else wide)
+    else:
+        forward, backward = logits * (wide + item if narrow else item), 2 * logits * wide
+    ending = normed + logits * item + whole + gathered
+    return LayerBytes(kept, forward + gathered, backward + gathered, ending, 0, logits * item + whole)
+
+
+def _run_bytes(sizes: RankBlock, logits: int) -> int:
+    """Return the bytes of the wide copy of some rows of logits."""
+    return sizes.wide * (logits if sizes.kernels.widens_logits else min(logits, LOGITS_AT_ONCE))
+
+
+@lru_cache(maxsize=65536)
+def embedding_layer(sizes: RankBlock, vocab: int, dropout: bool, device: str) -> LayerBytes:
+    """Return the memory of the embeddings; their output counts as the first block's input.
+
+    Args:
+        sizes: sizes of the blocks after it.
+        vocab: vocabulary size of the whole model.
+        dropout: whether the output has dropout.
+        device: `cpu` or `cuda`.
+    """
+    outer, whole = sizes.outer, sizes.whole
+    kept = sizes.tokens * (8 + (1 if sizes.tp > 1 else 0)) + (outer if dropout else 0)
+    backward = outer + (whole if sizes.tp > 1 else 0)
+    if device == "cpu" and sizes.itemsize < sizes.wide:  # a CPU accumulates a token's gradients in fp32
+        backward += whole + sizes.tokens * sizes.hidden * sizes.wide
+    return LayerBytes(kept, 0, backward, backward, -(-vocab // sizes.tp) * sizes.hidden)
+
+
+class LayerMemory:
+    """Memory of a model's layers on a rank for one micro-batch.
 
     Args:
         config: resolved config of the run.
         device: `cpu` or `cuda`.
-        layer: index of the block.
+        keeps: memory behaviour of the training system.
+        weights: weights of the model.
+        replayed: names of recomputed layers.
     """
-    model, parallel, data = config.model, config.parallel, config.data
-    llama, itemsize = model.architecture == "llama", config.precision.itemsize
-    attention: Attention = "fused"
-    tiled = data.separate_documents or 0 < model.window(layer) < data.sequence_length
-    short = not tiled and data.sequence_length <= _LONGEST_PLAIN
-    if model.attention_dropout:
-        attention = "dropped" if short else "dropped again"
-    elif device == "cpu" and config.precision.dtype == "bf16" and short:
-        attention = "plain"
-    experts = None
-    if model.has_experts(layer):
-        shared = model.shared_expert_ffn_hidden_size
-        inner = model.expert_ffn_hidden_size
-        experts = ExpertSizes(
-            model.num_experts,
-            model.experts_per_token,
-            inner,
-            shared,
-            parallel.ep > 1,
-            -(-model.num_experts // parallel.ep),
-        )
-    return BlockSizes(
-        samples=config.train.micro_batch_size,
-        positions=data.sequence_length,
-        hidden=model.hidden_size,
-        heads=model.num_attention_heads,
-        ffn=model.ffn_hidden_size,
-        itemsize=itemsize,
-        hidden_dropout=model.hidden_dropout > 0,
-        attention=attention,
-        tp=parallel.tp,
-        cp=parallel.cp,
-        sequence_parallel=parallel.sequence_parallel,
-        head_dim=model.head_dim if llama else 0,
-        key_heads=model.num_key_value_heads if llama else 0,
-        rotary=model.position_embedding == "rope",
-        activation=model.activation,
-        llama=llama,
-        head_norms=model.qk_norm,
-        documents=data.separate_documents,
-        experts=experts,
+
+    def __init__(
+        self, config: Config, device: str, keeps: Keeps, weights: ModelWeights, replayed: Collection[str]
+    ) -> None:
+        self._config, self._device, self._keeps = config, device, keeps
+        self._layers, self._replayed = weights.plan.layers, replayed
+        self._blocks = dict(zip(self._layers[1:-1], weights.blocks, strict=True))
+        self._of_blocks: dict[tuple[BlockShape, bool], LayerBytes] = {}
+        self._first = self._sizes(weights.blocks[0])
+
+    @property
+    def output(self) -> int:
+        """Bytes of a block's output."""
+        return self._first.outer
+
+    @property
+    def _chunk_size(self) -> int:
+        return self._config.train.loss_chunk_size if self._keeps.system.chunked_loss else 0
+
+    @property
+    def narrow_logits(self) -> int:
+        """Bytes of logits that are cast to fp32 for the loss; 0 where none are."""
+        block = self._first
+        if self._chunk_size or not self._keeps.casts_logits or block.itemsize == block.wide:
+            return 0
+        columns = -(-self._config.model.vocab_size // (1 if self._keeps.system.whole_logits else block.tp))
+        return block.tokens * columns * block.itemsize
+
+    def of(self, name: str) -> LayerBytes:
+        """Return the memory of the layer of this name."""
+        model, block = self._config.model, self._first
+        if name == self._layers[0]:
+            return embedding_layer(block, model.vocab_size, model.embedding_dropout > 0, self._device)
+        if name == self._layers[-1]:
+            if self._keeps.system.whole_logits:
+                block = replace(block, tp=1, sequence_parallel=False)
+            return head_layer(block, model.vocab_size, self._chunk_size)
+        key = self._blocks[name], name in self._replayed
+        if key not in self._of_blocks:
+            mode = self._config.train.recompute if name in self._replayed else "none"
+            self._of_blocks[key] = block_layer(self._sizes(self._blocks[name]), mode)
+        return self._of_blocks[key]
+
+    def _sizes(self, block: BlockShape) -> RankBlock:
+        attention = self._keeps.attention(own_attention(self._config, block, self._device))
+        return rank_block(self._config, block, kernels=self._keeps.kernels, attention=attention, balanced=True)
+
+
+_SCATTERED = {"cpu": 1.4, "cuda": 1.0}
+"""Factor of activation memory over its bytes, as measured: the C library (`host`) keeps memory between tensors."""
+
+
+def largest_micro_batch(config: Config, vocab_size: int, memory: int, device: str) -> int:
+    """Return the largest default micro-batch whose step fits into a rank's memory, or the smallest if none does.
+
+    Args:
+        config: loaded and valid config.
+        vocab_size: vocabulary size of the data's tokenizer.
+        memory: bytes that a rank may use.
+        device: `cpu` or `cuda`.
+    """
+    resolved = resolve(config, vocab_size)
+    size = ModelSize(resolved)
+    sizes = resolved.model.vocab_size, resolved.data.sequence_length, resolved.parallel
+    largest = default_largest(*sizes, config.train.loss_chunk_size is not None, device)
+    micro_batches = default_micro_batches(resolved)
+    for micro_batch in (each for each in micro_batches if each <= largest):
+        tried = resolve(config, vocab_size, largest_micro_batch=micro_batch)
+        if step_bytes(tried, device, size) <= memory:
+            return micro_batch
+    return micro_batches[-1]
+
+
+def step_bytes(config: Config, device: str, size: ModelSize | None = None) -> int:
+    """Return the most bytes that any rank needs for a step, without communication buffers.
+
+    Args:
+        config: resolved config of the run.
+        device: `cpu` or `cuda`, whose attention keeps different tensors.
+        size: size of the same model in the same layout, if known.
+    """
+    size = size or ModelSize(config)
+    scattered = _SCATTERED[device]
+    return max(
+        size.largest_rank(rank).bytes + int(scattered * activation_bytes(config, device, size, rank))
+        for rank in range(config.parallel.pp)
     )
+
+
+def activation_bytes(config: Config, device: str, size: ModelSize, pp_rank: int) -> int:
+    """Return the peak bytes of a pipeline rank's kept activations and temporary buffers.
+
+    Args:
+        config, device, size: see `step_bytes`.
+        pp_rank: coordinate of the rank on the pp axis.
+    """
+    model, train, weights = config.model, config.train, size.weights
+    replayed = weights.recomputed(train.recompute, train.recompute_every)
+    layers, of_layer = weights.plan.layers, {}
+    for name, described in zip(layers[1:-1], weights.blocks, strict=True):
+        of_layer[name] = rank_block(config, described, attention=own_attention(config, described, device))
+    first = of_layer[layers[1]]
+    kept = moment = 0
+    for name in size.layers_of_rank(pp_rank):
+        block = of_layer.get(name, first)
+        if name in of_layer:
+            kept += block_bytes(block, train.recompute if name in replayed else "none")
+            moment = max(moment, block_bytes(block))  # its gradients, or its recomputed activations
+        elif name == layers[-1]:
+            kept += block.outer + head_bytes(block, model.vocab_size, train.loss_chunk_size)
+            columns = -(-model.vocab_size // config.parallel.tp)
+            logits = block.tokens * min(columns, train.loss_chunk_size or columns) * block.wide  # held at once
+            moment = max(moment, 2 * logits)
+        else:
+            kept += block.tokens * 8 + block.outer * (2 if model.embedding_dropout else 1)
+    return ceil(kept * _under_way(config, pp_rank)) + moment
+
+
+def _under_way(config: Config, pp_rank: int) -> float:
+    """Return the micro-batches that a rank keeps at once, including those with deferred weight gradients."""
+    parallel, batches = config.parallel, config.train.gradient_accumulation_steps
+    if parallel.pp == 1:
+        return 1
+    held = parallel.pipeline_schedule.in_flight(parallel.pp, pp_rank, parallel.stage_chunks)
+    return batches if held is None else min(held, batches)

@@ -1,10 +1,12 @@
 """Estimated seconds of one transformer block, the embedding and the head, from their sizes on a rank."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from threefold.config import Config
+from threefold.models.block import BlockShape
+from threefold.planner.block import RankBlock, rank_block
 from threefold.planner.collective_cost import (
     Group,
     all_to_all_seconds,
@@ -19,105 +21,13 @@ from threefold.planner.collective_cost import (
 from threefold.planner.hardware import Hardware
 from threefold.planner.systems import System
 
-ALONE: Final = Group(1, 1, 8)
-"""Group of an axis with one rank."""
-ITEMSIZES: Final = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-
-
-@dataclass(frozen=True)
-class ExpertShape:
-    """Mixture of experts in place of a block's feed-forward network: experts in all, experts per token, and the inner
-    features of one expert and of the shared expert (0 for none)."""
-
-    count: int
-    per_token: int
-    inner: int
-    shared: int = 0
-
-
-@dataclass(frozen=True)
-class BlockShape:
-    """Sizes of a transformer block as one rank computes it for one micro-batch.
-
-    Attributes:
-        samples, length: micro-batch size, and sequence length over all context-parallel ranks.
-        hidden, heads, key_heads, head_dim, ffn: sizes of the whole model.
-        gated, rms, biased: whether it has a gated feed-forward network, RMSNorm, and biases in linear layers.
-        rotary, qk_norm: whether it has rotary embeddings, and QK-norm.
-        hidden_dropout, attention_dropout: whether their rate is above zero.
-        window: sliding attention window in positions; 0 for none.
-        experts: mixture of experts in place of the feed-forward network.
-        dtype, itemsize: dtype of the computation, and bytes per element.
-        sequence_parallel: whether activations between the tensor-parallel layers are sharded along the sequence.
-        ring: whether context parallelism passes keys and values around a ring instead of gathering them.
-        tp, cp, ep: groups of ranks of these axes.
-    """
-
-    samples: int
-    length: int
-    hidden: int
-    heads: int
-    key_heads: int
-    head_dim: int
-    ffn: int
-    gated: bool = False
-    rms: bool = False
-    biased: bool = False
-    rotary: bool = False
-    qk_norm: bool = False
-    hidden_dropout: bool = False
-    attention_dropout: bool = False
-    window: int = 0
-    experts: ExpertShape | None = None
-    dtype: str = "bf16"
-    itemsize: int = 2
-    sequence_parallel: bool = False
-    ring: bool = False
-    tp: Group = ALONE
-    cp: Group = ALONE
-    ep: Group = ALONE
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of one micro-batch on a rank."""
-        return self.samples * self.length // self.cp.ranks
-
-    @property
-    def own_tokens(self) -> int:
-        """Tokens that the rank holds between the tensor-parallel layers."""
-        return self.tokens // self.tp.ranks if self.sequence_parallel else self.tokens
-
-    @property
-    def own_heads(self) -> int:
-        return max(1, self.heads // self.tp.ranks)
-
-    @property
-    def own_key_heads(self) -> int:
-        """Key and value heads on the rank; at least one, which several ranks may share."""
-        return max(1, self.key_heads // self.tp.ranks)
-
-    @property
-    def seen(self) -> float:
-        """Positions that a token attends to, on average."""
-        window = min(self.window or self.length, self.length)
-        return window * (1 - window / (2 * self.length))
-
-
-@dataclass(frozen=True)
-class EndShapes:
-    """Sizes of the embedding and the head on one rank for one micro-batch; `vocab` is that of the whole model."""
-
-    vocab: int
-    block: BlockShape
-    chunk_size: int = 0
-
 
 def axis_group(config: Config, axis: str, per_node: int, system: System) -> Group:
     """Return the group of an axis: its ranks, and their stride in the mesh's rank order (dp × pp × cp × tp).
 
     Args:
         config: resolved config of the run.
-        axis: `tp`, `cp`, `pp`, `dp`, `ep` or `dp·cp`.
+        axis: `pp`, `ep` or `dp·cp`.
         per_node: ranks per node.
         system: training system, which may swap the order of dp and pp.
     """
@@ -125,55 +35,24 @@ def axis_group(config: Config, axis: str, per_node: int, system: System) -> Grou
     inner = parallel.tp * parallel.cp
     data, stages = (inner, inner * parallel.dp) if system.data_inside_pipeline else (inner * parallel.pp, inner)
     ranks, stride = {
-        "tp": (parallel.tp, 1),
-        "cp": (parallel.cp, parallel.tp),
         "pp": (parallel.pp, stages),
-        "dp": (parallel.dp, data),
         "ep": (parallel.ep, data),
         "dp·cp": (parallel.dp * parallel.cp, data if parallel.cp == 1 else min(data, parallel.tp)),
     }[axis]
     return Group(ranks, stride, per_node)
 
 
-def block_of(config: Config, layer: int, per_node: int, system: System) -> BlockShape:
-    """Return the sizes of one block of a model.
+def cost_block(config: Config, block: BlockShape, per_node: int, system: System) -> RankBlock:
+    """Return a block as one rank computes it, with the groups of its collectives.
 
     Args:
         config: resolved config of the run.
-        layer: index of the block.
+        block: description of the block.
         per_node: ranks per node.
         system: training system, for the order of the mesh's axes.
     """
-    model, parallel = config.model, config.parallel
-    llama = model.architecture == "llama"
-    experts = None
-    if model.has_experts(layer):
-        inner, shared = model.expert_ffn_hidden_size, model.shared_expert_ffn_hidden_size
-        experts = ExpertShape(model.num_experts, model.experts_per_token, inner, shared)
-    groups = {axis: axis_group(config, axis, per_node, system) for axis in ("tp", "cp", "ep")}
-    return BlockShape(
-        samples=config.train.micro_batch_size,
-        length=config.data.sequence_length,
-        hidden=model.hidden_size,
-        heads=model.num_attention_heads,
-        key_heads=model.num_key_value_heads,
-        head_dim=model.head_dim,
-        ffn=model.ffn_hidden_size,
-        gated=llama,
-        rms=llama,
-        biased=not llama,
-        rotary=model.position_embedding == "rope",
-        qk_norm=model.qk_norm,
-        hidden_dropout=model.hidden_dropout > 0,
-        attention_dropout=model.attention_dropout > 0,
-        window=model.window(layer),
-        experts=experts,
-        dtype=config.precision.dtype,
-        itemsize=ITEMSIZES[config.precision.dtype],
-        sequence_parallel=parallel.sequence_parallel and parallel.tp > 1,
-        ring=parallel.cp_method == "ring",
-        **groups,
-    )
+    stride = axis_group(config, "ep", per_node, system).stride
+    return rank_block(config, block, per_node=per_node, expert_stride=stride)
 
 
 BUSIEST = 1.1
@@ -238,7 +117,7 @@ class Passes(NamedTuple):
 NOTHING = Passes(Seconds(), Seconds(), Seconds())
 
 
-def block_passes(block: BlockShape, hardware: Hardware, system: System, recompute: str = "none") -> Passes:
+def block_passes(block: RankBlock, hardware: Hardware, system: System, recompute: str = "none") -> Passes:
     """Estimate the passes of one transformer block for one micro-batch.
 
     Args:
@@ -251,7 +130,10 @@ def block_passes(block: BlockShape, hardware: Hardware, system: System, recomput
     tensor = _tensor(block, _without_latency(hardware, hardware.achievable.tensor_block))
     memory = _memory(block, hardware, system, recompute == "full")
     context = _context(block, _without_latency(hardware, hardware.achievable.context_block))
-    experts = _dispatch(block, hardware)
+    experts = 0.0
+    if block.experts is not None:  # tokens are sent to their experts and back
+        nbytes = block.own_tokens * block.experts.per_token * block.hidden * block.itemsize
+        experts = 2 * all_to_all_seconds(hardware, block.group("ep"), nbytes)
     weight_passes = _accumulation(block, hardware, system)
     hidden_by_core = system.overlap_context
     forward = Seconds(
@@ -259,7 +141,7 @@ def block_passes(block: BlockShape, hardware: Hardware, system: System, recomput
         attention=core[0],
         memory=memory[0],
         tensor=_exposed(tensor, linear / 2, system.overlap_tensor),
-        context=positive(context - core[0] * (1 - 1 / block.cp.ranks)) if hidden_by_core else context,
+        context=positive(context - core[0] * (1 - 1 / block.cp)) if hidden_by_core else context,
         experts=experts,
     )
     forward = forward._replace(host=_host(block, hardware, _HOST_FORWARD, forward.total))
@@ -275,7 +157,7 @@ def block_passes(block: BlockShape, hardware: Hardware, system: System, recomput
         attention=core[1],
         memory=memory[1],
         tensor=backward_tensor,
-        context=positive(2 * context - core[1] * (1 - 1 / block.cp.ranks)) if hidden_by_core else 2 * context,
+        context=positive(2 * context - core[1] * (1 - 1 / block.cp)) if hidden_by_core else 2 * context,
         experts=experts,
     )
     backward = backward.plus(_replayed(forward, recompute, system))
@@ -292,13 +174,13 @@ def _without_latency(hardware: Hardware, in_block: float) -> Hardware:
     return replace(hardware, inside=replace(hardware.inside, latency=0.0)) if in_block else hardware
 
 
-def _host(block: BlockShape, hardware: Hardware, share: float, kernels: float) -> float:
+def _host(block: RankBlock, hardware: Hardware, share: float, kernels: float) -> float:
     """Return the host work that lengthens a pass: all of it on a CPU, on a GPU what outlasts the kernels."""
     reached = hardware.achievable
     work = reached.block * share
-    if block.tp.ranks > 1:
+    if block.tp > 1:
         work += reached.tensor_block * share
-    if block.cp.ranks > 1:
+    if block.cp > 1:
         work += reached.context_block * share
     return work if hardware.device == "cpu" else positive(work - kernels)
 
@@ -313,33 +195,33 @@ def _replayed(forward: Seconds, recompute: str, system: System) -> Seconds:
     return Seconds()
 
 
-def _linear(block: BlockShape, hardware: Hardware) -> float:
+def _linear(block: RankBlock, hardware: Hardware) -> float:
     """Return the seconds of a block's matrix products; its passes for input and weight gradients take as long each."""
-    rows, hidden, ranks = block.tokens, block.hidden, block.tp.ranks
+    rows, hidden, ranks = block.tokens, block.hidden, block.tp
     query, keys = block.own_heads * block.head_dim, 2 * block.own_key_heads * block.head_dim
     found = _product(block, hardware, rows, query + keys, hidden) + _product(block, hardware, rows, hidden, query)
     if block.experts is None:
         return found + _feed_forward(block, hardware, rows, block.ffn // ranks)
     experts = block.experts
-    count = max(1, experts.count // block.ep.ranks)
-    each = larger(1, BUSIEST * rows * experts.per_token * block.ep.ranks // experts.count)
+    count = max(1, experts.count // block.ep)
+    each = larger(1, BUSIEST * rows * experts.per_token * block.ep // experts.count)
     found += _feed_forward(block, hardware, each, experts.inner // ranks, count)
     found += _product(block, hardware, block.own_tokens, experts.count, hidden)
     return found + (_feed_forward(block, hardware, rows, experts.shared // ranks) if experts.shared else 0.0)
 
 
-def _feed_forward(block: BlockShape, hardware: Hardware, rows: float, inner: int, count: int = 1) -> float:
+def _feed_forward(block: RankBlock, hardware: Hardware, rows: float, inner: int, count: int = 1) -> float:
     up = inner * (2 if block.gated else 1)
     return _product(block, hardware, rows, up, block.hidden, count) + _product(
         block, hardware, rows, block.hidden, inner, count
     )
 
 
-def _product(block: BlockShape, hardware: Hardware, rows: float, columns: int, depth: int, count: int = 1) -> float:
+def _product(block: RankBlock, hardware: Hardware, rows: float, columns: int, depth: int, count: int = 1) -> float:
     return matrix_seconds(hardware, block.dtype, rows, columns, depth, count, block.itemsize)
 
 
-def _core(block: BlockShape, hardware: Hardware, system: System) -> tuple[float, float]:
+def _core(block: RankBlock, hardware: Hardware, system: System) -> tuple[float, float]:
     """Return the seconds of the attention core, forward and backward."""
     queries = block.tokens * block.own_heads
     if system.flash and (system.drops_in_flash or not block.attention_dropout):
@@ -351,7 +233,7 @@ def _core(block: BlockShape, hardware: Hardware, system: System) -> tuple[float,
             attention_seconds(hardware, block.dtype, flops, length, block.head_dim),
             attention_seconds(hardware, block.dtype, 2.5 * flops, length, block.head_dim, backward=True),
         )
-    length, rows = block.length, block.length // block.cp.ranks
+    length, rows = block.length, block.length // block.cp
     products = matrix_seconds(
         hardware, block.dtype, rows, length, block.head_dim, block.samples * block.own_heads, block.itemsize
     )
@@ -367,7 +249,7 @@ def _core(block: BlockShape, hardware: Hardware, system: System) -> tuple[float,
     return forward, backward
 
 
-def _memory(block: BlockShape, hardware: Hardware, system: System, recomputed: bool) -> tuple[float, float]:
+def _memory(block: RankBlock, hardware: Hardware, system: System, recomputed: bool) -> tuple[float, float]:
     """Return the seconds of memory-bound work, forward and backward, from the bytes it reads and writes."""
     item = block.itemsize
     outer = block.own_tokens * block.hidden
@@ -376,8 +258,8 @@ def _memory(block: BlockShape, hardware: Hardware, system: System, recomputed: b
         (2 * item, 3 * item) if fused_norm or not block.rms else (6 * item + 24, 15 * item + 60)
     )
     mask = 1 if block.hidden_dropout else 0
-    forward = 2 * outer * (norm_forward + 3 * item + mask)
-    backward = 2 * outer * (norm_backward + 3 * item + (2 * item + mask) * mask)
+    forward = outer * (block.norms * norm_forward + 2 * (3 * item + mask))
+    backward = outer * (block.norms * norm_backward + 2 * (3 * item + (2 * item + mask) * mask))
     kernels = 4.0
     if not system.fused and block.hidden_dropout:
         forward += 2 * outer * 2 * item
@@ -395,12 +277,12 @@ def _memory(block: BlockShape, hardware: Hardware, system: System, recomputed: b
         forward += copied * 2 * item
         backward += copied * 2 * item
         kernels += 4
-    if not system.fused and block.cp.ranks > 1 and not block.ring:
+    if not system.fused and block.cp > 1 and not block.ring:
         # Keys and values are stacked, gathered and reordered; each chunk of queries takes a slice, whose gradient is
         # zero elsewhere; the gradients of both chunks are summed, reordered and scattered.
         keys = 2 * block.samples * block.length * block.own_key_heads * block.head_dim
         queries = block.tokens * block.own_heads * block.head_dim
-        forward += (2 * keys // block.cp.ranks + 2 * keys + 2 * queries) * item
+        forward += (2 * keys // block.cp + 2 * keys + 2 * queries) * item
         backward += (12 * keys + 4 * queries) * item
     if block.rotary:
         turned = block.tokens * (block.own_heads + block.own_key_heads) * block.head_dim
@@ -409,7 +291,7 @@ def _memory(block: BlockShape, hardware: Hardware, system: System, recomputed: b
         backward += turned * passes * item
         kernels += 1 if system.fused else 6
     if block.biased and hardware.device == "cpu":  # a GPU adds the bias in the product's epilogue
-        columns = (block.own_heads + 2 * block.own_key_heads) * block.head_dim + block.ffn // block.tp.ranks
+        columns = (block.own_heads + 2 * block.own_key_heads) * block.head_dim + block.ffn // block.tp
         added = block.tokens * columns + 2 * outer
         forward += added * 2 * item
         backward += added * item
@@ -421,35 +303,35 @@ def _memory(block: BlockShape, hardware: Hardware, system: System, recomputed: b
     return memory_seconds(hardware, forward, kernels), memory_seconds(hardware, backward, kernels)
 
 
-def _inner(block: BlockShape) -> int:
+def _inner(block: RankBlock) -> int:
     """Return the elements after the feed-forward network's activation function."""
     if block.experts is None:
-        return block.tokens * block.ffn // block.tp.ranks
+        return block.tokens * block.ffn // block.tp
     experts = block.experts
-    return block.tokens * (experts.per_token * experts.inner + experts.shared) // block.tp.ranks
+    return block.tokens * (experts.per_token * experts.inner + experts.shared) // block.tp
 
 
-def _accumulation(block: BlockShape, hardware: Hardware, system: System) -> float:
+def _accumulation(block: RankBlock, hardware: Hardware, system: System) -> float:
     """Return the seconds of accumulating weight gradients over micro-batches, reading and writing fp32."""
     query, keys = block.own_heads * block.head_dim, 2 * block.own_key_heads * block.head_dim
-    inner = block.ffn // block.tp.ranks
+    inner = block.ffn // block.tp
     if block.experts is not None:
-        inner = block.experts.inner * max(1, block.experts.count // block.ep.ranks) // block.tp.ranks
-        inner += block.experts.shared // block.tp.ranks
+        inner = block.experts.inner * max(1, block.experts.count // block.ep) // block.tp
+        inner += block.experts.shared // block.tp
     elements = block.hidden * (2 * query + keys + inner * (3 if block.gated else 2))
     return memory_seconds(hardware, elements * (8 if system.fused_gradients else 8 + 2 * block.itemsize), 0)
 
 
-def _tensor(block: BlockShape, hardware: Hardware) -> float:
+def _tensor(block: RankBlock, hardware: Hardware) -> float:
     """Return the seconds of one pass's tensor-parallel collectives: per half block an all-reduce, or with sequence
     parallelism an all-gather and a reduce-scatter. An expert layer repeats them once per expert that a token visits."""
-    nbytes = block.tokens * block.hidden * block.itemsize
+    nbytes = block.whole
     if block.sequence_parallel:
-        each = ring_seconds(hardware, block.tp, "all_gather", nbytes) + ring_seconds(
-            hardware, block.tp, "reduce_scatter", nbytes
+        each = ring_seconds(hardware, block.group("tp"), "all_gather", nbytes) + ring_seconds(
+            hardware, block.group("tp"), "reduce_scatter", nbytes
         )
     else:
-        each = ring_seconds(hardware, block.tp, "all_reduce", nbytes)
+        each = ring_seconds(hardware, block.group("tp"), "all_reduce", nbytes)
     return each * (2 if block.experts is None else 1 + block.experts.per_token)
 
 
@@ -460,36 +342,25 @@ def _exposed(collective: float, beside: float, overlapped: bool) -> float:
     return collective / _PIECES + positive(collective * (1 - 1 / _PIECES) - beside)
 
 
-def _context(block: BlockShape, hardware: Hardware) -> float:
+def _context(block: RankBlock, hardware: Hardware) -> float:
     """Return the seconds of fetching the other context-parallel ranks' keys and values."""
     own = 2 * block.tokens * block.own_key_heads * block.head_dim * block.itemsize
     if block.ring:
-        return (block.cp.ranks - 1) * send_seconds(hardware, block.cp, own)
-    return ring_seconds(hardware, block.cp, "all_gather", own * block.cp.ranks)
+        return (block.cp - 1) * send_seconds(hardware, block.group("cp"), own)
+    return ring_seconds(hardware, block.group("cp"), "all_gather", own * block.cp)
 
 
-def _dispatch(block: BlockShape, hardware: Hardware) -> float:
-    """Return the seconds of sending tokens to their experts and back, in one pass."""
-    if block.experts is None:
-        return 0.0
-    nbytes = block.own_tokens * block.experts.per_token * block.hidden * block.itemsize
-    return 2 * all_to_all_seconds(hardware, block.ep, nbytes)
-
-
-def embedding_passes(ends: EndShapes, hardware: Hardware, system: System) -> Passes:
-    """Estimate the embedding look-up, its collectives and its gradient."""
-    block = ends.block
-    outer = block.own_tokens * block.hidden * block.itemsize
+def embedding_passes(block: RankBlock, hardware: Hardware) -> Passes:
+    """Estimate the embedding look-up, its collectives and its gradient, from the blocks after it."""
+    outer = block.outer
     tensor = ring_seconds(
         hardware,
-        block.tp,
+        block.group("tp"),
         "reduce_scatter" if block.sequence_parallel else "all_reduce",
-        block.tokens * block.hidden * block.itemsize,
+        block.whole,
     )
-    gathered = ring_seconds(hardware, block.tp, "all_gather", block.tokens * block.hidden * block.itemsize)
-    looked_up = memory_seconds(
-        hardware, 2 * block.tokens * block.hidden * block.itemsize + (3 * outer if block.hidden_dropout else 0), 3
-    )
+    gathered = ring_seconds(hardware, block.group("tp"), "all_gather", block.whole)
+    looked_up = memory_seconds(hardware, 2 * block.whole + (3 * outer if block.hidden_dropout else 0), 3)
     return Passes(
         Seconds(memory=looked_up, tensor=tensor),
         Seconds(tensor=gathered if block.sequence_parallel else 0.0),
@@ -497,36 +368,36 @@ def embedding_passes(ends: EndShapes, hardware: Hardware, system: System) -> Pas
     )
 
 
-embedding_seconds = lru_cache(1 << 14)(embedding_passes)
+def head_passes(block: RankBlock, vocab: int, chunk_size: int, hardware: Hardware, system: System) -> Passes:
+    """Estimate the final norm, the logits and the loss.
 
-
-def head_passes(ends: EndShapes, hardware: Hardware, system: System) -> Passes:
-    """Estimate the final norm, the logits and the loss."""
-    block = ends.block
-    rows, columns = block.tokens, -(-ends.vocab // block.tp.ranks)
+    Args:
+        block: sizes of the blocks before it.
+        vocab: vocabulary size of the whole model.
+        chunk_size: `train.loss_chunk_size`.
+        hardware, system: see `block_passes`.
+    """
+    rows, columns = block.tokens, -(-vocab // block.tp)
     product = matrix_seconds(hardware, block.dtype, rows, columns, block.hidden, 1, block.itemsize)
     logits = rows * columns
     # Unfused, the loss reads narrow logits and writes wide ones, then maximum, difference, exponential, sum, quotient
     # and gradient.
     forward = logits * (block.itemsize + 4 if system.fused_loss else block.itemsize + 4 + 28)
     backward = logits * (block.itemsize + 4 if system.fused_loss else block.itemsize + 4 + 8)
-    outer = block.own_tokens * block.hidden * block.itemsize
-    activations = block.tokens * block.hidden * block.itemsize
+    outer = block.outer
+    activations = block.whole
     if block.sequence_parallel:
         sums = (
-            ring_seconds(hardware, block.tp, "all_gather", activations),
-            ring_seconds(hardware, block.tp, "reduce_scatter", activations),
+            ring_seconds(hardware, block.group("tp"), "all_gather", activations),
+            ring_seconds(hardware, block.group("tp"), "reduce_scatter", activations),
         )
     else:
-        sums = (0.0, ring_seconds(hardware, block.tp, "all_reduce", activations))
-    loss = 2 * ring_seconds(hardware, block.tp, "all_reduce", 4 * rows)
-    replayed = product if ends.chunk_size and system.chunked_loss else 0.0
+        sums = (0.0, ring_seconds(hardware, block.group("tp"), "all_reduce", activations))
+    loss = 2 * ring_seconds(hardware, block.group("tp"), "all_reduce", 4 * rows)
+    replayed = product if chunk_size and system.chunked_loss else 0.0
     table = block.hidden * columns
     return Passes(
         Seconds(matrix=product, memory=memory_seconds(hardware, forward + 2 * outer, 4), tensor=sums[0] + loss),
         Seconds(matrix=product + replayed, memory=memory_seconds(hardware, backward + 3 * outer, 3), tensor=sums[1]),
         Seconds(matrix=product, memory=memory_seconds(hardware, 8 * table, 0)),
     )
-
-
-head_seconds = lru_cache(1 << 14)(head_passes)

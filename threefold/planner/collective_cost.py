@@ -215,44 +215,31 @@ def gradient_seconds(
     if group.ranks == 1:
         return Sums(0.0, 0.0)
     summed = system.gradient_bytes or gradient_bytes
+    scatters = micro_batches if zero == _STATE_AND_GRADIENTS else 1
     if zero and hardware.device == "cpu":
-        return _on_cpu(hardware, group, elements, itemsize, summed, micro_batches, zero, layers)
+        # A CPU's cores also communicate, so that nothing overlaps, and `fully_shard` copies what it gathers and
+        # reduce-scatters. The latency is part of `sharded_block`.
+        link = replace(hardware.inside, latency=0.0)
+        hardware = replace(hardware, inside=link, between=link)
+        gather = ring_seconds(hardware, group, "all_gather", elements * itemsize)
+        gather += memory_seconds(hardware, 2 * elements * itemsize, 0)
+        scatter = ring_seconds(hardware, group, "reduce_scatter", elements * summed)
+        scatter += memory_seconds(hardware, 2 * elements * summed, 0)
+        blocks = layers * hardware.achievable.sharded_block
+        if zero == _SHARDED_WEIGHTS:
+            return Sums(micro_batches * (blocks + 2 * gather + scatter), 0.0)
+        return Sums(blocks + gather + scatters * scatter, 0.0)
     pieces = layers if zero == _SHARDED_WEIGHTS else 1
     gather = pieces * ring_seconds(hardware, group, "all_gather", elements / pieces * itemsize)
     scatter = pieces * ring_seconds(hardware, group, "reduce_scatter", elements / pieces * summed)
     if zero == _SHARDED_WEIGHTS:
         first = _exposed(gather, forward, layers), _exposed(gather + scatter, backward, layers)
         return _shared(micro_batches * sum(first), micro_batches * (2 * gather + scatter))
-    scatters = micro_batches if zero == _STATE_AND_GRADIENTS else 1
     whole = scatter * scatters + gather
     if not system.overlap_gradients:
         return Sums(whole, 0.0)
     exposed = scatters * _exposed(scatter, backward, _PIECES) + _exposed(gather, forward, _PIECES)
     return _shared(exposed, whole)
-
-
-def _on_cpu(
-    hardware: Hardware,
-    group: Group,
-    elements: float,
-    itemsize: int,
-    summed: int,
-    micro_batches: int,
-    zero: int,
-    layers: int,
-) -> Sums:
-    """Estimate sharded state or weights on a CPU, whose cores also communicate, so that nothing overlaps. `fully_shard`
-    copies the tensors that it gathers and reduce-scatters."""
-    link = replace(hardware.inside, latency=0.0)  # the latency is part of `sharded_block`
-    hardware = replace(hardware, inside=link, between=link)
-    gather = ring_seconds(hardware, group, "all_gather", elements * itemsize)
-    gather += memory_seconds(hardware, 2 * elements * itemsize, 0)
-    scatter = ring_seconds(hardware, group, "reduce_scatter", elements * summed)
-    scatter += memory_seconds(hardware, 2 * elements * summed, 0)
-    blocks = layers * hardware.achievable.sharded_block
-    if zero == _SHARDED_WEIGHTS:
-        return Sums(micro_batches * (blocks + 2 * gather + scatter), 0.0)
-    return Sums(blocks + gather + (micro_batches if zero == _STATE_AND_GRADIENTS else 1) * scatter, 0.0)
 
 
 def _shared(exposed: float, whole: float) -> Sums:

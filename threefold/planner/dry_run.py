@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, count
+from itertools import accumulate, count, pairwise
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from threefold.comm.mesh import Event, Mesh, PlannedAxis
 from threefold.config import Config
 from threefold.config.model import OWN
 from threefold.errors import UserError
+from threefold.models.block import UnknownBlock, describe_model
 from threefold.models.construct import told
 from threefold.models.sharding import Constant
 from threefold.models.source import ConfigSource, ModelSource
@@ -91,7 +92,7 @@ def run_step(
     config: Config, rank: int, source: ModelSource | None = None, tell: TellPass | None = None
 ) -> tuple[DryRunReport, list[Event]]:
     """Run `dry_run` and also return the collectives in order."""
-    layout, flops = Layout.from_config(config.parallel), FlopCount()
+    layout, flops, source = Layout.from_config(config.parallel), FlopCount(), source or ConfigSource()
     own = config.model.architecture == OWN
     if own and layout.pp > 1:
         raise UserError(
@@ -104,7 +105,9 @@ def run_step(
         mesh = FakeMesh(layout)
         batch = batch_of(config, mesh.dp.index)
         with _explaining(own, rank), fake_tensors(), FakeNumbers():
-            engine = _make_engine(config, mesh, source or ConfigSource())
+            make_model, plan = source.load(config)
+            plan = replace(plan, initial=lambda _: Constant(0.0))  # weights without memory have no values to initialise
+            engine = Engine(make_model, plan, mesh, config, loss=source.loss(config))
             _pad_shards(engine)
             if tell is not None:
                 _tell_passes(engine, config.train.gradient_accumulation_steps, tell)
@@ -173,19 +176,13 @@ def _tell_passes(engine: Engine, micro_batches: int, tell: TellPass) -> None:
         stage.register_forward_pre_hook(begins)
 
 
-def _make_engine(config: Config, mesh: FakeMesh, source: ModelSource) -> Engine:
-    make_model, plan = source.load(config)
-    # Weights without memory have no values to initialise.
-    return Engine(make_model, replace(plan, initial=lambda _: Constant(0.0)), mesh, config, loss=source.loss(config))
-
-
 Tell = Callable[[str, int, int], object]
 """Callback that takes what is run, the number of its passes done and their total."""
 
 _KEPT = (2, 3, 4)
 """Micro-batches that a stage of the shortened pipelines keeps."""
-_RUN, _MORE = 6, 7
-"""Micro-batches per step: of all shortened pipelines, and of one more run of the shortest."""
+_RUN = 6
+"""Micro-batches per step of the shortened pipelines; one or two more show how a step's numbers grow with them."""
 
 
 def stage_ranks(config: Config) -> list[int]:
@@ -224,11 +221,19 @@ def _is_regular(config: Config) -> bool:
     """Return whether shorter pipelines can stand in for this one, and save time."""
     parallel, model = config.parallel, config.model
     count = config.train.gradient_accumulation_steps
-    if parallel.pp <= 2 * max(_KEPT) or parallel.schedule != "1f1b" or count < max(parallel.pp, _MORE):
+    if parallel.pp <= 2 * max(_KEPT) or parallel.schedule != "1f1b" or count <= max(parallel.pp - 1, _RUN):
         return False
-    blocks = range(model.num_layers)
-    alike = len({(model.has_experts(block), model.window(block)) for block in blocks}) == 1
-    return model.architecture != OWN and alike and config.train.recompute_every == 1
+    if model.architecture == OWN or config.train.recompute_every > 1:
+        return False
+    try:
+        return len(set(describe_model(model, config.data.sequence_length).blocks)) == 1
+    except UnknownBlock:
+        return False
+
+
+_Numbers = dict[tuple[str, ...], int]
+_Fit = tuple[DryRunReport, _Numbers, _Numbers]
+"""Report, and growth of its numbers with each micro-batch that the stage keeps, and with each of the step."""
 
 
 class _Line:
@@ -242,52 +247,44 @@ class _Line:
         stages = stage_map(plan, config)
         self.sizes = [end - first for first, end in (stages.layers(stage) for stage in range(config.parallel.pp))]
         self.bounds = [stages.layers(stage) for stage in range(config.parallel.pp)]
-        self._known: dict[tuple[str, int], Callable[[int, int], DryRunReport] | None] = {}
+        self._known: dict[tuple[str, int], _Fit | None] = {}
 
     def reports(self) -> list[DryRunReport]:
         return [self._report(stage) for stage in range(len(self.sizes))]
 
     def _report(self, stage: int) -> DryRunReport:
-        pp = len(self.sizes)
-        if stage == pp - 1:
-            found = self._along_micro_batches()
-        else:
-            kind = ("first" if stage == 0 else "middle", self.sizes[stage])
-            if kind not in self._known:
-                self._known[kind] = self._along_both(stage)
-            found = self._known[kind]
-        if found is None:
+        kept, count = len(self.sizes) - stage, self.config.train.gradient_accumulation_steps
+        kind = ("first" if stage == 0 else "last" if kept == 1 else "middle", self.sizes[stage])
+        if kind not in self._known:
+            self._known[kind] = self._fitted(stage, kept == 1)
+        fit = self._known[kind]
+        if fit is None:
             return dry_run(self.config, self.ranks[stage], tell=self._of(stage))
+        start, by_kept, by_count = fit
+        numbers = _numbers(start)
+        for name in numbers:
+            numbers[name] += (kept - _KEPT[0]) * by_kept[name] + (count - _RUN) * by_count[name]
         first, end = self.bounds[stage]
         layout = Layout.from_config(self.config.parallel)
         return replace(
-            found(pp - stage, self.config.train.gradient_accumulation_steps),
+            _with_numbers(start, numbers),
             rank=self.ranks[stage],
             coordinates=layout.coordinates(self.ranks[stage])._asdict(),
             world_size=layout.world_size,
             layers=self.plan_layers[first:end],
-            micro_batches=self.config.train.gradient_accumulation_steps,
+            micro_batches=count,
         )
 
-    def _along_both(self, stage: int) -> Callable[[int, int], DryRunReport] | None:
+    def _fitted(self, stage: int, is_last: bool) -> _Fit | None:
         """Fit a stage's report as linear in the micro-batches kept and those of a step; None if it is not."""
-        runs = [self._short(stage, kept, _RUN) for kept in _KEPT]
-        more = self._short(stage, _KEPT[0], _MORE)
-        low, middle, high = (_numbers(run) for run in runs)
-        along = _per_unit(_numbers(more), low, _MORE - _RUN)
-        step = _per_unit(middle, low, 1)
-        if step is None or along is None or step != _per_unit(high, middle, 1):
-            return None
-        return lambda kept, count: _at(runs[0], ((kept - _KEPT[0], step), (count - _RUN, along)))
-
-    def _along_micro_batches(self) -> Callable[[int, int], DryRunReport] | None:
-        """Fit the last stage's report as linear in the micro-batches of a step; None if it is not."""
-        last = len(self.sizes) - 1
-        few, more, most = (self._short(last, 1, count) for count in (_RUN, _MORE, 2 * _MORE - _RUN))
-        along = _per_unit(_numbers(more), _numbers(few), _MORE - _RUN)
-        if along is None or along != _per_unit(_numbers(most), _numbers(more), _MORE - _RUN):
-            return None
-        return lambda _kept, count: _at(few, ((count - _RUN, along),))
+        if is_last:  # it keeps one micro-batch
+            along_kept = [self._short(stage, 1, _RUN)]
+            along_count = [along_kept[0], *(self._short(stage, 1, _RUN + more) for more in (1, 2))]
+        else:
+            along_kept = [self._short(stage, kept, _RUN) for kept in _KEPT]
+            along_count = [along_kept[0], self._short(stage, _KEPT[0], _RUN + 1)]
+        by_kept, by_count = _growth(along_kept), _growth(along_count)
+        return None if by_kept is None or by_count is None else (along_kept[0], by_kept, by_count)
 
     def _short(self, stage: int, kept: int, micro_batches: int) -> DryRunReport:
         """Dry-run a stage as one of the last `kept` of a short pipeline whose first and last stages are the long
@@ -315,9 +312,6 @@ class _Line:
         return partial(self.tell, f"rank {self.ranks[stage]}")
 
 
-_Numbers = dict[tuple[str, ...], int]
-
-
 def _numbers(report: DryRunReport) -> _Numbers:
     named: _Numbers = {("peak", kind): nbytes for kind, nbytes in report.at_peak.items()}
     named |= {("cause", kind): nbytes for kind, nbytes in report.causes.items()}
@@ -331,28 +325,20 @@ def _numbers(report: DryRunReport) -> _Numbers:
 _AMOUNTS = ("parameters", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "flops")
 
 
-def _per_unit(more: _Numbers, fewer: _Numbers, units: int) -> _Numbers | None:
-    """Return the growth of each number per unit; None if the names differ or the growth is uneven."""
-    if more.keys() != fewer.keys() or any((more[name] - fewer[name]) % units for name in more):
+def _growth(runs: Sequence[DryRunReport]) -> _Numbers | None:
+    """Return the growth of each number from run to run; None if the names differ or the growth is uneven."""
+    numbers = [_numbers(run) for run in runs]
+    if any(each.keys() != numbers[0].keys() for each in numbers):
         return None
-    return {name: (more[name] - fewer[name]) // units for name in more}
+    steps = [{name: more[name] - fewer[name] for name in more} for fewer, more in pairwise(numbers)]
+    if not steps:
+        return dict.fromkeys(numbers[0], 0)
+    return steps[0] if all(step == steps[0] for step in steps) else None
 
 
-def _at(start: DryRunReport, ways: Sequence[tuple[int, _Numbers]]) -> DryRunReport:
-    """Extrapolate a report by a number of units in each direction."""
-    numbers = _numbers(start)
-    for units, each in ways:
-        numbers = {name: value + units * each[name] for name, value in numbers.items()}
+def _with_numbers(start: DryRunReport, numbers: _Numbers) -> DryRunReport:
+    """Return a report with other numbers; the inverse of `_numbers`."""
     at_peak = {kind: numbers["peak", kind] for kind in start.at_peak}
-    collectives = [
-        CollectiveTotal(
-            each.axis,
-            each.operation,
-            numbers[each.axis, each.operation, "count"],
-            numbers[each.axis, each.operation, "nbytes"],
-        )
-        for each in start.collectives
-    ]
     amounts: dict[str, Any] = {name: numbers[name,] for name in _AMOUNTS}
     return replace(
         start,
@@ -361,5 +347,12 @@ def _at(start: DryRunReport, ways: Sequence[tuple[int, _Numbers]]) -> DryRunRepo
         peak_bytes=sum(at_peak.values()),
         at_peak=at_peak,
         causes={kind: numbers["cause", kind] for kind in start.causes},
-        collectives=collectives,
+        collectives=[
+            replace(
+                each,
+                count=numbers[each.axis, each.operation, "count"],
+                nbytes=numbers[each.axis, each.operation, "nbytes"],
+            )
+            for each in start.collectives
+        ],
     )

@@ -1,32 +1,28 @@
 """Estimated time, memory and utilisation of a training step, from a config and a hardware entry alone."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import log, sqrt
 from typing import Any, Final
 
 from threefold.config import Config
-from threefold.config.model import OWN
 from threefold.config.schedules import is_own_schedule
 from threefold.config.section import nearest_multiple
 from threefold.errors import UserError
-from threefold.models.family import model_flops_per_token, model_plan
+from threefold.models.block import describe_model, model_flops_per_token
 from threefold.parallel.pipeline.partition import stage_map
+from threefold.planner.block import described_blocks
 from threefold.planner.block_cost import (
-    ITEMSIZES,
     NOTHING,
-    EndShapes,
     Passes,
     Seconds,
     axis_group,
-    block_of,
     block_seconds,
-    embedding_seconds,
-    head_seconds,
+    cost_block,
+    embedding_passes,
+    head_passes,
 )
 from threefold.planner.collective_cost import (
-    Group,
     Pipeline,
     gradient_seconds,
     pipeline_seconds,
@@ -34,7 +30,8 @@ from threefold.planner.collective_cost import (
     update_seconds,
 )
 from threefold.planner.hardware import Hardware
-from threefold.planner.stage_memory import stage_memory, usable_bytes
+from threefold.planner.model_size import most_states
+from threefold.planner.stage_memory import RESERVE, StageMemory, stage_memory
 from threefold.planner.systems import SYSTEMS, System, find_system
 
 
@@ -42,24 +39,22 @@ def layer_elements(config: Config) -> list[float]:
     """Count each layer's weight elements on a tensor- and expert-parallel rank, without norms and biases (some 0.1
     %)."""
     model, parallel = config.model, config.parallel
-    hidden = model.hidden_size
-    attention = hidden * model.head_dim * 2 * (model.num_attention_heads + model.num_key_value_heads)
-    matrices = 3 if model.architecture == "llama" else 2
-    table = model.vocab_size * hidden / parallel.tp
+    table = model.vocab_size * model.hidden_size / parallel.tp
     found = [table]
-    for layer in range(model.num_layers):
-        inner: float = model.ffn_hidden_size
-        if model.has_experts(layer):
-            inner = model.num_experts / parallel.ep * model.expert_ffn_hidden_size + model.shared_expert_ffn_hidden_size
-        found.append((attention + matrices * hidden * inner) / parallel.tp)
+    for block in described_blocks(config):
+        attention = block.hidden * block.head_dim * 2 * (block.heads + block.key_heads)
+        inner: float = block.ffn
+        if block.experts is not None:
+            inner = block.experts.count / parallel.ep * block.experts.inner + block.experts.shared
+        found.append((attention + (3 if block.gated else 2) * block.hidden * inner) / parallel.tp)
     shared = model.tie_embeddings and parallel.pp == 1
     return [*found, 0.0 if shared else table]
 
 
+Number = Any
+"""Number, or an array of numbers of many layouts."""
 VARIATION: Final = 0.004
 """Relative standard deviation of the speed of equal devices; a step waits for the slowest of them."""
-_STATES: Final = {"adamw": 2, "adam": 2, "muon": 2, "lion": 1, "sgd": 1}
-"""Largest number of state tensors per weight, by optimizer."""
 
 
 @dataclass(frozen=True)
@@ -124,52 +119,85 @@ def step_time(config: Config, hardware: Hardware, system: System) -> StepTime:
     Raises:
         UserError: the model is the user's own, with unknown costs, or the hardware has no matrix rate for the dtype.
     """
-    if config.model.architecture == OWN:
-        raise UserError(f"model.architecture is {OWN}, whose layers tell no costs to estimate by; use gpt or llama.")
     model, parallel, train = config.model, config.parallel, config.train
     passes, elements = layer_passes(config, hardware, system), layer_elements(config)
     ranks, held = [NOTHING] * parallel.pp, [0.0] * parallel.pp
-    stages = stage_map(model_plan(model, config.data.sequence_length), config)
+    stages = stage_map(describe_model(model, config.data.sequence_length).plan, config)
     of_stages = []
     for stage, place in enumerate(stages.ranks):
         own = range(*stages.layers(stage))
         of_stages.append(NOTHING.plus(*(passes[layer] for layer in own)))
         ranks[place] = ranks[place].plus(of_stages[-1])
         held[place] += sum(elements[layer] for layer in own)
-    itemsize = ITEMSIZES[config.precision.dtype]
-    summed = max(4, itemsize) if config.precision.master_weights else itemsize
     line = _pipeline(config, hardware, system, ranks, of_stages)
-    slowest = max(ranks, key=lambda each: each.total)
-    group = axis_group(config, "dp·cp", hardware.gpus_per_node, system)
-    layers = max(1, model.num_layers // parallel.pp)
-    exposed = max(
-        gradient_seconds(
+    slowest, count = max(ranks, key=lambda each: each.total), train.gradient_accumulation_steps
+    exposed = (
+        gradient_time(
+            config,
             hardware,
             system,
-            group,
-            elements=weights,
-            forward=rank.forward.total,
-            backward=rank.backward.total + rank.weight.total,
-            micro_batches=train.gradient_accumulation_steps,
-            zero=parallel.zero,
-            itemsize=itemsize,
-            gradient_bytes=summed,
-            layers=layers,
-        ).exposed
+            parallel.zero,
+            weights,
+            rank.forward.total,
+            rank.backward.total + rank.weight.total,
+            count,
+        )
         for rank, weights in zip(ranks, held, strict=True)
     )
-    share = group.ranks if parallel.zero or system.sharded_optimizer else 1
-    states = optimizer_tensors(config)
     found = StepTime(
-        compute=slowest.forward.plus(slowest.backward, slowest.weight).times(train.gradient_accumulation_steps),
+        compute=slowest.forward.plus(slowest.backward, slowest.weight).times(count),
         bubble=exposed_bubble(line.busy, line.bubble, hardware),
         sends=line.sends,
-        gradients=exposed,
-        optimizer=update_seconds(hardware, max(held) / share, states, itemsize, config.precision.master_weights),
+        gradients=max(exposed),
+        optimizer=update_time(config, hardware, system, parallel.zero, max(held)),
         fixed=hardware.achievable.step,
     )
     world = parallel.dp * parallel.tp * parallel.pp * parallel.cp
     return replace(found, slowest_device=found.seconds * waiting_share(world))
+
+
+def gradient_time(
+    config: Config,
+    hardware: Hardware,
+    system: System,
+    zero: int,
+    elements: Number,
+    forward: Number,
+    backward: Number,
+    micro_batches: Number,
+) -> Number:
+    """Return the exposed seconds of a step's gradient sums and weight gathers.
+
+    Args:
+        config: resolved config of the run; its own `parallel.zero` is not read.
+        hardware, system: see `step_time`.
+        zero: `parallel.zero`.
+        elements: weights of a rank.
+        forward, backward: seconds of one micro-batch's passes through them.
+        micro_batches: micro-batches of a step.
+    """
+    precision = config.precision
+    return gradient_seconds(
+        hardware,
+        system,
+        axis_group(config, "dp·cp", hardware.gpus_per_node, system),
+        elements=elements,
+        forward=forward,
+        backward=backward,
+        micro_batches=micro_batches,
+        zero=zero,
+        itemsize=precision.itemsize,
+        gradient_bytes=precision.master_itemsize,
+        layers=max(1, config.model.num_layers // config.parallel.pp),
+    ).exposed
+
+
+def update_time(config: Config, hardware: Hardware, system: System, zero: int, elements: Number) -> Number:
+    """Return the seconds of the update of a rank with some weights; see `gradient_time`."""
+    precision, parallel = config.precision, config.parallel
+    share = parallel.dp * parallel.cp if zero or system.sharded_optimizer else 1
+    states = most_states(config.optimizer)
+    return update_seconds(hardware, elements / share, states, precision.itemsize, precision.master_weights)
 
 
 def exposed_bubble(busy: float, bubble: float, hardware: Hardware) -> float:
@@ -185,24 +213,18 @@ def exposed_bubble(busy: float, bubble: float, hardware: Hardware) -> float:
     return max(0.0, (busy + bubble) * share - busy) if share < 1 else bubble
 
 
-def optimizer_tensors(config: Config) -> int:
-    """Return the largest number of optimizer state tensors per weight."""
-    return _STATES.get(config.optimizer.name, 2)
-
-
 def layer_passes(config: Config, hardware: Hardware, system: System) -> list[Passes]:
     """Estimate the passes of each layer for one micro-batch: the embedding, the blocks and the head."""
-    model, train, per_node = config.model, config.train, hardware.gpus_per_node
-    blocks = {}
+    model, train = config.model, config.train
+    described = described_blocks(config)
+    sizes = {block: cost_block(config, block, hardware.gpus_per_node, system) for block in set(described)}
     found = []
-    for layer in range(model.num_layers):
-        kind = model.has_experts(layer), model.window(layer)
-        if kind not in blocks:
-            blocks[kind] = block_of(config, layer, per_node, system)
+    for layer, block in enumerate(described):
         treated = train.recompute if layer % train.recompute_every == 0 else "none"
-        found.append(block_seconds(blocks[kind], hardware, system, treated))
-    ends = EndShapes(model.vocab_size, next(iter(blocks.values())), train.loss_chunk_size)
-    return [embedding_seconds(ends, hardware, system), *found, head_seconds(ends, hardware, system)]
+        found.append(block_seconds(sizes[block], hardware, system, treated))
+    first = sizes[described[0]]
+    head = head_passes(first, model.vocab_size, train.loss_chunk_size, hardware, system)
+    return [embedding_passes(first, hardware), *found, head]
 
 
 def sent_bytes(config: Config, system: System) -> int:
@@ -211,66 +233,34 @@ def sent_bytes(config: Config, system: System) -> int:
     parallel, train = config.parallel, config.train
     tokens = train.micro_batch_size * config.data.sequence_length // parallel.cp
     parts = parallel.tp if parallel.sequence_parallel or system.scatters_sends else 1
-    return tokens * config.model.hidden_size * ITEMSIZES[config.precision.dtype] // parts
+    return tokens * config.model.hidden_size * config.precision.itemsize // parts
 
 
 def _pipeline(
     config: Config, hardware: Hardware, system: System, ranks: list[Passes], stages: list[Passes]
 ) -> Pipeline:
     parallel, micro_batches = config.parallel, config.train.gradient_accumulation_steps
-    group: Group = axis_group(config, "pp", hardware.gpus_per_node, system)
+    group = axis_group(config, "pp", hardware.gpus_per_node, system)
     send = send_seconds(hardware, group, sent_bytes(config, system))
-    if parallel.pp > 1 and is_own_schedule(parallel.schedule):
-        return _simulated(config, ranks, stages, send)
-    return pipeline_seconds(
-        [each.forward.total for each in ranks],
-        [each.backward.total for each in ranks],
-        [each.weight.total for each in ranks],
-        parallel.schedule,
-        parallel.stage_chunks,
-        micro_batches,
-        send,
-        system.overlap_sends,
-    )
-
-
-def _simulated(config: Config, ranks: list[Passes], stages: list[Passes], send: float) -> Pipeline:
-    """Simulate a schedule of the user's own, action by action."""
+    if parallel.pp == 1 or not is_own_schedule(parallel.schedule):
+        return pipeline_seconds(
+            *_totals(ranks), parallel.schedule, parallel.stage_chunks, micro_batches, send, system.overlap_sends
+        )
     from threefold.planner.schedule import StageTimes, program_of, simulate
 
-    parallel, micro_batches = config.parallel, config.train.gradient_accumulation_steps
     program = program_of(parallel.pipeline_schedule, parallel.pp, parallel.stage_chunks, micro_batches)
-    times = StageTimes(
-        tuple(each.forward.total for each in stages),
-        tuple(each.backward.total for each in stages),
-        tuple(each.weight.total for each in stages),
-    )
-    busy = micro_batches * max(each.total for each in ranks)
+    times, busy = StageTimes(*_totals(stages)), micro_batches * max(each.total for each in ranks)
     alone = simulate(program, times, 0.0).length
     return Pipeline(busy, alone - busy, simulate(program, times, send).length - alone)
 
 
-_IN_PASSING = ("working", "logits", "buffers")
-_SHARDED_GRADIENTS = 2  # values of parallel.zero
+_Totals = tuple[float, ...]
 
 
-@dataclass(frozen=True)
-class StageBytes:
-    """Bytes by cause of a pipeline rank at a step's peak; the allocator releases `given_back` if memory runs out."""
-
-    causes: Mapping[str, int]
-    given_back: int = 0
-
-    @property
-    def peak(self) -> int:
-        return sum(self.causes.values())
-
-    @property
-    def by_dry_run(self) -> dict[str, int]:
-        """Bytes by a dry run's causes, where activations include all transient memory."""
-        found = dict(self.causes)
-        found["activations"] += sum(found.pop(name, 0) for name in _IN_PASSING)
-        return found
+def _totals(passes: list[Passes]) -> tuple[_Totals, _Totals, _Totals]:
+    """Return the seconds of all forward passes, of the backward passes for inputs, and of those for weights."""
+    forward, backward, weight = (tuple(part.total for part in parts) for parts in zip(*passes, strict=True))
+    return forward, backward, weight
 
 
 @dataclass(frozen=True)
@@ -281,7 +271,7 @@ class Estimate:
     hardware: Hardware
     system: System
     time: StepTime
-    stages: tuple[StageBytes, ...]
+    stages: tuple[StageMemory, ...]
     usable_bytes: int
 
     @property
@@ -335,7 +325,7 @@ class Estimate:
     @property
     def needed_bytes(self) -> list[int]:
         """Peak bytes of each pipeline rank, without what an allocator releases when memory runs out."""
-        return [stage.peak - stage.given_back for stage in self.stages]
+        return [stage.needed for stage in self.stages]
 
     @property
     def fits(self) -> bool:
@@ -377,19 +367,6 @@ class Estimate:
         }
 
 
-def usual_system(config: Config, hardware: Hardware) -> System:
-    """Return the training system that published runs of this kind use on such hardware."""
-    if hardware.device == "cpu":
-        return own_system(config, hardware)
-    sharded = hardware.sharded_system if config.parallel.zero >= _SHARDED_GRADIENTS else ""
-    gpt = hardware.gpt_system if config.model.architecture == "gpt" else ""
-    try:
-        found = find_system(sharded or gpt or hardware.system)
-    except UserError as error:
-        raise UserError(f"The hardware entry {hardware.name} has an unknown system: {error}") from None
-    return own_system(config, hardware) if found.name == "own" else found
-
-
 def own_system(config: Config, hardware: Hardware) -> System:
     """Return this package as a training system, for the time and memory of `threefold train` itself."""
     if hardware.device == "cpu":
@@ -411,15 +388,21 @@ def estimate(config: Config, hardware: Hardware, system: System | str | None = N
     """
     parallel = config.parallel
     world = parallel.dp * parallel.tp * parallel.pp * parallel.cp
-    _require_whole_nodes(config, hardware, world)
+    if not hardware.fills_nodes(world):
+        per_node, rest = hardware.gpus_per_node, world // parallel.dp
+        fitting = (dp for dp in range(parallel.dp, 0, -1) if dp * rest % per_node == 0)
+        raise UserError(
+            f"parallel.dp is {parallel.dp}, which with the other axes makes {world:,} ranks, but nodes of "
+            f"{hardware.name} have {per_node} and are rented whole; use "
+            f"{next(fitting, nearest_multiple(parallel.dp, per_node))}."
+        )
     hardware = hardware.shared_by(world)
     if system is None:
         system = own_system(config, hardware)
     elif isinstance(system, str):
         system = find_system(system)
-    time = step_time(config, hardware, system)
-    stages, usable = _memory(config, hardware, system)
-    return Estimate(config, hardware, system, time, stages, usable)
+    time, stages = step_time(config, hardware, system), stage_memory(config, hardware.device, system.name)
+    return Estimate(config, hardware, system, time, tuple(stages), usable_memory(hardware))
 
 
 def usable_memory(hardware: Hardware) -> int:
@@ -428,13 +411,11 @@ def usable_memory(hardware: Hardware) -> int:
     Raises:
         UserError: the device has no more memory than the libraries take.
     """
-    if hardware.device != "cuda":
-        return hardware.memory_bytes
-    usable = usable_bytes(hardware.memory_bytes)
+    usable = hardware.memory_bytes - (RESERVE if hardware.device == "cuda" else 0)
     if usable <= 0:
         raise UserError(
             f"The hardware {hardware.name} has memory_bytes {hardware.memory_bytes} but a GPU needs more than the "
-            f"{hardware.memory_bytes - usable} that CUDA and NCCL take; give it at least 8e9."
+            f"{RESERVE} that CUDA and NCCL take; give it at least 8e9."
         )
     return usable
 
@@ -444,30 +425,11 @@ def recomputed_flops_per_token(config: Config) -> float:
     train, model = config.train, config.model
     if train.recompute == "none":
         return 0.0
-    whole = model_flops_per_token(model, config.data.sequence_length) or 0.0
-    treated = -(-model.num_layers // train.recompute_every) / model.num_layers
     length = config.data.sequence_length
-    windows = [min(model.window(layer) or length, length) for layer in range(model.num_layers)]
-    core = 2 * 2 * model.num_attention_heads * model.head_dim * sum(windows)
+    described = describe_model(model, length)
+    treated = -(-model.num_layers // train.recompute_every) / model.num_layers
     if train.recompute == "selective":
-        return core * treated
+        seen = (block.heads * block.head_dim * min(block.window or length, length) for block in described.blocks)
+        return 2 * 2 * sum(seen) * treated
     head = 2 * model.hidden_size * model.vocab_size
-    return (whole / 3 - head) * treated
-
-
-def _require_whole_nodes(config: Config, hardware: Hardware, world: int) -> None:
-    per_node = hardware.gpus_per_node
-    if hardware.fills_nodes(world):
-        return
-    rest = world // config.parallel.dp
-    dp = next(dp for dp in range(config.parallel.dp, 0, -1) if dp == 1 or dp * rest % per_node == 0)
-    better = f"use {dp}" if dp * rest % per_node == 0 else f"use {nearest_multiple(config.parallel.dp, per_node)}"
-    raise UserError(
-        f"parallel.dp is {config.parallel.dp}, which with the other axes makes {world:,} ranks, but nodes of "
-        f"{hardware.name} have {per_node} and are rented whole; {better}."
-    )
-
-
-def _memory(config: Config, hardware: Hardware, system: System) -> tuple[tuple[StageBytes, ...], int]:
-    found = stage_memory(config, hardware.device, system.name)
-    return tuple(StageBytes(stage.causes, stage.given_back) for stage in found), usable_memory(hardware)
+    return (described.flops_per_token / 3 - head) * treated

@@ -1,5 +1,6 @@
 """Hardware for the planner: rates, memory, links and prices of GPU types, from a catalogue that users extend."""
 
+import platform
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -251,23 +252,17 @@ def _hardware(name: str, values: dict[str, Any], where: str) -> Hardware:
         raise UserError(f"{where}: sources is {shown(repr(sources))} but must be a list of text.")
     reached = _mapping(values, "achievable", where) if values.get("achievable") is not None else {}
     _require_known(reached, [each.name for each in fields(Achievable)], f"{where}, achievable")
+    plain: dict[str, Any] = {key: values[key] for key in _TEXTS}
+    plain |= {key: int(_number(values, key, where)) for key in _WHOLE}
     return Hardware(
         name=name,
-        title=values["title"],
-        device=values["device"],
+        **plain,
         matrix_rates={dtype: _number(rates, dtype, f"{where}, matrix_rates") for dtype in rates},
-        memory_bytes=int(_number(values, "memory_bytes", where)),
         memory_bandwidth=_number(values, "memory_bandwidth", where),
-        multiprocessors=int(_number(values, "multiprocessors", where)),
-        gpus_per_node=int(_number(values, "gpus_per_node", where)),
         inside=_link(values, "inside", where),
         between=_link(values, "between", where),
         achievable=Achievable(**{key: _number(reached, key, f"{where}, achievable") for key in reached}),
-        system=values["system"],
-        gpt_system=values["gpt_system"],
-        sharded_system=values["sharded_system"],
         uncertainty=_number(values, "uncertainty", where),
-        cores=int(_number(values, "cores", where)),
         dollars_per_hour=None if price is None else _number(values, "dollars_per_hour", where),
         sources=tuple(str(source) for source in sources),
     )
@@ -396,8 +391,12 @@ _OTHER_VARIANTS = ("pcie", "nvl", "max-q", "laptop")
 
 def cpu_name() -> str:
     """Return this machine's processor and the number of usable cores, which identify a saved entry."""
-    found = re.search(r"^(?:model name|Processor|cpu model)\s*:\s*(.+)$", _processors(), re.MULTILINE)
-    name = " ".join(found[1].split()) if found else _architecture()
+    try:
+        told = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:  # not Linux
+        told = ""
+    found = re.search(r"^(?:model name|Processor|cpu model)\s*:\s*(.+)$", told, re.MULTILINE)
+    name = " ".join(found[1].split()) if found else platform.processor() or platform.machine()
     cores = usable_cores()
     return f"{name}, {cores} {'core' if cores == 1 else 'cores'}"
 
@@ -449,16 +448,3 @@ def _readable(name: str) -> Hardware | None:
         return find_hardware(name)
     except UserError:
         return None
-
-
-def _processors() -> str:
-    try:
-        return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:  # not Linux
-        return ""
-
-
-def _architecture() -> str:
-    import platform
-
-    return platform.processor() or platform.machine()

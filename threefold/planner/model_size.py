@@ -4,20 +4,15 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from threefold.comm.layout import Coordinates
 from threefold.config import Config, OptimizerConfig
-from threefold.config.model import FAMILIES, OWN, ModelConfig
+from threefold.config.model import ModelConfig
 from threefold.config.optimizer import BUILT_IN
-from threefold.models.family import family_of, make_model, model_plan
-from threefold.models.sharding import ModelPlan, OverExperts, Split
+from threefold.models.block import BlockShape, ModelDescription, WeightShape, describe_model
 from threefold.parallel.pipeline.partition import stage_map
 from threefold.parallel.shard_shapes import ShardCoordinates, chosen_layers, local_shape, shard_coordinates
-
-if TYPE_CHECKING:
-    from torch import nn
-
 
 _STATE_ALONE, _WEIGHTS_TOO = 1, 3  # values of parallel.zero
 
@@ -173,30 +168,9 @@ def optimizer_states(config: OptimizerConfig, hidden: bool) -> int:
     return update_rule(config).states_per_element(config, hidden)
 
 
-class WeightShape(NamedTuple):
-    """Name, split and whole shape of a parameter; a tied weight has the name of its first use."""
-
-    name: str
-    split: Split
-    shape: tuple[int, ...]
-
-    def held(self, place: ShardCoordinates) -> int:
-        """Return the number of its elements that the rank at `place` holds."""
-        return prod(self.held_shape(place))
-
-    def held_shape(self, place: ShardCoordinates) -> tuple[int, ...]:
-        """Return the shape of the shard that the rank at `place` holds."""
-        return local_shape(self.shape, self.split, self.own_name, place)
-
-    @property
-    def own_name(self) -> str:
-        """Name of the parameter in its module."""
-        return self.name.rpartition(".")[2]
-
-    @property
-    def is_of_experts(self) -> bool:
-        """Whether the expert axis shards the parameter."""
-        return isinstance(self.split, OverExperts)
+def most_states(config: OptimizerConfig) -> int:
+    """Return the largest number of state tensors that the optimizer keeps for a weight."""
+    return max(optimizer_states(config, hidden) for hidden in (True, False))
 
 
 class HeldElements(NamedTuple):
@@ -236,18 +210,17 @@ class ModelWeights:
     """Weights of a model, layer by layer.
 
     Args:
-        config: resolved model config.
-        plan: layers of the model and the split of each weight.
+        description: description of the model.
 
     Attributes:
+        description, plan: description of the model, and its sharding plan.
         layers: weights of each layer, in order.
         kinds: number of each layer's kind; layers of a kind have weights of equal shapes and splits.
         shared: weights of each layer that another layer uses too (tied embeddings).
     """
 
-    def __init__(self, config: ModelConfig, plan: ModelPlan) -> None:
-        self.plan = plan
-        self.layers = weights_by_layer(config, plan)
+    def __init__(self, description: ModelDescription) -> None:
+        self.description, self.plan, self.layers = description, description.plan, description.weights
         uses = Counter(weight.name for weights in self.layers.values() for weight in set(weights))
         self.shared: dict[str, tuple[WeightShape, ...]] = {}
         self.kinds: dict[str, int] = {}
@@ -257,15 +230,20 @@ class ModelWeights:
             self.shared[name] = tuple(weight for weight in weights if uses[weight.name] > 1)
             own = tuple(dict.fromkeys(weight for weight in weights if uses[weight.name] == 1))
             alike = tuple(
-                (weight.name.removeprefix(name), weight.split, weight.shape, weight.name in plan.frozen)
+                (weight.name.removeprefix(name), weight.split, weight.shape, weight.name in self.plan.frozen)
                 for weight in own
             )
-            kind = numbers.setdefault((alike, name in plan.layers[1:-1]), len(numbers))
+            kind = numbers.setdefault((alike, name in self.plan.layers[1:-1]), len(numbers))
             self.kinds[name] = kind
             if kind == len(self._own):
                 self._own.append(own)
         self._held: dict[tuple[int, ShardCoordinates], HeldElements] = {}
         self._recomputed: dict[tuple[str, int], frozenset[str]] = {}
+
+    @property
+    def blocks(self) -> tuple[BlockShape, ...]:
+        """Descriptions of the layers between the first and the last; raises `UnknownBlock`."""
+        return self.description.blocks
 
     def held(self, layers: Iterable[str], place: ShardCoordinates) -> HeldElements:
         """Count the elements of some layers on the rank at `place`; weights that they share count once."""
@@ -275,19 +253,10 @@ class ModelWeights:
             shared.update(self.shared[name])
         found = self._sum(shared, place)
         for kind, count in counts.items():
-            found = found.plus(self.of_kind(kind, place), count)
+            if (kind, place) not in self._held:
+                self._held[kind, place] = self._sum(self._own[kind], place)
+            found = found.plus(self._held[kind, place], count)
         return found
-
-    def of_kind(self, kind: int, place: ShardCoordinates) -> HeldElements:
-        """Count the elements of one layer of a kind on the rank at `place`, without shared weights."""
-        key = kind, place
-        if key not in self._held:
-            self._held[key] = self._sum(self._own[kind], place)
-        return self._held[key]
-
-    def of_shared(self, layers: Iterable[str], place: ShardCoordinates) -> HeldElements:
-        """Count the elements of weights that some layers share with others, each once."""
-        return self._sum({weight for name in layers for weight in self.shared[name]}, place)
 
     def sharing(self, layers: Iterable[str]) -> list[str]:
         """Return the layers that share weights with another of `layers`."""
@@ -309,7 +278,7 @@ class ModelWeights:
     def _sum(self, weights: Iterable[WeightShape], place: ShardCoordinates) -> HeldElements:
         hidden = others = experts = frozen = 0
         for weight in weights:
-            elements = weight.held(place)
+            elements = prod(local_shape(weight.shape, weight.split, weight.own_name, place))
             if weight.name in self.plan.frozen:
                 frozen += elements
             elif self.plan.is_hidden_matrix(weight.name, len(weight.shape)):
@@ -327,41 +296,7 @@ def model_weights(config: ModelConfig, sequence_length: int) -> ModelWeights:
         config: resolved model config.
         sequence_length: tokens per sample.
     """
-    if config.architecture == OWN:  # the file may change
-        return ModelWeights(config, model_plan(config, sequence_length))
-    return _remembered(config.architecture, config.model_dump_json(exclude_none=True), sequence_length)
+    return _of_description(describe_model(config, sequence_length))
 
 
-@lru_cache(maxsize=16)
-def _remembered(family: str, settings: str, sequence_length: int) -> ModelWeights:
-    config = FAMILIES.load(family).config.model_validate_json(settings)
-    return ModelWeights(config, model_plan(config, sequence_length))
-
-
-def weights_by_layer(config: ModelConfig, plan: ModelPlan) -> dict[str, tuple[WeightShape, ...]]:
-    """Return the parameters of each layer in order, from the family's shapes or a model on the meta device."""
-    found: dict[str, tuple[WeightShape, ...]] = {}
-    family, model = family_of(config), None
-    for layer in plan.layers:
-        shapes = family.layer_shapes(config, layer)
-        if shapes is None:
-            model = model or _on_meta_device(config)
-            named = model.get_submodule(layer).named_parameters()
-            shapes = {name: tuple(weight.shape) for name, weight in named}
-        names = {f"{layer}.{name}": shape for name, shape in shapes.items()}
-        found[layer] = tuple(WeightShape(plan.whole_name(name), _split(name, plan), names[name]) for name in names)
-    return found
-
-
-def _on_meta_device(config: ModelConfig) -> "nn.Module":
-    import torch
-
-    with torch.device("meta"):
-        return make_model(config)
-
-
-def _split(name: str, plan: ModelPlan) -> Split:
-    found = plan.split_of(plan.whole_name(name))
-    if found is None:
-        raise ValueError(f"the split table says nothing about the parameter {name!r}")
-    return found
+_of_description = lru_cache(maxsize=16)(ModelWeights)

@@ -27,7 +27,7 @@ class HeldPasses(NamedTuple):
 def held_by_rank(order: Sequence[Action]) -> HeldPasses:
     """Return a rank's peaks, each at its own time.
 
-    A pass counts from the start of its forward pass to the end of its last action. `peak_bytes` finds the largest sum.
+    A pass counts from the start of its forward pass to the end of its last action.
     """
     waiting = deferred = most = most_waiting = most_deferred = 0
     for _, kind, _ in order:
@@ -42,29 +42,6 @@ def held_by_rank(order: Sequence[Action]) -> HeldPasses:
         most = max(most, waiting + deferred)
         most_waiting, most_deferred = max(most_waiting, waiting), max(most_deferred, deferred)
     return HeldPasses(most, most_waiting, most_deferred)
-
-
-def peak_bytes(order: Sequence[Action], activations: Sequence[float], deferred: Sequence[float]) -> float:
-    """Return the most bytes of activations that a rank holds at once.
-
-    Args:
-        order: actions of the rank.
-        activations: bytes that a forward pass keeps for the backward pass, for each stage.
-        deferred: bytes kept from the backward pass for inputs (`I`) until the pass for weights (`W`), for each stage.
-    """
-    held = most = 0.0
-    for stage, kind, _ in order:
-        if kind == "F":
-            held += activations[stage]
-        elif kind == "B":
-            held -= activations[stage]
-        elif kind == "I":
-            most = max(most, held + deferred[stage])  # the remaining part is allocated before the rest is freed
-            held += deferred[stage] - activations[stage]
-        else:
-            held -= deferred[stage]
-        most = max(most, held)
-    return most
 
 
 def peak_micro_batches(orders: Sequence[Sequence[Action]]) -> list[float]:

@@ -5,21 +5,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import groupby
-from math import ceil
 from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from threefold.config import Config, resolve
-from threefold.config.model import OWN
-from threefold.config.resolve import default_largest
-from threefold.config.rules import default_micro_batches
+from threefold.config import Config
 from threefold.config.schedules import SENDS_UNDER_WAY, Action, Schedule
 from threefold.config.schema import ParallelConfig, PrecisionConfig
-from threefold.errors import UserError
-from threefold.planner.activations import BlockSizes, block_bytes, block_sizes, head_bytes
-from threefold.planner.layer_memory import GradientSharing, LayerMemory, Moment, Run, backward_moments, forward_moment
+from threefold.planner.activations import LayerBytes, LayerMemory
+from threefold.planner.block import described_blocks
 from threefold.planner.model_size import ModelSize, RankSize
 from threefold.planner.schedule import orders_of
 from threefold.planner.systems import Keeps, keeps_of
@@ -27,6 +22,10 @@ from threefold.planner.systems import Keeps, keeps_of
 RESERVE: Final = 2 << 30
 """Bytes of GPU memory that tensors cannot use: the CUDA context and cuBLAS workspaces (some 0.7 GiB), and NCCL buffers
 (some 0.2 GiB for each of a handful of groups)."""
+
+
+_IN_PASSING: Final = ("working", "logits", "buffers")
+_WEIGHTS_TOO: Final = 3  # value of parallel.zero
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,12 @@ class StageMemory:
         return {name: value for name, value in asdict(self).items() if name not in ("pp_rank", "given_back")}
 
     @property
+    def by_dry_run(self) -> dict[str, int]:
+        """Bytes by a dry run's causes, where activations include all transient memory."""
+        passing = {"activations": self.activations + self.working + self.logits + self.buffers}
+        return {name: value for name, value in (self.causes | passing).items() if name not in _IN_PASSING}
+
+    @property
     def peak(self) -> int:
         """Total bytes, as an allocator reports its reserved memory."""
         return sum(self.causes.values())
@@ -77,11 +82,6 @@ class StageMemory:
         return self.peak - self.fragmentation
 
 
-def usable_bytes(memory_bytes: int) -> int:
-    """Return the bytes of GPU memory that tensors can use."""
-    return memory_bytes - RESERVE
-
-
 def stage_memory(config: Config, device: str = "cuda", system: str = "own") -> list[StageMemory]:
     """Return the peak memory of each pipeline rank; among the ranks at one pp coordinate, that of the largest.
 
@@ -94,15 +94,12 @@ def stage_memory(config: Config, device: str = "cuda", system: str = "own") -> l
         UserError: the layers cannot be partitioned into stages as configured, the schedule does not support this number
             of micro-batches, or the model comes from a file, whose layers have no formulas.
     """
-    if config.model.architecture == OWN:
-        raise UserError(
-            f"model.architecture is {OWN}, whose activations have no formulas; use threefold dry-run, which runs it."
-        )
+    described_blocks(config)
     layout = LayoutMemory(config, device, keeps_of(system, device))
     found = []
     for rank in range(config.parallel.pp):
         states, moment = layout.peak(rank)
-        left = layout.narrow_logits if moment.logits else 0
+        left = layout.layers.narrow_logits if moment.logits else 0
         passing = moment.activations + moment.working + moment.logits + moment.buffers
         found.append(
             StageMemory(
@@ -121,25 +118,80 @@ def stage_memory(config: Config, device: str = "cuda", system: str = "own") -> l
     return found
 
 
+class Moment(NamedTuple):
+    """Bytes by cause at one moment of a pass, relative to its beginning.
+
+    Attributes:
+        activations: kept activations; negative for those that the pass has freed.
+        working: transient gradients of activations and weights, and recomputed activations.
+        logits: working memory of the head.
+        gradients: weight gradients until they are reduced.
+        weights: gathered weights (ZeRO 3).
+        buffers: buffers of collectives.
+    """
+
+    activations: float = 0
+    working: float = 0
+    logits: float = 0
+    gradients: float = 0
+    weights: float = 0
+    buffers: float = 0
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+    def plus(self, **changes: float) -> "Moment":
+        return self._replace(**{name: getattr(self, name) + value for name, value in changes.items()})
+
+
 @dataclass(frozen=True)
-class StageRuns:
-    """Memory-relevant description of a stage.
+class Run:
+    """Consecutive layers of a stage that are alike.
+
+    Attributes:
+        layer: bytes of one layer for one micro-batch.
+        count: number of layers.
+        elements: gathered weight elements of one layer, without shared weights.
+        is_head, is_embedding: whether the run is the model's last layer, or its first.
+    """
+
+    layer: LayerBytes
+    count: int
+    elements: int
+    is_head: bool = False
+    is_embedding: bool = False
+
+
+@dataclass(frozen=True)
+class StageLayers:
+    """Layers of a pipeline stage, and the treatment of its gradients and gathered weights.
 
     Attributes:
         runs: layers of the stage, grouped.
         output: bytes of its output, which a pass also keeps; 0 for the last stage.
-        sharing: treatment of its gradients and weights.
-        gradient: elements of its largest weight gradient.
         sent: bytes of the gradient that it sends to the previous stage; 0 for the first stage.
         hands_on: whether the next stage is on the same rank.
+        tied: elements of weights shared by layers of the stage, gathered for all of them together.
+        zero, ranks: `parallel.zero`, and number of ranks that shard a replica.
+        narrow, wide: bytes per element of compute weights and of master weights.
+        in_place: whether weight gradients accumulate directly into their sums.
+        repeated: whether an earlier micro-batch has run.
+        grows: whether accumulated gradients take memory only as a backward pass makes them.
     """
 
     runs: tuple[Run, ...]
     output: int
-    sharing: GradientSharing
-    gradient: int
     sent: int
     hands_on: bool
+    tied: int
+    zero: int
+    ranks: int
+    narrow: int
+    wide: int
+    in_place: bool
+    repeated: bool
+    grows: bool
 
     @property
     def kept(self) -> int:
@@ -150,6 +202,80 @@ class StageRuns:
     def deferred(self) -> int:
         """Bytes that a pass still keeps until its weight-gradient pass."""
         return sum(run.count * run.layer.deferred for run in self.runs)
+
+    def moments(self, kind: str) -> Iterator[Moment]:
+        """Yield the largest moments of an action (`F`, `B`, `I` or `W`), relative to all that it begins with."""
+        if kind == "F":  # the peak is at the end
+            last = self.runs[-1]
+            gathered = self.narrow * (last.elements + self.tied) if self.zero == _WEIGHTS_TOO else 0
+            yield Moment(logits=last.layer.forward if last.is_head else 0, weights=gathered)
+        elif kind == "W":
+            blocks = (run.layer.largest for run in self.runs if not run.is_embedding or len(self.runs) == 1)
+            yield Moment(activations=self.deferred, gradients=self._gradient(max(blocks)))
+        else:
+            yield from self._backward(kind == "I")
+
+    def _gradient(self, elements: float) -> float:
+        """Return the bytes of weight gradients as a backward pass computes them."""
+        return 0 if self.in_place else elements * self.narrow
+
+    def _backward(self, deferring: bool) -> Iterator[Moment]:
+        """Yield the candidates for the peak of a backward pass, one or a few for each run of layers; weight gradients
+        wait for a pass of their own if `deferring`."""
+        scattered: float = 0  # last
+        if self.zero > 1 and self.repeated:
+            scattered = self.tied or next((run.elements for run in self.runs if run.elements), 0)
+        freed, tied, reduced = 0.0, 0.0, 0.0  # a tied weight has one gradient once both of its uses have theirs
+        for place in range(len(self.runs) - 1, -1, -1):
+            run, layer = self.runs[place], self.runs[place].layer
+            # Torch prefetches the previous layer, but not the embeddings, whose backward pass needs no weights.
+            before = self.runs[place - 1].elements if place and not self.runs[place - 1].is_embedding else 0
+            each = layer.kept - (layer.deferred if deferring else 0)
+            for number in sorted({0, max(0, run.count - 2), run.count - 1}):
+                ahead = run.elements if number < run.count - 1 else before
+                if number:
+                    scattered = run.elements
+                new = 0.0  # gradients that the pass allocates, where they do not exist already
+                if self.zero and self.grows:
+                    new = (reduced + number * run.elements) * self.wide / (1 if self.zero == 1 else self.ranks)
+                for moment in self._of_layer(run, freed + number * each, tied, ahead, scattered, deferring):
+                    yield moment.plus(gradients=new)
+            freed += run.count * each
+            reduced += run.count * run.elements
+            scattered = run.elements or scattered
+            tied = layer.largest or (run.count and self.tied) if run.is_head else tied
+
+    def _of_layer(
+        self, run: Run, freed: float, tied: float, ahead: float, scattered: float, deferring: bool
+    ) -> Iterator[Moment]:
+        """Yield the moments of one layer's backward pass.
+
+        Args:
+            run: run of the layer.
+            freed: bytes that later layers have freed.
+            tied: elements of a tied weight's gradient that waits for its second use.
+            ahead: elements of the previous layer's weights, which are prefetched.
+            scattered: elements whose reduce-scatter still holds its buffer.
+            deferring: see `_backward`.
+        """
+        layer, narrow, wide = run.layer, self.narrow, self.wide
+        own = run.elements + (self.tied if run.is_head or run.is_embedding else 0)
+        start = Moment(activations=-freed, gradients=self._gradient(tied))
+        if self.zero > 1:
+            start = start.plus(buffers=scattered * wide)
+        if self.zero == _WEIGHTS_TOO:
+            start = start.plus(weights=(run.elements + self.tied) * narrow, buffers=ahead * narrow)
+        largest = 0 if deferring and not run.is_embedding else self._gradient(layer.largest)
+        yield start.plus(gradients=largest, **{"logits" if run.is_head else "working": layer.backward})
+        if run.is_head and not deferring:  # the weight's gradient, once the probabilities are freed
+            yield start.plus(activations=-layer.kept, logits=layer.ending, gradients=self._gradient(own))
+        if self.zero:
+            ended = start.plus(activations=-layer.kept, working=layer.ending, gradients=self._gradient(own))
+            yield ended
+            if self.zero > 1:
+                freed_weights = run.elements * narrow if self.zero == _WEIGHTS_TOO else 0
+                buffers = own * wide * (1 + 1 / self.ranks) - scattered * wide
+                yield ended.plus(weights=-freed_weights, working=-layer.ending, buffers=buffers)
 
 
 class LayoutMemory:
@@ -171,14 +297,9 @@ class LayoutMemory:
         self._micro_batches = train.gradient_accumulation_steps
         self._flights = flights_of(parallel.pipeline_schedule, parallel.pp, parallel.stage_chunks, self._micro_batches)
         replayed = self.size.weights.recomputed(train.recompute, train.recompute_every)
-        self._layers = LayerMemory(config, device, keeps, self.size.weights.plan.layers, replayed)
+        self.layers = LayerMemory(config, device, keeps, self.size.weights, replayed)
         # A GPU's allocator keeps the gradients of the previous step.
         self._gradients_grow = self._micro_batches == 1 and device == "cpu"
-
-    @property
-    def narrow_logits(self) -> int:
-        """Bytes of logits that are cast to fp32 for the loss; 0 where none are."""
-        return self._layers.narrow_logits
 
     def peak(self, pp_rank: int) -> tuple[RankSize, Moment]:
         """Return a rank's standing memory and, relative to it, its largest moment."""
@@ -186,7 +307,7 @@ class LayoutMemory:
         states, moments = self._states(pp_rank), list(self._moments(pp_rank, stages))
         return states, max(moments, key=lambda moment: moment.total)
 
-    def _moments(self, pp_rank: int, stages: Sequence[StageRuns]) -> Iterator[Moment]:
+    def _moments(self, pp_rank: int, stages: Sequence[StageLayers]) -> Iterator[Moment]:
         flights = self._flights[pp_rank]
         kept = flights.held @ np.array([stage.kept for stage in stages], dtype=float)
         kept += flights.deferred @ np.array([stage.deferred for stage in stages], dtype=float)
@@ -196,7 +317,7 @@ class LayoutMemory:
                 kept -= stage.output * np.minimum(flights.held[:, place], flights.held[:, place + 1])
         for (kind, place), actions in flights.alike.items():
             most = int(kept[actions].max())
-            for moment in _of_action(kind, stages[place]):
+            for moment in stages[place].moments(kind):
                 yield moment.plus(activations=most)
         yield from self._reduction(pp_rank)
 
@@ -220,39 +341,32 @@ class LayoutMemory:
         found, config = self.size.rank(pp_rank, place), self._config
         return standing_states(found, whole, config.parallel, config.precision, self.keeps, self._gradients_grow)
 
-    def _stage(self, number: int, pp_rank: int) -> StageRuns:
+    def _stage(self, number: int, pp_rank: int) -> StageLayers:
         config, place = self._config, self.size.largest_place(pp_rank)
         weights, layers = self.size.weights, self.size.layers_of(number)
         whole = place.unshared
         together = weights.sharing(layers)
-        tied = weights.held(together, whole).all
         runs = []
-        for (_, layer), alike in groupby(layers, key=lambda name: (weights.kinds[name], self._layers.of(name))):
+        for (_, layer), alike in groupby(layers, key=lambda name: (weights.kinds[name], self.layers.of(name))):
             names = list(alike)
             own = 0 if names[0] in together else weights.held(names[:1], whole).all
             ends = {"is_head": names[-1] == weights.plan.layers[-1], "is_embedding": names[0] == weights.plan.layers[0]}
             runs.append(Run(layer, len(names), own, **ends))
-        zero, precision = config.parallel.zero, config.precision
-        sharing = GradientSharing(
-            zero,
-            max(1, place.zero.count),
-            precision.itemsize,
-            precision.master_itemsize,
-            tied,
-            self.keeps.kernels.gradients_in_place,
-            self._micro_batches > 1,
-            self._gradients_grow,
-        )
-        outer = self._layers.output
-        ranks = self.size.map.ranks
+        outer, ranks = self.layers.output, self.size.map.ranks
         is_last = number == len(ranks) - 1
-        return StageRuns(
-            tuple(runs),
-            0 if is_last else outer,
-            sharing,
-            max(run.layer.largest for run in runs if not run.is_embedding or len(runs) == 1),
-            outer if number else 0,
-            not is_last and ranks[number + 1] == pp_rank,
+        return StageLayers(
+            runs=tuple(runs),
+            output=0 if is_last else outer,
+            sent=outer if number else 0,
+            hands_on=not is_last and ranks[number + 1] == pp_rank,
+            tied=weights.held(together, whole).all,
+            zero=config.parallel.zero,
+            ranks=max(1, place.zero.count),
+            narrow=config.precision.itemsize,
+            wide=config.precision.master_itemsize,
+            in_place=self.keeps.kernels.gradients_in_place,
+            repeated=self._micro_batches > 1,
+            grows=self._gradients_grow,
         )
 
 
@@ -275,9 +389,9 @@ def standing_states(
     """
     wide = precision.master_itemsize
     narrow = precision.itemsize if precision.itemsize < wide else 0
-    added = precision.itemsize if precision.dtype in keeps.narrow_gradients else wide
+    added = precision.itemsize if precision.dtype in keeps.system.narrow_gradients else wide
     if not parallel.zero:
-        if keeps.shards_optimizer:
+        if keeps.system.sharded_optimizer:
             replicas = parallel.dp * parallel.cp
             weights = found.parameters * narrow + found.parameters * wide // replicas
             found = found._replace(weights=weights, optimizer=found.optimizer // replicas)
@@ -285,16 +399,6 @@ def standing_states(
     gathered = whole * precision.itemsize if parallel.zero < 3 else 0
     gradients = 0 if gradients_grow else (whole if parallel.zero == 1 else found.parameters) * added
     return RankSize(found.parameters, found.parameters * wide + gathered, gradients, found.optimizer)
-
-
-def _of_action(kind: str, stage: StageRuns) -> Iterator[Moment]:
-    """Yield the largest moments of an action, relative to everything held when it begins."""
-    if kind == "F":
-        yield forward_moment(stage.runs, stage.sharing)
-    elif kind == "W":
-        yield Moment(activations=stage.deferred, gradients=stage.sharing.gradient(stage.gradient))
-    else:
-        yield from backward_moments(stage.runs, stage.sharing, kind == "I")
 
 
 _ROUNDS: Final = 4
@@ -328,14 +432,7 @@ def flights_of(schedule: Schedule, pp: int, chunks: int, micro_batches: int) -> 
         UserError: the schedule does not support these numbers.
     """
     if pp == 1:
-        return (
-            Flights(
-                np.ones((2, 1), dtype=int),
-                np.zeros((2, 1), dtype=int),
-                np.zeros(2, dtype=int),
-                {("F", 0): [0], ("B", 0): [1]},
-            ),
-        )
+        return (_of_rank((Action(0, "F", 0), Action(0, "B", 0)), (0,), 0),)
     rounds = micro_batches // pp
     if rounds > _ROUNDS and schedule.micro_batches is None and schedule.in_flight(pp, 0, chunks) is not None:
         fewer = _ROUNDS * (micro_batches // rounds)  # with rounds of the same length
@@ -354,6 +451,9 @@ def _of_rank(order: tuple[Action, ...], ranks: Sequence[int], under_way: int) ->
     places = {stage: place for place, stage in enumerate(sorted({action.stage for action in order}))}
     alike: dict[tuple[str, int], list[int]] = {}
     held, deferred = (np.zeros((len(order) + 1, len(places)), dtype=int) for _ in range(2))
+    # With blocking sends the stage still references the last gradient that it has sent.
+    sent = np.full(len(order), int(not under_way and any(action.stage for action in order)), dtype=int)
+    sends: deque[bool] = deque(maxlen=under_way)
     for number, (stage, kind, _) in enumerate(order):
         place = places[stage]
         alike.setdefault((kind, place), []).append(number)
@@ -364,103 +464,8 @@ def _of_rank(order: tuple[Action, ...], ranks: Sequence[int], under_way: int) ->
         else:
             held[number + 1, place] -= 1
             deferred[number + 1, place] += kind == "I"
-    sent = _gradients_under_way(order, ranks, under_way)
-    return Flights(held.cumsum(axis=0)[:-1], deferred.cumsum(axis=0)[:-1], sent, alike)
-
-
-def _gradients_under_way(order: Sequence[Action], ranks: Sequence[int], under_way: int) -> NDArray[np.int64]:
-    """Count the gradients among the last `under_way` sends before each action. With blocking sends it is the last one,
-    which the stage still references."""
-    if not under_way:
-        last = any(action.stage for action in order)
-        return np.full(len(order), int(last), dtype=int)
-    sends: deque[bool] = deque(maxlen=under_way)
-    sent = np.zeros(len(order), dtype=int)
-    for number, (stage, kind, _) in enumerate(order):
-        sent[number] = sum(sends)
+        sent[number] += sum(sends)
         to = stage + 1 if kind == "F" else stage - 1
         if kind != "W" and 0 <= to < len(ranks) and ranks[to] != ranks[stage]:
             sends.append(kind != "F")
-    return sent
-
-
-_SCATTERED = {"cpu": 1.4, "cuda": 1.0}
-"""Factor of activation memory over its bytes, as measured: the C library (`host`) keeps memory between tensors."""
-
-
-def largest_micro_batch(config: Config, vocab_size: int, memory: int, device: str) -> int:
-    """Return the largest default micro-batch whose step fits into a rank's memory, or the smallest if none does.
-
-    Args:
-        config: loaded and valid config.
-        vocab_size: vocabulary size of the data's tokenizer.
-        memory: bytes that a rank may use.
-        device: `cpu` or `cuda`.
-    """
-    resolved = resolve(config, vocab_size)
-    size = ModelSize(resolved)
-    sizes = resolved.model.vocab_size, resolved.data.sequence_length, resolved.parallel
-    largest = default_largest(*sizes, config.train.loss_chunk_size is not None, device)
-    micro_batches = default_micro_batches(resolved)
-    for micro_batch in (each for each in micro_batches if each <= largest):
-        tried = resolve(config, vocab_size, largest_micro_batch=micro_batch)
-        if step_bytes(tried, device, size) <= memory:
-            return micro_batch
-    return micro_batches[-1]
-
-
-def step_bytes(config: Config, device: str, size: ModelSize | None = None) -> int:
-    """Return the most bytes that any rank needs for a step, without communication buffers.
-
-    Args:
-        config: resolved config of the run.
-        device: `cpu` or `cuda`, whose attention keeps different tensors.
-        size: size of the same model in the same layout, if known.
-    """
-    size = size or ModelSize(config)
-    scattered = _SCATTERED[device]
-    return max(
-        size.largest_rank(rank).bytes + int(scattered * activation_bytes(config, device, size, rank))
-        for rank in range(config.parallel.pp)
-    )
-
-
-def activation_bytes(config: Config, device: str, size: ModelSize, pp_rank: int) -> int:
-    """Return the peak bytes of a pipeline rank's kept activations and temporary buffers.
-
-    Args:
-        config, device, size: see `step_bytes`.
-        pp_rank: coordinate of the rank on the pp axis.
-    """
-    train = config.train
-    layers = [name for stage in size.stages() if stage.pp_rank == pp_rank for name in stage.layers]
-    blocks = [f"blocks.{number}" for number in range(config.model.num_layers)]
-    replayed = size.weights.recomputed(train.recompute, train.recompute_every)
-    kept = moment = 0
-    for name in layers:
-        block = block_sizes(config, device, int(name.partition(".")[2]) if name in blocks else 0)
-        outer = block.own_tokens * block.hidden * block.itemsize
-        if name in blocks:
-            kept += block_bytes(block, train.recompute if name in replayed else "none")
-            moment = max(moment, block_bytes(block))  # its gradients, or its recomputed activations
-        elif name == "head":
-            kept += outer + head_bytes(block, config.model.vocab_size, train.loss_chunk_size)
-            moment = max(moment, 2 * _logits(config, block))
-        else:
-            kept += block.tokens * 8 + outer * (2 if config.model.embedding_dropout else 1)
-    return ceil(kept * _under_way(config, pp_rank)) + moment
-
-
-def _logits(config: Config, block: BlockSizes) -> int:
-    """Return the bytes of the logits that the head holds at once."""
-    columns = -(-config.model.vocab_size // config.parallel.tp)
-    return block.tokens * min(columns, config.train.loss_chunk_size or columns) * block.wide
-
-
-def _under_way(config: Config, pp_rank: int) -> float:
-    """Return the micro-batches that a rank keeps at once, including those with deferred weight gradients."""
-    parallel, batches = config.parallel, config.train.gradient_accumulation_steps
-    if parallel.pp == 1:
-        return 1
-    held = parallel.pipeline_schedule.in_flight(parallel.pp, pp_rank, parallel.stage_chunks)
-    return batches if held is None else min(held, batches)
+    return Flights(held.cumsum(axis=0)[:-1], deferred.cumsum(axis=0)[:-1], sent, alike)

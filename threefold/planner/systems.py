@@ -6,11 +6,10 @@ depends on it.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, Literal
 
 from threefold.errors import UserError
 from threefold.files import shown
-from threefold.planner.activations import Attention, Kernels
 from threefold.plugins import one_of
 
 
@@ -164,6 +163,7 @@ _ROWS: Final = (
         overlap_tensor=True,
         sharded_optimizer=True,
         gradient_bytes=2,
+        narrow_gradients=("bf16", "fp16"),
         about="NeMo of 2024: tensor-parallel collectives in pieces beside products, gradients summed in bf16",
     ),
     replace(
@@ -202,7 +202,46 @@ def find_system(name: str) -> System:
     return SYSTEMS[name]
 
 
-_NARROW: Final = 2
+Attention = Literal["fused", "plain", "dropped", "dropped again"]
+"""Implementation of the attention core: a fused kernel (or tiles recomputed in the backward pass), plain matrix
+products, plain products with dropout, or tiles with dropout that the backward pass recomputes."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Choices of what kernels keep for the backward pass, where training systems and devices differ.
+
+    Attributes:
+        fused_norm: whether RMSNorm keeps its input and a number per row; otherwise input and normalised input, in at
+            least fp32, and the number.
+        fused_gate: whether a gated network keeps only the gates and the values they gate; otherwise SiLU's output too.
+        fused_rotary: whether rotated queries and keys replace the unrotated ones; otherwise both are kept.
+        fused_softmax: whether unfused attention keeps only its weights before and after dropout and the mask, without
+            copies of queries, keys and values (Megatron-LM).
+        mask_bytes: bytes per element of a dropout mask; 0 for the activations' itemsize.
+        replays_operations: whether `selective` recompute keeps the outputs of attention and of every second matrix
+            product and recomputes everything else (torchtitan), not only the attention core.
+        wide_statistics: whether norms keep their per-row numbers in fp32 whatever dtype they compute in.
+        grouped: whether one kernel computes all experts, with one weight gradient; otherwise separate ones are joined.
+        keeps_probabilities: whether the loss keeps probabilities in at least fp32; otherwise logits and two numbers per
+            token.
+        widens_logits: whether the loss widens all logits of the current chunk at once; otherwise a few rows at a time.
+        gradients_in_place: whether weight-gradient products accumulate directly into the fp32 gradients.
+    """
+
+    fused_norm: bool = False
+    fused_gate: bool = False
+    fused_rotary: bool = False
+    fused_softmax: bool = False
+    mask_bytes: int = 0
+    replays_operations: bool = False
+    wide_statistics: bool = False
+    grouped: bool = False
+    keeps_probabilities: bool = False
+    widens_logits: bool = False
+    gradients_in_place: bool = False
+
+
 FRAGMENTATION: Final = 0.05
 """Memory that a GPU's caching allocator loses between blocks of different sizes, as a share of transient tensors."""
 
@@ -212,37 +251,27 @@ class Keeps:
     """Memory behaviour of a training system on a device.
 
     Attributes:
-        kernels: what the kernels keep for the backward pass.
-        flash: whether attention is fused.
-        drops_in_flash: whether fused attention supports dropout and document masks.
-        chunked_loss: whether the system follows `train.loss_chunk_size`.
-        shards_optimizer: whether replicas shard master weights and optimizer state even where `parallel.zero` is 0.
-        narrow_gradients: compute dtypes whose gradients are accumulated in that dtype instead of fp32.
-        whole_logits: whether every tensor-parallel rank gathers all logits for the loss.
+        system: the training system.
+        kernels: what its kernels keep for the backward pass.
         casts_logits: whether separate kernels cast narrow logits to fp32 on a GPU. The allocator's blocks for the
             narrow logits are too small for the wide ones, and stay reserved.
         fragmentation: memory that the allocator loses, as a share of transient tensors.
     """
 
+    system: System
     kernels: Kernels = field(default_factory=Kernels)
-    flash: bool = True
-    drops_in_flash: bool = False
-    chunked_loss: bool = True
-    shards_optimizer: bool = False
-    narrow_gradients: tuple[str, ...] = ()
-    whole_logits: bool = False
     casts_logits: bool = False
     fragmentation: float = 0.0
 
     def attention(self, own: Attention) -> Attention:
         """Return how this system computes attention where this package's kernels would compute it as `own`."""
-        if not self.flash:
+        if not self.system.flash:
             return "dropped" if own in ("dropped", "dropped again") else "plain"
-        return "fused" if self.drops_in_flash else own
+        return "fused" if self.system.drops_in_flash else own
 
 
 def keeps_of(system: str, device: str) -> Keeps:
-    """Return the memory behaviour of a training system on a device.
+    """Return the memory behaviour of a training system on a device; on a CPU that of this package.
 
     Args:
         system: name of the system, as `find_system` takes it.
@@ -253,31 +282,19 @@ def keeps_of(system: str, device: str) -> Keeps:
     """
     found = find_system(system)
     if device == "cpu":
-        return Keeps()
+        return Keeps(_OWN)
+    shared = Kernels(fused_norm=True, wide_statistics=True, grouped=True, widens_logits=True)
     if found.name.startswith("own"):
-        kernels = Kernels(fused_norm=True, wide_statistics=True, grouped=True, widens_logits=True)
-        return Keeps(kernels, fragmentation=FRAGMENTATION)
-    kernels = Kernels(
+        return Keeps(found, shared, fragmentation=FRAGMENTATION)
+    kernels = replace(
+        shared,
         fused_norm=found.fused_norm,
         fused_gate=found.fused,
         fused_rotary=found.fused,
         fused_softmax=True,
         mask_bytes=1,
         replays_operations=found.replays_operations,
-        wide_statistics=True,
-        grouped=True,
         keeps_probabilities=True,
-        widens_logits=True,
         gradients_in_place=found.fused_gradients,
     )
-    return Keeps(
-        kernels,
-        found.flash,
-        found.drops_in_flash,
-        found.chunked_loss,
-        found.sharded_optimizer,
-        ("bf16", "fp16") if found.gradient_bytes == _NARROW else found.narrow_gradients,
-        found.whole_logits,
-        not found.fused_loss,
-        FRAGMENTATION,
-    )
+    return Keeps(found, kernels, not found.fused_loss, FRAGMENTATION)

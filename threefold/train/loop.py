@@ -16,7 +16,7 @@ from threefold.config import Config
 from threefold.data.loader import Loader
 from threefold.errors import UserError
 from threefold.host import peak_memory
-from threefold.models.family import model_flops_per_token
+from threefold.models.block import model_flops_per_token
 from threefold.models.loss_terms import LOSS, LossSums
 from threefold.train.callbacks.base import (
     Callback,

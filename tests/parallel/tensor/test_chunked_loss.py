@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.cases import sizes
 from tests.support.mistakes import Patch, patched, replace, with_patches
 from tests.support.parity import Case, Trace, departures, in_layout, make_engine
+from tests.support.saved_tensors import recording_saved
 from tests.support.sweep import sweep
 from threefold.comm.axis import Axis
 from threefold.comm.layout import Layout
@@ -24,7 +25,6 @@ from threefold.ops import cross_entropy
 from threefold.parallel.parameter import local
 from threefold.parallel.tensor.layers import ColumnParallelLinear, ParallelCrossEntropy
 from threefold.planner.activations import head_bytes
-from threefold.planner.saved_tensors import recording_saved
 
 CHUNK = ("train.loss_chunk_size", 7)
 HIDDEN = 6

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from threefold.errors import UserError
-from threefold.planner.block_cost import block_of, block_seconds
+from threefold.models.block import describe_model
+from threefold.planner.block_cost import block_seconds, cost_block
 from threefold.planner.doctor.examination import Examination, findings_of, half_depth, measured_entry, measured_link
 from threefold.planner.doctor.machine import (
     DiskSpeed,
@@ -167,7 +168,9 @@ def test_host_work_is_what_kernels_do_not_explain() -> None:
     before, entry = measured_entry(without), measured_entry(with_block)
     assert before is not None
     assert entry is not None
-    kernels = block_seconds(block_of(tiny_config(), 0, 1, SYSTEMS["own-cpu"]), before, SYSTEMS["own-cpu"]).total
+    block = describe_model(tiny_config().model, tiny_config().data.sequence_length).blocks[0]
+    system = SYSTEMS["own-cpu"]
+    kernels = block_seconds(cost_block(tiny_config(), block, 1, system), before, system).total
     assert before.achievable.block == 0.0 < kernels < 5e-2
     assert entry.achievable.block == pytest.approx(5e-2 - kernels)
     rates = replace(rates_of(8), block=5e-2, sharded_block=8e-2, tensor_block=7e-2, context_block=4e-2)

@@ -11,7 +11,7 @@ from threefold.config.loading import config_of
 from threefold.planner.estimate import estimate
 from threefold.planner.hardware import find_hardware
 from threefold.planner.search.least_seconds import ModelCosts
-from threefold.planner.search.request import OBJECTIVES, Request, read_request
+from threefold.planner.search.planning import OBJECTIVES, Request, read_request
 from threefold.planner.search.search import BEST, Soundness, search
 from threefold.planner.search.space import in_layout
 
@@ -34,7 +34,11 @@ def request_of(name: str, batch: int = 48, system: str | None = None, **fixed: s
 @pytest.mark.parametrize(("name", "system"), [("gpt", None), ("experts", None), ("llama", None), ("llama", "nemo")])
 def test_no_layout_takes_less_than_its_bounds(name: str, system: str | None) -> None:
     request = request_of(name, system=system)
-    costs, space, draw = ModelCosts(request), request.space({}), random.Random(1)
+    costs, space, draw = (
+        ModelCosts(request.config, request.hardware, request.system),
+        request.space({}),
+        random.Random(1),
+    )
     soundness, meshes, ratios = Soundness(space, rules_of(request.config)), list(space.meshes(request.gpus)), []
     while len(ratios) < 25:
         mesh = draw.choice(meshes)
@@ -56,8 +60,8 @@ def test_no_layout_takes_less_than_its_bounds(name: str, system: str | None) -> 
 def test_the_best_are_those_of_an_exhaustive_evaluation() -> None:
     fixed = {"parallel.schedule": "1f1b", "train.recompute": "selective"}
     request = request_of("llama", 16, **{key.replace(".", "__"): value for key, value in fixed.items()})
-    costs, space = ModelCosts(request), request.space(fixed)
-    found = search(space, rules_of(request.config), costs, [16], OBJECTIVES["throughput"])
+    costs, space = ModelCosts(request.config, request.hardware, request.system), request.space(fixed)
+    found = search(space, rules_of(request.config), costs, [16], OBJECTIVES["throughput"].weight)
     every = [costs.evaluate(choice) for choice, sound in every_layout(space, 16) if sound]
     fitting = [each for each in every if each.peak <= costs.usable_bytes(16)]
     best = sorted(fitting, key=lambda each: (each.seconds, each.peak, each.choice))[:BEST]
@@ -69,7 +73,11 @@ def test_the_best_are_those_of_an_exhaustive_evaluation() -> None:
 def test_a_layout_costs_what_estimate_says() -> None:
     request = request_of("gpt", parallel__tp="2", parallel__cp="1", train__recompute="full")
     found = search(
-        request.space(request.fixed), rules_of(request.config), ModelCosts(request), [64], OBJECTIVES["throughput"]
+        request.space(request.fixed),
+        rules_of(request.config),
+        ModelCosts(request.config, request.hardware, request.system),
+        [64],
+        OBJECTIVES["throughput"].weight,
     )
     best = found.ranked[0]
     told = estimate(in_layout(request.config, best.choice), request.hardware, "own")

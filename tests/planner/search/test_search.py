@@ -9,7 +9,7 @@ from tests.support.small_searches import base, every_layout, rules_of, space_of
 from threefold.config import Config
 from threefold.planner.hardware import Hardware
 from threefold.planner.search.bounds import Array, Evaluated, Mask
-from threefold.planner.search.request import OBJECTIVES
+from threefold.planner.search.planning import OBJECTIVES
 from threefold.planner.search.search import BEST, Found, points_of, search
 from threefold.planner.search.space import LayoutChoice, MeshSizes, Options
 
@@ -83,9 +83,8 @@ ENOUGH, SCARCE = 10**6, 1500
 def searched(name: str, gpus: int, costs: ToyCosts, objective: str = "throughput", **fixed: object) -> Found:
     config = base(name)
     settings = {key.replace("__", "."): value for key, value in fixed.items()}
-    return search(
-        space_of(config, settings), rules_of(config), costs, OBJECTIVES[objective].counts(gpus), OBJECTIVES[objective]
-    )
+    row = OBJECTIVES[objective]
+    return search(space_of(config, settings), rules_of(config), costs, row.counts(gpus), row.weight)
 
 
 def exhaustive(name: str, gpus: int, costs: ToyCosts, objective: str) -> list[LayoutChoice]:

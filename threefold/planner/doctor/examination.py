@@ -9,7 +9,8 @@ from typing import Any, Final, Literal
 
 from threefold.byte_sizes import format_bytes
 from threefold.errors import UserError
-from threefold.planner.block_cost import block_of, block_seconds
+from threefold.models.block import describe_model
+from threefold.planner.block_cost import block_seconds, cost_block
 from threefold.planner.doctor.machine import (
     AxisRoute,
     DiskSpeed,
@@ -202,7 +203,9 @@ def examine(
     """
     machine, found = this_machine(), interfaces()
     device = "cuda" if usable_gpus() else "cpu"
-    counts = _rank_counts(device, quick)
+    counts: tuple[int, ...] = (1, 2) if quick else (1, *RANKS)
+    if device == "cuda":
+        counts = tuple(count for count in (1, *RANKS) if count <= usable_gpus())
     parts = [f"{count} {'rank' if count == 1 else 'ranks'}" for count in counts] + ["disk"]
     rates: list[RankRates] = []
     problems: list[MachineFinding] = []
@@ -235,13 +238,6 @@ def usable_gpus() -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def _rank_counts(device: str, quick: bool) -> Sequence[int]:
-    if device == "cuda":
-        gpus = usable_gpus()
-        return [count for count in (1, 2, 4, 8) if count <= gpus]
-    return (1, 2) if quick else (1, *RANKS)
 
 
 def _budget(device: str, quick: bool, whole: bool) -> MeasuringEffort:
@@ -327,7 +323,8 @@ def measured_entry(found: Examination) -> Hardware | None:
 def _host_work(rates: RankRates, entry: Hardware) -> float:
     """Return the part of the measured block time that its kernels do not explain."""
     config, system = tiny_config(), SYSTEMS["own-cpu"]
-    kernels = block_seconds(block_of(config, 0, 1, system), entry, system).total if rates.block else 0.0
+    block = describe_model(config.model, config.data.sequence_length).blocks[0]
+    kernels = block_seconds(cost_block(config, block, 1, system), entry, system).total if rates.block else 0.0
     return max(0.0, rates.block - kernels)
 
 

@@ -1,11 +1,11 @@
-"""Interface of the search's cost model, and lower bounds of memory for all options of a mesh at once."""
+"""Lower bounds of the memory of all options of a mesh at once, for the search."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +15,11 @@ from threefold.config.resolve import is_derived
 from threefold.config.schedules import Schedule, find_schedule
 from threefold.config.schema import Config, ParallelConfig
 from threefold.errors import UserError
+from threefold.models.block import ModelDescription
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.pipeline.partition import StageMap, partitioned
 from threefold.parallel.shard_shapes import ShardCoordinates, shard_coordinates
-from threefold.planner.layer_memory import LayerMemory
+from threefold.planner.activations import LayerMemory
 from threefold.planner.model_size import RankSize, model_weights, optimizer_states
 from threefold.planner.search.space import LayoutChoice, MeshSizes, Options, Settings, in_layout
 from threefold.planner.stage_memory import standing_states
@@ -54,32 +55,6 @@ class Evaluated:
         return max(self.peak_bytes)
 
 
-class Costs(Protocol):
-    """Cost model of one config on one type of hardware."""
-
-    def usable_bytes(self, gpus: int) -> int:
-        """Return the memory that a rank may use when there are `gpus` devices."""
-
-    def least_bytes(self, mesh: MeshSizes, options: Options) -> Array:
-        """Return a lower bound of the largest rank's bytes for all options of a mesh at once, unsound ones included;
-        the shape is in `space.DIMS`, with 1 where all options of a dim are alike."""
-
-    def least_seconds(self, mesh: MeshSizes, options: Options, wanted: Mask) -> Array:
-        """Return a lower bound of the seconds of a step, in the shape of `least_bytes`.
-
-        Args:
-            mesh: sizes of the mesh.
-            options: options of the mesh.
-            wanted: mask of the options asked for, in all dims; values elsewhere are arbitrary.
-        """
-
-    def evaluate(self, choice: LayoutChoice) -> Evaluated:
-        """Evaluate a layout exactly."""
-
-    def largest_part(self, choice: LayoutChoice) -> str:
-        """Name what takes the most memory on the largest rank, with its size."""
-
-
 Counts = NDArray[np.float64]
 
 
@@ -87,22 +62,18 @@ class LayerKinds:
     """Kinds of a model's layers; layers of a kind cost the same.
 
     Args:
-        config: resolved config of the run.
-        plan: plan of its model.
+        description: description of the model.
 
     Attributes:
         of_layer: kind of each layer, from 0.
         first: first layer of each kind.
     """
 
-    def __init__(self, config: Config, plan: ModelPlan) -> None:
-        model, numbers = config.model, dict[object, int]()
-        last = len(plan.layers) - 1
+    def __init__(self, description: ModelDescription) -> None:
+        numbers: dict[object, int] = {}
         self.of_layer: list[int] = []
         self.first: list[int] = []
-        for layer in range(len(plan.layers)):
-            ends = layer in (0, last)
-            key = layer if ends else (model.has_experts(layer - 1), model.window(layer - 1))
+        for layer, key in enumerate(("embedding", *description.blocks, "head")):
             kind = numbers.setdefault(key, len(numbers))
             if kind == len(self.first):
                 self.first.append(layer)
@@ -147,10 +118,6 @@ class RankLayers:
     folded: NDArray[np.bool_]
     chunks: NDArray[np.float64]
 
-    def of_row(self, of_schedule: NDArray[Any]) -> NDArray[Any]:
-        """Expand values of each schedule to each row."""
-        return of_schedule[self.schedule]
-
 
 def rank_layers(
     plan: ModelPlan, kinds: LayerKinds, pp: int, schedules: Sequence[Settings], partition: str | Sequence[int]
@@ -164,14 +131,8 @@ def rank_layers(
         schedules: settings of each schedule.
         partition: `parallel.partition`.
     """
+    rows: list[tuple[int, Counts, Counts, float, float, bool]] = []
     starts: list[int] = []
-    owners: list[int] = []
-    rows: list[Counts] = []
-    stacks: list[Counts] = []
-    passes: list[float] = []
-    deferred: list[float] = []
-    folded: list[bool] = []
-    chunks: list[int] = []
     blocks = [kind for kind, _ in kinds.blocks]
     before = np.zeros((len(kinds.of_layer) + 1, kinds.count))
     before[1:] = np.cumsum(np.eye(kinds.count)[kinds.of_layer], axis=0)
@@ -185,30 +146,27 @@ def rank_layers(
         each = before[bounds[1:]] - before[bounds[:-1]]
         found: dict[bytes, tuple[Counts, Counts, list[tuple[float, float]]]] = {}
         for rank in range(max(stages.ranks) + 1):
-            held = each[[stage for stage, holder in enumerate(stages.ranks) if holder == rank]]
-            held = held[np.argsort(held[:, blocks].sum(axis=1), kind="stable")]
-            total, stack = held.sum(axis=0), np.concatenate([np.zeros((1, kinds.count)), np.cumsum(held, axis=0)])
-            most = _passes(schedule, pp, rank, count)
-            row = found.setdefault(stack.tobytes(), (total, stack, []))
-            row[2].append(most)
-        starts.append(len(owners))
+            own = each[[stage for stage, holder in enumerate(stages.ranks) if holder == rank]]
+            own = own[np.argsort(own[:, blocks].sum(axis=1), kind="stable")]
+            total, stack = own.sum(axis=0), np.concatenate([np.zeros((1, kinds.count)), np.cumsum(own, axis=0)])
+            found.setdefault(stack.tobytes(), (total, stack, []))[2].append(_passes(schedule, pp, rank, count))
+        starts.append(len(rows))
+        on_one = count > 1 and any(one == other for one, other in pairwise(stages.ranks))
         for total, stack, flights in found.values():
-            owners.append(number)
-            rows.append(total)
-            stacks.append(stack)
-            passes.append(max(held for held, _ in flights))
-            deferred.append(max(waiting for _, waiting in flights))
-            folded.append(count > 1 and any(one == other for one, other in pairwise(stages.ranks)))
-        chunks.append(count)
+            held, waiting = (max(each) for each in zip(*flights, strict=True))
+            rows.append((number, total, stack, held, waiting, on_one))
+    owners, totals, stacks, passes, deferred, folded = zip(*rows, strict=True)
+    longest = max(map(len, stacks))
+    chunks = [float(settings["parallel.stage_chunks"]) for settings in schedules]
     return RankLayers(
-        np.array(starts),
-        np.array(owners),
-        np.array(rows),
-        _padded(stacks),
-        np.array(passes),
-        np.array(deferred),
-        np.array(folded),
-        np.array(chunks, dtype=float),
+        starts=np.array(starts),
+        schedule=np.array(owners),
+        counts=np.array(totals),
+        smallest=np.stack([np.pad(each, ((0, longest - len(each)), (0, 0)), mode="edge") for each in stacks]),
+        passes=np.array(passes),
+        deferred=np.array(deferred),
+        folded=np.array(folded),
+        chunks=np.array(chunks),
     )
 
 
@@ -225,47 +183,30 @@ def _passes(schedule: Schedule, pp: int, rank: int, chunks: int) -> tuple[float,
     return max(1.0, flight * chunks - 1), float(rank)
 
 
-def _padded(stacks: Sequence[Counts]) -> Counts:
-    """Stack arrays of different lengths, extending each by its last entry."""
-    most = max(len(stack) for stack in stacks)
-    return np.stack([np.concatenate([stack, np.repeat(stack[-1:], most - len(stack), axis=0)]) for stack in stacks])
-
-
 _STATE_ALONE, _WEIGHTS_TOO = 1, 3  # values of parallel.zero
 _KEPT, _BACKWARD, _DEFERRED = range(3)
 
 
-class _Held(NamedTuple):
-    """Lower bound of what ranks hold of all passes at their peak.
-
-    Attributes:
-        layers: layers of each kind, once for each pass, [rows, micro, kinds].
-        outputs: outputs that stages hand on, once for each pass, [rows, micro].
-    """
-
-    layers: Array
-    outputs: Array
-
-    @classmethod
-    def of(cls, mesh: MeshSizes, ranks: RankLayers, micro_batches: Array) -> "_Held":
-        """Count the passes that a rank has in flight, as many as possible through its smallest stages."""
-        chunks = ranks.of_row(ranks.chunks)[:, None]
-        rounds = micro_batches // np.maximum(1, micro_batches // mesh.pp)
-        # The table counts rounds of pp micro-batches, but a round may be shorter.
-        passes = ranks.passes[:, None] - (chunks - 1) * np.maximum(0, mesh.pp - rounds)
-        passes = np.clip(passes, 1, micro_batches * chunks)
-        # A stage holds two rounds of its micro-batches and the beginning of a third, or all of them if those are fewer.
-        room = np.maximum(np.minimum(micro_batches, 2 * rounds + mesh.pp), passes / chunks)
-        full = np.minimum(passes // room, chunks).astype(int)
-        rows, most = np.arange(len(ranks.counts))[:, None], ranks.smallest.shape[1] - 1
-        before, after = (ranks.smallest[rows, np.minimum(full + more, most)] for more in (0, 1))
-        layers = room[..., None] * before + (passes - room * full)[..., None] * (after - before)
-        has_last = (ranks.counts[:, -1] > 0)[:, None]
-        # The last stage runs backward at once, so that few of its passes are held where others can make up the number.
-        several = (chunks > 1) & np.isfinite(ranks.passes[:, None])
-        layers[..., -1] = np.where(several, np.minimum(layers[..., -1], 1), layers[..., -1])
-        handed = np.where(ranks.folded[:, None], 0, passes)  # an output handed to a stage of the same rank exists once
-        return cls(layers, np.where(has_last, np.maximum(0, handed - room), handed))
+def _held(mesh: MeshSizes, ranks: RankLayers, micro_batches: Array) -> tuple[Array, Array]:
+    """Return a lower bound of what ranks hold of all passes in flight, as many as possible through the smallest stages:
+    layers of each kind, [rows, micro, kinds], and outputs that stages hand on, [rows, micro], once for each pass."""
+    chunks = ranks.chunks[ranks.schedule][:, None]
+    rounds = micro_batches // np.maximum(1, micro_batches // mesh.pp)
+    # The table counts rounds of pp micro-batches, but a round may be shorter.
+    passes = ranks.passes[:, None] - (chunks - 1) * np.maximum(0, mesh.pp - rounds)
+    passes = np.clip(passes, 1, micro_batches * chunks)
+    # A stage holds two rounds of its micro-batches and the beginning of a third, or all of them if those are fewer.
+    room = np.maximum(np.minimum(micro_batches, 2 * rounds + mesh.pp), passes / chunks)
+    full = np.minimum(passes // room, chunks).astype(int)
+    rows, most = np.arange(len(ranks.counts))[:, None], ranks.smallest.shape[1] - 1
+    before, after = (ranks.smallest[rows, np.minimum(full + more, most)] for more in (0, 1))
+    layers = room[..., None] * before + (passes - room * full)[..., None] * (after - before)
+    has_last = (ranks.counts[:, -1] > 0)[:, None]
+    # The last stage runs backward at once, so that few of its passes are held where others can make up the number.
+    several = (chunks > 1) & np.isfinite(ranks.passes[:, None])
+    layers[..., -1] = np.where(several, np.minimum(layers[..., -1], 1), layers[..., -1])
+    handed = np.where(ranks.folded[:, None], 0, passes)  # an output handed to a stage of the same rank exists once
+    return layers, np.where(has_last, np.maximum(0, handed - room), handed)
 
 
 class LeastBytes:
@@ -297,7 +238,7 @@ class LeastBytes:
         if self._device == "cpu":
             growing = self._states_of(mesh, options, ranks, True)[:, None, :]
             states = np.where((counts == 1)[:, None], growing, states)
-        held = _Held.of(mesh, ranks, counts)
+        held = _held(mesh, ranks, counts)
         buffers = self._buffers(mesh, options, ranks, counts)  # [rows, micro, zero]
         found = np.empty(options.shape)
         for sequence, sharded in enumerate(shards):
@@ -309,7 +250,7 @@ class LeastBytes:
         return found
 
     def _moving(
-        self, mesh: MeshSizes, ranks: RankLayers, sizes: Array, held: "_Held", sharded: bool, mode: str
+        self, mesh: MeshSizes, ranks: RankLayers, sizes: Array, held: tuple[Array, Array], sharded: bool, mode: str
     ) -> Array:
         """Return the activations plus the largest working set of a layer's backward pass, [rows, micro]."""
         one, two, last = (self._of_kinds(mesh, size, sharded, mode) for size in (1, 2, self._largest))
@@ -318,8 +259,8 @@ class LeastBytes:
         growth = np.minimum(two - one, (last - one) / max(1, self._largest - 1))
         each = one[..., None] + growth[..., None] * (sizes - 1)  # [kept, backward, deferred; kinds, output; micro]
         layers, output = each[:, :-1], each[_KEPT, -1]
-        kept = np.einsum("rmk,km->rm", held.layers, layers[_KEPT]) + held.outputs * output
-        waiting = np.einsum("rmk,km->rm", held.layers, np.minimum(layers[_KEPT], layers[_DEFERRED]))
+        kept = np.einsum("rmk,km->rm", held[0], layers[_KEPT]) + held[1] * output
+        waiting = np.einsum("rmk,km->rm", held[0], np.minimum(layers[_KEPT], layers[_DEFERRED]))
         backward = np.where((ranks.counts > 0)[..., None], layers[_BACKWARD], np.inf).min(axis=1)
         return np.where(ranks.deferred[:, None] > 0, waiting, kept) + backward
 
@@ -352,7 +293,7 @@ class LeastBytes:
         for chunk in chunks:
             changed = config.model_copy(update={"train": config.train.model_copy(update={"loss_chunk_size": chunk})})
             replayed = self._weights.recomputed(mode, 1)
-            memories.append(LayerMemory(changed, self._device, self._keeps, self._weights.plan.layers, replayed))
+            memories.append(LayerMemory(changed, self._device, self._keeps, self._weights, replayed))
         found = [memories[0].of(name) for name in self._names[:-1]]
         rows = [[each.kept, each.backward, each.deferred] for each in found]
         heads = [memory.of(self._names[-1]) for memory in memories]

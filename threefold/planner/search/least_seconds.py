@@ -11,29 +11,20 @@ from threefold.byte_sizes import format_bytes
 from threefold.config.resolve import is_derived, logits_chunk
 from threefold.config.schema import Config
 from threefold.config.section import divisors
-from threefold.models.family import model_plan
-from threefold.planner.block_cost import (
-    ITEMSIZES,
-    EndShapes,
-    Passes,
-    axis_group,
-    block_of,
-    block_passes,
-    embedding_passes,
-    head_passes,
-)
-from threefold.planner.collective_cost import bubble_seconds, gradient_seconds, send_seconds, send_waits, update_seconds
+from threefold.models.block import describe_model
+from threefold.planner.block_cost import Passes, axis_group, block_passes, cost_block, embedding_passes, head_passes
+from threefold.planner.collective_cost import bubble_seconds, send_seconds, send_waits
 from threefold.planner.estimate import (
     estimate,
+    gradient_time,
     layer_elements,
-    optimizer_tensors,
     sent_bytes,
+    update_time,
     usable_memory,
     waiting_share,
 )
 from threefold.planner.hardware import Hardware
 from threefold.planner.search.bounds import Array, Evaluated, LayerKinds, LeastBytes, Mask, RankLayers, rank_layers
-from threefold.planner.search.request import Request
 from threefold.planner.search.space import LayoutChoice, MeshSizes, Options, Settings, in_layout
 from threefold.planner.systems import System, keeps_of
 
@@ -42,31 +33,34 @@ _TOLD: Final = 2
 
 
 class ModelCosts:
-    """Cost model of a request, which implements `Costs`."""
+    """Cost model of a resolved config on one rank, for a hardware and a training system."""
 
-    def __init__(self, request: Request) -> None:
-        self._config, self._hardware = request.config, request.hardware
-        self._system = request.system
-        self._plan = model_plan(self._config.model, self._config.data.sequence_length)
-        self._kinds = LayerKinds(self._config, self._plan)
+    def __init__(self, config: Config, hardware: Hardware, system: System) -> None:
+        self._config, self._hardware, self._system = config, hardware, system
+        description = describe_model(self._config.model, self._config.data.sequence_length)
+        self._plan, self._kinds = description.plan, LayerKinds(description)
         self._ranks: dict[tuple[int, int], RankLayers] = {}
         keeps = keeps_of(self._system.name, self._hardware.device)
         self._seconds = LeastSeconds(self._config, self._hardware, self._system, self._kinds)
         self._bytes = LeastBytes(self._config, self._hardware.device, keeps, self._kinds)
 
     def usable_bytes(self, gpus: int) -> int:
+        """Return the memory that a rank may use when there are `gpus` devices."""
         return usable_memory(self._hardware.shared_by(gpus))
 
     def least_bytes(self, mesh: MeshSizes, options: Options) -> Array:
+        """Return a lower bound of the largest rank's bytes for all options of a mesh at once, unsound ones included."""
         return self._bytes(mesh, options, self._rank_layers(mesh.pp, options.schedule))
 
     def least_seconds(self, mesh: MeshSizes, options: Options, wanted: Mask) -> Array:
+        """Return a lower bound of the seconds of a step; arbitrary for options outside the mask `wanted`."""
         ranks = self._rank_layers(mesh.pp, options.schedule)
         first = options.choice(mesh, [0] * len(options.shape))
         elements = np.array(layer_elements(in_layout(self._config, first)))[self._kinds.first]
         return self._seconds(mesh, options, ranks, ranks.counts @ elements, wanted)
 
     def evaluate(self, choice: LayoutChoice) -> Evaluated:
+        """Evaluate a layout exactly."""
         found = estimate(in_layout(self._config, choice), self._hardware, self._system)
         causes = found.time.causes
         largest = sorted(causes, key=causes.__getitem__, reverse=True)[:_TOLD]
@@ -85,6 +79,7 @@ class ModelCosts:
         )
 
     def largest_part(self, choice: LayoutChoice) -> str:
+        """Name what takes the most memory on the largest rank, with its size."""
         found = estimate(in_layout(self._config, choice), self._hardware, self._system)
         stage = max(found.stages, key=lambda each: each.peak)
         name = max(stage.causes, key=stage.causes.__getitem__)
@@ -130,8 +125,6 @@ class LeastSeconds:
         self._passes: dict[object, Array] = {}
         self._sizes = np.array(divisors(config.train.global_batch_size))
         self._configs: dict[object, Config] = {}
-        self._itemsize = ITEMSIZES[config.precision.dtype]
-        self._master = config.precision.master_weights
         self._layers = np.bincount(kinds.of_layer, minlength=kinds.count)
 
     def __call__(self, mesh: MeshSizes, options: Options, ranks: RankLayers, elements: Array, wanted: Mask) -> Array:
@@ -147,31 +140,17 @@ class LeastSeconds:
         inner = self._inner(mesh, options, wanted)
         found = np.full(options.shape, np.inf)
         hardware = self._hardware.shared_by(mesh.gpus)
-        system = self._system
+        config, system = self._in_layout(mesh), self._system
         line, forward, backward = self._pipeline(mesh, options, ranks, inner, hardware)
-        group = axis_group(self._in_layout(mesh), "dp·cp", hardware.gpus_per_node, system)
         for number, settings in enumerate(options.zero):
             if not wanted[..., number].any():
                 continue
             zero = settings["parallel.zero"]
-            sums = gradient_seconds(
-                hardware,
-                system,
-                group,
-                elements=elements[:, None],  # type: ignore[arg-type]
-                forward=forward,  # type: ignore[arg-type]
-                backward=backward,  # type: ignore[arg-type]
-                micro_batches=inner.micro_batches,  # type: ignore[arg-type]
-                zero=zero,
-                itemsize=self._itemsize,
-                gradient_bytes=max(4, self._itemsize) if self._master else self._itemsize,
-                layers=max(1, self._config.model.num_layers // mesh.pp),
+            sums = gradient_time(
+                config, hardware, system, zero, elements[:, None], forward, backward, inner.micro_batches
             )
-            exposed = np.maximum.reduceat(np.broadcast_to(sums.exposed, forward.shape), ranks.starts, axis=0)
-            share = group.ranks if zero or system.sharded_optimizer else 1
-            most = np.maximum.reduceat(elements, ranks.starts) / share
-            states = optimizer_tensors(self._config)
-            update = update_seconds(hardware, most, states, self._itemsize, self._master)  # type: ignore[arg-type]
+            exposed = np.maximum.reduceat(np.broadcast_to(sums, forward.shape), ranks.starts, axis=0)
+            update = update_time(config, hardware, system, zero, np.maximum.reduceat(elements, ranks.starts))
             seconds = line + exposed + np.asarray(update)[:, None] + hardware.achievable.step
             found[(*inner.places, slice(None), number)] = (seconds * (1 + waiting_share(mesh.gpus))).T
         return np.where(wanted, found, np.inf)
@@ -244,23 +223,24 @@ class LeastSeconds:
     def _computed(self, config: Config, hardware: Hardware) -> Array:
         """Compute the seconds of a layer of each kind for all micro-batch sizes, from a config with size 1."""
         sizes, per_node, system = self._sizes, hardware.gpus_per_node, self._system
+        described = describe_model(config.model, config.data.sequence_length).blocks
         blocks = {
-            kind: replace(block_of(config, layer, per_node, system), samples=sizes)  # type: ignore[arg-type]
+            kind: replace(cost_block(config, described[layer], per_node, system), samples=sizes)  # type: ignore[arg-type]
             for kind, layer in self._kinds.blocks
         }
         first = next(iter(blocks.values()))
         chunks = [self._chunk(config, size) for size in sizes.tolist()]
-        ends = EndShapes(config.model.vocab_size, first)
         found = np.empty((3, self._kinds.count, len(sizes)))
-        found[:, 0] = _totals(embedding_passes(ends, hardware, system), sizes)
+        found[:, 0] = _totals(embedding_passes(first, hardware), sizes)
         for kind, block in blocks.items():
             found[:, kind] = _totals(block_passes(block, hardware, system, config.train.recompute), sizes)
         for chunked in (True, False):  # a head branches on this first
             some = np.array([(chunk > 0) == chunked for chunk in chunks], dtype=bool)
             if some.any():
-                block = replace(first, samples=sizes[some])
-                ends = EndShapes(config.model.vocab_size, block, int(chunked))
-                found[:, self._kinds.head, some] = _totals(head_passes(ends, hardware, system), sizes[some])
+                head = head_passes(
+                    replace(first, samples=sizes[some]), config.model.vocab_size, int(chunked), hardware, system
+                )
+                found[:, self._kinds.head, some] = _totals(head, sizes[some])
         return found
 
     def _chunk(self, config: Config, size: int) -> int:

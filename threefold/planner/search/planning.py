@@ -1,23 +1,232 @@
-"""Answers to a search request: the ranked layouts, the budget, and the config of the best layout."""
+"""Searches as asked for and answered.
 
-from collections.abc import Callable, Iterator, Mapping
+A request has an objective, fixed settings and a budget of tokens; its answer the ranked layouts, or the error that says
+why there are none, and the config of the best layout.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from threefold.byte_sizes import format_bytes
+from threefold.config.document import parse_value
+from threefold.config.loading import config_of
+from threefold.config.model import OWN
+from threefold.config.schedules import SCHEDULES, is_own_schedule
 from threefold.config.schema import Config, to_yaml
+from threefold.config.section import MOST_STEPS, divisors, nearest_multiple
+from threefold.data.dataset import resolve_without_data
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.models.family import model_plan
+from threefold.planner.block import described_blocks
+from threefold.planner.estimate import own_system
 from threefold.planner.hardware import Hardware
-from threefold.planner.search.bounds import Costs, Evaluated
+from threefold.planner.search.bounds import Evaluated
 from threefold.planner.search.least_seconds import ModelCosts
-from threefold.planner.search.request import Budget, Request, budget_of
 from threefold.planner.search.search import Found, search
-from threefold.planner.search.space import KEYS, LayoutChoice, layout_rules, without_layout
+from threefold.planner.search.space import KEYS, LayoutChoice, Space, alone, layout_rules, without_layout
+from threefold.planner.systems import System, find_system
+from threefold.plugins import one_of
 
-MakeCosts = Callable[[Request], Costs]
+_SCALES: Final = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_TOKENS: Final = re.compile(r"(\d+(?:\.\d+)?(?:E\d{1,2})?)([KMBT]?)")
+_HOUR, _DAY = 3600, 86400
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Whole steps of the global batch for a number of tokens, and their seconds; the price is per GPU, if known."""
+
+    tokens: int
+    steps: int
+    seconds: float
+    gpus: int
+    dollars_per_hour: float | None
+
+    @property
+    def days(self) -> float:
+        return self.seconds / _DAY
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.seconds * self.gpus / _HOUR
+
+    @property
+    def dollars(self) -> float | None:
+        return None if self.dollars_per_hour is None else self.gpu_hours * self.dollars_per_hour
+
+
+def parse_tokens(text: str) -> int:
+    """Parse a number of tokens such as `300B`, `1.4T`, `20e9` or `5000000`.
+
+    Raises:
+        UserError: the text is not a number of tokens above 0.
+    """
+    match = _TOKENS.fullmatch(text.strip().upper().replace("_", "").replace(",", ""))
+    count = round(float(match[1]) * _SCALES[match[2]]) if match else 0
+    if not match or not 0 < count <= 10**18:
+        raise UserError(f"--tokens is {shown(text)} but must be a number of tokens above 0; write it as 300B or 1.4T.")
+    return count
+
+
+def budget_of(tokens: int, tokens_per_step: int, step_seconds: float, gpus: int, dollars: float | None) -> Budget:
+    """Return the budget of training in whole steps.
+
+    Args:
+        tokens: tokens to train on.
+        tokens_per_step: tokens of the global batch.
+        step_seconds: seconds of a step.
+        gpus: GPUs that compute it.
+        dollars: price per hour and GPU; None if unknown.
+    """
+    steps = -(-tokens // tokens_per_step)
+    return Budget(tokens, steps, steps * step_seconds, gpus, dollars)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Criterion by which layouts are ranked.
+
+    Attributes:
+        name, title: name on the command line, and description of the best layout.
+        counts: function from the available GPUs to the numbers of GPUs that a layout may use.
+        weight: function from the GPUs used to a factor of the seconds of a step; the smallest product ranks first.
+    """
+
+    name: str
+    title: str
+    counts: Callable[[int], list[int]]
+    weight: Callable[[int], float]
+
+
+_ROWS: Final = (
+    # The batch is fixed, so the shortest step has the most tokens per second.
+    Objective("throughput", "most tokens per second on all GPUs", lambda gpus: [gpus], lambda used: 1.0),
+    Objective("cost", "fewest GPU-hours per token, on as many GPUs or a part of them", divisors, float),
+    Objective("latency", "shortest step, on as many GPUs or a part of them", divisors, lambda used: 1.0),
+)
+OBJECTIVES: Final = {row.name: row for row in _ROWS}
+"""Objectives by name; the first is the default."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Request to search the layouts of a config.
+
+    Attributes:
+        given, config: config as loaded, and resolved on one rank.
+        gpus, hardware: number of available devices, and their type.
+        objective: criterion of the best layout.
+        fixed: values of settings that the layouts must have, by `section.key`.
+        tokens: tokens to train on; None if neither the request nor the config says.
+        system: training system whose kernels and memory are assumed.
+    """
+
+    given: Config
+    config: Config
+    gpus: int
+    hardware: Hardware
+    objective: Objective
+    fixed: Mapping[str, Any]
+    tokens: int | None
+    system: System
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.train.global_batch_size * self.config.data.sequence_length
+
+    def space(self, fixed: Mapping[str, Any]) -> Space:
+        """Return the search space with these settings fixed."""
+        own = self.given.parallel.schedule
+        schedules = [*SCHEDULES, *([own] if is_own_schedule(own) else [])]
+        layers = model_plan(self.config.model, self.config.data.sequence_length).layers
+        return Space(self.config, len(layers), fixed, schedules)
+
+
+def read_request(
+    given: Config,
+    gpus: int,
+    hardware: Hardware,
+    objective: str,
+    fix: Sequence[str],
+    tokens: str | None = None,
+    system: str | None = None,
+) -> Request:
+    """Read the options of a request.
+
+    Args:
+        given: config as loaded.
+        gpus: available devices.
+        hardware: type of the devices.
+        objective, fix, tokens, system: values on the command line; None for an option that was not given. The default
+            system is this package, which the config is for.
+
+    Raises:
+        UserError: an option is invalid, or the config is invalid in every layout.
+    """
+    if objective not in OBJECTIVES:
+        raise UserError(f"--objective is {shown(objective)} but must be {one_of(objective, list(OBJECTIVES))}.")
+    row, fixed = OBJECTIVES[objective], parse_fixed(fix)
+    wanted = None if tokens is None else parse_tokens(tokens)
+    if not hardware.fills_nodes(gpus):
+        per_node = hardware.gpus_per_node
+        raise UserError(
+            f"--gpus is {gpus} but nodes of {hardware.name} have {per_node} and are rented whole; use "
+            f"{nearest_multiple(gpus, per_node)}."
+        )
+    config = given if given.model.architecture == OWN else resolve_without_data(alone(given))
+    described_blocks(config)  # refuses blocks without formulas, and a model of a file
+    hardware.matrix_rate(config.precision.dtype)
+    most = MOST_STEPS * config.train.global_batch_size * config.data.sequence_length
+    if tokens is not None and wanted is not None and wanted > most:
+        raise UserError(f"--tokens is {shown(tokens)} but train.max_steps can read {most:,} at most; use {most}.")
+    kernels = own_system(config, hardware) if system is None else find_system(system)
+    if wanted is None and config.train.max_steps < MOST_STEPS:
+        wanted = config.train.max_steps * config.train.global_batch_size * config.data.sequence_length
+    return Request(given, config, gpus, hardware, row, fixed, wanted, kernels)
+
+
+def require_no_layout(overrides: Sequence[str]) -> None:
+    """Raise an error if an override sets what the search chooses, since it would have no effect.
+
+    Args:
+        overrides: overrides as `section.key=value`.
+
+    Raises:
+        UserError: an override is such a setting.
+    """
+    for override in overrides:
+        if override.partition("=")[0].strip() in KEYS.values():
+            raise UserError(
+                f"--set {shown(override)}: threefold plan chooses this setting itself; use --fix {shown(override)} "
+                "for layouts that have it."
+            )
+
+
+def parse_fixed(texts: Sequence[str]) -> dict[str, Any]:
+    """Parse the settings that layouts must have, each as `section.key=value`.
+
+    Raises:
+        UserError: a key is no setting of a layout, or its value is not YAML or invalid for the setting.
+    """
+    fixed: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        key, where = key.strip(), f"--fix {shown(text)}"
+        if not equals:
+            raise UserError(f"{where}: write it as section.key=value, such as parallel.tp=8.")
+        if key not in KEYS.values():
+            raise UserError(f"{where}: the setting must be {one_of(key, list(KEYS.values()))}.")
+        fixed[key] = parse_value(value, where)
+        section, name = key.split(".")
+        try:
+            config_of({"data": {"path": "any"}, section: {name: fixed[key]}})
+        except UserError as error:
+            raise UserError(f"{where}: {str(error).removeprefix('config: ')}") from None
+    return fixed
 
 
 @dataclass(frozen=True)
@@ -26,7 +235,7 @@ class SearchAnswer:
 
     request: Request
     found: Found
-    costs: Costs
+    costs: ModelCosts
     usable_bytes: int
     seconds: float
 
@@ -49,23 +258,22 @@ class SearchAnswer:
         return budget_of(request.tokens, request.tokens_per_step, layout.seconds, layout.choice.gpus, dollars)
 
 
-def plan_layouts(request: Request, clock: Callable[[], float], make_costs: MakeCosts = ModelCosts) -> SearchAnswer:
+def plan_layouts(request: Request, clock: Callable[[], float]) -> SearchAnswer:
     """Search the layouts of a request.
 
     Args:
         request: request to search.
-        make_costs: function that makes the cost model.
         clock: function that returns the seconds since the request.
 
     Raises:
         UserError: no layout is sound, or none fits; the message says what would make one possible.
     """
-    costs = make_costs(request)
+    costs = ModelCosts(request.config, request.hardware, request.system)
     checks = layout_rules(model_plan(request.config.model, request.config.data.sequence_length))
 
     def run(gpus: int, fixed: Mapping[str, Any]) -> Found:
         counts = [count for count in request.objective.counts(gpus) if request.hardware.fills_nodes(count)]
-        return search(request.space(fixed), checks, costs, counts, request.objective)
+        return search(request.space(fixed), checks, costs, counts, request.objective.weight)
 
     found = run(request.gpus, request.fixed)
     if not found.sound:
@@ -96,7 +304,7 @@ def no_layout(gpus: int, fixed: Mapping[str, Any], found: Found, run: Run) -> Us
         found: result of the search.
         run: function that searches another number of GPUs.
     """
-    having = f" with {_words(fixed)}" if fixed else ""
+    having = " with " + " and ".join(f"{key} {_word(value)}" for key, value in fixed.items()) if fixed else ""
     head = f"--gpus is {gpus} but no layout of so many GPUs{having} is sound"
     why = f" ({found.refusals[0].example}: {found.refusals[0].sentence.rstrip('.')})" if found.refusals else ""
     for key, value in fixed.items():
@@ -108,7 +316,8 @@ def no_layout(gpus: int, fixed: Mapping[str, Any], found: Found, run: Run) -> Us
     for count in _around(gpus):
         if run(count, fixed).sound:
             return UserError(f"{head}{why}; use {count}.")
-    below = next((count for count in _powers_below(gpus) if run(count, fixed).sound), None)
+    powers = (1 << power for power in range(gpus.bit_length() - 1, -1, -1))
+    below = next((count for count in powers if count < gpus - _NEAR and run(count, fixed).sound), None)
     if below is not None:
         return UserError(f"{head}{why}; use {below}.")
     return UserError(f"{head}{why}; use a number that divides the global batch and the model's heads and layers.")
@@ -120,7 +329,7 @@ def none_fits(
     hardware: Hardware,
     usable: int,
     found: Found,
-    costs: Costs,
+    costs: ModelCosts,
     run: Run,
 ) -> UserError:
     """Return the error that no sound layout fits into memory.
@@ -155,7 +364,7 @@ def _enough(gpus: int, fixed: Mapping[str, Any], run: Run) -> int | None:
             return None
         if run(gpus * times, fixed).ranked:
             between = [int(gpus * times * part) for part in _BETWEEN if gpus * times * part % 1 == 0]
-            return next((count for count in between if run(count, fixed).fitting), gpus * times)
+            return next((count for count in between if run(count, fixed).ranked), gpus * times)
     return None
 
 
@@ -165,16 +374,6 @@ def _around(gpus: int) -> Iterator[int]:
         yield gpus + distance
         if gpus > distance:
             yield gpus - distance
-
-
-def _powers_below(gpus: int) -> Iterator[int]:
-    """Yield the powers of two up to a number, the largest first."""
-    for power in range(gpus.bit_length() - 1, -1, -1):
-        yield 1 << power
-
-
-def _words(fixed: Mapping[str, Any]) -> str:
-    return " and ".join(f"{key} {_word(value)}" for key, value in fixed.items())
 
 
 def _word(value: object) -> str:

@@ -1,16 +1,18 @@
 """Search over the layouts of a space: which are sound, which fit, the best of them, and why others are refused."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from threefold.planner.search.bounds import Array, Costs, Evaluated, Mask
-from threefold.planner.search.request import Objective
+from threefold.planner.search.bounds import Array, Evaluated, Mask
+from threefold.planner.search.least_seconds import ModelCosts
 from threefold.planner.search.space import Check, LayoutChoice, MeshSizes, Options, RuleAnswers, Settings, Space
+
+Weight = Callable[[int], float]
 
 
 class Soundness:
@@ -32,7 +34,7 @@ class Soundness:
         self.examples: dict[str, tuple[str, str]] = {}
 
     def mask(self, mesh: MeshSizes, options: Options) -> Mask | None:
-        """Return a mask of a mesh's sound options in `DIMS` (length 1 where all are alike); None if none is sound."""
+        """Return a mask of a mesh's sound options (length 1 where all are alike); None if none is sound."""
         sound: Mask = np.ones((1,) * len(options.shape), dtype=bool)
         for number, rule in enumerate(self._rules):
             before = sound
@@ -61,14 +63,16 @@ class Soundness:
         while True:
             read = frozenset(rule.read)
             own = mesh.settings
-            varied = [not read.isdisjoint(values[0]) for values in options.dims]
-            dims = tuple(values if one else values[:1] for values, one in zip(options.dims, varied, strict=True))
-            several = tuple(id(values) for values, one in zip(options.dims, varied, strict=True) if one)
+            varied = [not read.isdisjoint(values[0]) for values in options]
+            dims = tuple(values if one else values[:1] for values, one in zip(options, varied, strict=True))
+            several = tuple(id(values) for values, one in zip(options, varied, strict=True) if one)
             key = (number, tuple(own[name] for name in own if name in read), several, read)
             if key in self._masks:
                 return self._masks[key]
             kinds = [_kinds(values, read) for values in dims]
-            found = list(_sentences(rule, own, tuple(values for values, _ in kinds)))
+            found = []
+            for chosen in product(*(values for values, _ in kinds)):
+                found.append(rule.sentence({**own, **{key: value for each in chosen for key, value in each.items()}}))
             if rule.read <= read:
                 break
         mask = np.array([not sentence for sentence in found]).reshape([len(values) for values, _ in kinds])
@@ -84,14 +88,6 @@ def _kinds(values: tuple[Settings, ...], read: frozenset[str]) -> tuple[tuple[Se
     alike = [first.setdefault(tuple(value[name] for name in names), len(first)) for value in values]
     kinds = tuple(values[alike.index(number)] for number in range(len(first)))
     return kinds, alike
-
-
-def _sentences(rule: RuleAnswers, own: Settings, dims: tuple[tuple[Settings, ...], ...]) -> Iterator[str]:
-    for chosen in product(*dims):
-        settings = dict(own)
-        for values in chosen:
-            settings.update(values)
-        yield rule.sentence(settings)
 
 
 def _size(mask: Mask, options: Options) -> int:
@@ -174,20 +170,7 @@ class Found:
     unfit: list[int]
 
 
-@dataclass
-class _Seen:
-    """Running totals of a search."""
-
-    considered: int = 0
-    sound: int = 0
-    least: float = float("inf")
-    nearest: LayoutChoice | None = None
-    least_of_all: float = float("inf")
-    smallest: LayoutChoice | None = None
-    looked: list[Fitting] = field(default_factory=list)
-
-
-def search(space: Space, checks: tuple[Check, ...], costs: Costs, counts: Sequence[int], objective: Objective) -> Found:
+def search(space: Space, checks: tuple[Check, ...], costs: ModelCosts, counts: Sequence[int], weight: Weight) -> Found:
     """Search every layout of a space and rank the best.
 
     Args:
@@ -195,54 +178,52 @@ def search(space: Space, checks: tuple[Check, ...], costs: Costs, counts: Sequen
         checks: rules of a config.
         costs: cost model.
         counts: numbers of devices that a layout may use.
-        objective: criterion of the ranking.
+        weight: function from the GPUs used to a factor of the seconds of a step; the smallest product ranks first.
     """
-    soundness, seen = Soundness(space, checks), _Seen()
-    for count in counts:
-        for mesh in space.meshes(count):
-            _look(mesh, space.options(mesh), soundness, costs, seen)
-    fitting = sum(len(each.seconds) for each in seen.looked)
-    ranked, unfit, evaluated = _best(seen.looked, costs, objective)
-    misfit = None
-    if seen.sound > fitting and seen.nearest is not None:
-        part = costs.largest_part(seen.nearest)
-        misfit = UnfitLayouts(seen.sound - fitting, seen.nearest, int(seen.least), part)
+    soundness = Soundness(space, checks)
+    considered = sound_count = 0
+    least_misfit = least_bytes = np.inf
+    misfit: LayoutChoice | None = None
+    nearest: LayoutChoice | None = None
+    looked: list[Fitting] = []
+    for mesh in (mesh for count in counts for mesh in space.meshes(count)):
+        options = space.options(mesh)
+        considered += int(np.prod(options.shape))
+        mask = soundness.mask(mesh, options) if all(options.shape) else None
+        if mask is None:
+            continue
+        sound = np.broadcast_to(mask, options.shape)
+        sound_count += int(np.count_nonzero(sound))
+        needed = np.broadcast_to(costs.least_bytes(mesh, options), options.shape)
+        fits = sound & (needed <= costs.usable_bytes(mesh.gpus))
+        least, place = _least(needed, sound & ~fits)
+        if least < least_misfit:
+            least_misfit, misfit = least, options.choice(mesh, place)
+        least, place = _least(needed, sound)
+        if least < least_bytes:
+            least_bytes, nearest = least, options.choice(mesh, place)
+        places = np.nonzero(fits)
+        if len(places[0]):
+            seconds = np.broadcast_to(costs.least_seconds(mesh, options, fits), options.shape)
+            looked.append(Fitting(mesh, options, places, seconds[places], needed[places]))
+    fitting = sum(len(each.seconds) for each in looked)
+    ranked, unfit, evaluated = _best(looked, costs, weight)
+    unfit_layouts = None
+    if sound_count > fitting and misfit is not None:
+        part = costs.largest_part(misfit)
+        unfit_layouts = UnfitLayouts(sound_count - fitting, misfit, int(least_misfit), part)
     return Found(
-        considered=seen.considered,
-        sound=seen.sound,
+        considered=considered,
+        sound=sound_count,
         fitting=fitting,
         evaluated=evaluated,
         ranked=ranked,
-        refusals=_refusals(soundness.refused, soundness.examples),
-        misfit=misfit,
-        nearest=seen.smallest,
-        meshes=seen.looked,
+        refusals=[RefusedLayouts(key, n, *soundness.examples[key]) for key, n in soundness.refused.most_common()],
+        misfit=unfit_layouts,
+        nearest=nearest,
+        meshes=looked,
         unfit=unfit,
     )
-
-
-def _look(mesh: MeshSizes, options: Options, soundness: Soundness, costs: Costs, seen: _Seen) -> None:
-    """Add the sound layouts of a mesh that fit."""
-    if not all(options.shape):
-        return
-    seen.considered += int(np.prod(options.shape))
-    sound = soundness.mask(mesh, options)
-    if sound is None:
-        return
-    sound = np.broadcast_to(sound, options.shape)
-    seen.sound += int(np.count_nonzero(sound))
-    needed = np.broadcast_to(costs.least_bytes(mesh, options), options.shape)
-    fits = sound & (needed <= costs.usable_bytes(mesh.gpus))
-    least, place = _least(needed, sound & ~fits)
-    if least < seen.least:
-        seen.least, seen.nearest = least, options.choice(mesh, place)
-    least, place = _least(needed, sound)
-    if least < seen.least_of_all:
-        seen.least_of_all, seen.smallest = least, options.choice(mesh, place)
-    places = np.nonzero(fits)
-    if len(places[0]):
-        seconds = np.broadcast_to(costs.least_seconds(mesh, options, fits), options.shape)
-        seen.looked.append(Fitting(mesh, options, places, seconds[places], needed[places]))
 
 
 def _least(values: Array, where: Mask) -> tuple[float, tuple[int, ...]]:
@@ -252,12 +233,12 @@ def _least(values: Array, where: Mask) -> tuple[float, tuple[int, ...]]:
     return float(those.flat[place]), tuple(int(index) for index in np.unravel_index(place, those.shape))
 
 
-def _best(looked: list[Fitting], costs: Costs, objective: Objective) -> tuple[list[Evaluated], list[int], int]:
+def _best(looked: list[Fitting], costs: ModelCosts, weight: Weight) -> tuple[list[Evaluated], list[int], int]:
     """Return the best layouts, the indices of evaluated ones that do not fit, and the number evaluated."""
     best: list[tuple[float, int, LayoutChoice, Evaluated]] = []
     unfit: list[int] = []
     evaluated = 0
-    for bound, place, choice in _ascending(looked, objective):
+    for bound, place, choice in _ascending(looked, weight):
         if len(best) == BEST and bound * _ROUNDING > best[-1][0]:
             break
         found = costs.evaluate(choice)
@@ -265,16 +246,16 @@ def _best(looked: list[Fitting], costs: Costs, objective: Objective) -> tuple[li
         if found.peak > costs.usable_bytes(choice.gpus):
             unfit.append(place)
             continue
-        best.append((found.seconds * objective.weight(choice.gpus), found.peak, choice, found))
+        best.append((found.seconds * weight(choice.gpus), found.peak, choice, found))
         best = sorted(best, key=lambda each: each[:3])[:BEST]
     return [each[-1] for each in best], unfit, evaluated
 
 
-def _ascending(looked: list[Fitting], objective: Objective) -> Iterator[tuple[float, int, LayoutChoice]]:
+def _ascending(looked: list[Fitting], weight: Weight) -> Iterator[tuple[float, int, LayoutChoice]]:
     """Yield all layouts in the order of their scores' bounds: the bound, the index among all, and the layout."""
     if not looked:
         return
-    scores = np.concatenate([each.seconds * objective.weight(each.mesh.gpus) for each in looked])
+    scores = np.concatenate([each.seconds * weight(each.mesh.gpus) for each in looked])
     starts = np.cumsum([0, *(len(each.seconds) for each in looked)])
     below, count = -np.inf, _AT_ONCE
     while below < scores.max():
@@ -284,10 +265,6 @@ def _ascending(looked: list[Fitting], objective: Objective) -> Iterator[tuple[fl
             owner = int(np.searchsorted(starts, place, side="right")) - 1
             yield float(scores[place]), int(place), looked[owner].choice(int(place - starts[owner]))
         below, count = limit, count * 4
-
-
-def _refusals(counts: Counter[str], examples: dict[str, tuple[str, str]]) -> list[RefusedLayouts]:
-    return [RefusedLayouts(key, count, *examples[key]) for key, count in counts.most_common()]
 
 
 _POINTS: Final = 4000
@@ -306,7 +283,7 @@ class Points(NamedTuple):
     front: list[Evaluated]
 
 
-def points_of(found: Found, costs: Costs, step: float = _STEP, most: int = _EVALUATED) -> Points:
+def points_of(found: Found, costs: ModelCosts, step: float = _STEP, most: int = _EVALUATED) -> Points:
     """Return a sample of a search's layouts and their Pareto front, without layouts known not to fit.
 
     Args:

@@ -72,11 +72,6 @@ class LayoutChoice(NamedTuple):
         """Return the values of the settings that make the layout, by `section.key`."""
         return {KEYS[name]: value for name, value in self._asdict().items()}
 
-    @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> "LayoutChoice":
-        """Return the layout of a mapping from `section.key` to values."""
-        return cls(**{name: settings[key] for name, key in KEYS.items()})
-
     @property
     def spec(self) -> LayoutSpec:
         """Layout in the notation of other commands, without the micro-batch size."""
@@ -89,9 +84,6 @@ class LayoutChoice(NamedTuple):
         return f"{self.spec} micro-batch {self.micro_batch_size}"
 
 
-_GLOBAL_BATCH: Final = "train.global_batch_size"
-
-
 def without_layout(config: Config) -> dict[str, dict[str, Any]]:
     """Return a config's given settings outside its layout, by section, with its global batch.
 
@@ -102,7 +94,10 @@ def without_layout(config: Config) -> dict[str, dict[str, Any]]:
     for key in (*KEYS.values(), *FOLLOWING):
         section, name = key.split(".")
         given[section].pop(name, None)
-    given["train"][_GLOBAL_BATCH.split(".")[1]] = _global_batch(config)
+    train, batch = config.train, config.train.global_batch_size
+    if not batch and train.micro_batch_size and train.gradient_accumulation_steps:
+        batch = train.micro_batch_size * train.gradient_accumulation_steps * config.parallel.dp
+    given["train"]["global_batch_size"] = batch or DEFAULT_GLOBAL_BATCH_SIZE
     return given
 
 
@@ -132,25 +127,9 @@ def in_layout(config: Config, choice: LayoutChoice) -> Config:
     if is_derived(config, "train.loss_chunk_size"):
         tokens = choice.micro_batch_size * -(-config.data.sequence_length // choice.cp)
         train["loss_chunk_size"] = logits_chunk(tokens, -(-config.model.vocab_size // choice.tp))
-    return config.model_copy(
-        update={"parallel": _copied(config.parallel, parallel), "train": config.train.model_copy(update=train)}
-    )
-
-
-def _copied(parallel: Any, update: dict[str, Any]) -> Any:
-    """Return a copy without properties cached from other settings."""
-    copy = parallel.model_copy(update=update)
-    copy.__dict__.pop("pipeline_schedule", None)
-    return copy
-
-
-def _global_batch(config: Config) -> int:
-    train = config.train
-    if train.global_batch_size:
-        return train.global_batch_size
-    if train.micro_batch_size and train.gradient_accumulation_steps:
-        return train.micro_batch_size * train.gradient_accumulation_steps * config.parallel.dp
-    return DEFAULT_GLOBAL_BATCH_SIZE
+    moved = config.parallel.model_copy(update=parallel)
+    moved.__dict__.pop("pipeline_schedule", None)  # cached from other settings
+    return config.model_copy(update={"parallel": moved, "train": config.train.model_copy(update=train)})
 
 
 Settings = Mapping[str, Any]
@@ -182,8 +161,7 @@ class RuleAnswers:
 
     def __init__(self, rule: Check, config: Config) -> None:
         self._rule, self._config = rule, config
-        self._tree: _Branch | str | None = None
-        self._asked = False
+        self._tree: _Node | None = None
         self.read: set[str] = set()
 
     def sentence(self, settings: Settings) -> str:
@@ -193,12 +171,10 @@ class RuleAnswers:
             settings: settings of the layout, which replace the config's own.
         """
         node = self._tree
-        while isinstance(node, _Branch):
-            value = settings[node.key]
-            if value not in node.answers:
-                return self._ask(settings)
-            node = node.answers[value]
-        return node if node is not None else self._ask(settings)
+        while isinstance(node, tuple):
+            key, answers = node
+            node = answers.get(settings[key])
+        return self._ask(settings) if node is None else node
 
     def _ask(self, settings: Settings) -> str:
         view = _ConfigView(self._config, settings)
@@ -208,31 +184,16 @@ class RuleAnswers:
         except UserError as error:
             answer = str(error)
         self.read |= view.read.keys()
-        path = list(view.read.items())
-        if not path:
-            self._tree = answer
-            return answer
-        if self._tree is None:
-            self._tree = _Branch(path[0][0])
-        node = self._tree
-        for (key, value), following in zip(path, [*path[1:], None], strict=True):
-            assert isinstance(node, _Branch)
-            assert node.key == key, "what a rule reads next follows from what it has read"
-            if following is None:
-                node.answers[value] = answer
-            else:
-                node = node.answers.setdefault(value, _Branch(following[0]))
+        nodes: list[_Node] = [*((key, {}) for key in view.read), answer]
+        node = self._tree = nodes[0] if self._tree is None else self._tree
+        for value, following in zip(view.read.values(), nodes[1:], strict=True):  # what it reads next follows from this
+            assert isinstance(node, tuple)
+            node = node[1].setdefault(value, following)
         return answer
 
 
-class _Branch:
-    """Setting that a rule reads next, with what follows for each of its values."""
-
-    __slots__ = ("answers", "key")
-
-    def __init__(self, key: str) -> None:
-        self.key = key
-        self.answers: dict[Any, _Branch | str] = {}
+_Node = tuple[str, dict[Any, Any]] | str
+"""Setting that a rule reads next, with a node for each of its values; or the rule's answer."""
 
 
 class _ConfigView:
@@ -268,7 +229,6 @@ class _SectionView:
         return getattr(self._section, name)
 
 
-DIMS: Final = ("micro_batch", "sequence_parallel", "recompute", "schedule", "zero")
 _RECOMPUTE: Final[tuple[str, ...]] = get_args(TrainConfig.model_fields["recompute"].annotation)
 _MOST_ZERO: Final = next(each.le for each in ParallelConfig.model_fields["zero"].metadata if hasattr(each, "le"))
 
@@ -375,9 +335,8 @@ class Space:
         return [value for value in values if value == self.fixed[key]]
 
 
-@dataclass(frozen=True)
-class Options:
-    """Options of a mesh in each dim of `DIMS`, as settings."""
+class Options(NamedTuple):
+    """Options of a mesh in each dim, as settings."""
 
     micro_batch: tuple[Settings, ...]
     sequence_parallel: tuple[Settings, ...]
@@ -386,17 +345,12 @@ class Options:
     zero: tuple[Settings, ...]
 
     @property
-    def dims(self) -> tuple[tuple[Settings, ...], ...]:
-        """Options of each dim of `DIMS`."""
-        return self.micro_batch, self.sequence_parallel, self.recompute, self.schedule, self.zero
-
-    @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(len(values) for values in self.dims)
+        return tuple(map(len, self))
 
     def choice(self, mesh: MeshSizes, place: Sequence[int]) -> LayoutChoice:
         """Return the layout of a mesh at an index in each dim."""
         settings = dict(mesh.settings)
-        for values, index in zip(self.dims, place, strict=True):
+        for values, index in zip(self, place, strict=True):
             settings |= values[index]
-        return LayoutChoice.of(settings)
+        return LayoutChoice(**{name: settings[key] for name, key in KEYS.items()})

@@ -1,4 +1,4 @@
-"""Measure the bytes that autograd saves in a forward pass, to check the formulas of `planner.activations`."""
+"""Measure the bytes that autograd saves in a forward pass, to check the formulas of `threefold.planner.activations`."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

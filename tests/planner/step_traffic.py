@@ -10,11 +10,10 @@ from math import prod
 
 from threefold.comm.layout import Coordinates, shard_bounds
 from threefold.config import Config
-from threefold.models.family import model_plan
+from threefold.models.block import WeightShape, describe_model
 from threefold.parallel.gradients import in_buckets
 from threefold.parallel.pipeline.partition import StageMap
-from threefold.parallel.shard_shapes import ShardCoordinates, ShardIndex
-from threefold.planner.model_size import WeightShape, weights_by_layer
+from threefold.parallel.shard_shapes import ShardCoordinates, ShardIndex, local_shape
 
 _ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 _COUNT = 2 * 8  # bytes of the number of valid tokens, and of padding tokens
@@ -98,9 +97,9 @@ class _Step:
         blocks = layers & set(range(1, model.num_layers + 1))
         self.blocks = len(blocks)
         self.held = ShardCoordinates(tp=ShardIndex(place.tp, parallel.tp))
-        self.plan = model_plan(config.model, config.data.sequence_length)
-        weights = weights_by_layer(config.model, self.plan)
-        self.layers = [each for number, each in enumerate(weights.values()) if number in layers]
+        description = describe_model(config.model, config.data.sequence_length)
+        self.plan = description.plan
+        self.layers = [each for number, each in enumerate(description.weights.values()) if number in layers]
         replayed = blocks & set(range(1, model.num_layers + 1, train.recompute_every))
         self.replayed_cores = len(replayed) if train.recompute != "none" else 0
         self.replayed = len(replayed) if train.recompute == "full" else 0
@@ -249,7 +248,8 @@ class _Step:
 
     def _shapes(self, place: ShardCoordinates) -> Iterator[list[tuple[int, int]]]:
         """Yield the rows and columns of each layer's parameters on this rank, with 1 column for a vector."""
-        yield from ([_matrix(weight.held_shape(place)) for weight in weights] for weights in self._weights())
+        for weights in self._weights():
+            yield [_matrix(local_shape(weight.shape, weight.split, weight.own_name, place)) for weight in weights]
 
     def _held_whole(self, per_head: bool = False) -> Iterator[int]:
         """Yield the elements of parameters that the tensor axis does not split: positions, norms and row-parallel

@@ -1,0 +1,297 @@
+"""One description of a model's layers, read off the shapes of their weights and the family's sharding plan.
+
+Model size, memory, cost, search (`threefold.planner`) and the FLOPs of a step read it, so that no family needs formulas
+of its own: a block of attention and a feed-forward network or mixture of experts is planned as its weights are, and
+any other block is refused in a sentence. Weights and FLOPs are known for every block.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import prod
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from threefold.config.model import FAMILIES, OWN, ModelConfig
+from threefold.errors import UserError
+from threefold.models.family import family_of, make_model, model_plan
+from threefold.models.sharding import (
+    AttentionCore,
+    Column,
+    OverContext,
+    OverExperts,
+    OverSequence,
+    PerHead,
+    Replicated,
+    Row,
+    Split,
+    matches,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class WeightShape(NamedTuple):
+    """Name, rule and whole shape of a parameter; a tied weight has the name of its first use."""
+
+    name: str
+    split: Split
+    shape: tuple[int, ...]
+
+    @property
+    def own_name(self) -> str:
+        """Name of the parameter in its module."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether the expert axis shards the parameter."""
+        return isinstance(self.split, OverExperts)
+
+    @property
+    def multiply_adds(self) -> int:
+        """Multiply-adds of one token, or one token of one expert; a single row, such as a gate, counts as none."""
+        if len(self.shape) < 2 or min(self.shape) == 1:
+            return 0
+        return prod(self.shape[1:] if self.is_of_experts else self.shape)
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Indices of each part of a unit of the sharded dim, such as queries, keys and values."""
+        unit = self.split.units(self.own_name).get("tp")
+        return {} if unit is None else dict(unit.parts)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Mixture of experts: experts in all, experts per token, and the inner features of one expert and of the shared
+    expert (0 for none)."""
+
+    count: int
+    per_token: int
+    inner: int
+    shared: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockShape:
+    """Transformer block of the whole model.
+
+    Attributes:
+        hidden, heads, key_heads, head_dim: features of the residual stream, and heads with their features.
+        ffn: inner features of the feed-forward network; unused with `experts`.
+        gated, rms, biased: whether it has a gated feed-forward network, RMSNorm, and biases in all linear layers.
+        norms: norms of the residual stream; with 1, a half block has none.
+        rotary, qk_norm: whether it has rotary embeddings, and QK-norm.
+        activation: activation function of a feed-forward network that is not gated.
+        hidden_dropout, attention_dropout: whether their rate is above zero.
+        window: sliding attention window in positions; 0 for none.
+        experts: mixture of experts in place of the feed-forward network.
+    """
+
+    hidden: int
+    heads: int
+    key_heads: int
+    head_dim: int
+    ffn: int
+    gated: bool = False
+    rms: bool = False
+    biased: bool = False
+    norms: int = 2
+    rotary: bool = False
+    qk_norm: bool = False
+    activation: str = "gelu_tanh"
+    hidden_dropout: bool = False
+    attention_dropout: bool = False
+    window: int = 0
+    experts: Mixture | None = None
+
+
+class UnknownBlock(UserError):
+    """Block for which the planner has no formulas."""
+
+
+_PER_MULTIPLY_ADD: Final = 6
+"""Two operations each in the forward pass, the gradient of the input, and the gradient of the weight."""
+
+
+class ModelDescription:
+    """Weights and blocks of a model.
+
+    Args:
+        config: resolved model config.
+        sequence_length: tokens per sample.
+
+    Attributes:
+        plan: layers of the model and the rule of each weight.
+        weights: weights of each layer, in order.
+    """
+
+    def __init__(self, config: ModelConfig, sequence_length: int) -> None:
+        self.plan = model_plan(config, sequence_length)
+        self._config, self._length = config, sequence_length
+        self.weights = {layer: tuple(self._weights_of(layer)) for layer in self.plan.layers}
+
+    @cached_property
+    def blocks(self) -> tuple[BlockShape, ...]:
+        """Descriptions of the layers between the first and the last; blocks with equal ones cost the same.
+
+        Raises:
+            UnknownBlock: a block is not made of attention and a feed-forward network or mixture of experts.
+        """
+        return tuple(self._described(layer, number) for number, layer in enumerate(self.plan.layers[1:-1]))
+
+    @cached_property
+    def flops_per_token(self) -> float:
+        """FLOPs of a training step per token; attention counts all pairs of positions within its window."""
+        counted = 0
+        for number, layer in enumerate(self.plan.layers[1:]):  # the look-up in the first layer is no product
+            for weight in self.weights[layer]:
+                counted += weight.multiply_adds * (self._config.experts_per_token if weight.is_of_experts else 1)
+            seen = min(self._config.window(number) or self._length, self._length)
+            heads = sum(rule.heads for rule in self._rules(layer) if isinstance(rule, AttentionCore))
+            keys = (weight.parts["key"] for weight in self.weights[layer] if "key" in weight.parts)
+            counted += 2 * heads * next(keys, self._config.head_dim) * seen
+        return float(_PER_MULTIPLY_ADD * counted)
+
+    @cached_property
+    def _model(self) -> "nn.Module":
+        import torch
+
+        with torch.device("meta"):
+            return make_model(self._config)
+
+    def _weights_of(self, layer: str) -> list[WeightShape]:
+        """Return the parameters of a layer in order, from the family's shapes or a model on the meta device."""
+        shapes = family_of(self._config).layer_shapes(self._config, layer)
+        if shapes is None:
+            named = self._model.get_submodule(layer).named_parameters()
+            shapes = {name: tuple(weight.shape) for name, weight in named}
+        found = []
+        for name, shape in shapes.items():
+            whole = self.plan.whole_name(f"{layer}.{name}")
+            split = self.plan.split_of(whole)
+            if split is None:
+                raise ValueError(f"the split table says nothing about the parameter {whole!r}")
+            found.append(WeightShape(whole, split, shape))
+        return found
+
+    def _rules(self, layer: str) -> list[Split]:
+        """Return the rules of the modules in a layer."""
+        depth = layer.count(".") + 1
+        heads = {pattern: ".".join(pattern.split(".")[:depth]) for pattern in self.plan.split}
+        return [self.plan.split[pattern] for pattern, head in heads.items() if head[:2] == "**" or matches(layer, head)]
+
+    def _described(self, layer: str, number: int) -> BlockShape:
+        config, rules = self._config, self._rules(layer)
+        roles: dict[str, list[WeightShape]] = defaultdict(list)
+        for weight in self.weights[layer]:
+            roles[_role(weight)].append(weight)
+        cores = [rule for rule in rules if isinstance(rule, AttentionCore)]
+        self._require_known(layer, roles, len(cores))
+        projection, down = roles["output of attention"][0], roles["down"]
+        heads = {part: size for weight in roles["projection"] for part, size in weight.parts.items()}
+        [keys] = {weight.split.units("weight")["tp"].count for weight in roles["projection"] if "key" in weight.parts}
+        inner, mixture = down[0].shape[1] if down else 0, None
+        if roles["experts"]:
+            first, second = roles["experts"]
+            mixture = Mixture(first.shape[0], config.experts_per_token, second.shape[2], inner)
+        modules = {weight.name.rpartition(".")[0] for weight in roles["bias"]}
+        norms = [weight.name.rpartition(".")[0] for weight in roles["norm"]]
+        products = [*roles["projection"], projection, *roles["up"], *down, *roles["experts"]]
+        return BlockShape(
+            hidden=projection.shape[0],
+            heads=cores[0].heads,
+            key_heads=keys,
+            head_dim=heads["key"],
+            ffn=config.ffn_hidden_size if mixture else inner,
+            gated="gate" in (roles["experts"] or roles["up"])[0].parts,
+            rms=not any(name in modules or self._is_layer_norm(name) for name in norms),
+            biased=all(weight.name.rpartition(".")[0] in modules for weight in products),
+            norms=len(norms),
+            rotary=any(isinstance(rule, OverContext) for rule in rules),
+            qk_norm=bool(roles["norm of heads"]),
+            activation=config.activation,
+            hidden_dropout=config.hidden_dropout > 0 and any(isinstance(rule, OverSequence) for rule in rules),
+            attention_dropout=config.attention_dropout > 0,
+            window=config.window(number),
+            experts=mixture,
+        )
+
+    def _is_layer_norm(self, name: str) -> bool:
+        """Return whether a norm without bias is a LayerNorm, which its shape does not tell."""
+        if family_of(self._config).shapes is not None:
+            return False
+        from torch import nn
+
+        return isinstance(self._model.get_submodule(name), nn.LayerNorm)
+
+    def _require_known(self, layer: str, roles: dict[str, list[WeightShape]], cores: int) -> None:
+        """Raise UnknownBlock unless the weights are those of attention and a feed-forward network or experts."""
+        experts, networks = len(roles["experts"]), len(roles["up"])
+        allowed = {"output of attention": 1, "up": 1, "down": networks, "experts": 2, "router": experts // 2, "norm": 2}
+        odd = [weight for role, most in allowed.items() if len(roles[role]) > most for weight in roles[role]]
+        odd = roles["unknown"] or odd
+        parts = {part for weight in roles["projection"] for part in weight.parts}
+        if cores != 1 or not roles["output of attention"] or parts != {"query", "key", "value"}:
+            lack = "no attention of which the sharding plan names the queries, keys and values"
+        elif odd:
+            lack = f"{' and '.join(weight.name.removeprefix(f'{layer}.') for weight in odd)} besides or for one of them"
+        elif experts not in (0, 2) or not experts + networks or len(roles["down"]) != networks:
+            lack = "no such network"
+        elif not roles["norm"]:
+            lack = "no norm"
+        else:
+            return
+        raise UnknownBlock(
+            f"model.architecture is {self._config.architecture} but the planner has formulas for blocks of one "
+            f"attention and one feed-forward network or mixture of experts, and {layer} has {lack}; use threefold "
+            "dry-run, which runs the model."
+        )
+
+
+def _role(weight: WeightShape) -> str:
+    """Return what a weight of a block does, by its rule and its shape; "unknown" if the planner cannot tell."""
+    rule, parts, dims = weight.split, weight.parts, len(weight.shape)
+    if dims == 1 and weight.own_name == "bias" and isinstance(rule, Column | Row | Replicated):
+        return "bias"
+    if dims == 1 and isinstance(rule, Replicated | PerHead):
+        return "norm of heads" if isinstance(rule, PerHead) else "norm"
+    if dims == 3 and weight.is_of_experts:
+        return "experts"
+    if dims != 2:
+        return "unknown"
+    if isinstance(rule, Column):
+        return "projection" if parts.keys() & {"query", "key", "value"} else "up"
+    if isinstance(rule, Row):
+        return "output of attention" if "head" in parts else "down"
+    if isinstance(rule, Replicated):
+        return "router" if weight.multiply_adds else "gate of the shared expert"
+    return "unknown"
+
+
+def describe_model(config: ModelConfig, sequence_length: int) -> ModelDescription:
+    """Return the description of a model, cached unless its code is the user's own.
+
+    Args:
+        config: resolved model config.
+        sequence_length: tokens per sample.
+    """
+    if config.architecture == OWN:  # the file may change
+        return ModelDescription(config, sequence_length)
+    return _remembered(config.architecture, config.model_dump_json(exclude_none=True), sequence_length)
+
+
+@lru_cache(maxsize=16)
+def _remembered(family: str, settings: str, sequence_length: int) -> ModelDescription:
+    return ModelDescription(FAMILIES.load(family).config.model_validate_json(settings), sequence_length)
+
+
+def model_flops_per_token(config: ModelConfig, sequence_length: int) -> float | None:
+    """Return the FLOPs of a training step per token; None for a user's own model, whose operations are not known.
+
+    Does not import torch for a family that declares its shapes.
+    """
+    if config.architecture == OWN:
+        return None
+    return describe_model(config, sequence_length).flops_per_token
