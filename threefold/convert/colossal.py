@@ -26,7 +26,7 @@ from threefold.convert.key_mapping import (
     text,
     whole,
 )
-from threefold.convert.shell_values import constant, parsed
+from threefold.convert.python_values import constant, parsed
 from threefold.errors import UserError
 
 USED = "used by other settings"

@@ -11,7 +11,7 @@ from threefold.config.resolve import resolve
 from threefold.config.schema import Config, section_settings, to_yaml
 from threefold.convert import colossal, megatron, paddlefleetx
 from threefold.convert.key_mapping import Given, KeyMapping, Unmapped, foreign_text, shortened
-from threefold.convert.shell_values import parsed
+from threefold.convert.python_values import parsed
 from threefold.errors import UserError
 
 Kind = Literal["fleet", "colossal", "megatron"]

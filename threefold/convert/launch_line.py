@@ -57,7 +57,7 @@ def launch_of(
         UserError: the file is not a shell script, has no flags, or needs a file that does not exist.
     """
     script = follow(text, path)
-    remarks = [(f"line {line}, {what}", "a branch", reason) for line, what, reason in map(_remark, script.remarks)]
+    remarks = [(f"line {line}, {what}", "a branch", reason) for line, what, reason in script.remarks]
     command = _training(script, remarks)
     words = command.words if command else _loose(script)
     place = _start(words)
@@ -81,10 +81,6 @@ def launch_of(
     world = flags.pop("world-size", None) or flags.pop("world_size", None) or _ranks(launcher, batch, script)
     number = int(str(world)) if str(world).isdecimal() and len(str(world)) < 10 else 0
     return Launch(words[place - 1] if place else "", flags, launcher, number or None, remarks, unread)
-
-
-def _remark(remark: Any) -> tuple[int, str, str]:
-    return remark.line, remark.what, remark.reason
 
 
 def _training(script: Script, remarks: list[tuple[str, Any, str]]) -> Command | None:
