@@ -26,7 +26,6 @@ if TYPE_CHECKING:
         partition_uniform_chunks,
     )
     from threefold.parallel.sequence import sum_over_shares_
-    from threefold.parallel.tensor.functional import Splitter
     from threefold.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
     from threefold.parallel.tensor.loss import ParallelCrossEntropy
     from threefold.random.dropout import Dropout, sample_keys
@@ -41,7 +40,6 @@ __all__ = [
     "ParallelCrossEntropy",
     "RandomStreams",
     "RowParallelLinear",
-    "Splitter",
     "VocabParallelEmbedding",
     "copy_to",
     "gather_from",
@@ -65,7 +63,6 @@ _MODULES: Final = {
     "reduce_from": "comm.collectives",
     "reduce_to_shares": "comm.collectives",
     "scatter_to": "comm.collectives",
-    "Splitter": "parallel.tensor.functional",
     "Layout": "comm.layout",
     "ParallelCrossEntropy": "parallel.tensor.loss",
     "Axis": "comm.mesh",
@@ -82,6 +79,7 @@ _MODULES: Final = {
     "ColumnParallelLinear": "parallel.tensor.layers",
     "RowParallelLinear": "parallel.tensor.layers",
     "VocabParallelEmbedding": "parallel.tensor.layers",
+    "Splitter": "compat.paddle",  # where it has moved to
 }
 """Name → the module below `threefold` that defines it."""
 
