@@ -1,4 +1,4 @@
-"""Writes docs/compatibility.md, which features can be combined, from the features and a config's checks (`make docs`)."""
+"""Writes docs/compatibility.md, which features go together, from the features and a config's checks (`make docs`)."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -99,22 +99,21 @@ _ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "swish": "silu", "silu": "silu"}
 """Colossal-AI's name of an activation function → torch's."""
 _DROPOUTS = ("model.hidden_dropout", "model.attention_dropout", "model.embedding_dropout")
 REASONS = {
-    "NUM_EPOCHS": "train.max_steps ends the run; set it to epochs · samples / train.global_batch_size",
-    "WARMUP_*": "optimizer.warmup_steps counts steps",
-    "TENSOR_SHAPE": "what pipeline stages send follows from the model",
-    "model.embed_split_hidden": "the embedding is always split by the vocabulary",
-    "model.fuse_*": "kernels are chosen automatically",
-    "loss*": "the loss is the cross-entropy of the next token, vocabulary-parallel automatically",
-    "gradient_handler": "gradients are all-reduced automatically",
-    "zero.*": "parallel.zero has no further settings; weights and optimizer state stay on the device",
-    "fp16.*": "the loss scale halves at each overflow and doubles after precision.loss_scale_window steps",
-    "lr_scheduler*": "optimizer.decay, warmup_steps and decay_steps are the schedule",
-    "hooks": "the step log and checkpoints are always there",
-    "LOG_PATH": "the folder of the run is an option of the command: threefold train … --run-dir",
-    "logging*": "the folder of the run is an option of the command: threefold train … --run-dir",
-    "cudnn_*": "kernels are chosen automatically",
-    "TOTAL_BATCH_SIZE": "it takes effect where other settings use it",
+    "train.max_steps ends the run; set it to epochs · samples / train.global_batch_size": "NUM_EPOCHS",
+    "optimizer.warmup_steps counts steps": "WARMUP_*",
+    "what pipeline stages send follows from the model": "TENSOR_SHAPE",
+    "the embedding is always split by the vocabulary": "model.embed_split_hidden",
+    "kernels are chosen automatically": "model.fuse_* cudnn_*",
+    "the loss is the cross-entropy of the next token, vocabulary-parallel automatically": "loss*",
+    "gradients are all-reduced automatically": "gradient_handler",
+    "parallel.zero has no further settings; weights and optimizer state stay on the device": "zero.*",
+    "the loss scale halves at each overflow and doubles after precision.loss_scale_window steps": "fp16.*",
+    "optimizer.decay, warmup_steps and decay_steps are the schedule": "lr_scheduler*",
+    "the step log and checkpoints are always there": "hooks",
+    "the folder of the run is an option of the command: threefold train … --run-dir": "LOG_PATH logging*",
+    "it takes effect where other settings use it": "TOTAL_BATCH_SIZE",
 }
+"""Reasons for settings that need no counterpart, each with the patterns of their keys; the first match applies."""
 
 
 def read(path: Path) -> Given:

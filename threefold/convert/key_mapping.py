@@ -100,17 +100,21 @@ class KeyMapping:
         self.notes.append(Unmapped(self._spelled.get(key, key), value, reason, unsupported))
 
     def leave(self, reasons: Mapping[str, str], unsupported: Mapping[str, str] | None = None) -> None:
-        """Add a note for every remaining setting, with the reason of the first matching pattern.
+        """Add a note for every remaining setting, with the reason whose patterns match it first.
 
         Args:
-            reasons: pattern → reason, for settings that need no counterpart.
-            unsupported: pattern → reason, for settings that change the training and have no counterpart.
+            reasons: reason → patterns of the settings that need no counterpart.
+            unsupported: reason → patterns of the settings that change the training and have no counterpart.
         """
         for key, value in self.given.items():
-            changing = next((why for pattern, why in (unsupported or {}).items() if fnmatchcase(key, pattern)), None)
-            harmless = next((why for pattern, why in reasons.items() if fnmatchcase(key, pattern)), None)
+            changing, harmless = _reason(key, unsupported or {}), _reason(key, reasons)
             self.note(key, value, changing or harmless or NOT_KNOWN, unsupported=bool(changing or not harmless))
         self.given.clear()
+
+
+def _reason(key: str, table: Mapping[str, str]) -> str:
+    found = (reason for reason, patterns in table.items() if any(fnmatchcase(key, each) for each in patterns.split()))
+    return next(found, "")
 
 
 def foreign_text(path: Path) -> str:

@@ -245,7 +245,11 @@ def read(path: Path) -> Given:
         UserError: the file cannot be read, has no flags, or trains a model that is not a decoder-only transformer.
     """
     text = foreign_text(path)
-    launch = _of_yaml(path) if re.search(r"^MODEL_ARGS[ \t]*:", text, re.MULTILINE) else launch_of(text, path, SWITCHES)
+    launch = (
+        _of_yaml(path)
+        if re.search(r"^MODEL_ARGS[ \t]*:", text, re.MULTILINE)
+        else launch_of(text, path, SWITCHES.split())
+    )
     _check_model(launch, path)
     notes = [Unmapped(*remark) for remark in launch.remarks]
     notes += [Unmapped(word, "a word", "belongs to no flag that is known", unsupported=True) for word in launch.unread]
