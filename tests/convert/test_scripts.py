@@ -56,7 +56,7 @@ def test_no_flag_is_lost(tmp_path: Path, name: str) -> None:
     given = read(file)
     noted = {flag.replace("_", "-") for note in given.notes for flag in _FLAG.findall(f"{note.value} {note.reason}")}
     assert flags
-    assert flags - set(given.settings) - noted == set()
+    assert flags - set(given.given) - noted == set()
 
 
 def test_a_flag_read_is_converted_or_noted(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_variable_inside_a_word(tmp_path: Path) -> None:
         "A=/data; B=c4\ntorchrun pretrain_gpt.py --data-path $A/$B.tokens-$C/part $A/$B$A.x --load ${A:$1+1}\n"
     )
     flags = {"data-path": ["/data/c4.tokens-${C}/part", "/data/c4/data.x"], "load": "${A:$1+1}"}
-    assert read(tmp_path / "train.sh").settings == flags
+    assert read(tmp_path / "train.sh").given == flags
 
 
 def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:

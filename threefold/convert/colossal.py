@@ -8,10 +8,10 @@ from typing import Any, Final
 
 from threefold.config.presets import PRESETS
 from threefold.convert.key_mapping import (
-    Given,
     KeyMapping,
     Same,
     Unmapped,
+    alike,
     count,
     dp_of,
     flat,
@@ -39,11 +39,8 @@ TABLE = (
     Same("HIDDEN_SIZE", "model.hidden_size", whole),
     Same("NUM_LAYERS", "model.num_layers", whole),
     Same("NUM_ATTENTION_HEADS", "model.num_attention_heads", whole),
-    Same("model.vocab_size", "model.vocab_size", whole),
-    Same("model.hidden_size", "model.hidden_size", whole),
-    Same("model.num_layers", "model.num_layers", whole),
-    Same("model.num_attention_heads", "model.num_attention_heads", whole),
-    Same("model.max_position_embeddings", "model.max_position_embeddings", whole),
+    *alike("model", whole, "vocab_size hidden_size num_layers num_attention_heads", prefix="model."),
+    *alike("model", whole, "max_position_embeddings", prefix="model."),
     Same("model.drop_rate", "model.hidden_dropout", number),
     Same("model.attn_drop_rate", "model.attention_dropout", number),
     Same("model.embed_drop_rate", "model.embedding_dropout", number),
@@ -77,22 +74,14 @@ OTHER_NAMES = {
 }
 
 
-def _sizes(layers: int, hidden: int, heads: int, positions: int = 1024) -> dict[str, int]:
-    return {
-        "num_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "max_position_embeddings": positions,
-    }
-
-
-_SIZES = {
-    "small": _sizes(12, 768, 12),
-    "medium": _sizes(24, 1024, 16),
-    "large": _sizes(36, 1536, 12),
-    "exlarge": _sizes(48, 1600, 32),
-    "xl": _sizes(48, 1600, 16),
-    "gpt3": _sizes(96, 12288, 96, 2048),
+_SIZE_KEYS: Final = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+_SIZES: Final = {
+    "small": (12, 768, 12, 1024),
+    "medium": (24, 1024, 16, 1024),
+    "large": (36, 1536, 12, 1024),
+    "exlarge": (48, 1600, 32, 1024),
+    "xl": (48, 1600, 16, 1024),
+    "gpt3": (96, 12288, 96, 2048),
 }
 """Sizes of Colossal-AI's own model functions, by a word of their name."""
 _ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "swish": "silu", "silu": "silu"}
@@ -116,7 +105,7 @@ REASONS = {
 """Reasons for settings that need no counterpart, each with the patterns of their keys; the first match applies."""
 
 
-def read(path: Path) -> Given:
+def read(path: Path) -> KeyMapping:
     """Read the settings of a config file as `name` or `name.key`, and the names that other settings use.
 
     Settings are assignments, also inside `CONFIG = dict(…)`; in a script, also models and optimizers made in functions.
@@ -142,7 +131,7 @@ def read(path: Path) -> Given:
                 reader.notes.append(Unmapped(key, values[key], f"that of {name} counts: {shortened(str(value))}"))
             values[key] = value
     settings = flat(values, str(path))
-    return Given({**settings, USED: sorted(reader.used)}, reader.notes)
+    return KeyMapping(path, {**settings, USED: sorted(reader.used)}, reader.notes)
 
 
 _MADE: Final = re.compile(r"^(?:model|optimizer)$")
@@ -232,12 +221,13 @@ def _model(mapping: KeyMapping) -> None:
     parts = re.split(r"[^a-z0-9]+", name.lower())
     sizes = next((sizes for part, sizes in _SIZES.items() if part in parts), None)
     if sizes is not None:
+        sized = dict(zip(_SIZE_KEYS, sizes, strict=True))
         # The pipeline classes have no dropout by default, the others 0.1.
         dropout = dict.fromkeys(_DROPOUTS, 0.0 if "pipeline" in parts else 0.1)
-        for key, value in {**{f"model.{key}": value for key, value in sizes.items()}, **dropout}.items():
+        for key, value in {**{f"model.{key}": value for key, value in sized.items()}, **dropout}.items():
             mapping.settings.setdefault(key, value)
         mapping.given.setdefault("model.act_func", "gelu")
-        shown = ", ".join(f"{key} {value}" for key, value in sizes.items())
+        shown = ", ".join(f"{key} {value}" for key, value in sized.items())
         reason = f"its sizes are in its own code; those of Colossal-AI's function of that name are taken: {shown}"
         mapping.note("model.type", name, f"{reason}, where the file sets no others")
     elif name:

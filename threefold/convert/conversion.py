@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, get_args
 
@@ -10,7 +10,7 @@ from threefold.config.loading import config_of, known_keys
 from threefold.config.resolve import resolve
 from threefold.config.schema import Config, section_settings, to_yaml
 from threefold.convert import colossal, megatron, paddlefleetx
-from threefold.convert.key_mapping import Given, KeyMapping, Unmapped, foreign_text, shortened
+from threefold.convert.key_mapping import KeyMapping, Unmapped, foreign_text, shortened
 from threefold.convert.python_values import parsed
 from threefold.errors import UserError
 
@@ -25,23 +25,9 @@ _FLEET_OPTION: Final = re.compile(r"(?<!\S)-o\s+['\"]?(?:Global|Engine|Model|Dis
 _FLEET_LAUNCH: Final = re.compile(r"\bpaddle\.distributed\.(?:fleet\.)?launch\b|\bfleetrun\b")
 _FLAG: Final = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
 _COMMENT: Final = re.compile(r"(?:^|(?<=\s))#.*$", re.MULTILINE)
-_COLOSSAL_NAMES: Final = frozenset(
-    (
-        "CONFIG",
-        "BATCH_SIZE",
-        "NUM_MICRO_BATCHES",
-        "parallel",
-        "zero",
-        "fp16",
-        "gradient_accumulation",
-        "clip_grad_norm",
-        "TENSOR_SHAPE",
-        "gradient_clipping",
-        "TENSOR_PARALLEL",
-        "TENSOR_PARALLEL_SIZE",
-        "SEQ_LEN",
-        "NUM_EPOCHS",
-    )
+_COLOSSAL_NAMES: Final = (
+    "CONFIG BATCH_SIZE NUM_MICRO_BATCHES parallel zero fp16 gradient_accumulation clip_grad_norm TENSOR_SHAPE "
+    "gradient_clipping TENSOR_PARALLEL TENSOR_PARALLEL_SIZE SEQ_LEN NUM_EPOCHS"
 )
 
 
@@ -75,7 +61,7 @@ def _colossal(text: str) -> str:
     for statement in body:
         targets = statement.targets if isinstance(statement, ast.Assign) else []
         for target in targets:
-            if isinstance(target, ast.Name) and target.id in _COLOSSAL_NAMES:
+            if isinstance(target, ast.Name) and target.id in _COLOSSAL_NAMES.split():
                 return f"setting {target.id}"
     return ""
 
@@ -86,16 +72,8 @@ _PLACE_OF_DATA: Final = "tokens"
 _LONGEST_SENTENCE: Final = 800
 
 
-class _System(NamedTuple):
-    read: Callable[[Path], Given]
-    fill: Callable[[KeyMapping, int | None], None]
-
-
-_SYSTEMS: Final[dict[Kind, _System]] = {
-    "fleet": _System(paddlefleetx.read, paddlefleetx.fill),
-    "colossal": _System(colossal.read, colossal.fill),
-    "megatron": _System(megatron.read, megatron.fill),
-}
+_SYSTEMS: Final = {"fleet": paddlefleetx, "colossal": colossal, "megatron": megatron}
+"""Module of each system, with `read(path)` and `fill(mapping, world_size)`."""
 
 
 class Converted(NamedTuple):
@@ -151,11 +129,9 @@ def _converted(path: Path, kind: Kind | None, world_size: int | None) -> Convert
     evidence = ""
     if kind is None:
         kind, evidence = detected(path)
-    given = _SYSTEMS[kind].read(path)
-    mapping = KeyMapping(str(path), given.settings, given.spelled)
-    for note in given.notes:
-        mapping.note(*note)
-    _SYSTEMS[kind].fill(mapping, world_size)
+    system = _SYSTEMS[kind]
+    mapping = system.read(path)
+    system.fill(mapping, world_size)
     if not {"data.path", "data.mixture"} & mapping.settings.keys():
         mapping.put("data.path", _PLACE_OF_DATA)
         mapping.note("data", "not given", f"data.path {_PLACE_OF_DATA} is a placeholder for your folder or token files")

@@ -1,9 +1,8 @@
 """Key mapping: takes the settings of another system one by one, and collects ours and notes on the unmapped rest."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from threefold.errors import UserError
@@ -29,6 +28,11 @@ class Same(NamedTuple):
     default: Any = None
 
 
+def alike(section: str, kind: Callable[[Any], Any], names: str, default: Any = None, prefix: str = "") -> list[Same]:
+    """Return rows for foreign settings that only differ from ours in the prefix, and in dashes for underscores."""
+    return [Same(prefix + name, f"{section}.{name.replace('-', '_')}", kind, default) for name in names.split()]
+
+
 class Unmapped(NamedTuple):
     """Foreign setting without an exact counterpart, which is reported to the user.
 
@@ -44,30 +48,25 @@ class Unmapped(NamedTuple):
     unsupported: bool = False
 
 
-class Given(NamedTuple):
-    """Settings of a foreign file by key, notes from reading it, and keys that it spells differently (key →
-    spelling)."""
-
-    settings: Mapping[str, Any]
-    notes: Sequence[Unmapped] = ()
-    spelled: Mapping[str, str] = MappingProxyType({})
-
-
 class KeyMapping:
     """Foreign settings that are not mapped yet, our settings so far, and notes.
 
     Args:
-        where: name of the foreign file, for messages.
-        given: foreign settings.
+        path: the foreign file, for messages.
+        given: foreign settings, without those that are None.
+        notes: notes from reading the file.
+
+    Attributes:
         spelled: key → its spelling in the file, if different.
+        settings: our settings as `section.key`.
     """
 
-    def __init__(self, where: str, given: Mapping[str, Any], spelled: Mapping[str, str] | None = None) -> None:
-        self.where = where
-        self._spelled = dict(spelled or {})
-        self.given = {key: value for key, value in given.items() if value is not None}
+    def __init__(self, path: Path, given: Mapping[str, Any] | None = None, notes: Iterable[Unmapped] = ()) -> None:
+        self.where = str(path)
+        self.given = {key: value for key, value in (given or {}).items() if value is not None}
+        self.notes = list(notes)
+        self.spelled: dict[str, str] = {}
         self.settings: dict[str, Any] = {}
-        self.notes: list[Unmapped] = []
 
     def take(self, key: str, kind: Callable[[Any], Any], default: Any = None) -> Any:
         """Remove `key` and return its value converted by `kind`, or the default; a rejected value is a `UserError`."""
@@ -81,7 +80,7 @@ class KeyMapping:
             return kind(value)
         except (TypeError, ValueError) as error:
             shown = shortened(repr(value))
-            raise UserError(f"{self.where}: {self._spelled.get(key, key)} is {shown} but must be {error}.") from None
+            raise UserError(f"{self.where}: {self.spelled.get(key, key)} is {shown} but must be {error}.") from None
 
     def given_whole(self, key: str, default: int) -> int:
         """Return the value of `key` as a whole number without removing it, or the default."""
@@ -97,7 +96,13 @@ class KeyMapping:
             self.put(ours, self.take(theirs, kind, default))
 
     def note(self, key: str, value: Any, reason: str, unsupported: bool = False) -> None:
-        self.notes.append(Unmapped(self._spelled.get(key, key), value, reason, unsupported))
+        self.notes.append(Unmapped(self.spelled.get(key, key), value, reason, unsupported))
+
+    def leave_rows(self, table: Iterable[Same], reason: str, unsupported: bool) -> None:
+        """Add a note for each foreign setting of a table that is left."""
+        for row in table:
+            if row.theirs in self.given:
+                self.note(row.theirs, self.given.pop(row.theirs), reason, unsupported)
 
     def leave(self, reasons: Mapping[str, str], unsupported: Mapping[str, str] | None = None) -> None:
         """Add a note for every remaining setting, with the reason whose patterns match it first.

@@ -2,11 +2,11 @@
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+from threefold.convert.key_mapping import Unmapped
 from threefold.convert.shell import Command, Script, follow
 from threefold.errors import UserError
 
@@ -16,25 +16,22 @@ _UNSET: Final = re.compile(r"\$(?:\{[^}]*\}|\([^)]*\)|[A-Za-z_]\w*|[0-9@*#?!])|`
 _VARIABLE: Final = re.compile(r"\$\{?([A-Za-z_]\w*|\d+)")
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """Training command of a script.
 
     Attributes:
         script: Python file or module; empty if the text has only flags.
         flags: name without dashes → True, a text or a list of texts. A text with `$` is not set in the file.
-        launcher: words before the Python file.
         world: number of ranks; None if it is not given.
-        remarks: (key, value, reason) of each decision, for the user.
+        notes: decisions about parts of the script, for the user.
         unread: words that belong to no flag.
     """
 
     script: str
     flags: dict[str, Any]
-    launcher: list[str]
     world: int | None
-    remarks: list[tuple[str, Any, str]] = field(default_factory=list)
-    unread: list[str] = field(default_factory=list)
+    notes: list[Unmapped]
+    unread: list[str]
 
 
 def launch_of(
@@ -57,8 +54,8 @@ def launch_of(
         UserError: the file is not a shell script, has no flags, or needs a file that does not exist.
     """
     script = follow(text, path)
-    remarks = [(f"line {line}, {what}", "a branch", reason) for line, what, reason in script.remarks]
-    command = _training(script, remarks)
+    notes = [Unmapped(f"line {line}, {what}", "a branch", reason) for line, what, reason in script.remarks]
+    command = _training(script, notes)
     words = command.words if command else _loose(script)
     place = _start(words)
     given = [renamed.get(word, word) for word in words[place:]]
@@ -72,26 +69,24 @@ def launch_of(
     batch = command.batch if command else []
     for word in [word for word in unread if _UNSET.fullmatch(word)]:
         unread.remove(word)
-        remarks.append((word, "not given", "a variable that the file does not set; flags in it are not known"))
-    remarks += [
-        (name, "not given", f"line {line} reads this file, which is not there") for line, name in script.missing
-    ]
+        notes.append(Unmapped(word, "not given", "a variable that the file does not set; flags in it are not known"))
+    for line, name in script.missing:
+        notes.append(Unmapped(name, "not given", f"line {line} reads this file, which is not there"))
     if starting := list(dict.fromkeys(word.partition("=")[0] for word in (*batch, *launcher) if word.startswith("--"))):
-        remarks.append(("launcher", " ".join(starting), "of these only the number of ranks counts"))
+        notes.append(Unmapped("launcher", " ".join(starting), "of these only the number of ranks counts"))
     world = flags.pop("world-size", None) or flags.pop("world_size", None) or _ranks(launcher, batch, script)
     number = int(str(world)) if str(world).isdecimal() and len(str(world)) < 10 else 0
-    return Launch(words[place - 1] if place else "", flags, launcher, number or None, remarks, unread)
+    return Launch(words[place - 1] if place else "", flags, number or None, notes, unread)
 
 
-def _training(script: Script, remarks: list[tuple[str, Any, str]]) -> Command | None:
+def _training(script: Script, notes: list[Unmapped]) -> Command | None:
     started = [command for command in script.commands if _start(command.words)]
     trainings = [command for command in started if not _PREPARES.search(_name(command))] or started
     named = [command for command in trainings if _TRAINS.search(_name(command))] or trainings
     if len(named) > 1:
         others = ", ".join(f"line {command.line}" for command in named[:-1])
-        remarks.append(
-            ("trainings", len(named), f"that of line {named[-1].line} is taken; the file starts {others} too")
-        )
+        reason = f"that of line {named[-1].line} is taken; the file starts {others} too"
+        notes.append(Unmapped("trainings", len(named), reason))
     return named[-1] if named else None
 
 

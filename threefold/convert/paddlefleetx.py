@@ -2,13 +2,12 @@
 
 import os
 import re
-from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
 from threefold.config.document import read_document
 from threefold.convert.key_mapping import (
-    Given,
     KeyMapping,
     Same,
     Unmapped,
@@ -31,64 +30,37 @@ from threefold.convert.launch_line import launch_of
 from threefold.errors import UserError
 
 _PRECISION: Final = "Engine.mix_precision"
+_SAME_NAMES: Final = {
+    "Data.Train.dataset": "input_dir split max_seq_len",
+    "Distributed": "virtual_pp_degree dp_degree mp_degree pp_degree",
+    "Distributed.sharding": "sharding_degree sharding_stage sharding_offload",
+    "Engine": "max_steps num_train_epochs logging_freq eval_freq eval_iters test_iters",
+    "Engine.save_load": "output_dir save_steps",
+    "Global": "global_batch_size local_batch_size micro_batch_size seed device",
+    "Model": (
+        "vocab_size hidden_size num_layers num_attention_heads ffn_hidden_size max_position_embeddings "
+        "hidden_dropout_prob attention_probs_dropout_prob hidden_act initializer_range type_vocab_size use_recompute "
+        "recompute_granularity sequence_parallel"
+    ),
+    "Optimizer": "weight_decay",
+    "Optimizer.lr": "max_lr min_lr warmup_rate decay_steps",
+    _PRECISION: "use_pure_fp16 scale_loss",
+}
 KEYS: Final = {
-    "input_dir": "Data.Train.dataset.input_dir",
-    "output_dir": "Engine.save_load.output_dir",
-    "split": "Data.Train.dataset.split",
-    "max_seq_len": "Data.Train.dataset.max_seq_len",
-    "global_batch_size": "Global.global_batch_size",
-    "local_batch_size": "Global.local_batch_size",
-    "micro_batch_size": "Global.micro_batch_size",
+    **{name: f"{section}.{name}" for section, names in _SAME_NAMES.items() for name in names.split()},
     "batch_size": "Global.local_batch_size",
-    "seed": "Global.seed",
-    "device": "Global.device",
-    "max_steps": "Engine.max_steps",
-    "num_train_epochs": "Engine.num_train_epochs",
-    "logging_freq": "Engine.logging_freq",
     "logging_steps": "Engine.logging_freq",
-    "eval_freq": "Engine.eval_freq",
     "eval_steps": "Engine.eval_freq",
-    "eval_iters": "Engine.eval_iters",
-    "test_iters": "Engine.test_iters",
-    "save_steps": "Engine.save_load.save_steps",
     "use_amp": f"{_PRECISION}.enable",
-    "use_pure_fp16": f"{_PRECISION}.use_pure_fp16",
-    "scale_loss": f"{_PRECISION}.scale_loss",
-    "vocab_size": "Model.vocab_size",
-    "hidden_size": "Model.hidden_size",
-    "num_layers": "Model.num_layers",
     "num_hidden_layers": "Model.num_layers",
-    "num_attention_heads": "Model.num_attention_heads",
-    "ffn_hidden_size": "Model.ffn_hidden_size",
     "intermediate_size": "Model.ffn_hidden_size",
-    "max_position_embeddings": "Model.max_position_embeddings",
-    "hidden_dropout_prob": "Model.hidden_dropout_prob",
-    "attention_probs_dropout_prob": "Model.attention_probs_dropout_prob",
-    "hidden_act": "Model.hidden_act",
     "hidden_activation": "Model.hidden_act",
-    "initializer_range": "Model.initializer_range",
-    "type_vocab_size": "Model.type_vocab_size",
-    "use_recompute": "Model.use_recompute",
-    "recompute_granularity": "Model.recompute_granularity",
-    "sequence_parallel": "Model.sequence_parallel",
     "fuse_transformer": "Model.fused_transformer",
-    "virtual_pp_degree": "Distributed.virtual_pp_degree",
-    "dp_degree": "Distributed.dp_degree",
-    "mp_degree": "Distributed.mp_degree",
-    "pp_degree": "Distributed.pp_degree",
-    "sharding_degree": "Distributed.sharding.sharding_degree",
-    "sharding_stage": "Distributed.sharding.sharding_stage",
-    "sharding_offload": "Distributed.sharding.sharding_offload",
     "tensor_parallel_degree": "Distributed.mp_degree",
     "pipeline_parallel_degree": "Distributed.pp_degree",
     "sharding_parallel_degree": "Distributed.sharding.sharding_degree",
-    "weight_decay": "Optimizer.weight_decay",
     "grad_clip": "Optimizer.grad_clip.clip_norm",
-    "max_lr": "Optimizer.lr.max_lr",
     "learning_rate": "Optimizer.lr.max_lr",
-    "min_lr": "Optimizer.lr.min_lr",
-    "warmup_rate": "Optimizer.lr.warmup_rate",
-    "decay_steps": "Optimizer.lr.decay_steps",
     "adam_beta1": "Optimizer.beta1",
     "adam_beta2": "Optimizer.beta2",
     "adam_epsilon": "Optimizer.epsilon",
@@ -129,25 +101,15 @@ def is_script(text: str) -> bool:
     return bool(_SCRIPT.search(text)) and (text.startswith("#!") or not _SECTION.search(text))
 
 
-def read_flags(path: Path, of_yaml: Callable[[Path], dict[str, Any]]) -> Given:
-    """Read the flags of a script as keys of Fleet's YAML, or the YAML of its `-c` with each `-o` applied.
-
-    Args:
-        path: path of the script.
-        of_yaml: reader of a YAML file.
-
-    Raises:
-        UserError: the script has no flags, or the YAML does not exist.
-    """
+def _read_flags(path: Path) -> KeyMapping:
+    """Read the flags of a script as keys of Fleet's YAML, or the YAML of its `-c` with each `-o` applied."""
     launch = launch_of(foreign_text(path), path, renamed={"-c": "--config", "-o": "--override"}, several=("override",))
-    notes = [Unmapped(*remark) for remark in launch.remarks]
-    flags = dict(launch.flags)
-    settings = _of_overrides(flags, path, of_yaml, notes)
+    flags, notes, spelled = dict(launch.flags), list(launch.notes), {}
+    settings = _of_overrides(flags, path, notes)
     if settings is None:
         settings = dict(DEFAULTS)
         _put_sizes(flags, settings, notes)
         notes += [Unmapped(word, "a word", "belongs to no flag", unsupported=True) for word in launch.unread]
-    spelled: dict[str, str] = {}
     for name, value in flags.items():
         key = KEYS.get(name, name)
         settings[key], spelled[key] = _typed(key, value), name
@@ -155,17 +117,15 @@ def read_flags(path: Path, of_yaml: Callable[[Path], dict[str, Any]]) -> Given:
     _accumulate(settings, notes)
     if launch.world is not None and "Distributed.dp_degree" not in settings:
         degrees = ("Distributed.mp_degree", "Distributed.pp_degree", "Distributed.sharding.sharding_degree")
-        one = 1
-        for key in degrees:
-            one *= int(settings[key]) if str(settings.get(key)).isdecimal() and int(settings[key]) else 1
+        one = prod(int(degree) or 1 for key in degrees if (degree := str(settings.get(key))).isdecimal())
         if launch.world % one == 0:
             settings["Distributed.dp_degree"] = launch.world // one
-    return Given(settings, notes, {key: name for key, name in spelled.items() if key != name})
+    mapping = KeyMapping(path, settings, notes)
+    mapping.spelled = spelled
+    return mapping
 
 
-def _of_overrides(
-    flags: dict[str, Any], path: Path, of_yaml: Callable[[Path], dict[str, Any]], notes: list[Unmapped]
-) -> dict[str, Any] | None:
+def _of_overrides(flags: dict[str, Any], path: Path, notes: list[Unmapped]) -> dict[str, Any] | None:
     name = flags.pop("config", None)
     overrides = flags.pop("override", [])
     if not isinstance(name, str):
@@ -174,7 +134,7 @@ def _of_overrides(
     file = next((folder / name for folder in folders if len(name) < 1000 and (folder / name).is_file()), None)
     if file is None:
         raise UserError(f"{path} starts a training with {name}, which does not exist; put it beside the script.")
-    settings = of_yaml(file)
+    settings = _of_yaml(file)
     notes.append(Unmapped("config", name, "read, with the overrides of the script"))
     for override in overrides:
         key, equals, value = override.partition("=")
@@ -310,15 +270,15 @@ IMPLIED = {
 """Key → values that equal our behavior."""
 
 
-def read(path: Path) -> Given:
+def read(path: Path) -> KeyMapping:
     """Read the settings of a Fleet YAML with its base files, or of a script with Fleet's flags.
 
     Raises:
         UserError: not YAML, not a mapping, a missing or circular base file; or no flags.
     """
     if is_script(foreign_text(path)):
-        return read_flags(path, _of_yaml)
-    return Given(_of_yaml(path))
+        return _read_flags(path)
+    return KeyMapping(path, _of_yaml(path))
 
 
 def _of_yaml(path: Path) -> dict[str, Any]:
@@ -433,9 +393,8 @@ def _recompute(mapping: KeyMapping) -> None:
         return
     mapping.put("train.recompute", "full" if granularity == "full" else "selective")
     if granularity not in ("full", "core_attn"):
-        mapping.note(
-            "Model.recompute_granularity", granularity, "the nearest is train.recompute selective, the core alone"
-        )
+        reason = "the nearest is train.recompute selective, the core alone"
+        mapping.note("Model.recompute_granularity", granularity, reason)
 
 
 def _optimizer(mapping: KeyMapping) -> None:
