@@ -110,8 +110,8 @@ def _loose(script: Script) -> list[str]:
     if any(word.startswith("--") for word in words):
         return words
     found: list[str] = []
-    for value in script.scope.variables.values():
-        pieces = [piece for item in (value if isinstance(value, list) else [value]) for piece in item.split()]
+    for items in script.scope.variables.values():
+        pieces = [piece for item in items for piece in item.split()]
         if any(piece.startswith("--") for piece in pieces):
             found += pieces
     return found
@@ -184,8 +184,7 @@ def _ranks(launcher: list[str], batch: list[str], script: Script) -> Any:
             return options.get("ntasks") or options["n"]
     if local is not None and local.isdecimal() and nodes.isdecimal():
         return str(int(local) * int(nodes))
-    named = script.scope.variables.get("WORLD_SIZE")
-    return named if isinstance(named, str) else None
+    return "".join(script.scope.variables.get("WORLD_SIZE", [])[:1]) or None
 
 
 def _options(words: list[str]) -> Iterator[tuple[str, str]]:

@@ -225,29 +225,24 @@ class _Runner:
         assert target is not None
         name, index = source(target).partition("[")[0], target.child_by_field_name("index")
         appended = any(part.type == "+=" for part in node.children)
-        expander = Expander(self.scope)
         old = self.scope.variables.get(name)
-        items = list(old) if isinstance(old, list) else [old] if old else []
+        items = list(old or ())
+        expander = Expander(self.scope)
         if given is not None and given.type == "array":
-            values = [part for part in given.named_children if part.type != "comment"]
-            fields = [text for word in values for text in expander.fields(word)]
-            self.scope.put(name, [*items, *fields] if appended else fields)
+            words = [part for part in given.named_children if part.type != "comment"]
+            fields = [text for word in words for text in expander.fields(word)]
+            self.scope.put(name, *(items if appended else ()), *fields)
             return
         raw = "" if given is None else source(given)
         if old is None and re.search(rf"\$\{{?{name}\b", raw) and not re.fullmatch(rf'"?\$\{{?{name}\}}?"?', raw):
-            self.scope.variables[name] = ""  # as in ARGS="$ARGS --more" for the first time
-        value = expander.text(given)
-        if index is not None:
-            items = items if isinstance(old, list) else []
-            number = expander.text(index)
-            place = int(number) if number.isdecimal() and int(number) < 1000 else len(items)
-            items += [""] * (place + 1 - len(items))
-            items[place] = value
-            self.scope.put(name, items)
-        elif appended and isinstance(old, list):
-            self.scope.put(name, [*old, value])
-        else:
-            self.scope.put(name, (old or "") + value if appended and isinstance(old, str) else value)
+            self.scope.put(name, "")  # as in ARGS="$ARGS --more" for the first time
+        value, number = expander.text(given), expander.text(index)
+        place = 0 if index is None else int(number) if re.fullmatch(r"\d{1,3}", number) else len(items)
+        if index is None and not appended:
+            items = []
+        items += [""] * (place + 1 - len(items))
+        items[place] = items[place] + value if appended else value
+        self.scope.put(name, *items)
 
     def command(self, words: list[str], line: int, heredoc: str) -> None:
         name = words[0] if words else ""

@@ -16,7 +16,6 @@ from threefold.errors import UserError
 if TYPE_CHECKING:
     from tree_sitter import Node
 
-Value = str | list[str]
 LONGEST_VALUE: Final = 1_000_000
 """Length limit of a variable, in characters."""
 _MOST_TOKENS: Final = 300
@@ -97,10 +96,8 @@ def _mistake(root: "Node") -> tuple[int, str]:
         return line_of(unclosed[-1]), f"{unclosed[-1].type} without {_CLOSING[unclosed[-1].type]}"
     if any(sign in source(node) for sign in "\"'"):
         return line_of(node), "a quote in it does not close"
-    if tokens and source(node).strip():
-        return line_of(node), f"{source(tokens[0])[:40].strip()} is out of place"
-    following = _shown((root.text or b"")[node.start_byte - root.start_byte :]).split()
-    return line_of(node), f"{following[0][:40] if following else 'its end'} is out of place"
+    found = re.search(r"[;&|<]{1,2}|[^\w\s]|\w{1,40}", _shown((root.text or b"")[node.start_byte - root.start_byte :]))
+    return line_of(node), f"{found[0] if found else 'its end'} is out of place"
 
 
 def _nodes(node: "Node") -> Iterator["Node"]:
@@ -117,38 +114,32 @@ class Scope:
     """Variables of a script.
 
     Attributes:
-        variables: name → text, or a list for an array.
+        variables: name → its items; a text is an array of one item, as in bash.
         positional: positional parameters, from `$1`.
         unset: names that were used but never set, in order of use.
     """
 
     where: str
     folder: Path
-    variables: dict[str, Value] = field(default_factory=dict)
+    variables: dict[str, list[str]] = field(default_factory=dict)
     positional: list[str] = field(default_factory=list)
     unset: list[str] = field(default_factory=list)
 
-    def get(self, name: str) -> Value | None:
-        """Return the value of a variable or parameter, or None if it is not set."""
+    def get(self, name: str) -> list[str] | None:
+        """Return the items of a variable or parameter, or None if it is not set."""
         if name.isdecimal() and int(name[:4]) > 0:
-            place = int(name[:4])
-            return self.positional[place - 1] if place <= len(self.positional) else None
+            return self.positional[int(name[:4]) - 1 :][:1] or None
         if name in ("@", "*"):
             return list(self.positional)
-        known = {
-            "#": str(len(self.positional)),
-            "0": self.where,
-            "BASH_SOURCE": self.where,
-            "PWD": str(self.folder),
-            "OLDPWD": str(self.folder),
-        }
-        return known.get(name, self.variables.get(name))
+        known = {"#": str(len(self.positional)), "0": self.where, "BASH_SOURCE": self.where}
+        known |= dict.fromkeys(("PWD", "OLDPWD"), str(self.folder))
+        return [known[name]] if name in known else self.variables.get(name)
 
-    def put(self, name: str, value: Value) -> None:
+    def put(self, name: str, *items: str) -> None:
         """Set a variable; raise a `UserError` if its value is too long, as when a variable doubles repeatedly."""
-        if (len(value) if isinstance(value, str) else sum(len(item) + 1 for item in value)) > LONGEST_VALUE:
+        if sum(len(item) + 1 for item in items) > LONGEST_VALUE:
             raise UserError(f"{self.where}: a variable in it grows beyond {LONGEST_VALUE:,} characters.")
-        self.variables[name] = value
+        self.variables[name] = list(items)
 
 
 class Expander:
@@ -165,8 +156,7 @@ class Expander:
     def fields(self, word: "Node") -> list[str]:
         """Expand a word to words; unquoted values are split at spaces."""
         joined = ""
-        for value, split in self._pieces(word):
-            items = value if isinstance(value, list) else [value]
+        for items, split in self._pieces(word):
             if split:
                 items = [_SPACES.sub(lambda found: found[1] or _BREAK, item) for item in items]
             joined += _BREAK.join(items if split else [_KEPT + item for item in items])
@@ -176,112 +166,89 @@ class Expander:
         """Expand a word to a single text, as in an assignment; no word is empty."""
         return "" if word is None else _joined(self._pieces(word))
 
-    def _pieces(self, node: "Node", quoted: bool = False) -> Iterator[tuple[Value, bool]]:
+    def _texts(self, words: Iterable["Node"]) -> str:
+        return "".join(map(self.text, words))
+
+    def _pieces(self, node: "Node", quoted: bool = False) -> Iterator[tuple[list[str], bool]]:
         """Yield the parts of a word, each with whether it is to be split at spaces."""
         text = source(node)
-        if node.type == "raw_string":
-            yield text[1:-1], False
-        elif node.type == "ansi_c_string":
-            yield text[2:-1], False
+        if node.type in ("raw_string", "ansi_c_string"):
+            yield [text.lstrip("$")[1:-1]], False
         elif node.type == "string":
-            yield "", False
+            yield [""], False
             yield from self._inside(node, 1, quoted=True)
         elif node.type in _EXPANSIONS:
             raw = text.lstrip(" \t\n\\")  # the grammar counts spaces before it in a string to it
             if len(raw) < len(text):
-                yield _unescaped(text[: len(text) - len(raw)], quoted), False
+                yield [_unescaped(text[: len(text) - len(raw)], quoted)], False
             yield self._value(node, raw), not quoted
         elif node.type == "regex" and re.search(r"\$[\w{(]", text):  # a pattern, which the grammar leaves whole
             yield from self._pieces(parse(f'"{text}"', self._scope.where))
         elif node.children:
             yield from self._inside(node, 0, quoted)
         else:
-            yield _unescaped(text, quoted), False
+            yield [_unescaped(text, quoted)], False
 
-    def _inside(self, node: "Node", edge: int, quoted: bool) -> Iterator[tuple[Value, bool]]:
+    def _inside(self, node: "Node", edge: int, quoted: bool) -> Iterator[tuple[list[str], bool]]:
         """Yield the parts of a node from `edge` after its begin to `edge` before its end, and the text between them."""
-        text, first = node.text or b"", node.start_byte
-        place = edge
+        text, first, place = node.text or b"", node.start_byte, edge
         for child in node.named_children:
             if child.type != "string_content":
                 if place < child.start_byte - first:
-                    yield _unescaped(_shown(text[place : child.start_byte - first]), quoted), False
+                    yield [_unescaped(_shown(text[place : child.start_byte - first]), quoted)], False
                 yield from self._pieces(child, quoted)
                 place = child.end_byte - first
         if place < len(text) - edge:
-            yield _unescaped(_shown(text[place : len(text) - edge]), quoted), False
+            yield [_unescaped(_shown(text[place : len(text) - edge]), quoted)], False
 
-    def _value(self, node: "Node", raw: str) -> Value:
+    def _value(self, node: "Node", raw: str) -> list[str]:
         if node.type == "simple_expansion":
             return self._variable(raw[1:], raw)
         if node.type == "expansion":
             return self._parameter(node, raw)
         if node.type == "command_substitution":
-            return self._command(node, raw)
+            return [self._command(node, raw)]
         edge = 3 if raw.startswith("$((") else 2
-        return self._sum(_joined(self._inside(node, 0, quoted=True)).strip()[edge : 1 - edge], raw)
+        return [self._sum(_joined(self._inside(node, 0, quoted=True)).strip()[edge : 1 - edge], raw)]
 
-    def _variable(self, name: str, raw: str) -> Value:
-        value = self._scope.get(name)
-        if value is None:
-            return self._missing(name, raw)
-        if isinstance(value, list) and name not in ("@", "*"):
-            return value[0] if value else ""
-        return value
+    def _variable(self, name: str, raw: str) -> list[str]:
+        items = self._scope.get(name)
+        return [self._missing(name, raw)] if items is None else items if name in ("@", "*") else items[:1]
 
     def _missing(self, name: str, raw: str) -> str:
         self._scope.unset.append(name)
         return "" if self._empty else raw
 
-    def _parameter(self, node: "Node", raw: str) -> Value:
+    def _parameter(self, node: "Node", raw: str) -> list[str]:
         """Expand `${…}`: prefix `#` or `!`, name with an index, operator and what it is given."""
         parts = node.children[1:-1]
         prefix = parts.pop(0).type if len(parts) > 1 and parts[0].type in ("#", "!") else ""
         if not parts:
-            return raw
-        subscript = parts[0].child_by_field_name("index")
+            return [raw]
         name = source(parts[0].child_by_field_name("name") or parts[0])
-        index = None if subscript is None else self.text(subscript)
-        value = self._indexed(self._scope.get(name), name, index)
+        index = self.text(parts[0].child_by_field_name("index")) or "0"
+        whole = name in ("@", "*") or index in ("@", "*")
+        items = self._scope.get(name)
+        if not whole and items is not None:
+            place = int(index) if re.fullmatch(r"-?\d{1,6}", index) else 0
+            items = [items[place]] if -len(items) <= place < len(items) else None
         if prefix == "#":
-            return str(len(value or ""))
+            return [str(len(items or ()) if whole else len("".join(items or ())))]
         if prefix == "!":
-            return self._variable(value, raw) if isinstance(value, str) else raw
-        if value is None and index in ("@", "*") and len(parts) == 1:
-            return ""
-        return self._with_operator(value, name, parts[1:], raw)
-
-    def _indexed(self, value: Value | None, name: str, index: str | None) -> Value | None:
-        if index in ("@", "*") or value is None or name in ("@", "*"):
-            return [value] if isinstance(value, str) and index in ("@", "*") else value
-        items = value if isinstance(value, list) else [value]
-        place = int(index) if index and re.fullmatch(r"-?\d{1,6}", index) else 0
-        return items[place] if -len(items) <= place < len(items) else None
-
-    def _with_operator(self, value: Value | None, name: str, parts: list["Node"], raw: str) -> Value:
-        sign = parts[0].type if parts else ""
+            return self._variable(items[0], raw) if items and not whole else [raw]
+        sign, given = parts[1].type if len(parts) > 1 else "", parts[2:]
         if sign in (":-", ":=", ":?", ":+", "-", "=", "?", "+"):
-            lacks = value is None or (sign.startswith(":") and not value)
-            if sign.endswith("+"):
-                return "" if lacks else self._texts(parts[1:])
-            if not lacks and value is not None:
-                return value
-            if sign.endswith("?"):
-                return self._missing(name, raw)
-            default = self._texts(parts[1:])
-            if sign.endswith("="):
-                self._scope.put(name, default)
-            return default
-        if value is None:
-            return self._missing(name, raw)
-        if not sign:
-            return value
-        if isinstance(value, list):
-            return [self._edited(item, sign, parts[1:], raw) for item in value]
-        return self._edited(value, sign, parts[1:], raw)
-
-    def _texts(self, words: Iterable["Node"]) -> str:
-        return "".join(map(self.text, words))
+            lacks = items is None or (sign.startswith(":") and not "".join(items))
+            if lacks == (sign in (":+", "+")):
+                return [""] if lacks else items or []
+            if sign in (":?", "?"):
+                return [self._missing(name, raw)]
+            if sign in (":=", "="):
+                self._scope.put(name, self._texts(given))
+            return [self._texts(given)]
+        if items is None:
+            return [] if whole and not sign else [self._missing(name, raw)]
+        return [self._edited(item, sign, given, raw) for item in items] if sign else items
 
     def _edited(self, value: str, sign: str, given: list["Node"], raw: str) -> str:
         """Apply `%`, `#`, `/`, `,,`, `^^` or `:from:length` to a value."""
@@ -290,17 +257,14 @@ class Expander:
         if sign == ":" and (part := re.fullmatch(r"(-?\d{1,6})(?::(\d{1,6}))?", self._texts(given).replace(" ", ""))):
             rest = value[int(part[1]) :]
             return rest if part[2] is None else rest[: int(part[2])]
-        if len(value) > 1_000:
-            return raw
-        if sign in ("%", "%%", "#", "##"):
-            begins, shortest = sign.startswith("#"), len(sign) == 1
+        if len(value) <= 1_000 and sign in ("%", "%%", "#", "##"):
+            begins, cuts = sign.startswith("#"), range(len(value) + 1)
             pattern = re.compile(translate(self._texts(given)))
-            cuts = range(len(value) + 1)
-            for cut in cuts if begins == shortest else reversed(cuts):
+            for cut in cuts if begins == (len(sign) == 1) else reversed(cuts):  # the shortest first, or the longest
                 if pattern.fullmatch(value[:cut] if begins else value[cut:]):
                     return value[cut:] if begins else value[:cut]
             return value
-        if sign in ("/", "//"):
+        if len(value) <= 1_000 and sign in ("/", "//"):
             middle = next((place for place, part in enumerate(given) if part.type == "/"), len(given))
             old, new = self._texts(given[:middle]), self._texts(given[middle + 1 :])
             return value.replace(old, new, -1 if sign == "//" else 1)
@@ -308,8 +272,7 @@ class Expander:
 
     def _sum(self, inner: str, raw: str) -> str:
         def named(found: re.Match[str]) -> str:
-            value = self._scope.get(found[0])
-            return value if isinstance(value, str) and value else found[0]
+            return "".join((self._scope.get(found[0]) or [])[:1]) or found[0]
 
         spelled = re.sub(r"[A-Za-z_]\w*", named, inner).strip().replace("\n", " ")
         spelled = re.sub(r"(?<!/)/(?!/)", "//", spelled)
@@ -328,8 +291,7 @@ class Expander:
             "pwd": lambda _: str(self._scope.folder),
             "dirname": lambda given: os.path.dirname(given[0]) or ".",
             "basename": lambda given: os.path.basename(given[0]),
-            "realpath": lambda given: given[-1],
-            "readlink": lambda given: given[-1],
+            **dict.fromkeys(("realpath", "readlink"), lambda given: given[-1]),
             "echo": lambda given: " ".join(word for word in given if word not in ("-n", "-e")),
         }
         if words[:1] == ["cd"] and words[-1] == "pwd":
@@ -343,23 +305,21 @@ class Expander:
 
 def words_of(command: "Node") -> list["Node"]:
     """Return the words of a simple command, without assignments before it and redirections."""
-    if command.type == "redirected_statement" and command.named_children[0].type == "command":
-        return [*words_of(command.named_children[0]), *_after_targets(command)]
-    if command.type != "command":
+    if command.type not in ("command", "redirected_statement"):
         return []
-    other = ("variable_assignment", "comment", "file_redirect", "heredoc_redirect", "herestring_redirect")
-    return [*(part for part in command.named_children if part.type not in other), *_after_targets(command)]
-
-
-def _after_targets(command: "Node") -> Iterator["Node"]:
-    """Yield the words after the target of a redirection, which the grammar counts to it."""
+    words: list[Node] = []
     for part in command.named_children:
-        if part.type == "file_redirect":
-            yield from part.children_by_field_name("destination")[1:]
+        if part.type == "file_redirect":  # to which the grammar counts words after its target
+            words += part.children_by_field_name("destination")[1:]
+        elif command.type == "redirected_statement":
+            words += words_of(part)
+        elif part.type not in ("variable_assignment", "comment", "heredoc_redirect", "herestring_redirect"):
+            words.append(part)
+    return words
 
 
-def _joined(pieces: Iterable[tuple[Value, bool]]) -> str:
-    return "".join(" ".join(value) if isinstance(value, list) else value for value, _ in pieces)
+def _joined(pieces: Iterable[tuple[list[str], bool]]) -> str:
+    return "".join(" ".join(items) for items, _ in pieces)
 
 
 def _unescaped(text: str, quoted: bool) -> str:
