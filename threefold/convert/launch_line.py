@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from threefold.convert.key_mapping import Unmapped
-from threefold.convert.shell import Command, Script, follow
+from threefold.convert.shell import Command, Script
 from threefold.errors import UserError
 
 _TRAINS: Final = re.compile(r"train|finetune|gpt|llama|mixtral|run_", re.IGNORECASE)
@@ -53,7 +53,7 @@ def launch_of(
     Raises:
         UserError: the file is not a shell script, has no flags, or needs a file that does not exist.
     """
-    script = follow(text, path)
+    script = Script(text, path)
     notes = [Unmapped(f"line {line}, {what}", "a branch", reason) for line, what, reason in script.remarks]
     command = _training(script, notes)
     words = command.words if command else _loose(script)

@@ -4,7 +4,6 @@ import os.path
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from operator import eq, ge, gt, le, lt, ne
 from pathlib import Path
@@ -23,7 +22,6 @@ _SILENT: Final = re.compile(
     r"conda|pushd|popd|tar|wget|curl|awk|sed|grep|head|tail|sort|uniq|wc"
 )
 """Commands that never start a training."""
-_SCRIPT_RUNNERS: Final = ("bash", "sh", "zsh", "sbatch", "qsub")
 _SBATCH: Final = re.compile(r"^#SBATCH\s+(.*)$", re.MULTILINE)
 _FLAG: Final = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
 _TEXT: Final = re.compile(r"\S\s.*\.py(?=[\s;]|$)|\.py\s", re.DOTALL)
@@ -40,125 +38,115 @@ class Command(NamedTuple):
     batch: list[str]
 
 
-@dataclass
+class _Ended(Exception):
+    """End of the script by `exit`, or by `return` outside a function."""
+
+
 class Script:
-    """Result of interpreting a script: its scope at the end, and the commands that it starts, in order.
-
-    Attributes:
-        remarks: (line, what, reason) of each decision about a part that depends on facts outside the script.
-        missing: (line, name) of each file that the script reads and that does not exist.
-    """
-
-    scope: Scope
-    commands: list[Command] = field(default_factory=list)
-    remarks: list[tuple[int, str, str]] = field(default_factory=list)
-    missing: list[tuple[int, str]] = field(default_factory=list)
-
-
-def follow(text: str, path: Path) -> Script:
-    """Interpret a script without arguments in an empty environment.
+    """Script, interpreted without arguments in an empty environment.
 
     Args:
         text: content of the script.
         path: path of the script; files that it reads are looked up beside it.
 
+    Attributes:
+        scope: variables at its end.
+        commands: commands that it starts, in order.
+        remarks: (line, what, reason) of each decision about a part that depends on facts outside the script.
+        missing: (line, name) of each file that the script reads and that does not exist.
+
     Raises:
         UserError: the text cannot be parsed as a shell script, or does not end.
     """
-    script = Script(Scope(str(path), path.parent))
-    try:
-        _Runner(script).text(text)
-    except RecursionError:
-        raise UserError(f"{path}: not a shell script that can be read: it is nested too deeply.") from None
-    return script
 
+    def __init__(self, text: str, path: Path) -> None:
+        self.scope = Scope(str(path), path.parent)
+        self.commands: list[Command] = []
+        self.remarks: list[tuple[int, str, str]] = []
+        self.missing: list[tuple[int, str]] = []
+        self._functions: dict[str, Node] = {}
+        self._batch: list[str] = []
+        self._depth = self._count = 0
+        try:
+            self._text(text)
+        except RecursionError:
+            raise UserError(f"{path}: not a shell script that can be read: it is nested too deeply.") from None
 
-class _Ended(Exception):
-    """End of the script by `exit`, or by `return` outside a function."""
-
-
-class _Runner:
-    def __init__(self, script: Script) -> None:
-        self.script, self.scope = script, script.scope
-        self.functions: dict[str, Node] = {}
-        self.batch: list[str] = []
-        self.depth = self.count = 0
-
-    def text(self, text: str) -> None:
+    def _text(self, text: str) -> None:
         """Interpret a text up to its end, or to the end of the script in it."""
-        self.batch = [*self.batch, *(word for line in _SBATCH.findall(text) for word in line.split())]
+        self._batch = [*self._batch, *(word for line in _SBATCH.findall(text) for word in line.split())]
         self._descend([parse(text, self.scope.where)])
 
     def _descend(self, nodes: Iterable["Node"]) -> None:
-        self.depth += 1
-        if self.depth > _DEEPEST:
+        self._depth += 1
+        if self._depth > _DEEPEST:
             raise UserError(
                 f"{self.scope.where}: scripts or functions in it call each other more than {_DEEPEST} deep."
             )
         with suppress(_Ended):
-            self.nodes(nodes)
-        self.depth -= 1
+            self._nodes(nodes)
+        self._depth -= 1
 
-    def nodes(self, nodes: Iterable["Node"]) -> None:
+    def _nodes(self, nodes: Iterable["Node"]) -> None:
         for node in nodes:
-            self.node(node)
+            self._node(node)
 
-    def node(self, node: "Node", heredoc: str = "") -> None:
+    def _node(self, node: "Node") -> None:
         match node.type:
             case "command":
-                self.simple(node, words_of(node), heredoc)
+                self._simple(node, words_of(node), "")
             case "redirected_statement":
-                self.redirected(node)
+                self._redirected(node)
             case "list":
-                self.chain(node)
+                self._chain(node)
             case "if_statement":
-                self.choose(node)
+                self._choose(node)
             case "case_statement":
-                self.case(node)
+                self._case(node)
             case "for_statement" | "while_statement" | "c_style_for_statement":
-                self.loop(node)
+                self._loop(node)
             case "function_definition":
-                self.functions[source(node.child_by_field_name("name") or node)] = node.children[-1]
+                self._functions[source(node.child_by_field_name("name") or node)] = node.children[-1]
             case "variable_assignment":
-                self.assign(node)
+                self._assign(node)
             case "unset_command":
                 for word in node.named_children:
                     self.scope.variables.pop(source(word), None)
             case "compound_statement" if node.children[0].type == "((":
                 pass
             case "program" | "compound_statement" | "subshell" | "do_group" | "pipeline" | "negated_command":
-                self.nodes(node.named_children)
+                self._nodes(node.named_children)
             case "declaration_command" | "variable_assignments":
-                self.nodes(part for part in node.named_children if part.type == "variable_assignment")
+                self._nodes(part for part in node.named_children if part.type == "variable_assignment")
 
-    def redirected(self, node: "Node") -> None:
+    def _redirected(self, node: "Node") -> None:
         """Interpret a command with redirections, and what the grammar puts behind the begin of a here-document."""
         body = node.child_by_field_name("body")
         heredocs = [part for part in node.named_children if part.type == "heredoc_redirect"]
         heredoc = "".join(source(part).partition("\n")[2].rpartition("\n")[0] for part in heredocs)
         if body is not None and body.type == "command":
-            self.simple(body, words_of(node), heredoc)
+            self._simple(body, words_of(node), heredoc)
         elif body is not None:
-            self.node(body)
+            self._node(body)
         for part in heredocs:
-            self.nodes(each for each in part.named_children if not each.type.startswith(("heredoc_", "file_")))
+            self._nodes(each for each in part.named_children if not each.type.startswith(("heredoc_", "file_")))
 
-    def chain(self, node: "Node") -> bool | None:
+    def _chain(self, node: "Node") -> bool | None:
         """Interpret `a && b || c`, assuming that commands other than tests succeed; return its success."""
         if node.type != "list":
             result = holds(node, self.scope, [])
             if result is None:
-                self.node(node)
+                self._node(node)
             return True if result is None else result
         left, right = node.named_children[0], node.named_children[-1]
         operator = node.children[1].type
-        success = self.chain(left)
+        success = self._chain(left)
         if success is (operator == "||"):
             self._leave_out(line_of(right), operator, [right], "not reached if all before it succeeds")
             return success
-        return self.chain(right)
+        return self._chain(right)
 
-    def choose(self, node: "Node") -> None:
+    def _choose(self, node: "Node") -> None:
         taken: list[Node] | None = None
         left: list[list[Node]] = []
         assumed: list[str] = []
@@ -176,9 +164,9 @@ class _Runner:
                 left.append(body)
         for body in left:
             self._leave_out(line_of(node), "if", body, _assumption(assumed))
-        self.nodes(taken or [])
+        self._nodes(taken or [])
 
-    def case(self, node: "Node") -> None:
+    def _case(self, node: "Node") -> None:
         expander = Expander(self.scope, empty=True)
         before = len(self.scope.unset)
         value = expander.text(node.child_by_field_name("value"))
@@ -190,11 +178,11 @@ class _Runner:
             if not taken and any(fnmatchcase(value, expander.text(pattern)) for pattern in patterns):
                 taken = True
                 if not _ends(body):
-                    self.nodes(body)
+                    self._nodes(body)
                 continue
             self._leave_out(line_of(node), "case", body, _assumption(assumed))
 
-    def loop(self, node: "Node") -> None:
+    def _loop(self, node: "Node") -> None:
         body = node.child_by_field_name("body")
         assert body is not None
         if node.type != "for_statement":
@@ -207,20 +195,20 @@ class _Runner:
         words = node.children_by_field_name("value")
         for value in [value for word in words for value in Expander(self.scope).fields(word)]:
             self.scope.put(name, value)
-            self.node(body)
+            self._node(body)
 
     def _leave_out(self, line: int, what: str, body: Iterable["Node"], reason: str) -> None:
         if flags := list(dict.fromkeys(flag for node in body for flag in _flags_in(node))):
-            self.script.remarks.append((line, what, f"{reason}; left out: {', '.join(flags)}"))
+            self.remarks.append((line, what, f"{reason}; left out: {', '.join(flags)}"))
 
-    def simple(self, node: "Node", words: list["Node"], heredoc: str) -> None:
-        self.count += 1
-        if self.count > _MOST_COMMANDS:
+    def _simple(self, node: "Node", words: list["Node"], heredoc: str) -> None:
+        self._count += 1
+        if self._count > _MOST_COMMANDS:
             raise UserError(f"{self.scope.where}: it runs more than {_MOST_COMMANDS:,} commands.")
-        self.nodes(part for part in node.named_children if part.type == "variable_assignment")
-        self.command([text for word in words for text in Expander(self.scope).fields(word)], line_of(node), heredoc)
+        self._nodes(part for part in node.named_children if part.type == "variable_assignment")
+        self._command([text for word in words for text in Expander(self.scope).fields(word)], line_of(node), heredoc)
 
-    def assign(self, node: "Node") -> None:
+    def _assign(self, node: "Node") -> None:
         target, given = node.child_by_field_name("name"), node.child_by_field_name("value")
         assert target is not None
         name, index = source(target).partition("[")[0], target.child_by_field_name("index")
@@ -244,48 +232,48 @@ class _Runner:
         items[place] = items[place] + value if appended else value
         self.scope.put(name, *items)
 
-    def command(self, words: list[str], line: int, heredoc: str) -> None:
+    def _command(self, words: list[str], line: int, heredoc: str) -> None:
         name = words[0] if words else ""
         if name in ("source", ".") and len(words) > 1:
             self._run_script(words[1], [], line, self.scope.positional)
         elif name in ("exit", "return"):
             raise _Ended
         elif name == "eval":
-            self.text(" ".join(words[1:]))
+            self._text(" ".join(words[1:]))
         elif name == "shift":
             del self.scope.positional[:1]
-        elif name in self.functions:
+        elif name in self._functions:
             before, self.scope.positional = self.scope.positional, words[1:]
-            self._descend([self.functions[name]])
+            self._descend([self._functions[name]])
             self.scope.positional = before
         elif name and not _SILENT.fullmatch(name):
-            self.start(words, line, heredoc)
+            self._start(words, line, heredoc)
 
-    def start(self, words: list[str], line: int, heredoc: str) -> None:
+    def _start(self, words: list[str], line: int, heredoc: str) -> None:
         texts = [word for word in words[1:] if _TEXT.search(re.sub(r"<[^<>]*>", "", word))]
         scripts = [word for word in words if word.endswith((".sh", ".slurm", ".sbatch"))]
-        if texts or (heredoc and words[0] in (*_SCRIPT_RUNNERS, "srun", "ssh")):
-            outer, self.batch = self.batch, [*self.batch, *(word for word in words if word not in texts)]
+        if texts or (heredoc and words[0] in ("bash", "sh", "zsh", "sbatch", "qsub", "srun", "ssh")):
+            outer, self._batch = self._batch, [*self._batch, *(word for word in words if word not in texts)]
             for text in [text.removeprefix("--wrap=") for text in texts] or [heredoc.replace("\\$", "$")]:
-                self.text(text)
-            self.batch = outer
+                self._text(text)
+            self._batch = outer
         elif scripts and not any(word.endswith(".py") for word in words):
             place = words.index(scripts[0])
             self._run_script(scripts[0], words[:place], line, words[place + 1 :])
         elif any(word.startswith("--") or word.endswith(".py") for word in words):
-            self.script.commands.append(Command(words, line, list(self.batch)))
+            self.commands.append(Command(words, line, list(self._batch)))
 
     def _run_script(self, name: str, batch: list[str], line: int, given: list[str]) -> None:
         """Interpret a file, started by the words of `batch` with the arguments `given`."""
         name = re.sub(r"^(?:\$PWD|\$\{PWD\}|\$\(pwd\))/", "", name)
         path = self.scope.folder / name
         if not os.path.isfile(path):
-            self.script.missing.append((line, name))
+            self.missing.append((line, name))
             return
         before, self.scope.positional = self.scope.positional, given
-        outer, self.batch = self.batch, [*self.batch, *batch]
-        self.text(foreign_text(path))
-        self.scope.positional, self.batch = before, outer
+        outer, self._batch = self._batch, [*self._batch, *batch]
+        self._text(foreign_text(path))
+        self.scope.positional, self._batch = before, outer
 
 
 def _branch(clause: "Node") -> tuple["Node | None", list["Node"]]:
