@@ -55,25 +55,23 @@ def detected(path: Path) -> tuple[Kind, str]:
 
 def _colossal(text: str) -> str:
     try:
-        body = ast.iter_child_nodes(parsed(text))
+        statements = [each for each in ast.iter_child_nodes(parsed(text)) if isinstance(each, ast.Assign)]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ""
-    for statement in body:
-        targets = statement.targets if isinstance(statement, ast.Assign) else []
-        for target in targets:
-            if isinstance(target, ast.Name) and target.id in _COLOSSAL_NAMES.split():
-                return f"setting {target.id}"
-    return ""
+    names = [target.id for each in statements for target in each.targets if isinstance(target, ast.Name)]
+    return next((f"setting {name}" for name in names if name in _COLOSSAL_NAMES.split()), "")
 
 
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 _USUAL_VOCABULARY: Final = 50257
 _PLACE_OF_DATA: Final = "tokens"
 _LONGEST_SENTENCE: Final = 800
-
-
-_SYSTEMS: Final = {"fleet": paddlefleetx, "colossal": colossal, "megatron": megatron}
-"""Module of each system, with `read(path)` and `fill(mapping, world_size)`."""
+_SYSTEMS: Final = {
+    "fleet": ("PaddlePaddle Fleet", paddlefleetx),
+    "colossal": ("Colossal-AI", colossal),
+    "megatron": ("Megatron-LM", megatron),
+}
+"""Name of each system, and its module with `read(path)` and `fill(mapping, world_size)`."""
 
 
 class Converted(NamedTuple):
@@ -129,7 +127,7 @@ def _converted(path: Path, kind: Kind | None, world_size: int | None) -> Convert
     evidence = ""
     if kind is None:
         kind, evidence = detected(path)
-    system = _SYSTEMS[kind]
+    _, system = _SYSTEMS[kind]
     mapping = system.read(path)
     system.fill(mapping, world_size)
     if not {"data.path", "data.mixture"} & mapping.settings.keys():
@@ -140,32 +138,20 @@ def _converted(path: Path, kind: Kind | None, world_size: int | None) -> Convert
     return Converted(kind, evidence, differing, mapping.notes, _why_invalid(config), _unset(config))
 
 
-_NAMES: Final[dict[Kind, str]] = {
-    "fleet": "PaddlePaddle Fleet",
-    "colossal": "Colossal-AI",
-    "megatron": "Megatron-LM",
-}
-
-
 def unmapped_lines(converted: Converted, path: Path) -> list[str]:
     """Return lines with the detected system, what must still be set, and all notes, unsupported settings first."""
-    whose = _NAMES[converted.kind]
+    whose, _ = _SYSTEMS[converted.kind]
     lines = [f"{path} is taken for {whose}'s" + (f" by {converted.evidence}." if converted.evidence else ".")]
     if converted.unset:
         lines += ["", "Still to be set:", *(f"  {key}: {what}" for key, what in converted.unset.items())]
-    unsupported = converted.unsupported
     others = [note for note in converted.notes if not note.unsupported]
-    for title, notes in (("Unsupported:", unsupported), ("Without an exact counterpart:", others)):
-        if notes:
-            lines += ["", title]
+    for title, notes in (("Unsupported:", converted.unsupported), ("Without an exact counterpart:", others)):
+        lines += ["", title] if notes else []
         for note in notes:
-            value = f"({note.value})" if note.value == "not given" else f"= {shortened(_shown(note.value))}"
+            shown = shortened(" ".join(map(str, note.value)) if isinstance(note.value, list) else str(note.value))
+            value = "(not given)" if note.value == "not given" else f"= {shown}"
             lines.append(f"  {shortened(note.key)} {value}: {note.reason}")
     return lines
-
-
-def _shown(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _config(mapping: KeyMapping) -> Config:

@@ -81,8 +81,8 @@ def launch_of(
 
 def _training(script: Script, notes: list[Unmapped]) -> Command | None:
     started = [command for command in script.commands if _start(command.words)]
-    trainings = [command for command in started if not _PREPARES.search(_name(command))] or started
-    named = [command for command in trainings if _TRAINS.search(_name(command))] or trainings
+    trainings = [command for command in started if not _PREPARES.search(_file(command).name)] or started
+    named = [command for command in trainings if _TRAINS.search(_file(command).name)] or trainings
     if len(named) > 1:
         others = ", ".join(f"line {command.line}" for command in named[:-1])
         reason = f"that of line {named[-1].line} is taken; the file starts {others} too"
@@ -90,8 +90,8 @@ def _training(script: Script, notes: list[Unmapped]) -> Command | None:
     return named[-1] if named else None
 
 
-def _name(command: Command) -> str:
-    return Path(command.words[_start(command.words) - 1]).name
+def _file(command: Command) -> Path:
+    return Path(command.words[_start(command.words) - 1])
 
 
 def _start(words: list[str]) -> int:
@@ -131,33 +131,25 @@ def _check_missing(script: Script, words: list[str], where: str, found: bool) ->
 def _collected(
     words: list[str], switches: Collection[str], several: Collection[str]
 ) -> tuple[dict[str, Any], list[str]]:
+    """Return flags with their values, and the words that belong to no flag."""
+    found: list[tuple[str, list[str]]] = [("", [])]
+    for word in [piece for each in words for piece in _pieces(each)]:
+        if word.startswith("--") and word != "--":
+            name, equals, value = word[2:].partition("=")
+            found.append((name, [_unquoted(value)] if equals else []))
+        else:
+            found[-1][1].append(_unquoted(word))
     flags: dict[str, Any] = {}
-    unread: list[str] = []
-    for name, values in _flags(words, unread):
-        plain = name.replace("_", "-")
-        if plain in switches and values and values[0].lower() not in ("true", "false"):
+    unread = found.pop(0)[1]
+    for name, values in found:
+        if name.replace("_", "-") in switches and values and values[0].lower() not in ("true", "false"):
             unread += values
             values = []
         if name in several:
             flags[name] = [*flags.get(name, []), *values]
-            continue
-        flags[name] = True if not values else values[0] if len(values) == 1 else values
+        else:
+            flags[name] = True if not values else values[0] if len(values) == 1 else values
     return flags, unread
-
-
-def _flags(words: list[str], unread: list[str]) -> Iterator[tuple[str, list[str]]]:
-    name = ""
-    values: list[str] = []
-    for word in [piece for each in words for piece in _pieces(each)]:
-        if not word.startswith("--") or word == "--":
-            (values if name else unread).append(_unquoted(word))
-            continue
-        if name:
-            yield name, values
-        name, equals, value = word[2:].partition("=")
-        values = [_unquoted(value)] if equals else []
-    if name:
-        yield name, values
 
 
 def _pieces(word: str) -> list[str]:
@@ -188,9 +180,7 @@ def _ranks(launcher: list[str], batch: list[str], script: Script) -> Any:
 
 
 def _options(words: list[str]) -> Iterator[tuple[str, str]]:
-    for place, word in enumerate(words):
-        if not word.startswith("-"):
-            continue
-        name, equals, value = word.lstrip("-").partition("=")
-        following = words[place + 1] if place + 1 < len(words) else ""
-        yield name.replace("_", "-"), value if equals else following
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        if word.startswith("-"):
+            name, equals, value = word.lstrip("-").partition("=")
+            yield name.replace("_", "-"), value if equals else following

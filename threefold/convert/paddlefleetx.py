@@ -113,7 +113,8 @@ def _read_flags(path: Path) -> KeyMapping:
     for name, value in flags.items():
         key = KEYS.get(name, name)
         settings[key], spelled[key] = _typed(key, value), name
-    _mix(settings)
+    if settings.get(f"{_PRECISION}.use_pure_fp16") and settings.get(f"{_PRECISION}.enable") is None:
+        settings[f"{_PRECISION}.enable"] = True
     _accumulate(settings, notes)
     if launch.world is not None and "Distributed.dp_degree" not in settings:
         degrees = ("Distributed.mp_degree", "Distributed.pp_degree", "Distributed.sharding.sharding_degree")
@@ -166,12 +167,6 @@ def _typed(key: str, value: Any) -> Any:
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
     return value if value not in ("", "None", "none") else None
-
-
-def _mix(settings: dict[str, Any]) -> None:
-    pure, mixed = (settings.get(f"{_PRECISION}.{key}") for key in ("use_pure_fp16", "enable"))
-    if (pure or mixed) and mixed is not False:
-        settings[f"{_PRECISION}.enable"] = True
 
 
 def _accumulate(settings: dict[str, Any], notes: list[Unmapped]) -> None:
