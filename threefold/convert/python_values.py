@@ -63,7 +63,7 @@ def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
         case ast.Subscript(value=container, slice=place):
             whole, key = constant(container, names), constant(place, names)
             if isinstance(whole, dict | list) and isinstance(key, str if isinstance(whole, dict) else int):
-                return operator.getitem(whole, key)
+                return whole[key]  # type: ignore[index]  # the type of key goes with that of whole
     raise ValueError
 
 
