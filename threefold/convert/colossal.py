@@ -13,14 +13,9 @@ from threefold.convert.key_mapping import (
     Unmapped,
     alike,
     count,
-    dp_of,
     flat,
     foreign_text,
     number,
-    put_activation,
-    put_chunks,
-    put_optimizer,
-    put_zero,
     shortened,
     switch,
     text,
@@ -243,7 +238,7 @@ def _model(mapping: KeyMapping) -> None:
         mapping.put("model.vocab_size", size)
         whose = "Colossal-AI's models, GPT-2's 50257 padded" if name else "GPT-2"
         mapping.note("VOCAB_SIZE", "not given", f"model.vocab_size is that of {whose}: {size}")
-    put_activation(mapping, "model.act_func", _ACTIVATIONS)
+    mapping.put_activation("model.act_func", _ACTIVATIONS)
     ratio, hidden = mapping.take("model.mlp_ratio", number), mapping.settings.get("model.hidden_size")
     if ratio is not None and hidden is not None:
         mapping.put("model.ffn_hidden_size", int(ratio * hidden))
@@ -265,11 +260,11 @@ def _layout(mapping: KeyMapping, world: int | None) -> None:
         mapping.note("parallel.tensor.mode", mode, f"ring self-attention is parallel.cp {tp} with cp_method ring")
     elif mode not in ("1d", "None") and tp > 1:
         mapping.note("parallel.tensor.mode", mode, f"parallel.tp {tp} splits weights along one dim")
-    mapping.put("parallel.dp", dp_of(mapping, world, tp * pp, "world size"))
+    mapping.put("parallel.dp", mapping.replicas(world, tp * pp, "world size"))
     chunks = mapping.take("NUM_CHUNKS", whole, 1)
-    put_chunks(mapping, mapping.take("model.num_chunks", whole, chunks), "model.num_chunks")
+    mapping.put_chunks(mapping.take("model.num_chunks", whole, chunks), "model.num_chunks")
     if any(key == "zero" or key.startswith("zero.") for key in mapping.given):
-        put_zero(mapping, 3, "zero", mapping.given.pop("zero", "given"))
+        mapping.put_zero(3, "zero", mapping.given.pop("zero", "given"))
 
 
 def _batch(mapping: KeyMapping) -> None:
@@ -305,11 +300,11 @@ def _optimizer(mapping: KeyMapping) -> None:
     kind = name.rpartition(".")[2]
     own = kind in ("HybridAdam", "FusedAdam", "CPUAdam")
     if kind in ("SGD", "FusedSGD"):
-        put_optimizer(mapping, "sgd", "optimizer.type", name)
+        mapping.put_optimizer("sgd", "optimizer.type", name)
         mapping.put("optimizer.momentum", mapping.take("optimizer.momentum", number))
         mapping.put("optimizer.nesterov", mapping.take("optimizer.nesterov", switch))
     elif kind == "Adam" or (own and not mapping.take("optimizer.adamw_mode", switch, True)):
-        put_optimizer(mapping, "adam", "optimizer.type", name)
+        mapping.put_optimizer("adam", "optimizer.type", name)
     else:
         mapping.put("optimizer.name", "adamw")
         if kind != "AdamW" and not own:

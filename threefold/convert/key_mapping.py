@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,6 +99,63 @@ class KeyMapping:
     def note(self, key: str, value: Any, reason: str, unsupported: bool = False) -> None:
         self.notes.append(Unmapped(self.spelled.get(key, key), value, reason, unsupported))
 
+    def replicas(self, world: int | None, others: int, where: str) -> int:
+        """Return `world / others` replicas (a `UserError` if not whole), or 1 with a note if `world` is unknown."""
+        if world is None:
+            self.note(where, "not given", "parallel.dp is 1; set --world-size, the number of ranks, for another value")
+            return 1
+        if world % others:
+            rule = f"must be a multiple of {others}, the ranks of one replica"
+            nearest = max(1, round(world / others)) * others
+            raise UserError(
+                f"{self.where}: the world size is {world} but {rule}; use {nearest}, as with --world-size {nearest}."
+            )
+        return world // others
+
+    def put_optimizer(self, name: str, key: str, value: Any) -> None:
+        """Set `adam` or `sgd`, which in the other system apply weight decay to every weight through its gradient."""
+        self.put("optimizer.name", name)
+        if self.settings.get("optimizer.weight_decay"):
+            rest = "optimizer.weight_decay is for weight matrices, not biases and norms"
+            self.note(key, value, f"optimizer.name is {name}; {rest}")
+
+    def put_activation(self, key: str, known: Mapping[str, str]) -> None:
+        """Set the activation function of a GPT.
+
+        Args:
+            key: foreign key; its value is a name, with or without a module, such as `nn.functional.gelu`.
+            known: foreign name → name in `model.activation`.
+        """
+        name = self.take(key, text)
+        if name is None:
+            return
+        if (ours := known.get(name.rpartition(".")[2])) is None:
+            reason = f"no function that is known, such as {' or '.join(known)}; set model.activation"
+            self.note(key, name, reason, unsupported=True)
+        self.put("model.activation", ours)
+
+    def put_zero(self, stage: int, key: str, value: Any) -> None:
+        """Set ZeRO, if there are several replicas."""
+        if self.settings.get("parallel.dp", 1) * self.settings.get("parallel.cp", 1) > 1:
+            self.put("parallel.zero", stage)
+        else:
+            self.note(key, value, f"ZeRO needs dp > 1; set parallel.zero {stage} once parallel.dp is above 1")
+
+    def put_chunks(self, chunks: int, key: str) -> None:
+        """Set the stages per rank, if there is a pipeline."""
+        if chunks > 1 and self.settings["parallel.pp"] > 1:
+            self.settings.update({"parallel.schedule": "interleaved", "parallel.stage_chunks": chunks})
+        elif chunks > 1:
+            self.note(key, chunks, "several stages per rank need pp > 1")
+
+    def take_sequence_parallel(self, key: str) -> None:
+        """Set sequence parallelism if `key` is true and there is tensor parallelism."""
+        if self.take(key, switch, False):
+            if self.settings["parallel.tp"] > 1:
+                self.put("parallel.sequence_parallel", True)
+            else:
+                self.note(key, True, "sequence parallelism needs tp > 1")
+
     def leave_rows(self, table: Iterable[Same], reason: str, unsupported: bool) -> None:
         """Add a note for each foreign setting of a table that is left."""
         for row in table:
@@ -135,7 +193,7 @@ def shortened(text: str, longest: int = 200) -> str:
 
 def whole(value: Any) -> int:
     """Convert to a whole number."""
-    if isinstance(value, bool) or float(_number(value, "a whole number")) % 1:
+    if number(value, "a whole number") % 1:
         raise ValueError("a whole number")
     return int(float(value)) if not isinstance(value, int) else value
 
@@ -147,19 +205,13 @@ def count(value: Any) -> int:
     return result
 
 
-def number(value: Any) -> float:
+def number(value: Any, what: str = "a number") -> float:
     """Convert to a finite number."""
-    return _number(value, "a number")
-
-
-def _number(value: Any, what: str) -> float:
     try:
-        if isinstance(value, bool):
-            raise ValueError
-        result = float(value)
+        result = nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(what) from None
-    if result != result or result in (float("inf"), float("-inf")):
+        result = nan
+    if not isfinite(result):
         raise ValueError(what)
     return result
 
@@ -188,70 +240,6 @@ def texts(value: Any) -> list[str]:
 def anything(value: Any) -> Any:
     """Return the value unchanged."""
     return value
-
-
-def dp_of(mapping: KeyMapping, world: int | None, others: int, where: str) -> int:
-    """Return `world / others` replicas (a `UserError` if not whole), or 1 with a note if `world` is unknown."""
-    if world is None:
-        mapping.note(where, "not given", "parallel.dp is 1; set --world-size, the number of ranks, for another value")
-        return 1
-    if world % others:
-        rule = f"must be a multiple of {others}, the ranks of one replica"
-        nearest = max(1, round(world / others)) * others
-        raise UserError(
-            f"{mapping.where}: the world size is {world} but {rule}; use {nearest}, as with --world-size {nearest}."
-        )
-    return world // others
-
-
-def put_optimizer(mapping: KeyMapping, name: str, key: str, value: Any) -> None:
-    """Set `adam` or `sgd`, which in the other system apply weight decay to every weight through its gradient."""
-    mapping.put("optimizer.name", name)
-    if mapping.settings.get("optimizer.weight_decay"):
-        mapping.note(
-            key, value, f"optimizer.name is {name}; optimizer.weight_decay is for weight matrices, not biases and norms"
-        )
-
-
-def put_activation(mapping: KeyMapping, key: str, known: Mapping[str, str]) -> None:
-    """Set the activation function of a GPT.
-
-    Args:
-        key: foreign key; its value is a name, with or without a module, such as `nn.functional.gelu`.
-        known: foreign name → name in `model.activation`.
-    """
-    name = mapping.take(key, text)
-    if name is None:
-        return
-    if (ours := known.get(name.rpartition(".")[2])) is None:
-        reason = f"no function that is known, such as {' or '.join(known)}; set model.activation"
-        mapping.note(key, name, reason, unsupported=True)
-    mapping.put("model.activation", ours)
-
-
-def put_zero(mapping: KeyMapping, stage: int, key: str, value: Any) -> None:
-    """Set ZeRO, if there are several replicas."""
-    if mapping.settings.get("parallel.dp", 1) * mapping.settings.get("parallel.cp", 1) > 1:
-        mapping.put("parallel.zero", stage)
-    else:
-        mapping.note(key, value, f"ZeRO needs dp > 1; set parallel.zero {stage} once parallel.dp is above 1")
-
-
-def put_chunks(mapping: KeyMapping, chunks: int, key: str) -> None:
-    """Set the stages per rank, if there is a pipeline."""
-    if chunks > 1 and mapping.settings["parallel.pp"] > 1:
-        mapping.settings.update({"parallel.schedule": "interleaved", "parallel.stage_chunks": chunks})
-    elif chunks > 1:
-        mapping.note(key, chunks, "several stages per rank need pp > 1")
-
-
-def take_sequence_parallel(mapping: KeyMapping, key: str) -> None:
-    """Set sequence parallelism if `key` is true and there is tensor parallelism."""
-    if mapping.take(key, switch, False):
-        if mapping.settings["parallel.tp"] > 1:
-            mapping.put("parallel.sequence_parallel", True)
-        else:
-            mapping.note(key, True, "sequence parallelism needs tp > 1")
 
 
 MOST_SETTINGS = 20_000

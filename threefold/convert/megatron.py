@@ -11,13 +11,9 @@ from threefold.convert.key_mapping import (
     Unmapped,
     alike,
     count,
-    dp_of,
     foreign_text,
     number,
-    put_chunks,
-    put_zero,
     switch,
-    take_sequence_parallel,
     text,
     texts,
     whole,
@@ -291,13 +287,13 @@ def fill(mapping: KeyMapping, world: int | None) -> None:
 def _layout(mapping: KeyMapping, world: int | None) -> None:
     tp, pp, cp = (mapping.settings.get(f"parallel.{axis}", 1) for axis in ("tp", "pp", "cp"))
     mapping.settings |= {"parallel.tp": tp, "parallel.pp": pp}
-    mapping.put("parallel.dp", dp_of(mapping, world, tp * pp * cp, "world size"))
+    mapping.put("parallel.dp", mapping.replicas(world, tp * pp * cp, "world size"))
     if cp > 1 and "cp-comm-type" not in mapping.given:
         mapping.put("parallel.cp_method", "ring")
-    take_sequence_parallel(mapping, "sequence-parallel")
+    mapping.take_sequence_parallel("sequence-parallel")
     for flag, stage in (("use-distributed-optimizer", 1), ("use-torch-fsdp2", 3), ("use-megatron-fsdp", 3)):
         if mapping.take(flag, switch, False):
-            put_zero(mapping, stage, flag, True)
+            mapping.put_zero(stage, flag, True)
     if mapping.take("grad-reduce-in-bf16", switch, False):
         if mapping.settings.get("parallel.zero"):
             reason = "gradients are summed in fp32: parallel.gradient_compression does not go with parallel.zero"
@@ -310,7 +306,7 @@ def _layout(mapping: KeyMapping, world: int | None) -> None:
     chunks = mapping.take("num-virtual-stages-per-pipeline-rank", count, 1)
     if layers:
         chunks = max(1, mapping.given_whole("num-layers", 1) // pp // layers)
-    put_chunks(mapping, chunks, "virtual pipeline stages")
+    mapping.put_chunks(chunks, "virtual pipeline stages")
 
 
 def _batch(mapping: KeyMapping) -> None:

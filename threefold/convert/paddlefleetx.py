@@ -13,16 +13,10 @@ from threefold.convert.key_mapping import (
     Unmapped,
     anything,
     count,
-    dp_of,
     flat,
     foreign_text,
     number,
-    put_activation,
-    put_chunks,
-    put_optimizer,
-    put_zero,
     switch,
-    take_sequence_parallel,
     text,
     whole,
 )
@@ -307,7 +301,7 @@ def fill(mapping: KeyMapping, world: int | None) -> None:
     _rename(mapping)
     _skip_implied(mapping)
     mapping.move(TABLE)
-    put_activation(mapping, "Model.hidden_act", ACTIVATIONS)
+    mapping.put_activation("Model.hidden_act", ACTIVATIONS)
     _layout(mapping, world)
     _batch(mapping)
     _precision(mapping)
@@ -343,14 +337,14 @@ def _layout(mapping: KeyMapping, world: int | None) -> None:
     replicas = mapping.take("Distributed.dp_degree", count)
     if replicas is None:
         one = tp * pp * shards
-        replicas = dp_of(mapping, world or (one if shards > 1 else None), one, "Distributed.dp_degree")
+        replicas = mapping.replicas(world or (one if shards > 1 else None), one, "Distributed.dp_degree")
     mapping.settings.update({"parallel.dp": replicas * shards, "parallel.tp": tp, "parallel.pp": pp})
     if shards > 1:
         mapping.put("parallel.zero_shards", shards)
-        put_zero(mapping, stage, "Distributed.sharding.sharding_stage", stage)
+        mapping.put_zero(stage, "Distributed.sharding.sharding_stage", stage)
     chunks = mapping.take("Distributed.virtual_pp_degree", whole, mapping.take("Model.virtual_pp_degree", whole, 1))
-    put_chunks(mapping, chunks, "virtual_pp_degree")
-    take_sequence_parallel(mapping, "Model.sequence_parallel")
+    mapping.put_chunks(chunks, "virtual_pp_degree")
+    mapping.take_sequence_parallel("Model.sequence_parallel")
 
 
 def _batch(mapping: KeyMapping) -> None:
@@ -396,11 +390,11 @@ def _optimizer(mapping: KeyMapping) -> None:
     name = mapping.take("Optimizer.name", text, "FusedAdamW")
     mapping.settings.setdefault("optimizer.weight_decay", 0.0 if name in ("Adam", "Momentum") else 0.01)
     if name == "Momentum":
-        put_optimizer(mapping, "sgd", "Optimizer.name", name)
+        mapping.put_optimizer("sgd", "Optimizer.name", name)
         mapping.put("optimizer.momentum", mapping.take("Optimizer.momentum", number, 0.9))
         mapping.put("optimizer.nesterov", mapping.take("Optimizer.use_nesterov", switch))
     elif name == "Adam":
-        put_optimizer(mapping, "adam", "Optimizer.name", name)
+        mapping.put_optimizer("adam", "Optimizer.name", name)
     elif name not in ("FusedAdamW", "AdamW"):
         mapping.note("Optimizer.name", name, "optimizer.name is adamw, the nearest", unsupported=True)
     betas = [mapping.take(f"Optimizer.beta{n}", number, default) for n, default in ((1, 0.9), (2, 0.999))]

@@ -72,19 +72,22 @@ class Script:
         except RecursionError:
             raise UserError(f"{path}: not a shell script that can be read: it is nested too deeply.") from None
 
-    def _text(self, text: str) -> None:
-        """Interpret a text up to its end, or to the end of the script in it."""
-        self._batch = [*self._batch, *(word for line in _SBATCH.findall(text) for word in line.split())]
-        self._descend([parse(text, self.scope.where)])
+    def _text(self, text: str, given: list[str] | None = None, batch: Iterable[str] = ()) -> None:
+        """Interpret a text, with the arguments `given` and the words `batch` before it, up to its end or its `exit`."""
+        marked = (word for line in _SBATCH.findall(text) for word in line.split())
+        self._descend([parse(text, self.scope.where)], given, [*batch, *marked])
 
-    def _descend(self, nodes: Iterable["Node"]) -> None:
+    def _descend(self, nodes: Iterable["Node"], given: list[str] | None, batch: Iterable[str] = ()) -> None:
         self._depth += 1
         if self._depth > _DEEPEST:
             raise UserError(
                 f"{self.scope.where}: scripts or functions in it call each other more than {_DEEPEST} deep."
             )
+        positional, before = self.scope.positional, self._batch
+        self.scope.positional, self._batch = positional if given is None else given, [*before, *batch]
         with suppress(_Ended):
             self._nodes(nodes)
+        self.scope.positional, self._batch = positional, before
         self._depth -= 1
 
     def _nodes(self, nodes: Iterable["Node"]) -> None:
@@ -201,12 +204,25 @@ class Script:
         if flags := list(dict.fromkeys(flag for node in body for flag in _flags_in(node))):
             self.remarks.append((line, what, f"{reason}; left out: {', '.join(flags)}"))
 
-    def _simple(self, node: "Node", words: list["Node"], heredoc: str) -> None:
+    def _simple(self, node: "Node", parts: list["Node"], heredoc: str) -> None:
         self._count += 1
         if self._count > _MOST_COMMANDS:
             raise UserError(f"{self.scope.where}: it runs more than {_MOST_COMMANDS:,} commands.")
         self._nodes(part for part in node.named_children if part.type == "variable_assignment")
-        self._command([text for word in words for text in Expander(self.scope).fields(word)], line_of(node), heredoc)
+        words = [text for part in parts for text in Expander(self.scope).fields(part)]
+        name = words[0] if words else ""
+        if name in ("source", ".") and len(words) > 1:
+            self._run_script(words[1], [], line_of(node), None)
+        elif name in ("exit", "return"):
+            raise _Ended
+        elif name == "eval":
+            self._text(" ".join(words[1:]))
+        elif name == "shift":
+            del self.scope.positional[:1]
+        elif name in self._functions:
+            self._descend([self._functions[name]], words[1:])
+        elif name and not _SILENT.fullmatch(name):
+            self._start(words, line_of(node), heredoc)
 
     def _assign(self, node: "Node") -> None:
         target, given = node.child_by_field_name("name"), node.child_by_field_name("value")
@@ -232,48 +248,26 @@ class Script:
         items[place] = items[place] + value if appended else value
         self.scope.put(name, *items)
 
-    def _command(self, words: list[str], line: int, heredoc: str) -> None:
-        name = words[0] if words else ""
-        if name in ("source", ".") and len(words) > 1:
-            self._run_script(words[1], [], line, self.scope.positional)
-        elif name in ("exit", "return"):
-            raise _Ended
-        elif name == "eval":
-            self._text(" ".join(words[1:]))
-        elif name == "shift":
-            del self.scope.positional[:1]
-        elif name in self._functions:
-            before, self.scope.positional = self.scope.positional, words[1:]
-            self._descend([self._functions[name]])
-            self.scope.positional = before
-        elif name and not _SILENT.fullmatch(name):
-            self._start(words, line, heredoc)
-
     def _start(self, words: list[str], line: int, heredoc: str) -> None:
         texts = [word for word in words[1:] if _TEXT.search(re.sub(r"<[^<>]*>", "", word))]
         scripts = [word for word in words if word.endswith((".sh", ".slurm", ".sbatch"))]
         if texts or (heredoc and words[0] in ("bash", "sh", "zsh", "sbatch", "qsub", "srun", "ssh")):
-            outer, self._batch = self._batch, [*self._batch, *(word for word in words if word not in texts)]
             for text in [text.removeprefix("--wrap=") for text in texts] or [heredoc.replace("\\$", "$")]:
-                self._text(text)
-            self._batch = outer
+                self._text(text, batch=[word for word in words if word not in texts])
         elif scripts and not any(word.endswith(".py") for word in words):
             place = words.index(scripts[0])
             self._run_script(scripts[0], words[:place], line, words[place + 1 :])
         elif any(word.startswith("--") or word.endswith(".py") for word in words):
             self.commands.append(Command(words, line, list(self._batch)))
 
-    def _run_script(self, name: str, batch: list[str], line: int, given: list[str]) -> None:
+    def _run_script(self, name: str, batch: list[str], line: int, given: list[str] | None) -> None:
         """Interpret a file, started by the words of `batch` with the arguments `given`."""
         name = re.sub(r"^(?:\$PWD|\$\{PWD\}|\$\(pwd\))/", "", name)
         path = self.scope.folder / name
-        if not os.path.isfile(path):
+        if os.path.isfile(path):
+            self._text(foreign_text(path), given, batch)
+        else:
             self.missing.append((line, name))
-            return
-        before, self.scope.positional = self.scope.positional, given
-        outer, self._batch = self._batch, [*self._batch, *batch]
-        self._text(foreign_text(path))
-        self.scope.positional, self._batch = before, outer
 
 
 def _branch(clause: "Node") -> tuple["Node | None", list["Node"]]:
