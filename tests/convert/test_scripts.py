@@ -166,10 +166,9 @@ def test_without_its_extra_only_a_shell_script_is_refused(tmp_path: Path, monkey
 
 
 def test_a_variable_inside_a_word(tmp_path: Path) -> None:
-    (tmp_path / "train.sh").write_text(
-        "A=/data; B=c4\ntorchrun pretrain_gpt.py --data-path $A/$B.tokens-$C/part $A/$B$A.x --load ${A:$1+1}\n"
-    )
-    flags = {"data-path": ["/data/c4.tokens-${C}/part", "/data/c4/data.x"], "load": "${A:$1+1}"}
+    line = "A=/data; B=c4; torchrun pretrain_gpt.py --data-path $A/$B.tokens-$C/part $A/$B$A.x --load ${A:$1+1} --save $A/run"
+    (tmp_path / "train.sh").write_text(f"# a comment \\\n{line}\\\n_7\n")
+    flags = {"data-path": ["/data/c4.tokens-${C}/part", "/data/c4/data.x"], "load": "${A:$1+1}", "save": "/data/run_7"}
     assert read(tmp_path / "train.sh").given == flags
 
 

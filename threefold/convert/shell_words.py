@@ -26,6 +26,8 @@ _UNKNOWN: Final = re.compile(r"\$\{\w+:\$\w+[^{}\s]+\}")
 """Slice such as `${NAME:$BEGIN+1}`, which the grammar does not know; it stays as written."""
 _BARE: Final = re.compile(r"(?<=[^\s\\\"'`$({=])\$([A-Za-z_]\w*|[0-9@*#])")
 """`$NAME` inside a word, where the grammar would end the word, as in `$DIR/$NAME.json`; it reads `${NAME}`."""
+_CONTINUED: Final = re.compile(r"^([^#\n]*[^\s\\#])\\\n(?=[^\s#])", re.MULTILINE)
+"""Begin of a word that goes on in the next line, where the grammar would end it."""
 _HIDDEN: Final = {ord(sign): 0xE000 + ord(sign) for sign in string.punctuation + " \t"}
 _SHOWN: Final = {hidden: sign for sign, hidden in _HIDDEN.items()}
 _SPACES: Final = re.compile(r"(<[A-Za-z][^<>\n]*>)|\s+")
@@ -48,7 +50,7 @@ def parse(text: str, where: str) -> "Node":
     text = text.replace("\r\n", "\n").replace("\0", " ").rstrip().removesuffix("\\")
     for pattern in (_PLACEHOLDER, _UNKNOWN):
         text = pattern.sub(lambda found: found[0].translate(_HIDDEN), text)
-    text = _BARE.sub(r"${\1}", text)
+    text = _BARE.sub(r"${\1}", _CONTINUED.sub(r"\1", text))
     root = Parser(Language(tree_sitter_bash.language())).parse(text.encode()).root_node
     if root.has_error:
         line, what = _mistake(root)
