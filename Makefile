@@ -76,7 +76,7 @@ benchmark: .venv/ready
 # catalogue.
 docs: .venv/ready
 	$(BIN)/threefold config reference > docs/config.md
-	$(BIN)/threefold config compatibility > docs/compatibility.md
+	$(BIN)/python docs/compatibility.py
 	$(BIN)/python docs/house.py
 	$(BIN)/python docs/capabilities.py
 	$(BIN)/python docs/api.py

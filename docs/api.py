@@ -38,45 +38,41 @@ its value, the rule and the nearest value that works. The [guides](guides/README
 GROUPS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "A run from a config": (
         "What `threefold train` and `threefold verify` do, from Python.",
-        ("Trainer", "Stopped", "verify_model", "VerifiedModel", "load_config", "Config", "UserError"),
+        ("Trainer", "Stopped", "verify_model", "types.VerifiedModel", "load_config", "Config", "UserError"),
     ),
     "Starting ranks": (
         "From a script or a notebook; under `torchrun` and `srun` the ranks are theirs.",
-        ("run", "spawn", "notebook_launcher", "init_mesh", "Mesh", "Axis", "Layout", "Coordinates", "RankFailed"),
+        (
+            *("run", "spawn", "notebook_launcher", "init_mesh", "Mesh", "types.Axis", "types.Layout"),
+            *("types.Coordinates", "RankFailed"),
+        ),
     ),
     "Your own model": (
         "A model in plain PyTorch, and how it is cut.",
         (
-            *("Plan", "Column", "Row", "Vocab", "Replicated", "PerHead", "Shard", "Normal", "Constant", "inspect"),
-            *("Inspection", "InspectedModule", "PipelineLayers", "ModelPlan", "Split"),
+            *("Plan", "Column", "Row", "Vocab", "Replicated", "PerHead", "Sharded", "Normal", "Constant", "inspect"),
+            *("types.Inspection", "types.InspectedModule", "PipelineLayers", "types.ModelPlan", "types.Split"),
         ),
     ),
     "Your own loop": (
         "The model over the mesh, its optimizer, its data, its checkpoints.",
         (
-            *("parallelize", "DistributedModel", "CountedLoss", "LossTerm", "distributed_optimizer", "ModelOptimizer"),
-            *("DataLoader", "DistributedBatchSampler", "save", "load", "LossFunction", "LossSums"),
+            *("parallelize", "types.DistributedModel", "CountedLoss", "LossTerm", "distributed_optimizer"),
+            *("types.ModelOptimizer", "DistributedDataLoader", "save", "load", "types.LossFunction", "types.LossSums"),
         ),
     ),
     "Any module in one call": (
         "Data parallelism, ZeRO and mixed precision for a model that is made already.",
         (
-            *("prepare", "backward", "clip_grad_norm_", "gather_for_metrics"),
-            *("PreparedModule", "PreparedOptimizer", "PreparedLoader", "PreparedScheduler"),
-        ),
-    ),
-    "In Horovod's manner": (
-        "The optimizer sums the gradients; `loss.backward()` stays as it is.",
-        (
-            *("DistributedOptimizer", "broadcast_parameters", "broadcast_optimizer_state", "broadcast_object"),
-            "allreduce",
+            *("prepare", "backward", "clip_grad_norm_", "gather_for_metrics", "types.PreparedModule"),
+            *("types.PreparedOptimizer", "types.PreparedLoader", "types.PreparedScheduler"),
         ),
     ),
     "Parallel layers": (
         "The layers alone, for a model that is written with them.",
         (
             *("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding", "ParallelCrossEntropy"),
-            *("split", "Splitter", "Initializer"),
+            "types.Initializer",
         ),
     ),
     "Random numbers": (
@@ -86,13 +82,29 @@ GROUPS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "Stages of a pipeline": (
         "Which layers each stage has.",
         (
-            *("partition_uniform", "partition_uniform_chunks", "partition_by_cost", "partition_by_class"),
-            "layers_by_rank",
+            *("pipeline.partition_uniform", "pipeline.partition_uniform_chunks", "pipeline.partition_by_cost"),
+            *("pipeline.partition_by_class", "pipeline.layers_by_rank"),
         ),
     ),
     "Callbacks": (
-        "`threefold.callbacks` has the ready ones.",
-        ("Callback", "StepRecord", "EvaluationRecord", "RunContext", "callbacks"),
+        "What runs beside the steps of a run, ready ones and your own.",
+        (
+            *("Callback", "callbacks.StepRecord", "callbacks.EvaluationRecord", "callbacks.RunContext"),
+            *("callbacks.CallbackFailed", "callbacks.CSVLog", "callbacks.EarlyStopping", "callbacks.EpochMetrics"),
+            *("callbacks.MLflowRun", "callbacks.PhaseTimers", "callbacks.WeightsAndBiases"),
+        ),
+    ),
+    "In Horovod's manner": (
+        "The optimizer sums the gradients; `loss.backward()` stays as it is.",
+        (
+            *("compat.horovod.DistributedOptimizer", "compat.horovod.broadcast_parameters"),
+            *("compat.horovod.broadcast_optimizer_state", "compat.horovod.broadcast_object"),
+            "compat.horovod.allreduce",
+        ),
+    ),
+    "In Paddle's manner": (
+        "Calls with the names and arguments that Fleet's users know.",
+        ("compat.paddle.split", "compat.paddle.Splitter", "compat.paddle.DistributedBatchSampler"),
     ),
 }
 
@@ -331,7 +343,7 @@ def example(body: str) -> str:
             lines.append(f"# {line}" if prompted and line else line)
     code = re.sub(r"  # doctest:.*", "", "\n".join(lines))
     code = re.sub(r"^((?:from|import) .*\n)(?!from |import |\n)", r"\1\n", code, flags=re.MULTILINE)
-    return re.sub(r"\bthreefold\.", "t3.", code)
+    return re.sub(r"(?<!from )\bthreefold\.", "t3.", code)
 
 
 def indented(text: str) -> str:
@@ -374,39 +386,49 @@ def entry(name: str, found: Found, path: str) -> Iterator[str]:
             yield f"#### `{name}.{node.name}()`\n\n{signature}\n\n{text}"
 
 
-def page() -> str:
-    modules = literal(PACKAGE, "_MODULES")
+def public(path: str) -> Found:
+    """The definition of a public name, such as `Plan` or `pipeline.partition_uniform`."""
+    *rooms, name = path.split(".")
+    modules = literal(PACKAGE, "_ROOMS" if rooms else "_MODULES")
     assert isinstance(modules, dict)
+    module = modules[rooms[0]] if rooms else modules[name]
+    return find(".".join([PACKAGE, module, *rooms[1:]]), name)
+
+
+def page() -> str:
     contents, parts = [], list[str]()
-    for title, (what, names) in GROUPS.items():
+    for title, (what, paths) in GROUPS.items():
         anchor = title.lower().replace(" ", "-").replace("'", "")
-        contents.append(f"- [{title}](#{anchor}): {', '.join(f'`{name}`' for name in names)}")
+        contents.append(f"- [{title}](#{anchor}): {', '.join(f'`{path}`' for path in paths)}")
         parts += [f"## {title}", what]
-        for name in names:
-            if name == "callbacks":
-                ready = literal(f"{PACKAGE}.api.callbacks", "__all__")
-                assert isinstance(ready, list)
-                for each in ready:
-                    if each != "Callback":
-                        path = f"{PACKAGE}.callbacks.{each}"
-                        parts += entry(each, find(f"{PACKAGE}.api.callbacks", each), path)
-            else:
-                parts += entry(name, find(f"{PACKAGE}.{modules[name]}", name), f"{PACKAGE}.{name}")
+        for path in paths:
+            parts += entry(path.split(".")[-1], public(path), f"{PACKAGE}.{path}")
     return "\n\n".join([HEAD.strip("\n"), "\n".join(contents), *(part for part in parts if part)]) + "\n"
+
+
+def public_paths() -> Iterator[str]:
+    """Each public name, and those that a room lists, except the ones that the package itself has."""
+    modules, rooms = literal(PACKAGE, "_MODULES"), literal(PACKAGE, "_ROOMS")
+    assert isinstance(modules, dict)
+    assert isinstance(rooms, dict)
+    yield from modules
+    listing = {**rooms, "compat.horovod": "compat.horovod", "compat.paddle": "compat.paddle"}
+    for room in listing.keys() - {"compat"}:
+        names = literal(f"{PACKAGE}.{listing[room]}", "__all__")
+        assert isinstance(names, list)
+        yield from (f"{room}.{name}" for name in names if name not in modules)
 
 
 def problems() -> Iterator[str]:
     """A sentence for each public name that the page has not once, and for each argument without a word."""
-    modules = literal(PACKAGE, "_MODULES")
-    assert isinstance(modules, dict)
-    grouped = [name for _, names in GROUPS.values() for name in names]
-    for name in sorted(set(modules) ^ set(grouped)):
-        yield f"{name} is {'in no group of docs/api.py' if name in modules else 'no public name'}"
-    for name in sorted(set(modules) - {"callbacks"}):
-        found = find(f"{PACKAGE}.{modules[name]}", name)
+    grouped = [path for _, paths in GROUPS.values() for path in paths]
+    for path in sorted({*public_paths()} ^ {*grouped}):
+        yield f"{path} is {'no public name' if path in grouped else 'in no group of docs/api.py'}"
+    for path in grouped:
+        found, name = public(path), path.split(".")[-1]
         text = found.text
         if not text:
-            yield f"{name} has no docstring"
+            yield f"{path} has no docstring"
             continue
         explained = {
             each.strip().lstrip("*")
@@ -418,7 +440,7 @@ def problems() -> Iterator[str]:
         for argument in () if name in MADE_ELSEWHERE else arguments_of(found):
             word = re.split(r"[:=]", argument)[0].strip().lstrip("*")
             if word and word not in explained:
-                yield f"{name} does not say what {word} is"
+                yield f"{path} does not say what {word} is"
 
 
 def main() -> None:

@@ -248,7 +248,7 @@ def with_parallelize(options, make_optimizer, loader, valid, loss_fn) -> Script:
             return loss_fn(output, batch[1])
 
         model.eval_batch((x, y), keep)
-        return t3.broadcast_object(torch.cat(logits) if mesh.is_last_stage else None, mesh.pp.last), y
+        return t3.compat.horovod.broadcast_object(torch.cat(logits) if mesh.is_last_stage else None, mesh.pp.last), y
 
     return Script(loader, valid, update, predict)
 

@@ -1,245 +1,200 @@
 """Threefold: train GPT-style language models in any data × tensor × pipeline layout, with equal results.
 
-Everything the command line does is also available from Python under the names of this module. They are imported on
-first use, so `import threefold` alone does not import torch, which takes seconds.
+Everything the command line does is also available from Python under the names of this module and of its rooms
+`callbacks`, `compat`, `pipeline` and `types`. They are imported on first use, so `import threefold` alone does not
+import torch, which takes seconds.
 """
 
+import sys
 from difflib import get_close_matches
+from functools import reduce
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from threefold.api import callbacks
+    from threefold import compat
+    from threefold.api import callbacks, pipeline, types
     from threefold.api.checkpoint import load, save
-    from threefold.api.horovod import (
-        DistributedOptimizer,
-        allreduce,
-        broadcast_object,
-        broadcast_optimizer_state,
-        broadcast_parameters,
-    )
-    from threefold.api.inspect_model import InspectedModule, Inspection, inspect
+    from threefold.api.inspect_model import inspect
     from threefold.api.launch import notebook_launcher, run, spawn
     from threefold.api.mesh import init_mesh
-    from threefold.api.model import DistributedModel, parallelize
-    from threefold.api.optimizer import ModelOptimizer, distributed_optimizer
+    from threefold.api.model import parallelize
+    from threefold.api.optimizer import distributed_optimizer
     from threefold.api.pipeline import PipelineLayers
     from threefold.api.prepared.grad_sync import backward
-    from threefold.api.prepared.loader import PreparedLoader, gather_for_metrics
-    from threefold.api.prepared.module import PreparedModule
-    from threefold.api.prepared.optimizer import PreparedOptimizer, PreparedScheduler
+    from threefold.api.prepared.loader import gather_for_metrics
     from threefold.api.prepared.prepare import clip_grad_norm_, prepare
     from threefold.api.trainer import Trainer
-    from threefold.api.verification import VerifiedModel, verify_model
-    from threefold.comm.axis import Axis
-    from threefold.comm.layout import Coordinates, Layout
+    from threefold.api.verification import verify_model
     from threefold.comm.mesh import Mesh
     from threefold.config import Config, load_config
-    from threefold.data.map_dataset import DataLoader, DistributedBatchSampler
+    from threefold.data.map_dataset import DistributedDataLoader
     from threefold.errors import UserError
     from threefold.launch.failure import RankFailed
-    from threefold.models.loss_terms import CountedLoss, LossFunction, LossSums, LossTerm
+    from threefold.models.loss_terms import CountedLoss, LossTerm
     from threefold.models.plan import Plan
-    from threefold.models.sharding import (
-        Column,
-        Constant,
-        ModelPlan,
-        Normal,
-        PerHead,
-        Replicated,
-        Row,
-        Shard,
-        Split,
-        Vocab,
-    )
-    from threefold.parallel.pipeline.partition import (
-        layers_by_rank,
-        partition_by_class,
-        partition_by_cost,
-        partition_uniform,
-        partition_uniform_chunks,
-    )
-    from threefold.parallel.tensor.functional import Splitter, split
+    from threefold.models.sharding import Column, Constant, Normal, PerHead, Replicated, Row, Sharded, Vocab
     from threefold.parallel.tensor.layers import (
         ColumnParallelLinear,
-        Initializer,
         ParallelCrossEntropy,
         RowParallelLinear,
         VocabParallelEmbedding,
     )
     from threefold.random.dropout import Dropout, sample_keys
     from threefold.random.rng import RandomStreams
-    from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContext, StepRecord
+    from threefold.train.callbacks.base import Callback
     from threefold.train.stop import Stopped
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Axis",
     "Callback",
     "Column",
     "ColumnParallelLinear",
     "Config",
     "Constant",
-    "Coordinates",
     "CountedLoss",
-    "DataLoader",
-    "DistributedBatchSampler",
-    "DistributedModel",
-    "DistributedOptimizer",
+    "DistributedDataLoader",
     "Dropout",
-    "EvaluationRecord",
-    "Initializer",
-    "InspectedModule",
-    "Inspection",
-    "Layout",
-    "LossFunction",
-    "LossSums",
     "LossTerm",
     "Mesh",
-    "ModelOptimizer",
-    "ModelPlan",
     "Normal",
     "ParallelCrossEntropy",
     "PerHead",
     "PipelineLayers",
     "Plan",
-    "PreparedLoader",
-    "PreparedModule",
-    "PreparedOptimizer",
-    "PreparedScheduler",
     "RandomStreams",
     "RankFailed",
     "Replicated",
     "Row",
     "RowParallelLinear",
-    "RunContext",
-    "Shard",
-    "Split",
-    "Splitter",
-    "StepRecord",
+    "Sharded",
     "Stopped",
     "Trainer",
     "UserError",
-    "VerifiedModel",
     "Vocab",
     "VocabParallelEmbedding",
-    "allreduce",
     "backward",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
     "callbacks",
     "clip_grad_norm_",
+    "compat",
     "distributed_optimizer",
     "gather_for_metrics",
     "init_mesh",
     "inspect",
-    "layers_by_rank",
     "load",
     "load_config",
     "notebook_launcher",
     "parallelize",
-    "partition_by_class",
-    "partition_by_cost",
-    "partition_uniform",
-    "partition_uniform_chunks",
+    "pipeline",
     "prepare",
     "run",
     "sample_keys",
     "save",
     "spawn",
-    "split",
+    "types",
     "verify_model",
 ]
 
+_ROOMS: Final = {"callbacks": "api.callbacks", "compat": "compat", "pipeline": "api.pipeline", "types": "api.types"}
+"""Room → its module, relative to the package."""
+
 _MODULES: Final = {
-    "Axis": "comm.axis",
     "Callback": "train.callbacks.base",
     "Column": "models.sharding",
     "ColumnParallelLinear": "parallel.tensor.layers",
     "Config": "config",
     "Constant": "models.sharding",
-    "Coordinates": "comm.layout",
     "CountedLoss": "models.loss_terms",
-    "DataLoader": "data.map_dataset",
-    "DistributedBatchSampler": "data.map_dataset",
-    "DistributedModel": "api.model",
-    "DistributedOptimizer": "api.horovod",
+    "DistributedDataLoader": "data.map_dataset",
     "Dropout": "random.dropout",
-    "EvaluationRecord": "train.callbacks.base",
-    "Initializer": "parallel.tensor.layers",
-    "InspectedModule": "api.inspect_model",
-    "Inspection": "api.inspect_model",
-    "Layout": "comm.layout",
-    "LossFunction": "models.loss_terms",
-    "LossSums": "models.loss_terms",
     "LossTerm": "models.loss_terms",
     "Mesh": "comm.mesh",
-    "ModelOptimizer": "api.optimizer",
-    "ModelPlan": "models.sharding",
     "Normal": "models.sharding",
     "ParallelCrossEntropy": "parallel.tensor.layers",
     "PerHead": "models.sharding",
     "PipelineLayers": "api.pipeline",
     "Plan": "models.plan",
-    "PreparedLoader": "api.prepared.loader",
-    "PreparedModule": "api.prepared.module",
-    "PreparedOptimizer": "api.prepared.optimizer",
-    "PreparedScheduler": "api.prepared.optimizer",
     "RandomStreams": "random.rng",
     "RankFailed": "launch.failure",
     "Replicated": "models.sharding",
     "Row": "models.sharding",
     "RowParallelLinear": "parallel.tensor.layers",
-    "RunContext": "train.callbacks.base",
-    "Shard": "models.sharding",
-    "Split": "models.sharding",
-    "Splitter": "parallel.tensor.functional",
-    "StepRecord": "train.callbacks.base",
+    "Sharded": "models.sharding",
     "Stopped": "train.stop",
     "Trainer": "api.trainer",
     "UserError": "errors",
-    "VerifiedModel": "api.verification",
     "Vocab": "models.sharding",
     "VocabParallelEmbedding": "parallel.tensor.layers",
-    "allreduce": "api.horovod",
     "backward": "api.prepared.grad_sync",
-    "broadcast_object": "api.horovod",
-    "broadcast_optimizer_state": "api.horovod",
-    "broadcast_parameters": "api.horovod",
-    "callbacks": "api",
     "clip_grad_norm_": "api.prepared.prepare",
     "distributed_optimizer": "api.optimizer",
     "gather_for_metrics": "api.prepared.loader",
     "init_mesh": "api.mesh",
     "inspect": "api.inspect_model",
-    "layers_by_rank": "parallel.pipeline.partition",
     "load": "api.checkpoint",
     "load_config": "config",
     "notebook_launcher": "api.launch",
     "parallelize": "api.model",
-    "partition_by_class": "parallel.pipeline.partition",
-    "partition_by_cost": "parallel.pipeline.partition",
-    "partition_uniform": "parallel.pipeline.partition",
-    "partition_uniform_chunks": "parallel.pipeline.partition",
     "prepare": "api.prepared.prepare",
     "run": "api.launch",
     "sample_keys": "random.dropout",
     "save": "api.checkpoint",
     "spawn": "api.launch",
-    "split": "parallel.tensor.functional",
     "verify_model": "api.verification",
 }
-"""Module that defines each public name, relative to the package."""
+"""Public name → the module that defines it, relative to the package."""
+
+_MOVED: Final = {
+    "Axis": "types.Axis",
+    "Coordinates": "types.Coordinates",
+    "DataLoader": "DistributedDataLoader",
+    "DistributedBatchSampler": "compat.paddle.DistributedBatchSampler",
+    "DistributedModel": "types.DistributedModel",
+    "DistributedOptimizer": "compat.horovod.DistributedOptimizer",
+    "EvaluationRecord": "callbacks.EvaluationRecord",
+    "Initializer": "types.Initializer",
+    "InspectedModule": "types.InspectedModule",
+    "Inspection": "types.Inspection",
+    "Layout": "types.Layout",
+    "LossFunction": "types.LossFunction",
+    "LossSums": "types.LossSums",
+    "ModelOptimizer": "types.ModelOptimizer",
+    "ModelPlan": "types.ModelPlan",
+    "PreparedLoader": "types.PreparedLoader",
+    "PreparedModule": "types.PreparedModule",
+    "PreparedOptimizer": "types.PreparedOptimizer",
+    "PreparedScheduler": "types.PreparedScheduler",
+    "RunContext": "callbacks.RunContext",
+    "Shard": "Sharded",
+    "Split": "types.Split",
+    "Splitter": "compat.paddle.Splitter",
+    "StepRecord": "callbacks.StepRecord",
+    "VerifiedModel": "types.VerifiedModel",
+    "allreduce": "compat.horovod.allreduce",
+    "broadcast_object": "compat.horovod.broadcast_object",
+    "broadcast_optimizer_state": "compat.horovod.broadcast_optimizer_state",
+    "broadcast_parameters": "compat.horovod.broadcast_parameters",
+    "layers_by_rank": "pipeline.layers_by_rank",
+    "partition_by_class": "pipeline.partition_by_class",
+    "partition_by_cost": "pipeline.partition_by_cost",
+    "partition_uniform": "pipeline.partition_uniform",
+    "partition_uniform_chunks": "pipeline.partition_uniform_chunks",
+    "split": "compat.paddle.split",
+}
+"""Name that was public once → where it is now; the old one keeps working."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        close = get_close_matches(name, _MODULES, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close and not name.startswith("_") else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    if name in _ROOMS:
+        return import_module(f"{__name__}.{_ROOMS[name]}")
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    if name in _MOVED:
+        return reduce(getattr, _MOVED[name].split("."), sys.modules[__name__])
+    close = get_close_matches(name, [*__all__, *_MOVED], n=1)
+    hint = f"; did you mean {_MOVED.get(close[0], close[0])!r}?" if close and not name.startswith("_") else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

@@ -138,7 +138,7 @@ def gpt2(drop: float = 0.0) -> nn.Module:
                 "class_token": "Replicated",
                 "blocks.*.qkv": "Column in 3 groups by 4 heads",
                 "blocks.*.proj": "Row by 4 heads",
-                "blocks.*.bias": "Shard of dim 0 by 4 heads",
+                "blocks.*.bias": "Sharded of dim 0 by 4 heads",
                 "blocks.*.norm": "Replicated",
             },
             "'class_token' is in none of the plan's layers",

@@ -54,7 +54,7 @@ KINDS: dict[str, Callable[[list[Tensor]], list[torch.optim.Optimizer]]] = {
 
 
 def batches() -> list[Any]:
-    return list(threefold.DataLoader(data(), 8))[:STEPS]
+    return list(threefold.DistributedDataLoader(data(), 8))[:STEPS]
 
 
 def mine(batch: Any, mesh: threefold.Mesh) -> Any:
@@ -67,7 +67,7 @@ def made(kind: str, mesh: threefold.Mesh, options: dict[str, Any]) -> Any:
     return model, threefold.distributed_optimizer(KINDS[kind](list(model.parameters())), model, clip_grad_norm=0.5)
 
 
-def weights(model: threefold.DistributedModel, optimizer: threefold.ModelOptimizer) -> dict[str, Tensor]:
+def weights(model: threefold.types.DistributedModel, optimizer: threefold.types.ModelOptimizer) -> dict[str, Tensor]:
     seen: Any = SimpleNamespace(
         optimizer=optimizer,
         mesh=model.mesh,

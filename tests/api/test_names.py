@@ -4,10 +4,11 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cached_property, reduce
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
+from types import ModuleType
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -15,14 +16,26 @@ import pytest
 import threefold
 
 
-def test_every_public_name_is_found_where_the_table_says() -> None:
-    for name in threefold.__all__:
-        assert getattr(threefold, name) is getattr(import_module(f"threefold.{threefold._MODULES[name]}"), name)
+def test_every_public_name_is_found_where_the_tables_say() -> None:
+    for name, module in threefold._MODULES.items():
+        assert getattr(threefold, name) is getattr(import_module(f"threefold.{module}"), name)
+    for name, module in threefold._ROOMS.items():
+        assert getattr(threefold, name) is import_module(f"threefold.{module}")
 
 
-def test_the_list_of_public_names_is_the_table_and_sorted() -> None:
-    assert threefold.__all__ == sorted(threefold.__all__) == sorted(threefold._MODULES)
+def test_the_list_of_public_names_is_the_tables_and_sorted() -> None:
+    assert threefold.__all__ == sorted(threefold.__all__) == sorted([*threefold._MODULES, *threefold._ROOMS])
     assert set(threefold.__all__) <= set(dir(threefold))
+
+
+def test_names_that_have_moved_work_but_are_not_listed() -> None:
+    for old, new in threefold._MOVED.items():
+        assert getattr(threefold, old) is reduce(getattr, new.split("."), threefold)
+    assert not {*threefold._MOVED} & {*dir(threefold)}
+    assert threefold.DataLoader is threefold.DistributedDataLoader
+    assert threefold.Shard is threefold.Sharded
+    with pytest.raises(AttributeError, match=r"did you mean 'compat\.horovod\.allreduce'\?"):
+        threefold.all_reduce  # noqa: B018
 
 
 def test_importing_the_package_imports_no_torch() -> None:
@@ -65,10 +78,17 @@ PARTS = {
 """Types of the package in signatures of public names that no caller has to write."""
 
 
+def public_names() -> dict[str, Any]:
+    """The public names of the package, and those of its rooms by their last part."""
+    compat, callbacks = threefold.compat, threefold.callbacks
+    rooms = (threefold, callbacks, threefold.pipeline, threefold.types, compat.horovod, compat.paddle)
+    found = {name: getattr(room, name) for room in rooms for name in room.__all__}
+    return {name: each for name, each in found.items() if not isinstance(each, ModuleType)}
+
+
 def signatures() -> Iterator[tuple[str, Callable[..., Any]]]:
     """The public functions, and the public methods of public classes and their constructors."""
-    for name in threefold.__all__:
-        found = getattr(threefold, name)
+    for name, found in public_names().items():
         if not isinstance(found, type):
             if callable(found) and hasattr(found, "__annotations__"):
                 yield name, found
@@ -101,8 +121,8 @@ def test_the_types_of_public_signatures_are_public_names() -> None:
 
     from threefold.data.loader import Batch
 
-    public = {getattr(threefold, name) for name in threefold.__all__ if isinstance(getattr(threefold, name), type)}
-    known = {name: getattr(threefold, name) for name in threefold.__all__}
+    known = public_names()
+    public = {each for each in known.values() if isinstance(each, type)}
     known |= {"torch": torch, "nn": torch.nn, "Tensor": torch.Tensor, "Batch": Batch, "BaseModel": BaseModel}
     hidden = set()
     for where, function in signatures():

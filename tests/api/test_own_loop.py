@@ -65,7 +65,7 @@ def plain(dtype: torch.dtype, clip: float = CLIP) -> Trained:
             else:
                 parameter.fill_(initial.value)
     optimizer, found = optimizer_of(model.parameters()), Trained()
-    for step, batch in enumerate(threefold.DataLoader(Masked(), 24, seed=SEED)):
+    for step, batch in enumerate(threefold.DistributedDataLoader(Masked(), 24, seed=SEED)):
         keys = sample_keys(SEED, step, torch.arange(24))
         loss = mean_of(model(batch["ids"], batch["keep"], SampleInfo(keys)), batch)
         optimizer.zero_grad()
@@ -88,7 +88,7 @@ def mean_of(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return terms["tokens"] / counts["tokens"] + size.weight * size.sum / counts["size"]
 
 
-def whole(model: threefold.DistributedModel, optimizer: threefold.ModelOptimizer, attribute: str) -> Any:
+def whole(model: threefold.types.DistributedModel, optimizer: threefold.types.ModelOptimizer, attribute: str) -> Any:
     """An attribute of each parameter, unsharded, of this rank's stages."""
     seen: Any = SimpleNamespace(
         optimizer=optimizer,
@@ -103,7 +103,7 @@ def made(sizes: dict[str, int], options: dict[str, Any], clip: float = CLIP) -> 
     mesh = threefold.init_mesh(**sizes)
     model = threefold.parallelize(MaskedModel, PLAN, mesh, seed=SEED, **options)
     optimizer = threefold.distributed_optimizer(optimizer_of(model.parameters()), model, clip_grad_norm=clip)
-    return model, optimizer, threefold.DataLoader(Masked(), 24, mesh, seed=SEED)
+    return model, optimizer, threefold.DistributedDataLoader(Masked(), 24, mesh, seed=SEED)
 
 
 def loop(sizes: dict[str, int], options: dict[str, Any], clip: float = CLIP) -> Trained:

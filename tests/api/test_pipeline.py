@@ -16,7 +16,7 @@ def losses(sizes: dict[str, int], options: dict[str, Any]) -> list[float]:
     model = threefold.parallelize(layers(), None, mesh, dtype=torch.float64, **options)
     optimizer = threefold.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.5), model, clip_grad_norm=1.0)
     found = []
-    for batch in threefold.DataLoader(data(), 8, mesh):
+    for batch in threefold.DistributedDataLoader(data(), 8, mesh):
         found += [model.train_batch(batch, loss_fn), optimizer.step()]
     return found
 
@@ -26,7 +26,7 @@ def plain(initial: dict[str, Tensor]) -> list[float]:
     model = layers()().double()
     model.load_state_dict(initial)
     optimizer, found = torch.optim.SGD(model.parameters(), lr=0.5), []
-    for batch in threefold.DataLoader(data(), 8):
+    for batch in threefold.DistributedDataLoader(data(), 8):
         optimizer.zero_grad()
         loss = loss_fn(model(batch[0]), batch)
         loss.backward()

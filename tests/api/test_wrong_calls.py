@@ -16,11 +16,11 @@ from threefold.errors import UserError
 PLAN = plan_of(2)
 
 
-def model(**options: Any) -> threefold.DistributedModel:
+def model(**options: Any) -> threefold.types.DistributedModel:
     return threefold.parallelize(lambda: MaskedModel(2), PLAN, threefold.init_mesh(), **options)
 
 
-def optimizer(of: threefold.DistributedModel, **options: Any) -> threefold.ModelOptimizer:
+def optimizer(of: threefold.types.DistributedModel, **options: Any) -> threefold.types.ModelOptimizer:
     return threefold.distributed_optimizer(torch.optim.SGD(of.parameters(), lr=0.1), of, **options)
 
 
@@ -76,7 +76,7 @@ def saved_without_state(folder: Path) -> None:
 def saved_without_loader(folder: Path) -> None:
     made = model()
     threefold.save(folder, 1, model=made)
-    threefold.load(folder, model=made, loader=threefold.DataLoader([1, 2], 1))
+    threefold.load(folder, model=made, loader=threefold.DistributedDataLoader([1, 2], 1))
 
 
 def plain_model() -> nn.Module:
@@ -141,7 +141,7 @@ CALLS: dict[str, tuple[Callable[..., Any], str]] = {
         "The layout dp 2 · tp 1 · pp 1 needs 2 ranks but the world has 1; set dp to 1 or start 2 ranks.",
     ),
     "a mesh of another layout": (
-        lambda: threefold.Mesh(threefold.Layout(dp=3)),
+        lambda: threefold.Mesh(threefold.types.Layout(dp=3)),
         "The layout dp 3 · tp 1 · pp 1 needs 3 ranks but the world has 1; set dp to 1 or start 3 ranks.",
     ),
     "a mesh for an axis": (
@@ -161,15 +161,15 @@ CALLS: dict[str, tuple[Callable[..., Any], str]] = {
         "RowParallelLinear has no argument 'input_parallel'; the nearest is 'input_is_parallel'.",
     ),
     "a splitter over a mesh": (
-        lambda: threefold.Splitter(threefold.init_mesh()),  # type: ignore[arg-type]
+        lambda: threefold.compat.paddle.Splitter(threefold.init_mesh()),  # type: ignore[arg-type]
         "over is a Mesh but must be an axis of a mesh; use mesh.tp of mesh = threefold.init_mesh(tp=2), say.",
     ),
     "a split without weights": (
-        lambda: threefold.split(torch.ones(2, 4), (4, 8), "linear", axis=1),
-        "split is called outside of a block that has its weights; make `weights = threefold.Splitter(mesh.tp)` once",
+        lambda: threefold.compat.paddle.split(torch.ones(2, 4), (4, 8), "linear", axis=1),
+        "split is called outside of a block that has its weights; make `weights = Splitter(mesh.tp)` once",
     ),
     "a split by other ranks": (
-        lambda: threefold.Splitter(threefold.init_mesh().tp)(
+        lambda: threefold.compat.paddle.Splitter(threefold.init_mesh().tp)(
             torch.ones(2, 4), (4, 8), "linear", axis=1, num_partitions=2, name="up"
         ),
         "num_partitions is 2 but tp has 1 ranks; use 1.",
@@ -262,7 +262,7 @@ CALLS: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "save torch's loader": (
         lambda: threefold.save("unused", 1, model=model(), loader=torch.utils.data.DataLoader([1])),  # type: ignore[arg-type]
-        "loader is a DataLoader but must be a threefold.DataLoader; give that.",
+        "loader is a DataLoader but must be a threefold.DistributedDataLoader; give that.",
     ),
     "save a step that is none": (
         lambda: threefold.save("unused", 0.5, model=model()),  # type: ignore[arg-type]
@@ -322,7 +322,7 @@ def test_a_checkpoint_without_what_is_asked_for(pool, tmp_path: Path) -> None:
 def too_few_samples() -> str:
     mesh: Any = SimpleNamespace(dp=SimpleNamespace(index=0, size=2))
     try:
-        threefold.DataLoader([1, 2, 3], 4, mesh, drop_last=True)
+        threefold.DistributedDataLoader([1, 2, 3], 4, mesh, drop_last=True)
     except UserError as error:
         return str(error)
     return "not refused"

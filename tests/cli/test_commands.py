@@ -128,6 +128,15 @@ def test_config_reference(threefold) -> None:
     assert "| `hidden_size` |" in output
 
 
+def test_config_compatibility(threefold) -> None:
+    status, output, _ = threefold("config", "compatibility", "zero3", "zbv")
+    assert status == 0
+    assert output.startswith("zero3 and zbv cannot be combined: parallel.zero is 3 but parallel.schedule zbv")
+    status, output, _ = threefold("config", "compatibility")
+    assert status == 0
+    assert {"dp: data parallelism", "zero1: ZeRO stage 1: optimizer states shared"} <= set(output.splitlines())
+
+
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [

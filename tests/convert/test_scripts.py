@@ -1,6 +1,7 @@
 """Shell scripts of Megatron-LM in every form that its examples have: no flag is lost on the way."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,7 @@ def test_no_flag_is_lost(tmp_path: Path, name: str) -> None:
     given = read(file)
     noted = {flag.replace("_", "-") for note in given.notes for flag in _FLAG.findall(f"{note.value} {note.reason}")}
     assert flags
-    assert flags - set(given.settings) - noted == set()
+    assert flags - set(given.given) - noted == set()
 
 
 def test_a_flag_read_is_converted_or_noted(tmp_path: Path) -> None:
@@ -155,6 +156,20 @@ def test_scripts_that_cannot_be_read(tmp_path: Path, text: str, sentence: str) -
         _convert(tmp_path, text)
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_without_its_extra_only_a_shell_script_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tree_sitter_bash", None)
+    with pytest.raises(UserError, match=r"install it with pip install 'threefold\[convert\]'"):
+        _convert(tmp_path, f"torchrun pretrain_gpt.py {_MODEL}\n")
+    assert convert(_written(tmp_path, "MODEL_ARGS")).sections["model"]["num_layers"] == 12
+
+
+def test_a_variable_inside_a_word(tmp_path: Path) -> None:
+    line = "A=/data; B=c4; torchrun pretrain_gpt.py --data-path $A/$B.tokens-$C/part $A/$B$A.x --load ${A:$1+1} --save $A/run"
+    (tmp_path / "train.sh").write_text(f"# a comment \\\n{line}\\\n_7\n")
+    flags = {"data-path": ["/data/c4.tokens-${C}/part", "/data/c4/data.x"], "load": "${A:$1+1}", "save": "/data/run_7"}
+    assert read(tmp_path / "train.sh").given == flags
 
 
 def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:

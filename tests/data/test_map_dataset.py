@@ -76,16 +76,16 @@ def test_global_batches_are_those_of_one_replica_and_cover_the_data(shape: Any, 
 
 
 def test_an_epoch_has_an_order_of_its_own_that_follows_from_the_seed() -> None:
-    loader = threefold.DataLoader(Squares(50), 10, seed=1)
+    loader = threefold.DistributedDataLoader(Squares(50), 10, seed=1)
     orders = []
     for epoch in range(3):
         assert loader.epoch == epoch
         orders.append([int(n) for batch in loader for n in batch["number"]])
     assert len({tuple(order) for order in orders}) == 3
     assert all(sorted(order) == list(range(50)) for order in orders)
-    other = threefold.DataLoader(Squares(50), 10, seed=2)
+    other = threefold.DistributedDataLoader(Squares(50), 10, seed=2)
     assert [int(n) for batch in other for n in batch["number"]] not in orders
-    other = threefold.DataLoader(Squares(50), 10, seed=1)
+    other = threefold.DistributedDataLoader(Squares(50), 10, seed=1)
     other.set_epoch(2)
     assert [int(n) for batch in other for n in batch["number"]] == orders[2]
 
@@ -126,8 +126,8 @@ def test_resuming_with_another_batch_size_reads_the_rest_of_the_epoch() -> None:
 
 
 def test_workers_read_ahead_but_only_what_was_given_counts() -> None:
-    loader = threefold.DataLoader(Squares(32), 4, replica(1, 2), seed=4, num_workers=1, prefetch_factor=4)
-    alone = threefold.DataLoader(Squares(32), 4, replica(1, 2), seed=4)
+    loader = threefold.DistributedDataLoader(Squares(32), 4, replica(1, 2), seed=4, num_workers=1, prefetch_factor=4)
+    alone = threefold.DistributedDataLoader(Squares(32), 4, replica(1, 2), seed=4)
     state = torch.get_rng_state()
     batches = iter(loader)
     given = [next(batches) for _ in range(3)]
@@ -142,7 +142,7 @@ def test_workers_read_ahead_but_only_what_was_given_counts() -> None:
 
 def test_a_loop_that_is_left_early_is_continued() -> None:
     loader, found = (
-        threefold.DataLoader(Squares(12), 4, seed=1, collate_fn=lambda rows: [r["number"] for r in rows]),
+        threefold.DistributedDataLoader(Squares(12), 4, seed=1, collate_fn=lambda rows: [r["number"] for r in rows]),
         [],
     )
     for batch in loader:
@@ -180,7 +180,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("dataset", "options", "sentence"), WRONG, ids=[sentence for *_, sentence in WRONG])
 def test_wrong_calls_are_one_sentence(dataset: Any, options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError) as caught:
-        threefold.DataLoader(dataset, mesh=replica(0, 2), **{"global_batch_size": 4, **options})
+        threefold.DistributedDataLoader(dataset, mesh=replica(0, 2), **{"global_batch_size": 4, **options})
     assert str(caught.value).startswith(sentence)
 
 
@@ -193,7 +193,7 @@ def test_wrong_calls_are_one_sentence(dataset: Any, options: dict[str, Any], sen
     ],
 )
 def test_a_state_of_another_order_is_refused(state: dict[str, int], sentence: str) -> None:
-    loader = threefold.DataLoader(Squares(12), 4)
+    loader = threefold.DistributedDataLoader(Squares(12), 4)
     whole = {} if "epoch" in state else loader.state_dict()
     with pytest.raises(UserError) as caught:
         loader.load_state_dict({**whole, **state})

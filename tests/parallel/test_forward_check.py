@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import threefold
 from tests.support.odd_parameters import batch_of, loss
-from threefold import Column, PerHead, Replicated, Row, Shard, Vocab
+from threefold import Column, PerHead, Replicated, Row, Sharded, Vocab
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
 from threefold.models.module_check import explaining_passes
@@ -98,10 +98,10 @@ def wrong_in_any_layout(module: Any, features: Tensor) -> Tensor:
     ("use", "more", "sentence"),
     [
         (alike, {}, None),
-        (by_slopes, {}, r"With tp 2, 'blocks.0' fails on tensor rank 0: .*\[4, 1\].*'blocks.0.slopes' \(4 × 1\) .* add 'blocks.\*.slopes': Shard\(0\) to shard\.$"),
-        (by_slopes, {"blocks.*.slopes": Shard(0, heads=4)}, None),
-        (by_gain, {}, r"'blocks.0' fails .*if the parameter 'blocks.0.gain' \(8\) .* add 'blocks.\*.gain': Shard\(0\)"),
-        (by_gain, {"blocks.*.gain": Shard(0)}, None),
+        (by_slopes, {}, r"With tp 2, 'blocks.0' fails on tensor rank 0: .*\[4, 1\].*'blocks.0.slopes' \(4 × 1\) .* add 'blocks.\*.slopes': Sharded\(0\) to shard\.$"),
+        (by_slopes, {"blocks.*.slopes": Sharded(0, heads=4)}, None),
+        (by_gain, {}, r"'blocks.0' fails .*if the parameter 'blocks.0.gain' \(8\) .* add 'blocks.\*.gain': Sharded\(0\)"),
+        (by_gain, {"blocks.*.gain": Sharded(0)}, None),
         (by_view, {}, r"'blocks.0' fails on tensor rank 0: shape '\[2, 5, 4, 2\]' is invalid for input of size 40; name in shard .* -1 in view\.$"),
         (by_value, {}, None),
         (by_kernel, {}, None),
@@ -122,11 +122,11 @@ def test_sizes_of_a_part_that_do_not_go_together(use: Any, more: dict[str, Split
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        ({"blocks.*.kept": Shard(0)}, r"shard has Shard at 'blocks.\*.kept', and the buffer 'blocks.0.kept' is persistent, .* persistent=False"),
-        ({"blocks.*.slopes": Shard(2)}, r"shard has Shard\(2\) at 'blocks.\*.slopes', a buffer of 4 × 1, which has no such dim; use Shard\(0\)"),
-        ({"blocks.*.slopes": Shard(0, heads=3)}, "with heads=3, which must divide dim 0 of 4 × 1; use heads=2"),
+        ({"blocks.*.kept": Sharded(0)}, r"shard has Sharded at 'blocks.\*.kept', and the buffer 'blocks.0.kept' is persistent, .* persistent=False"),
+        ({"blocks.*.slopes": Sharded(2)}, r"shard has Sharded\(2\) at 'blocks.\*.slopes', a buffer of 4 × 1, which has no such dim; use Sharded\(0\)"),
+        ({"blocks.*.slopes": Sharded(0, heads=3)}, "with heads=3, which must divide dim 0 of 4 × 1; use heads=2"),
         ({"blocks.*.slopes": PerHead()}, "a buffer, has for a name as well; use Replicated"),
-        ({"blocks.*.slops": Shard(0)}, r"which no module or parameter of the model has for a name; the nearest is 'blocks.\d.slopes'"),
+        ({"blocks.*.slops": Sharded(0)}, r"which no module or parameter of the model has for a name; the nearest is 'blocks.\d.slopes'"),
     ],
 )  # fmt: skip
 def test_rules_of_buffers_that_do_not_suit_them(more: dict[str, Split], sentence: str) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from tests.support.odd_parameters import STEPS, Recurrent, Strided, Tables, departures, in_layout, plain, prepared
 from tests.support.sweep import sweep
-from threefold import Column, Row, Shard
+from threefold import Column, Row, Sharded
 
 LAYOUTS = [
     ({}, {}),
@@ -44,9 +44,9 @@ def test_prepared_weights_in_any_order_in_memory(pool, sizes: dict[str, int], op
 HEADS = {
     "heads": Column(heads=4),
     "out": Row(heads=4),
-    "slopes": Shard(0, heads=4),
-    "shifts": Shard(1, heads=4),
-    "on": Shard(0),
+    "slopes": Sharded(0, heads=4),
+    "shifts": Sharded(1, heads=4),
+    "on": Sharded(0),
 }
 
 

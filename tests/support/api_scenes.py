@@ -53,7 +53,7 @@ REPLICAS = f"""
 {MODEL}
 mesh = t3.init_mesh(dp=2)
 model = t3.parallelize(MyModel, plan, mesh)
-loader = t3.DataLoader(dataset, global_batch_size=64, mesh=mesh, seed=0)
+loader = t3.DistributedDataLoader(dataset, global_batch_size=64, mesh=mesh, seed=0)
 """
 
 TRAINED = f"""
@@ -125,7 +125,7 @@ SCENES = {
     "threefold.Plan": Scene(
         2,
         MODEL,
-        f"{MATRICES}loader = t3.DataLoader(dataset, 16, mesh=mesh)\n"
+        f"{MATRICES}loader = t3.DistributedDataLoader(dataset, 16, mesh=mesh)\n"
         "model = t3.parallelize(MyModel, plan, mesh)\nassert model.train_batch(next(iter(loader)), loss_fn) > 0",
     ),
     "threefold.Column": Scene(
@@ -142,7 +142,7 @@ class Block(nn.Module):
 """,
         f"{CUT}assert parameters['blocks.0.query.weight'].shape == (8, 16)",
     ),
-    "threefold.Shard": Scene(
+    "threefold.Sharded": Scene(
         2,
         f"""
 {MODEL}
@@ -169,13 +169,15 @@ class Block(nn.Module):
         "assert model.train_batch(dict.fromkeys(('input', 'labels'), torch.arange(8).view(8, 1)), loss_fn)",
     ),
     "threefold.parallelize": Scene(
-        8, f"{MODEL}\nloader = t3.DataLoader(dataset, global_batch_size=64, mesh=t3.init_mesh(dp=2, tp=2, pp=2))", RAN
+        8,
+        f"{MODEL}\nmesh = t3.init_mesh(dp=2, tp=2, pp=2)\nloader = t3.DistributedDataLoader(dataset, 64, mesh=mesh)",
+        RAN,
     ),
     "threefold.CountedLoss": Scene(2, REPLICAS, "assert model.train_batch(next(iter(loader)), loss) > 0"),
     "threefold.distributed_optimizer": Scene(
         2, REPLICAS, f"model.train_batch(next(iter(loader)), loss_fn)\noptimizer.step()\n{RAN}"
     ),
-    "threefold.DataLoader": Scene(2, f"{MODEL}\nmesh = t3.init_mesh(dp=2)", "assert loader.epoch == 3"),
+    "threefold.DistributedDataLoader": Scene(2, f"{MODEL}\nmesh = t3.init_mesh(dp=2)", "assert loader.epoch == 3"),
     "threefold.save": Scene(2, TRAINED, "assert os.path.isdir('ckpt/checkpoints/step_00000007')"),
     "threefold.load": Scene(
         2, f"{TRAINED}\nt3.save('ckpt', step, model=model, optimizer=optimizer, loader=loader)", "assert step == 7"
@@ -191,23 +193,23 @@ class Block(nn.Module):
     "threefold.gather_for_metrics": Scene(
         2, f"{PREPARED}\nvalid_loader, correct = loader, 0", "assert 0 <= correct <= 32"
     ),
-    "threefold.DistributedOptimizer": Scene(2, CLASSIFIER, RAN),
-    "threefold.broadcast_parameters": Scene(2, CLASSIFIER),
-    "threefold.broadcast_optimizer_state": Scene(2, CLASSIFIER),
-    "threefold.broadcast_object": Scene(2, "first_epoch = 3", "assert first_epoch == 3"),
-    "threefold.allreduce": Scene(2, "correct, rows = 3, 4", "assert mean == 0.75"),
+    "threefold.compat.horovod.DistributedOptimizer": Scene(2, CLASSIFIER, RAN),
+    "threefold.compat.horovod.broadcast_parameters": Scene(2, CLASSIFIER),
+    "threefold.compat.horovod.broadcast_optimizer_state": Scene(2, CLASSIFIER),
+    "threefold.compat.horovod.broadcast_object": Scene(2, "first_epoch = 3", "assert first_epoch == 3"),
+    "threefold.compat.horovod.allreduce": Scene(2, "correct, rows = 3, 4", "assert mean == 0.75"),
     "threefold.ColumnParallelLinear": Scene(2, f"{MATRICES}x = torch.randn(3, 512)", "assert y.shape == (3, 512)"),
     "threefold.RowParallelLinear": Scene(2, MATRICES, "assert not down.weight.any()"),
     "threefold.VocabParallelEmbedding": Scene(2, MATRICES),
     "threefold.ParallelCrossEntropy": Scene(
         2, f"{MATRICES}x, labels = torch.randn(3, 512), torch.tensor([1, 2, 3])", "assert loss > 0"
     ),
-    "threefold.split": Scene(2, f"{MATRICES}x = torch.randn(3, 512)", "assert y.shape == (3, 512)"),
-    "threefold.Splitter": Scene(2, f"{MATRICES}x = torch.randn(3, 512)", "assert x.shape == (3, 1024)"),
+    "threefold.compat.paddle.split": Scene(2, f"{MATRICES}x = torch.randn(3, 512)", "assert y.shape == (3, 512)"),
+    "threefold.compat.paddle.Splitter": Scene(2, f"{MATRICES}x = torch.randn(3, 512)", "assert x.shape == (3, 1024)"),
     "threefold.Dropout": Scene(1, "x = torch.ones(4, 5)", "assert x.shape == (4, 5)"),
     "threefold.sample_keys": Scene(1, "", "assert len(keys) == 4"),
-    "threefold.partition_uniform_chunks": Scene(1),
-    "threefold.layers_by_rank": Scene(1),
+    "threefold.pipeline.partition_uniform_chunks": Scene(1),
+    "threefold.pipeline.layers_by_rank": Scene(1),
     "threefold.Callback": Scene(
         4, "", "t3.Trainer('my.yaml', run_dir='runs/mine', callbacks=[StopAtLoss()]).fit(max_steps=1)"
     ),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from threefold.config import Config, load_config, resolve
-from threefold.config.compatibility_page import FEATURES, config_with
+from threefold.config.compatibility import FEATURES, config_with
 from threefold.config.loading import config_of
 from threefold.config.presets import PresetName
 

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from tests.support.own_token_model import HEAD, Embed, Head
 from threefold.models.plan import Plan
-from threefold.models.sharding import Column, Replicated, Row, Shard, Vocab
+from threefold.models.sharding import Column, Replicated, Row, Sharded, Vocab
 
 HEADS, INNER = 6, 25
 
@@ -45,10 +45,10 @@ class Fused(nn.Module):
             "embed.tokens": Vocab(),
             "embed.positions": Replicated(),
             "blocks.*.qkv": Column(heads=HEADS, groups=3),
-            "blocks.*.temperature": Shard(1, heads=HEADS),
+            "blocks.*.temperature": Sharded(1, heads=HEADS),
             "blocks.*.out": Row(heads=HEADS),
             "blocks.*.mlp.up": Column(),
-            "blocks.*.mlp.scales": Shard(1),
+            "blocks.*.mlp.scales": Sharded(1),
             "blocks.*.mlp.down": Row(),
             "head.output": Vocab(),
         },

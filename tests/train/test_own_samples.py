@@ -18,7 +18,7 @@ from threefold.config.loading import config_of
 from threefold.data.dataset import open_dataset
 from threefold.data.formats.nested_samples import NestedSamples
 from threefold.data.loader import Loader, Share
-from threefold.data.map_dataset import DataLoader
+from threefold.data.map_dataset import DistributedDataLoader
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
 from threefold.plugins import import_file
@@ -134,7 +134,7 @@ def test_a_key_beside_tokens_and_labels_reaches_an_own_model(file: Path) -> None
     assert len(set(batch["kind"].tolist())) == 4
     assert batch["tokens"].tolist() == batch["labels"].tolist() == [[0, 1, 2, 3]] * 4
     rows = import_file(file).named
-    in_a_loop = DataLoader(rows, 5, shuffle=False)
+    in_a_loop = DistributedDataLoader(rows, 5, shuffle=False)
     assert [each["kind"].tolist() for each in in_a_loop] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
 
 

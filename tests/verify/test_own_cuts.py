@@ -13,7 +13,7 @@ from tests.verify.support import MistakenPool, task, verify
 from threefold.config.loading import config_of
 from threefold.errors import UserError
 from threefold.models.plan import Plan
-from threefold.models.sharding import Column, Replicated, Shard, Split
+from threefold.models.sharding import Column, Replicated, Sharded, Split
 from threefold.models.source import ObjectSource
 from threefold.parallel.plan_check import check_plan, check_tensor_axis
 from threefold.parallel.tensor.grouped_heads import ConcatenatedLinear
@@ -69,11 +69,14 @@ def scaled(**rules: Split) -> None:
 @pytest.mark.parametrize(
     ("rules", "sentence"),
     [
-        ({"1.weight": Shard(1)}, r"shard has Shard\(1\) at '1.weight', a parameter of 12, which .*; use Shard\(0\)."),
-        ({"1.weight": Shard(0, heads=5)}, "with heads=5, which must divide dim 0 of 12; use heads=4"),
-        ({"1.weight": Shard(0, heads=3)}, "tp is 4 but must divide the 3 heads of '1.weight'; use 3"),
-        ({"1": Shard(0)}, "split has Shard at '1', a module; it is for a bare parameter"),
-        ({"1.weight": Column()}, r"shard has Column at '1.weight', which is a bare parameter; use .*, Shard\(dim\)"),
+        (
+            {"1.weight": Sharded(1)},
+            r"shard has Sharded\(1\) at '1.weight', a parameter of 12, which .*; use Sharded\(0\).",
+        ),
+        ({"1.weight": Sharded(0, heads=5)}, "with heads=5, which must divide dim 0 of 12; use heads=4"),
+        ({"1.weight": Sharded(0, heads=3)}, "tp is 4 but must divide the 3 heads of '1.weight'; use 3"),
+        ({"1": Sharded(0)}, "split has Sharded at '1', a module; it is for a bare parameter"),
+        ({"1.weight": Column()}, r"shard has Column at '1.weight', which is a bare parameter; use .*, Sharded\(dim\)"),
         ({"0": Column(groups=5)}, "with groups=5, which must divide the 12 features of '0'; use groups=4"),
         ({"0": Column(heads=5, groups=3)}, "with heads=5, which must divide the 4 features"),
     ],

@@ -1,3 +1,1 @@
 """Python API for scripts and notebooks, exported by `threefold` and built on the same parts as the command line."""
-
-from threefold.api import callbacks as callbacks

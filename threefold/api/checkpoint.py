@@ -27,7 +27,7 @@ from threefold.parallel.parameter import like
 from threefold.train.optim import LossScale
 
 if TYPE_CHECKING:
-    from threefold.data.map_dataset import DataLoader
+    from threefold.data.map_dataset import DistributedDataLoader
 
 _NUMBERS = {"bool": bool, "int": int, "float": float}
 
@@ -38,7 +38,7 @@ def save(
     *,
     model: DistributedModel | PreparedModule,
     optimizer: ModelOptimizer | PreparedOptimizer | None = None,
-    loader: "DataLoader | None" = None,
+    loader: "DistributedDataLoader | None" = None,
 ) -> Path:
     """Write a checkpoint atomically to `FOLDER/checkpoints/step_00000100`.
 
@@ -52,7 +52,7 @@ def save(
             or from `prepare`, saved with its buffers.
         optimizer: optimizer from `distributed_optimizer` or `prepare`, saved with its state and the options of its
             groups, such as the learning rate.
-        loader: a `threefold.DataLoader`, whose position in the data is saved.
+        loader: a `threefold.DistributedDataLoader`, whose position in the data is saved.
 
     Returns:
         the checkpoint's folder.
@@ -96,7 +96,7 @@ def load(
     *,
     model: DistributedModel | PreparedModule,
     optimizer: ModelOptimizer | PreparedOptimizer | None = None,
-    loader: "DataLoader | None" = None,
+    loader: "DistributedDataLoader | None" = None,
 ) -> int:
     """Load the newest complete checkpoint of a folder and return its step; any layout may have saved it.
 
@@ -159,7 +159,9 @@ def _check(model: Any, optimizer: Any, loader: Any) -> None:
     if of is not None and of is not (model.sync if isinstance(model, PreparedModule) else model):
         raise UserError("optimizer is of another model; give the model that it was made with.")
     if loader is not None and not hasattr(loader, "consumed_samples"):
-        raise UserError(f"loader is a {type(loader).__name__} but must be a threefold.DataLoader; give that.")
+        raise UserError(
+            f"loader is a {type(loader).__name__} but must be a threefold.DistributedDataLoader; give that."
+        )
 
 
 def _loss_scale(model: DistributedModel | PreparedModule) -> LossScale | None:

@@ -160,8 +160,8 @@ def distributed_optimizer(
 ) -> ModelOptimizer:
     """Wrap an optimizer of `model.parameters()` to update the whole model.
 
-    For a model from `threefold.parallelize`. (Not to be confused with `threefold.DistributedOptimizer`, in the style of
-    Horovod, which sums the gradients of a plain module whose loop calls `loss.backward()`.)
+    For a model from `threefold.parallelize`. (Not to be confused with Horovod's `DistributedOptimizer`, in
+    `threefold.compat.horovod`, which sums the gradients of a plain module whose loop calls `loss.backward()`.)
 
     The optimizer updates this rank's shards, so it must treat elements independently, as SGD, Adam, AdamW and Lion do.
     `torch.optim.Muon`, `torch.optim.Adafactor` and classes with the attribute `needs_whole_matrices = True` get whole

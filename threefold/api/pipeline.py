@@ -1,4 +1,4 @@
-"""Models given as a list of layers, for a pipeline (`PipelineLayers`)."""
+"""Models given as a list of layers, and partitions of layers into stages; exported as `threefold.pipeline`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -9,6 +9,22 @@ from torch import nn
 from threefold.errors import UserError
 from threefold.models.plan import Plan
 from threefold.models.sharding import ModelPlan, Replicated, Split
+from threefold.parallel.pipeline.partition import (
+    layers_by_rank,
+    partition_by_class,
+    partition_by_cost,
+    partition_uniform,
+    partition_uniform_chunks,
+)
+
+__all__ = [
+    "PipelineLayers",
+    "layers_by_rank",
+    "partition_by_class",
+    "partition_by_cost",
+    "partition_uniform",
+    "partition_uniform_chunks",
+]
 
 
 class PipelineLayers:

@@ -105,20 +105,18 @@ def reference() -> None:
 
 FeatureNames = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[FEATURE]...", help="Features to combine, such as zero3 zbv. Default: all, as a page."),
+    typer.Argument(metavar="[FEATURE]...", help="Features to combine, such as zero3 zbv. Default: lists them all."),
 ]
 
 
 @app.command()
 def compatibility(features: FeatureNames = None) -> None:
     """Print whether FEATUREs can be combined and, if not, why and what to use instead; for one, what it excludes."""
-    from threefold.config.compatibility_page import answers, features_named, markdown
+    from threefold.config.compatibility import FEATURES, answers, features_named
 
-    if not features:
-        typer.echo(markdown(), nl=False)
-        return
-    for answer in answers(features_named(features)):
-        typer.echo(answer)
+    listed = (f"{feature.name}: {feature.title}" for feature in FEATURES)
+    for line in answers(features_named(features)) if features else listed:
+        typer.echo(line)
 
 
 def print_size(size: "ModelSize", config: "Config") -> None:

@@ -17,7 +17,7 @@ class Rule:
     """Two features that cannot be combined.
 
     Attributes:
-        first, second: names of the features in `compatibility_page.FEATURES`.
+        first, second: names of the features in `compatibility.FEATURES`.
         key: setting that the error is about, as `section.name`.
         broken: returns whether a resolved config breaks the rule.
         reason: text after 'but' in the error: why not, and what to use instead; `{config}` fields are filled in.

@@ -8,25 +8,20 @@ from typing import Any, Final
 
 from threefold.config.presets import PRESETS
 from threefold.convert.key_mapping import (
-    Given,
     KeyMapping,
     Same,
     Unmapped,
+    alike,
     count,
-    dp_of,
     flat,
     foreign_text,
     number,
-    put_activation,
-    put_chunks,
-    put_optimizer,
-    put_zero,
     shortened,
     switch,
     text,
     whole,
 )
-from threefold.convert.shell_values import constant, parsed
+from threefold.convert.python_values import constant, parsed
 from threefold.errors import UserError
 
 USED = "used by other settings"
@@ -39,11 +34,8 @@ TABLE = (
     Same("HIDDEN_SIZE", "model.hidden_size", whole),
     Same("NUM_LAYERS", "model.num_layers", whole),
     Same("NUM_ATTENTION_HEADS", "model.num_attention_heads", whole),
-    Same("model.vocab_size", "model.vocab_size", whole),
-    Same("model.hidden_size", "model.hidden_size", whole),
-    Same("model.num_layers", "model.num_layers", whole),
-    Same("model.num_attention_heads", "model.num_attention_heads", whole),
-    Same("model.max_position_embeddings", "model.max_position_embeddings", whole),
+    *alike("model", whole, "vocab_size hidden_size num_layers num_attention_heads", prefix="model."),
+    *alike("model", whole, "max_position_embeddings", prefix="model."),
     Same("model.drop_rate", "model.hidden_dropout", number),
     Same("model.attn_drop_rate", "model.attention_dropout", number),
     Same("model.embed_drop_rate", "model.embedding_dropout", number),
@@ -77,47 +69,38 @@ OTHER_NAMES = {
 }
 
 
-def _sizes(layers: int, hidden: int, heads: int, positions: int = 1024) -> dict[str, int]:
-    return {
-        "num_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "max_position_embeddings": positions,
-    }
-
-
-_SIZES = {
-    "small": _sizes(12, 768, 12),
-    "medium": _sizes(24, 1024, 16),
-    "large": _sizes(36, 1536, 12),
-    "exlarge": _sizes(48, 1600, 32),
-    "xl": _sizes(48, 1600, 16),
-    "gpt3": _sizes(96, 12288, 96, 2048),
+_SIZE_KEYS: Final = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+_SIZES: Final = {
+    "small": (12, 768, 12, 1024),
+    "medium": (24, 1024, 16, 1024),
+    "large": (36, 1536, 12, 1024),
+    "exlarge": (48, 1600, 32, 1024),
+    "xl": (48, 1600, 16, 1024),
+    "gpt3": (96, 12288, 96, 2048),
 }
 """Sizes of Colossal-AI's own model functions, by a word of their name."""
 _ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "swish": "silu", "silu": "silu"}
 """Colossal-AI's name of an activation function → torch's."""
 _DROPOUTS = ("model.hidden_dropout", "model.attention_dropout", "model.embedding_dropout")
 REASONS = {
-    "NUM_EPOCHS": "train.max_steps ends the run; set it to epochs · samples / train.global_batch_size",
-    "WARMUP_*": "optimizer.warmup_steps counts steps",
-    "TENSOR_SHAPE": "what pipeline stages send follows from the model",
-    "model.embed_split_hidden": "the embedding is always split by the vocabulary",
-    "model.fuse_*": "kernels are chosen automatically",
-    "loss*": "the loss is the cross-entropy of the next token, vocabulary-parallel automatically",
-    "gradient_handler": "gradients are all-reduced automatically",
-    "zero.*": "parallel.zero has no further settings; weights and optimizer state stay on the device",
-    "fp16.*": "the loss scale halves at each overflow and doubles after precision.loss_scale_window steps",
-    "lr_scheduler*": "optimizer.decay, warmup_steps and decay_steps are the schedule",
-    "hooks": "the step log and checkpoints are always there",
-    "LOG_PATH": "the folder of the run is an option of the command: threefold train … --run-dir",
-    "logging*": "the folder of the run is an option of the command: threefold train … --run-dir",
-    "cudnn_*": "kernels are chosen automatically",
-    "TOTAL_BATCH_SIZE": "it takes effect where other settings use it",
+    "train.max_steps ends the run; set it to epochs · samples / train.global_batch_size": "NUM_EPOCHS",
+    "optimizer.warmup_steps counts steps": "WARMUP_*",
+    "what pipeline stages send follows from the model": "TENSOR_SHAPE",
+    "the embedding is always split by the vocabulary": "model.embed_split_hidden",
+    "kernels are chosen automatically": "model.fuse_* cudnn_*",
+    "the loss is the cross-entropy of the next token, vocabulary-parallel automatically": "loss*",
+    "gradients are all-reduced automatically": "gradient_handler",
+    "parallel.zero has no further settings; weights and optimizer state stay on the device": "zero.*",
+    "the loss scale halves at each overflow and doubles after precision.loss_scale_window steps": "fp16.*",
+    "optimizer.decay, warmup_steps and decay_steps are the schedule": "lr_scheduler*",
+    "the step log and checkpoints are always there": "hooks",
+    "the folder of the run is an option of the command: threefold train … --run-dir": "LOG_PATH logging*",
+    "it takes effect where other settings use it": "TOTAL_BATCH_SIZE",
 }
+"""Reasons for settings that need no counterpart, each with the patterns of their keys; the first match applies."""
 
 
-def read(path: Path) -> Given:
+def read(path: Path) -> KeyMapping:
     """Read the settings of a config file as `name` or `name.key`, and the names that other settings use.
 
     Settings are assignments, also inside `CONFIG = dict(…)`; in a script, also models and optimizers made in functions.
@@ -143,7 +126,7 @@ def read(path: Path) -> Given:
                 reader.notes.append(Unmapped(key, values[key], f"that of {name} counts: {shortened(str(value))}"))
             values[key] = value
     settings = flat(values, str(path))
-    return Given({**settings, USED: sorted(reader.used)}, reader.notes)
+    return KeyMapping(path, {**settings, USED: sorted(reader.used)}, reader.notes)
 
 
 _MADE: Final = re.compile(r"^(?:model|optimizer)$")
@@ -233,12 +216,13 @@ def _model(mapping: KeyMapping) -> None:
     parts = re.split(r"[^a-z0-9]+", name.lower())
     sizes = next((sizes for part, sizes in _SIZES.items() if part in parts), None)
     if sizes is not None:
+        sized = dict(zip(_SIZE_KEYS, sizes, strict=True))
         # The pipeline classes have no dropout by default, the others 0.1.
         dropout = dict.fromkeys(_DROPOUTS, 0.0 if "pipeline" in parts else 0.1)
-        for key, value in {**{f"model.{key}": value for key, value in sizes.items()}, **dropout}.items():
+        for key, value in {**{f"model.{key}": value for key, value in sized.items()}, **dropout}.items():
             mapping.settings.setdefault(key, value)
         mapping.given.setdefault("model.act_func", "gelu")
-        shown = ", ".join(f"{key} {value}" for key, value in sizes.items())
+        shown = ", ".join(f"{key} {value}" for key, value in sized.items())
         reason = f"its sizes are in its own code; those of Colossal-AI's function of that name are taken: {shown}"
         mapping.note("model.type", name, f"{reason}, where the file sets no others")
     elif name:
@@ -254,7 +238,7 @@ def _model(mapping: KeyMapping) -> None:
         mapping.put("model.vocab_size", size)
         whose = "Colossal-AI's models, GPT-2's 50257 padded" if name else "GPT-2"
         mapping.note("VOCAB_SIZE", "not given", f"model.vocab_size is that of {whose}: {size}")
-    put_activation(mapping, "model.act_func", _ACTIVATIONS)
+    mapping.put_activation("model.act_func", _ACTIVATIONS)
     ratio, hidden = mapping.take("model.mlp_ratio", number), mapping.settings.get("model.hidden_size")
     if ratio is not None and hidden is not None:
         mapping.put("model.ffn_hidden_size", int(ratio * hidden))
@@ -276,11 +260,11 @@ def _layout(mapping: KeyMapping, world: int | None) -> None:
         mapping.note("parallel.tensor.mode", mode, f"ring self-attention is parallel.cp {tp} with cp_method ring")
     elif mode not in ("1d", "None") and tp > 1:
         mapping.note("parallel.tensor.mode", mode, f"parallel.tp {tp} splits weights along one dim")
-    mapping.put("parallel.dp", dp_of(mapping, world, tp * pp, "world size"))
+    mapping.put("parallel.dp", mapping.replicas(world, tp * pp, "world size"))
     chunks = mapping.take("NUM_CHUNKS", whole, 1)
-    put_chunks(mapping, mapping.take("model.num_chunks", whole, chunks), "model.num_chunks")
+    mapping.put_chunks(mapping.take("model.num_chunks", whole, chunks), "model.num_chunks")
     if any(key == "zero" or key.startswith("zero.") for key in mapping.given):
-        put_zero(mapping, 3, "zero", mapping.given.pop("zero", "given"))
+        mapping.put_zero(3, "zero", mapping.given.pop("zero", "given"))
 
 
 def _batch(mapping: KeyMapping) -> None:
@@ -316,11 +300,11 @@ def _optimizer(mapping: KeyMapping) -> None:
     kind = name.rpartition(".")[2]
     own = kind in ("HybridAdam", "FusedAdam", "CPUAdam")
     if kind in ("SGD", "FusedSGD"):
-        put_optimizer(mapping, "sgd", "optimizer.type", name)
+        mapping.put_optimizer("sgd", "optimizer.type", name)
         mapping.put("optimizer.momentum", mapping.take("optimizer.momentum", number))
         mapping.put("optimizer.nesterov", mapping.take("optimizer.nesterov", switch))
     elif kind == "Adam" or (own and not mapping.take("optimizer.adamw_mode", switch, True)):
-        put_optimizer(mapping, "adam", "optimizer.type", name)
+        mapping.put_optimizer("adam", "optimizer.type", name)
     else:
         mapping.put("optimizer.name", "adamw")
         if kind != "AdamW" and not own:

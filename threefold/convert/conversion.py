@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, get_args
 
@@ -10,8 +10,8 @@ from threefold.config.loading import config_of, known_keys
 from threefold.config.resolve import resolve
 from threefold.config.schema import Config, section_settings, to_yaml
 from threefold.convert import colossal, megatron, paddlefleetx
-from threefold.convert.key_mapping import Given, KeyMapping, Unmapped, foreign_text, shortened
-from threefold.convert.shell_values import parsed
+from threefold.convert.key_mapping import KeyMapping, Unmapped, foreign_text, shortened
+from threefold.convert.python_values import parsed
 from threefold.errors import UserError
 
 Kind = Literal["fleet", "colossal", "megatron"]
@@ -25,23 +25,9 @@ _FLEET_OPTION: Final = re.compile(r"(?<!\S)-o\s+['\"]?(?:Global|Engine|Model|Dis
 _FLEET_LAUNCH: Final = re.compile(r"\bpaddle\.distributed\.(?:fleet\.)?launch\b|\bfleetrun\b")
 _FLAG: Final = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
 _COMMENT: Final = re.compile(r"(?:^|(?<=\s))#.*$", re.MULTILINE)
-_COLOSSAL_NAMES: Final = frozenset(
-    (
-        "CONFIG",
-        "BATCH_SIZE",
-        "NUM_MICRO_BATCHES",
-        "parallel",
-        "zero",
-        "fp16",
-        "gradient_accumulation",
-        "clip_grad_norm",
-        "TENSOR_SHAPE",
-        "gradient_clipping",
-        "TENSOR_PARALLEL",
-        "TENSOR_PARALLEL_SIZE",
-        "SEQ_LEN",
-        "NUM_EPOCHS",
-    )
+_COLOSSAL_NAMES: Final = (
+    "CONFIG BATCH_SIZE NUM_MICRO_BATCHES parallel zero fp16 gradient_accumulation clip_grad_norm TENSOR_SHAPE "
+    "gradient_clipping TENSOR_PARALLEL TENSOR_PARALLEL_SIZE SEQ_LEN NUM_EPOCHS"
 )
 
 
@@ -69,33 +55,23 @@ def detected(path: Path) -> tuple[Kind, str]:
 
 def _colossal(text: str) -> str:
     try:
-        body = ast.iter_child_nodes(parsed(text))
+        statements = [each for each in ast.iter_child_nodes(parsed(text)) if isinstance(each, ast.Assign)]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ""
-    for statement in body:
-        targets = statement.targets if isinstance(statement, ast.Assign) else []
-        for target in targets:
-            if isinstance(target, ast.Name) and target.id in _COLOSSAL_NAMES:
-                return f"setting {target.id}"
-    return ""
+    names = [target.id for each in statements for target in each.targets if isinstance(target, ast.Name)]
+    return next((f"setting {name}" for name in names if name in _COLOSSAL_NAMES.split()), "")
 
 
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 _USUAL_VOCABULARY: Final = 50257
 _PLACE_OF_DATA: Final = "tokens"
 _LONGEST_SENTENCE: Final = 800
-
-
-class _System(NamedTuple):
-    read: Callable[[Path], Given]
-    fill: Callable[[KeyMapping, int | None], None]
-
-
-_SYSTEMS: Final[dict[Kind, _System]] = {
-    "fleet": _System(paddlefleetx.read, paddlefleetx.fill),
-    "colossal": _System(colossal.read, colossal.fill),
-    "megatron": _System(megatron.read, megatron.fill),
+_SYSTEMS: Final = {
+    "fleet": ("PaddlePaddle Fleet", paddlefleetx),
+    "colossal": ("Colossal-AI", colossal),
+    "megatron": ("Megatron-LM", megatron),
 }
+"""Name of each system, and its module with `read(path)` and `fill(mapping, world_size)`."""
 
 
 class Converted(NamedTuple):
@@ -151,11 +127,9 @@ def _converted(path: Path, kind: Kind | None, world_size: int | None) -> Convert
     evidence = ""
     if kind is None:
         kind, evidence = detected(path)
-    given = _SYSTEMS[kind].read(path)
-    mapping = KeyMapping(str(path), given.settings, given.spelled)
-    for note in given.notes:
-        mapping.note(*note)
-    _SYSTEMS[kind].fill(mapping, world_size)
+    _, system = _SYSTEMS[kind]
+    mapping = system.read(path)
+    system.fill(mapping, world_size)
     if not {"data.path", "data.mixture"} & mapping.settings.keys():
         mapping.put("data.path", _PLACE_OF_DATA)
         mapping.note("data", "not given", f"data.path {_PLACE_OF_DATA} is a placeholder for your folder or token files")
@@ -164,32 +138,20 @@ def _converted(path: Path, kind: Kind | None, world_size: int | None) -> Convert
     return Converted(kind, evidence, differing, mapping.notes, _why_invalid(config), _unset(config))
 
 
-_NAMES: Final[dict[Kind, str]] = {
-    "fleet": "PaddlePaddle Fleet",
-    "colossal": "Colossal-AI",
-    "megatron": "Megatron-LM",
-}
-
-
 def unmapped_lines(converted: Converted, path: Path) -> list[str]:
     """Return lines with the detected system, what must still be set, and all notes, unsupported settings first."""
-    whose = _NAMES[converted.kind]
+    whose, _ = _SYSTEMS[converted.kind]
     lines = [f"{path} is taken for {whose}'s" + (f" by {converted.evidence}." if converted.evidence else ".")]
     if converted.unset:
         lines += ["", "Still to be set:", *(f"  {key}: {what}" for key, what in converted.unset.items())]
-    unsupported = converted.unsupported
     others = [note for note in converted.notes if not note.unsupported]
-    for title, notes in (("Unsupported:", unsupported), ("Without an exact counterpart:", others)):
-        if notes:
-            lines += ["", title]
+    for title, notes in (("Unsupported:", converted.unsupported), ("Without an exact counterpart:", others)):
+        lines += ["", title] if notes else []
         for note in notes:
-            value = f"({note.value})" if note.value == "not given" else f"= {shortened(_shown(note.value))}"
+            shown = shortened(" ".join(map(str, note.value)) if isinstance(note.value, list) else str(note.value))
+            value = "(not given)" if note.value == "not given" else f"= {shown}"
             lines.append(f"  {shortened(note.key)} {value}: {note.reason}")
     return lines
-
-
-def _shown(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _config(mapping: KeyMapping) -> Config:

@@ -1,9 +1,9 @@
 """Key mapping: takes the settings of another system one by one, and collects ours and notes on the unmapped rest."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
+from math import isfinite, nan
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from threefold.errors import UserError
@@ -29,6 +29,11 @@ class Same(NamedTuple):
     default: Any = None
 
 
+def alike(section: str, kind: Callable[[Any], Any], names: str, default: Any = None, prefix: str = "") -> list[Same]:
+    """Return rows for foreign settings that only differ from ours in the prefix, and in dashes for underscores."""
+    return [Same(prefix + name, f"{section}.{name.replace('-', '_')}", kind, default) for name in names.split()]
+
+
 class Unmapped(NamedTuple):
     """Foreign setting without an exact counterpart, which is reported to the user.
 
@@ -44,30 +49,25 @@ class Unmapped(NamedTuple):
     unsupported: bool = False
 
 
-class Given(NamedTuple):
-    """Settings of a foreign file by key, notes from reading it, and keys that it spells differently (key →
-    spelling)."""
-
-    settings: Mapping[str, Any]
-    notes: Sequence[Unmapped] = ()
-    spelled: Mapping[str, str] = MappingProxyType({})
-
-
 class KeyMapping:
     """Foreign settings that are not mapped yet, our settings so far, and notes.
 
     Args:
-        where: name of the foreign file, for messages.
-        given: foreign settings.
+        path: the foreign file, for messages.
+        given: foreign settings, without those that are None.
+        notes: notes from reading the file.
+
+    Attributes:
         spelled: key → its spelling in the file, if different.
+        settings: our settings as `section.key`.
     """
 
-    def __init__(self, where: str, given: Mapping[str, Any], spelled: Mapping[str, str] | None = None) -> None:
-        self.where = where
-        self._spelled = dict(spelled or {})
-        self.given = {key: value for key, value in given.items() if value is not None}
+    def __init__(self, path: Path, given: Mapping[str, Any] | None = None, notes: Iterable[Unmapped] = ()) -> None:
+        self.where = str(path)
+        self.given = {key: value for key, value in (given or {}).items() if value is not None}
+        self.notes = list(notes)
+        self.spelled: dict[str, str] = {}
         self.settings: dict[str, Any] = {}
-        self.notes: list[Unmapped] = []
 
     def take(self, key: str, kind: Callable[[Any], Any], default: Any = None) -> Any:
         """Remove `key` and return its value converted by `kind`, or the default; a rejected value is a `UserError`."""
@@ -81,7 +81,7 @@ class KeyMapping:
             return kind(value)
         except (TypeError, ValueError) as error:
             shown = shortened(repr(value))
-            raise UserError(f"{self.where}: {self._spelled.get(key, key)} is {shown} but must be {error}.") from None
+            raise UserError(f"{self.where}: {self.spelled.get(key, key)} is {shown} but must be {error}.") from None
 
     def given_whole(self, key: str, default: int) -> int:
         """Return the value of `key` as a whole number without removing it, or the default."""
@@ -97,20 +97,87 @@ class KeyMapping:
             self.put(ours, self.take(theirs, kind, default))
 
     def note(self, key: str, value: Any, reason: str, unsupported: bool = False) -> None:
-        self.notes.append(Unmapped(self._spelled.get(key, key), value, reason, unsupported))
+        self.notes.append(Unmapped(self.spelled.get(key, key), value, reason, unsupported))
 
-    def leave(self, reasons: Mapping[str, str], unsupported: Mapping[str, str] | None = None) -> None:
-        """Add a note for every remaining setting, with the reason of the first matching pattern.
+    def replicas(self, world: int | None, others: int, where: str) -> int:
+        """Return `world / others` replicas (a `UserError` if not whole), or 1 with a note if `world` is unknown."""
+        if world is None:
+            self.note(where, "not given", "parallel.dp is 1; set --world-size, the number of ranks, for another value")
+            return 1
+        if world % others:
+            rule = f"must be a multiple of {others}, the ranks of one replica"
+            nearest = max(1, round(world / others)) * others
+            raise UserError(
+                f"{self.where}: the world size is {world} but {rule}; use {nearest}, as with --world-size {nearest}."
+            )
+        return world // others
+
+    def put_optimizer(self, name: str, key: str, value: Any) -> None:
+        """Set `adam` or `sgd`, which in the other system apply weight decay to every weight through its gradient."""
+        self.put("optimizer.name", name)
+        if self.settings.get("optimizer.weight_decay"):
+            rest = "optimizer.weight_decay is for weight matrices, not biases and norms"
+            self.note(key, value, f"optimizer.name is {name}; {rest}")
+
+    def put_activation(self, key: str, known: Mapping[str, str]) -> None:
+        """Set the activation function of a GPT.
 
         Args:
-            reasons: pattern → reason, for settings that need no counterpart.
-            unsupported: pattern → reason, for settings that change the training and have no counterpart.
+            key: foreign key; its value is a name, with or without a module, such as `nn.functional.gelu`.
+            known: foreign name → name in `model.activation`.
+        """
+        name = self.take(key, text)
+        if name is None:
+            return
+        if (ours := known.get(name.rpartition(".")[2])) is None:
+            reason = f"no function that is known, such as {' or '.join(known)}; set model.activation"
+            self.note(key, name, reason, unsupported=True)
+        self.put("model.activation", ours)
+
+    def put_zero(self, stage: int, key: str, value: Any) -> None:
+        """Set ZeRO, if there are several replicas."""
+        if self.settings.get("parallel.dp", 1) * self.settings.get("parallel.cp", 1) > 1:
+            self.put("parallel.zero", stage)
+        else:
+            self.note(key, value, f"ZeRO needs dp > 1; set parallel.zero {stage} once parallel.dp is above 1")
+
+    def put_chunks(self, chunks: int, key: str) -> None:
+        """Set the stages per rank, if there is a pipeline."""
+        if chunks > 1 and self.settings["parallel.pp"] > 1:
+            self.settings.update({"parallel.schedule": "interleaved", "parallel.stage_chunks": chunks})
+        elif chunks > 1:
+            self.note(key, chunks, "several stages per rank need pp > 1")
+
+    def take_sequence_parallel(self, key: str) -> None:
+        """Set sequence parallelism if `key` is true and there is tensor parallelism."""
+        if self.take(key, switch, False):
+            if self.settings["parallel.tp"] > 1:
+                self.put("parallel.sequence_parallel", True)
+            else:
+                self.note(key, True, "sequence parallelism needs tp > 1")
+
+    def leave_rows(self, table: Iterable[Same], reason: str, unsupported: bool) -> None:
+        """Add a note for each foreign setting of a table that is left."""
+        for row in table:
+            if row.theirs in self.given:
+                self.note(row.theirs, self.given.pop(row.theirs), reason, unsupported)
+
+    def leave(self, reasons: Mapping[str, str], unsupported: Mapping[str, str] | None = None) -> None:
+        """Add a note for every remaining setting, with the reason whose patterns match it first.
+
+        Args:
+            reasons: reason → patterns of the settings that need no counterpart.
+            unsupported: reason → patterns of the settings that change the training and have no counterpart.
         """
         for key, value in self.given.items():
-            changing = next((why for pattern, why in (unsupported or {}).items() if fnmatchcase(key, pattern)), None)
-            harmless = next((why for pattern, why in reasons.items() if fnmatchcase(key, pattern)), None)
+            changing, harmless = _reason(key, unsupported or {}), _reason(key, reasons)
             self.note(key, value, changing or harmless or NOT_KNOWN, unsupported=bool(changing or not harmless))
         self.given.clear()
+
+
+def _reason(key: str, table: Mapping[str, str]) -> str:
+    found = (reason for reason, patterns in table.items() if any(fnmatchcase(key, each) for each in patterns.split()))
+    return next(found, "")
 
 
 def foreign_text(path: Path) -> str:
@@ -126,7 +193,7 @@ def shortened(text: str, longest: int = 200) -> str:
 
 def whole(value: Any) -> int:
     """Convert to a whole number."""
-    if isinstance(value, bool) or float(_number(value, "a whole number")) % 1:
+    if number(value, "a whole number") % 1:
         raise ValueError("a whole number")
     return int(float(value)) if not isinstance(value, int) else value
 
@@ -138,19 +205,13 @@ def count(value: Any) -> int:
     return result
 
 
-def number(value: Any) -> float:
+def number(value: Any, what: str = "a number") -> float:
     """Convert to a finite number."""
-    return _number(value, "a number")
-
-
-def _number(value: Any, what: str) -> float:
     try:
-        if isinstance(value, bool):
-            raise ValueError
-        result = float(value)
+        result = nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(what) from None
-    if result != result or result in (float("inf"), float("-inf")):
+        result = nan
+    if not isfinite(result):
         raise ValueError(what)
     return result
 
@@ -179,70 +240,6 @@ def texts(value: Any) -> list[str]:
 def anything(value: Any) -> Any:
     """Return the value unchanged."""
     return value
-
-
-def dp_of(mapping: KeyMapping, world: int | None, others: int, where: str) -> int:
-    """Return `world / others` replicas (a `UserError` if not whole), or 1 with a note if `world` is unknown."""
-    if world is None:
-        mapping.note(where, "not given", "parallel.dp is 1; set --world-size, the number of ranks, for another value")
-        return 1
-    if world % others:
-        rule = f"must be a multiple of {others}, the ranks of one replica"
-        nearest = max(1, round(world / others)) * others
-        raise UserError(
-            f"{mapping.where}: the world size is {world} but {rule}; use {nearest}, as with --world-size {nearest}."
-        )
-    return world // others
-
-
-def put_optimizer(mapping: KeyMapping, name: str, key: str, value: Any) -> None:
-    """Set `adam` or `sgd`, which in the other system apply weight decay to every weight through its gradient."""
-    mapping.put("optimizer.name", name)
-    if mapping.settings.get("optimizer.weight_decay"):
-        mapping.note(
-            key, value, f"optimizer.name is {name}; optimizer.weight_decay is for weight matrices, not biases and norms"
-        )
-
-
-def put_activation(mapping: KeyMapping, key: str, known: Mapping[str, str]) -> None:
-    """Set the activation function of a GPT.
-
-    Args:
-        key: foreign key; its value is a name, with or without a module, such as `nn.functional.gelu`.
-        known: foreign name → name in `model.activation`.
-    """
-    name = mapping.take(key, text)
-    if name is None:
-        return
-    if (ours := known.get(name.rpartition(".")[2])) is None:
-        reason = f"no function that is known, such as {' or '.join(known)}; set model.activation"
-        mapping.note(key, name, reason, unsupported=True)
-    mapping.put("model.activation", ours)
-
-
-def put_zero(mapping: KeyMapping, stage: int, key: str, value: Any) -> None:
-    """Set ZeRO, if there are several replicas."""
-    if mapping.settings.get("parallel.dp", 1) * mapping.settings.get("parallel.cp", 1) > 1:
-        mapping.put("parallel.zero", stage)
-    else:
-        mapping.note(key, value, f"ZeRO needs dp > 1; set parallel.zero {stage} once parallel.dp is above 1")
-
-
-def put_chunks(mapping: KeyMapping, chunks: int, key: str) -> None:
-    """Set the stages per rank, if there is a pipeline."""
-    if chunks > 1 and mapping.settings["parallel.pp"] > 1:
-        mapping.settings.update({"parallel.schedule": "interleaved", "parallel.stage_chunks": chunks})
-    elif chunks > 1:
-        mapping.note(key, chunks, "several stages per rank need pp > 1")
-
-
-def take_sequence_parallel(mapping: KeyMapping, key: str) -> None:
-    """Set sequence parallelism if `key` is true and there is tensor parallelism."""
-    if mapping.take(key, switch, False):
-        if mapping.settings["parallel.tp"] > 1:
-            mapping.put("parallel.sequence_parallel", True)
-        else:
-            mapping.note(key, True, "sequence parallelism needs tp > 1")
 
 
 MOST_SETTINGS = 20_000

@@ -2,12 +2,12 @@
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from threefold.convert.shell import Command, Script, follow
+from threefold.convert.key_mapping import Unmapped
+from threefold.convert.shell import Command, Script
 from threefold.errors import UserError
 
 _TRAINS: Final = re.compile(r"train|finetune|gpt|llama|mixtral|run_", re.IGNORECASE)
@@ -16,25 +16,22 @@ _UNSET: Final = re.compile(r"\$(?:\{[^}]*\}|\([^)]*\)|[A-Za-z_]\w*|[0-9@*#?!])|`
 _VARIABLE: Final = re.compile(r"\$\{?([A-Za-z_]\w*|\d+)")
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """Training command of a script.
 
     Attributes:
         script: Python file or module; empty if the text has only flags.
         flags: name without dashes → True, a text or a list of texts. A text with `$` is not set in the file.
-        launcher: words before the Python file.
         world: number of ranks; None if it is not given.
-        remarks: (key, value, reason) of each decision, for the user.
+        notes: decisions about parts of the script, for the user.
         unread: words that belong to no flag.
     """
 
     script: str
     flags: dict[str, Any]
-    launcher: list[str]
     world: int | None
-    remarks: list[tuple[str, Any, str]] = field(default_factory=list)
-    unread: list[str] = field(default_factory=list)
+    notes: list[Unmapped]
+    unread: list[str]
 
 
 def launch_of(
@@ -56,9 +53,9 @@ def launch_of(
     Raises:
         UserError: the file is not a shell script, has no flags, or needs a file that does not exist.
     """
-    script = follow(text, path)
-    remarks = [(f"line {line}, {what}", "a branch", reason) for line, what, reason in map(_remark, script.remarks)]
-    command = _training(script, remarks)
+    script = Script(text, path)
+    notes = [Unmapped(f"line {line}, {what}", "a branch", reason) for line, what, reason in script.remarks]
+    command = _training(script, notes)
     words = command.words if command else _loose(script)
     place = _start(words)
     given = [renamed.get(word, word) for word in words[place:]]
@@ -72,35 +69,29 @@ def launch_of(
     batch = command.batch if command else []
     for word in [word for word in unread if _UNSET.fullmatch(word)]:
         unread.remove(word)
-        remarks.append((word, "not given", "a variable that the file does not set; flags in it are not known"))
-    remarks += [
-        (name, "not given", f"line {line} reads this file, which is not there") for line, name in script.missing
-    ]
+        notes.append(Unmapped(word, "not given", "a variable that the file does not set; flags in it are not known"))
+    for line, name in script.missing:
+        notes.append(Unmapped(name, "not given", f"line {line} reads this file, which is not there"))
     if starting := list(dict.fromkeys(word.partition("=")[0] for word in (*batch, *launcher) if word.startswith("--"))):
-        remarks.append(("launcher", " ".join(starting), "of these only the number of ranks counts"))
+        notes.append(Unmapped("launcher", " ".join(starting), "of these only the number of ranks counts"))
     world = flags.pop("world-size", None) or flags.pop("world_size", None) or _ranks(launcher, batch, script)
     number = int(str(world)) if str(world).isdecimal() and len(str(world)) < 10 else 0
-    return Launch(words[place - 1] if place else "", flags, launcher, number or None, remarks, unread)
+    return Launch(words[place - 1] if place else "", flags, number or None, notes, unread)
 
 
-def _remark(remark: Any) -> tuple[int, str, str]:
-    return remark.line, remark.what, remark.reason
-
-
-def _training(script: Script, remarks: list[tuple[str, Any, str]]) -> Command | None:
+def _training(script: Script, notes: list[Unmapped]) -> Command | None:
     started = [command for command in script.commands if _start(command.words)]
-    trainings = [command for command in started if not _PREPARES.search(_name(command))] or started
-    named = [command for command in trainings if _TRAINS.search(_name(command))] or trainings
+    trainings = [command for command in started if not _PREPARES.search(_file(command).name)] or started
+    named = [command for command in trainings if _TRAINS.search(_file(command).name)] or trainings
     if len(named) > 1:
         others = ", ".join(f"line {command.line}" for command in named[:-1])
-        remarks.append(
-            ("trainings", len(named), f"that of line {named[-1].line} is taken; the file starts {others} too")
-        )
+        reason = f"that of line {named[-1].line} is taken; the file starts {others} too"
+        notes.append(Unmapped("trainings", len(named), reason))
     return named[-1] if named else None
 
 
-def _name(command: Command) -> str:
-    return Path(command.words[_start(command.words) - 1]).name
+def _file(command: Command) -> Path:
+    return Path(command.words[_start(command.words) - 1])
 
 
 def _start(words: list[str]) -> int:
@@ -119,8 +110,8 @@ def _loose(script: Script) -> list[str]:
     if any(word.startswith("--") for word in words):
         return words
     found: list[str] = []
-    for value in script.scope.variables.values():
-        pieces = [piece for item in (value if isinstance(value, list) else [value]) for piece in item.split()]
+    for items in script.scope.variables.values():
+        pieces = [piece for item in items for piece in item.split()]
         if any(piece.startswith("--") for piece in pieces):
             found += pieces
     return found
@@ -140,33 +131,25 @@ def _check_missing(script: Script, words: list[str], where: str, found: bool) ->
 def _collected(
     words: list[str], switches: Collection[str], several: Collection[str]
 ) -> tuple[dict[str, Any], list[str]]:
+    """Return flags with their values, and the words that belong to no flag."""
+    found: list[tuple[str, list[str]]] = [("", [])]
+    for word in [piece for each in words for piece in _pieces(each)]:
+        if word.startswith("--") and word != "--":
+            name, equals, value = word[2:].partition("=")
+            found.append((name, [_unquoted(value)] if equals else []))
+        else:
+            found[-1][1].append(_unquoted(word))
     flags: dict[str, Any] = {}
-    unread: list[str] = []
-    for name, values in _flags(words, unread):
-        plain = name.replace("_", "-")
-        if plain in switches and values and values[0].lower() not in ("true", "false"):
+    unread = found.pop(0)[1]
+    for name, values in found:
+        if name.replace("_", "-") in switches and values and values[0].lower() not in ("true", "false"):
             unread += values
             values = []
         if name in several:
             flags[name] = [*flags.get(name, []), *values]
-            continue
-        flags[name] = True if not values else values[0] if len(values) == 1 else values
+        else:
+            flags[name] = True if not values else values[0] if len(values) == 1 else values
     return flags, unread
-
-
-def _flags(words: list[str], unread: list[str]) -> Iterator[tuple[str, list[str]]]:
-    name = ""
-    values: list[str] = []
-    for word in [piece for each in words for piece in _pieces(each)]:
-        if not word.startswith("--") or word == "--":
-            (values if name else unread).append(_unquoted(word))
-            continue
-        if name:
-            yield name, values
-        name, equals, value = word[2:].partition("=")
-        values = [_unquoted(value)] if equals else []
-    if name:
-        yield name, values
 
 
 def _pieces(word: str) -> list[str]:
@@ -193,14 +176,11 @@ def _ranks(launcher: list[str], batch: list[str], script: Script) -> Any:
             return options.get("ntasks") or options["n"]
     if local is not None and local.isdecimal() and nodes.isdecimal():
         return str(int(local) * int(nodes))
-    named = script.scope.variables.get("WORLD_SIZE")
-    return named if isinstance(named, str) else None
+    return "".join(script.scope.variables.get("WORLD_SIZE", [])[:1]) or None
 
 
 def _options(words: list[str]) -> Iterator[tuple[str, str]]:
-    for place, word in enumerate(words):
-        if not word.startswith("-"):
-            continue
-        name, equals, value = word.lstrip("-").partition("=")
-        following = words[place + 1] if place + 1 < len(words) else ""
-        yield name.replace("_", "-"), value if equals else following
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        if word.startswith("-"):
+            name, equals, value = word.lstrip("-").partition("=")
+            yield name.replace("_", "-"), value if equals else following

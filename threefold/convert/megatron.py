@@ -2,22 +2,18 @@
 
 import re
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from threefold.config.document import read_document
 from threefold.convert.key_mapping import (
-    Given,
     KeyMapping,
     Same,
     Unmapped,
+    alike,
     count,
-    dp_of,
     foreign_text,
     number,
-    put_chunks,
-    put_zero,
     switch,
-    take_sequence_parallel,
     text,
     texts,
     whole,
@@ -27,12 +23,8 @@ from threefold.convert.megatron_reasons import REASONS, SATISFIED, SWITCHES, UNS
 from threefold.errors import UserError
 
 MODEL_TABLE = (
-    Same("num-layers", "model.num_layers", whole),
-    Same("hidden-size", "model.hidden_size", whole),
-    Same("num-attention-heads", "model.num_attention_heads", whole),
-    Same("max-position-embeddings", "model.max_position_embeddings", whole),
-    Same("hidden-dropout", "model.hidden_dropout", number, 0.1),
-    Same("attention-dropout", "model.attention_dropout", number, 0.1),
+    *alike("model", whole, "num-layers hidden-size num-attention-heads max-position-embeddings"),
+    *alike("model", number, "hidden-dropout attention-dropout", 0.1),
     Same("init-method-std", "model.initializer_range", number),
     Same("norm-epsilon", "model.norm_eps", number),
     Same("rotary-base", "model.rope_theta", number),
@@ -60,23 +52,35 @@ def fill_model(mapping: KeyMapping) -> None:
     """Choose the family (gpt or llama) and fill the section `model`."""
     mapping.move(MODEL_TABLE)
     llama = _is_llama(mapping)
+    hidden, heads = (mapping.settings.get(f"model.{key}") for key in ("hidden_size", "num_attention_heads"))
     mapping.put("model.tie_embeddings", not mapping.take("untie-embeddings-and-output-weights", switch, False))
-    _ffn(mapping, llama)
+    width = mapping.take("ffn-hidden-size", whole)
+    if width is None and llama and hidden is not None:
+        width = int(4 * hidden * 2 / 3) // 64 * 64  # Megatron-LM's own default
+    mapping.put("model.ffn_hidden_size", width)
     _groups(mapping, llama)
     if llama:
         mapping.put("model.architecture", "llama")
         mapping.move(FOR_LLAMA)
-        _rope_scaling(mapping)
+        factor = mapping.take("rope-scaling-factor", number, 8.0)
+        if mapping.take("use-rope-scaling", switch, False):  # that of Llama 3.1, with Megatron-LM's constants
+            mapping.settings |= {
+                "model.rope_scaling": "llama3",
+                "model.rope_factor": factor,
+                "model.rope_original_positions": 8192,
+                "model.rope_low_frequency_factor": 1.0,
+                "model.rope_high_frequency_factor": 4.0,
+            }
         _experts(mapping)
     else:
-        _activation(mapping)
-        head = mapping.given.get("kv-channels")
-        heads, hidden = (mapping.settings.get(f"model.{key}") for key in ("num_attention_heads", "hidden_size"))
-        if head is not None and heads and str(head).isdecimal() and int(head) * heads == hidden:
+        squared, tanh = mapping.take("squared-relu", switch, False), mapping.take("openai-gelu", switch, False)
+        exact = mapping.take("no-bias-gelu-fusion", switch, False)  # else, as OpenAI's, the tanh approximation
+        mapping.put("model.activation", "relu2" if squared else "gelu" if exact and not tanh else "gelu_tanh")
+        if heads and mapping.given_whole("kv-channels", 0) * heads == hidden:
             del mapping.given["kv-channels"]
-        _leave(mapping, [row.theirs for row in FOR_LLAMA], _LLAMA_ONLY, unsupported=True)
+        mapping.leave_rows(FOR_LLAMA, _LLAMA_ONLY, unsupported=True)
     if not mapping.settings.get("model.num_experts"):
-        _leave(mapping, [row.theirs for row in FOR_EXPERTS], _NO_EXPERTS, unsupported=False)
+        mapping.leave_rows(FOR_EXPERTS, _NO_EXPERTS, unsupported=False)
         if mapping.settings.pop("parallel.ep", 1) > 1:
             mapping.note("expert-model-parallel-size", "above 1", "parallel.ep is 1: this model has no experts")
 
@@ -86,40 +90,25 @@ def _is_llama(mapping: KeyMapping) -> bool:
     norm, swiglu = mapping.take("normalization", text, "LayerNorm"), mapping.take("swiglu", switch, False)
     position = mapping.take("position-embedding-type", text, "learned_absolute")
     bare = mapping.take("disable-bias-linear", switch, False)
-    llama = norm == "RMSNorm" and swiglu
-    rope = position == "rope"
-    differing: list[tuple[str, Any, str]] = []
-    if not llama:
-        _differ(differing, norm != "LayerNorm", "normalization", norm, "gpt has layer norms")
-        _differ(differing, swiglu, "swiglu", True, "gpt has no gates; with --normalization RMSNorm it is llama")
-        _differ(differing, bare, "disable-bias-linear", True, "gpt has biases")
-        mapping.put("model.position_embedding", "rope" if rope else "learned")
-        _differ(differing, not rope and position != "learned_absolute", "position-embedding-type", position, "learned")
+    llama, rope = norm == "RMSNorm" and swiglu, position == "rope"
+    if llama:
+        differing = [
+            (not rope, "position-embedding-type", position, "llama has rotary positions"),
+            (not bare, "disable-bias-linear", "not given", "llama has no biases"),
+        ]
     else:
-        _differ(differing, not rope, "position-embedding-type", position, "llama has rotary positions")
-        _differ(differing, not bare, "disable-bias-linear", "not given", "llama has no biases")
-    for key, value, reason in differing:
-        mapping.note(key, value, f"not convertible exactly: {reason}", unsupported=True)
+        mapping.put("model.position_embedding", "rope" if rope else "learned")
+        learned = position == "learned_absolute"
+        differing = [
+            (norm != "LayerNorm", "normalization", norm, "gpt has layer norms"),
+            (swiglu, "swiglu", True, "gpt has no gates; with --normalization RMSNorm it is llama"),
+            (bare, "disable-bias-linear", True, "gpt has biases"),
+            (not rope and not learned, "position-embedding-type", position, "learned"),
+        ]
+    for differs, key, value, reason in differing:
+        if differs:
+            mapping.note(key, value, f"not convertible exactly: {reason}", unsupported=True)
     return llama
-
-
-def _differ(found: list[tuple[str, Any, str]], differs: bool, key: str, value: Any, reason: str) -> None:
-    if differs:
-        found.append((key, value, reason))
-
-
-def _activation(mapping: KeyMapping) -> None:
-    """Set the activation of a GPT: GELU is exact if unfused, else (or as OpenAI's) its tanh approximation."""
-    squared, tanh = mapping.take("squared-relu", switch, False), mapping.take("openai-gelu", switch, False)
-    exact = mapping.take("no-bias-gelu-fusion", switch, False)
-    mapping.put("model.activation", "relu2" if squared else "gelu" if exact and not tanh else "gelu_tanh")
-
-
-def _ffn(mapping: KeyMapping, llama: bool) -> None:
-    width, hidden = mapping.take("ffn-hidden-size", whole), mapping.settings.get("model.hidden_size")
-    if width is None and llama and hidden is not None:
-        width = int(4 * hidden * 2 / 3) // 64 * 64  # Megatron-LM's own default
-    mapping.put("model.ffn_hidden_size", width)
 
 
 def _groups(mapping: KeyMapping, llama: bool) -> None:
@@ -143,9 +132,8 @@ def _experts(mapping: KeyMapping) -> None:
         reason = "experts are balanced by model.router_aux_loss"
         mapping.note("moe-router-load-balancing-type", balancing, reason, unsupported=True)
     if (factor := mapping.settings.get("model.expert_capacity_factor")) is not None:
-        mapping.note(
-            "moe-expert-capacity-factor", factor, "counts the tokens of each sequence, not of a rank's micro-batch"
-        )
+        reason = "counts the tokens of each sequence, not of a rank's micro-batch"
+        mapping.note("moe-expert-capacity-factor", factor, reason)
     if mapping.take("moe-router-pre-softmax", switch, False):
         mapping.put("model.normalize_expert_weights", False)
     every = mapping.take("moe-layer-freq", text, "1")
@@ -172,25 +160,6 @@ def _layer_pattern(text: str, layers: int) -> dict[str, int] | None:
     if len(kinds) != layers or "0" in kinds[dense:]:
         return None
     return {"model.dense_layers": dense} if dense else {"model.moe_every": 1}
-
-
-def _rope_scaling(mapping: KeyMapping) -> None:
-    """Set the scaling of Llama 3.1, with Megatron-LM's constants."""
-    factor = mapping.take("rope-scaling-factor", number, 8.0)
-    if mapping.take("use-rope-scaling", switch, False):
-        mapping.settings |= {
-            "model.rope_scaling": "llama3",
-            "model.rope_factor": factor,
-            "model.rope_original_positions": 8192,
-            "model.rope_low_frequency_factor": 1.0,
-            "model.rope_high_frequency_factor": 4.0,
-        }
-
-
-def _leave(mapping: KeyMapping, keys: list[str], reason: str, unsupported: bool) -> None:
-    for key in keys:
-        if key in mapping.given:
-            mapping.note(key, mapping.given.pop(key), reason, unsupported)
 
 
 GPT2_TOKENS = 50257
@@ -224,40 +193,36 @@ OLD_NAMES = {
 _OTHER_MODELS: Final = re.compile(r"bert|t5|mamba|hybrid|retro|ict|vision|vlm|mimo|dino|inpaint|multimodal|rl", re.I)
 """Words in a script's name that stand for models other than decoder-only ones."""
 _OTHER_FLAGS: Final = {
-    "hybrid-layer-pattern": "Mamba layers",
-    "hybrid-override-pattern": "Mamba layers",
-    "hybrid-attention-ratio": "Mamba layers",
-    "mamba-state-dim": "Mamba layers",
-    "encoder-num-layers": "an encoder",
-    "decoder-num-layers": "an encoder",
-    "encoder-seq-length": "an encoder",
-    "decoder-seq-length": "an encoder",
-    "bert-no-binary-head": "BERT's heads",
-    "vocab-extra-ids": "T5's masks",
-    "retro-project-dir": "retrieval",
+    "Mamba layers": "hybrid-layer-pattern hybrid-override-pattern hybrid-attention-ratio mamba-state-dim",
+    "an encoder": "encoder-num-layers decoder-num-layers encoder-seq-length decoder-seq-length",
+    "BERT's heads": "bert-no-binary-head",
+    "T5's masks": "vocab-extra-ids",
+    "retrieval": "retro-project-dir",
 }
+"""What other models have, and the flags that say so."""
 
 
-def read(path: Path) -> Given:
+def read(path: Path) -> KeyMapping:
     """Read the flags, without dashes, of a script or a YAML with `MODEL_ARGS`, and `world-size` if it is known.
 
     Raises:
         UserError: the file cannot be read, has no flags, or trains a model that is not a decoder-only transformer.
     """
     text = foreign_text(path)
-    launch = _of_yaml(path) if re.search(r"^MODEL_ARGS[ \t]*:", text, re.MULTILINE) else launch_of(text, path, SWITCHES)
+    is_yaml = re.search(r"^MODEL_ARGS[ \t]*:", text, re.MULTILINE)
+    launch = _of_yaml(path) if is_yaml else launch_of(text, path, SWITCHES.split())
     _check_model(launch, path)
-    notes = [Unmapped(*remark) for remark in launch.remarks]
-    notes += [Unmapped(word, "a word", "belongs to no flag that is known", unsupported=True) for word in launch.unread]
-    flags: dict[str, Any] = {}
-    spelled: dict[str, str] = {}
+    mapping = KeyMapping(path, notes=launch.notes)
+    for word in launch.unread:
+        mapping.note(word, "a word", "belongs to no flag that is known", unsupported=True)
     for name, value in launch.flags.items():
         plain = name.replace("_", "-")
-        if plain in flags:
-            notes.append(Unmapped(plain, flags[plain], "given twice in two spellings; the last counts"))
-        flags[plain], spelled[plain] = value, name
-    spelled = {plain: name for plain, name in spelled.items() if name.replace("_", "-") != name}
-    return Given(flags if launch.world is None else {**flags, "world-size": launch.world}, notes, spelled)
+        if plain in mapping.given:
+            mapping.note(plain, mapping.given[plain], "given twice in two spellings; the last counts")
+        mapping.given[plain], mapping.spelled[plain] = value, name
+    if launch.world is not None:
+        mapping.given["world-size"] = launch.world
+    return mapping
 
 
 def _of_yaml(path: Path) -> Launch:
@@ -271,10 +236,9 @@ def _of_yaml(path: Path) -> Launch:
         for name, value in found.items()
         if value is not False and value is not None
     }
-    remarks: list[tuple[str, Any, str]] = [
-        (str(name), "a section", "for the launcher, not the model") for name in document if name != "MODEL_ARGS"
-    ]
-    return Launch("", flags, [], None, remarks)
+    others = [name for name in document if name != "MODEL_ARGS"]
+    notes = [Unmapped(str(name), "a section", "for the launcher, not the model") for name in others]
+    return Launch("", flags, None, notes, [])
 
 
 def _check_model(launch: Launch, path: Path) -> None:
@@ -285,11 +249,12 @@ def _check_model(launch: Launch, path: Path) -> None:
             f"{path} starts {Path(launch.script).name}, which trains {found} models, and Threefold trains decoder-only "
             "GPT and Llama models; give a script that starts pretrain_gpt.py."
         )
-    if flag := next((flag for flag in _OTHER_FLAGS if flag in launch.flags), None):
-        raise UserError(
-            f"{path} has --{flag}, so its model has {_OTHER_FLAGS[flag]}, and Threefold trains decoder-only GPT and "
-            "Llama models; give a script of one of these."
-        )
+    for part, flags in _OTHER_FLAGS.items():
+        if flag := next((flag for flag in flags.split() if flag in launch.flags), None):
+            raise UserError(
+                f"{path} has --{flag}, so its model has {part}, and Threefold trains decoder-only GPT and Llama "
+                "models; give a script of one of these."
+            )
 
 
 def fill(mapping: KeyMapping, world: int | None) -> None:
@@ -307,7 +272,10 @@ def fill(mapping: KeyMapping, world: int | None) -> None:
     _precision(mapping)
     _recompute(mapping)
     _optimizer(mapping)
-    _evaluation(mapping)
+    _schedule(mapping)
+    every, batches = mapping.take("eval-interval", whole, 1000), mapping.take("eval-iters", whole, 100)
+    mapping.put("train.eval_every", every if batches else 0)
+    mapping.put("train.eval_batches", batches or None)
     fill_model(mapping)
     mapping.put("checkpoint.keep", 0)
     for key, allowed in SATISFIED.items():
@@ -319,30 +287,26 @@ def fill(mapping: KeyMapping, world: int | None) -> None:
 def _layout(mapping: KeyMapping, world: int | None) -> None:
     tp, pp, cp = (mapping.settings.get(f"parallel.{axis}", 1) for axis in ("tp", "pp", "cp"))
     mapping.settings |= {"parallel.tp": tp, "parallel.pp": pp}
-    mapping.put("parallel.dp", dp_of(mapping, world, tp * pp * cp, "world size"))
+    mapping.put("parallel.dp", mapping.replicas(world, tp * pp * cp, "world size"))
     if cp > 1 and "cp-comm-type" not in mapping.given:
         mapping.put("parallel.cp_method", "ring")
-    take_sequence_parallel(mapping, "sequence-parallel")
+    mapping.take_sequence_parallel("sequence-parallel")
     for flag, stage in (("use-distributed-optimizer", 1), ("use-torch-fsdp2", 3), ("use-megatron-fsdp", 3)):
         if mapping.take(flag, switch, False):
-            put_zero(mapping, stage, flag, True)
+            mapping.put_zero(stage, flag, True)
     if mapping.take("grad-reduce-in-bf16", switch, False):
-        _reduce_in_bf16(mapping)
+        if mapping.settings.get("parallel.zero"):
+            reason = "gradients are summed in fp32: parallel.gradient_compression does not go with parallel.zero"
+            mapping.note("grad-reduce-in-bf16", True, reason)
+        elif mapping.settings["parallel.dp"] * cp > 1:
+            mapping.put("parallel.gradient_compression", "bf16")
+        else:
+            mapping.note("grad-reduce-in-bf16", True, "a single replica has no gradients to all-reduce")
     layers = mapping.take("num-layers-per-virtual-pipeline-stage", count)
     chunks = mapping.take("num-virtual-stages-per-pipeline-rank", count, 1)
     if layers:
         chunks = max(1, mapping.given_whole("num-layers", 1) // pp // layers)
-    put_chunks(mapping, chunks, "virtual pipeline stages")
-
-
-def _reduce_in_bf16(mapping: KeyMapping) -> None:
-    if mapping.settings.get("parallel.zero"):
-        reason = "gradients are summed in fp32: parallel.gradient_compression does not go with parallel.zero"
-        mapping.note("grad-reduce-in-bf16", True, reason)
-    elif mapping.settings["parallel.dp"] * mapping.settings.get("parallel.cp", 1) > 1:
-        mapping.put("parallel.gradient_compression", "bf16")
-    else:
-        mapping.note("grad-reduce-in-bf16", True, "a single replica has no gradients to all-reduce")
+    mapping.put_chunks(chunks, "virtual pipeline stages")
 
 
 def _batch(mapping: KeyMapping) -> None:
@@ -370,17 +334,11 @@ def _data(mapping: KeyMapping) -> None:
     if kind == "GPT2BPETokenizer":
         size = size or GPT2_TOKENS
         mapping.put("data.eod", GPT2_TOKENS - 1)
-        mapping.note(
-            "tokenizer-type",
-            kind,
-            f"model.vocab_size {size}, and data.eod {GPT2_TOKENS - 1}: no padding of the former is needed",
-        )
+        reason = f"model.vocab_size {size}, and data.eod {GPT2_TOKENS - 1}: no padding of the former is needed"
+        mapping.note("tokenizer-type", kind, reason)
     elif kind:
-        mapping.note(
-            "tokenizer-type",
-            kind,
-            "model.vocab_size and data.eod are for you to set: its tokens, and the end of a document",
-        )
+        reason = "model.vocab_size and data.eod are for you to set: its tokens, and the end of a document"
+        mapping.note("tokenizer-type", kind, reason)
     mapping.put("model.vocab_size", size)
     for flag in ("tokenizer-model", "vocab-file"):
         file = mapping.given.get(flag)
@@ -389,30 +347,20 @@ def _data(mapping: KeyMapping) -> None:
     if mapping.take("reset-attention-mask", switch, False):
         mapping.put("data.separate_documents", True)
     if not mapping.take("eod-mask-loss", switch, False):
-        mapping.note(
-            "eod-mask-loss",
-            "not given",
-            "with data.eod nothing is predicted after the end of a document, as with the flag",
-        )
+        reason = "with data.eod nothing is predicted after the end of a document, as with the flag"
+        mapping.note("eod-mask-loss", "not given", reason)
 
 
 def _mixture(mapping: KeyMapping, paths: list[str]) -> dict[str, float]:
-    weighted = len(paths) % 2 == 0 and all(_is_number(word) for word in paths[::2])
-    if not weighted:
+    try:
+        weighted = [(float(weight), path) for weight, path in zip(paths[::2], paths[1::2], strict=True)]
+    except ValueError:  # no number, or no path after it
         mapping.note("data-path", " ".join(paths), "without weights Megatron-LM goes by sizes; here each has weight 1")
         return dict.fromkeys(paths, 1.0)
     mixture: dict[str, float] = {}
-    for weight, path in zip(paths[::2], paths[1::2], strict=True):
-        mixture[path] = mixture.get(path, 0.0) + float(weight)
+    for weight, path in weighted:
+        mixture[path] = mixture.get(path, 0.0) + weight
     return mixture
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 def _precision(mapping: KeyMapping) -> None:
@@ -454,7 +402,6 @@ def _optimizer(mapping: KeyMapping) -> None:
         mapping.put("optimizer.betas", betas)
         if momentum is not None:
             mapping.note("sgd-momentum", momentum, "only --optimizer sgd reads it")
-    _schedule(mapping)
 
 
 def _schedule(mapping: KeyMapping) -> None:
@@ -480,9 +427,3 @@ def _schedule(mapping: KeyMapping) -> None:
     shape = mapping.take("lr-wsd-decay-style", text, "exponential")
     if decay == "wsd" and shape != "linear":
         mapping.note("lr-wsd-decay-style", shape, "the last part of wsd decays linearly")
-
-
-def _evaluation(mapping: KeyMapping) -> None:
-    every, batches = mapping.take("eval-interval", whole, 1000), mapping.take("eval-iters", whole, 100)
-    mapping.put("train.eval_every", every if batches else 0)
-    mapping.put("train.eval_batches", batches or None)

@@ -2,28 +2,21 @@
 
 import os
 import re
-from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
 from threefold.config.document import read_document
 from threefold.convert.key_mapping import (
-    Given,
     KeyMapping,
     Same,
     Unmapped,
     anything,
     count,
-    dp_of,
     flat,
     foreign_text,
     number,
-    put_activation,
-    put_chunks,
-    put_optimizer,
-    put_zero,
     switch,
-    take_sequence_parallel,
     text,
     whole,
 )
@@ -31,64 +24,37 @@ from threefold.convert.launch_line import launch_of
 from threefold.errors import UserError
 
 _PRECISION: Final = "Engine.mix_precision"
+_SAME_NAMES: Final = {
+    "Data.Train.dataset": "input_dir split max_seq_len",
+    "Distributed": "virtual_pp_degree dp_degree mp_degree pp_degree",
+    "Distributed.sharding": "sharding_degree sharding_stage sharding_offload",
+    "Engine": "max_steps num_train_epochs logging_freq eval_freq eval_iters test_iters",
+    "Engine.save_load": "output_dir save_steps",
+    "Global": "global_batch_size local_batch_size micro_batch_size seed device",
+    "Model": (
+        "vocab_size hidden_size num_layers num_attention_heads ffn_hidden_size max_position_embeddings "
+        "hidden_dropout_prob attention_probs_dropout_prob hidden_act initializer_range type_vocab_size use_recompute "
+        "recompute_granularity sequence_parallel"
+    ),
+    "Optimizer": "weight_decay",
+    "Optimizer.lr": "max_lr min_lr warmup_rate decay_steps",
+    _PRECISION: "use_pure_fp16 scale_loss",
+}
 KEYS: Final = {
-    "input_dir": "Data.Train.dataset.input_dir",
-    "output_dir": "Engine.save_load.output_dir",
-    "split": "Data.Train.dataset.split",
-    "max_seq_len": "Data.Train.dataset.max_seq_len",
-    "global_batch_size": "Global.global_batch_size",
-    "local_batch_size": "Global.local_batch_size",
-    "micro_batch_size": "Global.micro_batch_size",
+    **{name: f"{section}.{name}" for section, names in _SAME_NAMES.items() for name in names.split()},
     "batch_size": "Global.local_batch_size",
-    "seed": "Global.seed",
-    "device": "Global.device",
-    "max_steps": "Engine.max_steps",
-    "num_train_epochs": "Engine.num_train_epochs",
-    "logging_freq": "Engine.logging_freq",
     "logging_steps": "Engine.logging_freq",
-    "eval_freq": "Engine.eval_freq",
     "eval_steps": "Engine.eval_freq",
-    "eval_iters": "Engine.eval_iters",
-    "test_iters": "Engine.test_iters",
-    "save_steps": "Engine.save_load.save_steps",
     "use_amp": f"{_PRECISION}.enable",
-    "use_pure_fp16": f"{_PRECISION}.use_pure_fp16",
-    "scale_loss": f"{_PRECISION}.scale_loss",
-    "vocab_size": "Model.vocab_size",
-    "hidden_size": "Model.hidden_size",
-    "num_layers": "Model.num_layers",
     "num_hidden_layers": "Model.num_layers",
-    "num_attention_heads": "Model.num_attention_heads",
-    "ffn_hidden_size": "Model.ffn_hidden_size",
     "intermediate_size": "Model.ffn_hidden_size",
-    "max_position_embeddings": "Model.max_position_embeddings",
-    "hidden_dropout_prob": "Model.hidden_dropout_prob",
-    "attention_probs_dropout_prob": "Model.attention_probs_dropout_prob",
-    "hidden_act": "Model.hidden_act",
     "hidden_activation": "Model.hidden_act",
-    "initializer_range": "Model.initializer_range",
-    "type_vocab_size": "Model.type_vocab_size",
-    "use_recompute": "Model.use_recompute",
-    "recompute_granularity": "Model.recompute_granularity",
-    "sequence_parallel": "Model.sequence_parallel",
     "fuse_transformer": "Model.fused_transformer",
-    "virtual_pp_degree": "Distributed.virtual_pp_degree",
-    "dp_degree": "Distributed.dp_degree",
-    "mp_degree": "Distributed.mp_degree",
-    "pp_degree": "Distributed.pp_degree",
-    "sharding_degree": "Distributed.sharding.sharding_degree",
-    "sharding_stage": "Distributed.sharding.sharding_stage",
-    "sharding_offload": "Distributed.sharding.sharding_offload",
     "tensor_parallel_degree": "Distributed.mp_degree",
     "pipeline_parallel_degree": "Distributed.pp_degree",
     "sharding_parallel_degree": "Distributed.sharding.sharding_degree",
-    "weight_decay": "Optimizer.weight_decay",
     "grad_clip": "Optimizer.grad_clip.clip_norm",
-    "max_lr": "Optimizer.lr.max_lr",
     "learning_rate": "Optimizer.lr.max_lr",
-    "min_lr": "Optimizer.lr.min_lr",
-    "warmup_rate": "Optimizer.lr.warmup_rate",
-    "decay_steps": "Optimizer.lr.decay_steps",
     "adam_beta1": "Optimizer.beta1",
     "adam_beta2": "Optimizer.beta2",
     "adam_epsilon": "Optimizer.epsilon",
@@ -129,43 +95,32 @@ def is_script(text: str) -> bool:
     return bool(_SCRIPT.search(text)) and (text.startswith("#!") or not _SECTION.search(text))
 
 
-def read_flags(path: Path, of_yaml: Callable[[Path], dict[str, Any]]) -> Given:
-    """Read the flags of a script as keys of Fleet's YAML, or the YAML of its `-c` with each `-o` applied.
-
-    Args:
-        path: path of the script.
-        of_yaml: reader of a YAML file.
-
-    Raises:
-        UserError: the script has no flags, or the YAML does not exist.
-    """
+def _read_flags(path: Path) -> KeyMapping:
+    """Read the flags of a script as keys of Fleet's YAML, or the YAML of its `-c` with each `-o` applied."""
     launch = launch_of(foreign_text(path), path, renamed={"-c": "--config", "-o": "--override"}, several=("override",))
-    notes = [Unmapped(*remark) for remark in launch.remarks]
-    flags = dict(launch.flags)
-    settings = _of_overrides(flags, path, of_yaml, notes)
+    flags, notes, spelled = dict(launch.flags), list(launch.notes), {}
+    settings = _of_overrides(flags, path, notes)
     if settings is None:
         settings = dict(DEFAULTS)
         _put_sizes(flags, settings, notes)
         notes += [Unmapped(word, "a word", "belongs to no flag", unsupported=True) for word in launch.unread]
-    spelled: dict[str, str] = {}
     for name, value in flags.items():
         key = KEYS.get(name, name)
         settings[key], spelled[key] = _typed(key, value), name
-    _mix(settings)
+    if settings.get(f"{_PRECISION}.use_pure_fp16") and settings.get(f"{_PRECISION}.enable") is None:
+        settings[f"{_PRECISION}.enable"] = True
     _accumulate(settings, notes)
     if launch.world is not None and "Distributed.dp_degree" not in settings:
         degrees = ("Distributed.mp_degree", "Distributed.pp_degree", "Distributed.sharding.sharding_degree")
-        one = 1
-        for key in degrees:
-            one *= int(settings[key]) if str(settings.get(key)).isdecimal() and int(settings[key]) else 1
+        one = prod(int(degree) or 1 for key in degrees if (degree := str(settings.get(key))).isdecimal())
         if launch.world % one == 0:
             settings["Distributed.dp_degree"] = launch.world // one
-    return Given(settings, notes, {key: name for key, name in spelled.items() if key != name})
+    mapping = KeyMapping(path, settings, notes)
+    mapping.spelled = spelled
+    return mapping
 
 
-def _of_overrides(
-    flags: dict[str, Any], path: Path, of_yaml: Callable[[Path], dict[str, Any]], notes: list[Unmapped]
-) -> dict[str, Any] | None:
+def _of_overrides(flags: dict[str, Any], path: Path, notes: list[Unmapped]) -> dict[str, Any] | None:
     name = flags.pop("config", None)
     overrides = flags.pop("override", [])
     if not isinstance(name, str):
@@ -174,7 +129,7 @@ def _of_overrides(
     file = next((folder / name for folder in folders if len(name) < 1000 and (folder / name).is_file()), None)
     if file is None:
         raise UserError(f"{path} starts a training with {name}, which does not exist; put it beside the script.")
-    settings = of_yaml(file)
+    settings = _of_yaml(file)
     notes.append(Unmapped("config", name, "read, with the overrides of the script"))
     for override in overrides:
         key, equals, value = override.partition("=")
@@ -206,12 +161,6 @@ def _typed(key: str, value: Any) -> Any:
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
     return value if value not in ("", "None", "none") else None
-
-
-def _mix(settings: dict[str, Any]) -> None:
-    pure, mixed = (settings.get(f"{_PRECISION}.{key}") for key in ("use_pure_fp16", "enable"))
-    if (pure or mixed) and mixed is not False:
-        settings[f"{_PRECISION}.enable"] = True
 
 
 def _accumulate(settings: dict[str, Any], notes: list[Unmapped]) -> None:
@@ -266,37 +215,36 @@ OLD_NAMES = {
 }
 """Beginnings of keys in the first versions → their current beginnings."""
 REASONS = {
-    "Global.device": "train.device auto takes the GPUs that are there",
-    "Global.logging_freq": "Fleet reads it under Engine, where log.every comes from",
-    "Engine.num_train_epochs": "train.max_steps ends the run; further epochs follow automatically",
-    "Engine.run_mode": "train.max_steps ends the run",
-    "Engine.accumulate_steps": "follows from the batch sizes",
-    "Engine.test_iters": "`threefold eval` evaluates the test part",
-    "Engine.save_load.output_dir": "the folder of the run is an option of the command: threefold train … --run-dir",
-    "Engine.save_load.ckpt_dir": "threefold train … --resume resumes a run; Paddle's checkpoints are unsupported",
-    "Engine.save_load.save_epoch": "checkpoints are made every checkpoint.every steps",
-    "Engine.mix_precision.*": "what runs in 16 bits is fixed: products, not norms, softmax and loss",
-    "Model.fused_*": "kernels are chosen automatically",
-    "Model.use_flash_attn": "attention is always the fused one",
-    "Model.fuse_attn_qkv": "queries, keys and values are always one product",
-    "Model.scale_qk_*": "scores are scaled once; fused attention accumulates in fp32",
-    "Model.type_vocab_size": "a GPT has no token types; Fleet does not use it either",
-    "Model.no_recompute_layers": "train.recompute_every leaves out blocks by a rhythm, not by a list",
-    "Data.Train.sampler.shuffle": "samples always come in an order drawn from train.seed",
-    "Data.*.sampler.*": "samples of a step follow from train.seed and the step",
-    "Data.*.loader.*": "tokens are memory-mapped, so there are no workers",
-    "Data.*.dataset.name": "the files say what they are",
-    "Data.Test.*": "the test part is that of data.split",
-    "Data.Eval.*": "validation reads data.path with data.split",
-    "Distributed.fuse_*": "gradients are always summed in buckets",
-    "Distributed.sharding.sharding_offload": "weights and optimizer state stay on the device",
-    "Distributed.sharding.*_overlap": "communication is overlapped automatically",
-    "Distributed.pp_recompute_interval": "train.recompute_every counts blocks",
-    "Optimizer.tensor_fusion": "kernels are chosen automatically",
-    "Optimizer.multi_precision": "precision.master_weights is true by default",
-    "Fused.*": "kernels are chosen automatically",
-    "Profiler.*": "the step log has times; there is no profiler in a config",
+    "train.device auto takes the GPUs that are there": "Global.device",
+    "Fleet reads it under Engine, where log.every comes from": "Global.logging_freq",
+    "train.max_steps ends the run; further epochs follow automatically": "Engine.num_train_epochs",
+    "train.max_steps ends the run": "Engine.run_mode",
+    "follows from the batch sizes": "Engine.accumulate_steps",
+    "`threefold eval` evaluates the test part": "Engine.test_iters",
+    "the folder of the run is an option of the command: threefold train … --run-dir": "Engine.save_load.output_dir",
+    "threefold train … --resume resumes a run; Paddle's checkpoints are unsupported": "Engine.save_load.ckpt_dir",
+    "checkpoints are made every checkpoint.every steps": "Engine.save_load.save_epoch",
+    "what runs in 16 bits is fixed: products, not norms, softmax and loss": "Engine.mix_precision.*",
+    "kernels are chosen automatically": "Model.fused_* Optimizer.tensor_fusion Fused.*",
+    "attention is always the fused one": "Model.use_flash_attn",
+    "queries, keys and values are always one product": "Model.fuse_attn_qkv",
+    "scores are scaled once; fused attention accumulates in fp32": "Model.scale_qk_*",
+    "a GPT has no token types; Fleet does not use it either": "Model.type_vocab_size",
+    "train.recompute_every leaves out blocks by a rhythm, not by a list": "Model.no_recompute_layers",
+    "samples always come in an order drawn from train.seed": "Data.Train.sampler.shuffle",
+    "samples of a step follow from train.seed and the step": "Data.*.sampler.*",
+    "tokens are memory-mapped, so there are no workers": "Data.*.loader.*",
+    "the files say what they are": "Data.*.dataset.name",
+    "the test part is that of data.split": "Data.Test.*",
+    "validation reads data.path with data.split": "Data.Eval.*",
+    "gradients are always summed in buckets": "Distributed.fuse_*",
+    "weights and optimizer state stay on the device": "Distributed.sharding.sharding_offload",
+    "communication is overlapped automatically": "Distributed.sharding.*_overlap",
+    "train.recompute_every counts blocks": "Distributed.pp_recompute_interval",
+    "precision.master_weights is true by default": "Optimizer.multi_precision",
+    "the step log has times; there is no profiler in a config": "Profiler.*",
 }
+"""Reasons for settings that need no counterpart, each with the patterns of their keys; the first match applies."""
 ACTIVATIONS = {"gelu": "gelu_tanh", "relu": "relu", "silu": "silu", "swish": "silu"}
 """Fleet's name of an activation function → ours; its GPTs compute GELU by the tanh approximation."""
 IMPLIED = {
@@ -311,15 +259,15 @@ IMPLIED = {
 """Key → values that equal our behavior."""
 
 
-def read(path: Path) -> Given:
+def read(path: Path) -> KeyMapping:
     """Read the settings of a Fleet YAML with its base files, or of a script with Fleet's flags.
 
     Raises:
         UserError: not YAML, not a mapping, a missing or circular base file; or no flags.
     """
     if is_script(foreign_text(path)):
-        return read_flags(path, _of_yaml)
-    return Given(_of_yaml(path))
+        return _read_flags(path)
+    return KeyMapping(path, _of_yaml(path))
 
 
 def _of_yaml(path: Path) -> dict[str, Any]:
@@ -353,7 +301,7 @@ def fill(mapping: KeyMapping, world: int | None) -> None:
     _rename(mapping)
     _skip_implied(mapping)
     mapping.move(TABLE)
-    put_activation(mapping, "Model.hidden_act", ACTIVATIONS)
+    mapping.put_activation("Model.hidden_act", ACTIVATIONS)
     _layout(mapping, world)
     _batch(mapping)
     _precision(mapping)
@@ -389,14 +337,14 @@ def _layout(mapping: KeyMapping, world: int | None) -> None:
     replicas = mapping.take("Distributed.dp_degree", count)
     if replicas is None:
         one = tp * pp * shards
-        replicas = dp_of(mapping, world or (one if shards > 1 else None), one, "Distributed.dp_degree")
+        replicas = mapping.replicas(world or (one if shards > 1 else None), one, "Distributed.dp_degree")
     mapping.settings.update({"parallel.dp": replicas * shards, "parallel.tp": tp, "parallel.pp": pp})
     if shards > 1:
         mapping.put("parallel.zero_shards", shards)
-        put_zero(mapping, stage, "Distributed.sharding.sharding_stage", stage)
+        mapping.put_zero(stage, "Distributed.sharding.sharding_stage", stage)
     chunks = mapping.take("Distributed.virtual_pp_degree", whole, mapping.take("Model.virtual_pp_degree", whole, 1))
-    put_chunks(mapping, chunks, "virtual_pp_degree")
-    take_sequence_parallel(mapping, "Model.sequence_parallel")
+    mapping.put_chunks(chunks, "virtual_pp_degree")
+    mapping.take_sequence_parallel("Model.sequence_parallel")
 
 
 def _batch(mapping: KeyMapping) -> None:
@@ -434,20 +382,19 @@ def _recompute(mapping: KeyMapping) -> None:
         return
     mapping.put("train.recompute", "full" if granularity == "full" else "selective")
     if granularity not in ("full", "core_attn"):
-        mapping.note(
-            "Model.recompute_granularity", granularity, "the nearest is train.recompute selective, the core alone"
-        )
+        reason = "the nearest is train.recompute selective, the core alone"
+        mapping.note("Model.recompute_granularity", granularity, reason)
 
 
 def _optimizer(mapping: KeyMapping) -> None:
     name = mapping.take("Optimizer.name", text, "FusedAdamW")
     mapping.settings.setdefault("optimizer.weight_decay", 0.0 if name in ("Adam", "Momentum") else 0.01)
     if name == "Momentum":
-        put_optimizer(mapping, "sgd", "Optimizer.name", name)
+        mapping.put_optimizer("sgd", "Optimizer.name", name)
         mapping.put("optimizer.momentum", mapping.take("Optimizer.momentum", number, 0.9))
         mapping.put("optimizer.nesterov", mapping.take("Optimizer.use_nesterov", switch))
     elif name == "Adam":
-        put_optimizer(mapping, "adam", "Optimizer.name", name)
+        mapping.put_optimizer("adam", "Optimizer.name", name)
     elif name not in ("FusedAdamW", "AdamW"):
         mapping.note("Optimizer.name", name, "optimizer.name is adamw, the nearest", unsupported=True)
     betas = [mapping.take(f"Optimizer.beta{n}", number, default) for n, default in ((1, 0.9), (2, 0.999))]

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Generator
-from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from threefold.data.loader import Share
 from threefold.errors import UserError
@@ -129,7 +128,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
         self.begin_next_epoch()
 
 
-class DataLoader:
+class DistributedDataLoader:
     """Batches of this rank from any map-style dataset, in an order that does not depend on the layout.
 
     `for batch in loader` yields the batches left in the current epoch; the next loop has the next epoch. A loop that is
@@ -152,7 +151,7 @@ class DataLoader:
         UserError: as in `DistributedBatchSampler`.
 
     Example:
-        >>> loader = threefold.DataLoader(dataset, global_batch_size=64, mesh=mesh, seed=0)
+        >>> loader = threefold.DistributedDataLoader(dataset, global_batch_size=64, mesh=mesh, seed=0)
         >>> for epoch in range(loader.epoch, 3):
         ...     for batch in loader:
         ...         ...
@@ -178,7 +177,7 @@ class DataLoader:
         self.sampler = DistributedBatchSampler(
             dataset, global_batch_size, mesh, seed=seed, shuffle=shuffle, drop_last=drop_last
         )
-        self._loader: TorchDataLoader[Any] = TorchDataLoader(
+        self._loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_sampler=self.sampler,
             num_workers=num_workers,

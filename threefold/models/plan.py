@@ -41,8 +41,8 @@ class Plan:
         layers: names or patterns of the modules that the model runs through, in order; a pattern such as `blocks.*`
             stands for its modules in the model's order. Every parameter must be in one of them.
         shard: pattern of modules, or of bare parameters or buffers, to the rule that shards them: `Column`, `Row`,
-            `Vocab`, `Replicated`, `PerHead`, `Shard`. Norms, parameters of one element and buffers are `Replicated` by
-            default. None for a model that no tensor axis shards.
+            `Vocab`, `Replicated`, `PerHead`, `Sharded`. Norms, parameters of one element and buffers are `Replicated`
+            by default. None for a model that no tensor axis shards.
         tied: pairs (user, owner) of parameters that share one weight; ties that the model itself makes are found
             without.
         costs: pattern of layers to the cost of running each, in any unit. By default the multiply-adds of its weights.

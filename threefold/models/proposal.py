@@ -9,7 +9,7 @@ from torch import nn
 
 from threefold.models.own_batch import has_forward
 from threefold.models.plan import Plan, as_pattern, is_norm
-from threefold.models.sharding import Column, Patterns, Replicated, Row, Shard, Split, Vocab
+from threefold.models.sharding import Column, Patterns, Replicated, Row, Sharded, Split, Vocab
 
 
 def _words(text: str) -> frozenset[str]:
@@ -131,12 +131,12 @@ def _of_bare(module: nn.Module, shape: tuple[int, ...]) -> tuple[Split, str]:
     columns = {name: each for name, each in linear.items() if name in _COLUMN and linear.keys() & _ROW}
     heads = _heads(module)
     if (columns.keys() & _ATTENTION or _cuts_fused(module)) and heads and shape.count(heads) == 1:
-        return Shard(shape.index(heads), heads), ""
+        return Sharded(shape.index(heads), heads), ""
     cut = {each.out_features for each in columns.values()}
     whole = {each.out_features for name, each in linear.items() if name in _ROW}
     dims = [dim for dim, size in enumerate(shape) if size in cut - whole]
     if len(dims) == 1:
-        return Shard(dims[0]), ""
+        return Sharded(dims[0]), ""
     return Replicated(), "a bare parameter; replicated is right unless a cut layer's output meets it"
 
 

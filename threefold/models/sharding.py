@@ -463,7 +463,7 @@ class ModelPlan:
 
 
 @dataclass(frozen=True)
-class Shard(Split):
+class Sharded(Split):
     """Bare parameter or buffer that the tensor axis shards along `dim`, such as a factor for each head.
 
     It may also be a factor for each feature of a `Column` layer. The module reads its shard, just as it sees its shard
@@ -480,7 +480,7 @@ class Shard(Split):
         ...     layers=["embed", "blocks.*", "head"],
         ...     shard={
         ...         "embed": threefold.Vocab(),
-        ...         "blocks.*.attn.temperature": threefold.Shard(0, heads=8),
+        ...         "blocks.*.attn.temperature": threefold.Sharded(0, heads=8),
         ...         "head.output": threefold.Vocab(),
         ...     },
         ... )

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
         partition_uniform_chunks,
     )
     from threefold.parallel.sequence import sum_over_shares_
-    from threefold.parallel.tensor.functional import Splitter
     from threefold.parallel.tensor.layers import (
         ColumnParallelLinear,
         ParallelCrossEntropy,
@@ -45,7 +44,6 @@ __all__ = [
     "ParallelCrossEntropy",
     "RandomStreams",
     "RowParallelLinear",
-    "Splitter",
     "VocabParallelEmbedding",
     "copy_to",
     "gather_from",
@@ -69,7 +67,6 @@ _MODULES: Final = {
     "reduce_from": "comm.axis",
     "reduce_to_shares": "comm.axis",
     "scatter_to": "comm.axis",
-    "Splitter": "parallel.tensor.functional",
     "Layout": "comm.layout",
     "ParallelCrossEntropy": "parallel.tensor.layers",
     "Axis": "comm.mesh",
@@ -86,6 +83,7 @@ _MODULES: Final = {
     "ColumnParallelLinear": "parallel.tensor.layers",
     "RowParallelLinear": "parallel.tensor.layers",
     "VocabParallelEmbedding": "parallel.tensor.layers",
+    "Splitter": "compat.paddle",  # where it has moved to
 }
 """Name → the module below `threefold` that defines it."""
 

@@ -17,14 +17,14 @@ from threefold.errors import UserError
 from threefold.models.module_check import ADVICE, is_of_sizes, module_of, told_once
 from threefold.models.own_batch import LayerSignature
 from threefold.models.plan import as_pattern
-from threefold.models.sharding import Column, ModelPlan, Patterns, PerHead, Replicated, Row, Shard, Split, Vocab
+from threefold.models.sharding import Column, ModelPlan, Patterns, PerHead, Replicated, Row, Sharded, Split, Vocab
 from threefold.models.source import MakeModel, ModelSource
 from threefold.parallel.pipeline.partition import stage_map
 from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.plan_check import check_cut_modules, check_plan, check_sharded_parameters, check_tensor_axis
 from threefold.parallel.sequence import check_whole_sequences
 
-_KNOWN = (Column, Row, Vocab, Replicated, PerHead, Shard)
+_KNOWN = (Column, Row, Vocab, Replicated, PerHead, Sharded)
 
 
 def check_forward(
@@ -127,7 +127,7 @@ def _missing(where: str, modules: dict[str, nn.Module], plan: ModelPlan, message
                 shape = " × ".join(map(str, tensor.shape))
                 return (
                     f"if the {kind} {name!r} ({shape}) has a value for each head or feature of a cut layer, add "
-                    f"{as_pattern(name)!r}: Shard({dim}) to shard"
+                    f"{as_pattern(name)!r}: Sharded({dim}) to shard"
                 )
     return ""
 

@@ -19,7 +19,7 @@ from threefold.models.sharding import (
     PerHead,
     Replicated,
     Row,
-    Shard,
+    Sharded,
     Split,
     Vocab,
     matches,
@@ -185,13 +185,13 @@ def _check_bare(
     """Check that each pattern of bare parameters and buffers matches one, and that its rule suits it."""
     for pattern, rule in plan.bare.items():
         said = f"shard has {type(rule).__name__}"
-        if not isinstance(rule, (*_WITHIN, Shard)):
+        if not isinstance(rule, (*_WITHIN, Sharded)):
             raise UserError(
-                f"{said} at {pattern!r}, which is a bare parameter; use Replicated() or PerHead(), Shard(dim) to cut "
+                f"{said} at {pattern!r}, which is a bare parameter; use Replicated() or PerHead(), Sharded(dim) to cut "
                 "it, or make it the weight of a module."
             )
         for name, parameter in parameters.items():
-            if isinstance(rule, Shard) and matches(name, pattern):
+            if isinstance(rule, Sharded) and matches(name, pattern):
                 _check_shard(f"{said}({rule.dim}) at {pattern!r}", rule, tuple(parameter.shape))
             if not isinstance(rule, PerHead) and plan.is_bare(name) and matches(name, pattern):
                 _check_per_head(f"{said} at {pattern!r}", pattern, name, plan)
@@ -207,10 +207,10 @@ def _check_bare(
 
 def _check_bare_buffer(said: str, rule: Split, name: str, buffer: Tensor, is_kept: bool) -> None:
     if isinstance(rule, PerHead):
-        raise UserError(f"{said}, which {name!r}, a buffer, has for a name as well; use Replicated() or Shard(dim).")
-    if not isinstance(rule, Shard):
+        raise UserError(f"{said}, which {name!r}, a buffer, has for a name as well; use Replicated() or Sharded(dim).")
+    if not isinstance(rule, Sharded):
         return
-    _check_shard(f"{said.replace('Shard', f'Shard({rule.dim})', 1)}", rule, tuple(buffer.shape), "buffer")
+    _check_shard(f"{said.replace('Sharded', f'Sharded({rule.dim})', 1)}", rule, tuple(buffer.shape), "buffer")
     if is_kept:
         raise UserError(
             f"{said}, and the buffer {name!r} is persistent, but a rank has the constructor's values for a part of it "
@@ -230,10 +230,10 @@ def _check_per_head(said: str, pattern: str, name: str, plan: ModelPlan) -> None
         )
 
 
-def _check_shard(said: str, rule: Shard, shape: tuple[int, ...], kind: str = "parameter") -> None:
+def _check_shard(said: str, rule: Sharded, shape: tuple[int, ...], kind: str = "parameter") -> None:
     sizes = " × ".join(map(str, shape)) or "a number"
     if not 0 <= rule.dim < len(shape):
-        nearest = f"use Shard({rule.dim % len(shape)})" if shape else "use Replicated()"
+        nearest = f"use Sharded({rule.dim % len(shape)})" if shape else "use Replicated()"
         raise UserError(f"{said}, a {kind} of {sizes}, which has no such dim; {nearest}.")
     if rule.heads and shape[rule.dim] % rule.heads:
         raise UserError(

@@ -8,6 +8,7 @@ import threefold
 from tests.support.sweep import sweep
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Axis, Mesh
+from threefold.compat.paddle import Splitter, split
 from threefold.errors import UserError
 from threefold.parallel.parameter import whole
 from threefold.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -124,14 +125,14 @@ class Calls(nn.Module):
 
     def __init__(self, axis: Axis) -> None:
         super().__init__()
-        self.weights = threefold.Splitter(axis, seed=5)
+        self.weights = Splitter(axis, seed=5)
 
     def forward(self, ids: Tensor) -> Tensor:
         n = self.weights.over.size
         with self.weights:
-            x = threefold.split(ids, (11, 6), "embedding", num_partitions=n)
-            x = threefold.split(x, (6, 9), "linear", axis=1, num_partitions=n, gather_out=False, weight_init=skewed_)
-            return threefold.split(torch.tanh(x), (9, 4), "linear", num_partitions=n, bias_init=nn.init.ones_)
+            x = split(ids, (11, 6), "embedding", num_partitions=n)
+            x = split(x, (6, 9), "linear", axis=1, num_partitions=n, gather_out=False, weight_init=skewed_)
+            return split(torch.tanh(x), (9, 4), "linear", num_partitions=n, bias_init=nn.init.ones_)
 
 
 def trained() -> tuple[list[float], list[str]]:
@@ -165,4 +166,4 @@ def test_split_as_a_function_finds_its_weights_again(pool) -> None:
 
 def test_split_outside_of_a_block_is_an_error() -> None:
     with pytest.raises(UserError, match=r"^split is called outside of a block that has its weights; make `weights = "):
-        threefold.split(torch.ones(2, 4), (4, 3), "linear")
+        split(torch.ones(2, 4), (4, 3), "linear")

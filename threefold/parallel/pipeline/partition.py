@@ -127,9 +127,9 @@ def partition_uniform_chunks(items: int, pp: int, chunks: int) -> list[int]:
         UserError: a part has fewer layers than there are ranks, so that a stage would be empty.
 
     Example:
-        >>> threefold.partition_uniform_chunks(10, 2, 2)
+        >>> threefold.pipeline.partition_uniform_chunks(10, 2, 2)
         [0, 2, 5, 7, 10]
-        >>> threefold.partition_uniform(10, 2, 2)
+        >>> threefold.pipeline.partition_uniform(10, 2, 2)
         [0, 2, 4, 7, 10]
     """
     _require_enough(items, pp * chunks)
@@ -152,7 +152,7 @@ def layers_by_rank(bounds: Sequence[int], pp: int, schedule: str = "interleaved"
         UserError: the schedule has another number of stages or ranks.
 
     Example:
-        >>> threefold.layers_by_rank([0, 2, 5, 7, 10], pp=2)
+        >>> threefold.pipeline.layers_by_rank([0, 2, 5, 7, 10], pp=2)
         [[(0, 2), (5, 7)], [(2, 5), (7, 10)]]
     """
     try:

@@ -21,6 +21,14 @@ from threefold.errors import UserError
 from threefold.parallel.gradients import COMPRESSIONS, buckets_by_dtype
 from threefold.plugins import one_of
 
+__all__ = [
+    "DistributedOptimizer",
+    "allreduce",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+]
+
 
 def broadcast_parameters(parameters: Any, root_rank: int = 0) -> None:
     """Broadcast parameters from one rank, so that all ranks start equal.
@@ -34,7 +42,7 @@ def broadcast_parameters(parameters: Any, root_rank: int = 0) -> None:
 
     Example:
         ```python
-        t3.broadcast_parameters(model.state_dict(), root_rank=0)
+        t3.compat.horovod.broadcast_parameters(model.state_dict(), root_rank=0)
         ```
     """
     world = _world()
@@ -66,7 +74,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int = 0) -> None:
 
     Example:
         ```python
-        t3.broadcast_optimizer_state(optimizer, root_rank=0)
+        t3.compat.horovod.broadcast_optimizer_state(optimizer, root_rank=0)
         ```
     """
     world = _world()
@@ -92,7 +100,7 @@ def broadcast_object(value: Any, root_rank: int = 0) -> Any:
 
     Example:
         ```python
-        first_epoch = t3.broadcast_object(first_epoch, root_rank=0)
+        first_epoch = t3.compat.horovod.broadcast_object(first_epoch, root_rank=0)
         ```
     """
     world = _world()
@@ -115,7 +123,7 @@ def allreduce(tensor: Tensor, average: bool = True) -> Tensor:
 
     Example:
         ```python
-        mean = t3.allreduce(torch.tensor(correct / rows))
+        mean = t3.compat.horovod.allreduce(torch.tensor(correct / rows))
         ```
     """
     world = _world()
@@ -147,9 +155,10 @@ class DistributedOptimizer(WrappedOptimizer):
 
     Example:
         ```python
-        optimizer = t3.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
-        t3.broadcast_parameters(model.state_dict())
-        t3.broadcast_optimizer_state(optimizer)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = t3.compat.horovod.DistributedOptimizer(optimizer, model.named_parameters())
+        t3.compat.horovod.broadcast_parameters(model.state_dict())
+        t3.compat.horovod.broadcast_optimizer_state(optimizer)
         for x, y in loader:  # of this rank's rows
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()

@@ -1,4 +1,4 @@
-"""Split operations in the style of PaddlePaddle's `paddle.distributed.split`, for users of Fleet."""
+"""Paddle's calls for users of Fleet: `paddle.distributed.split`, and `paddle.io.DistributedBatchSampler`."""
 
 from contextvars import ContextVar, Token
 from typing import Any, NamedTuple, Self
@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from threefold.comm.axis import Axis
 from threefold.comm.layout import shard_bounds
+from threefold.data.map_dataset import DistributedBatchSampler
 from threefold.errors import UserError
 from threefold.parallel.tensor.layers import (
     ColumnParallelLinear,
@@ -17,8 +18,10 @@ from threefold.parallel.tensor.layers import (
     keep_shard_,
 )
 
+__all__ = ["DistributedBatchSampler", "Splitter", "split"]
+
 _OPERATIONS = ("linear", "embedding")
-_BLOCK: ContextVar["Splitter | None"] = ContextVar("threefold.split", default=None)
+_BLOCK: ContextVar["Splitter | None"] = ContextVar("threefold.compat.paddle.split", default=None)
 """Splitter of the innermost `with` block that runs, whose weights `split` uses."""
 
 
@@ -55,9 +58,10 @@ class Splitter(nn.Module):
         UserError: `over` is not an axis of a mesh.
 
     Example:
-        >>> weights = threefold.Splitter(mesh.tp)
+        >>> from threefold.compat.paddle import Splitter, split
+        >>> weights = Splitter(mesh.tp)
         >>> with weights:
-        ...     x = threefold.split(x, (512, 2048), "linear", axis=1, num_partitions=mesh.tp.size, gather_out=False)
+        ...     x = split(x, (512, 2048), "linear", axis=1, num_partitions=mesh.tp.size, gather_out=False)
     """
 
     def __init__(self, over: Axis, seed: int = 0) -> None:
@@ -209,16 +213,17 @@ def split(
         UserError: there is no block, or an error of `Splitter.forward`.
 
     Example:
-        >>> weights = threefold.Splitter(mesh.tp)
+        >>> from threefold.compat.paddle import Splitter, split
+        >>> weights = Splitter(mesh.tp)
         >>> with weights:
-        ...     x = threefold.split(x, (512, 2048), "linear", axis=1, num_partitions=2, gather_out=False)
-        ...     y = threefold.split(x, (2048, 512), "linear", axis=0, num_partitions=2)
+        ...     x = split(x, (512, 2048), "linear", axis=1, num_partitions=2, gather_out=False)
+        ...     y = split(x, (2048, 512), "linear", axis=0, num_partitions=2)
     """
     splitter = _BLOCK.get()
     if splitter is None:
         raise UserError(
-            "split is called outside of a block that has its weights; make `weights = threefold.Splitter(mesh.tp)` "
-            "once, and call it in `with weights:`."
+            "split is called outside of a block that has its weights; make `weights = Splitter(mesh.tp)` once, and "
+            "call it in `with weights:`."
         )
     called = splitter.next_name() if name is None else name
     arguments = (x, size, operation, axis, num_partitions, gather_out, weight_attr, bias_attr, called)

@@ -12,9 +12,9 @@ from tests.support.sweep import sweep
 from threefold.comm.axis import gather_from, local_part, reduce_from
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
+from threefold.compat.paddle import Splitter
 from threefold.errors import UserError
 from threefold.parallel.parameter import like, local, whole
-from threefold.parallel.tensor.functional import Splitter
 
 
 def seeded(*shape: int) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import threefold as t3
+import threefold.compat.horovod as hvd
 from tests.support.sweep import sweep
 
 ROWS = 12  # divisible by 2, 3 and 4
@@ -57,11 +58,11 @@ def distributed(dtype: torch.dtype, clip: float, passes: int, compression: str) 
             for parameter in model.parameters():
                 parameter.mul_(3)
         inner.param_groups[0]["lr"] = 7.0
-    optimizer = t3.DistributedOptimizer(
+    optimizer = hvd.DistributedOptimizer(
         inner, named_parameters=model.named_parameters(), compression=compression, backward_passes_per_step=passes
     )
-    t3.broadcast_parameters(model.state_dict(), root_rank=0)
-    t3.broadcast_optimizer_state(optimizer, root_rank=0)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     found = []
     for step in range(3):
         optimizer.zero_grad()
@@ -107,8 +108,12 @@ def test_updates_are_those_of_one_process(
 
 def helpers() -> tuple[float, float, Any]:
     rank = torch.distributed.get_rank()
-    total = t3.allreduce(torch.tensor([rank + 1.0]), average=False)
-    return float(t3.allreduce(torch.tensor([rank + 1.0]))), float(total), t3.broadcast_object({"of": rank}, root_rank=1)
+    total = hvd.allreduce(torch.tensor([rank + 1.0]), average=False)
+    return (
+        float(hvd.allreduce(torch.tensor([rank + 1.0]))),
+        float(total),
+        hvd.broadcast_object({"of": rank}, root_rank=1),
+    )
 
 
 def test_small_helpers(pool) -> None:
@@ -120,26 +125,26 @@ def _wrong_calls() -> list[str]:
     other = nn.Linear(2, 2)
 
     def step_without() -> None:
-        t3.DistributedOptimizer(inner).step()
+        hvd.DistributedOptimizer(inner).step()
 
     def too_many() -> None:
-        optimizer = t3.DistributedOptimizer(inner, model.named_parameters())
+        optimizer = hvd.DistributedOptimizer(inner, model.named_parameters())
         for _ in range(2):
             model[0](torch.ones(1, 3)).sum().backward()
         optimizer.step()
 
     calls: list[Callable[[], Any]] = [
-        lambda: t3.DistributedOptimizer(model),
-        lambda: t3.DistributedOptimizer(inner, compression="fp12"),
-        lambda: t3.DistributedOptimizer(inner, backward_passes_per_step=0),
-        lambda: t3.DistributedOptimizer(inner, named_parameters=other.named_parameters()),
-        lambda: t3.DistributedOptimizer(inner).step(lambda: 0.0),
-        lambda: t3.DistributedOptimizer(inner).skip_synchronize().__enter__(),
+        lambda: hvd.DistributedOptimizer(model),
+        lambda: hvd.DistributedOptimizer(inner, compression="fp12"),
+        lambda: hvd.DistributedOptimizer(inner, backward_passes_per_step=0),
+        lambda: hvd.DistributedOptimizer(inner, named_parameters=other.named_parameters()),
+        lambda: hvd.DistributedOptimizer(inner).step(lambda: 0.0),
+        lambda: hvd.DistributedOptimizer(inner).skip_synchronize().__enter__(),
         step_without,
         too_many,
-        lambda: t3.broadcast_parameters(model),
-        lambda: t3.broadcast_parameters(model.parameters()),
-        lambda: t3.broadcast_parameters(model.state_dict(), root_rank=9),
+        lambda: hvd.broadcast_parameters(model),
+        lambda: hvd.broadcast_parameters(model.parameters()),
+        lambda: hvd.broadcast_parameters(model.state_dict(), root_rank=9),
     ]
     said = []
     for call in calls:
@@ -174,4 +179,4 @@ def test_wrong_calls_are_one_sentence(pool) -> None:
 
 def test_without_a_process_group_there_are_no_ranks() -> None:
     with pytest.raises(t3.UserError, match=r"torch.distributed is not initialised.*; call threefold.init_mesh"):
-        t3.broadcast_object(1)
+        hvd.broadcast_object(1)
