@@ -10,8 +10,6 @@ RUN/checkpoints/step_00000100/
     loop.json             state of a custom training loop (`threefold.save`), in place of config.yaml
     checkpoint.json       manifest, written last: `Facts`, and size and checksum of every other file
 
-Version 1 had the files of torch.distributed.checkpoint, `*.distcp` and `.metadata`, and no checksums.
-
 A checkpoint is written as `step_00000100.partial` and renamed once it is complete. A folder without that suffix whose
 manifest matches its files is therefore valid, whatever happened to the process that wrote it.
 """

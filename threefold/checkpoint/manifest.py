@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, get_args
 
 from threefold.checkpoint.errors import DamagedCheckpoint, is_plain_name, whole
-from threefold.checksums import checksum, is_intact, seal_text
+from threefold.checksums import FileRecord, checksum, is_intact, seal_text
 from threefold.data.content_checksums import CONTENT_DTYPES, Content
 from threefold.data.tokenizer import BEFORE_RULES, SpecialTokens, TextRule
 from threefold.errors import UserError
@@ -93,14 +93,6 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class FileRecord:
-    """Size in bytes and checksum of a file; version 1 had no checksums."""
-
-    bytes: int
-    checksum: str | None
-
-
-@dataclass(frozen=True)
 class Manifest:
     folder: Path
     facts: Facts
@@ -119,10 +111,9 @@ class Manifest:
                 )
 
     def check_content(self, name: str) -> None:
-        """Compare a file with its checksum, if it has one; raise DamagedCheckpoint if they differ."""
-        written = self.files[name].checksum
+        """Compare a file with its checksum; raise DamagedCheckpoint if they differ."""
         try:
-            if written is not None and checksum(self.folder / name) != written:
+            if checksum(self.folder / name) != self.files[name].checksum:
                 raise DamagedCheckpoint(
                     self.folder, f"its {shown(name)} does not have the checksum that it was written with"
                 )
@@ -145,19 +136,22 @@ def read_manifest(folder: Path) -> Manifest:
     if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
         raise DamagedCheckpoint(folder, f"its {MANIFEST} is not that of a checkpoint")
     version = document.pop("version", None)
-    if version != 1 and not is_intact(text):
+    if version == 1 and type(version) is int:  # of development versions, and without a checksum
+        raise DamagedCheckpoint(
+            folder, f"its {MANIFEST} is of version 1 of the format, which is unknown: this Threefold reads {VERSION}"
+        )
+    if not is_intact(text):
         raise DamagedCheckpoint(folder, f"its {MANIFEST} does not have the checksum that it was written with")
     if type(version) is int and version > VERSION:
         raise UserError(
-            f"{folder} has version {version} of the format and this Threefold reads versions 1 to {VERSION}; use a "
-            "later Threefold."
+            f"{folder} has version {version} of the format and this Threefold reads version {VERSION}; use a later "
+            "Threefold."
         )
     try:
-        if version not in (1, VERSION) or type(version) is not int:
+        if version != VERSION or type(version) is not int:
             raise ValueError("version")
-        if version == VERSION:
-            document.pop("checksum")
-        files = {name: _file(name, held, version) for name, held in document.pop("files").items()}
+        document.pop("checksum")
+        files = {name: _file(name, held) for name, held in document.pop("files").items()}
         facts = _facts(document)
         if folder.name.partition(".")[0] != f"step_{facts.step:08d}":  # a suffix tells the state
             raise ValueError("step")
@@ -171,13 +165,13 @@ def write_manifest(folder: Path, facts: Facts) -> None:
     from threefold.checkpoint.index import read_data_files
 
     known = read_data_files(folder)
-    paths = sorted(path for path in folder.iterdir() if path.name != MANIFEST)
     files = {
         path.name: {
             "bytes": path.stat().st_size,
             "checksum": known[path.name].checksum if path.name in known else checksum(path),
         }
-        for path in paths
+        for path in sorted(folder.iterdir())
+        if path.name != MANIFEST
     }
     stored = dataclasses.asdict(facts)
     for name in ("anomalies", "evaluation_missed"):
@@ -188,15 +182,12 @@ def write_manifest(folder: Path, facts: Facts) -> None:
     sync(folder)
 
 
-def _file(name: str, held: Any, version: int) -> FileRecord:
+def _file(name: str, held: Any) -> FileRecord:
     if not is_plain_name(name) or name == MANIFEST:
         raise ValueError("files")
-    if version == 1:
-        return FileRecord(_checked("files", held, _is_whole), None)
-    return FileRecord(
-        _checked("files", held["bytes"], _is_whole),
-        _checked("files", held["checksum"], lambda value: isinstance(value, str)),
-    )
+    if not _is_whole(held["bytes"]) or not isinstance(held["checksum"], str):
+        raise ValueError("files")
+    return FileRecord(held["bytes"], held["checksum"])
 
 
 def _is_whole(value: Any) -> bool:

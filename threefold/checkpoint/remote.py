@@ -7,7 +7,8 @@ own checksum, so a partial manifest does not count.
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -20,6 +21,7 @@ from threefold.checkpoint.manifest import MANIFEST, PARTIAL, read_manifest
 from threefold.checksums import is_intact
 from threefold.errors import UserError
 from threefold.files import shown
+from threefold.host import WorkThread
 from threefold.output import sync
 
 if TYPE_CHECKING:
@@ -173,6 +175,84 @@ class RemoteCheckpoints:
             ) from None
         except Exception as error:
             raise UserError(f"{_SETTING} is {shown(self.address)}, which cannot {verb}: {_reason(error)}.") from error
+
+
+class Mirror:
+    """Background copier of a run's checkpoints to a remote address, on one rank.
+
+    A checkpoint still queued when a newer one arrives is skipped, unless it is kept for good.
+
+    Args:
+        remote: destination of the copies.
+        keep, keep_every: remote retention, as in `superfluous`.
+        failed: receives a sentence about each checkpoint that could not be copied.
+        copied: called after each checkpoint copied.
+    """
+
+    def __init__(
+        self,
+        remote: RemoteCheckpoints,
+        keep: int,
+        keep_every: int | None,
+        failed: Callable[[str], None],
+        copied: Callable[[], None],
+    ) -> None:
+        self._remote, self._keep, self._keep_every = remote, keep, keep_every
+        self._failed, self._copied = failed, copied
+        self._thread = WorkThread("threefold-remote")
+        self._lock = threading.Lock()
+        self._waiting: dict[int, Path] = {}
+        self._current: Path | None = None
+
+    @property
+    def in_use(self) -> frozenset[Path]:
+        """Local folders that are still to be read."""
+        with self._lock:
+            return frozenset(self._waiting.values()) | ({self._current} if self._current else frozenset())
+
+    def add(self, step: int, folder: Path) -> None:
+        """Queue the complete checkpoint of a step for copying."""
+        with self._lock:
+            if self._keep:
+                every = self._keep_every
+                self._waiting = {old: path for old, path in self._waiting.items() if every and old % every == 0}
+            self._waiting[step] = folder
+        self._thread.do(self._copy_next)
+
+    def remove(self, step: int, progress: Callable[[], None] = lambda: None) -> None:
+        """Delete the remote copy of a diverged model's checkpoint, after the current copy.
+
+        `progress` is called meanwhile, as the remote file system has timeouts of its own.
+        """
+        while not self._thread.wait(0.5):
+            progress()
+        try:
+            self._remote.remove(step)
+        except UserError as error:
+            self._failed(str(error))
+
+    def end(self, seconds: float | None = None) -> None:
+        """End the thread after its queued work, waiting at most `seconds` (None for no limit)."""
+        self._thread.wait(seconds)
+        self._thread.end()
+
+    def _copy_next(self) -> None:
+        with self._lock:
+            if not self._waiting:
+                return
+            step = next(iter(self._waiting))
+            self._current = self._waiting.pop(step)
+        try:
+            self._remote.upload(self._current)
+            self._remote.prune(self._keep, self._keep_every, step)
+            self._copied()
+        except UserError as error:
+            self._failed(str(error))
+        except Exception as error:  # such as a checkpoint that was deleted meanwhile
+            self._failed(f"{self._current} cannot be copied to {self._remote.address}: {error}.")
+        finally:
+            with self._lock:
+                self._current = None
 
 
 def look_at_remote(address: str, run_dir: Path, resumes: bool) -> Path | None:

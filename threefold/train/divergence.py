@@ -5,8 +5,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Protocol
 
-from threefold.checkpoint.background import Written
 from threefold.checkpoint.manifest import Facts
+from threefold.checkpoint.save import Written
 from threefold.errors import UserError
 from threefold.train.callbacks.base import EvaluationRecord, StepRecord
 

@@ -8,13 +8,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from threefold.checkpoint.background import BackgroundSaver, Mirror, Written
 from threefold.checkpoint.errors import MODEL, OPTIMIZER, DamagedCheckpoint
 from threefold.checkpoint.folder import CONFIG, TOKENIZER, Checkpoint, complete, model_files, prune
 from threefold.checkpoint.manifest import AnomalyFacts, Facts, read_manifest
-from threefold.checkpoint.remote import RemoteCheckpoints
+from threefold.checkpoint.remote import Mirror, RemoteCheckpoints
 from threefold.checkpoint.resume import consumed_by
-from threefold.checkpoint.save import save_checkpoint, set_aside_checkpoint
+from threefold.checkpoint.save import BackgroundSaver, Written, save_checkpoint, set_aside_checkpoint
 from threefold.checkpoint.tensors import load_tensors, stored_names
 from threefold.checkpoint.writer import WRITER, record_of
 from threefold.config import Config
