@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,14 +11,6 @@ import xxhash
 ALGORITHM: Final = "xxh3_128"
 _BLOCK: Final = 8 << 20
 _THREADS: Final = 4
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """Size in bytes and checksum of a file."""
-
-    bytes: int
-    checksum: str
 
 
 def checksum(path: Path, advance: Callable[[int], None] = lambda size: None) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 
@@ -11,8 +11,9 @@ from threefold.checksums import checksum_of, checksum_of_blocks
 from threefold.data.corpus import Corpus, TokenArray
 from threefold.data.formats.jsonl import EncodedLines
 from threefold.data.stored_array import DOCUMENT_DTYPE, LOSS_MASK_FILE, TOKENS_FILE
+from threefold.files import STRICT
 
-CONTENT_DTYPES: Final = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
+TokenDtype = Literal["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 _BLOCK: Final = 8 << 20
 
 
@@ -27,10 +28,11 @@ class Content:
         loss_mask: checksum of the loss mask; None if it is unknown or there is no mask.
     """
 
-    dtype: str
+    dtype: TokenDtype
     documents: str
     tokens: str | None = None
     loss_mask: str | None = None
+    __pydantic_config__: ClassVar[Any] = STRICT
 
 
 @dataclass(frozen=True, eq=False)
