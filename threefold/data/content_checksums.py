@@ -55,23 +55,19 @@ class ReadCorpus:
         return self.files[-1]
 
 
-def content_of(data: Corpus | EncodedLines) -> ReadCorpus:
+def content_of(data: Corpus) -> ReadCorpus:
     """Return a corpus with the checksums that its files keep."""
     if isinstance(data, EncodedLines):
-        files = (data.folder / TOKENS_FILE, data.folder / data.lines_file)
         known = dict(data.checksums)
-        remedy = "delete that folder, which is a cache"
-        tokens = known.pop(TOKENS_FILE, None)
+        tokens, mask = known.pop(TOKENS_FILE, None), None
         documents = checksum_of("".join(f"{name} {known[name]}\n" for name in sorted(known)).encode()) if known else ""
-        return ReadCorpus(files, data.tokens, Content(data.tokens.dtype.name, documents, tokens), remedy)
-    written = [data.checksums.get(file.name) for file in data.files]
-    mask = data.checksums.get(LOSS_MASK_FILE) if data.holds_chat else None
-    content = Content(data.tokens.dtype.name, written[-1] or _checksum_of_documents(data), written[0], mask)
-    return ReadCorpus(data.files, data.tokens, content, data.remedy)
-
-
-def _checksum_of_documents(data: Corpus) -> str:
-    return checksum_of(np.ascontiguousarray(data.documents, dtype=DOCUMENT_DTYPE).data)
+    else:
+        tokens, documents = data.checksums.get(data.files[0].name), data.checksums.get(data.files[-1].name) or ""
+        if not documents:
+            documents = checksum_of(np.ascontiguousarray(data.documents, dtype=DOCUMENT_DTYPE).data)
+        mask = data.checksums.get(LOSS_MASK_FILE) if data.holds_chat else None
+    dtype: Any = data.tokens.dtype.name
+    return ReadCorpus(data.files, data.tokens, Content(dtype, documents, tokens, mask), data.remedy)
 
 
 def checksum_of_tokens(tokens: TokenArray, dtype: str, advance: Callable[[int], None] = lambda size: None) -> str:

@@ -6,7 +6,6 @@ The corpus is read twice, once to learn the vocabulary and once to encode, and i
 import hashlib
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -22,13 +21,10 @@ from threefold.data.formats.threefold_folder import Meta, SourceFile, TokenFiles
 from threefold.data.formats.token_files import is_own, open_corpus, read_stored
 from threefold.data.sources import SourceReader, find_inputs, holds_chat
 from threefold.data.stored_array import (
-    DOCUMENT_DTYPE,
-    DOCUMENTS_FILE,
-    DTYPES,
-    LOSS_MASK_FILE,
     META_FILE,
+    TOKEN_DTYPES,
     TOKENIZER_FILE,
-    TOKENS_FILE,
+    DocumentWriter,
     dtype_for,
 )
 from threefold.data.tokenizer import (
@@ -165,26 +161,15 @@ def _write(
     dtype = dtype_for(vocab_size)
     eod = end_of_document(tokenizer, request.eod)
     rule = TextRule.of(tokenizer, request.special_tokens)
-    encoding = EncodingSpec(stored.decode("utf-8"), eod, DTYPES[dtype], rule, template)
+    encoding = EncodingSpec(stored.decode("utf-8"), eod, TOKEN_DTYPES[dtype], rule, template)
     documents = (document for source in sources for document in (source if holds_chat else source.texts()))
 
-    end = count = text_bytes = 0
-    with ExitStack() as files:
-        tokens_file, documents_file = (
-            files.enter_context((folder / name).open("wb")) for name in (TOKENS_FILE, DOCUMENTS_FILE)
-        )
-        mask_file = files.enter_context((folder / LOSS_MASK_FILE).open("wb")) if holds_chat else None
-        documents_file.write(np.zeros(1, dtype=DOCUMENT_DTYPE).tobytes())
+    text_bytes = 0
+    with DocumentWriter(folder, with_mask=holds_chat) as writer:
         for encoded in encode_documents(documents, encoding, request.workers):
-            ends = end + np.cumsum(encoded.lengths)
-            tokens_file.write(encoded.tokens.tobytes())
-            documents_file.write(ends.astype(DOCUMENT_DTYPE).tobytes())
-            if mask_file is not None:
-                mask_file.write(encoded.counted.tobytes())
-            end = int(ends[-1])
-            count += len(ends)
+            writer.write(encoded.tokens, encoded.lengths, encoded.counted)
             text_bytes += encoded.text_bytes
-    if count == 0:
+    if not writer.documents:
         raise _no_documents([source.path for source in sources])
     (folder / TOKENIZER_FILE).write_bytes(stored)
     for name, text in template.files().items() if template else ():
@@ -193,8 +178,8 @@ def _write(
         dtype=dtype,
         vocab_size=vocab_size,
         eod=eod,
-        tokens=end,
-        documents=count,
+        tokens=writer.tokens,
+        documents=writer.documents,
         text_bytes=text_bytes,
         tokenizer_sha256=hashlib.sha256(stored).hexdigest(),
         sources=tuple(
@@ -323,7 +308,7 @@ def to_threefold(
     with staged_directory(out, inputs=read, overwrite=overwrite, listing=list_token_files, marked=False) as folder:
         dtype = dtype_for(corpus.vocab_size)
         progress.phase("Converting", stored.tokens.nbytes)
-        converted = _write_documents(folder, corpus, eod, np.dtype(DTYPES[dtype]), progress)
+        converted = _write_documents(folder, corpus, eod, np.dtype(TOKEN_DTYPES[dtype]), progress)
         if not converted.documents:
             raise UserError(f"{source} has only empty documents, so there is nothing to convert")
         text = tokenizer.read_bytes()
@@ -345,9 +330,8 @@ def to_threefold(
 
 
 def _write_documents(folder: Path, corpus: Corpus, eod: int, dtype: np.dtype, progress: Progress) -> ConvertedTokens:
-    end = count = left_out = ended = 0
-    with (folder / TOKENS_FILE).open("wb") as tokens_file, (folder / DOCUMENTS_FILE).open("wb") as documents_file:
-        documents_file.write(np.zeros(1, dtype=DOCUMENT_DTYPE).tobytes())
+    left_out = ended = 0
+    with DocumentWriter(folder) as writer:
         for first, last in _batches(corpus.documents):
             starts = corpus.documents[first : last + 1]
             tokens = corpus.tokens[starts[0] : starts[-1]]
@@ -355,14 +339,10 @@ def _write_documents(folder: Path, corpus: Corpus, eod: int, dtype: np.dtype, pr
             lengths = np.diff(starts)
             ends = (starts[1:] - starts[0])[lengths > 0]
             unended = ends[tokens[ends - 1] != eod]
-            written = np.insert(tokens.astype(dtype), unended, eod)
-            lengths = lengths[lengths > 0] + np.isin(ends, unended)
-            tokens_file.write(written.data)
-            documents_file.write((end + np.cumsum(lengths)).astype(DOCUMENT_DTYPE).data)
-            end, count = end + len(written), count + len(ends)
+            writer.write(np.insert(tokens.astype(dtype), unended, eod), lengths[lengths > 0] + np.isin(ends, unended))
             left_out, ended = left_out + (last - first - len(ends)), ended + len(unended)
             progress.advance(tokens.nbytes)
-    return ConvertedTokens(end, count, left_out, ended)
+    return ConvertedTokens(writer.tokens, writer.documents, left_out, ended)
 
 
 def _batches(documents: Int64Array) -> Iterator[tuple[int, int]]:

@@ -26,9 +26,9 @@ from threefold.data.corpus import Corpus, StoredTokens
 from threefold.data.stored_array import (
     DOCUMENT_DTYPE,
     DOCUMENTS_FILE,
-    DTYPES,
     LOSS_MASK_FILE,
     META_FILE,
+    TOKEN_DTYPES,
     TOKENIZER_FILE,
     TOKENS_FILE,
     StoredArray,
@@ -68,7 +68,7 @@ class Meta:
     """Facts about a folder of token files.
 
     Attributes:
-        dtype: key of `DTYPES`.
+        dtype: key of `TOKEN_DTYPES`.
         vocab_size: number of token ids, including special tokens.
         eod: id of the end-of-document token.
         tokens: number of tokens, including end-of-document tokens.
@@ -190,13 +190,13 @@ class TokenFiles(Corpus):
         path = Path(path)
         meta = Meta.read(path)
         tokens_file, documents_file = path / TOKENS_FILE, path / DOCUMENTS_FILE
-        _check_size(tokens_file, DTYPES[meta.dtype], meta.tokens)
+        _check_size(tokens_file, TOKEN_DTYPES[meta.dtype], meta.tokens)
         _check_size(documents_file, DOCUMENT_DTYPE, meta.documents + 1)
         files = cls(
             path=path,
             files=(tokens_file, documents_file),
             meta=meta,
-            tokens=StoredArray(tokens_file, DTYPES[meta.dtype], meta.tokens),
+            tokens=StoredArray(tokens_file, TOKEN_DTYPES[meta.dtype], meta.tokens),
             documents=load_column(documents_file, DOCUMENT_DTYPE, meta.documents + 1),
             vocab_size=meta.vocab_size,
             eod=meta.eod,
