@@ -102,11 +102,6 @@ class WorkThread:
         with self._idle:
             return self._idle.wait_for(lambda: not self._left, seconds)
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether all work is done."""
-        return not self._left
-
     def end(self) -> None:
         """Let the thread end after its queued work, without waiting for it."""
         if self._thread is not None:

@@ -100,14 +100,10 @@ def stored_config(path: Path, *, with_code: bool = False) -> Config:
     if is_schedule_file(config.parallel.schedule):
         config = load_config(path / CONFIG, ("parallel.schedule=null", "parallel.stage_chunks=null"))
     if config.model.architecture == OWN:
-        file = _copied_model(config, path) if with_code else ""
+        _, colon, name = config.model.file.partition(":")
+        file = f"{path / OWN_MODEL}{colon}{name}" if with_code and (path / OWN_MODEL).is_file() else ""
         config = config.model_copy(update={"model": config.model.model_copy(update={"file": file})})
     return resolve(config, 1)  # the data's vocabulary was checked when it was stored
-
-
-def _copied_model(config: Config, path: Path) -> str:
-    copy, name = path / OWN_MODEL, config.model.file.partition(":")[2]
-    return (f"{copy}:{name}" if name else str(copy)) if copy.is_file() else ""
 
 
 def model_files(file: Path) -> dict[str, Path]:

@@ -5,13 +5,12 @@ checkpoint.json marks a copy as complete: it is uploaded after all other files a
 own checksum, so a partial manifest does not count.
 """
 
-import json
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
@@ -26,9 +25,6 @@ from threefold.output import sync
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
-
-
-_SETTING: Final = "checkpoint.remote"
 
 
 class RemoteCheckpoints:
@@ -52,12 +48,12 @@ class RemoteCheckpoints:
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, oldest first."""
         with self._failures("be read"):
-            return [step for step, name in sorted(self._folders().items()) if self._manifest(name) is not None]
+            return [step for step, name in sorted(self._folders().items()) if self._is_complete(name)]
 
     def incomplete(self) -> dict[int, bool]:
         """Return the steps of all others, oldest first: True if damaged, False if an upload was interrupted."""
         with self._failures("be read"):
-            others = [(step, name) for step, name in sorted(self._folders().items()) if self._manifest(name) is None]
+            others = [(step, name) for step, name in sorted(self._folders().items()) if not self._is_complete(name)]
             return {step: self._files.exists(f"{self._root}/{name}/{MANIFEST}") for step, name in others}
 
     def upload(self, folder: Path) -> None:
@@ -69,7 +65,10 @@ class RemoteCheckpoints:
             sizes = {name: record.bytes for name, record in read_manifest(folder).files.items()}
             for name in sizes:
                 self._files.put_file(str(folder / name), f"{there}/{name}")
-            self._require_sizes(there, sizes)
+            self._files.invalidate_cache()
+            for name, size in sizes.items():
+                if (found := self._files.size(f"{there}/{name}")) != size:
+                    raise OSError(f"{name} has {found:,} bytes there instead of {size:,}")
             self._flush(there, sizes)
             self._files.put_file(str(folder / MANIFEST), f"{there}/{MANIFEST}")
             self._flush(there, [MANIFEST])
@@ -129,13 +128,12 @@ class RemoteCheckpoints:
         found = {int(name[5:]): name for name in names if name.startswith("step_") and name[5:].isdigit()}
         return {step: name for step, name in found.items() if path_of(Path(), step).name == name}
 
-    def _manifest(self, name: str) -> dict[str, Any] | None:
-        """Return the manifest of a folder, or None if it is missing or was changed."""
+    def _is_complete(self, name: str) -> bool:
+        """Return whether the manifest of a folder is there as it was written."""
         try:
-            text = self._files.cat_file(f"{self._root}/{name}/{MANIFEST}").decode("utf-8")
+            return is_intact(self._files.cat_file(f"{self._root}/{name}/{MANIFEST}").decode("utf-8"))
         except (FileNotFoundError, UnicodeDecodeError):
-            return None
-        return dict(json.loads(text)) if is_intact(text) else None
+            return False
 
     def _remove(self, there: str) -> None:
         """Delete a folder, its manifest first, so that it counts as incomplete from the start."""
@@ -144,12 +142,6 @@ class RemoteCheckpoints:
             self._files.rm_file(f"{there}/{MANIFEST}")
         if self._files.exists(there):
             self._files.rm(there, recursive=True)
-
-    def _require_sizes(self, there: str, sizes: dict[str, int]) -> None:
-        self._files.invalidate_cache()
-        for name, size in sizes.items():
-            if (found := self._files.size(f"{there}/{name}")) != size:
-                raise OSError(f"{name} has {found:,} bytes there instead of {size:,}")
 
     def _flush(self, there: str, names: Iterable[str]) -> None:
         """Flush files to disk if the address is local; object stores are durable at once."""
@@ -170,11 +162,13 @@ class RemoteCheckpoints:
             raise
         except ImportError as error:
             raise UserError(
-                f"{_SETTING} is {shown(self.address)}, which needs another package ({_reason(error)}); install it, "
-                "such as s3fs for s3://."
+                f"checkpoint.remote is {shown(self.address)}, which needs another package ({_reason(error)}); "
+                "install it, such as s3fs for s3://."
             ) from None
         except Exception as error:
-            raise UserError(f"{_SETTING} is {shown(self.address)}, which cannot {verb}: {_reason(error)}.") from error
+            raise UserError(
+                f"checkpoint.remote is {shown(self.address)}, which cannot {verb}: {_reason(error)}."
+            ) from error
 
 
 class Mirror:
@@ -271,16 +265,13 @@ def look_at_remote(address: str, run_dir: Path, resumes: bool) -> Path | None:
     """
     remote = RemoteCheckpoints(address)
     there, incomplete = remote.steps(), remote.incomplete()
+    where = f"checkpoint.remote is {shown(address)}"
     if not resumes and there:
-        raise UserError(
-            f"{_SETTING} is {shown(address)}, which already has checkpoints; resume with --resume, or choose another "
-            "address."
-        )
+        raise UserError(f"{where}, which already has checkpoints; resume with --resume, or choose another address.")
     if not resumes and incomplete:
         raise UserError(
-            f"{_SETTING} is {shown(address)}, whose {path_of(Path(), max(incomplete)).name} is no complete checkpoint, "
-            "and a run that begins anew would delete it; choose another address, restore it and resume with --resume, "
-            "or remove it."
+            f"{where}, whose {path_of(Path(), max(incomplete)).name} is no complete checkpoint, and a run that "
+            "begins anew would delete it; choose another address, restore it and resume with --resume, or remove it."
         )
     newest_there = max((step for step in incomplete if incomplete[step]), default=-1)
     if newest_there > max(there + [each.step for each in complete(run_dir)], default=-1):

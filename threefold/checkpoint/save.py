@@ -255,11 +255,6 @@ class BackgroundSaver:
         """Whether a checkpoint has been written, or has failed, and `wait` has not returned it yet."""
         return self._written is not None
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a checkpoint is being written."""
-        return not self._thread.is_idle
-
     def wait(self) -> Written | None:
         """Wait for the checkpoint being written and return its outcome once; None if there is none.
 
