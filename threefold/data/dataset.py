@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Final, cast
 
@@ -216,27 +217,26 @@ def _open(name: str, config: Config) -> Corpus | JsonLines | OwnData:
 
 
 def _check_shared(sources: Sequence[NamedCorpus]) -> None:
-    for one in sources:
-        for other in sources:
-            known = one.data.tokenizer_sha256 and other.data.tokenizer_sha256
-            if known and one.data.tokenizer_sha256 != other.data.tokenizer_sha256:
-                raise _not_shared(one, other, "were made with different tokenizers")
-            if one.data.vocab_size != other.data.vocab_size:
-                sizes = f"{one.data.vocab_size:,} and {other.data.vocab_size:,}"
-                raise _not_shared(one, other, f"have vocabularies of {sizes} tokens")
-            assumed = one.data.rule.is_assumed or other.data.rule.is_assumed
-            if one.data.rule.special_tokens != other.data.rule.special_tokens and not assumed:
-                lines = isinstance(one.data, JsonLines) or isinstance(other.data, JsonLines)
-                made = (other if isinstance(one.data, JsonLines) else one).data.rule.special_tokens
-                remedy = (
-                    f"set data.special_tokens to {made}, which JSON lines follow"
-                    if lines
-                    else "prepare one of them again with the other's --special-tokens"
-                )
-                raise UserError(
-                    f"data.mixture names {one.name}, made with special_tokens {one.data.rule.special_tokens}, and "
-                    f"{other.name}, made with {other.data.rule.special_tokens}; {remedy}."
-                )
+    for one, other in combinations(sources, 2):
+        known = one.data.tokenizer_sha256 and other.data.tokenizer_sha256
+        if known and one.data.tokenizer_sha256 != other.data.tokenizer_sha256:
+            raise _not_shared(one, other, "were made with different tokenizers")
+        if one.data.vocab_size != other.data.vocab_size:
+            sizes = f"{one.data.vocab_size:,} and {other.data.vocab_size:,}"
+            raise _not_shared(one, other, f"have vocabularies of {sizes} tokens")
+        assumed = one.data.rule.is_assumed or other.data.rule.is_assumed
+        if one.data.rule.special_tokens != other.data.rule.special_tokens and not assumed:
+            lines = isinstance(one.data, JsonLines) or isinstance(other.data, JsonLines)
+            made = (other if isinstance(one.data, JsonLines) else one).data.rule.special_tokens
+            remedy = (
+                f"set data.special_tokens to {made}, which JSON lines follow"
+                if lines
+                else "prepare one of them again with the other's --special-tokens"
+            )
+            raise UserError(
+                f"data.mixture names {one.name}, made with special_tokens {one.data.rule.special_tokens}, and "
+                f"{other.name}, made with {other.data.rule.special_tokens}; {remedy}."
+            )
 
 
 def _not_shared(one: NamedCorpus, other: NamedCorpus, what: str) -> UserError:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from threefold.constants import IGNORE_INDEX
 from threefold.data.corpus import Corpus
-from threefold.data.samples import SPLITS, SingleCorpus, document_runs
+from threefold.data.samples import SPLITS, SingleCorpus, document_numbers, document_runs
 from threefold.errors import UserError
 from threefold.random.permutation import Int64Array
 
@@ -172,10 +172,9 @@ class PackedConversations(SingleCorpus):
         Raises:
             UserError: the split is empty, or `split` is malformed.
         """
-        runs = document_runs(corpus.document_count, split, name)
-        if not len(runs):
+        numbers = document_numbers(corpus.document_count, split, name)
+        if not len(numbers):
             raise UserError(f'data.split "{split}" gives the {name} split no conversations; give it a weight above 0')
-        numbers = np.concatenate([np.arange(first, end) for first, end in runs])
         starts, ends = corpus.documents[numbers], corpus.documents[numbers + 1]
         pieces = np.maximum(1, -(-(ends - starts - 1) // sequence_length))
         place = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
