@@ -114,7 +114,7 @@ def parse_facts(kind: type[T], values: Mapping[str, Any]) -> T:
     from pydantic import ValidationError
 
     try:
-        found: T = _adapter(kind).validate_json(json.dumps(values))
+        found: T = _adapter(kind).validate_json(json.dumps(values))  # type: ignore[arg-type]
         return found
     except ValidationError as error:
         first = error.errors(include_input=False)[0]

@@ -148,7 +148,7 @@ def detached(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in found.items():
         if isinstance(tensor, DTensor) and any(isinstance(each, StridedPlacement) for each in tensor.placements):
             shard = tensor.to_local()
-            piece = TensorPiece(tuple(offset(tensor)), tuple(shard.shape), lambda shard=shard: shard)
+            piece = TensorPiece(tuple(offset(tensor)), tuple(shard.shape), shard.detach)
             found[name] = PiecedTensor(tensor.shape, tensor.dtype, [piece], shard)
     return found
 

@@ -80,14 +80,11 @@ class PackedSamples(SingleCorpus):
     def padding(self, indices: Int64Array) -> Int64Array:
         return np.zeros(len(indices), np.int64)
 
-    def ends(self, indices: Int64Array) -> NDArray[np.bool_]:
+    def _ends(self, indices: Int64Array, tokens: Int64Array) -> NDArray[np.bool_]:
         """Return whether each input token of the samples at `indices` ends its document: bool [rows, S].
 
         An end is any end-of-document token; without such a token, the last token of each document.
         """
-        return self._ends(indices, self.read(indices)[:, :-1])
-
-    def _ends(self, indices: Int64Array, tokens: Int64Array) -> NDArray[np.bool_]:
         if self.files.eod is not None:
             return tokens == self.files.eod
         places = self._places(indices, self.sequence_length)

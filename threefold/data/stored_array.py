@@ -3,7 +3,7 @@
 import os
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any, Final, Self, overload
+from typing import IO, Any, Final, Literal, Self, overload
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -23,7 +23,7 @@ _UINT16_VOCAB: Final = 65_500
 TOKEN_DTYPES: Final = {"uint16": "<u2", "int32": "<i4"}
 
 
-def dtype_for(vocab_size: int) -> str:
+def dtype_for(vocab_size: int) -> Literal["uint16", "int32"]:
     """Return the name of the type that tokens of this vocabulary are stored in, a key of `TOKEN_DTYPES`."""
     return "uint16" if vocab_size < _UINT16_VOCAB else "int32"
 
