@@ -74,11 +74,6 @@ UNPICKLING = re.compile(
 )
 """What makes objects of bytes, and may run what the bytes say."""
 ADMITTED = {
-    "threefold/checkpoint/version1.py": {
-        "class _Unpickler(pickle._Unpickler):": "looks up nothing: each name that it admits stands for something inert",
-        "state = _Unpickler(": "the same",
-        'torch.load(held, map_location="cpu", weights_only=True)': "makes tensors and nothing else",
-    },
     "threefold/checkpoint/tensors.py": {
         "dcp.load(detached(tensors), storage_reader=Reader(folder, ": "our reader, whose files hold no pickle",
     },

@@ -48,19 +48,18 @@ def checksums(paths: Iterable[Path], advance: Callable[[int], None] = lambda siz
         return list(pool.map(lambda path: checksum(path, advance), paths))
 
 
-_KEY: Final = "checksum"
-_MARK: Final = f'  "{_KEY}": "'
+_MARK: Final = '  "checksum": "'
 
 
 def seal(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the members of a JSON object with their checksum, which is independent of their order, appended."""
-    return {**facts, _KEY: _checksum(facts)}
+    return {**facts, "checksum": _checksum(facts)}
 
 
 def unseal(facts: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the members without their checksum, or None if it is missing or wrong."""
-    members = {name: value for name, value in facts.items() if name != _KEY}
-    return members if facts.get(_KEY) == _checksum(members) else None
+    members = {name: value for name, value in facts.items() if name != "checksum"}
+    return members if facts.get("checksum") == _checksum(members) else None
 
 
 def seal_text(document: str) -> str:

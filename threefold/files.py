@@ -7,8 +7,11 @@ an overlong path, text that is not UTF-8 and endlessly nested JSON each raise a 
 import json
 import os
 import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final, TypeVar
 
 from threefold.errors import UserError
 
@@ -84,6 +87,55 @@ def parse_json(text: str, where: str) -> Any:
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON number")
+
+
+STRICT: Final = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
+"""Pydantic's settings for a dataclass that `parse_facts` makes of JSON values: its `__pydantic_config__`."""
+
+T = TypeVar("T")
+
+
+class WrongFact(ValueError):
+    """A member of a JSON object is missing, unknown or has an impossible value, as the message says in a clause."""
+
+    def __init__(self, name: str, values: Mapping[str, Any], problem: str = "") -> None:
+        value = shown(json.dumps(values.get(name), default=repr))
+        what = {"missing": f"it has no {name}", "unexpected_keyword_argument": f"it has an unknown {shown(name)}"}
+        super().__init__(what.get(problem, f"its {name} is {value}"))
+        self.name = name
+
+
+def parse_facts(kind: type[T], values: Mapping[str, Any]) -> T:
+    """Make a dataclass of the members of a JSON object, checked against its annotations; lists become tuples.
+
+    Raises:
+        WrongFact: for the first member that does not fit.
+    """
+    from pydantic import ValidationError
+
+    try:
+        found: T = _adapter(kind).validate_json(json.dumps(values))  # type: ignore[arg-type]
+        return found
+    except ValidationError as error:
+        first = error.errors(include_input=False)[0]
+        name, *inside = first["loc"] or ("members",)
+        raise WrongFact(str(name), values, "" if inside else first["type"]) from None
+
+
+@cache
+def _adapter(kind: type) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size in bytes and checksum of a file."""
+
+    bytes: int
+    checksum: str
+    __pydantic_config__: ClassVar[Any] = STRICT
 
 
 def shown(path: Path | str) -> str:

@@ -1,15 +1,19 @@
-"""Allocator and writeback settings for training on a CPU, and the cores and memory of this host."""
+"""Allocator and writeback settings for training on a CPU, low-priority threads, and cores and memory of this host."""
 
 import ctypes
 import errno
 import os
+import queue
 import sys
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # <malloc.h>
 _WRITE, _WRITE_AND_WAIT = 2, 7  # SYNC_FILE_RANGE_WRITE of <fcntl.h>, and with both WAIT_BEFORE and WAIT_AFTER
 _FAILED_WRITES = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
+_NICENESS = 10  # of a WorkThread, so that training goes first when all cores are busy
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <stdio.h>
 
 
@@ -68,6 +72,53 @@ def _tell_allocator(options: dict[int, int]) -> None:
         mallopt = ctypes.CDLL(None).mallopt
         for option, value in options.items():
             mallopt(option, value)
+
+
+class WorkThread:
+    """A daemon thread of low priority that runs one piece of work after another.
+
+    Threads of `concurrent.futures` are joined when the interpreter exits, which would hang on a thread that waits for a
+    lost rank.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._left = 0
+        self._idle = threading.Condition()
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Queue `work`, which must not raise."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        with self._idle:
+            self._left += 1
+        self._work.put(work)
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until all work is done, at most `seconds`, and return whether it is."""
+        with self._idle:
+            return self._idle.wait_for(lambda: not self._left, seconds)
+
+    def end(self) -> None:
+        """Let the thread end after its queued work, without waiting for it."""
+        if self._thread is not None:
+            self._work.put(None)
+            self._thread = None
+
+    def _run(self) -> None:
+        if sys.platform == "linux":  # where threads have priorities of their own
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        while (work := self._work.get()) is not None:
+            try:
+                work()
+            finally:
+                with self._idle:
+                    self._left -= 1
+                    self._idle.notify_all()
 
 
 def usable_cores() -> int:

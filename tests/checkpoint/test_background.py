@@ -15,9 +15,9 @@ import torch
 from tests.support.faults import Fault, train_with
 from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, train, train_rank
-from threefold.checkpoint.background import BackgroundSaver
 from threefold.checkpoint.folder import complete, newest
 from threefold.checkpoint.manifest import Facts
+from threefold.checkpoint.save import BackgroundSaver
 from threefold.checkpoint.tensors import load_tensors_alone
 from threefold.comm.mesh import Mesh
 from threefold.launch.worker_pool import WorkerError, WorkerPool

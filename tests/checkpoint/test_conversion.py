@@ -1,7 +1,6 @@
 """`threefold checkpoint convert`: the same tensors in another format, dtype or number of files."""
 
 import json
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,11 @@ from tests.train.support import Run, losses_of, train_rank
 from threefold.checkpoint.conversion import Conversion, convert_checkpoint
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import newest
-from threefold.checkpoint.storage import stored_index
 from threefold.checkpoint.summary import verify_checkpoint
 from threefold.checkpoint.tensors import load_tensors_alone, stored_tensors
 from threefold.checkpoint.writer import read_writer
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
-
-VERSION1 = Path(__file__).parents[0] / "data" / "version1.tar.xz"
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
@@ -143,19 +139,6 @@ def test_torch_distributed_checkpoint(run: Path, tmp_path: Path) -> None:
     found = {name: torch.zeros_like(tensor) for name, tensor in original.items() if name.startswith("model.")}
     dcp.load(found, checkpoint_id=out, no_dist=True)
     assert same(weights(found), weights(original))
-
-
-def test_version_1_becomes_version_2(tmp_path: Path) -> None:
-    with tarfile.open(VERSION1) as archive:
-        archive.extractall(tmp_path, filter="data")
-    before = newest(tmp_path / "run")
-    assert before is not None
-    made = convert(tmp_path / "run", tmp_path / "out")
-    assert same(tensors_of(made), tensors_of(before.path))
-    assert verify_checkpoint(made, Silent()).tensors == len(stored_index(made))
-    after = newest(tmp_path / "out")
-    assert after is not None
-    assert after.facts == before.facts
 
 
 def test_values_that_a_dtype_does_not_have(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,7 @@ from tests.support.process_memory import anonymous_growth
 from threefold.checkpoint.conversion import Conversion, Format, convert_checkpoint
 from threefold.checkpoint.folder import LOOP, path_of
 from threefold.checkpoint.manifest import Facts, write_manifest
-from threefold.checkpoint.plain_files import StreamedTensor, TensorPiece
-from threefold.checkpoint.tensors import save_tensors_alone
+from threefold.checkpoint.tensors import PiecedTensor, TensorPiece, save_tensors_alone
 from threefold.host import return_freed_memory
 from threefold.launch.worker_pool import WorkerPool
 
@@ -36,7 +35,7 @@ def write_large(run: Path) -> None:
             for first in (0, ROWS // 2)
         ]
         name = f"model.{number}" if number % 3 else f"optimizer.{number}.exp_avg"
-        tensors[name] = StreamedTensor((ROWS, 1024), torch.float32, pieces)
+        tensors[name] = PiecedTensor((ROWS, 1024), torch.float32, pieces)
     save_tensors_alone(tensors, folder)
     (folder / LOOP).write_text("{}")
     write_manifest(folder, Facts(1, 0, 0, eod=None, tokenizer_sha256=None, tokens=0, documents=0))

@@ -250,7 +250,9 @@ def test_wrong_types_in_the_manifest_are_no_traceback(run: Path) -> None:
     assert "nested too deeply" in refusal(run)
     path.write_text(content)
     rewrite(path, partial(dict.update, version=3))
-    assert "reads versions 1 to 2; use a later Threefold" in refusal(run)
+    assert "reads version 2; use a later Threefold" in refusal(run)
+    path.write_text(json.dumps(json.loads(content) | {"version": 1}))
+    assert "its checkpoint.json is of version 1 of the format, which is unknown" in refusal(run)
 
 
 def refusal(run: Path) -> str:

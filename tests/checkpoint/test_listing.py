@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.command import Command
 from threefold.checkpoint.folder import DIVERGED
+from threefold.checkpoint.listing import listed
 from threefold.checkpoint.manifest import PARTIAL, REPLACED
 from threefold.checkpoint.writer import read_writer
 
@@ -161,3 +162,10 @@ def test_one_that_was_being_replaced_counts(threefold: Command, run: Path) -> No
     assert [(one["step"], one["state"]) for one in found] == [(2, "complete"), (4, "complete")]
     assert json.loads(threefold("checkpoint", "show", run, "--json").output)["step"] == 4
     assert threefold("checkpoint", "verify", run).status == 0
+
+
+def test_a_file_that_vanishes_meanwhile_is_left_out_of_the_size(run: Path) -> None:
+    folder = run / "checkpoints" / "step_00000004"
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    (folder / "0-vanished").symlink_to(folder / "nowhere")  # has a name in the folder, and `stat` fails
+    assert listed(folder).bytes == size

@@ -8,10 +8,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.train.support import Run, train_rank
-from threefold.checkpoint.storage import Writer, read_chunk, stored_index
+from threefold.checkpoint.index import read_index
 from threefold.checkpoint.tensors import (
+    Writer,
     load_tensors,
     load_tensors_alone,
+    read_chunk,
     save_tensors,
     save_tensors_alone,
     stored_tensors,
@@ -78,7 +80,7 @@ def test_a_missing_name_and_another_shape_are_told(pool: WorkerPool, small_run: 
 def save_rows(rows: int, folder: Path) -> None:
     """Save a table of so many rows, split over all ranks."""
     mesh = Mesh(Layout(tp=dist.get_world_size()))
-    save_tensors({"table": split_parameter(table(rows), mesh.tp, 0)}, folder)
+    save_tensors({"table": split_parameter(table(rows), mesh.tp, 0)}, folder, mesh.world)
 
 
 def load_rows(rows: int, folder: Path) -> Tensor:
@@ -106,7 +108,7 @@ def test_what_is_written_and_read_is_progress_block_by_block(tmp_path: Path) -> 
     tensor = torch.arange(blocks << 20, dtype=torch.float32)  # 36 MiB: nine blocks, and two parts to wait for
     save_tensors_alone({"a": tensor}, tmp_path, Writer(tmp_path, heartbeat))
     assert heartbeat.place().progress >= blocks + 2
-    index = stored_index(tmp_path)
+    index = read_index(tmp_path)
     (chunk,) = index["a"].chunks
     seen = []
     with (tmp_path / chunk.file).open("rb", buffering=0) as file:

@@ -12,8 +12,8 @@ from threefold.data.formats.threefold_folder import Meta, TokenFiles
 from threefold.data.stored_array import (
     DOCUMENT_DTYPE,
     DOCUMENTS_FILE,
-    DTYPES,
     META_FILE,
+    TOKEN_DTYPES,
     TOKENIZER_FILE,
     TOKENS_FILE,
     dtype_for,
@@ -33,7 +33,7 @@ def write_token_files(tmp_path: Path) -> WriteTokenFiles:
         dtype = dtype_for(vocab_size)
         ended = [[*document, EOD] for document in documents]
         starts = np.cumsum([0, *map(len, ended)])
-        np.concatenate(ended).astype(DTYPES[dtype]).tofile(folder / TOKENS_FILE)
+        np.concatenate(ended).astype(TOKEN_DTYPES[dtype]).tofile(folder / TOKENS_FILE)
         starts.astype(DOCUMENT_DTYPE).tofile(folder / DOCUMENTS_FILE)
         tokenizer = (
             Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocab_size)}, unk_token="w1")).to_str().encode()

@@ -3,7 +3,6 @@
 import json
 import shutil
 import signal
-import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,7 +15,6 @@ from tokenizers import Tokenizer, models
 from tests.fuzz import readers
 from tests.fuzz.damage import damaged_file, flipped_file
 from tests.fuzz.judge import Judge, Reader, Verdict, examine
-from tests.support.archives import VERSION_1
 from tests.support.chats import CONVERSATIONS, write_tokenizer
 from tests.support.hf_models import Silent, write_llama
 from tests.support.other_systems import write_fleet, write_fleet_npz, write_megatron
@@ -61,13 +59,6 @@ def new_checkpoint(folder: Path, inputs: Path) -> Reader:
     source = write_llama(folder.parent / "llama")
     shutil.copy(inputs / "tokenizer.json", source)
     import_model(Import(source, folder, (), overwrite=False), Silent())
-    return readers.checkpoint
-
-
-def old_checkpoint(folder: Path, inputs: Path) -> Reader:
-    with tarfile.open(VERSION_1) as archive:
-        archive.extractall(folder.parent, filter="data")
-    (folder.parent / "run").rename(folder)
     return readers.checkpoint
 
 
@@ -140,14 +131,8 @@ def always(damage: str) -> bool:
     return True
 
 
-def outside_tensors(damage: str) -> bool:
-    """Version 1 has no checksums of its small files; what its tensors are was always checked by CRC."""
-    return damage.endswith(("checkpoint.json", "config.yaml", "tokenizer.json", "metrics.jsonl"))
-
-
 KINDS: list[tuple[Callable[[Path, Path], Reader], int, int, Callable[[str], bool]]] = [
-    (new_checkpoint, 110, 60, never),
-    (old_checkpoint, 60, 20, outside_tensors),
+    (new_checkpoint, 170, 80, never),
     (token_folder, 70, 40, never),
     (chat_folder, 40, 20, never),
     (cache_folder, 60, 20, never),

@@ -21,8 +21,8 @@ from threefold.data.formats.threefold_folder import Meta
 from threefold.data.stored_array import (
     DOCUMENT_DTYPE,
     DOCUMENTS_FILE,
-    DTYPES,
     META_FILE,
+    TOKEN_DTYPES,
     TOKENIZER_FILE,
     TOKENS_FILE,
     dtype_for,
@@ -55,7 +55,9 @@ def write_ids(folder: Path, documents: Sequence[Sequence[int]], tokenizer: Token
     vocab_size = tokenizer.get_vocab_size()
     dtype = dtype_for(vocab_size)
     starts = np.cumsum([0, *(len(document) + 1 for document in documents)])
-    np.concatenate([[*document, eod] for document in documents]).astype(DTYPES[dtype]).tofile(folder / TOKENS_FILE)
+    np.concatenate([[*document, eod] for document in documents]).astype(TOKEN_DTYPES[dtype]).tofile(
+        folder / TOKENS_FILE
+    )
     starts.astype(DOCUMENT_DTYPE).tofile(folder / DOCUMENTS_FILE)
     text = tokenizer.to_str()
     (folder / TOKENIZER_FILE).write_text(text, encoding="utf-8")

@@ -1,6 +1,8 @@
 """Checkpoints: global tensors under global names, so that any layout reads what another wrote.
 
-`folder` locates the checkpoints of a run, `manifest` is their checkpoint.json, `index` and `storage` are their tensor
-files, `tensors` reads and writes these through torch.distributed.checkpoint, `save` writes a checkpoint atomically,
-`selection` finds the newest valid one, and `resume` decides whether a run may resume or start from it.
+A save goes through four files: `save` makes a folder, and gives it its name last; `tensors` writes the files of
+tensors, each rank its own, through torch.distributed.checkpoint; `index` is their tensors.json; `manifest` is
+checkpoint.json.
+`folder` locates the checkpoints of a run, `selection` finds the newest valid one, and `resume` decides whether a run
+may resume or start from it. `remote` copies checkpoints to other storage.
 """

@@ -1,44 +1,38 @@
 """Conversion of a checkpoint (`threefold checkpoint convert`) to another format, another dtype, or weights only.
 
 Tensors are converted one at a time, so the model may be larger than memory; each part is checked against its checksum
-as it is read.
+as it is read. `Shards` writes safetensors files.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from pathlib import Path
-from typing import Final, Literal
+from typing import IO, Any, Final, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
 
-from threefold.checkpoint.errors import MODEL, DamagedCheckpoint
+from threefold.checkpoint.errors import MODEL, OPTIMIZER, DamagedCheckpoint
 from threefold.checkpoint.folder import CONFIG, path_of
 from threefold.checkpoint.index import INDEX, StoredTensor, TensorChunk, index_text, read_data_files, read_index
 from threefold.checkpoint.listing import locate, saved_at
 from threefold.checkpoint.manifest import Manifest, read_manifest, write_manifest
-from threefold.checkpoint.plain_files import (
-    StreamedTensor,
-    TensorPiece,
-    TensorSource,
-    write_dcp,
-    write_safetensors,
-    write_torch,
-)
-from threefold.checkpoint.storage import stored_index
-from threefold.checkpoint.summary import bytes_of, choose
-from threefold.checkpoint.tensors import save_tensors_alone
-from threefold.checkpoint.version1 import METADATA
+from threefold.checkpoint.summary import choose, group_of
+from threefold.checkpoint.tensors import ALIGNMENT, PiecedTensor, TensorPiece, read_chunk, save_tensors_alone
 from threefold.checkpoint.writer import WRITER, read_writer
+from threefold.dtypes import DTYPES
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.host import return_freed_memory
 from threefold.output import Progress, check_replaceable, staged_directory, write_durably
 
 Format = Literal["threefold", "safetensors", "torch", "dcp"]
-DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-_NOT_COPIED: Final = frozenset((INDEX, WRITER, METADATA))
 
 
 @dataclass(frozen=True)
@@ -109,116 +103,41 @@ def convert_checkpoint(request: Conversion, progress: Progress) -> ConvertedChec
 
 
 def _convert(request: Conversion, path: Path, warnings: tuple[str, ...], progress: Progress) -> ConvertedCheckpoint:
-    manifest, index = read_manifest(path), stored_index(path)
+    manifest, index = read_manifest(path), read_index(path)
     kept = {name: tensor for name, tensor in index.items() if not request.weights_only or name.startswith(MODEL)}
     source = TensorSource(path, kept, DTYPES[request.dtype] if request.dtype else None, progress)
-    progress.phase("Converting", sum(map(bytes_of, kept.values())))
-    texts = sorted(manifest.files.keys() - {chunk.file for each in index.values() for chunk in each.chunks})
-    texts = [name for name in texts if name not in _NOT_COPIED]
+    progress.phase("Converting", sum(tensor.bytes for tensor in kept.values()))
+    data = {chunk.file for each in index.values() for chunk in each.chunks}
+    texts = sorted(manifest.files.keys() - data - {INDEX, WRITER})
     with staged_directory(request.out, inputs=[request.source], overwrite=request.overwrite) as staged:
         if request.format == "threefold":
             files = _write_run(request, manifest, source, texts, staged)
         else:
             _copy(manifest, texts, staged)
             if request.format == "safetensors":
-                files = write_safetensors(source, staged, request.shard_bytes)
-            elif request.format == "torch":
-                files = write_torch(source, staged)
+                files = _write_safetensors(source, staged, request.shard_bytes)
             else:
-                files = write_dcp(source, staged)
+                files = (_write_torch if request.format == "torch" else _write_dcp)(source, staged)
     written = source.planned
-    weights = {name: tensor for name, tensor in written.items() if name.startswith(MODEL)}
-    dtypes: dict[str, int] = {}
-    for tensor in weights.values():
-        name = str(tensor.dtype).removeprefix("torch.")
-        dtypes[name] = dtypes.get(name, 0) + bytes_of(tensor)
+    weights = group_of({name: tensor for name, tensor in written.items() if name.startswith(MODEL)})
+    narrower = any(tensor.dtype.itemsize < index[name].dtype.itemsize for name, tensor in written.items())
+    if narrower and request.format == "threefold" and not request.weights_only:
+        warnings = (
+            *warnings,
+            f"The weights are rounded to {request.dtype}, so a run that is resumed from {shown(request.out)} has other "
+            "losses than one that is resumed from the original.",
+        )
     return ConvertedCheckpoint(
-        path,
-        manifest.facts.step,
-        len(written),
-        sum(bytes_of(tensor) // tensor.dtype.itemsize for tensor in weights.values()),
-        sum(map(bytes_of, written.values())),
-        tuple(sorted(dtypes, key=lambda name: -dtypes[name])),
-        tuple(files),
-        tuple(texts),
-        (*warnings, *_consequences(request, index, source)),
+        checkpoint=path,
+        step=manifest.facts.step,
+        tensors=len(written),
+        parameters=weights.elements,
+        bytes=sum(tensor.bytes for tensor in written.values()),
+        dtypes=weights.dtypes,
+        files=tuple(files),
+        others=tuple(texts),
+        warnings=warnings,
     )
-
-
-def _consequences(request: Conversion, index: Mapping[str, StoredTensor], source: TensorSource) -> list[str]:
-    """Return a warning if a run resumed from the output would differ from the original run."""
-    if request.format != "threefold" or request.weights_only:
-        return []
-    narrower = [name for name, tensor in source.planned.items() if tensor.dtype.itemsize < index[name].dtype.itemsize]
-    if not narrower:
-        return []
-    return [
-        f"The weights are rounded to {request.dtype}, so a run that is resumed from {shown(request.out)} has other "
-        "losses than one that is resumed from the original."
-    ]
-
-
-def _write_run(
-    request: Conversion, manifest: Manifest, source: TensorSource, texts: Sequence[str], run: Path
-) -> list[str]:
-    """Write a run with one checkpoint of version 2, and return its tensor files."""
-    folder = path_of(run, manifest.facts.step)
-    folder.mkdir(parents=True)
-    _copy(manifest, texts, folder)
-    tensors: dict[str, StoredTensor] = {}
-    files = {}
-    for number, share in enumerate(_shares(source.planned, request.shard_bytes)):
-        part = run / f"part-{number}"
-        part.mkdir()
-        save_tensors_alone({name: _streamed(name, source) for name in share}, part)
-        name = f"tensors-{number:05d}.bin"
-        written, data = read_index(part), read_data_files(part)
-        for old, file in data.items():
-            (part / old).rename(folder / name)
-            files[name] = file
-        tensors |= {each: _moved(tensor, name) for each, tensor in written.items()}
-        (part / INDEX).unlink()
-        part.rmdir()
-    write_durably(folder / INDEX, index_text(tensors, files))
-    record = read_writer(manifest.folder)
-    record = replace(
-        record,
-        saved=saved_at(manifest.folder, record),
-        weights_only=record.weights_only or request.weights_only,
-    )
-    if record.layout is not None or record.weights_only:
-        write_durably(folder / WRITER, record.text)
-    write_manifest(folder, manifest.facts)
-    if (folder / CONFIG).exists():
-        write_durably(run / CONFIG, (folder / CONFIG).read_text(encoding="utf-8"))
-    return [str((folder / name).relative_to(run)) for name in sorted(files)]
-
-
-def _streamed(name: str, source: TensorSource) -> Tensor:
-    """Return a tensor that is read chunk by chunk, with the chunks of the source checkpoint."""
-    planned = source.planned[name]
-    pieces = [
-        TensorPiece(chunk.offsets, chunk.sizes, partial(source.read_chunk, name, chunk)) for chunk in planned.chunks
-    ]
-    empty = [TensorPiece((0,) * len(planned.shape), planned.shape, partial(source.read, name))]
-    return StreamedTensor(planned.shape, planned.dtype, pieces or empty)
-
-
-def _moved(tensor: StoredTensor, file: str) -> StoredTensor:
-    chunks: tuple[TensorChunk, ...] = tuple(replace(chunk, file=file) for chunk in tensor.chunks)
-    return replace(tensor, chunks=chunks)
-
-
-def _shares(tensors: Mapping[str, StoredTensor], limit: int) -> list[list[str]]:
-    shares: list[list[str]] = [[]]
-    filled = 0
-    for name, tensor in tensors.items():
-        if shares[-1] and filled + bytes_of(tensor) > limit:
-            shares.append([])
-            filled = 0
-        shares[-1].append(name)
-        filled += bytes_of(tensor)
-    return shares
 
 
 def _copy(manifest: Manifest, names: Sequence[str], folder: Path) -> None:
@@ -229,3 +148,291 @@ def _copy(manifest: Manifest, names: Sequence[str], folder: Path) -> None:
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{shown(manifest.folder / name)} cannot be read ({error}); restore it.") from None
         write_durably(folder / name, text)
+
+
+class TensorSource:
+    """Reader of a checkpoint's tensors in the dtypes of the output; each part is checked against its checksum.
+
+    Args:
+        dtype: dtype of floating-point weights in the output; None keeps the stored one. Optimizer state and other
+            weights keep theirs.
+        progress: advanced by the bytes read.
+
+    Attributes:
+        planned: tensors by name, in the dtypes of the output and the chunks of the checkpoint.
+    """
+
+    def __init__(
+        self, folder: Path, tensors: Mapping[str, StoredTensor], dtype: torch.dtype | None, progress: Progress
+    ) -> None:
+        self.folder, self._tensors, self._progress = folder, tensors, progress
+        self.planned = {
+            name: replace(tensor, dtype=dtype)
+            if dtype is not None and name.startswith(MODEL) and tensor.dtype.is_floating_point
+            else tensor
+            for name, tensor in tensors.items()
+        }
+
+    def named(self, prefix: str) -> list[str]:
+        return [name for name in self.planned if name.startswith(prefix)]
+
+    def read(self, name: str) -> Tensor:
+        """Read a whole tensor.
+
+        Raises:
+            DamagedCheckpoint: the tensor was changed since it was written.
+            UserError: the new dtype cannot represent some of its values.
+        """
+        planned = self.planned[name]
+        whole = torch.empty(planned.shape, dtype=planned.dtype)
+        for chunk in planned.chunks:
+            box = tuple(slice(first, first + size) for first, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            whole[box] = self.read_chunk(name, chunk)
+        return whole
+
+    def read_chunk(self, name: str, chunk: TensorChunk) -> Tensor:
+        """Read a chunk of a tensor; raises the same errors as `read`."""
+        try:
+            with (self.folder / chunk.file).open("rb", buffering=0) as file:
+                stored = read_chunk(file, self.folder, self._tensors[name], chunk)
+        except OSError as error:
+            raise DamagedCheckpoint(self.folder, f"its {shown(chunk.file)} cannot be read ({error.strerror})") from None
+        self._progress.advance(stored.nbytes)
+        planned = self.planned[name]
+        if stored.dtype == planned.dtype:
+            return stored
+        converted = stored.to(planned.dtype)
+        if lost := int((stored.isfinite() & ~converted.isfinite()).sum()):
+            raise UserError(
+                f"{shown(name)} of {shown(self.folder)} has {lost:,} values beyond those of {planned.dtype_name}, "
+                "which would become infinite; use --dtype bf16."
+            )
+        return converted
+
+    def streamed(self, name: str) -> PiecedTensor:
+        """Return a tensor that is read chunk by chunk, with the chunks of the checkpoint."""
+        planned = self.planned[name]
+        pieces = [
+            TensorPiece(chunk.offsets, chunk.sizes, partial(self.read_chunk, name, chunk)) for chunk in planned.chunks
+        ]
+        empty = [TensorPiece((0,) * len(planned.shape), planned.shape, partial(self.read, name))]
+        return PiecedTensor(planned.shape, planned.dtype, pieces or empty)
+
+    def mapped(self, names: Iterable[str], scratch: Path) -> dict[str, Tensor]:
+        """Return tensors backed by a memory-mapped scratch file, each with a storage of its own."""
+        places: dict[str, slice] = {}
+        scratch.unlink(missing_ok=True)
+        with scratch.open("wb") as file:
+            for name in names:
+                content: Any = self.read(name).reshape(-1).view(torch.uint8).numpy()
+                file.write(b"\0" * (-file.tell() % ALIGNMENT))
+                places[name] = slice(file.tell(), file.tell() + len(content))
+                file.write(content.data)
+            file.write(b"\0")  # an empty file cannot be mapped
+        mapped = np.memmap(scratch, dtype=np.uint8, mode="r+")
+        return {
+            name: torch.from_numpy(mapped[place]).view(self.planned[name].dtype).reshape(self.planned[name].shape)
+            for name, place in places.items()
+        }
+
+
+def _write_run(
+    request: Conversion, manifest: Manifest, source: TensorSource, texts: Sequence[str], run: Path
+) -> list[str]:
+    """Write a run with one checkpoint, and return its tensor files."""
+    folder = path_of(run, manifest.facts.step)
+    folder.mkdir(parents=True)
+    _copy(manifest, texts, folder)
+    tensors: dict[str, StoredTensor] = {}
+    files = {}
+    sized = [Planned(name, tensor.shape, tensor.dtype) for name, tensor in source.planned.items()]
+    for number, share in enumerate(_shares(sized, request.shard_bytes)):
+        part = run / f"part-{number}"
+        part.mkdir()
+        save_tensors_alone({one.name: source.streamed(one.name) for one in share}, part)
+        name = f"tensors-{number:05d}.bin"
+        written, data = read_index(part), read_data_files(part)
+        for old, file in data.items():
+            (part / old).rename(folder / name)
+            files[name] = file
+        for each, tensor in written.items():
+            tensors[each] = replace(tensor, chunks=tuple(replace(chunk, file=name) for chunk in tensor.chunks))
+        (part / INDEX).unlink()
+        part.rmdir()
+    write_durably(folder / INDEX, index_text(tensors, files))
+    record = read_writer(manifest.folder)
+    weights_only = record.weights_only or request.weights_only
+    record = replace(record, saved=saved_at(manifest.folder, record), weights_only=weights_only)
+    if record.layout is not None or weights_only:
+        write_durably(folder / WRITER, record.text)
+    write_manifest(folder, manifest.facts)
+    if (folder / CONFIG).exists():
+        write_durably(run / CONFIG, (folder / CONFIG).read_text(encoding="utf-8"))
+    return [str((folder / name).relative_to(run)) for name in sorted(files)]
+
+
+def _write_safetensors(source: TensorSource, folder: Path, shard_bytes: int) -> list[str]:
+    """Write safetensors files and return their names; raise UserError if the format lacks a dtype.
+
+    model.safetensors has the weights, optimizer.safetensors the state as `NAME.STATE`; either may be several files with
+    an index.
+    """
+    names = []
+    for prefix, stem in ((MODEL, "model"), (OPTIMIZER, "optimizer")):
+        planned = []
+        for name in source.named(prefix):
+            tensor = source.planned[name]
+            if tensor.dtype not in _CODES:
+                raise UserError(
+                    f"{shown(name)} is {tensor.dtype}, which safetensors does not have; use --format torch."
+                )
+            planned.append(Planned(name.removeprefix(prefix), tensor.shape, tensor.dtype))
+        if planned:
+            with Shards(folder, planned, shard_bytes, stem) as shards:
+                for one in planned:
+                    shards.write({one.name: source.read(prefix + one.name)})
+                shards.finish()
+            names += shards.names
+    return names
+
+
+def _write_torch(source: TensorSource, folder: Path) -> list[str]:
+    """Write model.pt, a state dict, and optimizer.pt, a dict of states by weight, and return their names.
+
+    Both load with `weights_only=True`.
+    """
+    scratch, names = folder / "scratch", ["model.pt"]
+    weights = source.mapped(source.named(MODEL), scratch)
+    torch.save({name.removeprefix(MODEL): tensor for name, tensor in weights.items()}, folder / "model.pt")
+    del weights
+    if states := source.named(OPTIMIZER):
+        optimizer: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in source.mapped(states, scratch).items():
+            weight, _, state = name.removeprefix(OPTIMIZER).rpartition(".")
+            optimizer.setdefault(weight, {})[state] = tensor
+        torch.save(optimizer, folder / "optimizer.pt")
+        names.append("optimizer.pt")
+    scratch.unlink(missing_ok=True)
+    return names
+
+
+def _write_dcp(source: TensorSource, folder: Path) -> list[str]:
+    """Write a `torch.distributed.checkpoint` under Threefold's tensor names, and return the names of its files."""
+    before, scratch = set(folder.iterdir()), folder / "scratch"
+    save_tensors_alone(source.mapped(source.planned, scratch), folder, FileSystemWriter(folder))
+    scratch.unlink()
+    return sorted(path.name for path in set(folder.iterdir()) - before)
+
+
+_CODES: Final = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+"""Names of the dtypes in a safetensors header."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Name, shape and dtype of a tensor to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class Shards:
+    """Safetensors files of at most `limit` bytes each (but at least one tensor), with an index if there are several.
+
+    Args:
+        tensors: tensors to write, in the order of the files.
+        stem: prefix of the file names.
+
+    Attributes:
+        names: names of the files.
+    """
+
+    def __init__(self, folder: Path, tensors: Sequence[Planned], limit: int, stem: str = "model") -> None:
+        self._open = ExitStack()
+        self._places: dict[str, tuple[IO[bytes], int, Planned]] = {}
+        shares = list(_shares(tensors, limit))
+        count = len(shares)
+        self.names = [f"{stem}-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
+        if count == 1:
+            self.names = [f"{stem}.safetensors"]
+        else:
+            total = sum(planned.bytes for planned in tensors)
+            weights = {one.name: name for name, share in zip(self.names, shares, strict=True) for one in share}
+            index = {"metadata": {"total_size": total}, "weight_map": weights}
+            path = folder / f"{stem}.safetensors.index.json"
+            path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        for name, share in zip(self.names, shares, strict=True):
+            self._begin(folder / name, share)
+
+    def __enter__(self) -> "Shards":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write tensors at their positions, rounded to the planned dtypes."""
+        for name, tensor in tensors.items():
+            file, place, planned = self._places.pop(name)
+            if tuple(tensor.shape) != planned.shape:
+                raise ValueError(f"{name} was planned as {planned.shape} and is {tuple(tensor.shape)}")
+            file.seek(place)
+            flat = tensor.to(planned.dtype).contiguous().view(-1)
+            file.write(flat.view(torch.uint8).numpy().data)
+
+    def finish(self) -> None:
+        """Check that all planned tensors were written."""
+        if self._places:
+            raise ValueError(f"{len(self._places)} tensors were planned and did not come, such as {min(self._places)}")
+
+    def _begin(self, path: Path, share: Sequence[Planned]) -> None:
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        starts, end = [], 0
+        for planned in share:
+            starts.append(end)
+            end += planned.bytes
+            header[planned.name] = {
+                "dtype": _CODES[planned.dtype],
+                "shape": list(planned.shape),
+                "data_offsets": [starts[-1], end],
+            }
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        file = self._open.enter_context(path.open("wb"))
+        file.write(len(text).to_bytes(8, "little") + text)
+        begin = file.tell()
+        file.truncate(begin + end)
+        for start, planned in zip(starts, share, strict=True):
+            self._places[planned.name] = (file, begin + start, planned)
+
+
+def _shares(tensors: Iterable[Planned], limit: int) -> Iterator[list[Planned]]:
+    """Yield the tensors of each file of at most `limit` bytes, or of one larger tensor; at least one share."""
+    share: list[Planned] = []
+    filled = 0
+    for planned in tensors:
+        if share and filled + planned.bytes > limit:
+            yield share
+            share, filled = [], 0
+        share.append(planned)
+        filled += planned.bytes
+    yield share

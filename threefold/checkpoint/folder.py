@@ -10,8 +10,6 @@ RUN/checkpoints/step_00000100/
     loop.json             state of a custom training loop (`threefold.save`), in place of config.yaml
     checkpoint.json       manifest, written last: `Facts`, and size and checksum of every other file
 
-Version 1 had the files of torch.distributed.checkpoint, `*.distcp` and `.metadata`, and no checksums.
-
 A checkpoint is written as `step_00000100.partial` and renamed once it is complete. A folder without that suffix whose
 manifest matches its files is therefore valid, whatever happened to the process that wrote it.
 """
@@ -102,14 +100,10 @@ def stored_config(path: Path, *, with_code: bool = False) -> Config:
     if is_own_schedule(config.parallel.schedule):
         config = load_config(path / CONFIG, ("parallel.schedule=null", "parallel.stage_chunks=null"))
     if config.model.architecture == OWN:
-        file = _copied_model(config, path) if with_code else ""
+        _, colon, name = config.model.file.partition(":")
+        file = f"{path / OWN_MODEL}{colon}{name}" if with_code and (path / OWN_MODEL).is_file() else ""
         config = config.model_copy(update={"model": config.model.model_copy(update={"file": file})})
     return resolve(config, 1)  # the data's vocabulary was checked when it was stored
-
-
-def _copied_model(config: Config, path: Path) -> str:
-    copy, name = path / OWN_MODEL, config.model.file.partition(":")[2]
-    return (f"{copy}:{name}" if name else str(copy)) if copy.is_file() else ""
 
 
 def model_files(file: Path) -> dict[str, Path]:

@@ -14,7 +14,7 @@ import torch
 from threefold.checkpoint.errors import DamagedCheckpoint, is_plain_name, whole
 from threefold.checksums import is_intact, seal_text
 from threefold.errors import UserError
-from threefold.files import parse_json, read_text, require_file, shown
+from threefold.files import FileRecord, parse_json, read_text, require_file, shown
 
 INDEX: Final = "tensors.json"
 FORMAT: Final = "threefold-tensors"
@@ -43,7 +43,7 @@ class TensorChunk:
         sizes: shape of the box.
         position: offset of the first byte in the file.
         bytes: number of bytes.
-        checksum: checksum of the bytes; None in a checkpoint of version 1.
+        checksum: checksum of the bytes.
     """
 
     offsets: tuple[int, ...]
@@ -51,7 +51,7 @@ class TensorChunk:
     file: str
     position: int
     bytes: int
-    checksum: str | None
+    checksum: str
 
 
 @dataclass(frozen=True)
@@ -62,20 +62,22 @@ class StoredTensor:
     dtype: torch.dtype
     chunks: tuple[TensorChunk, ...]
 
+    @property
+    def dtype_name(self) -> str:
+        """Torch's name for the dtype."""
+        return str(self.dtype).removeprefix("torch.")
 
-@dataclass(frozen=True)
-class DataFile:
-    """Size and checksum of a tensor file."""
-
-    bytes: int
-    checksum: str
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
 
 
-def index_text(tensors: Mapping[str, StoredTensor], files: Mapping[str, DataFile]) -> str:
-    """Return the content of tensors.json."""
+def index_text(tensors: Mapping[str, StoredTensor], files: Mapping[str, FileRecord]) -> str:
+    """Return the content of tensors.json, whatever the order in which ranks wrote."""
     entries = (
-        f"{json.dumps(name)}: {json.dumps(_plain_tensor(tensors[name]))}"
-        for name in sorted(tensors)  # independent of the order in which ranks wrote
+        f"{json.dumps(name)}: "
+        + json.dumps({"dtype": one.dtype_name, "shape": one.shape, "chunks": [vars(chunk) for chunk in one.chunks]})
+        for name, one in sorted(tensors.items())
     )
     held = json.dumps({name: vars(files[name]) for name in sorted(files)})
     head = f'{{\n"format": "{FORMAT}",\n"version": {VERSION},\n"files": {held},\n"tensors": {{\n'
@@ -83,36 +85,38 @@ def index_text(tensors: Mapping[str, StoredTensor], files: Mapping[str, DataFile
 
 
 def read_index(folder: Path) -> dict[str, StoredTensor]:
-    """Read the tensors of a checkpoint by name; raise DamagedCheckpoint if index or files are damaged."""
+    """Read the tensors of a checkpoint by name.
+
+    Raises:
+        DamagedCheckpoint: the index is damaged, or its chunks do not cover each tensor exactly once, or do not lie
+            inside files of the folder.
+    """
     document = _document(folder)
     try:
-        tensors = {name: _tensor(entry) for name, entry in document["tensors"].items()}
+        tensors = {
+            name: StoredTensor(_sizes(entry["shape"]), DTYPES[entry["dtype"]], tuple(map(_chunk, entry["chunks"])))
+            for name, entry in document["tensors"].items()
+        }
     except (ValueError, KeyError, TypeError, AttributeError):
         raise DamagedCheckpoint(folder, f"its {INDEX} lacks the position of a tensor") from None
-    check_index(folder, tensors)
-    for name, tensor in tensors.items():
-        for chunk in tensor.chunks:
-            if chunk.bytes != prod(chunk.sizes) * tensor.dtype.itemsize or chunk.checksum is None:
-                raise DamagedCheckpoint(folder, f"its {INDEX} has another length for a part of {shown(name)}")
-    return tensors
-
-
-def read_data_files(folder: Path) -> dict[str, DataFile]:
-    """Read the size and checksum of each tensor file; raise DamagedCheckpoint if the index is damaged."""
-    try:
-        return {name: DataFile(held["bytes"], held["checksum"]) for name, held in _document(folder)["files"].items()}
-    except (KeyError, TypeError, AttributeError):
-        raise DamagedCheckpoint(folder, f"its {INDEX} does not say which files hold the tensors") from None
-
-
-def check_index(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
-    """Raise DamagedCheckpoint unless chunks cover each tensor exactly once and lie inside files of the folder."""
     sizes = {name: _size(folder, name) for name in {chunk.file for each in tensors.values() for chunk in each.chunks}}
     for name, tensor in tensors.items():
         if any(chunk.position + chunk.bytes > sizes[chunk.file] for chunk in tensor.chunks):
             raise DamagedCheckpoint(folder, f"the file of its tensor {shown(name)} ends before the tensor does")
         if not _covers(tensor):
             raise DamagedCheckpoint(folder, f"the parts of its tensor {shown(name)} do not make up the whole")
+    for name, tensor in tensors.items():
+        if any(chunk.bytes != prod(chunk.sizes) * tensor.dtype.itemsize for chunk in tensor.chunks):
+            raise DamagedCheckpoint(folder, f"its {INDEX} has another length for a part of {shown(name)}")
+    return tensors
+
+
+def read_data_files(folder: Path) -> dict[str, FileRecord]:
+    """Read the size and checksum of each tensor file; raise DamagedCheckpoint if the index is damaged."""
+    try:
+        return {name: FileRecord(held["bytes"], held["checksum"]) for name, held in _document(folder)["files"].items()}
+    except (KeyError, TypeError, AttributeError):
+        raise DamagedCheckpoint(folder, f"its {INDEX} does not say which files hold the tensors") from None
 
 
 def _document(folder: Path) -> dict[str, Any]:
@@ -138,15 +142,6 @@ def _size(folder: Path, name: str) -> int:
         return require_file(folder / name)
     except UserError as error:
         raise DamagedCheckpoint(folder, str(error).removesuffix(".")) from None
-
-
-def _plain_tensor(tensor: StoredTensor) -> dict[str, Any]:
-    name = str(tensor.dtype).removeprefix("torch.")
-    return {"dtype": name, "shape": tensor.shape, "chunks": [vars(chunk) for chunk in tensor.chunks]}
-
-
-def _tensor(entry: dict[str, Any]) -> StoredTensor:
-    return StoredTensor(_sizes(entry["shape"]), DTYPES[entry["dtype"]], tuple(map(_chunk, entry["chunks"])))
 
 
 def _chunk(entry: dict[str, Any]) -> TensorChunk:

@@ -1,7 +1,7 @@
 """Lookup and listing of a run's checkpoints for `threefold checkpoint`."""
 
 import re
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from difflib import get_close_matches
@@ -17,6 +17,7 @@ from threefold.errors import UserError
 from threefold.files import shown
 
 _STEP = re.compile(r"step_(\d{8,})([.].*)?")
+_ANY = re.compile(rf"step_\d{{8,}}({'|'.join(map(re.escape, (PARTIAL, DIVERGED, f'.old{PARTIAL}')))})?")
 _DEPTH: Final = 3
 """Levels of folders searched for a run, below the given folder and above it."""
 _MOST: Final = 2000
@@ -60,15 +61,10 @@ def checkpoint_folders(run: Path) -> list[Path]:
         return []
     try:
         complete = folders(run)  # includes a replaced checkpoint whose replacement never got its name
-        found = [path for path in parent.iterdir() if is_checkpoint_name(path.name) or path in complete]
+        found = [path for path in parent.iterdir() if _ANY.fullmatch(path.name) or path in complete]
     except OSError as error:
         raise UserError(f"{shown(parent)} cannot be read ({error.strerror}); give a folder that can.") from None
     return sorted(found, key=lambda path: (step_of(path), path.name))
-
-
-def is_checkpoint_name(name: str) -> bool:
-    """Return whether a folder's name is that of a checkpoint in any state."""
-    return bool(_STEP.fullmatch(name)) and name.partition(".")[2] in ("", PARTIAL[1:], DIVERGED[1:], f"old{PARTIAL}")
 
 
 def step_of(path: Path) -> int:
@@ -187,8 +183,12 @@ def listed(path: Path) -> ListedCheckpoint:
         state, reason = "damaged", str(error).removesuffix(".")
     if path.name.endswith(PARTIAL):
         state, reason = "partial", ""
-    writer = read_writer(path)
-    return ListedCheckpoint(path, step_of(path), state, reason, size_of(path), saved_at(path, writer), facts, writer)
+    writer, size = read_writer(path), 0
+    with suppress(OSError):  # the folder vanished
+        for file in path.iterdir():
+            with suppress(OSError):  # this file did
+                size += file.stat().st_size
+    return ListedCheckpoint(path, step_of(path), state, reason, size, saved_at(path, writer), facts, writer)
 
 
 def saved_at(path: Path, writer: WriterRecord) -> datetime | None:
@@ -201,25 +201,12 @@ def check(path: Path, manifest: Manifest) -> None:
     if LOOP not in manifest.files:
         inspect_checkpoint(path)
         return
-    from threefold.checkpoint.storage import stored_index
+    from threefold.checkpoint.index import read_index
 
     manifest.check_sizes()
-    data = {chunk.file for tensor in stored_index(path).values() for chunk in tensor.chunks}
+    data = {chunk.file for tensor in read_index(path).values() for chunk in tensor.chunks}
     for name in sorted(manifest.files.keys() - data):
         manifest.check_content(name)
-
-
-def size_of(folder: Path) -> int:
-    """Return the total size of the files in a folder in bytes, ignoring files that vanish meanwhile."""
-    return sum(_sizes(folder))
-
-
-def _sizes(folder: Path) -> Iterator[int]:
-    try:
-        for path in folder.iterdir():
-            yield path.stat().st_size
-    except OSError:
-        return
 
 
 def _changed(path: Path) -> datetime | None:

@@ -2,18 +2,19 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Annotated, Any, ClassVar, Final
 
-from threefold.checkpoint.errors import DamagedCheckpoint, is_plain_name, whole
+from pydantic import Field
+
+from threefold.checkpoint.errors import DamagedCheckpoint, is_plain_name
 from threefold.checksums import checksum, is_intact, seal_text
-from threefold.data.content_checksums import CONTENT_DTYPES, Content
+from threefold.data.content_checksums import Content
 from threefold.data.tokenizer import BEFORE_RULES, SpecialTokens, TextRule
 from threefold.errors import UserError
-from threefold.files import parse_json, read_text, require_file, shown
+from threefold.files import STRICT, FileRecord, WrongFact, parse_facts, parse_json, read_text, require_file, shown
 from threefold.output import sync, write_durably
 
 MANIFEST: Final = "checkpoint.json"
@@ -23,6 +24,8 @@ REPLACED: Final = ".replaced"
 """Suffix of a complete checkpoint being replaced; it counts until the new one has its name."""
 FORMAT: Final = "threefold-checkpoint"
 VERSION: Final = 2
+
+Whole = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 @dataclass(frozen=True)
@@ -36,11 +39,12 @@ class AnomalyFacts:
         recent: loss and gradient norm of the last updates, the reference for detecting spikes.
     """
 
-    skipped: tuple[tuple[int, int], ...] = ()
-    skips: int = 0
-    consecutive: int = 0
-    rollbacks: int = 0
+    skipped: tuple[tuple[Whole, Whole], ...] = ()
+    skips: Whole = 0
+    consecutive: Whole = 0
+    rollbacks: Whole = 0
     recent: tuple[tuple[float, float], ...] = ()
+    __pydantic_config__: ClassVar[Any] = STRICT
 
 
 @dataclass(frozen=True)
@@ -66,21 +70,22 @@ class Facts:
         evaluation_missed: whether the run ended before an evaluation that was due after these updates.
     """
 
-    step: int
-    consumed_samples: int
-    seed: int
-    eod: int | None
+    step: Whole
+    consumed_samples: Whole
+    seed: Whole
+    eod: Whole | None
     tokenizer_sha256: str | None
-    tokens: int
-    documents: int
-    loss_scale: float | None = None
-    good_steps: int = 0
-    corpora: tuple[tuple[int, int], ...] = ()
+    tokens: Whole
+    documents: Whole
+    loss_scale: Annotated[float, Field(gt=0)] | None = None
+    good_steps: Whole = 0
+    corpora: tuple[tuple[Whole, Whole], ...] = ()
     contents: tuple[Content, ...] = ()
     special_tokens: SpecialTokens | None = None
-    beginning: tuple[int, ...] | None = None
+    beginning: tuple[Whole, ...] | None = None
     anomalies: AnomalyFacts | None = None
     evaluation_missed: bool = False
+    __pydantic_config__: ClassVar[Any] = STRICT
 
     @property
     def rule(self) -> TextRule | None:
@@ -90,14 +95,6 @@ class Facts:
         if self.beginning is None:
             return BEFORE_RULES
         return TextRule(self.special_tokens or "parse", self.beginning, self.special_tokens is None)
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """Size in bytes and checksum of a file; version 1 had no checksums."""
-
-    bytes: int
-    checksum: str | None
 
 
 @dataclass(frozen=True)
@@ -119,10 +116,9 @@ class Manifest:
                 )
 
     def check_content(self, name: str) -> None:
-        """Compare a file with its checksum, if it has one; raise DamagedCheckpoint if they differ."""
-        written = self.files[name].checksum
+        """Compare a file with its checksum; raise DamagedCheckpoint if they differ."""
         try:
-            if written is not None and checksum(self.folder / name) != written:
+            if checksum(self.folder / name) != self.files[name].checksum:
                 raise DamagedCheckpoint(
                     self.folder, f"its {shown(name)} does not have the checksum that it was written with"
                 )
@@ -145,24 +141,32 @@ def read_manifest(folder: Path) -> Manifest:
     if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
         raise DamagedCheckpoint(folder, f"its {MANIFEST} is not that of a checkpoint")
     version = document.pop("version", None)
-    if version != 1 and not is_intact(text):
+    if version == 1 and type(version) is int:  # of development versions, and without a checksum
+        raise DamagedCheckpoint(
+            folder, f"its {MANIFEST} is of version 1 of the format, which is unknown: this Threefold reads {VERSION}"
+        )
+    if not is_intact(text):
         raise DamagedCheckpoint(folder, f"its {MANIFEST} does not have the checksum that it was written with")
     if type(version) is int and version > VERSION:
         raise UserError(
-            f"{folder} has version {version} of the format and this Threefold reads versions 1 to {VERSION}; use a "
-            "later Threefold."
+            f"{folder} has version {version} of the format and this Threefold reads version {VERSION}; use a later "
+            "Threefold."
         )
+    if type(version) is not int or version != VERSION:
+        raise DamagedCheckpoint(folder, f"its {MANIFEST} has no usable version")
+    del document["checksum"]
     try:
-        if version not in (1, VERSION) or type(version) is not int:
-            raise ValueError("version")
-        if version == VERSION:
-            document.pop("checksum")
-        files = {name: _file(name, held, version) for name, held in document.pop("files").items()}
-        facts = _facts(document)
+        files = {name: parse_facts(FileRecord, held) for name, held in document.pop("files").items()}
+        if not all(map(is_plain_name, files)) or MANIFEST in files:
+            raise ValueError("files")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise DamagedCheckpoint(folder, f"its {MANIFEST} has no usable files") from None
+    try:
+        facts = parse_facts(Facts, document)
         if folder.name.partition(".")[0] != f"step_{facts.step:08d}":  # a suffix tells the state
-            raise ValueError("step")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpoint(folder, f"its {MANIFEST} has no usable {_first_word(error)}") from None
+            raise WrongFact("step", document)
+    except WrongFact as wrong:
+        raise DamagedCheckpoint(folder, f"its {MANIFEST} has no usable {shown(wrong.name)}") from None
     return Manifest(folder, facts, files)
 
 
@@ -171,13 +175,13 @@ def write_manifest(folder: Path, facts: Facts) -> None:
     from threefold.checkpoint.index import read_data_files
 
     known = read_data_files(folder)
-    paths = sorted(path for path in folder.iterdir() if path.name != MANIFEST)
     files = {
         path.name: {
             "bytes": path.stat().st_size,
             "checksum": known[path.name].checksum if path.name in known else checksum(path),
         }
-        for path in paths
+        for path in sorted(folder.iterdir())
+        if path.name != MANIFEST
     }
     stored = dataclasses.asdict(facts)
     for name in ("anomalies", "evaluation_missed"):
@@ -186,109 +190,3 @@ def write_manifest(folder: Path, facts: Facts) -> None:
     manifest = {"format": FORMAT, "version": VERSION, **stored, "files": files}
     write_durably(folder / MANIFEST, seal_text(json.dumps(manifest, indent=2)))
     sync(folder)
-
-
-def _file(name: str, held: Any, version: int) -> FileRecord:
-    if not is_plain_name(name) or name == MANIFEST:
-        raise ValueError("files")
-    if version == 1:
-        return FileRecord(_checked("files", held, _is_whole), None)
-    return FileRecord(
-        _checked("files", held["bytes"], _is_whole),
-        _checked("files", held["checksum"], lambda value: isinstance(value, str)),
-    )
-
-
-def _is_whole(value: Any) -> bool:
-    try:
-        return whole(value) == value
-    except ValueError:
-        return False
-
-
-def _is_scale(value: Any) -> bool:
-    return value is None or (type(value) in (int, float) and isfinite(value) and value > 0)
-
-
-def _is_pairs(value: Any) -> bool:
-    pairs = isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value)
-    return pairs and all(_is_whole(number) for pair in value for number in pair)
-
-
-def _is_contents(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(content, dict)
-        and content.keys() | {"loss_mask"} == {"dtype", "documents", "tokens", "loss_mask"}
-        and content["dtype"] in CONTENT_DTYPES
-        and isinstance(content["documents"], str)
-        and isinstance(content["tokens"], str | None)
-        and isinstance(content.get("loss_mask"), str | None)
-        for content in value
-    )
-
-
-def _is_anomalies(value: Any) -> bool:
-    counts = ("skips", "consecutive", "rollbacks")
-    return (
-        isinstance(value, dict)
-        and value.keys() == {"skipped", "recent", *counts}
-        and _is_pairs(value["skipped"])
-        and all(_is_whole(value[name]) for name in counts)
-        and isinstance(value["recent"], list)
-        and all(isinstance(pair, list) and len(pair) == 2 and all(map(_is_number, pair)) for pair in value["recent"])
-    )
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and isfinite(value)
-
-
-_RULES: Final[Mapping[str, Callable[[Any], bool]]] = {
-    **dict.fromkeys(("step", "consumed_samples", "seed", "tokens", "documents", "good_steps"), _is_whole),
-    "eod": lambda value: value is None or _is_whole(value),
-    "tokenizer_sha256": lambda value: value is None or isinstance(value, str),
-    "loss_scale": _is_scale,
-    "corpora": _is_pairs,
-    "special_tokens": lambda value: value is None or value in get_args(SpecialTokens),
-    "beginning": lambda value: value is None or (isinstance(value, list) and all(map(_is_whole, value))),
-    "contents": _is_contents,
-    "anomalies": _is_anomalies,
-    "evaluation_missed": lambda value: isinstance(value, bool),
-}
-"""Validator of each field of `Facts` as read from JSON."""
-
-
-def _facts(document: dict[str, Any]) -> Facts:
-    """Return the facts in a manifest; raises ValueError with the name of the first invalid or missing field."""
-    if unknown := document.keys() - _RULES.keys():
-        raise ValueError(min(unknown))
-    values = {name: _checked(name, value, _RULES[name]) for name, value in document.items()}
-    if "corpora" in values:
-        values["corpora"] = tuple((tokens, documents) for tokens, documents in values["corpora"])
-    if values.get("beginning") is not None:
-        values["beginning"] = tuple(values["beginning"])
-    if "contents" in values:
-        values["contents"] = tuple(Content(**content) for content in values["contents"])
-    if "anomalies" in values:
-        found = values["anomalies"]
-        pairs = {name: tuple((one, other) for one, other in found[name]) for name in ("skipped", "recent")}
-        values["anomalies"] = AnomalyFacts(**{**found, **pairs})
-    if missing := [
-        field.name
-        for field in dataclasses.fields(Facts)
-        if field.default is dataclasses.MISSING and field.name not in values
-    ]:
-        raise ValueError(missing[0])
-    return Facts(**values)
-
-
-def _checked(name: str, value: Any, rule: Callable[[Any], bool]) -> Any:
-    if not rule(value):
-        raise ValueError(name)
-    return value
-
-
-def _first_word(error: Exception) -> str:
-    """Return the field named by a failed check or look-up, or `files`."""
-    name = str(error).strip("'")
-    return shown(name) if isinstance(error, (ValueError, KeyError)) and name else "files"

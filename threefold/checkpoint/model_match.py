@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 
@@ -15,11 +15,6 @@ from threefold.models.family import make_model
 from threefold.models.sharding import ModelPlan
 from threefold.torch_private.tensors import persistent_buffers
 
-if TYPE_CHECKING:
-    pass
-
-
-_BLOCKS: Final = "blocks."
 _SIZES: Final[Mapping[str, tuple[str | None, ...]]] = {
     "embed.tokens.weight": ("vocab_size", "hidden_size"),
     "embed.positions.weight": ("max_position_embeddings", None),
@@ -36,8 +31,11 @@ def model_mismatch(model: ModelConfig, stored: Shapes) -> str | None:
 
     Single tensors are compared first, so that a config of a billion layers is refused at once.
     """
-    weights = {name.removeprefix(MODEL): shape for name, shape in stored.items() if name.startswith(MODEL)}
-    return next(_misfits(model, weights), None)
+    return next(_misfits(model, _weights(stored)), None)
+
+
+def _weights(stored: Shapes) -> Shapes:
+    return {name.removeprefix(MODEL): shape for name, shape in stored.items() if name.startswith(MODEL)}
 
 
 def require_match(model: ModelConfig, plan: ModelPlan, checkpoint: Path) -> None:
@@ -46,11 +44,7 @@ def require_match(model: ModelConfig, plan: ModelPlan, checkpoint: Path) -> None
     Raises:
         UserError: a weight is missing, unknown or of another shape.
     """
-    weights = {
-        name.removeprefix(MODEL): shape
-        for name, (shape, _) in stored_tensors(checkpoint).items()
-        if name.startswith(MODEL)
-    }
+    weights = _weights({name: shape for name, (shape, _) in stored_tensors(checkpoint).items()})
     with torch.device("meta"):
         made = make_model(model)
     expected = {plan.whole_name(name): tuple(weight.shape) for name, weight in made.named_parameters()}
@@ -77,7 +71,7 @@ def _differences(expected: Shapes, weights: Shapes) -> Iterator[str]:
 
 
 def _misfits(model: ModelConfig, weights: Shapes) -> Iterator[str]:
-    layers = {name.split(".")[1] for name in weights if name.startswith(_BLOCKS)}
+    layers = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
     if len(layers) != model.num_layers:
         yield f"its config has model.num_layers {model.num_layers} and its tensors are those of {len(layers)} layers"
     for name, keys in _SIZES.items():

@@ -5,12 +5,12 @@ checkpoint.json marks a copy as complete: it is uploaded after all other files a
 own checksum, so a partial manifest does not count.
 """
 
-import json
 import shutil
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
@@ -20,13 +20,11 @@ from threefold.checkpoint.manifest import MANIFEST, PARTIAL, read_manifest
 from threefold.checksums import is_intact
 from threefold.errors import UserError
 from threefold.files import shown
+from threefold.host import WorkThread
 from threefold.output import sync
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
-
-
-_SETTING: Final = "checkpoint.remote"
 
 
 class RemoteCheckpoints:
@@ -50,12 +48,12 @@ class RemoteCheckpoints:
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, oldest first."""
         with self._failures("be read"):
-            return [step for step, name in sorted(self._folders().items()) if self._manifest(name) is not None]
+            return [step for step, name in sorted(self._folders().items()) if self._is_complete(name)]
 
     def incomplete(self) -> dict[int, bool]:
         """Return the steps of all others, oldest first: True if damaged, False if an upload was interrupted."""
         with self._failures("be read"):
-            others = [(step, name) for step, name in sorted(self._folders().items()) if self._manifest(name) is None]
+            others = [(step, name) for step, name in sorted(self._folders().items()) if not self._is_complete(name)]
             return {step: self._files.exists(f"{self._root}/{name}/{MANIFEST}") for step, name in others}
 
     def upload(self, folder: Path) -> None:
@@ -67,7 +65,10 @@ class RemoteCheckpoints:
             sizes = {name: record.bytes for name, record in read_manifest(folder).files.items()}
             for name in sizes:
                 self._files.put_file(str(folder / name), f"{there}/{name}")
-            self._require_sizes(there, sizes)
+            self._files.invalidate_cache()
+            for name, size in sizes.items():
+                if (found := self._files.size(f"{there}/{name}")) != size:
+                    raise OSError(f"{name} has {found:,} bytes there instead of {size:,}")
             self._flush(there, sizes)
             self._files.put_file(str(folder / MANIFEST), f"{there}/{MANIFEST}")
             self._flush(there, [MANIFEST])
@@ -127,13 +128,12 @@ class RemoteCheckpoints:
         found = {int(name[5:]): name for name in names if name.startswith("step_") and name[5:].isdigit()}
         return {step: name for step, name in found.items() if path_of(Path(), step).name == name}
 
-    def _manifest(self, name: str) -> dict[str, Any] | None:
-        """Return the manifest of a folder, or None if it is missing or was changed."""
+    def _is_complete(self, name: str) -> bool:
+        """Return whether the manifest of a folder is there as it was written."""
         try:
-            text = self._files.cat_file(f"{self._root}/{name}/{MANIFEST}").decode("utf-8")
+            return is_intact(self._files.cat_file(f"{self._root}/{name}/{MANIFEST}").decode("utf-8"))
         except (FileNotFoundError, UnicodeDecodeError):
-            return None
-        return dict(json.loads(text)) if is_intact(text) else None
+            return False
 
     def _remove(self, there: str) -> None:
         """Delete a folder, its manifest first, so that it counts as incomplete from the start."""
@@ -142,12 +142,6 @@ class RemoteCheckpoints:
             self._files.rm_file(f"{there}/{MANIFEST}")
         if self._files.exists(there):
             self._files.rm(there, recursive=True)
-
-    def _require_sizes(self, there: str, sizes: dict[str, int]) -> None:
-        self._files.invalidate_cache()
-        for name, size in sizes.items():
-            if (found := self._files.size(f"{there}/{name}")) != size:
-                raise OSError(f"{name} has {found:,} bytes there instead of {size:,}")
 
     def _flush(self, there: str, names: Iterable[str]) -> None:
         """Flush files to disk if the address is local; object stores are durable at once."""
@@ -168,11 +162,91 @@ class RemoteCheckpoints:
             raise
         except ImportError as error:
             raise UserError(
-                f"{_SETTING} is {shown(self.address)}, which needs another package ({_reason(error)}); install it, "
-                "such as s3fs for s3://."
+                f"checkpoint.remote is {shown(self.address)}, which needs another package ({_reason(error)}); "
+                "install it, such as s3fs for s3://."
             ) from None
         except Exception as error:
-            raise UserError(f"{_SETTING} is {shown(self.address)}, which cannot {verb}: {_reason(error)}.") from error
+            raise UserError(
+                f"checkpoint.remote is {shown(self.address)}, which cannot {verb}: {_reason(error)}."
+            ) from error
+
+
+class Mirror:
+    """Background copier of a run's checkpoints to a remote address, on one rank.
+
+    A checkpoint still queued when a newer one arrives is skipped, unless it is kept for good.
+
+    Args:
+        remote: destination of the copies.
+        keep, keep_every: remote retention, as in `superfluous`.
+        failed: receives a sentence about each checkpoint that could not be copied.
+        copied: called after each checkpoint copied.
+    """
+
+    def __init__(
+        self,
+        remote: RemoteCheckpoints,
+        keep: int,
+        keep_every: int | None,
+        failed: Callable[[str], None],
+        copied: Callable[[], None],
+    ) -> None:
+        self._remote, self._keep, self._keep_every = remote, keep, keep_every
+        self._failed, self._copied = failed, copied
+        self._thread = WorkThread("threefold-remote")
+        self._lock = threading.Lock()
+        self._waiting: dict[int, Path] = {}
+        self._current: Path | None = None
+
+    @property
+    def in_use(self) -> frozenset[Path]:
+        """Local folders that are still to be read."""
+        with self._lock:
+            return frozenset(self._waiting.values()) | ({self._current} if self._current else frozenset())
+
+    def add(self, step: int, folder: Path) -> None:
+        """Queue the complete checkpoint of a step for copying."""
+        with self._lock:
+            if self._keep:
+                every = self._keep_every
+                self._waiting = {old: path for old, path in self._waiting.items() if every and old % every == 0}
+            self._waiting[step] = folder
+        self._thread.do(self._copy_next)
+
+    def remove(self, step: int, progress: Callable[[], None] = lambda: None) -> None:
+        """Delete the remote copy of a diverged model's checkpoint, after the current copy.
+
+        `progress` is called meanwhile, as the remote file system has timeouts of its own.
+        """
+        while not self._thread.wait(0.5):
+            progress()
+        try:
+            self._remote.remove(step)
+        except UserError as error:
+            self._failed(str(error))
+
+    def end(self, seconds: float | None = None) -> None:
+        """End the thread after its queued work, waiting at most `seconds` (None for no limit)."""
+        self._thread.wait(seconds)
+        self._thread.end()
+
+    def _copy_next(self) -> None:
+        with self._lock:
+            if not self._waiting:
+                return
+            step = next(iter(self._waiting))
+            self._current = self._waiting.pop(step)
+        try:
+            self._remote.upload(self._current)
+            self._remote.prune(self._keep, self._keep_every, step)
+            self._copied()
+        except UserError as error:
+            self._failed(str(error))
+        except Exception as error:  # such as a checkpoint that was deleted meanwhile
+            self._failed(f"{self._current} cannot be copied to {self._remote.address}: {error}.")
+        finally:
+            with self._lock:
+                self._current = None
 
 
 def look_at_remote(address: str, run_dir: Path, resumes: bool) -> Path | None:
@@ -191,16 +265,13 @@ def look_at_remote(address: str, run_dir: Path, resumes: bool) -> Path | None:
     """
     remote = RemoteCheckpoints(address)
     there, incomplete = remote.steps(), remote.incomplete()
+    where = f"checkpoint.remote is {shown(address)}"
     if not resumes and there:
-        raise UserError(
-            f"{_SETTING} is {shown(address)}, which already has checkpoints; resume with --resume, or choose another "
-            "address."
-        )
+        raise UserError(f"{where}, which already has checkpoints; resume with --resume, or choose another address.")
     if not resumes and incomplete:
         raise UserError(
-            f"{_SETTING} is {shown(address)}, whose {path_of(Path(), max(incomplete)).name} is no complete checkpoint, "
-            "and a run that begins anew would delete it; choose another address, restore it and resume with --resume, "
-            "or remove it."
+            f"{where}, whose {path_of(Path(), max(incomplete)).name} is no complete checkpoint, and a run that "
+            "begins anew would delete it; choose another address, restore it and resume with --resume, or remove it."
         )
     newest_there = max((step for step in incomplete if incomplete[step]), default=-1)
     if newest_there > max(there + [each.step for each in complete(run_dir)], default=-1):

@@ -25,66 +25,33 @@ from threefold.files import read_text, shown
 _FREE = ("parallel.", "checkpoint.", "log.", "train.eval_")
 """Prefixes of settings that change no result."""
 _FREE_KEYS = frozenset(
-    (
-        "data.path",  # the content is compared instead
-        "model.file",  # likewise
-        "data.tokenizer",
-        "data.key",
-        "data.cache",
-        "data.special_tokens",  # the resulting text rule is compared instead
-        "data.chat_template",  # the resulting tokens are counted
-        "model.preset",
-        "model.initializer_range",  # affects only the initial weights
-        "train.init_from",  # likewise
-        "train.max_steps",
-        "train.epochs",  # max_steps is derived from it
-        "train.max_seconds",
-        "train.micro_batch_size",
-        "train.gradient_accumulation_steps",
-        "train.device",
-        "train.verify",
-        "train.timeout",
-        "train.max_restarts",
-        "precision.loss_scale",  # the checkpoint has its current value
-        "train.compile",
-        "train.recompute",
-        "train.recompute_every",
-        "train.loss_chunk_size",
-        "train.on_nan",  # takes effect, and is reported, only at an anomalous step
-        "train.on_spike",
-        "train.max_skipped_steps",
-        "train.max_consecutive_skips",
-        "train.max_rollbacks",
-        "train.rollback_steps",
+    f"{section}.{name}"
+    for section, names in (
+        # Contents are compared instead of paths and keys, the text rule instead of special_tokens and chat_template.
+        ("data", "path tokenizer key cache special_tokens chat_template"),
+        # The file's content is compared; initializer_range affects only the initial weights.
+        ("model", "file preset initializer_range"),
+        # max_steps is derived from epochs; policies take effect, and are reported, only at an anomalous step.
+        ("train", "init_from max_steps epochs max_seconds micro_batch_size gradient_accumulation_steps device verify"),
+        ("train", "timeout max_restarts compile recompute recompute_every loss_chunk_size on_nan on_spike"),
+        ("train", "max_skipped_steps max_consecutive_skips max_rollbacks rollback_steps"),
+        ("precision", "loss_scale"),  # the checkpoint has its current value
     )
+    for name in names.split()
 )
-_ROUNDING = frozenset(("parallel.gradient_compression",))
-"""Settings under `_FREE` that change rounding, and so the results slightly."""
+_ROUNDING = "parallel.gradient_compression"
+"""Setting under `_FREE` that changes rounding, and so the results slightly."""
 SHAPES = frozenset(
-    f"model.{key}"
-    for key in (
-        "architecture",
-        "num_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "ffn_hidden_size",
-        "vocab_size",
-        "max_position_embeddings",
-        "position_embedding",
-        "tie_embeddings",
-        "qkv_bias",
-        "qk_norm",
-        "num_experts",
-        "expert_ffn_hidden_size",
-        "shared_expert_ffn_hidden_size",
-        "shared_expert_gate",
-        "moe_every",
-        "dense_layers",
+    f"model.{name}"
+    for name in (
+        *("architecture", "num_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+        *("ffn_hidden_size", "vocab_size", "max_position_embeddings", "position_embedding", "tie_embeddings"),
+        *("qkv_bias", "qk_norm", "num_experts", "expert_ffn_hidden_size", "shared_expert_ffn_hidden_size"),
+        *("shared_expert_gate", "moe_every", "dense_layers"),
     )
 )
-_ORDER = frozenset(("train.seed", "data.sequence_length", "data.split", "data.mixture"))
+"""Settings that the shapes of the weights follow from."""
+_ORDER = ("train.seed", "data.sequence_length", "data.split", "data.mixture")
 _BATCH = "train.global_batch_size"
 _BATCH_PARTS = ("micro_batch_size", "gradient_accumulation_steps")
 
@@ -275,7 +242,7 @@ def _changes(stored: Config, config: Config) -> Iterator[tuple[str, Any, Any]]:
             old, new = before[section].get(name), now[section].get(name)
             if key == "data.mixture" and whole_shares(stored_weights) == whole_shares(weights):
                 continue  # equal shares; the corpora may have moved
-            free = (key.startswith(_FREE) and key not in _ROUNDING) or key in _FREE_KEYS
+            free = (key.startswith(_FREE) and key != _ROUNDING) or key in _FREE_KEYS
             if old != new and not free:
                 yield key, old, new
 
@@ -361,8 +328,9 @@ def _check_rule(checkpoint: Checkpoint, rule: TextRule) -> None:
         )
 
 
-_NOT_OF_THE_FUNCTION = frozenset(
-    ("preset", "file", "initializer_range", "hidden_dropout", "embedding_dropout", "attention_dropout")
+_NOT_OF_THE_FUNCTION = (
+    *("preset", "file", "initializer_range"),
+    *("hidden_dropout", "embedding_dropout", "attention_dropout"),
 )
 
 
@@ -397,12 +365,12 @@ def find_warm_start(config: Config, damaged: Damaged | None = None) -> WarmStart
     )
     checkpoint = choice.checkpoint
     before, now = choice.config.model.settings(), config.model.settings()
-    changes = {
-        key: (before.get(key), now.get(key))
-        for key in {**before, **now}
-        if before.get(key) != now.get(key) and key not in _NOT_OF_THE_FUNCTION
-    }
-    for key, (old, new) in changes.items():
+    warnings = list(choice.warnings)
+    for key in {**before, **now}:
+        old, new = before.get(key), now.get(key)
+        if old == new or key in _NOT_OF_THE_FUNCTION:
+            continue
+        warnings.append(f"model.{key} is {new!r}; {checkpoint.path} had {old!r}.")
         stretched = key == "max_position_embeddings" and config.model.position_embedding == "rope"
         if f"model.{key}" in SHAPES and not stretched:
             raise UserError(
@@ -410,8 +378,7 @@ def find_warm_start(config: Config, damaged: Damaged | None = None) -> WarmStart
                 f"names, has {old!r}, whose weights do not fit another model; set it to {old!r}."
             )
     _check_tokenizer(checkpoint, config)
-    changed = (f"model.{key} is {new!r}; {checkpoint.path} had {old!r}." for key, (old, new) in changes.items())
-    return WarmStart(checkpoint, (*choice.warnings, *changed))
+    return WarmStart(checkpoint, tuple(warnings))
 
 
 def _check_tokenizer(checkpoint: Checkpoint, config: Config) -> None:

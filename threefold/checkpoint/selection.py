@@ -1,7 +1,7 @@
 """Selection of the newest valid checkpoint."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -9,7 +9,7 @@ import yaml
 
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import CONFIG, LOOP, Checkpoint, folders, stored_config
-from threefold.checkpoint.manifest import Manifest, read_manifest
+from threefold.checkpoint.manifest import read_manifest
 from threefold.config import Config
 from threefold.config.model import OWN
 from threefold.errors import UserError
@@ -31,7 +31,7 @@ class SelectedCheckpoint:
 
     checkpoint: Checkpoint
     config: Config
-    warnings: tuple[str, ...] = field(default=())
+    warnings: tuple[str, ...] = ()
     passed: tuple[Path, ...] = ()
 
 
@@ -47,22 +47,42 @@ def select_checkpoint(
     Raises:
         UserError: there is none, or a later version of Threefold wrote the newest.
     """
-    passed: list[DamagedCheckpoint] = []
+    (checkpoint, config), warnings, passed = newest_valid(run_dir, inspect_checkpoint, missing, damaged)
+    return SelectedCheckpoint(checkpoint, config, warnings, passed)
+
+
+def newest_valid(
+    run_dir: Path, inspect: Callable[[Path], T], missing: Callable[[str], str], damaged: Damaged | None = None
+) -> tuple[T, tuple[str, ...], tuple[Path, ...]]:
+    """Return what `inspect` does for the newest checkpoint for which it does not raise DamagedCheckpoint.
+
+    Args:
+        missing, damaged: as in `select_checkpoint`.
+
+    Returns:
+        the result, and a warning about the newer checkpoints that were skipped, and their folders.
+
+    Raises:
+        UserError: there is none.
+    """
+    passed: dict[Path, str] = {}
     for path in reversed(folders(run_dir)):
         try:
             if damaged and path in damaged:
                 raise DamagedCheckpoint(path, damaged[path])
-            checkpoint, config = inspect_checkpoint(path)
+            found = inspect(path)
         except DamagedCheckpoint as damage:
-            passed.append(damage)
+            passed[damage.path] = f"{damage.path} ({damage.reason})"
             continue
-        warning = passed_over(passed, checkpoint.path)
-        return SelectedCheckpoint(
-            checkpoint, config, (warning,) if passed else (), tuple(damage.path for damage in passed)
-        )
-    raise UserError(
-        missing(f"no complete checkpoint ({listed_damage(passed)} passed over)" if passed else "no complete checkpoint")
-    )
+        warning = f"{_listed(passed)} passed over; {path} is used, the newest that is good."
+        return found, (warning,) if passed else (), tuple(passed)
+    raise UserError(missing("no complete checkpoint" + (f" ({_listed(passed)} passed over)" if passed else "")))
+
+
+def _listed(passed: Mapping[Path, str]) -> str:
+    """Return the skipped checkpoints with their reasons, followed by "was" or "were"."""
+    more = f" and {len(passed) - 3} more" if len(passed) > 3 else ""
+    return f"{' and '.join(list(passed.values())[:3])}{more} {'was' if len(passed) == 1 else 'were'}"
 
 
 def check_whole(checkpoint: Checkpoint) -> None:
@@ -96,38 +116,32 @@ def inspect_checkpoint(path: Path) -> tuple[Checkpoint, Config]:
     manifest = read_manifest(path)
     manifest.check_sizes()
     # These import torch, which a run without checkpoints should not wait for.
+    from threefold.checkpoint.index import read_index
     from threefold.checkpoint.model_match import model_mismatch
-    from threefold.checkpoint.storage import stored_index
 
-    index = stored_index(path)
+    index = read_index(path)
     data = {chunk.file for tensor in index.values() for chunk in tensor.chunks}
     if unknown := data - manifest.files.keys():
         raise DamagedCheckpoint(path, f"its tensors are in {min(unknown)}, which its manifest does not name")
     shapes = {name: tensor.shape for name, tensor in index.items()}
-    _check_small(manifest, data, shapes)
+    for name in sorted(manifest.files.keys() - data - {CONFIG}):
+        manifest.check_content(name)
+    if LOOP in manifest.files:
+        raise DamagedCheckpoint(path, f"saved by threefold.save, without a {CONFIG}: threefold.load opens it")
+    if CONFIG not in manifest.files:
+        raise DamagedCheckpoint(path, f"its manifest does not name {CONFIG}")
+    try:
+        manifest.check_content(CONFIG)
+    except DamagedCheckpoint as damage:
+        raise _more_exactly(damage, shapes) from None
     config = usable_config(path)
     if config.model.architecture != OWN and (reason := model_mismatch(config.model, shapes)):
         raise DamagedCheckpoint(path, reason)  # the file of a custom model may have changed: see `require_match`
     return Checkpoint(path, manifest.facts), config
 
 
-def _check_small(manifest: Manifest, data: set[str], shapes: "Shapes") -> None:
-    """Compare all files but tensor files with their checksums; for a changed config, the error names the mismatch."""
-    for name in sorted(manifest.files.keys() - data - {CONFIG}):
-        manifest.check_content(name)
-    if LOOP in manifest.files:
-        raise DamagedCheckpoint(
-            manifest.folder, f"saved by threefold.save, without a {CONFIG}: threefold.load opens it"
-        )
-    if CONFIG not in manifest.files:
-        raise DamagedCheckpoint(manifest.folder, f"its manifest does not name {CONFIG}")
-    try:
-        manifest.check_content(CONFIG)
-    except DamagedCheckpoint as damage:
-        raise _more_exactly(damage, shapes) from None
-
-
 def _more_exactly(damage: DamagedCheckpoint, shapes: "Shapes") -> DamagedCheckpoint:
+    """Return the error for a changed config, which names the mismatch with the tensors if there is one."""
     from threefold.checkpoint.model_match import model_mismatch
 
     try:
@@ -147,15 +161,3 @@ def usable_config(path: Path, *, with_code: bool = False) -> Config:
     except (ValueError, ArithmeticError, RecursionError, yaml.YAMLError) as error:  # values that no run writes
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise DamagedCheckpoint(path, f"its {CONFIG} cannot be used ({reason})") from None
-
-
-def passed_over(passed: Sequence[DamagedCheckpoint], used: Path) -> str:
-    """Return the warning that damaged checkpoints were skipped and another one is used."""
-    return f"{listed_damage(passed)} passed over; {used} is used, the newest that is good."
-
-
-def listed_damage(passed: Sequence[DamagedCheckpoint]) -> str:
-    """Return the skipped checkpoints with their reasons, followed by "was" or "were"."""
-    listed = [f"{damage.path} ({damage.reason})" for damage in passed]
-    more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
-    return f"{' and '.join(listed[:3])}{more} {'was' if len(listed) == 1 else 'were'}"

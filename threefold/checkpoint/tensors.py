@@ -1,73 +1,69 @@
-"""Saving and loading of tensors through torch.distributed.checkpoint, including shards that two axes cut along one dim.
+"""Tensors of a checkpoint in its files, saved and loaded through torch.distributed.checkpoint (DCP).
 
-A weight that tensor parallelism and ZeRO both shard by rows is a `DTensor` with a `_StridedShard`. If its rows do not
-divide evenly, torch 2.13 computes other bounds for it than `fully_shard` used, and parts of the checkpoint would be
-missing or duplicated. `StridedShard` therefore states its own offsets.
+DCP's planners decide which rank writes and reads which part of which tensor; the storage is ours: raw bytes and an
+index, no pickle. Each rank writes one file (tensors-00000.bin for the first), the concatenated bytes of its parts; the
+coordinator writes the index. Every part is checked against its checksum as it is read.
 """
 
+import io
 import logging
+import os
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self, TypeGuard
+from typing import Any, Final, Self, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
+import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
 from threefold.checkpoint.errors import DamagedCheckpoint
-from threefold.checkpoint.storage import Reader, Writer, stored_index
+from threefold.checkpoint.index import DTYPES, INDEX, StoredTensor, TensorChunk, index_text, read_index
+from threefold.checksums import ALGORITHM
 from threefold.comm.axis import Axis
 from threefold.comm.heartbeat import Heartbeat
 from threefold.errors import UserError
+from threefold.files import FileRecord
+from threefold.host import begin_writing, finish_writing
+from threefold.output import write_durably
 from threefold.parallel.parameter import offset
 from threefold.torch_private.distributed import PiecewiseTensor, StridedPlacement
 
+_BLOCK: Final = 4 << 20
+"""Bytes hashed and moved at a time, few enough to still be in the processor's cache for the second use."""
+_AHEAD: Final = 32 << 20
+"""Bytes after which writeback starts; left to the end, all of it would have to be waited for."""
 
-def is_strided(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Return whether two mesh axes shard the tensor along one dim."""
-    return isinstance(tensor, DTensor) and any(
-        isinstance(placement, StridedPlacement) for placement in tensor.placements
-    )
-
-
-class StridedShard(PiecewiseTensor):
-    """This rank's shard, sharing its memory, with torch.distributed.checkpoint's protocol for sharded tensors."""
-
-    _whole: torch.Size
-    _chunk: ChunkStorageMetadata
-    _shard: Tensor
-
-    def __new__(cls, tensor: DTensor) -> Self:
-        """Make the part of a detached `tensor` that this rank holds."""
-        shard = tensor.to_local()
-        self = shard.as_subclass(cls)
-        self._whole, self._shard = tensor.shape, shard
-        self._chunk = ChunkStorageMetadata(offsets=torch.Size(offset(tensor)), sizes=shard.shape)
-        return self
-
-    def size(self, dim: int | None = None) -> Any:
-        """Return the size of the whole tensor, like a `DTensor`."""
-        return self._whole if dim is None else self._whole[dim]
-
-    def chunks(self) -> list[ChunkStorageMetadata]:
-        return [self._chunk]
-
-    def write_items(self, name: str) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self._shard)
-        data = TensorWriteData(chunk=self._chunk, properties=properties, size=self._whole)
-        return [WriteItem(MetadataIndex(name, self._chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
-
-    def piece(self, index: MetadataIndex) -> Tensor:
-        return self._shard
+ALIGNMENT: Final = 64
+"""Alignment in bytes of tensors that share one piece of memory or a mapped file."""
 
 
-def save_tensors(tensors: Mapping[str, Tensor], folder: Path, world: Axis | None = None) -> None:
+def save_tensors(tensors: Mapping[str, Tensor], folder: Path, world: Axis) -> None:
     """Write tensors to `folder`, durably. Collective over the world.
 
     Args:
@@ -80,21 +76,21 @@ def save_tensors(tensors: Mapping[str, Tensor], folder: Path, world: Axis | None
         OSError: on every rank, if a rank cannot write.
     """
     try:
-        with _quiet(), _waiting(world):
-            dcp.save(detached(tensors), storage_writer=Writer(folder, _heartbeat(world)))
+        with _quiet(world):
+            dcp.save(detached(tensors), storage_writer=Writer(folder, world.heartbeat))
     except CheckpointException as error:
         raise OSError(_reason(error)) from error
 
 
-def save_tensors_alone(tensors: Mapping[str, Tensor], folder: Path, writer: dcp.StorageWriter | None = None) -> None:
-    """Write tensors to an empty `folder` outside any process group, reading streamed tensors as they are written.
+def save_tensors_alone(tensors: Mapping[str, Tensor], folder: Path, writer: StorageWriter | None = None) -> None:
+    """Write tensors to an empty `folder` outside any process group, reading the pieces of tensors as they are written.
 
     Args:
         writer: storage writer of another format; None for Threefold's own.
 
     Raises:
         OSError: the tensors cannot be written.
-        UserError: a streamed tensor cannot be read.
+        UserError: a piece cannot be read.
     """
     try:
         with _quiet():
@@ -104,54 +100,327 @@ def save_tensors_alone(tensors: Mapping[str, Tensor], folder: Path, writer: dcp.
         raise OSError(_reason(error)) from error
 
 
-def load_tensors(tensors: Mapping[str, Tensor], folder: Path, world: Axis | None = None) -> None:
+def load_tensors(
+    tensors: Mapping[str, Tensor], folder: Path, world: Axis | None = None, *, alone: bool = False
+) -> None:
     """Fill tensors, of any layout and dtype, in place from a checkpoint. Collective over the world.
+
+    Args:
+        world: all ranks; marks this one as waiting meanwhile, and provides its heartbeat.
+        alone: whether the process loads by itself, outside any process group.
 
     Raises:
         DamagedCheckpoint: on every rank, if the data a rank reads was changed; some tensors may be filled by then.
         UserError: on every rank, if the checkpoint lacks a name or has another shape.
     """
-    with _waiting(world):
-        _load(tensors, folder, alone=False, heartbeat=_heartbeat(world))
-
-
-def stored_names(folder: Path) -> set[str]:
-    """Return the names of a checkpoint's tensors; raise DamagedCheckpoint if the index is unreadable."""
-    return set(stored_index(folder))
-
-
-def stored_tensors(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return shape and dtype of a checkpoint's tensors by name; raise DamagedCheckpoint if the index is unreadable."""
-    return {name: (tensor.shape, tensor.dtype) for name, tensor in stored_index(folder).items()}
-
-
-def load_tensors_alone(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Fill tensors in place from a checkpoint, outside any process group; see `load_tensors`."""
-    _load(tensors, folder, alone=True, heartbeat=Heartbeat())
-
-
-def _waiting(world: Axis | None) -> AbstractContextManager[None]:
-    """Mark torch's exchange of plans and results, in which this rank waits for others unless it writes or reads."""
-    return nullcontext() if world is None or world.size == 1 else world.waiting("gather")
-
-
-def _heartbeat(world: Axis | None) -> Heartbeat:
-    return Heartbeat() if world is None else world.heartbeat
-
-
-def _load(tensors: Mapping[str, Tensor], folder: Path, alone: bool, heartbeat: Heartbeat) -> None:
+    heartbeat = Heartbeat() if world is None else world.heartbeat
     try:
-        with _quiet():
+        with _quiet(world):
             dcp.load(detached(tensors), storage_reader=Reader(folder, heartbeat), no_dist=alone)
     except CheckpointException as error:
         _let_through(error, KeyboardInterrupt, DamagedCheckpoint)
         raise UserError(f"The checkpoint {folder} cannot be read ({_reason(error)}).") from error
 
 
+def load_tensors_alone(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Fill tensors in place from a checkpoint, outside any process group; see `load_tensors`."""
+    load_tensors(tensors, folder, alone=True)
+
+
+def stored_names(folder: Path) -> set[str]:
+    """Return the names of a checkpoint's tensors; raise DamagedCheckpoint if the index is unreadable."""
+    return set(read_index(folder))
+
+
+def stored_tensors(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return shape and dtype of a checkpoint's tensors by name; raise DamagedCheckpoint if the index is unreadable."""
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in read_index(folder).items()}
+
+
 def detached(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Detach tensors from autograd and wrap strided shards, as torch's planners require."""
+    """Detach tensors from autograd, and state the offsets of shards that two mesh axes cut along one dim.
+
+    A weight that tensor parallelism and ZeRO both shard by rows is a `DTensor` with a `_StridedShard`. If its rows do
+    not divide evenly, torch 2.13 computes other bounds for it than `fully_shard` used, and parts of the checkpoint
+    would be missing or duplicated.
+    """
     found = {name: tensor.detach() for name, tensor in tensors.items()}
-    return {name: StridedShard(tensor) if is_strided(tensor) else tensor for name, tensor in found.items()}
+    for name, tensor in found.items():
+        if isinstance(tensor, DTensor) and any(isinstance(each, StridedPlacement) for each in tensor.placements):
+            shard = tensor.to_local()
+            piece = TensorPiece(tuple(offset(tensor)), tuple(shard.shape), shard.detach)
+            found[name] = PiecedTensor(tensor.shape, tensor.dtype, [piece], shard)
+    return found
+
+
+@dataclass(frozen=True)
+class TensorPiece:
+    """A box of a tensor: its offsets, its sizes and the function that reads it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+
+class PiecedTensor(PiecewiseTensor):
+    """A tensor of which only some pieces are at hand, in torch.distributed.checkpoint's protocol for sharded tensors.
+
+    Each piece is stored as its own chunk, so loading a shard reads only the pieces that it overlaps.
+    """
+
+    _whole: torch.Size
+    _pieces: dict[torch.Size, TensorPiece]
+
+    def __new__(
+        cls, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[TensorPiece], memory: Tensor | None = None
+    ) -> Self:
+        """Make a tensor from pieces that do not overlap, on the `memory` of a shard or on none."""
+        memory = torch.empty(tuple(shape), dtype=dtype, device="meta") if memory is None else memory
+        self = memory.as_subclass(cls)
+        self._whole, self._pieces = torch.Size(shape), {torch.Size(piece.offsets): piece for piece in pieces}
+        return self
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the size of the whole tensor, like a `DTensor`."""
+        return self._whole if dim is None else self._whole[dim]
+
+    def chunks(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offsets, torch.Size(piece.sizes)) for offsets, piece in self._pieces.items()]
+
+    def write_items(self, name: str) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                MetadataIndex(name, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self._whole),
+            )
+            for chunk in self.chunks()
+        ]
+
+    def piece(self, index: MetadataIndex) -> Tensor:
+        offsets: Any = index.offset
+        return self._pieces[offsets].read()
+
+
+class Writer(StorageWriter):
+    """Durable writer of a checkpoint's tensors into an empty folder that all ranks share."""
+
+    def __init__(self, folder: Path, heartbeat: Heartbeat) -> None:
+        self.folder, self.heartbeat = folder, heartbeat
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return [replace(plan, storage_data=f"tensors-{rank:05d}.bin") for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's parts; the results have each part's chunk and file. An OSError contains the file's name."""
+        path = self.folder / plan.storage_data
+        items = [item for item in plan.items if 0 not in _box(item).sizes]
+        results: list[WriteResult] = []
+        if items:
+            try:
+                with self.heartbeat.working():
+                    chunks, file = self._write_file(path, items, planner)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(path)) from error
+            results = [WriteResult(item.index, one.bytes, (one, file)) for item, one in zip(items, chunks, strict=True)]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def _write_file(
+        self, path: Path, items: Sequence[WriteItem], planner: SavePlanner
+    ) -> tuple[list[TensorChunk], FileRecord]:
+        """Write parts one after another, freeing each before reading the next."""
+        chunks: list[TensorChunk] = []
+        whole, position, begun = xxhash.xxh3_128(), 0, 0
+        with path.open("wb") as file:
+            for item in items:
+                content = _bytes_of(cast(Tensor, planner.resolve_data(item)).detach().cpu().contiguous())
+                part = xxhash.xxh3_128()
+                for start in range(0, len(content), _BLOCK):
+                    block = content[start : start + _BLOCK]
+                    part.update(block)
+                    whole.update(block)
+                    file.write(block)
+                    self.heartbeat.progress()
+                    if (end := position + start + len(block)) - begun >= _AHEAD:
+                        file.flush()
+                        begin_writing(file.fileno(), begun, end - begun)
+                        begun = end
+                box, checksum = _box(item), f"{ALGORITHM}:{part.hexdigest()}"
+                chunks.append(
+                    TensorChunk(tuple(box.offsets), tuple(box.sizes), path.name, position, len(content), checksum)
+                )
+                position += len(content)
+                del content
+            file.flush()
+            for start in range(0, position, _AHEAD):  # in parts, so that the waiting ranks see progress on a slow disk
+                finish_writing(file.fileno(), start, min(_AHEAD, position - start))
+                self.heartbeat.progress()
+            os.fsync(file.fileno())
+        return chunks, FileRecord(position, f"{ALGORITHM}:{whole.hexdigest()}")
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the index of the tensors that all ranks wrote."""
+        chunks: dict[str, list[TensorChunk]] = defaultdict(list)
+        files: dict[str, FileRecord] = {}
+        for result in (result for rank in results for result in rank):
+            chunk, files[chunk.file] = result.storage_data
+            chunks[result.index.fqn].append(chunk)
+        tensors = {
+            name: StoredTensor(tuple(entry.size), entry.properties.dtype, tuple(chunks[name]))
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        with self.heartbeat.working():
+            write_durably(self.folder / INDEX, index_text(tensors, files))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+class Reader(StorageReader):
+    """Reader of a checkpoint, which checks each part against its checksum and reads it once."""
+
+    def __init__(self, folder: Path, heartbeat: Heartbeat) -> None:
+        self.folder, self.heartbeat = folder, heartbeat
+        self._tensors: dict[str, StoredTensor] = {}
+        self._damage: DamagedCheckpoint | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def read_metadata(self, *args: Any) -> Metadata:
+        """Return the index as torch's metadata; damage is raised one step later, where torch does not wrap errors."""
+        try:
+            self._tensors = read_index(self.folder)
+        except DamagedCheckpoint as damage:
+            self._damage = damage
+        entries: dict[str, Any] = {
+            name: TensorStorageMetadata(
+                TensorProperties(dtype=tensor.dtype),
+                torch.Size(tensor.shape),
+                [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in tensor.chunks],
+            )
+            for name, tensor in self._tensors.items()
+        }
+        return Metadata(entries)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if self._damage is not None:
+            raise self._damage
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill the tensors of this rank's plan; raise DamagedCheckpoint if a file is missing or was changed."""
+        chunks = {(name, chunk.offsets): chunk for name, each in self._tensors.items() for chunk in each.chunks}
+        files: dict[str, dict[TensorChunk, list[ReadItem]]] = defaultdict(lambda: defaultdict(list))
+        for item in plan.items:
+            index = item.storage_index
+            chunk = chunks[index.fqn, tuple(index.offset or ())]
+            files[chunk.file][chunk].append(item)
+        for name, requests in files.items():
+            try:
+                with self.heartbeat.working(), (self.folder / name).open("rb", buffering=0) as file:
+                    for chunk in sorted(requests, key=lambda each: each.position):
+                        self._read(file, chunk, requests[chunk], planner)
+            except OSError as error:
+                raise DamagedCheckpoint(self.folder, f"its {name} cannot be read ({error.strerror})") from None
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, file: io.RawIOBase, chunk: TensorChunk, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        progress = self.heartbeat.progress
+        progress()
+        tensor = self._tensors[items[0].storage_index.fqn]
+        targets = [planner.resolve_tensor(item).detach() for item in items]
+        into = targets[0]
+        if (
+            len(targets) == 1
+            and type(into) is Tensor
+            and into.device.type == "cpu"
+            and into.dtype == tensor.dtype
+            and tuple(into.shape) == chunk.sizes
+            and into.is_contiguous()
+        ):
+            _fill(file, self.folder, chunk, into, progress)
+        else:
+            held = read_chunk(file, self.folder, tensor, chunk, progress)
+            for item, target in zip(items, targets, strict=True):
+                bounds = zip(item.storage_offsets, item.lengths, strict=True)
+                target.copy_(held[tuple(slice(first, first + length) for first, length in bounds)])
+        for item, target in zip(items, targets, strict=True):
+            planner.commit_tensor(item, target)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+def read_chunk(
+    file: io.RawIOBase,
+    folder: Path,
+    tensor: StoredTensor,
+    chunk: TensorChunk,
+    progress: Callable[[], None] = lambda: None,
+) -> Tensor:
+    """Read a chunk of `tensor` from an open file into new memory, and check it against its checksum.
+
+    Args:
+        folder: folder of the checkpoint, for messages.
+        progress: called for each block read.
+
+    Raises:
+        DamagedCheckpoint: the chunk was changed.
+    """
+    held = torch.empty(chunk.sizes, dtype=tensor.dtype)
+    _fill(file, folder, chunk, held, progress)
+    return held
+
+
+def _fill(file: io.RawIOBase, folder: Path, chunk: TensorChunk, target: Tensor, progress: Callable[[], None]) -> None:
+    file.seek(chunk.position)
+    into, digest, done = _bytes_of(target), xxhash.xxh3_128(), 0
+    while size := file.readinto(into[done : done + _BLOCK]):
+        digest.update(into[done : done + size])
+        done += size
+        progress()
+    if done < chunk.bytes or f"{ALGORITHM}:{digest.hexdigest()}" != chunk.checksum:
+        raise DamagedCheckpoint(
+            folder,
+            f"its {chunk.file} does not have the checksum that it was written with, from byte {chunk.position} on",
+        )
+
+
+def _box(item: WriteItem) -> ChunkStorageMetadata:
+    """Return the box of the tensor that an item writes."""
+    if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
+        raise TypeError(f"{item.index.fqn} is no tensor, and a checkpoint holds nothing else")
+    if str(item.tensor_data.properties.dtype).removeprefix("torch.") not in DTYPES:
+        raise TypeError(f"{item.index.fqn} is of {item.tensor_data.properties.dtype}, which has no name in {INDEX}")
+    return item.tensor_data.chunk
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    flat: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)
 
 
 def _let_through(error: CheckpointException, *kinds: type[BaseException]) -> None:
@@ -168,13 +437,17 @@ def _reason(error: CheckpointException) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence torch, which logs what it also raises and warns when run without a process group."""
+def _quiet(world: Axis | None = None) -> Iterator[None]:
+    """Silence torch, which logs what it also raises, and mark this rank as waiting for the others' plans and results.
+
+    Torch also warns when run without a process group.
+    """
     logger = logging.getLogger("torch.distributed.checkpoint")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
+    waiting = nullcontext() if world is None or world.size == 1 else world.waiting("gather")
     try:
-        with torch.no_grad(), warnings.catch_warnings():
+        with waiting, torch.no_grad(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     finally:

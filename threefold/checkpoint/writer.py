@@ -6,6 +6,7 @@ fields. Older checkpoints lack it; their layout is read from `config.yaml`.
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -22,7 +23,6 @@ from threefold.files import read_json, read_text
 
 WRITER: Final = "writer.json"
 _FORMAT: Final = "threefold-writer"
-_CONFIG: Final = "config.yaml"
 
 
 @dataclass(frozen=True)
@@ -74,20 +74,27 @@ def record_of(parallel: ParallelConfig) -> WriterRecord:
     """Return the record for a checkpoint written now by a run with these settings."""
     settings = parallel.settings()
     kept = ("dp", "tp", "pp", "cp", "ep", "zero", "zero_shards", "schedule", "stage_chunks", "sequence_parallel")
-    return WriterRecord({name: settings[name] for name in kept if name in settings}, _now(), _versions())
+    return _record_now({name: settings[name] for name in kept if name in settings})
 
 
 def record_of_layout(layout: Layout) -> WriterRecord:
     """Return the record for a checkpoint written now by a custom training loop."""
-    return WriterRecord({axis: layout.size(axis) for axis in ("dp", "tp", "pp", "cp", "ep")}, _now(), _versions())
+    return _record_now({axis: layout.size(axis) for axis in ("dp", "tp", "pp", "cp", "ep")})
+
+
+def _record_now(layout: Mapping[str, Any]) -> WriterRecord:
+    versions = {}
+    for package in ("threefold", "torch"):
+        with suppress(PackageNotFoundError):  # run from a folder of sources
+            versions[package] = version(package)
+    return WriterRecord(layout, datetime.now(UTC), versions)
 
 
 def read_writer(folder: Path) -> WriterRecord:
     """Return the record of a checkpoint's writer, for older checkpoints from the config; unreadable facts are None."""
-    try:
+    document = None
+    with suppress(UserError):
         document = read_json(folder / WRITER)
-    except UserError:
-        return WriterRecord(_layout_of_config(folder))
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
         return WriterRecord(_layout_of_config(folder))
     versions = document.get("versions")
@@ -102,7 +109,7 @@ def read_writer(folder: Path) -> WriterRecord:
 def _layout_of_config(folder: Path) -> dict[str, Any] | None:
     """Return the layout in the stored config.yaml, or None if unreadable."""
     try:
-        document = yaml.safe_load(read_text(folder / _CONFIG))
+        document = yaml.safe_load(read_text(folder / "config.yaml"))
     except (UserError, yaml.YAMLError, ValueError, RecursionError):
         return None
     return _usable(document.get("parallel", {})) if isinstance(document, dict) else None
@@ -123,17 +130,3 @@ def _time(text: Any) -> datetime | None:
     except (TypeError, ValueError):
         return None
     return found if found.tzinfo else found.replace(tzinfo=UTC)
-
-
-def _now() -> datetime:
-    return datetime.now(UTC)
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in ("threefold", "torch"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:  # run from a folder of sources
-            continue
-    return found

@@ -277,6 +277,7 @@ def print_list(run: "Path", found: "list[ListedCheckpoint]") -> None:
 
 def print_summary(summary: "CheckpointSummary") -> None:
     from threefold.checkpoint.errors import OPTIMIZER
+    from threefold.checkpoint.manifest import VERSION
 
     one, facts = summary.listed, summary.listed.facts
     assert facts is not None  # it could be read
@@ -304,7 +305,7 @@ def print_summary(summary: "CheckpointSummary") -> None:
     data = {name for tensor in summary.tensors.values() for name in (chunk.file for chunk in tensor.chunks)}
     small = ", ".join(name for name in summary.files if name not in data)
     rows.append(("files", f"{len(data):,} of tensors, {format_bytes(one.bytes)} with {small or 'no others'}"))
-    rows.append(("format", f"version {summary.version}"))
+    rows.append(("format", f"version {VERSION}"))
     print_table(("checkpoint", str(one.path)), rows)
 
 
@@ -334,8 +335,6 @@ def print_tensors(summary: "CheckpointSummary", pattern: str | None) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from threefold.checkpoint.summary import bytes_of, dtype_name
-
     found = summary.matching(pattern)
     table = Table(box=box.SIMPLE)
     table.add_column(Text("tensor"), overflow="fold")
@@ -344,9 +343,9 @@ def print_tensors(summary: "CheckpointSummary", pattern: str | None) -> None:
     table.add_column(Text("size"), justify="right", no_wrap=True)
     for name, tensor in found.items():
         shape = " × ".join(f"{size}" for size in tensor.shape) or "a number"
-        table.add_row(*map(Text, (name, shape, dtype_name(tensor), format_bytes(bytes_of(tensor)))))
+        table.add_row(*map(Text, (name, shape, tensor.dtype_name, format_bytes(tensor.bytes))))
     Console().print(table)
-    total = format_bytes(sum(map(bytes_of, found.values())))
+    total = format_bytes(sum(tensor.bytes for tensor in found.values()))
     of = f" of {len(summary.tensors):,}" if len(found) < len(summary.tensors) else ""
     typer.echo(f"{len(found):,}{of} tensors, {total}")
 

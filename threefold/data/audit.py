@@ -111,8 +111,15 @@ def audit(path: Path, tokenizer: Path | None, progress: Progress) -> list[Audit]
     Raises:
         UserError: there are no token files.
     """
-    cache = _cache_of(path)
-    if found := [one for entry in _entries(cache) for one in _audit_entry(entry, progress)] + _audit_stamps(cache):
+    cache = path
+    if is_json_lines(path) and os.path.isfile(path):
+        cache = path.with_name(path.name + CACHE_ENDING)
+        if not os.path.isdir(cache):
+            raise UserError(f"{shown(cache)} does not exist, as no run has encoded these JSON lines yet.")
+    inside = sorted(cache.iterdir()) if os.path.isdir(cache) else []
+    entries = [cache] if is_entry(cache) else [entry for entry in inside if is_entry(entry)]
+    found = [one for entry in entries for one in _audit_entry(entry, progress)]
+    if found := found + [_audit_stamp(file) for file in inside if is_stamp(file)]:
         return found
     if is_own(path) and os.path.isdir(path):
         return list(_audit_folder(path, progress))
@@ -137,10 +144,11 @@ def _audit_folder(folder: Path, progress: Progress) -> Iterator[Audit]:
         summary = summarize(files.stored(), progress)
         if summary.highest >= files.vocab_size:
             raise files.outside(summary.highest, summary.highest_place)
-        if (place := _unended(files)) is not None:
+        unended = files.tokens[np.asarray(files.documents[1:]) - 1] != files.eod
+        if unended.any():
             raise UserError(
-                f"{shown(folder / TOKENS_FILE)} has document {place:,}, which does not end with token {files.eod}; "
-                f"{files.remedy}"
+                f"{shown(folder / TOKENS_FILE)} has document {int(np.argmax(unended)):,}, which does not end with "
+                f"token {files.eod}; {files.remedy}"
             )
     except UserError as error:
         yield Audit(folder / TOKENS_FILE, files.tokens.nbytes, "", str(error))
@@ -154,39 +162,17 @@ def _audit_folder(folder: Path, progress: Progress) -> Iterator[Audit]:
         yield Audit(path, require_file(path), found)
 
 
-def _unended(files: TokenFiles) -> int | None:
-    wrong = files.tokens[np.asarray(files.documents[1:]) - 1] != files.eod
-    return int(np.argmax(wrong)) if wrong.any() else None
+def _audit_stamp(path: Path) -> Audit:
+    try:
+        size, is_whole = require_file(path), is_stamp_whole(path)
+    except UserError as error:
+        return Audit(path, None, "", str(error))
+    remedy = "delete it, a part of a cache"
+    return Audit(path, size, "as written", "" if is_whole else _damaged(path, remedy))
 
 
-def _cache_of(path: Path) -> Path:
-    if not (is_json_lines(path) and os.path.isfile(path)):
-        return path
-    path = path.with_name(path.name + CACHE_ENDING)
-    if not os.path.isdir(path):
-        raise UserError(f"{shown(path)} does not exist, as no run has encoded these JSON lines yet.")
-    return path
-
-
-def _entries(cache: Path) -> list[Path]:
-    if not os.path.isdir(cache):
-        return []
-    return [cache] if is_entry(cache) else sorted(entry for entry in cache.iterdir() if is_entry(entry))
-
-
-def _audit_stamps(cache: Path) -> list[Audit]:
-    if not os.path.isdir(cache):
-        return []
-    found = []
-    for path in sorted(path for path in cache.iterdir() if is_stamp(path)):
-        problem = (
-            f"{shown(path)} is damaged (its checksum is not the one that was written); delete it, a part of a cache"
-        )
-        try:
-            found.append(Audit(path, require_file(path), "as written", "" if is_stamp_whole(path) else problem))
-        except UserError as error:
-            found.append(Audit(path, None, "", str(error)))
-    return found
+def _damaged(path: Path, remedy: str) -> str:
+    return f"{shown(path)} is damaged (its checksum is not the one that was written); {remedy}"
 
 
 def _audit_entry(folder: Path, progress: Progress) -> Iterator[Audit]:
@@ -205,9 +191,7 @@ def _compare(folder: Path, known: dict[str, str], remedy: str, progress: Progres
         try:
             size = require_file(path)
             progress.phase(f"Reading {name}", size)
-            problem = ""
-            if checksum(path, progress.advance) != written:
-                problem = f"{shown(path)} is damaged (its checksum is not the one that was written); {remedy}"
+            problem = "" if checksum(path, progress.advance) == written else _damaged(path, remedy)
             yield Audit(path, size, "as written", problem)
         except UserError as error:
             yield Audit(path, None, "", str(error))

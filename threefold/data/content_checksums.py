@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 
@@ -11,8 +11,9 @@ from threefold.checksums import checksum_of, checksum_of_blocks
 from threefold.data.corpus import Corpus, TokenArray
 from threefold.data.formats.jsonl import EncodedLines
 from threefold.data.stored_array import DOCUMENT_DTYPE, LOSS_MASK_FILE, TOKENS_FILE
+from threefold.files import STRICT
 
-CONTENT_DTYPES: Final = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
+TokenDtype = Literal["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 _BLOCK: Final = 8 << 20
 
 
@@ -27,10 +28,11 @@ class Content:
         loss_mask: checksum of the loss mask; None if it is unknown or there is no mask.
     """
 
-    dtype: str
+    dtype: TokenDtype
     documents: str
     tokens: str | None = None
     loss_mask: str | None = None
+    __pydantic_config__: ClassVar[Any] = STRICT
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,23 +55,19 @@ class ReadCorpus:
         return self.files[-1]
 
 
-def content_of(data: Corpus | EncodedLines) -> ReadCorpus:
+def content_of(data: Corpus) -> ReadCorpus:
     """Return a corpus with the checksums that its files keep."""
     if isinstance(data, EncodedLines):
-        files = (data.folder / TOKENS_FILE, data.folder / data.lines_file)
         known = dict(data.checksums)
-        remedy = "delete that folder, which is a cache"
-        tokens = known.pop(TOKENS_FILE, None)
+        tokens, mask = known.pop(TOKENS_FILE, None), None
         documents = checksum_of("".join(f"{name} {known[name]}\n" for name in sorted(known)).encode()) if known else ""
-        return ReadCorpus(files, data.tokens, Content(data.tokens.dtype.name, documents, tokens), remedy)
-    written = [data.checksums.get(file.name) for file in data.files]
-    mask = data.checksums.get(LOSS_MASK_FILE) if data.holds_chat else None
-    content = Content(data.tokens.dtype.name, written[-1] or _checksum_of_documents(data), written[0], mask)
-    return ReadCorpus(data.files, data.tokens, content, data.remedy)
-
-
-def _checksum_of_documents(data: Corpus) -> str:
-    return checksum_of(np.ascontiguousarray(data.documents, dtype=DOCUMENT_DTYPE).data)
+    else:
+        tokens, documents = data.checksums.get(data.files[0].name), data.checksums.get(data.files[-1].name) or ""
+        if not documents:
+            documents = checksum_of(np.ascontiguousarray(data.documents, dtype=DOCUMENT_DTYPE).data)
+        mask = data.checksums.get(LOSS_MASK_FILE) if data.holds_chat else None
+    dtype: Any = data.tokens.dtype.name
+    return ReadCorpus(data.files, data.tokens, Content(dtype, documents, tokens, mask), data.remedy)
 
 
 def checksum_of_tokens(tokens: TokenArray, dtype: str, advance: Callable[[int], None] = lambda size: None) -> str:

@@ -116,8 +116,22 @@ class Corpus:
             place = int(np.argmax((tokens < 0) | (tokens >= self.vocab_size)))
             raise self.outside(int(tokens[place]), start + place)
 
-    def document_of(self, place: int) -> int:
-        return int(np.searchsorted(self.documents, place, side="right")) - 1
+    def check_samples(self, tokens: Int64Array, places: Int64Array, indices: Int64Array, split: str) -> None:
+        """Check the tokens of samples. Raises UserError if one is outside the vocabulary.
+
+        Args:
+            tokens, places: int64 [rows, columns], the tokens and their positions in the corpus.
+            indices: int64 [rows], number of each row's sample.
+            split: name of the split.
+        """
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
+            row, column = np.argwhere((tokens < 0) | (tokens >= self.vocab_size))[0]
+            sample = f", sample {indices[row]:,} of the {split} split"
+            raise self.outside(int(tokens[row, column]), int(places[row, column]), sample)
+
+    def document_of(self, place: int) -> str:
+        """Name the document at a position."""
+        return f"document {int(np.searchsorted(self.documents, place, side='right')) - 1:,}"
 
     def outside(self, token: int, place: int, sample: str = "") -> UserError:
         """Return the error for a token outside the vocabulary.
@@ -128,6 +142,6 @@ class Corpus:
             sample: name of its sample, preceded by a comma and a space.
         """
         return UserError(
-            f"{shown(self.files[0])} holds token {token:,} at position {place:,} (document "
-            f"{self.document_of(place):,}{sample}), outside the vocabulary of {self.vocab_size:,} tokens; {self.remedy}"
+            f"{shown(self.files[0])} holds token {token:,} at position {place:,} ({self.document_of(place)}{sample}), "
+            f"outside the vocabulary of {self.vocab_size:,} tokens; {self.remedy}"
         )

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Final, cast
 
@@ -14,7 +15,7 @@ from threefold.constants import IGNORE_INDEX
 from threefold.data.chat_template import ChatTemplate
 from threefold.data.content_checksums import ReadCorpus, content_of
 from threefold.data.corpus import Corpus
-from threefold.data.formats.jsonl import EncodedLines, JsonLines
+from threefold.data.formats.jsonl import JsonLines
 from threefold.data.formats.own_data import OwnData, is_nested, is_own_data
 from threefold.data.formats.token_files import holds_tokens, open_corpus
 from threefold.data.mixture import MixedSamples
@@ -131,16 +132,19 @@ class Dataset:
 
     def sizes(self) -> tuple[tuple[int, int], ...]:
         """Return the number of tokens and documents of each source; needs resolved settings. Raises like `samples`."""
-        return tuple(_size(source.data, self.settings.sequence_length) for source in self.sources)
+        length = self.settings.sequence_length
+        return tuple(
+            (len(data) * (1 if data.is_nested else length), len(data))
+            if isinstance(data := source.data, OwnData)
+            else ((corpus := _corpus(data, length)).token_count, corpus.document_count)
+            for source in self.sources
+        )
 
     def contents(self) -> tuple[ReadCorpus, ...]:
         """Return each source that has files, with its checksums; needs resolved settings. Raises like `samples`."""
         length = self.settings.sequence_length
-        return tuple(
-            content_of(data if isinstance(data := source.data, Corpus) else _encoded(data, length))
-            for source in self.sources
-            if not isinstance(source.data, OwnData)
-        )
+        found = (source.data for source in self.sources)
+        return tuple(content_of(_corpus(data, length)) for data in found if not isinstance(data, OwnData))
 
 
 def _has_label(samples: Samples) -> bool:
@@ -151,8 +155,8 @@ def _has_label(samples: Samples) -> bool:
     return False
 
 
-def _encoded(lines: JsonLines, sequence_length: int) -> Corpus | EncodedLines:
-    return lines.conversations(SILENT) if lines.holds_chat else lines.encoded(sequence_length, SILENT)
+def _corpus(data: Corpus | JsonLines, sequence_length: int, progress: Progress = SILENT) -> Corpus:
+    return data if isinstance(data, Corpus) else data.corpus(sequence_length, progress)
 
 
 def open_dataset(config: Config) -> Dataset:
@@ -213,27 +217,26 @@ def _open(name: str, config: Config) -> Corpus | JsonLines | OwnData:
 
 
 def _check_shared(sources: Sequence[NamedCorpus]) -> None:
-    for one in sources:
-        for other in sources:
-            known = one.data.tokenizer_sha256 and other.data.tokenizer_sha256
-            if known and one.data.tokenizer_sha256 != other.data.tokenizer_sha256:
-                raise _not_shared(one, other, "were made with different tokenizers")
-            if one.data.vocab_size != other.data.vocab_size:
-                sizes = f"{one.data.vocab_size:,} and {other.data.vocab_size:,}"
-                raise _not_shared(one, other, f"have vocabularies of {sizes} tokens")
-            assumed = one.data.rule.is_assumed or other.data.rule.is_assumed
-            if one.data.rule.special_tokens != other.data.rule.special_tokens and not assumed:
-                lines = isinstance(one.data, JsonLines) or isinstance(other.data, JsonLines)
-                made = (other if isinstance(one.data, JsonLines) else one).data.rule.special_tokens
-                remedy = (
-                    f"set data.special_tokens to {made}, which JSON lines follow"
-                    if lines
-                    else "prepare one of them again with the other's --special-tokens"
-                )
-                raise UserError(
-                    f"data.mixture names {one.name}, made with special_tokens {one.data.rule.special_tokens}, and "
-                    f"{other.name}, made with {other.data.rule.special_tokens}; {remedy}."
-                )
+    for one, other in combinations(sources, 2):
+        known = one.data.tokenizer_sha256 and other.data.tokenizer_sha256
+        if known and one.data.tokenizer_sha256 != other.data.tokenizer_sha256:
+            raise _not_shared(one, other, "were made with different tokenizers")
+        if one.data.vocab_size != other.data.vocab_size:
+            sizes = f"{one.data.vocab_size:,} and {other.data.vocab_size:,}"
+            raise _not_shared(one, other, f"have vocabularies of {sizes} tokens")
+        assumed = one.data.rule.is_assumed or other.data.rule.is_assumed
+        if one.data.rule.special_tokens != other.data.rule.special_tokens and not assumed:
+            lines = isinstance(one.data, JsonLines) or isinstance(other.data, JsonLines)
+            made = (other if isinstance(one.data, JsonLines) else one).data.rule.special_tokens
+            remedy = (
+                f"set data.special_tokens to {made}, which JSON lines follow"
+                if lines
+                else "prepare one of them again with the other's --special-tokens"
+            )
+            raise UserError(
+                f"data.mixture names {one.name}, made with special_tokens {one.data.rule.special_tokens}, and "
+                f"{other.name}, made with {other.data.rule.special_tokens}; {remedy}."
+            )
 
 
 def _not_shared(one: NamedCorpus, other: NamedCorpus, what: str) -> UserError:
@@ -247,24 +250,10 @@ def _samples(data: Corpus | JsonLines | OwnData, name: str, settings: DataConfig
     length = settings.sequence_length
     if isinstance(data, OwnData):
         return cast(Samples, data.samples(name, settings.split, length))  # the loader batches nested samples itself
+    corpus = _corpus(data, length, progress)
     if data.holds_chat:
-        corpus = data if isinstance(data, Corpus) else data.conversations(progress)
         return PackedConversations.open(corpus, name, settings.split, length, settings.loss_tokens == "all")
-    if isinstance(data, Corpus):
-        return PackedSamples.open(data, name, settings.split, length)
-    return PaddedSamples.open(data.encoded(length, progress), name, settings.split, length)
-
-
-def _size(data: Corpus | JsonLines | OwnData, sequence_length: int) -> tuple[int, int]:
-    if isinstance(data, OwnData):
-        return len(data) * (1 if data.is_nested else sequence_length), len(data)
-    if isinstance(data, Corpus):
-        return data.token_count, data.document_count
-    if data.holds_chat:
-        corpus = data.conversations(SILENT)
-        return corpus.token_count, corpus.document_count
-    encoded = data.encoded(sequence_length, SILENT)
-    return len(encoded.tokens), len(encoded.lines) - 1
+    return (PackedSamples if corpus is data else PaddedSamples).open(corpus, name, settings.split, length)
 
 
 USUAL_VOCABULARY: Final = 50257  # GPT-2's

@@ -7,7 +7,7 @@ import re
 import signal
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -66,9 +66,12 @@ class DocumentEncoder:
         if isinstance(document, str):
             ids = self._ended(self.text.encode(document))
             return EncodedDocument(ids, [True] * len(ids))
-        if isinstance(document, Completion):
-            return self._encode_pair(document)
-        return self._encode_chat(document)
+        if isinstance(document, Chat):
+            return self._encode_chat(document)
+        prompt, whole = len(document.prompt), document.prompt + document.completion
+        ids, spans = self.text.encode_spans(whole)
+        ended = self._ended(ids)
+        return EncodedDocument(ended, _within(spans, [(prompt, len(whole))]) + [True] * (len(ended) - len(ids)))
 
     def prompt(self, messages: Sequence[Message], where: str) -> list[int]:
         """Encode a conversation that the assistant is to continue. Raises like `encode`."""
@@ -88,12 +91,6 @@ class DocumentEncoder:
 
     def _ended(self, ids: list[int]) -> list[int]:
         return ids if self._eod is None else [*ids, self._eod]
-
-    def _encode_pair(self, pair: Completion) -> EncodedDocument:
-        ids, spans = self.text.encode_spans(pair.prompt + pair.completion)
-        counted = _within(spans, [(len(pair.prompt), len(pair.prompt) + len(pair.completion))])
-        ended = self._ended(ids)
-        return EncodedDocument(ended, counted + [True] * (len(ended) - len(ids)))
 
     def _encode_chat(self, chat: Chat) -> EncodedDocument:
         chat = replace(chat, messages=tuple(self._marked(chat.messages)))
@@ -122,7 +119,7 @@ class DocumentEncoder:
             so_far = chat.messages[: number + 1]
             texts = [self._render(so_far, chat.where, chat.tools, prompted).text for prompted in (False, True)]
             # A template may close a complete conversation (Phi's <|endoftext|>) but not one that continues.
-            after = _common_beginning(*texts)
+            after = os.path.commonprefix(texts)  # noqa: RUF071 (of characters)
             if not rendered.startswith(after) or len(after) <= start:
                 raise self._unstable(chat, number)
             yield start, len(after)
@@ -214,11 +211,6 @@ def _within(spans: list[Span], wanted: list[Span]) -> list[bool]:
     return counted
 
 
-def _common_beginning(one: str, other: str) -> str:
-    differing = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return one[: next(differing, min(len(one), len(other)))]
-
-
 def _map_texts(value: Any, change: Any) -> Any:
     if isinstance(value, str):
         return change(value)
@@ -269,29 +261,29 @@ def encode_documents(documents: Iterable[Document], encoding: EncodingSpec, work
     """
     batches = _batches(documents)
     if workers == 1:
-        encoder = _Encoder(encoding)
-        yield from map(encoder, batches)
+        yield from map(_batch_encoder(encoding), batches)
     else:
         with closing(_in_workers(batches, encoding, workers)) as encoded:
             yield from encoded
 
 
-class _Encoder:
-    def __init__(self, encoding: EncodingSpec) -> None:
-        text = TextEncoder(Tokenizer.from_str(encoding.tokenizer), encoding.rule)
-        self._documents, self._dtype = DocumentEncoder(text, encoding.eod, encoding.template), encoding.dtype
+def _batch_encoder(encoding: EncodingSpec) -> Callable[[list[Document]], EncodedBatch]:
+    text = TextEncoder(Tokenizer.from_str(encoding.tokenizer), encoding.rule)
+    encoder = DocumentEncoder(text, encoding.eod, encoding.template)
 
-    def __call__(self, batch: list[Document]) -> EncodedBatch:
-        documents: list[EncodedDocument] = [self._documents.encode(document) for document in batch]
+    def encode(batch: list[Document]) -> EncodedBatch:
+        documents: list[EncodedDocument] = [encoder.encode(document) for document in batch]
         return EncodedBatch(
-            tokens=np.concatenate([np.array(document.ids, self._dtype) for document in documents]),
+            tokens=np.concatenate([np.array(document.ids, encoding.dtype) for document in documents]),
             lengths=np.array([len(document.ids) for document in documents], dtype=np.int64),
             counted=np.concatenate([np.array(document.counted, np.uint8) for document in documents]),
-            text_bytes=sum(len(text.encode()) for document in batch for text in texts_in(document)),
+            text_bytes=sum(len(text.encode()) for document in batch for text in _texts_in(document)),
         )
 
+    return encode
 
-def texts_in(document: Document) -> Iterator[str]:
+
+def _texts_in(document: Document) -> Iterator[str]:
     match document:
         case str():
             yield document
@@ -306,7 +298,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     characters = 0
     for document in documents:
         batch.append(document)
-        characters += sum(map(len, texts_in(document)))
+        characters += sum(map(len, _texts_in(document)))
         if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:
             yield batch
             batch, characters = [], 0
@@ -331,8 +323,7 @@ def _in_workers(
             processes.append(process)
         yield from _in_order(batches, pipes)
     except (EOFError, ConnectionError, BrokenPipeError):
-        fewer = workers // 2
-        raise UserError(f"a worker was killed, perhaps for want of memory; try --workers {fewer}") from None
+        raise UserError(f"a worker was killed, perhaps for want of memory; try --workers {workers // 2}") from None
     finally:
         for pipe in pipes:
             pipe.close()
@@ -342,21 +333,21 @@ def _in_workers(
 
 def _in_order(batches: Iterable[list[Document]], pipes: list[Connection]) -> Iterator[EncodedBatch]:
     waiting: deque[Connection] = deque()
+
+    def receive() -> EncodedBatch:
+        answer: EncodedBatch | BaseException = waiting.popleft().recv()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
     for number, batch in enumerate(batches):
         if len(waiting) >= _AHEAD * len(pipes):
-            yield _receive(waiting.popleft())
+            yield receive()
         pipe = pipes[number % len(pipes)]
         pipe.send(batch)
         waiting.append(pipe)
     while waiting:
-        yield _receive(waiting.popleft())
-
-
-def _receive(pipe: Connection) -> EncodedBatch:
-    answer = pipe.recv()
-    if isinstance(answer, BaseException):
-        raise answer
-    return answer
+        yield receive()
 
 
 def _serve(pipe: Connection, encoding: EncodingSpec) -> None:
@@ -364,11 +355,11 @@ def _serve(pipe: Connection, encoding: EncodingSpec) -> None:
     inbox: queue.SimpleQueue[list[Document]] = queue.SimpleQueue()
     # A thread receives, so that neither side can block in `send` while the other one does too.
     threading.Thread(target=_receive_all, args=(pipe, inbox), daemon=True).start()
-    encoder = _Encoder(encoding)
+    encode = _batch_encoder(encoding)
     while True:
         batch = inbox.get()
         try:
-            answer: EncodedBatch | Exception = encoder(batch)
+            answer: EncodedBatch | Exception = encode(batch)
         except Exception as error:
             answer = error
         try:

@@ -111,9 +111,9 @@ class DistributedBatchSampler(Sampler[list[int]]):
         Raises:
             UserError: it is not the state of a sampler, or its dataset size or seed differs.
         """
-        missing = [name for name in ("epoch", "start", "seed", "samples") if name not in state]
-        if missing:
-            raise UserError(f"The state of a sampler lacks {missing[0]!r}; give what `state_dict` returned.")
+        for name in self.state_dict():
+            if name not in state:
+                raise UserError(f"The state of a sampler lacks {name!r}; give what `state_dict` returned.")
         if state["samples"] != self.samples:
             raise UserError(
                 f"The state is of a data set of {state['samples']} samples but this one has {self.samples}; give the "
@@ -193,7 +193,11 @@ class DistributedDataLoader:
 
     @property
     def consumed_samples(self) -> int:
-        """Samples returned to all replicas since the first epoch began."""
+        """Samples returned to all replicas since the first epoch began, if each epoch had batches of this size.
+
+        Those that fill the last batch of an epoch count, and those that `drop_last` leaves out do not. After a resume
+        with another batch size, the epochs before are therefore counted as this size would have made them.
+        """
         sampler = self.sampler
         return sampler.epoch * len(sampler) * sampler.global_batch_size + sampler.start
 

@@ -8,11 +8,8 @@ from numpy.typing import NDArray
 
 from threefold.constants import IGNORE_INDEX
 from threefold.data.corpus import Corpus
-from threefold.data.formats.jsonl import EncodedLines
-from threefold.data.samples import SPLITS, SingleCorpus, document_runs
-from threefold.data.stored_array import TOKENS_FILE
+from threefold.data.samples import SPLITS, SingleCorpus, document_numbers, document_runs
 from threefold.errors import UserError
-from threefold.files import shown
 from threefold.random.permutation import Int64Array
 
 
@@ -65,10 +62,7 @@ class PackedSamples(SingleCorpus):
         """Read samples: int64 [rows] → int64 [rows, S + 1]. Raises UserError if a token is outside the vocabulary."""
         places = self._places(indices, self.sequence_length + 1)
         windows: Int64Array = self.files.tokens[places].astype(np.int64)
-        if windows.size and not 0 <= windows.min() <= windows.max() < self.files.vocab_size:
-            row, column = np.argwhere((windows < 0) | (windows >= self.files.vocab_size))[0]
-            sample = f", sample {indices[row]:,} of the {self.name} split"
-            raise self.files.outside(int(windows[row, column]), int(places[row, column]), sample)
+        self.files.check_samples(windows, places, indices, self.name)
         return windows
 
     def labelled(self, indices: Int64Array) -> tuple[Int64Array, Int64Array]:
@@ -86,14 +80,11 @@ class PackedSamples(SingleCorpus):
     def padding(self, indices: Int64Array) -> Int64Array:
         return np.zeros(len(indices), np.int64)
 
-    def ends(self, indices: Int64Array) -> NDArray[np.bool_]:
+    def _ends(self, indices: Int64Array, tokens: Int64Array) -> NDArray[np.bool_]:
         """Return whether each input token of the samples at `indices` ends its document: bool [rows, S].
 
         An end is any end-of-document token; without such a token, the last token of each document.
         """
-        return self._ends(indices, self.read(indices)[:, :-1])
-
-    def _ends(self, indices: Int64Array, tokens: Int64Array) -> NDArray[np.bool_]:
         if self.files.eod is not None:
             return tokens == self.files.eod
         places = self._places(indices, self.sequence_length)
@@ -178,10 +169,9 @@ class PackedConversations(SingleCorpus):
         Raises:
             UserError: the split is empty, or `split` is malformed.
         """
-        runs = document_runs(corpus.document_count, split, name)
-        if not len(runs):
+        numbers = document_numbers(corpus.document_count, split, name)
+        if not len(numbers):
             raise UserError(f'data.split "{split}" gives the {name} split no conversations; give it a weight above 0')
-        numbers = np.concatenate([np.arange(first, end) for first, end in runs])
         starts, ends = corpus.documents[numbers], corpus.documents[numbers + 1]
         pieces = np.maximum(1, -(-(ends - starts - 1) // sequence_length))
         place = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
@@ -307,7 +297,7 @@ class PaddedSamples(SingleCorpus):
     it.
 
     Attributes:
-        encoded: encoded lines of the file.
+        encoded: lines of the file, cut for this length.
         sequence_length: S, in tokens.
         first_samples: int64 [runs], first sample of each run of consecutive lines.
         shifts: int64 [runs], offset from a sample's number to its line's.
@@ -315,7 +305,7 @@ class PaddedSamples(SingleCorpus):
         name: name of the split.
     """
 
-    encoded: EncodedLines
+    encoded: Corpus
     sequence_length: int
     first_samples: Int64Array
     shifts: Int64Array
@@ -323,7 +313,7 @@ class PaddedSamples(SingleCorpus):
     name: str
 
     @classmethod
-    def open(cls, encoded: EncodedLines, name: str, split: str, sequence_length: int) -> "PaddedSamples":
+    def open(cls, encoded: Corpus, name: str, split: str, sequence_length: int) -> "PaddedSamples":
         """Open the samples of split `name` ("train", "valid" or "test") under `split`, such as "949,50,1".
 
         Args:
@@ -332,7 +322,7 @@ class PaddedSamples(SingleCorpus):
         Raises:
             UserError: the split is empty, or `split` is malformed.
         """
-        runs = document_runs(len(encoded.lines) - 1, split, name)
+        runs = document_runs(encoded.document_count, split, name)
         if not len(runs):
             raise UserError(f'data.split "{split}" gives the {name} split no lines; give it a weight above 0')
         lengths = runs[:, 1] - runs[:, 0]
@@ -344,20 +334,12 @@ class PaddedSamples(SingleCorpus):
 
     def labelled(self, indices: Int64Array) -> tuple[Int64Array, Int64Array]:
         lines = self._lines(indices)
-        starts, ends = self.encoded.lines[lines], self.encoded.lines[lines + 1]
+        starts, ends = self.encoded.documents[lines], self.encoded.documents[lines + 1]
         places = starts[:, None] + np.arange(self.sequence_length + 1)
         held = places < ends[:, None]
-        windows = np.full(places.shape, self.encoded.source.eod, dtype=np.int64)
+        windows = np.full(places.shape, self.encoded.eod, dtype=np.int64)
         windows[held] = self.encoded.tokens[places[held]]
-        vocab_size = self.encoded.source.vocab_size
-        if windows.size and not 0 <= windows.min() <= windows.max() < vocab_size:
-            row, column = np.argwhere((windows < 0) | (windows >= vocab_size))[0]
-            raise UserError(
-                f"{shown(self.encoded.folder / TOKENS_FILE)} holds token {windows[row, column]:,} at position "
-                f"{places[row, column]:,} (line {lines[row]:,} with text, sample {indices[row]:,} of the "
-                f"{self.name} split), outside the vocabulary of {vocab_size:,} tokens; delete that folder, which is a "
-                "cache."
-            )
+        self.encoded.check_samples(windows, places, indices, self.name)
         return windows[:, :-1], np.where(held[:, 1:], windows[:, 1:], IGNORE_INDEX)
 
     def documents(self, indices: Int64Array) -> Int64Array:
@@ -365,7 +347,7 @@ class PaddedSamples(SingleCorpus):
 
     def padding(self, indices: Int64Array) -> Int64Array:
         lines = self._lines(indices)
-        held = self.encoded.lines[lines + 1] - self.encoded.lines[lines]
+        held = self.encoded.documents[lines + 1] - self.encoded.documents[lines]
         return np.maximum(0, self.sequence_length - held)
 
     def _lines(self, indices: Int64Array) -> Int64Array:

@@ -5,30 +5,24 @@ The corpus is read twice, once to learn the vocabulary and once to encode, and i
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from threefold.data.chat_template import ChatTemplate
-from threefold.data.corpus import Corpus, StoredTokens
 from threefold.data.encoding import EncodingSpec, encode_documents
 from threefold.data.formats.registry import TokenFormat, token_formats, with_ending
 from threefold.data.formats.threefold_folder import Meta, SourceFile, TokenFiles, file_checksums, list_token_files
 from threefold.data.formats.token_files import is_own, open_corpus, read_stored
 from threefold.data.sources import SourceReader, find_inputs, holds_chat
 from threefold.data.stored_array import (
-    DOCUMENT_DTYPE,
-    DOCUMENTS_FILE,
-    DTYPES,
-    LOSS_MASK_FILE,
     META_FILE,
+    TOKEN_DTYPES,
     TOKENIZER_FILE,
-    TOKENS_FILE,
+    DocumentWriter,
     dtype_for,
 )
 from threefold.data.tokenizer import (
@@ -94,17 +88,42 @@ def prepare(request: PrepareRequest, progress: Progress) -> TokenFiles:
     Raises:
         UserError: an input, the tokenizer or `out` cannot be used, or there is no document.
     """
-    _check(request)
+    if request.tokenizer is None:
+        check_vocab_size(request.vocab_size)
+    if request.workers < 1:
+        raise UserError(f"--workers is {request.workers} but must be at least 1")
+    check_replaceable(request.out, request.read, request.overwrite, listing=list_token_files)
     inputs = find_inputs(request.inputs)
     chats = [path for path in inputs if holds_chat(path, request.key)]
     template = _template(request, chats)
     with staged_directory(
         request.out, inputs=request.read, overwrite=request.overwrite, listing=list_token_files, marked=False
     ) as folder:
-        tokenizer = _tokenizer(request, inputs, progress)
-        progress.phase("Encoding", sum(path.stat().st_size for path in inputs))
+        size = sum(path.stat().st_size for path in inputs)
+        if request.tokenizer is None:
+            progress.phase("Learning the vocabulary", size)
+            tokenizer = train_tokenizer(_learned_from(inputs, request.key, progress.advance), request.vocab_size)
+            stored = tokenizer.to_str(pretty=True).encode("utf-8")
+        else:
+            tokenizer = load_tokenizer(request.tokenizer)
+            stored = request.tokenizer.read_bytes()  # byte for byte, so that its hash is the one its maker published
+        progress.phase("Encoding", size)
+        eod, rule = end_of_document(tokenizer, request.eod), TextRule.of(tokenizer, request.special_tokens)
+        dtype = TOKEN_DTYPES[dtype_for(id_count(tokenizer))]
+        encoding = EncodingSpec(stored.decode("utf-8"), eod, dtype, rule, template)
         sources = [SourceReader(path, request.key, progress.advance) for path in inputs]
-        _write(folder, tokenizer, sources, request, bool(chats), template)
+        documents = (document for source in sources for document in (source if chats else source.texts()))
+        text_bytes = 0
+        with DocumentWriter(folder, with_mask=bool(chats)) as writer:
+            for encoded in encode_documents(documents, encoding, request.workers):
+                writer.write(encoded.tokens, encoded.lengths, encoded.counted)
+                text_bytes += encoded.text_bytes
+        if not writer.documents:
+            raise _no_documents(inputs)
+        for name, text in template.files().items() if template else ():
+            (folder / name).write_text(text, encoding="utf-8")
+        read = [SourceFile(os.fspath(each.path), each.bytes, each.documents, each.sha256) for each in sources]
+        _complete(folder, writer, stored, id_count(tokenizer), eod, rule, read, text_bytes, bool(chats))
     return TokenFiles.open(request.out)
 
 
@@ -121,27 +140,10 @@ def _template(request: PrepareRequest, chats: list[Path]) -> ChatTemplate | None
     return ChatTemplate.beside(request.tokenizer)
 
 
-def _check(request: PrepareRequest) -> None:
-    if request.tokenizer is None:
-        check_vocab_size(request.vocab_size)
-    if request.workers < 1:
-        raise UserError(f"--workers is {request.workers} but must be at least 1")
-    check_replaceable(request.out, request.read, request.overwrite, listing=list_token_files)
-
-
-def _tokenizer(request: PrepareRequest, inputs: list[Path], progress: Progress) -> Tokenizer:
-    if request.tokenizer is not None:
-        return load_tokenizer(request.tokenizer)
-    progress.phase("Learning the vocabulary", sum(path.stat().st_size for path in inputs))
-    stride = 1 + sum(map(_text_bytes, inputs)) // _LEARN_FROM_BYTES
-    return train_tokenizer(_every(stride, inputs, request.key, progress.advance), request.vocab_size)
-
-
-def _text_bytes(path: Path) -> int:
-    return path.stat().st_size * (_COMPRESSION if path.suffix.lower() in (".gz", ".zst") else 1)
-
-
-def _every(stride: int, inputs: list[Path], key: str, on_read: Callable[[int], None]) -> Iterator[str]:
+def _learned_from(inputs: list[Path], key: str, on_read: Callable[[int], None]) -> Iterator[str]:
+    """Yield the texts to learn the vocabulary from: every n-th, so that they hold about `_LEARN_FROM_BYTES`."""
+    sizes = (path.stat().st_size * (_COMPRESSION if path.suffix.lower() in (".gz", ".zst") else 1) for path in inputs)
+    stride = 1 + sum(sizes) // _LEARN_FROM_BYTES
     number = 0
     for path in inputs:
         for document in SourceReader(path, key, on_read).texts():
@@ -152,66 +154,33 @@ def _every(stride: int, inputs: list[Path], key: str, on_read: Callable[[int], N
         raise _no_documents(inputs)
 
 
-def _write(
+def _complete(
     folder: Path,
-    tokenizer: Tokenizer,
-    sources: list[SourceReader],
-    request: PrepareRequest,
-    holds_chat: bool,
-    template: ChatTemplate | None,
+    writer: DocumentWriter,
+    tokenizer: bytes,
+    vocab_size: int,
+    eod: int,
+    rule: TextRule,
+    sources: Sequence[SourceFile],
+    text_bytes: int = 0,
+    loss_mask: bool = False,
 ) -> None:
-    stored = _stored_tokenizer(tokenizer, request)
-    vocab_size = id_count(tokenizer)
-    dtype = dtype_for(vocab_size)
-    eod = end_of_document(tokenizer, request.eod)
-    rule = TextRule.of(tokenizer, request.special_tokens)
-    encoding = EncodingSpec(stored.decode("utf-8"), eod, DTYPES[dtype], rule, template)
-    documents = (document for source in sources for document in (source if holds_chat else source.texts()))
-
-    end = count = text_bytes = 0
-    with ExitStack() as files:
-        tokens_file, documents_file = (
-            files.enter_context((folder / name).open("wb")) for name in (TOKENS_FILE, DOCUMENTS_FILE)
-        )
-        mask_file = files.enter_context((folder / LOSS_MASK_FILE).open("wb")) if holds_chat else None
-        documents_file.write(np.zeros(1, dtype=DOCUMENT_DTYPE).tobytes())
-        for encoded in encode_documents(documents, encoding, request.workers):
-            ends = end + np.cumsum(encoded.lengths)
-            tokens_file.write(encoded.tokens.tobytes())
-            documents_file.write(ends.astype(DOCUMENT_DTYPE).tobytes())
-            if mask_file is not None:
-                mask_file.write(encoded.counted.tobytes())
-            end = int(ends[-1])
-            count += len(ends)
-            text_bytes += encoded.text_bytes
-    if count == 0:
-        raise _no_documents([source.path for source in sources])
-    (folder / TOKENIZER_FILE).write_bytes(stored)
-    for name, text in template.files().items() if template else ():
-        (folder / name).write_text(text, encoding="utf-8")
+    """Write tokenizer.json, and meta.json last, into a folder whose other files are written."""
+    (folder / TOKENIZER_FILE).write_bytes(tokenizer)
     Meta(
-        dtype=dtype,
+        dtype=dtype_for(vocab_size),
         vocab_size=vocab_size,
         eod=eod,
-        tokens=end,
-        documents=count,
+        tokens=writer.tokens,
+        documents=writer.documents,
         text_bytes=text_bytes,
-        tokenizer_sha256=hashlib.sha256(stored).hexdigest(),
-        sources=tuple(
-            SourceFile(os.fspath(source.path), source.bytes, source.documents, source.sha256) for source in sources
-        ),
+        tokenizer_sha256=hashlib.sha256(tokenizer).hexdigest(),
+        sources=tuple(sources),
         special_tokens=rule.special_tokens,
         beginning=rule.beginning,
-        loss_mask=holds_chat,
+        loss_mask=loss_mask,
         checksums=file_checksums(folder),
     ).write(folder / META_FILE)
-
-
-def _stored_tokenizer(tokenizer: Tokenizer, request: PrepareRequest) -> bytes:
-    """Return tokenizer.json; a given one is kept byte for byte, so that its hash is the one its maker published."""
-    if request.tokenizer is not None:
-        return request.tokenizer.read_bytes()
-    return tokenizer.to_str(pretty=True).encode("utf-8")
 
 
 def _no_documents(inputs: list[Path]) -> UserError:
@@ -320,52 +289,33 @@ def to_threefold(
     corpus = open_corpus(source, tokenizer=tokenizer)
     read = [*stored.files, tokenizer]
     eod = end_of_document(loaded, end) if corpus.eod is None or end is not None else corpus.eod
+    left_out = ended = 0
     with staged_directory(out, inputs=read, overwrite=overwrite, listing=list_token_files, marked=False) as folder:
-        dtype = dtype_for(corpus.vocab_size)
+        dtype = np.dtype(TOKEN_DTYPES[dtype_for(corpus.vocab_size)])
         progress.phase("Converting", stored.tokens.nbytes)
-        converted = _write_documents(folder, corpus, eod, np.dtype(DTYPES[dtype]), progress)
-        if not converted.documents:
+        with DocumentWriter(folder) as writer:
+            for first, last in _ranges(corpus.documents):
+                starts = corpus.documents[first : last + 1]
+                tokens = corpus.tokens[starts[0] : starts[-1]]
+                corpus.check_tokens(tokens, int(starts[0]))
+                lengths = np.diff(starts)
+                filled = lengths > 0
+                ends = (starts[1:] - starts[0])[filled]
+                unended = ends[tokens[ends - 1] != eod]
+                writer.write(np.insert(tokens.astype(dtype), unended, eod), lengths[filled] + np.isin(ends, unended))
+                left_out, ended = left_out + (last - first - len(ends)), ended + len(unended)
+                progress.advance(tokens.nbytes)
+        if not writer.documents:
             raise UserError(f"{source} has only empty documents, so there is nothing to convert")
-        text = tokenizer.read_bytes()
-        (folder / TOKENIZER_FILE).write_bytes(text)
-        Meta(
-            dtype=dtype,
-            vocab_size=corpus.vocab_size,
-            eod=eod,
-            tokens=converted.tokens,
-            documents=converted.documents,
-            text_bytes=0,
-            tokenizer_sha256=hashlib.sha256(text).hexdigest(),
-            sources=(_source(stored),),
-            special_tokens=corpus.rule.special_tokens,
-            beginning=corpus.rule.beginning,
-            checksums=file_checksums(folder),
-        ).write(folder / META_FILE)
-    return converted
+        path = stored.files[0]
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        made_of = SourceFile(os.fspath(path), path.stat().st_size, len(stored.documents) - 1, digest)
+        _complete(folder, writer, tokenizer.read_bytes(), corpus.vocab_size, eod, corpus.rule, [made_of])
+    return ConvertedTokens(writer.tokens, writer.documents, left_out, ended)
 
 
-def _write_documents(folder: Path, corpus: Corpus, eod: int, dtype: np.dtype, progress: Progress) -> ConvertedTokens:
-    end = count = left_out = ended = 0
-    with (folder / TOKENS_FILE).open("wb") as tokens_file, (folder / DOCUMENTS_FILE).open("wb") as documents_file:
-        documents_file.write(np.zeros(1, dtype=DOCUMENT_DTYPE).tobytes())
-        for first, last in _batches(corpus.documents):
-            starts = corpus.documents[first : last + 1]
-            tokens = corpus.tokens[starts[0] : starts[-1]]
-            corpus.check_tokens(tokens, int(starts[0]))
-            lengths = np.diff(starts)
-            ends = (starts[1:] - starts[0])[lengths > 0]
-            unended = ends[tokens[ends - 1] != eod]
-            written = np.insert(tokens.astype(dtype), unended, eod)
-            lengths = lengths[lengths > 0] + np.isin(ends, unended)
-            tokens_file.write(written.data)
-            documents_file.write((end + np.cumsum(lengths)).astype(DOCUMENT_DTYPE).data)
-            end, count = end + len(written), count + len(ends)
-            left_out, ended = left_out + (last - first - len(ends)), ended + len(unended)
-            progress.advance(tokens.nbytes)
-    return ConvertedTokens(end, count, left_out, ended)
-
-
-def _batches(documents: Int64Array) -> Iterator[tuple[int, int]]:
+def _ranges(documents: Int64Array) -> Iterator[tuple[int, int]]:
     """Yield ranges of consecutive documents with about `_CHUNK` tokens: the first document, and one past the last."""
     first, count = 0, len(documents) - 1
     while first < count:
@@ -373,10 +323,3 @@ def _batches(documents: Int64Array) -> Iterator[tuple[int, int]]:
         end = min(max(end, first + 1), count)
         yield first, end
         first = end
-
-
-def _source(stored: StoredTokens) -> SourceFile:
-    path = stored.files[0]
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return SourceFile(os.fspath(path), path.stat().st_size, len(stored.documents) - 1, digest)

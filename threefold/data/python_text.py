@@ -67,7 +67,11 @@ def write_sample(folder: Path, library: Path | None = None) -> SampleSummary:
     }
     if not any(documents.values()):
         raise UserError(f"this Python has no source files under {library}; prepare a text of your own instead")
-    contents = {name: _json_lines(texts) for name, texts in documents.items() if texts}
+    contents = {
+        name: "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts).encode()
+        for name, texts in documents.items()
+        if texts
+    }
     if any(not _holds(folder / name, content) for name, content in contents.items()):
         # Files with this program's marker may be replaced, such as those of another Python.
         with staged_files(folder / _MARKED_AS, list(contents), inputs=(), overwrite=True) as staging:
@@ -128,10 +132,6 @@ def _distinct(texts: Iterable[str], seen: set[str]) -> Iterator[str]:
         document = "\n\n".join(paragraphs).strip()
         if len(document) >= _MIN_DOCUMENT:
             yield document
-
-
-def _json_lines(texts: list[str]) -> bytes:
-    return "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts).encode()
 
 
 def _holds(path: Path, content: bytes) -> bool:

@@ -75,6 +75,12 @@ def document_runs(documents: int, split: str, name: str) -> Int64Array:
     return np.stack([firsts, ends], axis=1)[firsts < ends]
 
 
+def document_numbers(documents: int, split: str, name: str) -> Int64Array:
+    """Return the documents of split `name`, in file order: int64 [documents of the split]."""
+    runs = document_runs(documents, split, name)
+    return np.concatenate([np.arange(0), *(np.arange(first, end) for first, end in runs)])
+
+
 def _assigned(documents: int, counts: dict[str, int], name: str) -> Int64Array:
     before = sum(counts[other] for other in SPLITS[: SPLITS.index(name)])
     places = np.arange(before, before + counts[name], dtype=np.int64)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import zstandard
 
-from threefold.data.messages import Chat, Completion, Document, chat_of, is_chat, utf8
+from threefold.data.messages import Chat, Document, chat_of, is_chat, utf8
 from threefold.data.stored_array import META_FILE, TOKENS_FILE
 from threefold.errors import UserError
 
@@ -60,11 +60,8 @@ def _check_column(path: Path, file: "pyarrow.parquet.ParquetFile", column: str) 
         raise UserError(f'{path} has no text in column "{column}" but {kind}; name a column of strings with --key')
 
 
-_JSON_SUFFIXES: Final = (".jsonl", ".json")
-_TEXT_SUFFIXES: Final = (".txt",)
-_PARQUET_SUFFIXES: Final = (".parquet",)
-_COMPRESSED_SUFFIXES: Final = (".gz", ".zst")
-_KNOWN: Final = ", ".join(_JSON_SUFFIXES + _TEXT_SUFFIXES) + ", one of these and .gz or .zst, or .parquet"
+_KINDS: Final = {".jsonl": "json", ".json": "json", ".txt": "text", ".parquet": "parquet"}
+_KNOWN: Final = ".jsonl, .json, .txt, one of these and .gz or .zst, or .parquet"
 
 # Ends a document of a plain-text file when alone on a line, as in other public corpora.
 DOCUMENT_END: Final = "<|endoftext|>"
@@ -147,15 +144,14 @@ class SourceReader:
         """Yield the documents of a file with only texts. Raises UserError if one is a conversation or a pair."""
         for document in self:
             if not isinstance(document, str):
-                raise UserError(f"{document.where} has {_what(document)} in place of a text; give texts under a key.")
+                what = "messages" if isinstance(document, Chat) else "a prompt and a completion"
+                raise UserError(f"{document.where} has {what} in place of a text; give texts under a key.")
             yield document
 
     def __iter__(self) -> Iterator[Document]:
         """Yield the non-empty documents. Raises UserError if the file cannot be read or a line is malformed."""
-        documents: Iterator[Document] = (
-            self._parquet_documents() if _kind(self.path) == "parquet" else self._streamed_documents()
-        )
-        for document in documents:
+        is_parquet = _kind(self.path) == "parquet"
+        for document in self._parquet_documents() if is_parquet else self._streamed_documents():
             if not isinstance(document, str) or document.strip():
                 self.documents += 1
                 yield document
@@ -174,8 +170,10 @@ class SourceReader:
     def _streamed_documents(self) -> Iterator[Document]:
         with self._opened() as raw, _explained(self.path):
             stream = io.TextIOWrapper(_decompressed(raw, self.path), encoding="utf-8-sig")
-            lines = iter(lambda: stream.readline(_READ_LINE_LIMIT), "") if _kind(self.path) == "text" else iter(stream)
-            yield from _text_documents(lines) if _kind(self.path) == "text" else self._json_documents(lines)
+            if _kind(self.path) == "text":
+                yield from _text_documents(iter(lambda: stream.readline(_READ_LINE_LIMIT), ""))
+            else:
+                yield from self._json_documents(stream)
             while raw.read(1 << 20):  # the hash covers the last bytes, which a decompressor may leave unread
                 pass
 
@@ -243,10 +241,6 @@ class SourceReader:
             yield value, number
 
 
-def _what(document: Chat | Completion) -> str:
-    return "messages" if isinstance(document, Chat) else "a prompt and a completion"
-
-
 def _search(folder: Path) -> list[Path]:
     token_folders = {meta.parent for meta in folder.rglob(META_FILE) if (meta.parent / TOKENS_FILE).exists()}
     return sorted(
@@ -257,15 +251,11 @@ def _search(folder: Path) -> list[Path]:
 
 
 def _kind(path: Path) -> str | None:
-    suffixes = path.suffixes
-    if suffixes and suffixes[-1].lower() in _COMPRESSED_SUFFIXES:
-        suffixes = suffixes[:-1]
-    last = suffixes[-1].lower() if suffixes else ""
-    if last in _PARQUET_SUFFIXES:
-        return "parquet" if path.suffix.lower() == last else None
-    if last in _JSON_SUFFIXES:
-        return "json"
-    return "text" if last in _TEXT_SUFFIXES else None
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if is_compressed := suffixes[-1:] in ([".gz"], [".zst"]):
+        suffixes.pop()
+    kind = _KINDS.get(suffixes[-1]) if suffixes else None
+    return None if kind == "parquet" and is_compressed else kind
 
 
 def _decompressed(raw: io.BufferedReader, path: Path) -> io.BufferedReader | gzip.GzipFile:

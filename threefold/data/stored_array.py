@@ -1,8 +1,9 @@
 """Arrays of numbers in files, and the file names and dtypes of tokens in prepared folders and token caches."""
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any, Final, overload
+from typing import IO, Any, Final, Literal, Self, overload
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -19,12 +20,47 @@ TOKENIZER_FILE: Final = "tokenizer.json"
 DOCUMENT_DTYPE: Final = "<i8"
 # Same bound as Fleet's token files, so that a vocabulary is stored in the same type by both.
 _UINT16_VOCAB: Final = 65_500
-DTYPES: Final = {"uint16": "<u2", "int32": "<i4"}
+TOKEN_DTYPES: Final = {"uint16": "<u2", "int32": "<i4"}
 
 
-def dtype_for(vocab_size: int) -> str:
-    """Return the name of the type that tokens of this vocabulary are stored in, a key of `DTYPES`."""
+def dtype_for(vocab_size: int) -> Literal["uint16", "int32"]:
+    """Return the name of the type that tokens of this vocabulary are stored in, a key of `TOKEN_DTYPES`."""
     return "uint16" if vocab_size < _UINT16_VOCAB else "int32"
+
+
+class DocumentWriter:
+    """Writer of the tokens of documents, of where each starts, and of their loss mask, into a folder.
+
+    Args:
+        starts: name of the file of starts.
+        with_mask: whether there is a loss mask.
+
+    Attributes:
+        tokens, documents: numbers written so far.
+    """
+
+    def __init__(self, folder: Path, starts: str = DOCUMENTS_FILE, with_mask: bool = False) -> None:
+        self.tokens = self.documents = 0
+        names = [TOKENS_FILE, starts, *([LOSS_MASK_FILE] if with_mask else [])]
+        with ExitStack() as files:
+            self._files = [files.enter_context((folder / name).open("wb")) for name in names]
+            self._open = files.pop_all()
+        self._files[1].write(np.zeros(1, dtype=DOCUMENT_DTYPE).tobytes())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+    def write(
+        self, tokens: NDArray[np.integer], lengths: NDArray[np.integer], counted: NDArray[np.uint8] | None = None
+    ) -> None:
+        """Write documents, back to back in `tokens`; `counted` is 1 where a token counts for the loss."""
+        ends = self.tokens + np.cumsum(lengths)
+        for file, values in zip(self._files, (tokens, ends.astype(DOCUMENT_DTYPE), counted), strict=False):
+            file.write(np.ascontiguousarray(values).data)
+        self.tokens, self.documents = self.tokens + len(tokens), self.documents + len(lengths)
 
 
 _AT_ONCE: Final = 1 << 30

@@ -14,10 +14,10 @@ from typing import Any, Final
 import torch
 
 from threefold.checkpoint.code import with_code
+from threefold.checkpoint.conversion import Planned, Shards
 from threefold.checkpoint.errors import MODEL, DamagedCheckpoint
 from threefold.checkpoint.folder import OWN_MODEL, Checkpoint, model_files
 from threefold.checkpoint.selection import SelectedCheckpoint, select_checkpoint
-from threefold.checkpoint.storage import Planned, Shards
 from threefold.checkpoint.tensors import load_tensors_alone, stored_tensors
 from threefold.config import Config, ModelConfig
 from threefold.config.model import OWN

@@ -16,8 +16,7 @@ from torch import Tensor
 from threefold.checkpoint.errors import MODEL
 from threefold.checkpoint.folder import CONFIG, TOKENIZER, path_of
 from threefold.checkpoint.manifest import FORMAT, MANIFEST, Facts, write_manifest
-from threefold.checkpoint.plain_files import StreamedTensor, TensorPiece
-from threefold.checkpoint.tensors import save_tensors_alone
+from threefold.checkpoint.tensors import PiecedTensor, TensorPiece, save_tensors_alone
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
 from threefold.data.tokenizer import end_of_document
@@ -236,7 +235,7 @@ def _streamed(weights: list[WeightMap], plan: ModelPlan, files: TensorFiles, pro
             for box in boxes(weight, dtype.itemsize, _is_cut_by_columns(plan, weight))
         ]
         stack = () if slabs[0].expert is None else (len(slabs),)
-        tensors[MODEL + name] = StreamedTensor((*stack, *slabs[0].shape), dtype, pieces)
+        tensors[MODEL + name] = PiecedTensor((*stack, *slabs[0].shape), dtype, pieces)
     return tensors
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from threefold.checkpoint.background import BackgroundSaver
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import model_files, newest
 from threefold.checkpoint.resume import (
@@ -20,6 +19,7 @@ from threefold.checkpoint.resume import (
     find_resumption,
     find_warm_start,
 )
+from threefold.checkpoint.save import BackgroundSaver
 from threefold.checkpoint.selection import from_first
 from threefold.comm.axis import Axis
 from threefold.comm.heartbeat import Activity, Heartbeat, ObservedHeartbeat

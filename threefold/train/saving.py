@@ -9,12 +9,11 @@ from typing import Final
 
 import torch
 
-from threefold.checkpoint.background import BackgroundSaver, Mirror, Written
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import CONFIG, TOKENIZER, Checkpoint, complete, model_files, prune
 from threefold.checkpoint.manifest import AnomalyFacts, Facts, read_manifest
-from threefold.checkpoint.remote import RemoteCheckpoints
-from threefold.checkpoint.save import save_checkpoint, set_aside_checkpoint
+from threefold.checkpoint.remote import Mirror, RemoteCheckpoints
+from threefold.checkpoint.save import BackgroundSaver, Written, save_checkpoint, set_aside_checkpoint
 from threefold.checkpoint.writer import WRITER, record_of
 from threefold.data.chat_template import CONFIG_FILE
 from threefold.data.content_checksums import Content

@@ -9,6 +9,9 @@ import pytest
 
 from tests.support.plugin_package import write_package
 from threefold.data.formats.registry import TOKEN_FORMATS, token_formats
+from threefold.data.formats.token_files import holds_tokens, open_corpus
+from threefold.data.preparation import convert
+from threefold.output import SILENT
 
 TOY = """
 from pathlib import Path
@@ -47,6 +50,17 @@ train: {max_steps: 2, global_batch_size: 2, eval_every: 0}
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
     return write_package(tmp_path / "site", "threefold.token_formats", {"toy": "toy_package:FORMAT"}, TOY)
+
+
+def test_a_toy_format_is_one_file(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(package)
+    (tmp_path / "tokens.toy").write_text("3 1 2\n4 5\n")
+    for place in ("tokens.toy", "tokens"):
+        corpus = open_corpus(tmp_path / place, vocab_size=12)
+        assert (corpus.tokens.tolist(), corpus.documents.tolist()) == ([3, 1, 2, 4, 5], [0, 3, 5])
+    assert holds_tokens(tmp_path / "tokens")
+    convert(tmp_path / "tokens.toy", "toy", tmp_path / "copy", None, None, False, SILENT)
+    assert (tmp_path / "copy.toy").read_text() == "3 1 2\n4 5\n"
 
 
 @pytest.mark.slow

@@ -1,26 +1,25 @@
 """JSON lines (JSONL): each line is a text, which is cut or padded, or a conversation, which is packed."""
 
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from threefold.data.chat_template import ChatTemplate
 from threefold.data.corpus import Corpus
-from threefold.data.encoding import EncodedBatch, EncodingSpec, encode_documents
+from threefold.data.encoding import EncodingSpec, encode_documents
 from threefold.data.formats.token_cache import cached, content_hash, default_roots, entry_checksums, entry_name
 from threefold.data.sources import SourceReader, holds_chat
 from threefold.data.stored_array import (
     DOCUMENT_DTYPE,
-    DTYPES,
     LOSS_MASK_FILE,
+    TOKEN_DTYPES,
     TOKENS_FILE,
+    DocumentWriter,
     StoredArray,
     dtype_for,
     load_column,
@@ -30,7 +29,6 @@ from threefold.errors import UserError
 from threefold.files import require_file, shown
 from threefold.host import usable_cores
 from threefold.output import Progress
-from threefold.random.permutation import Int64Array
 
 LINES_FILE: Final = "lines.bin"
 # Incremented when the same file, tokenizer and length give another cache.
@@ -108,36 +106,47 @@ class JsonLines:
                 "give a tokenizer.json."
             ) from None
 
-    def encoded(self, sequence_length: int, progress: Progress) -> "EncodedLines":
+    def corpus(self, sequence_length: int, progress: Progress) -> Corpus:
         """Return the lines as tokens, from the cache or encoded now, on all cores if the file is large.
 
         Raises:
             UserError: a line is damaged, no line has text, or the cache cannot be written.
         """
+        return self.conversations(progress) if self.holds_chat else self.encoded(sequence_length, progress)
+
+    def encoded(self, sequence_length: int, progress: Progress) -> "EncodedLines":
+        """Return texts, each cut to one token more than a sample holds; see `corpus`."""
         folder = self._cached({"sequence_length": sequence_length}, sequence_length + 1, progress)
-        return EncodedLines.open(folder, self)
+        return EncodedLines(**self._stored(folder), remedy="delete that folder, which is a cache")
 
     def conversations(self, progress: Progress) -> Corpus:
-        """Return the conversations as a corpus with a loss mask, whatever their length. Otherwise like `encoded`."""
+        """Return conversations with a loss mask, whatever their length; see `corpus`."""
         template = self.template
         chat = {"template": template.template, "special_tokens": template.special_tokens} if template else {}
         folder = self._cached({"chat": chat}, None, progress)
-        lines = EncodedLines.open(folder, self)
-        mask = StoredArray(folder / LOSS_MASK_FILE, "u1", len(lines.tokens))
-        return Corpus(
-            path=self.path,
-            files=(folder / TOKENS_FILE, folder / LINES_FILE),
-            tokens=lines.tokens,
-            documents=lines.lines,
-            vocab_size=self.vocab_size,
-            eod=self.eod,
-            tokenizer_file=self.tokenizer_file,
-            remedy=f"delete its cache {folder}",
-            rule=self.rule,
-            loss_mask=mask,
-            template=template,
-            checksums=lines.checksums,
-        )
+        stored = self._stored(folder)
+        mask = StoredArray(folder / LOSS_MASK_FILE, "u1", len(stored["tokens"]))
+        return Corpus(**stored, remedy=f"delete its cache {folder}", loss_mask=mask, template=template)
+
+    def _stored(self, folder: Path) -> dict[str, Any]:
+        """Return what is in a cache folder for a `Corpus`. Raises UserError if its files do not fit each other."""
+        files = folder / TOKENS_FILE, folder / LINES_FILE
+        dtype = np.dtype(TOKEN_DTYPES[dtype_for(self.vocab_size)])
+        tokens = StoredArray(files[0], dtype, require_file(files[0]) // dtype.itemsize)
+        lines = load_column(files[1], DOCUMENT_DTYPE, require_file(files[1]) // 8)
+        if len(lines) < 2 or lines[0] != 0 or lines[-1] != len(tokens) or np.any(np.diff(lines) <= 0):
+            raise UserError(f"{shown(files[1])} does not fit {TOKENS_FILE}; delete that folder, which is a cache.")
+        return {
+            "path": self.path,
+            "files": files,
+            "tokens": tokens,
+            "documents": lines,
+            "vocab_size": self.vocab_size,
+            "eod": self.eod,
+            "tokenizer_file": self.tokenizer_file,
+            "rule": self.rule,
+            "checksums": entry_checksums(folder) or {},
+        }
 
     def _cached(self, further: dict[str, Any], longest: int | None, progress: Progress) -> Path:
         """Return the cache folder with the lines as tokens, cut to `longest`; `further` are inputs of the cache key."""
@@ -162,79 +171,32 @@ class JsonLines:
         size = self.path.stat().st_size
         progress.phase(f"Encoding {self.path.name}", size)
         reader = SourceReader(self.path, self.key, progress.advance, key_given_by="data.key")
-        dtype = DTYPES[dtype_for(self.vocab_size)]
+        dtype = TOKEN_DTYPES[dtype_for(self.vocab_size)]
         encoding = EncodingSpec(self._tokenizer.to_str(), self.eod, dtype, self.rule, self.template)
         encoded = encode_documents(reader, encoding, usable_cores() if size > _ALONE else 1)
-        count = (
-            _write_conversations(folder, encoded)
-            if longest is None
-            else _write_lines(folder, encoded, longest, 1 + len(self.rule.beginning))
-        )
-        if not count:
+        with DocumentWriter(folder, LINES_FILE, with_mask=longest is None) as writer:
+            for batch in encoded:
+                if longest is None:
+                    writer.write(batch.tokens, batch.lengths, batch.counted)
+                    continue
+                filled = batch.lengths > 1 + len(self.rule.beginning)  # more than the beginning and the end
+                starts = np.cumsum(batch.lengths) - batch.lengths
+                places = np.arange(len(batch.tokens)) - np.repeat(starts, batch.lengths)
+                tokens = batch.tokens[(places < longest) & np.repeat(filled, batch.lengths)]
+                writer.write(tokens, np.minimum(batch.lengths[filled], longest))
+        if not writer.documents:
             raise UserError(f'{self.path} has no line with text under "{self.key}"; give a file that has some.')
         if reader.sha256 != content:
             raise UserError(f"{self.path} was changed while it was read; start again once it is complete.")
 
 
-def _write_lines(folder: Path, encoded: Iterable[EncodedBatch], longest: int, frame: int) -> int:
-    """Write at most `longest` tokens of each line that has more than `frame` (beginning and end); return the count."""
-    end = count = 0
-    with (folder / TOKENS_FILE).open("wb") as tokens_file, (folder / LINES_FILE).open("wb") as lines_file:
-        lines_file.write(np.zeros(1, dtype=DOCUMENT_DTYPE).tobytes())
-        for batch in encoded:
-            starts = np.cumsum(batch.lengths) - batch.lengths
-            places = np.arange(len(batch.tokens)) - np.repeat(starts, batch.lengths)
-            filled = batch.lengths > frame
-            tokens_file.write(batch.tokens[(places < longest) & np.repeat(filled, batch.lengths)].tobytes())
-            ends = end + np.cumsum(np.minimum(batch.lengths[filled], longest))
-            lines_file.write(ends.astype(DOCUMENT_DTYPE).tobytes())
-            end, count = int(ends[-1]) if len(ends) else end, count + len(ends)
-    return count
+@dataclass(frozen=True, eq=False, kw_only=True)
+class EncodedLines(Corpus):
+    """Lines of text as tokens, in a folder of the cache, each cut to one token more than a sample holds."""
 
+    @property
+    def folder(self) -> Path:
+        return self.files[0].parent
 
-def _write_conversations(folder: Path, encoded: Iterable[EncodedBatch]) -> int:
-    """Write every line whole, with its loss mask; return the number of lines."""
-    end = count = 0
-    names = (TOKENS_FILE, LINES_FILE, LOSS_MASK_FILE)
-    with ExitStack() as files:
-        tokens_file, lines_file, mask_file = (files.enter_context((folder / name).open("wb")) for name in names)
-        lines_file.write(np.zeros(1, dtype=DOCUMENT_DTYPE).tobytes())
-        for batch in encoded:
-            tokens_file.write(batch.tokens.tobytes())
-            mask_file.write(batch.counted.tobytes())
-            ends = end + np.cumsum(batch.lengths)
-            lines_file.write(ends.astype(DOCUMENT_DTYPE).tobytes())
-            end, count = int(ends[-1]), count + len(ends)
-    return count
-
-
-@dataclass(frozen=True, eq=False)
-class EncodedLines:
-    """Lines of a file as tokens, each cut to one token more than a sample holds, or whole.
-
-    Attributes:
-        source: the file.
-        folder: folder of the cache entry.
-        tokens: [N] uint16 or int32, in a file: all lines back to back.
-        lines: int64 [L + 1]: start of each line in `tokens`; the last is N.
-        checksums: checksum of each file of the folder; empty if an older version made it.
-    """
-
-    lines_file: ClassVar[str] = LINES_FILE
-
-    source: JsonLines
-    folder: Path
-    tokens: StoredArray
-    lines: Int64Array
-    checksums: Mapping[str, str]
-
-    @classmethod
-    def open(cls, folder: Path, source: JsonLines) -> "EncodedLines":
-        """Open the lines in a cache folder. Raises UserError if its files do not fit each other."""
-        tokens_file, lines_file = folder / TOKENS_FILE, folder / LINES_FILE
-        dtype = np.dtype(DTYPES[dtype_for(source.vocab_size)])
-        tokens = StoredArray(tokens_file, dtype, require_file(tokens_file) // dtype.itemsize)
-        lines = load_column(lines_file, DOCUMENT_DTYPE, require_file(lines_file) // 8)
-        if len(lines) < 2 or lines[0] != 0 or lines[-1] != len(tokens) or np.any(np.diff(lines) <= 0):
-            raise UserError(f"{shown(lines_file)} does not fit {TOKENS_FILE}; delete that folder, which is a cache.")
-        return cls(source, folder, tokens, lines, entry_checksums(folder) or {})
+    def document_of(self, place: int) -> str:
+        return super().document_of(place).replace("document", "line") + " with text"

@@ -8,7 +8,6 @@ the tokens back to back.
 
 import os
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -37,18 +36,6 @@ _CHUNK: Final = 1 << 22
 _MAKE_AGAIN: Final = "copy it again, or make it again with Megatron-LM's tools/preprocess_data.py"
 
 
-@dataclass(frozen=True)
-class _Header:
-    dtype: str
-    sequences: int
-    bounds: int
-
-    @property
-    def size(self) -> int:
-        """Bytes of the whole file without modes."""
-        return _HEADER.size + 12 * self.sequences + 8 * self.bounds
-
-
 def read_megatron(prefix: Path) -> StoredTokens:
     """Read the tokens of PREFIX.bin and PREFIX.idx.
 
@@ -62,28 +49,40 @@ def read_megatron(prefix: Path) -> StoredTokens:
                 f"{shown(path)} is missing, and the other file of the pair is useless without it; {_MAKE_AGAIN}."
             )
         require_file(path)
-    header = _read_header(idx)
-    lengths = _column(idx, "<i4", _HEADER.size, header.sequences)
-    offsets = _column(idx, "<i8", _HEADER.size + 4 * header.sequences, header.sequences)
-    bounds = _column(idx, "<i8", _HEADER.size + 12 * header.sequences, header.bounds)
-    has_modes = idx.stat().st_size == header.size + header.sequences
-    modes = _column(idx, "<i1", header.size, header.sequences) if has_modes else None
-    sequences = _sequence_starts(idx, lengths, offsets, np.dtype(header.dtype).itemsize)
-    _check_bounds(idx, bounds, header.sequences)
-    tokens = _stored_tokens(tokens_file, idx, header.dtype, int(sequences[-1]))
+    dtype, count, bound_count = _read_header(idx)
+    fixed = _HEADER.size + 12 * count + 8 * bound_count
+    lengths = load_column(idx, "<i4", count, _HEADER.size)
+    offsets = load_column(idx, "<i8", count, _HEADER.size + 4 * count)
+    bounds = load_column(idx, "<i8", bound_count, _HEADER.size + 12 * count)
+    modes = load_column(idx, "<i1", count, fixed) if idx.stat().st_size > fixed else None
+    sequences = _sequence_starts(idx, lengths, offsets, dtype.itemsize)
+    if bounds[0] != 0 or bounds[-1] != count or np.any(np.diff(bounds) < 0):
+        raise UserError(
+            f"{idx} has document bounds from {bounds[0]:,} to {bounds[-1]:,}, but they must rise from 0 to its "
+            f"{count:,} sequences; {_MAKE_AGAIN}."
+        )
+    tokens, size = int(sequences[-1]), tokens_file.stat().st_size
+    if size != tokens * dtype.itemsize:
+        raise UserError(
+            f"{tokens_file} has {size:,} bytes but the lengths in {idx.name} add up to {tokens:,} tokens of "
+            f"{dtype.name}, {tokens * dtype.itemsize:,} bytes; {_MAKE_AGAIN}."
+        )
+    if not tokens:
+        raise UserError(f"{tokens_file} holds no tokens, so there is nothing to read.")
     alone = len(bounds) == len(sequences) and bool(np.all(np.diff(bounds) == 1))
     return StoredTokens(
         path=prefix,
         format=FORMAT,
         files=(tokens_file, idx),
-        tokens=tokens,
+        tokens=StoredArray(tokens_file, dtype, tokens),
         sequences=sequences,
         document_sequences=None if alone else np.array(bounds, dtype=np.int64),
         modes=modes,
     )
 
 
-def _read_header(idx: Path) -> _Header:
+def _read_header(idx: Path) -> tuple[np.dtype, int, int]:
+    """Return the tokens' type, and the numbers of sequences and of document bounds."""
     size = idx.stat().st_size
     with idx.open("rb") as file:
         head = file.read(_HEADER.size)
@@ -99,21 +98,17 @@ def _read_header(idx: Path) -> _Header:
     if code not in _CODES:
         known = ", ".join(f"{known} {np.dtype(name).name}" for known, name in _CODES.items())
         raise UserError(f"{idx} has the unknown type code {code}; those of tokens are {known}.")
-    header = _Header(_CODES[code], sequences, bounds)
-    if size not in (header.size, header.size + sequences):
+    fixed = _HEADER.size + 12 * sequences + 8 * bounds
+    if size not in (fixed, fixed + sequences):
         raise UserError(
             f"{idx} has {size:,} bytes but with the {sequences:,} sequences and {bounds:,} document bounds of its "
-            f"header it must have {header.size:,} ({header.size + sequences:,} with modes); {_MAKE_AGAIN}."
+            f"header it must have {fixed:,} ({fixed + sequences:,} with modes); {_MAKE_AGAIN}."
         )
     if not sequences or not bounds:
         raise UserError(
             f"{idx} has {sequences:,} sequences and {bounds:,} document bounds, so there is nothing to read."
         )
-    return header
-
-
-def _column(idx: Path, dtype: str, offset: int, count: int) -> NDArray:
-    return load_column(idx, dtype, count, offset)
+    return np.dtype(_CODES[code]), sequences, bounds
 
 
 def _sequence_starts(idx: Path, lengths: NDArray, offsets: NDArray, itemsize: int) -> Int64Array:
@@ -130,26 +125,6 @@ def _sequence_starts(idx: Path, lengths: NDArray, offsets: NDArray, itemsize: in
             f"before it end at byte {starts[sequence] * itemsize:,}; {_MAKE_AGAIN}."
         )
     return starts
-
-
-def _check_bounds(idx: Path, bounds: NDArray, sequences: int) -> None:
-    if bounds[0] != 0 or bounds[-1] != sequences or np.any(np.diff(bounds) < 0):
-        raise UserError(
-            f"{idx} has document bounds from {bounds[0]:,} to {bounds[-1]:,}, but they must rise from 0 to its "
-            f"{sequences:,} sequences; {_MAKE_AGAIN}."
-        )
-
-
-def _stored_tokens(path: Path, idx: Path, dtype: str, count: int) -> StoredArray:
-    size, expected = path.stat().st_size, count * np.dtype(dtype).itemsize
-    if size != expected:
-        raise UserError(
-            f"{path} has {size:,} bytes but the lengths in {idx.name} add up to {count:,} tokens of "
-            f"{np.dtype(dtype).name}, {expected:,} bytes; {_MAKE_AGAIN}."
-        )
-    if not count:
-        raise UserError(f"{path} holds no tokens, so there is nothing to read.")
-    return StoredArray(path, dtype, count)
 
 
 def write_idx(file: BinaryIO, stored: StoredTokens) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from threefold.constants import IGNORE_INDEX
-from threefold.data.samples import SPLITS, SingleCorpus, document_runs
+from threefold.data.samples import SPLITS, SingleCorpus, document_numbers
 from threefold.data.tokenizer import TextRule
 from threefold.errors import UserError
 from threefold.files import shown
@@ -19,7 +19,15 @@ from threefold.random.permutation import Int64Array
 if TYPE_CHECKING:
     from threefold.data.formats.nested_samples import NestedSamples
 
-_SETTING = "data.path"
+
+def named(path: str) -> str:
+    """Return how messages about a user's dataset begin."""
+    return f"data.path is {shown(path)}"
+
+
+def told(error: Exception) -> str:
+    """Return the type and the message of a failure of a user's code, on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(".")
 
 
 def is_own_data(path: str) -> bool:
@@ -77,13 +85,13 @@ class OwnData:
             return cls(path, parts, vocab_size or 1, is_nested=True)
         if unknown := _unknown_keys(_first(parts)):
             raise UserError(
-                f"{_SETTING} is {shown(path)}, whose samples have {unknown}, which a built-in model does not know; "
+                f"{named(path)}, whose samples have {unknown}, which a built-in model does not know; "
                 "leave them out, or train a model of your own, which gets all keys."
             )
         if vocab_size is None:
             otherwise = ", or return mappings if its samples are no tokens" if for_own_model else ""
             raise UserError(
-                f"{_SETTING} is {shown(path)}, a data set of tokens that does not say how many ids there are; set "
+                f"{named(path)}, a data set of tokens that does not say how many ids there are; set "
                 f"model.vocab_size{otherwise}."
             )
         return cls(path, parts, vocab_size)
@@ -94,16 +102,15 @@ class OwnData:
     def samples(self, name: str, split: str, sequence_length: int) -> "OwnSamples | NestedSamples":
         """Return the samples of split `name` ("train", "valid" or "test"). Raises UserError if it is empty."""
         if "" in self.parts:
-            runs = document_runs(len(self.parts[""]), split, name)
-            chosen = np.concatenate([np.arange(first, end) for first, end in runs]) if len(runs) else np.arange(0)
-            remedy = f'data.split "{split}" gives it none; give it a weight above 0'
             part = self.parts[""]
+            chosen = document_numbers(len(part), split, name)
+            remedy = f'data.split "{split}" gives it none; give it a weight above 0'
         else:
             part = self.parts.get(name, ())
             chosen, remedy = np.arange(len(part)), f"add {name!r} to what it returns"
         if not len(chosen):
             unevaluated = ", or set train.eval_every to 0" if name == "valid" else ""
-            raise UserError(f"{_SETTING} is {shown(self.path)}, whose {name} part is empty: {remedy}{unevaluated}.")
+            raise UserError(f"{named(self.path)}, whose {name} part is empty: {remedy}{unevaluated}.")
         if self.is_nested:
             from threefold.data.formats.nested_samples import NestedSamples  # imports torch, as the data set does
 
@@ -137,10 +144,9 @@ def _unknown_keys(sample: Any) -> str:
     if not isinstance(sample, Mapping) or not {"tokens", "labels"} <= sample.keys():
         return ""
     others = [repr(key) for key in sample if key not in ("tokens", "labels")]
-    if not others:
-        return ""
-    named = ", ".join(others[:5]) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
-    return f"the key{'s' if len(others) > 1 else ''} {named} beside 'tokens' and 'labels'"
+    more = f" and {len(others) - 5} more" if len(others) > 5 else ""
+    keys = f"the key{'s' if len(others) > 1 else ''} {', '.join(others[:5])}{more}"
+    return f"{keys} beside 'tokens' and 'labels'" if others else ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,16 +185,15 @@ class OwnSamples(SingleCorpus):
         return self.sequence_length - np.array(lengths, np.int64)
 
     def _read(self, number: int) -> tuple[Int64Array, Int64Array]:
-        begin = f"{_SETTING} is {shown(self.data.path)}, whose sample {number:,}"
+        begin = f"{named(self.data.path)}, whose sample {number:,}"
         try:
             sample = self.part[number]
             unknown = _unknown_keys(sample)
             tokens, labels = _pair(sample)
         except Exception as error:
-            what = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(".")
             raise UserError(
-                f"{begin} cannot be read as tokens and labels ({what}); return a pair of equally long sequences of "
-                "ids, or one sequence."
+                f"{begin} cannot be read as tokens and labels ({told(error)}); return a pair of equally long "
+                "sequences of ids, or one sequence."
             ) from error
         if unknown:
             raise UserError(f"{begin} has {unknown}, which the first sample lacks; give all samples the same keys.")
@@ -231,16 +236,15 @@ def _ids(values: Any) -> Int64Array:
 @cache
 def _parts(path: str) -> Mapping[str, Any]:
     """Load the datasets at an import path, once per process."""
-    found = load_path(path, _SETTING)
+    found = load_path(path, "data.path")
     if isinstance(found, type) or not (hasattr(found, "__getitem__") and hasattr(found, "__len__")):
         if not callable(found):
             raise _no_data_set(path, found)
         try:
             found = found()
         except Exception as error:
-            what = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(".")
             raise UserError(
-                f"{_SETTING} is {shown(path)}, which cannot be called without arguments ({what}); name a function that "
+                f"{named(path)}, which cannot be called without arguments ({told(error)}); name a function that "
                 "makes the data set."
             ) from error
     parts = found if isinstance(found, Mapping) else {"": found}
@@ -248,12 +252,12 @@ def _parts(path: str) -> Mapping[str, Any]:
         if not (hasattr(part, "__getitem__") and hasattr(part, "__len__")):
             raise _no_data_set(path, part)
         if name and name not in SPLITS:
-            raise UserError(f"{_SETTING} is {shown(path)}, which has a part {name!r}; name them {', '.join(SPLITS)}.")
+            raise UserError(f"{named(path)}, which has a part {name!r}; name them {', '.join(SPLITS)}.")
     return parts
 
 
 def _no_data_set(path: str, found: Any) -> UserError:
     return UserError(
-        f"{_SETTING} is {shown(path)}, which gives a {type(found).__name__} but must be a map-style data set, with "
+        f"{named(path)}, which gives a {type(found).__name__} but must be a map-style data set, with "
         "__len__ and __getitem__, or a function that makes one."
     )

@@ -38,9 +38,6 @@ class StoredColumn:
     values: NDArray[np.integer] | StoredArray
     unpacked: int = 0
 
-    def loaded(self) -> NDArray[np.integer]:
-        return self.values[:]
-
 
 def read_npy(path: Path) -> StoredColumn:
     """Read the one-dimensional array of integers in a .npy file. Raises UserError if it is anything else or damaged."""
@@ -154,7 +151,7 @@ def read_paddlefleetx(prefix: Path) -> StoredTokens:
     sequences = _sequence_starts(idx_file, ids_file, _named(index, "lens", idx_file), ids)
     documents = None
     if "docs" in index:
-        documents = index["docs"].loaded().astype(np.int64)
+        documents = index["docs"].values[:].astype(np.int64)
         last = len(sequences) - 1
         if not len(documents) or documents[0] != 0 or documents[-1] != last or np.any(np.diff(documents) < 0):
             raise UserError(
@@ -186,7 +183,7 @@ def _named(columns: dict[str, StoredColumn], name: str, path: Path) -> StoredCol
 
 
 def _sequence_starts(index: Path, tokens: Path, lens: StoredColumn, ids: StoredColumn) -> Int64Array:
-    lengths = lens.loaded()
+    lengths = lens.values[:]
     if not len(ids.values):
         raise UserError(f"{tokens} holds no tokens, so there is nothing to read.")
     if lengths.min(initial=0) < 0:

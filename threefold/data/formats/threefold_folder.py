@@ -12,12 +12,13 @@ meta.json       `Meta`, below, and a checksum of itself
 import dataclasses
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import numpy as np
+from pydantic import Field
 
 from threefold.checksums import checksum, checksums, seal, unseal
 from threefold.data.chat_template import ChatTemplate
@@ -25,9 +26,9 @@ from threefold.data.corpus import Corpus, StoredTokens
 from threefold.data.stored_array import (
     DOCUMENT_DTYPE,
     DOCUMENTS_FILE,
-    DTYPES,
     LOSS_MASK_FILE,
     META_FILE,
+    TOKEN_DTYPES,
     TOKENIZER_FILE,
     TOKENS_FILE,
     StoredArray,
@@ -35,13 +36,15 @@ from threefold.data.stored_array import (
 )
 from threefold.data.tokenizer import BEFORE_RULES, SpecialTokens, TextRule
 from threefold.errors import UserError
-from threefold.files import read_json, require_file, shown
+from threefold.files import STRICT, WrongFact, parse_facts, read_json, require_file, shown
 
 FORMAT: Final = "threefold-tokens"
 VERSION: Final = 2
 _WITHOUT_CHECKSUMS: Final = 1
 _PREPARE_AGAIN: Final = "prepare the data again"
-_LARGEST_COUNT: Final = 1 << 60
+
+Count = Annotated[int, Field(ge=0, lt=1 << 60)]
+Positive = Annotated[int, Field(gt=0, lt=1 << 60)]
 
 CHECKED: Final = frozenset({TOKENS_FILE, DOCUMENTS_FILE, TOKENIZER_FILE})
 """Files whose checksums meta.json always has."""
@@ -54,9 +57,10 @@ class SourceFile:
     """A file that documents came from: its name as given, size in bytes, number of documents, and SHA-256."""
 
     name: str
-    bytes: int
-    documents: int
+    bytes: Count
+    documents: Count
     sha256: str
+    __pydantic_config__: ClassVar[Any] = STRICT
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class Meta:
     """Facts about a folder of token files.
 
     Attributes:
-        dtype: key of `DTYPES`.
+        dtype: key of `TOKEN_DTYPES`.
         vocab_size: number of token ids, including special tokens.
         eod: id of the end-of-document token.
         tokens: number of tokens, including end-of-document tokens.
@@ -78,18 +82,19 @@ class Meta:
         checksums: checksum of each other file of the folder, by name; empty in folders of version 1.
     """
 
-    dtype: str
-    vocab_size: int
-    eod: int
-    tokens: int
-    documents: int
-    text_bytes: int
+    dtype: Literal["uint16", "int32"]
+    vocab_size: Positive
+    eod: Count
+    tokens: Positive
+    documents: Positive
+    text_bytes: Count
     tokenizer_sha256: str
     sources: tuple[SourceFile, ...]
     special_tokens: SpecialTokens = BEFORE_RULES.special_tokens
-    beginning: tuple[int, ...] = BEFORE_RULES.beginning
+    beginning: tuple[Count, ...] = BEFORE_RULES.beginning
     loss_mask: bool = False
-    checksums: Mapping[str, str] = field(default_factory=dict)
+    checksums: dict[str, str] = field(default_factory=dict)
+    __pydantic_config__: ClassVar[Any] = STRICT
 
     @property
     def rule(self) -> TextRule:
@@ -128,71 +133,17 @@ class Meta:
                     f"{shown(path)} is damaged (its checksum is not the one that was written); {_PREPARE_AGAIN}"
                 )
             del facts["checksum"]
-        return cls._from_facts(facts, path, has_checksums=version == VERSION)
-
-    @classmethod
-    def _from_facts(cls, facts: dict[str, Any], path: Path, has_checksums: bool) -> "Meta":
-        for name, is_valid in _FIELDS.items():
-            if name == "checksums" and not has_checksums:
-                continue
-            if name not in facts:
-                raise UserError(f"{shown(path)} is damaged (it has no {name}); {_PREPARE_AGAIN}")
-            if not is_valid(facts[name]):
-                value = shown(json.dumps(facts[name], default=repr))
-                raise UserError(f"{shown(path)} is damaged (its {name} is {value}); {_PREPARE_AGAIN}")
-        for name, is_valid in _OPTIONAL.items():
-            if name in facts and not is_valid(facts[name]):
-                value = shown(json.dumps(facts[name], default=repr))
-                raise UserError(f"{shown(path)} is damaged (its {name} is {value}); {_PREPARE_AGAIN}")
-        allowed = (_FIELDS.keys() | _OPTIONAL.keys()) - (set() if has_checksums else {"checksums"})
-        if unknown := facts.keys() - allowed:
-            raise UserError(f"{shown(path)} is damaged (it has an unknown {shown(min(unknown))}); {_PREPARE_AGAIN}")
-        sources = tuple(SourceFile(**source) for source in facts.pop("sources"))
-        return cls(**facts | {"beginning": tuple(facts.get("beginning", ()))}, sources=sources)
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < _LARGEST_COUNT
-
-
-def _is_positive(value: object) -> bool:
-    return _is_count(value) and value != 0
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_source(value: object) -> bool:
-    kinds = {"name": _is_text, "bytes": _is_count, "documents": _is_count, "sha256": _is_text}
-    return (
-        isinstance(value, dict)
-        and value.keys() == kinds.keys()
-        and all(is_valid(value[name]) for name, is_valid in kinds.items())
-    )
-
-
-_FIELDS: Final = {
-    "dtype": lambda value: _is_text(value) and value in DTYPES,
-    "vocab_size": _is_positive,
-    "eod": _is_count,
-    "tokens": _is_positive,
-    "documents": _is_positive,
-    "text_bytes": _is_count,
-    "tokenizer_sha256": _is_text,
-    "sources": lambda value: isinstance(value, list) and all(map(_is_source, value)),
-    "checksums": lambda value: (
-        isinstance(value, dict)
-        and CHECKED <= value.keys() <= CHECKED | CHAT_FILES
-        and all(map(_is_text, value.values()))
-    ),
-}
-# Missing in folders of versions without loss masks and special-token rules.
-_OPTIONAL: Final = {
-    "special_tokens": lambda value: value in get_args(SpecialTokens),
-    "beginning": lambda value: isinstance(value, list) and all(map(_is_count, value)),
-    "loss_mask": lambda value: isinstance(value, bool),
-}
+        try:
+            if version == VERSION and "checksums" not in facts:
+                raise WrongFact("checksums", facts, "missing")
+            if version != VERSION and "checksums" in facts:
+                raise WrongFact("checksums", facts, "unexpected_keyword_argument")
+            meta = parse_facts(cls, facts)
+            if version == VERSION and not CHECKED <= meta.checksums.keys() <= CHECKED | CHAT_FILES:
+                raise WrongFact("checksums", facts)
+        except WrongFact as wrong:
+            raise UserError(f"{shown(path)} is damaged ({wrong}); {_PREPARE_AGAIN}") from None
+        return meta
 
 
 def file_checksums(folder: Path) -> dict[str, str]:
@@ -239,13 +190,13 @@ class TokenFiles(Corpus):
         path = Path(path)
         meta = Meta.read(path)
         tokens_file, documents_file = path / TOKENS_FILE, path / DOCUMENTS_FILE
-        _check_size(tokens_file, DTYPES[meta.dtype], meta.tokens)
+        _check_size(tokens_file, TOKEN_DTYPES[meta.dtype], meta.tokens)
         _check_size(documents_file, DOCUMENT_DTYPE, meta.documents + 1)
         files = cls(
             path=path,
             files=(tokens_file, documents_file),
             meta=meta,
-            tokens=StoredArray(tokens_file, DTYPES[meta.dtype], meta.tokens),
+            tokens=StoredArray(tokens_file, TOKEN_DTYPES[meta.dtype], meta.tokens),
             documents=load_column(documents_file, DOCUMENT_DTYPE, meta.documents + 1),
             vocab_size=meta.vocab_size,
             eod=meta.eod,

@@ -2,9 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,15 +13,6 @@ from threefold.data.sources import is_json_lines
 from threefold.data.stored_array import META_FILE
 from threefold.data.tokenizer import SpecialTokens, TextRule, beginning_of, find_end, id_count, load_tokenizer
 from threefold.errors import UserError
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
-
-@dataclass(frozen=True)
-class _Found:
-    prefix: Path
-    format: TokenFormat
 
 
 def open_corpus(
@@ -39,7 +28,8 @@ def open_corpus(
     Args:
         path: a folder, the prefix of the files' names, or one of the files.
         tokenizer: tokenizer.json for files that have none of their own.
-        eod: end-of-document token of such files; None uses the tokenizer's usual one, if their documents end with it.
+        eod: end-of-document token of such files; None uses the tokenizer's usual one, if the first and the last
+            document end with it.
         vocab_size: number of token ids, if there is no tokenizer.
         special_tokens: how text that spells special tokens became tokens; None uses what a folder records, and `parse`
             for files of other systems.
@@ -63,8 +53,16 @@ def open_corpus(
         )
     if eod is not None and eod >= vocab_size:
         raise UserError(f"data.eod is {eod} but the vocabulary has {vocab_size} tokens; use at most {vocab_size - 1}.")
-    if eod is None and loaded is not None:
-        eod = _usual_end(stored, loaded)
+    beginning: tuple[int, ...] = ()
+    if loaded is not None:
+        filled = np.flatnonzero(np.diff(stored.documents))[[0, -1]]
+        starts, ends = stored.documents[filled], stored.documents[filled + 1]
+        usual = find_end(loaded)
+        if eod is None and usual is not None and np.all(stored.tokens[ends - 1] == usual):
+            eod = usual
+        before = beginning_of(loaded)
+        if all(tuple(stored.tokens[start : start + len(before)].tolist()) == before for start in starts):
+            beginning = before
     return Corpus(
         path=stored.path,
         files=stored.files,
@@ -74,11 +72,7 @@ def open_corpus(
         eod=eod,
         tokenizer_file=tokenizer,
         remedy="give the tokenizer or the model.vocab_size that its tokens were made for, or make them again",
-        rule=TextRule(
-            special_tokens or "parse",
-            () if loaded is None else _usual_beginning(stored, loaded),
-            special_tokens is None,
-        ),
+        rule=TextRule(special_tokens or "parse", beginning, special_tokens is None),
     )
 
 
@@ -97,10 +91,11 @@ def read_stored(path: Path) -> StoredTokens:
         return TokenFiles.open(path).stored()
     found = _find(path)
     if len(found) > 1:
-        names = ", ".join(str(one.prefix.name) + one.format.endings[0] for one in found[:3])
+        names = ", ".join(prefix.name + format_.endings[0] for prefix, format_ in found[:3])
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         raise UserError(f"{path} names several token files ({names}{more}); name one of them.")
-    return found[0].format.read(found[0].prefix)
+    prefix, format_ = found[0]
+    return format_.read(prefix)
 
 
 def is_own(path: Path) -> bool:
@@ -108,7 +103,8 @@ def is_own(path: Path) -> bool:
     return os.path.lexists(path / META_FILE) or not _find(path)
 
 
-def _find(path: Path) -> list[_Found]:
+def _find(path: Path) -> list[tuple[Path, TokenFormat]]:
+    """Return the prefix and the format of token files at a path: a folder, a prefix, or one of the files."""
     formats = list(token_formats().values())
     endings = [(ending, format_) for format_ in formats for ending in format_.endings]
     if os.path.isdir(path) and (inside := list(dict.fromkeys(_inside(path, endings)))):
@@ -117,17 +113,16 @@ def _find(path: Path) -> list[_Found]:
         return []
     for ending, format_ in endings:
         if path.name.endswith(ending) and path.name != ending and os.path.isfile(path):
-            return [_Found(path.with_name(path.name[: -len(ending)]), format_)]
-    return [_Found(path, format_) for format_ in formats if any(_has(path, ending) for ending in format_.endings)]
+            return [(path.with_name(path.name.removesuffix(ending)), format_)]
+    return [(path, format_) for format_ in formats if any(_has(path, ending) for ending in format_.endings)]
 
 
-def _inside(folder: Path, endings: list[tuple[str, TokenFormat]]) -> Iterator[_Found]:
-    names = sorted(entry.name for entry in folder.iterdir())
-    for name in names:
+def _inside(folder: Path, endings: list[tuple[str, TokenFormat]]) -> Iterator[tuple[Path, TokenFormat]]:
+    for name in sorted(entry.name for entry in folder.iterdir()):
         for ending, format_ in endings:
             prefix = folder / name.removesuffix(ending)
-            if name.endswith(ending) and name != ending and all(_has(prefix, e) for e in format_.endings):
-                yield _Found(prefix, format_)
+            if name.endswith(ending) and name != ending and all(_has(prefix, each) for each in format_.endings):
+                yield prefix, format_
 
 
 def _has(prefix: Path, ending: str) -> bool:
@@ -152,21 +147,3 @@ def _check_own(
             f"data.special_tokens is {special_tokens} but {files.path} was made with {made}; leave it out, or prepare "
             f"the data again with --special-tokens {special_tokens}."
         )
-
-
-def _usual_end(stored: StoredTokens, tokenizer: "Tokenizer") -> int | None:
-    """Return the tokenizer's end-of-document token if the first and the last document end with it."""
-    eod = find_end(tokenizer)
-    filled = np.flatnonzero(np.diff(stored.documents))[[0, -1]]
-    ends = stored.tokens[stored.documents[filled + 1] - 1]
-    return eod if eod is not None and np.all(ends == eod) else None
-
-
-def _usual_beginning(stored: StoredTokens, tokenizer: "Tokenizer") -> tuple[int, ...]:
-    """Return the tokens that the tokenizer puts before each text, if the first and last document begin with them."""
-    beginning = beginning_of(tokenizer)
-    if not beginning or not len(stored.tokens):
-        return ()
-    filled = np.flatnonzero(np.diff(stored.documents))[[0, -1]]
-    found = [tuple(stored.tokens[start : start + len(beginning)].tolist()) for start in stored.documents[filled]]
-    return beginning if all(one == beginning for one in found) else ()
