@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from threefold.byte_sizes import format_bytes
-from threefold.cli.data_view import print_table
+from threefold.cli.terminal import print_table
 
 if TYPE_CHECKING:
     from threefold.planner.doctor.examination import Examination
     from threefold.planner.hardware import Hardware
 
 
-def doctor(
+def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     save: Annotated[
         Path | None,
@@ -36,7 +36,7 @@ def doctor(
     Measures matrix products, memory, collectives of 2, 4 and 8 local ranks, and the disk, in about half a minute.
     Saves the hardware entry `this-machine` for `threefold estimate` and the MFU of runs, and reports what is wrong.
     """
-    from threefold.cli.options import Steps
+    from threefold.cli.terminal import Steps
     from threefold.planner.doctor.examination import examine, measured_entry
 
     _check_save(save)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import typer
 from typer.core import TyperCommand
 
-from threefold.cli.data_view import Bars
 from threefold.cli.options import ConfigFile, ModelFile, Overrides, TrustCode, read_config
+from threefold.cli.terminal import Bars
 from threefold.errors import OutputLost
 from threefold.files import shown
 
@@ -41,7 +41,7 @@ _MOST_PROFILED: Final = 100
 """Limit on `--profile`; longer traces do not open in a browser."""
 
 
-class TrainCommand(TyperCommand):
+class Parser(TyperCommand):
     """Parser for `--resume` and `--profile` without a value.
 
     `--resume` means `--resume=yes` and takes no next argument; `--profile` means `--profile=3`, or takes a number.
@@ -61,7 +61,7 @@ class TrainCommand(TyperCommand):
         return super().parse_args(ctx, [*head, *args[end:]])
 
 
-def train(
+def command(
     config: ConfigFile,
     run_dir: Annotated[
         Path | None,
