@@ -23,8 +23,7 @@ from threefold.errors import UserError
 from threefold.files import shown
 from threefold.launch.device import choose_device, memory_per_rank, require_gpus, require_memory
 from threefold.launch.environment import find_launched_rank
-from threefold.launch.in_process import joined_rank, run_in_process
-from threefold.launch.launcher import run
+from threefold.launch.launcher import joined_rank, run, run_in_process
 from threefold.launch.output import log_file
 from threefold.launch.process import StopSignals, lasting_imports, require_room, signal_name
 from threefold.launch.restarts import Fallback, Restarts, fallbacks_of, in_world, launched_attempt, naming_fallback

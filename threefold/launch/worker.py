@@ -69,7 +69,6 @@ class Job:
     Attributes:
         run_dir: folder whose logs/rank_*.log get the output; None does not redirect it.
         console_ranks: ranks whose output is also shown on the console.
-        stops: whether the worker stops when `RankInfo.asked` returns a signal; otherwise a signal ends its process.
         prints_traceback: whether a rank without a log prints the traceback of its exception; False if the caller raises
             it.
         timeout: seconds without progress after which a rank counts as hung; 0 for never.
@@ -79,10 +78,9 @@ class Job:
 
     worker: Worker
     args: tuple[Any, ...]
-    device: Device
-    run_dir: Path | None
-    console_ranks: tuple[int, ...]
-    stops: bool = False
+    device: Device = "cpu"
+    run_dir: Path | None = None
+    console_ranks: tuple[int, ...] = (0,)
     prints_traceback: bool = True
     timeout: float = 0.0
     backend: Backend = "auto"
