@@ -12,7 +12,14 @@ from threefold.comm.heartbeat import Heartbeat, RunSection, wait_code
 from threefold.errors import UserError
 from threefold.launch.device import require_gpus
 from threefold.launch.environment import LaunchedRank, find_launched_rank, local_place
-from threefold.launch.failure import REPORTS, Failure, RankFailed, from_exception, lost_rank_zero, of_lost_peer
+from threefold.launch.failure import (
+    Failure,
+    RankFailed,
+    from_exception,
+    is_first_to_report,
+    lost_rank_zero,
+    of_lost_peer,
+)
 from threefold.launch.local import Ownership, spawn, write_traceback
 from threefold.launch.output import failure_file
 from threefold.launch.process import StopSignals, raise_on_second
@@ -235,7 +242,7 @@ def _to_report(store: Any, failure: Failure, error: Exception, run_dir: Path | N
         return failure
     known = of_lost_peer(failure, error)
     try:
-        first = int(store.add(REPORTS, 1)) == 1
+        first = is_first_to_report(store)
     except Exception:  # the store is unreachable
         reported = lost_rank_zero(failure) if known is failure or known.of_another else known
         reports = failure.rank == 1 or reported is failure if run_dir is None else _claim(run_dir, reported)

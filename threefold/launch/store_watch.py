@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from threefold.comm.heartbeat import Heartbeat, RankState, read
-from threefold.launch.failure import REPORTS, Failure
+from threefold.launch.failure import Failure, is_first_to_report
 from threefold.launch.hang_watch import BEAT, Hang, HangWatch, LostStore, Stopwatch
 from threefold.launch.process import ProcessState, identify_process, pid_if_here, process_state, worked_seconds
 
@@ -129,7 +129,7 @@ class StoreWatch:
         self._judges = self._judges or int(store.add(_CLAIM, 1)) == 1
         if not self._judges:
             return  # the other judge's verdict follows
-        if int(store.add(REPORTS, 1)) == 1:  # otherwise another failure has been reported
+        if is_first_to_report(store):  # otherwise another failure has been reported
             self._tell(Failure(hang.ranks[0], hang.error, time.monotonic(), silent=True), True)
         processes = [place.process for rank in hang.ranks if (place := self._places[rank])]
         store.set(_VERDICT, json.dumps(processes))
