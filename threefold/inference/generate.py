@@ -14,8 +14,7 @@ from torch import Tensor
 from threefold.data.messages import Conversation
 from threefold.data.tokenizer import SpecialTokens
 from threefold.errors import UserError
-from threefold.inference.kv_cache import Cache, caching
-from threefold.inference.model import Model, Trained
+from threefold.inference.model import Cache, Model, Trained, caching
 from threefold.random.rng import stream_key
 
 

@@ -74,10 +74,6 @@ class _Known:
     def wait(self) -> Wait | None:
         return self.place.wait if self.place else None
 
-    @property
-    def is_over(self) -> bool:
-        return self.place is not None and self.place.section is RunSection.END
-
     def see(self, place: RankState | None, seconds: float) -> None:
         before, self.place = self.place or _UNKNOWN, place
         now = place or _UNKNOWN
@@ -139,7 +135,8 @@ class HangWatch:
         known = self._known
         for rank, place in enumerate(places):
             known[rank].see(place, seconds)
-        live = [rank for rank in range(len(known)) if rank not in ended and not known[rank].is_over]
+        over = {rank for rank, place in enumerate(places) if place is not None and place.section is RunSection.END}
+        live = [rank for rank in range(len(known)) if rank not in ended and rank not in over]
         slow = [rank for rank in live if known[rank].idle >= self.timeout / 2]
         if not slow:
             return None

@@ -204,7 +204,6 @@ def _broadcast(text: str) -> str:
 @contextmanager
 def _watched(job: Job, launched: LaunchedRank, store: Any) -> Iterator[Heartbeat]:
     """Yield this rank's heartbeat; within the block, end this process when a rank does not answer."""
-    from threefold.launch.hang_watch import keep_records, write_records
     from threefold.launch.store_watch import StoreWatch
 
     rank = launched.rank
@@ -215,15 +214,9 @@ def _watched(job: Job, launched: LaunchedRank, store: Any) -> Iterator[Heartbeat
             with suppress(OSError):
                 os.write(console, f"Error: {failure.message(job.run_dir)}.\n".encode())
 
-    def write() -> None:
-        if job.over_nccl:
-            write_records(job.run_dir, rank)
-
-    if job.over_nccl:
-        keep_records(job.run_dir)
     console = os.dup(2)  # the rank's own output goes to its log
     try:
-        watch = StoreWatch(store, rank, launched.world_size, job.timeout, tell, write)
+        watch = StoreWatch(store, rank, launched.world_size, job.timeout, tell, job.recorder(rank))
         watch.heartbeat.section(RunSection.START)
         with watch.watching():
             yield watch.heartbeat

@@ -20,7 +20,7 @@ from threefold.comm.heartbeat import PAGE_BYTES, Heartbeat, Page, RankState, Run
 from threefold.errors import UserError
 from threefold.launch.device import require_gpus
 from threefold.launch.failure import Failure, cause, from_exception, from_exit_code
-from threefold.launch.hang_watch import LOOK, HangWatch, Stopwatch
+from threefold.launch.hang_watch import LOOK, HangWatch, Stopwatch, beating
 from threefold.launch.output import log_file
 from threefold.launch.process import (
     NUMBERS,
@@ -177,7 +177,7 @@ def _main(
     unblock_signals()
     set_debugger(job.debug_rank, info.rank, named="--debug-rank" if job.run_dir else "")
     try:
-        with job.output_of(info.rank), nullcontext() if pages is None else job.beating(heartbeat, info.rank):
+        with job.output_of(info.rank), nullcontext() if pages is None else beating(heartbeat, job.recorder(info.rank)):
             import torch.distributed as dist
 
             stay_on_loopback()

@@ -91,14 +91,14 @@ class Job:
         """True if collectives run on GPUs over NCCL, outside the training thread."""
         return self.device == "cuda" and self.backend == "auto"
 
-    def beating(self, heartbeat: Heartbeat, rank: int) -> AbstractContextManager[None]:
-        """Beat for `rank` within the block; over NCCL also write the flight recorder when a rank does not answer."""
-        from threefold.launch.hang_watch import beating, keep_records, write_records
+    def recorder(self, rank: int) -> Callable[[], None]:
+        """Return a function that writes the flight recorder of `rank`, which is kept from now on over NCCL alone."""
+        from threefold.launch.hang_watch import keep_records, write_records
 
         if not self.over_nccl:
-            return beating(heartbeat)
+            return lambda: None
         keep_records(self.run_dir)
-        return beating(heartbeat, partial(write_records, self.run_dir, rank))
+        return partial(write_records, self.run_dir, rank)
 
     def output_of(self, rank: int) -> AbstractContextManager[None]:
         """Redirect the output of `rank` to its log, unless there is no run folder or the rank has the terminal."""
