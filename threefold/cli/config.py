@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from threefold.byte_sizes import format_bytes
-from threefold.cli.options import ConfigFile, ModelFile, Overrides, TrustCode, read_config
+from threefold.cli.options import ConfigFile, ModelFile, Overrides, TrustCode, read_config, read_without_data
 from threefold.cli.terminal import counted, first_to_last, print_table
 from threefold.errors import UserError
 
@@ -32,13 +32,7 @@ def size(
     config: ConfigFile, model: ModelFile = None, trust_code: TrustCode = False, overrides: Overrides = None
 ) -> None:
     """Print the parameter count of CONFIG's model and the memory of each rank's shards, without starting any."""
-    from threefold.config.resolve import check_settings
-
-    given = read_config(config, overrides, model, trust_code)
-    check_settings(given)
-    from threefold.data.dataset import resolve_without_data
-
-    resolved = resolve_without_data(given)
+    resolved = read_without_data(config, overrides, model, trust_code)
     from threefold.planner.model_size import ModelSize  # imports torch; errors should not wait for it
 
     _print_size(ModelSize(resolved), resolved)

@@ -4,13 +4,21 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from threefold.byte_sizes import format_bytes
-from threefold.cli.options import ConfigFile, ModelFile, Overrides, TrustCode, read_config, whole_number, with_model
+from threefold.cli.options import (
+    ConfigFile,
+    ModelFile,
+    Overrides,
+    TrustCode,
+    read_config,
+    read_without_data,
+    whole_number,
+    with_model,
+)
 from threefold.cli.terminal import Steps, counted, first_to_last, print_table
 from threefold.errors import UserError
 
@@ -47,7 +55,11 @@ def command(
 
     number = 0 if rank is None else whole_number(rank, "--rank", least=0)
     ranks = None if world is None else whole_number(world, "--world", most=MOST_RANKS)
-    resolved = _resolve(config, with_model(overrides, model), ranks, trust_code)
+    settings = with_model(overrides, model)
+    if ranks is not None:
+        given = read_config(config, settings, trust_code=trust_code)
+        settings.append(f"parallel.dp={_replicas(given, ranks)}")
+    resolved = read_without_data(config, settings, trust_code=trust_code)
     from threefold.planner.hardware import find_hardware
 
     on = None if hardware is None else find_hardware(hardware)
@@ -65,18 +77,6 @@ def command(
         typer.echo(_as_json(resolved, reports, on))
     else:
         _print_reports(resolved, reports, on)
-
-
-def _resolve(file: Path, overrides: list[str], world: int | None, trust_code: bool) -> "Config":
-    from threefold.config.resolve import check_settings
-
-    given = read_config(file, overrides, trust_code=trust_code)
-    if world is not None:
-        given = read_config(file, [*overrides, f"parallel.dp={_replicas(given, world)}"], trust_code=trust_code)
-    check_settings(given)
-    from threefold.data.dataset import resolve_without_data
-
-    return resolve_without_data(given)
 
 
 def _replicas(config: "Config", world: int) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from threefold.byte_sizes import format_bytes
-from threefold.cli.options import ConfigFile, Overrides, TrustCode, check_picture_file, read_config
+from threefold.cli.options import ConfigFile, Overrides, TrustCode, check_picture_file, read_without_data
 from threefold.cli.terminal import print_table
 from threefold.errors import UserError
 
@@ -58,17 +58,12 @@ def command(
     overrides: Overrides = None,
 ) -> None:
     """Estimate a training step of CONFIG: its time by cause, tokens per second, MFU and each stage's memory."""
-    from threefold.config.resolve import check_settings
     from threefold.planner.estimate import estimate as estimated
     from threefold.planner.systems import find_system
 
     entry = chosen_hardware(hardware)
     chosen = find_system(system) if system is not None else None
-    given = read_config(config, overrides, trust_code=trust_code)
-    check_settings(given)
-    from threefold.data.dataset import resolve_without_data
-
-    resolved = resolve_without_data(given)
+    resolved = read_without_data(config, overrides, trust_code=trust_code)
     check_picture_file(png)
     found = estimated(resolved, entry, chosen)
     if png is not None:

@@ -1,6 +1,8 @@
 """`threefold eval`: perplexity or last-word accuracy of a trained model on texts."""
 
+import json
 import os
+import secrets
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -20,6 +22,7 @@ from threefold.cli.options import (
     print_warnings,
 )
 from threefold.cli.terminal import Steps, table
+from threefold.errors import UserError
 
 if TYPE_CHECKING:
     from threefold.inference.eval_tasks import EncodedTexts, EvalTask
@@ -60,7 +63,9 @@ def command(
     pp: PipelineRanks = 1,
     dtype: DtypeName = "fp32",
     device: DeviceName = "auto",
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the metrics to FILE, as JSON.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the metrics to FILE, as JSON.")
+    ] = None,
 ) -> None:
     """Evaluate the newest checkpoint of RUN on the texts of a file, on dp · tp · pp local processes or torchrun ranks.
 
@@ -73,8 +78,8 @@ def command(
     inference = InferenceRun.prepare(run, Layout(dp, tp, pp), dtype, device, model_file(own_model), trust_code)
     counted = loss_tokens or inference.trained.config.data.loss_tokens
     chosen = _task(task, _context(context, inference), stride, counted)
-    if json is not None:
-        _check_json(json, data)
+    if json_file is not None:
+        _check_json(json_file, data)
     texts = read_texts(data, key)
     with Steps("reading", len(texts)) as steps:
         work = chosen.prepare(inference.trained.documents(special_tokens), texts, steps.advance)
@@ -87,7 +92,7 @@ def command(
         "layout": {"dp": dp, "tp": tp, "pp": pp},
         **chosen.settings,
     }
-    inference.start(measure, chosen, work, batch_size, about, json)
+    inference.start(measure, chosen, work, batch_size, about, json_file)
 
 
 def _task(name: str, context: int, stride: int | None, loss_tokens: Literal["answers", "all"]) -> "EvalTask":
@@ -101,8 +106,6 @@ def _task(name: str, context: int, stride: int | None, loss_tokens: Literal["ans
 
 
 def _context(asked: int | None, inference: "InferenceRun") -> int:
-    from threefold.errors import UserError
-
     config = inference.trained.config
     if asked is None:
         return config.data.sequence_length
@@ -113,7 +116,7 @@ def _context(asked: int | None, inference: "InferenceRun") -> int:
 
 
 def measure(
-    model: "Model", task: "EvalTask", work: "EncodedTexts", batch_size: int, about: dict[str, Any], json: Path | None
+    model: "Model", task: "EvalTask", work: "EncodedTexts", batch_size: int, about: dict[str, Any], file: Path | None
 ) -> None:
     """Evaluate on all ranks and print on one."""
     from rich.console import Console
@@ -137,8 +140,8 @@ def measure(
         style: dict[str, Any] = {"box": None, "show_header": False, "pad_edge": False}
         made = table(("",) * 3, rows, "lrl", range(3), title=title, title_justify="left", title_style="", **style)
         Console(highlight=False, soft_wrap=True).print(made)
-        if json is not None:
-            _write(json, about | {metric.name: metric.value for metric in metrics} | {"seconds": seconds})
+        if file is not None:
+            _write(file, about | {metric.name: metric.value for metric in metrics} | {"seconds": seconds})
 
 
 def _shown(value: float | int) -> str:
@@ -159,11 +162,6 @@ def _check_json(path: Path, data: Path) -> None:
 
 def _write(path: Path, document: dict[str, Any]) -> None:
     """Write JSON; a complete file replaces an existing one atomically, unless that is a pipe or a device."""
-    import json
-    import secrets
-
-    from threefold.errors import UserError
-
     text = json.dumps(document, indent=2) + "\n"
     try:
         if path.exists() and not path.is_file():

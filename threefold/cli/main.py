@@ -5,6 +5,7 @@ import errno
 import gc
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from typing import Annotated, Final
@@ -39,19 +40,24 @@ UNREAD = 141
 _OF_A_PATH: Final = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EROFS)
 """Errors caused by a path that the user gave."""
 
-app = typer.Typer(
-    name="threefold",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-for _name in COMMANDS:
-    _module = import_module(f"threefold.cli.{_name.replace('-', '_')}")
-    if hasattr(_module, "app"):
-        app.add_typer(_module.app, name=_name)
-    else:
-        app.command(_name, cls=getattr(_module, "Parser", None))(_module.command)
+
+def make_app(commands: Sequence[str] = COMMANDS) -> typer.Typer:
+    """Return the command line with these commands, as described at `COMMANDS`."""
+    app = typer.Typer(
+        name="threefold",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_root)
+    for name in commands:
+        module = import_module(f"threefold.cli.{name.replace('-', '_')}")
+        if hasattr(module, "app"):
+            app.add_typer(module.app, name=name)
+        else:
+            app.command(name, cls=getattr(module, "Parser", None))(module.command)
+    return app
 
 
 def _print_version(wanted: bool) -> None:
@@ -60,13 +66,15 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
     """Train GPT-style language models in any data × tensor × pipeline parallel layout, with the same result."""
+
+
+app = make_app()
 
 
 def main() -> None:

@@ -87,6 +87,19 @@ def model_file(model: str | None) -> str | None:
     return f"{file}:{name}" if name else str(file)
 
 
+def read_without_data(
+    path: Path, overrides: Sequence[str] | None, model: str | None = None, trust_code: bool = False
+) -> "Config":
+    """Read and check a config as `read_config`, and resolve it without its data, which need not exist."""
+    from threefold.config.resolve import check_settings
+
+    given = read_config(path, overrides, model, trust_code)
+    check_settings(given)
+    from threefold.data.dataset import resolve_without_data
+
+    return resolve_without_data(given)
+
+
 def check_picture_file(path: Path | None) -> None:
     """Raise a `UserError` if a picture cannot be drawn into the file of an option, before anything is computed."""
     if path is not None:
