@@ -119,7 +119,16 @@ def _print_reports(config: "Config", reports: Sequence["DryRunReport"], hardware
     typer.echo("At the peak, by the causes of threefold estimate, which adds what an allocator loses (fragmentation).")
     if collectives := _collectives(reports):
         print_table(("ranks", "axis", "collective", "count", "bytes"), collectives)
-    typer.echo(_verdict(reports, hardware))
+    largest = max(reports, key=lambda report: report.peak_bytes)
+    needs = f"Rank {largest.rank:,} needs {format_bytes(largest.peak_bytes)} at its peak"
+    if hardware is None:
+        typer.echo(f"{needs}; buffers inside kernels and of the communication library are not counted.")
+        return
+    from threefold.planner.estimate import usable_memory
+
+    usable = usable_memory(hardware)
+    verb = "fits" if largest.peak_bytes <= usable else "does not fit"
+    typer.echo(f"{needs}, which {verb} into the {format_bytes(usable)} that tensors may have of {hardware.title}.")
 
 
 def _as_json(config: "Config", reports: Sequence["DryRunReport"], hardware: "Hardware | None") -> str:
@@ -137,8 +146,10 @@ def _as_json(config: "Config", reports: Sequence["DryRunReport"], hardware: "Har
         "ranks": ranks,
     }
     if hardware is not None:
+        from threefold.planner.estimate import usable_memory
+
         document["hardware"] = hardware.name
-        document["fits"] = largest <= _usable(hardware)
+        document["fits"] = largest <= usable_memory(hardware)
     return json.dumps(document, indent=2)
 
 
@@ -152,19 +163,3 @@ def _collectives(reports: Sequence["DryRunReport"]) -> list[tuple[str, ...]]:
             first = "" if number else named
             rows.append((first, each.axis, each.operation, f"{each.count:,}", format_bytes(each.nbytes)))
     return rows
-
-
-def _verdict(reports: Sequence["DryRunReport"], hardware: "Hardware | None") -> str:
-    largest = max(reports, key=lambda report: report.peak_bytes)
-    needs = f"Rank {largest.rank:,} needs {format_bytes(largest.peak_bytes)} at its peak"
-    if hardware is None:
-        return f"{needs}; buffers inside kernels and of the communication library are not counted."
-    verb = "fits" if largest.peak_bytes <= _usable(hardware) else "does not fit"
-    room = f"{format_bytes(_usable(hardware))} that tensors may have of {hardware.title}"
-    return f"{needs}, which {verb} into the {room}."
-
-
-def _usable(hardware: "Hardware") -> int:
-    from threefold.planner.estimate import usable_memory
-
-    return usable_memory(hardware)

@@ -140,26 +140,22 @@ def _slurm(environment: Mapping[str, str]) -> LaunchedRank | None:
         )
     step = _number(environment, "SLURM_JOB_ID", 0) * 31 + _number(environment, "SLURM_STEP_ID", 0)
     rank = _number(environment, "SLURM_PROCID", 0, world_size - 1)
+    here = world_size
+    if tasks := next((each for each in _SLURM_TASKS_PER_NODE if environment.get(each)), ""):
+        try:
+            here = tasks_on(environment[tasks], _number(environment, "SLURM_NODEID", 0, None, 0))
+        except ValueError:
+            raise _wrong(environment, tasks, "tasks of each node, such as 4(x2),3", str(world_size)) from None
     return LaunchedRank(
         rank,
         world_size,
         _number(environment, "SLURM_LOCALID", 0, world_size - 1),
-        _tasks_here(environment, world_size),
+        here,
         host=first_host(hosts),
         port=FIRST_SLURM_PORT + step % SLURM_PORTS,
         variables=f"SLURM_PROCID={rank} and {tasks_variable}={world_size} are set, which "
         f"{_start_alone('SLURM_STEP_ID')} is without",
     )
-
-
-def _tasks_here(environment: Mapping[str, str], world_size: int) -> int:
-    name = next((each for each in _SLURM_TASKS_PER_NODE if environment.get(each)), "")
-    if not name:
-        return world_size
-    try:
-        return tasks_on(environment[name], _number(environment, "SLURM_NODEID", 0, None, 0))
-    except ValueError:
-        raise _wrong(environment, name, "tasks of each node, such as 4(x2),3", str(world_size)) from None
 
 
 def _number(

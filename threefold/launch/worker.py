@@ -139,32 +139,21 @@ def join(info: RankInfo, store: "Store", timeout: float = 0.0) -> None:
         torch.cuda.set_device(info.local_rank if info.backend == "auto" else info.local_rank % gpu_count())
     else:
         torch.set_num_threads(threads_per_rank(info.local_world_size))
-    backend = _backend_of(info)
+    backend, longest = "gloo", _LONGEST_WAIT if timeout else None  # None is torch's default
+    if info.device == "cuda" and info.backend == "auto":
+        backend = _NCCL
+        if timeout:
+            longest = timedelta(seconds=min(_WAITS_ON_GPU * timeout, _LONGEST_WAIT.total_seconds()))
+    elif info.device == "cuda":
+        from threefold.comm.staged_group import BACKEND, register_backend
+
+        register_backend()
+        backend = BACKEND
     heartbeat = info.heartbeat or Heartbeat()
     heartbeat.activity(Activity.JOIN)
     with heartbeat.waiting(wait_code("gather", heartbeat.axis("world", range(info.world_size)))):
-        longest = _group_timeout(backend, timeout)
         dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=longest)
         wait_for_all()
-
-
-def _backend_of(info: RankInfo) -> str:
-    if info.device == "cpu":
-        return "gloo"
-    if info.backend == "auto":
-        return _NCCL
-    from threefold.comm.staged_group import BACKEND, register_backend
-
-    register_backend()
-    return BACKEND
-
-
-def _group_timeout(backend: str, timeout: float) -> timedelta | None:
-    """Return the timeout of collectives if a rank without progress has `timeout` seconds; None for torch's default."""
-    if not timeout:
-        return None
-    on_gpu = timedelta(seconds=min(_WAITS_ON_GPU * timeout, _LONGEST_WAIT.total_seconds()))
-    return on_gpu if backend == _NCCL else _LONGEST_WAIT
 
 
 def stay_on_loopback() -> None:
