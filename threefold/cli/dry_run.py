@@ -16,6 +16,7 @@ from threefold.cli.options import (
     TrustCode,
     read_config,
     read_without_data,
+    require_ranks,
     whole_number,
     with_model,
 )
@@ -63,12 +64,7 @@ def command(
     from threefold.planner.hardware import find_hardware
 
     on = None if hardware is None else find_hardware(hardware)
-    from threefold.comm.layout import Layout
-
-    last = Layout.of(resolved.parallel).world_size - 1
-    if number > last:
-        there = f"ranks 0 to {last}" if last else "rank 0 alone"
-        raise UserError(f"--rank is {number} but the layout has {there}; use {last}.")
+    require_ranks((number,), resolved, "--rank is")
     from threefold.planner.dry_run import run_ranks, run_stages
 
     with Steps("Running", shown=not as_json) as steps:

@@ -100,6 +100,16 @@ def read_without_data(
     return resolve_without_data(given)
 
 
+def require_ranks(ranks: tuple[int, ...], config: "Config", option: str) -> None:
+    """Raise a `UserError` unless the layout of a config has the ranks of an option, such as `--rank is`."""
+    from threefold.comm.layout import Layout
+
+    last = Layout.of(config.parallel).world_size - 1
+    if absent := [rank for rank in ranks if not 0 <= rank <= last]:
+        exist = f"the layout has ranks 0 to {last}" if last else "the layout has rank 0 alone"
+        raise UserError(f"{option} {shown(str(absent[0]))} but {exist}; use {0 if absent[0] < 0 else last}.")
+
+
 def check_picture_file(path: Path | None) -> None:
     """Raise a `UserError` if a picture cannot be drawn into the file of an option, before anything is computed."""
     if path is not None:

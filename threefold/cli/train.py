@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import typer
 from typer.core import TyperCommand
 
-from threefold.cli.options import ConfigFile, ModelFile, Overrides, TrustCode, read_config
+from threefold.cli.options import ConfigFile, ModelFile, Overrides, TrustCode, read_config, require_ranks
 from threefold.cli.terminal import Bars
 from threefold.errors import OutputLost, UserError
 from threefold.files import shown
 
 if TYPE_CHECKING:
-    from threefold.config import Config
+    pass
 
 
 _NUMBER: Final = re.compile(r"[+-]?\d+")
@@ -108,9 +108,9 @@ def command(
                 of_another = given.is_given("model.architecture") and given.model.architecture != OWN
                 if not of_another and (remembered := remembered_model(folder, trust_code)):
                     given = read_config(config, overrides, remembered, trust_code)
-            _require_ranks(console, given)
+            require_ranks(console, given, "--console-ranks has")
             if debug_rank is not None:
-                _require_ranks((debug_rank,), given, "--debug-rank is")
+                require_ranks((debug_rank,), given, "--debug-rank is")
                 if find_launched_rank() is not None:
                     raise UserError(
                         f"--debug-rank is {debug_rank} but a launcher has started the ranks, which have no terminal; "
@@ -189,12 +189,3 @@ def _profile_steps(text: str | None) -> int:
             f"--profile is {shown(text)} but must be a number of steps from 1 to {_MOST_PROFILED}; use {nearest}."
         )
     return int(text)
-
-
-def _require_ranks(ranks: tuple[int, ...], config: "Config", option: str = "--console-ranks has") -> None:
-    from threefold.comm.layout import Layout
-
-    last = Layout.of(config.parallel).world_size - 1
-    if absent := [rank for rank in ranks if not 0 <= rank <= last]:
-        exist = f"the layout has ranks 0 to {last}" if last else "the layout has rank 0 alone"
-        raise UserError(f"{option} {shown(str(absent[0]))} but {exist}; use {0 if absent[0] < 0 else last}.")
