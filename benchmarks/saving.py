@@ -39,7 +39,7 @@ from threefold.comm.mesh import Mesh
 from threefold.config import Config, resolve
 from threefold.data.loader import Batch
 from threefold.host import keep_freed_memory
-from threefold.launch.launcher import spawn
+from threefold.launch import spawn
 from threefold.launch.worker import RankInfo
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan

@@ -8,7 +8,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -90,7 +90,7 @@ def _read_marker(path: Path) -> Any:
         facts = read_json(path, limit=_LARGEST_MARKER)
     except UserError:
         return None
-    if not isinstance(facts, dict) or facts.get("format") != _FORMAT or facts.get("version") != 1:
+    if not isinstance(facts, dict) or (facts.get("format"), facts.get("version")) != (_FORMAT, 1):
         return None
     files = facts.get("files")
     if not isinstance(files, list | dict) or not all(isinstance(name, str) for name in files):
@@ -218,15 +218,11 @@ def _foreign(folder: Path, ours: set[str]) -> str | None:
     """Return an entry of a folder that is not listed in `ours` or changed its kind since; None if there is none."""
     folders = {parent.as_posix() for name in ours for parent in Path(name).parents}
     for parent, inside, names in os.walk(folder):
-        for name in sorted(inside):
+        for name in (*sorted(inside), *sorted(names)):
             path = Path(parent, name)
             relative = path.relative_to(folder).as_posix()
-            if path.is_symlink() or relative not in folders:
-                return relative
-        for name in sorted(names):
-            path = Path(parent, name)
-            relative = path.relative_to(folder).as_posix()
-            if relative not in ours or path.is_symlink() or not path.is_file():
+            known = relative in folders if name in inside else relative in ours and path.is_file()
+            if path.is_symlink() or not known:
                 return relative
     return None
 
@@ -313,13 +309,10 @@ def staged_files(prefix: Path, names: Sequence[str], *, inputs: Sequence[Path], 
 def _staging(final: Path, place: str, check: Callable[[], None]) -> Iterator[Path]:
     """Yield a new staging folder for `final` that only this process writes to; remove it at the end."""
     check()
-    try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        lock = _lock(final, place)
-    except OSError as error:
-        raise UserError(f"{shown(final)} cannot be made ({error.strerror}); choose another {place}") from None
-    try:
+    with ExitStack() as stack:
         try:
+            final.parent.mkdir(parents=True, exist_ok=True)
+            stack.callback(_unlock, final, _lock(final, place))
             _recover(final)
             check()
             staging = _stage(final)
@@ -332,9 +325,8 @@ def _staging(final: Path, place: str, check: Callable[[], None]) -> Iterator[Pat
                 f"{shown(final)} could not be written ({error.strerror or error}); make room or choose another {place}"
             ) from error
         finally:
-            _remove(staging, keep=(staging / OLD).is_dir() and not os.path.lexists(final))
-    finally:
-        _unlock(final, lock)
+            if os.path.lexists(final) or not (staging / OLD).is_dir():
+                _remove(staging)
 
 
 def _beside(final: Path, ending: str) -> Path:
@@ -422,9 +414,7 @@ def _commit(staging: Path, final: Path) -> None:
     sync(final.parent)
 
 
-def _remove(staging: Path, keep: bool = False) -> None:
-    if keep:
-        return
+def _remove(staging: Path) -> None:
     with suppress(OSError):  # the file that marks the folder as ours goes last
         (staging / COMMIT).unlink(missing_ok=True)
         for folder in (NEW, OLD):

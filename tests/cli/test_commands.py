@@ -4,11 +4,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from tests.support.foreign_configs import FLEET, FLEET_BASE
 from threefold import __version__
+from threefold.cli.main import COMMANDS, make_app
 from threefold.config import load_config
 
 
@@ -35,6 +39,15 @@ def test_every_command_has_help(threefold, command: tuple[str, ...]) -> None:
     status, output, error = threefold(*command, "--help")
     assert (status, error) == (0, "")
     assert "Usage: " + " ".join(["threefold", *command]) in output
+
+
+def test_a_command_is_a_module_and_its_name_in_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    added = ModuleType("threefold.cli.say_twice")
+    added.command = lambda word: typer.echo(f"{word} {word}")  # type: ignore[attr-defined]
+    added.command.__annotations__["word"] = str  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, added.__name__, added)
+    told = CliRunner().invoke(make_app([*COMMANDS, "say-twice"]), ["say-twice", "cat"])
+    assert (told.exit_code, told.stdout) == (0, "cat cat\n")
 
 
 def test_misuse_ends_with_status_2(threefold) -> None:

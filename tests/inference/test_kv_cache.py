@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from tests.inference.support import Oracle
-from threefold.inference.kv_cache import Cache, CachedAttention, Cursor, caching
-from threefold.inference.model import Model, Trained
+from threefold.inference.model import Cache, CachedAttention, Cursor, Model, Trained, caching
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(1, 300, (4, 30), generator=torch.Generator().manual_seed(1)).tolist()

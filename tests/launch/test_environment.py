@@ -28,19 +28,19 @@ def test_no_launcher() -> None:
 
 
 def test_torchrun() -> None:
-    assert find_launched_rank(TORCHRUN) == LaunchedRank(5, 8, 1, 4, "env://")
+    assert find_launched_rank(TORCHRUN) == LaunchedRank(5, 8, 1, 4, host="a", port=1)
 
 
 def test_slurm_step() -> None:
     port = 20_000 + (7000 * 31 + 2) % 10_000
-    assert find_launched_rank(SLURM) == LaunchedRank(5, 6, 1, 2, f"tcp://gpu07:{port}?rank=5&world_size=6")
+    assert find_launched_rank(SLURM) == LaunchedRank(5, 6, 1, 2, host="gpu07", port=port)
 
 
 def test_every_rank_of_a_slurm_step_finds_the_same_meeting_point() -> None:
     places = [
         find_launched_rank({**SLURM, "SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank // 4)}) for rank in range(6)
     ]
-    assert len({launched.rendezvous.split("?")[0] for launched in places if launched}) == 1
+    assert len({(launched.host, launched.port) for launched in places if launched}) == 1
 
 
 def test_torchrun_inside_slurm_is_torchrun() -> None:

@@ -56,8 +56,8 @@ def test_the_states_of_all_ranks_of_the_host_are_counted(
 
 def test_ranks_of_other_hosts_need_no_memory_here(monkeypatch: pytest.MonkeyPatch) -> None:
     given, needed = config(dp=4), ADAMW * ModelSize(config()).parameters
-    assert refusal(monkeypatch, needed, given, LaunchedRank(3, 4, 0, 1, "env://")) == ""
-    assert "of 2 ranks take" in refusal(monkeypatch, needed, given, LaunchedRank(2, 4, 0, 2, "env://"))
+    assert refusal(monkeypatch, needed, given, LaunchedRank(3, 4, 0, 1)) == ""
+    assert "of 2 ranks take" in refusal(monkeypatch, needed, given, LaunchedRank(2, 4, 0, 2))
 
 
 def test_an_own_model_needs_its_states_at_least(monkeypatch: pytest.MonkeyPatch) -> None:

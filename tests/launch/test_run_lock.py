@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from threefold.errors import UserError
-from threefold.launch.run_lock import FILE, Holder, run_lock
+from threefold.launch.run_lock import LOCK_FILE, Holder, run_lock
 
 HOLD = """
 import sys
@@ -59,10 +59,10 @@ def test_held_lock_is_refused_by_the_name_of_its_holder(tmp_path: Path) -> None:
     tell(process)
     assert process.wait(timeout=300) == 0
     with run_lock(tmp_path / "run"):
-        holder = Holder.read(tmp_path / "run" / FILE)
+        holder = Holder.read(tmp_path / "run" / LOCK_FILE)
         assert holder is not None
         assert holder.pid == os.getpid()
-    assert Holder.read(tmp_path / "run" / FILE) is None
+    assert Holder.read(tmp_path / "run" / LOCK_FILE) is None
 
 
 def test_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_lock_is_waited_for_while_its_holder_is_not_seen_to_live(tmp_path: Path)
     process = holder_of(run)
     tell(process)
     assert answer(process) == "held"
-    (run / FILE).write_text('{"host": "another host", "pid": 1, "since": "yesterday"}')
+    (run / LOCK_FILE).write_text('{"host": "another host", "pid": 1, "since": "yesterday"}')
     second = holder_of(run)
     tell(second)
     tell(process)

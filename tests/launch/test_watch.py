@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from threefold.comm.heartbeat import Activity, RankState, RunSection, Wait
-from threefold.launch.hang_watch import Hang, HangWatch, LostStore, ProcessState
+from threefold.launch.hang_watch import Hang, HangWatch, LostStore
+from threefold.launch.process import ProcessState
 
 TIMEOUT = 10.0
 ALL = (0, 1, 2, 3)

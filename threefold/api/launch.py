@@ -8,7 +8,7 @@ from threefold.errors import UserError, naming_arguments
 from threefold.launch.device import choose_device, gpu_count
 from threefold.launch.environment import LaunchedRank, find_launched_rank
 from threefold.launch.failure import RankFailed, cause
-from threefold.launch.in_process import run_in_process
+from threefold.launch.launcher import run_in_process
 from threefold.launch.local import StartMethod, collect_local
 from threefold.launch.process import has_group, require_room
 from threefold.launch.rendezvous import meet

@@ -10,7 +10,7 @@ from threefold.checkpoint.resume import Resume
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.launch.environment import find_launched_rank
-from threefold.launch.in_process import joined_rank
+from threefold.launch.launcher import joined_rank
 from threefold.launch.process import StopSignals
 from threefold.launch.training_run import explain_stop, prepare_training
 from threefold.models.loss_terms import LossFunction

@@ -1,19 +1,19 @@
 """`threefold checkpoint`: list, show, verify and convert checkpoints; import and export Hugging Face models."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from threefold.byte_sizes import format_bytes, parse_bytes
-from threefold.cli.data_view import print_table
 from threefold.cli.options import ModelFile, TrustCode, model_file, print_warnings
+from threefold.cli.terminal import Bars, counted, print_table, table
 
 if TYPE_CHECKING:
-    from threefold.checkpoint.conversion import ConvertedCheckpoint
     from threefold.checkpoint.listing import ListedCheckpoint
-    from threefold.checkpoint.summary import CheckpointSummary, TensorGroup, VerifiedCheckpoint
+    from threefold.checkpoint.summary import CheckpointSummary, TensorGroup
     from threefold.config import Config
 
 
@@ -47,7 +47,7 @@ def list_(
     if as_json:
         typer.echo(json.dumps([one.document() for one in found], indent=2))
     else:
-        print_list(named.run, found)
+        _print_list(named.run, found)
 
 
 @app.command()
@@ -72,9 +72,9 @@ def show(
     if as_json:
         typer.echo(json.dumps(summary.document(pattern, with_tensors), indent=2))
     elif with_tensors:
-        print_tensors(summary, pattern)
+        _print_tensors(summary, pattern)
     else:
-        print_summary(summary)
+        _print_summary(summary)
 
 
 @app.command()
@@ -88,7 +88,6 @@ def verify(path: ShardCoordinates) -> None:
     named = locate(path)
     from threefold.checkpoint.errors import DamagedCheckpoint
     from threefold.checkpoint.summary import to_verify, verify_checkpoint
-    from threefold.cli.data_view import Bars
 
     damaged = False
     for checkpoint in to_verify(named):
@@ -99,7 +98,10 @@ def verify(path: ShardCoordinates) -> None:
             damaged = True
             typer.echo(f"Error: {damage}", err=True)
         else:
-            print_verified(checkpoint, verified)
+            typer.echo(
+                f"{checkpoint} is as it was written: {verified.tensors:,} tensors, {verified.files:,} files, "
+                f"{format_bytes(verified.bytes)}."
+            )
     if damaged:
         raise typer.Exit(1)
 
@@ -136,12 +138,22 @@ def convert(
     size = _bytes(shard_size)
     locate(path)
     from threefold.checkpoint.conversion import Conversion, convert_checkpoint
-    from threefold.cli.data_view import Bars
 
     with Bars() as bars:
         made = convert_checkpoint(Conversion(path, out, format_, dtype, weights_only, size, overwrite), bars)
     print_warnings(made.warnings)
-    print_conversion(out, made, format_)
+    print_table(
+        ("written", str(out)),
+        [
+            ("from", str(made.checkpoint)),
+            ("after", f"{made.step:,} steps"),
+            ("format", format_),
+            ("parameters", f"{made.parameters:,}, {', '.join(made.dtypes)}"),
+            ("tensors", f"{made.tensors:,}, {format_bytes(made.bytes)}"),
+            ("files", _files(made.files) if made.files else "none"),
+            ("other files", ", ".join(made.others) or "none"),
+        ],
+    )
 
 
 @app.command("import")
@@ -160,7 +172,6 @@ def import_(
     ] = False,
 ) -> None:
     """Import the model in HF_DIR as a run: GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE or Qwen3-MoE."""
-    from threefold.cli.data_view import Bars
     from threefold.huggingface.import_hf import Import, import_model
 
     with Bars() as bars:
@@ -204,7 +215,6 @@ def export(
 
     For a model of your own, the weights keep their names, beside a copy of its file.
     """
-    from threefold.cli.data_view import Bars
     from threefold.huggingface.export_hf import Export, export_model
 
     with Bars() as bars:
@@ -218,7 +228,7 @@ def export(
             ("parameters", f"{made.parameters:,}"),
             *((("layers", f"{blocks}"),) if (blocks := made.config.model.blocks) is not None else ()),
             ("weights", f"{made.dtype}, {format_bytes(made.bytes)}"),
-            ("files", f"{made.files[0]}" + (f" and {len(made.files) - 1} more" if len(made.files) > 1 else "")),
+            ("files", _files(made.files)),
             ("other files", ", ".join(made.texts)),
             *((("left out", f"{', '.join(made.left_out)}: used in training only"),) if made.left_out else ()),
         ],
@@ -239,50 +249,37 @@ _STATE_NAMES = {
 }
 
 
-def print_list(run: "Path", found: "list[ListedCheckpoint]") -> None:
+def _print_list(run: "Path", found: "list[ListedCheckpoint]") -> None:
     """Print the table of a run's checkpoints, then the reason for each damaged one."""
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
-    table = Table(box=box.SIMPLE, title=None)
-    for name, side in (
-        ("step", "right"),
-        ("saved", "left"),
-        ("size", "right"),
-        ("samples", "right"),
-        ("state", "left"),
-    ):
-        table.add_column(Text(name), justify=side, no_wrap=True)  # type: ignore[arg-type]
-    table.add_column(Text("written by"), overflow="fold")
+    rows = []
     for one in found:
         samples = f"{one.facts.consumed_samples:,}" if one.facts else "unknown"
         saved = f"{one.saved.astimezone():{_MINUTE}}" if one.saved else "unknown"
         state = "weights only" if one.state == "complete" and one.writer.weights_only else one.state
-        cells = (f"{one.step:,}", saved, format_bytes(one.bytes), samples, state, one.layout)
-        table.add_row(*map(Text, cells))
-    Console().print(table)
+        rows.append((f"{one.step:,}", saved, format_bytes(one.bytes), samples, state, one.layout))
+    header = ("step", "saved", "size", "samples", "state", "written by")
+    Console().print(table(header, rows, "rlrrll", whole=range(5)))
     for one in found:
         if one.reason:
             typer.echo(f"{one.path.name} is damaged: {one.reason}.")
     if any(one.state == "partial" for one in found):
         typer.echo("A partial checkpoint is being written, or its writing was interrupted; the next save deletes it.")
     together = format_bytes(sum(one.bytes for one in found))
-    number = f"{len(found):,} checkpoint{'s' * (len(found) != 1)}"
-    typer.echo(f"{number} in {run}, {together}.")
+    typer.echo(f"{counted(len(found), 'checkpoint')} in {run}, {together}.")
     if good := [one.path for one in found if one.state == "complete"]:
         typer.echo(f"Next: threefold checkpoint show {good[-1]}")
 
 
-def print_summary(summary: "CheckpointSummary") -> None:
+def _print_summary(summary: "CheckpointSummary") -> None:
     from threefold.checkpoint.errors import OPTIMIZER
     from threefold.checkpoint.manifest import VERSION
 
     one, facts = summary.listed, summary.listed.facts
     assert facts is not None  # it could be read
     versions = ", ".join(f"{name} {version}" for name, version in one.writer.versions.items())
-    ranks = f", on {one.writer.ranks} rank{'s' * (one.writer.ranks != 1)}" if one.writer.ranks else ""
+    ranks = f", on {counted(one.writer.ranks, 'rank')}" if one.writer.ranks else ""
     rows = [
         ("state", _STATE_NAMES.get(one.state, one.state)),
         ("step", f"{facts.step:,}"),
@@ -328,49 +325,23 @@ def _of_config(config: "Config") -> list[tuple[str, str]]:
     ]
 
 
-def print_tensors(summary: "CheckpointSummary", pattern: str | None) -> None:
+def _print_tensors(summary: "CheckpointSummary", pattern: str | None) -> None:
     """Print the table of tensors with shape, dtype and size, and their total."""
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
     found = summary.matching(pattern)
-    table = Table(box=box.SIMPLE)
-    table.add_column(Text("tensor"), overflow="fold")
-    table.add_column(Text("shape"), no_wrap=True)
-    table.add_column(Text("dtype"), no_wrap=True)
-    table.add_column(Text("size"), justify="right", no_wrap=True)
-    for name, tensor in found.items():
-        shape = " × ".join(f"{size}" for size in tensor.shape) or "a number"
-        table.add_row(*map(Text, (name, shape, tensor.dtype_name, format_bytes(tensor.bytes))))
-    Console().print(table)
-    total = format_bytes(sum(tensor.bytes for tensor in found.values()))
+    rows = [
+        (name, " × ".join(map(str, each.shape)) or "a number", each.dtype_name, format_bytes(each.bytes))
+        for name, each in found.items()
+    ]
+    Console().print(table(("tensor", "shape", "dtype", "size"), rows, "lllr", whole=range(1, 4)))
+    total = format_bytes(sum(each.bytes for each in found.values()))
     of = f" of {len(summary.tensors):,}" if len(found) < len(summary.tensors) else ""
     typer.echo(f"{len(found):,}{of} tensors, {total}")
 
 
-def print_verified(path: "Path", verified: "VerifiedCheckpoint") -> None:
-    typer.echo(
-        f"{path} is as it was written: {verified.tensors:,} tensors, {verified.files:,} files, "
-        f"{format_bytes(verified.bytes)}."
-    )
-
-
-def print_conversion(out: "Path", made: "ConvertedCheckpoint", kind: str) -> None:
-    more = f" and {len(made.files) - 1} more" if len(made.files) > 1 else ""
-    print_table(
-        ("written", str(out)),
-        [
-            ("from", str(made.checkpoint)),
-            ("after", f"{made.step:,} steps"),
-            ("format", kind),
-            ("parameters", f"{made.parameters:,}, {', '.join(made.dtypes)}"),
-            ("tensors", f"{made.tensors:,}, {format_bytes(made.bytes)}"),
-            ("files", f"{made.files[0]}{more}" if made.files else "none"),
-            ("other files", ", ".join(made.others) or "none"),
-        ],
-    )
+def _files(files: Sequence[object]) -> str:
+    return f"{files[0]}" + (f" and {len(files) - 1} more" if len(files) > 1 else "")
 
 
 def _group(group: "TensorGroup") -> str:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from threefold.byte_sizes import format_bytes
-from threefold.cli.data_view import print_table
-from threefold.cli.options import ConfigFile, ModelFile, Overrides, TrustCode, read_config
+from threefold.cli.options import ConfigFile, ModelFile, Overrides, TrustCode, read_config, read_without_data
+from threefold.cli.terminal import counted, first_to_last, print_table
 from threefold.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,16 +32,10 @@ def size(
     config: ConfigFile, model: ModelFile = None, trust_code: TrustCode = False, overrides: Overrides = None
 ) -> None:
     """Print the parameter count of CONFIG's model and the memory of each rank's shards, without starting any."""
-    from threefold.config.resolve import check_settings
-
-    given = read_config(config, overrides, model, trust_code)
-    check_settings(given)
-    from threefold.data.dataset import resolve_without_data
-
-    resolved = resolve_without_data(given)
+    resolved = read_without_data(config, overrides, model, trust_code)
     from threefold.planner.model_size import ModelSize  # imports torch; errors should not wait for it
 
-    print_size(ModelSize(resolved), resolved)
+    _print_size(ModelSize(resolved), resolved)
 
 
 ForeignFile = Annotated[
@@ -119,7 +113,7 @@ def compatibility(features: FeatureNames = None) -> None:
         typer.echo(line)
 
 
-def print_size(size: "ModelSize", config: "Config") -> None:
+def _print_size(size: "ModelSize", config: "Config") -> None:
     """Print the parameters of a model and its pipeline stages, and the memory of each rank's shards."""
     from threefold.comm.layout import Layout
 
@@ -127,33 +121,19 @@ def print_size(size: "ModelSize", config: "Config") -> None:
     active = f", {size.active:,} active per token" if size.active < size.parameters else ""
     typer.echo(f"Parameters: {size.parameters:,}{active}.")
     zero = f", zero {config.parallel.zero}" if config.parallel.zero else ""
-    typer.echo(f"Layout: {layout}{zero}, {_number(layout.world_size, 'rank')}; {config.precision.dtype}.")
+    typer.echo(f"Layout: {layout}{zero}, {counted(layout.world_size, 'rank')}; {config.precision.dtype}.")
     if layout.pp > 1:
-        _print_stages(size)
-    _print_ranks(size, layout.pp, layout.world_size // layout.pp)
-
-
-def _print_stages(size: "ModelSize") -> None:
-    rows: list[tuple[str, ...]] = [
-        (str(number), str(stage.pp_rank), _run(stage.layers), f"{stage.parameters:,}")
-        for number, stage in enumerate(size.stages())
-    ]
-    print_table(("stage", "pp rank", "layers", "parameters"), rows)
-
-
-def _print_ranks(size: "ModelSize", pp: int, ranks: int) -> None:
-    rows: list[tuple[str, ...]] = []
-    for pp_rank in range(pp):
+        print_table(
+            ("stage", "pp rank", "layers", "parameters"),
+            [
+                (str(number), str(stage.pp_rank), first_to_last(stage.layers), f"{stage.parameters:,}")
+                for number, stage in enumerate(size.stages())
+            ],
+        )
+    rows = []
+    for pp_rank in range(layout.pp):
         held = size.largest_rank(pp_rank)
-        amounts = (held.weights, held.gradients, held.optimizer, held.bytes)
-        rows.append((str(pp_rank), str(ranks), f"{held.parameters:,}", *map(format_bytes, amounts)))
+        amounts = map(format_bytes, (held.weights, held.gradients, held.optimizer, held.bytes))
+        rows.append((str(pp_rank), str(layout.world_size // layout.pp), f"{held.parameters:,}", *amounts))
     print_table(("pp rank", "ranks", "parameters", "weights", "gradients", "optimizer", "together"), rows)
     typer.echo("Upper bound per rank during a step; activations and buffers are not included.")
-
-
-def _run(layers: tuple[str, ...]) -> str:
-    return layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
-
-
-def _number(count: int, thing: str) -> str:
-    return f"{count:,} {thing}{'s' * (count != 1)}"

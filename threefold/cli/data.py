@@ -1,15 +1,19 @@
 """`threefold data`: prepare, show, verify and convert token files."""
 
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from threefold.cli.data_view import Bars, print_converted, print_facts, print_labelled, print_sample, print_table
+from threefold.byte_sizes import format_bytes
+from threefold.cli.terminal import Bars, print_table
 from threefold.host import usable_cores
 
 if TYPE_CHECKING:
-    from threefold.data.corpus import Corpus
+    from threefold.data.audit import TokenSummary
+    from threefold.data.corpus import Corpus, StoredTokens
+    from threefold.data.formats.threefold_folder import TokenFiles
 
 app = typer.Typer(help="Prepare token files from text, convert, inspect and verify them.", no_args_is_help=True)
 
@@ -66,8 +70,7 @@ def prepare(
     from threefold.data.preparation import PrepareRequest
     from threefold.data.preparation import prepare as prepare_files
 
-    if workers is None:
-        workers = usable_cores()
+    workers = usable_cores() if workers is None else workers
     request = PrepareRequest(
         tuple(inputs), out, vocab_size, tokenizer, eod, key, workers, overwrite, special_tokens, chat_template
     )
@@ -75,7 +78,7 @@ def prepare(
         files = prepare_files(request, bars)
         stored = files.stored()
         summary = summarize(stored, bars)
-    print_facts(stored, summary, files)
+    _print_facts(stored, summary, files)
 
 
 @app.command()
@@ -105,7 +108,7 @@ def show(
     corpus = open_corpus(path, tokenizer=tokenizer, vocab_size=summary.highest + 1)
     if summary.highest >= corpus.vocab_size:
         raise corpus.outside(summary.highest, summary.highest_place)
-    print_facts(stored, summary, corpus)
+    _print_facts(stored, summary, corpus)
     if corpus.holds_chat:
         _show_conversations(corpus, split, sequence_length)
         return
@@ -118,7 +121,7 @@ def show(
         ],
     )
     typer.echo(f"Sample 0 of the training split ({sequence_length} tokens and the last label):\n")
-    print_sample(corpus, samples.read(np.array([0]))[0].tolist())
+    typer.echo(_decode(corpus, samples.read(np.array([0]))[0].tolist()))
 
 
 def _show_conversations(corpus: "Corpus", split: str, sequence_length: int) -> None:
@@ -140,7 +143,7 @@ def _show_conversations(corpus: "Corpus", split: str, sequence_length: int) -> N
     first = np.array([0])
     tokens, labels = (part[0].tolist() for part in samples.labelled(first))
     typer.echo("\nSample 0 of the training split:\n")
-    print_labelled(corpus, tokens, labels, samples.documents(first)[0].tolist())
+    _print_labelled(corpus, tokens, labels, samples.documents(first)[0].tolist())
 
 
 @app.command()
@@ -156,13 +159,16 @@ def verify(
     ] = None,
 ) -> None:
     """Read token files completely and compare them with the checksums written with them."""
-    from threefold.cli.data_view import print_audits
     from threefold.data.audit import audit
     from threefold.errors import UserError
 
     with Bars() as bars:
         audits = [each for path in paths for each in audit(path, tokenizer, bars)]
-    print_audits(audits)
+    rows = []
+    for one in audits:
+        size = "" if one.bytes is None else format_bytes(one.bytes)
+        rows.append((str(one.path), size, "damaged" if one.problem else one.found))
+    print_table(("file", "size", "found"), rows)
     if damaged := [one.problem for one in audits if one.problem]:
         more = f" ({len(damaged) - 1} more of the files are damaged, as the table says)" if len(damaged) > 1 else ""
         raise UserError(f"{damaged[0].rstrip('.')}{more}")
@@ -194,4 +200,93 @@ def convert(
 
     with Bars() as bars:
         converted = convert_tokens(source, to, out, tokenizer, eod, overwrite, bars)
-    print_converted(source, out, converted)
+    typer.echo(f"Wrote {converted.documents:,} documents, {converted.tokens:,} tokens, from {source} to {out}.")
+    if converted.left_out:
+        typer.echo(f"Left out {converted.left_out:,} empty documents, which this format does not have.")
+    if converted.ended:
+        typer.echo(f"Gave {converted.ended:,} documents the end-of-document token that this format requires.")
+
+
+def _print_facts(stored: "StoredTokens", summary: "TokenSummary", corpus: "Corpus") -> None:
+    """Print a table of what token files hold, with the highest token if no tokenizer gives the vocabulary."""
+    from threefold.data.formats.threefold_folder import TokenFiles
+
+    tokens, documents, sequences = len(stored.tokens), summary.documents, len(stored.sequences) - 1
+    vocabulary = f"{corpus.vocab_size:,} tokens"
+    if corpus.tokenizer is None:
+        vocabulary = f"unknown without a tokenizer; the highest token is {summary.highest:,}"
+    if corpus.eod is None:
+        end = f"unknown; {summary.common_share:.0%} of the documents end with token {summary.common_end}"
+    else:
+        name = "" if corpus.tokenizer is None else corpus.tokenizer.id_to_token(corpus.eod)
+        end = f"token {corpus.eod} {name}".strip()
+    rows = [
+        ("format", stored.format),
+        ("documents", f"{documents:,}" + (f", of {sequences:,} sequences" if sequences != documents else "")),
+        ("longest document", f"{summary.longest:,} tokens (document {summary.longest_document:,})"),
+        ("empty documents", f"{summary.empty:,}"),
+        ("tokens", f"{tokens:,} ({tokens / documents:,.0f} a document)"),
+        ("stored as", f"{stored.tokens.dtype.name}, {format_bytes(stored.tokens.nbytes)}"),
+        ("vocabulary", vocabulary),
+        ("end of document", end),
+        *(_made_from(corpus) if isinstance(corpus, TokenFiles) else ()),
+        *(("note", note) for note in stored.notes),
+    ]
+    print_table((str(stored.path), ""), rows)
+
+
+def _made_from(files: "TokenFiles") -> list[tuple[str, str]]:
+    meta = files.meta
+    named = ", ".join(source.name for source in meta.sources[:3])
+    sources = named if len(meta.sources) <= 3 else f"{named} and {len(meta.sources) - 3} more files"
+    text = [("text", f"{format_bytes(meta.text_bytes)} ({meta.text_bytes / meta.tokens:.2f} bytes a token)")]
+    read = {"parse": "parsed", "text": "read as text"}[meta.special_tokens]
+    begins = f"; each text begins with {_names(files, meta.beginning)}" if meta.beginning else ""
+    rows = [*(text if meta.text_bytes else []), ("special tokens", f"{read} in text{begins}")]
+    if files.loss_mask is not None:
+        counted = int(files.loss_mask[: meta.tokens].sum(dtype="int64"))
+        rows.append(("count for the loss", f"{counted:,} tokens ({counted / meta.tokens:.0%}), those of the answers"))
+    return [*rows, ("made from", sources)]
+
+
+def _names(corpus: "Corpus", tokens: "tuple[int, ...]") -> str:
+    found = (corpus.tokenizer and corpus.tokenizer.id_to_token(token) for token in tokens)
+    return " ".join(name or str(token) for name, token in zip(found, tokens, strict=True))
+
+
+def _print_labelled(corpus: "Corpus", tokens: list[int], labels: list[int], documents: list[int]) -> None:
+    """Print a sample of conversations, with the tokens that have labels between ⟦ and ⟧, and in color if possible.
+
+    Args:
+        corpus: corpus with a known tokenizer.
+        tokens, labels: tokens and labels of the sample.
+        documents: index in the sample of each token's document.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    from threefold.constants import IGNORE_INDEX
+
+    whole = [*tokens, labels[-1]]
+    counted = [False, *(label != IGNORE_INDEX for label in labels)]
+    console = Console(highlight=False)
+    for number in sorted(set(documents)):
+        places = [place for place, document in enumerate(documents) if document == number]
+        if number == documents[-1] and labels[-1] != IGNORE_INDEX:
+            places.append(len(documents))
+        if not any(counted[place] for place in places):
+            continue  # padding
+        shown = Text(f"conversation {number + 1}\n", style="dim")
+        for counts, run in groupby(places, key=counted.__getitem__):
+            text = _decode(corpus, [whole[place] for place in run])
+            shown.append(f"⟦{text}⟧" if counts else text, style="bold green" if counts else "default not bold not dim")
+        console.print(shown, end="\n\n", soft_wrap=True)
+    learned = sum(counted)
+    console.print(f"Tokens in ⟦…⟧ have labels: {learned:,} of {len(labels):,}; all others are ignored.", soft_wrap=True)
+
+
+def _decode(corpus: "Corpus", tokens: list[int]) -> str:
+    """Decode tokens, including special ones; without a tokenizer, return their ids."""
+    if corpus.tokenizer is None:
+        return " ".join(map(str, tokens))
+    return str(corpus.tokenizer.decode(tokens, skip_special_tokens=False))

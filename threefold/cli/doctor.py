@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from threefold.byte_sizes import format_bytes
-from threefold.cli.data_view import print_table
+from threefold.cli.terminal import Steps, print_table
+from threefold.errors import UserError
+from threefold.files import shown
 
 if TYPE_CHECKING:
     from threefold.planner.doctor.examination import Examination
     from threefold.planner.hardware import Hardware
 
 
-def doctor(
+def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     save: Annotated[
         Path | None,
@@ -36,11 +38,12 @@ def doctor(
     Measures matrix products, memory, collectives of 2, 4 and 8 local ranks, and the disk, in about half a minute.
     Saves the hardware entry `this-machine` for `threefold estimate` and the MFU of runs, and reports what is wrong.
     """
-    from threefold.cli.options import Steps
     from threefold.planner.doctor.examination import examine, measured_entry
 
-    _check_save(save)
-    _check_folder(folder)
+    if save is not None:
+        _check_save(save)
+    if not folder.is_dir():
+        raise UserError(f"--folder is {shown(folder)} but there is no such folder; name one that exists, such as `.`.")
     with Steps("Measuring", shown=not as_json) as steps:
         found = examine(_run_ranks, folder, quick, steps.tell)
     entry = measured_entry(found)
@@ -49,7 +52,7 @@ def doctor(
         values: dict[str, Any] = found.as_json()
         typer.echo(json.dumps({**values, "saved": None if saved is None else str(saved)}))
     else:
-        print_examination(found, entry, saved)
+        _print_examination(found, entry, saved)
     if any(finding.severity == "error" for finding in found.findings):
         raise typer.Exit(1)
 
@@ -60,12 +63,7 @@ def _run_ranks(worker: Callable[..., object], args: tuple[Any, ...], ranks: int,
     return spawn(worker, args, ranks, device="cuda" if device == "cuda" else "cpu", timeout=60.0)
 
 
-def _check_save(path: Path | None) -> None:
-    from threefold.errors import UserError
-    from threefold.files import shown
-
-    if path is None:
-        return
+def _check_save(path: Path) -> None:
     if path.suffix.lower() not in (".yaml", ".yml"):
         raise UserError(f"--save is {shown(path)} but must end in .yaml; use {shown(path.with_suffix('.yaml'))}.")
     if not path.parent.is_dir() or path.is_dir():
@@ -86,17 +84,7 @@ def _is_ours(path: Path) -> bool:
         return False
 
 
-def _check_folder(folder: Path) -> None:
-    from threefold.errors import UserError
-    from threefold.files import shown
-
-    if not folder.is_dir():
-        raise UserError(f"--folder is {shown(folder)} but there is no such folder; name one that exists, such as `.`.")
-
-
 def _save(entry: "Hardware", path: Path | None) -> Path:
-    from threefold.errors import UserError
-    from threefold.files import shown
     from threefold.planner.hardware import as_yaml, save_hardware
 
     if path is None:
@@ -112,7 +100,7 @@ _MARKS = {"error": "Error", "warning": "Warning", "note": "Note"}
 _PAIRS = {"pairs": "all_reduce, pairs", "send": "send of cp's ring, pairs", "stages": "send of pp's stages, pairs"}
 
 
-def print_examination(found: "Examination", entry: "Hardware | None", saved: Path | None) -> None:
+def _print_examination(found: "Examination", entry: "Hardware | None", saved: Path | None) -> None:
     """Print tables of the examination, and a line for each finding."""
     machine = found.machine
     backends = ", ".join(name for name, there in machine.backends.items() if there)
@@ -135,8 +123,9 @@ def print_examination(found: "Examination", entry: "Hardware | None", saved: Pat
         ("axis", "ranks of this host", "ranks of other hosts"),
         [(route.axis, route.here, route.hosts) for route in found.routes],
     )
-    _print_products(found)
-    _print_collectives(found)
+    if found.rates:
+        _print_products(found)
+        _print_collectives(found)
     for finding in found.findings:
         typer.echo(f"{_MARKS[finding.severity]}: {finding}")
     if not found.findings:
@@ -147,8 +136,6 @@ def print_examination(found: "Examination", entry: "Hardware | None", saved: Pat
 
 
 def _print_products(found: "Examination") -> None:
-    if not found.rates:
-        return
     dtypes = sorted({dtype for rates in found.rates for dtype in rates.matrix}, reverse=True)
     sizes = sorted({size for rates in found.rates for by_size in rates.matrix.values() for size in by_size})
     rows: list[tuple[str, ...]] = []

@@ -1,19 +1,35 @@
 """`threefold dry-run`: the training step of a rank, without the cluster."""
 
-from typing import TYPE_CHECKING, Annotated
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from threefold.cli.options import ConfigFile, ModelFile, Overrides, TrustCode, read_config, with_model
+from threefold.byte_sizes import format_bytes
+from threefold.cli.options import (
+    ConfigFile,
+    ModelFile,
+    Overrides,
+    TrustCode,
+    read_config,
+    read_without_data,
+    require_ranks,
+    whole_number,
+    with_model,
+)
+from threefold.cli.terminal import Steps, counted, first_to_last, print_table
 from threefold.errors import UserError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from threefold.config import Config
+    from threefold.planner.dry_step import DryRunReport
+    from threefold.planner.hardware import Hardware
 
 
-def dry_run(
+def command(
     config: ConfigFile,
     model: ModelFile = None,
     trust_code: TrustCode = False,
@@ -26,7 +42,7 @@ def dry_run(
     hardware: Annotated[
         str | None, typer.Option(metavar="NAME", help="GPU type, to say whether the ranks fit into its memory.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print a JSON document instead of tables.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document instead of tables.")] = False,
     overrides: Overrides = None,
 ) -> None:
     """Run the training code of one rank of CONFIG's layout for a step, on tensors without memory and without GPUs.
@@ -36,46 +52,27 @@ def dry_run(
     """
     if rank is not None and all_stages:
         raise UserError(f"--rank is {rank} and --all-stages is given too; give one of them.")
-    from threefold.cli.options import whole_number
     from threefold.config.section import MOST_RANKS
 
     number = 0 if rank is None else whole_number(rank, "--rank", least=0)
     ranks = None if world is None else whole_number(world, "--world", most=MOST_RANKS)
-    resolved = _resolve(config, with_model(overrides, model), ranks, trust_code)
+    settings = with_model(overrides, model)
+    if ranks is not None:
+        given = read_config(config, settings, trust_code=trust_code)
+        settings.append(f"parallel.dp={_replicas(given, ranks)}")
+    resolved = read_without_data(config, settings, trust_code=trust_code)
     from threefold.planner.hardware import find_hardware
 
     on = None if hardware is None else find_hardware(hardware)
-    from threefold.comm.layout import Layout
-
-    last = Layout.from_config(resolved.parallel).world_size - 1
-    if number > last:
-        raise UserError(
-            f"--rank is {number} but the layout has ranks 0 to {last}; use {last}."
-            if last
-            else f"--rank is {number} but the layout has rank 0 alone; use 0."
-        )
-    from threefold.cli.dry_run_view import print_reports, reports_as_json
-    from threefold.cli.options import Steps
+    require_ranks((number,), resolved, "--rank is")
     from threefold.planner.dry_run import run_ranks, run_stages
 
-    with Steps("Running", shown=not json) as steps:
+    with Steps("Running", shown=not as_json) as steps:
         reports = run_stages(resolved, steps.tell) if all_stages else run_ranks(resolved, [number], tell=steps.tell)
-    if json:
-        typer.echo(reports_as_json(resolved, reports, on))
+    if as_json:
+        typer.echo(_as_json(resolved, reports, on))
     else:
-        print_reports(resolved, reports, on)
-
-
-def _resolve(file: "Path", overrides: list[str], world: int | None, trust_code: bool) -> "Config":
-    from threefold.config.resolve import check_settings
-
-    given = read_config(file, overrides, trust_code=trust_code)
-    if world is not None:
-        given = read_config(file, [*overrides, f"parallel.dp={_replicas(given, world)}"], trust_code=trust_code)
-    check_settings(given)
-    from threefold.data.dataset import resolve_without_data
-
-    return resolve_without_data(given)
+        _print_reports(resolved, reports, on)
 
 
 def _replicas(config: "Config", world: int) -> int:
@@ -93,3 +90,72 @@ def _replicas(config: "Config", world: int) -> int:
             f"--world {each * parallel.dp}, or --set parallel.dp={replicas}."
         )
     return replicas
+
+
+def _print_reports(config: "Config", reports: Sequence["DryRunReport"], hardware: "Hardware | None") -> None:
+    """Print memory, collectives and floating-point operations of each rank, and whether it fits."""
+    from threefold.comm.layout import Layout
+
+    layout, train = Layout.from_config(config.parallel), config.train
+    zero = f", zero {config.parallel.zero}" if config.parallel.zero else ""
+    each = f"{train.gradient_accumulation_steps} of {train.micro_batch_size}"
+    typer.echo(f"Layout: {layout}{zero}, {counted(layout.world_size, 'rank')}; {config.precision.dtype}.")
+    typer.echo(f"One step: {train.global_batch_size:,} samples, in micro-batches of each replica: {each}.")
+    places = [(f"{report.rank:,}", str(report.coordinates["pp"])) for report in reports]
+    work: list[tuple[str, ...]] = [
+        (*place, first_to_last(report.layers), f"{report.parameters:,}", f"{report.flops / 1e12:,.3f}")
+        for place, report in zip(places, reports, strict=True)
+    ]
+    print_table(("rank", "stage", "layers", "parameters", "TFLOP"), work)
+    memory = [
+        (*place, *map(format_bytes, (*report.causes.values(), report.peak_bytes)))
+        for place, report in zip(places, reports, strict=True)
+    ]
+    print_table(("rank", "stage", "weights", "gradients", "optimizer", "activations", "peak"), memory)
+    typer.echo("At the peak, by the causes of threefold estimate, which adds what an allocator loses (fragmentation).")
+    if collectives := _collectives(reports):
+        print_table(("ranks", "axis", "collective", "count", "bytes"), collectives)
+    largest = max(reports, key=lambda report: report.peak_bytes)
+    needs = f"Rank {largest.rank:,} needs {format_bytes(largest.peak_bytes)} at its peak"
+    if hardware is None:
+        typer.echo(f"{needs}; buffers inside kernels and of the communication library are not counted.")
+        return
+    from threefold.planner.estimate import usable_memory
+
+    usable = usable_memory(hardware)
+    verb = "fits" if largest.peak_bytes <= usable else "does not fit"
+    typer.echo(f"{needs}, which {verb} into the {format_bytes(usable)} that tensors may have of {hardware.title}.")
+
+
+def _as_json(config: "Config", reports: Sequence["DryRunReport"], hardware: "Hardware | None") -> str:
+    from threefold.comm.layout import Layout
+
+    largest = max(report.peak_bytes for report in reports)
+    ranks: list[dict[str, Any]] = []
+    for report in reports:  # the peak is broken down only by the causes of an estimate
+        values = {**asdict(report), "causes": {**report.causes, "fragmentation": 0}}
+        ranks.append({name: value for name, value in values.items() if name not in ("at_peak", "activation_bytes")})
+    document: dict[str, Any] = {
+        "layout": asdict(Layout.from_config(config.parallel)),
+        "world_size": Layout.from_config(config.parallel).world_size,
+        "peak_bytes": largest,
+        "ranks": ranks,
+    }
+    if hardware is not None:
+        from threefold.planner.estimate import usable_memory
+
+        document["hardware"] = hardware.name
+        document["fits"] = largest <= usable_memory(hardware)
+    return json.dumps(document, indent=2)
+
+
+def _collectives(reports: Sequence["DryRunReport"]) -> list[tuple[str, ...]]:
+    """Return a row for each kind of collective; consecutive ranks with the same collectives share theirs."""
+    rows: list[tuple[str, ...]] = []
+    for collectives, alike in groupby(reports, key=lambda report: list(report.collectives)):
+        ranks = [report.rank for report in alike]
+        named = f"{ranks[0]:,}" if len(ranks) == 1 else f"{ranks[0]:,} to {ranks[-1]:,}"
+        for number, each in enumerate(collectives):
+            first = "" if number else named
+            rows.append((first, each.axis, each.operation, f"{each.count:,}", format_bytes(each.nbytes)))
+    return rows

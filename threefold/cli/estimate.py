@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from threefold.byte_sizes import format_bytes
-from threefold.cli.data_view import print_table
-from threefold.cli.options import ConfigFile, Overrides, TrustCode, read_config
+from threefold.cli.options import ConfigFile, Overrides, TrustCode, check_picture_file, read_without_data
+from threefold.cli.terminal import print_table
 from threefold.errors import UserError
 
 if TYPE_CHECKING:
     from threefold.planner.estimate import Estimate
+    from threefold.planner.hardware import Hardware
 
 
 HardwareName = Annotated[
@@ -38,7 +39,16 @@ Picture = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: seconds, bytes, tokens per second.")]
 
 
-def estimate(
+def chosen_hardware(name: str | None) -> "Hardware":
+    """Return the entry that `--hardware` names; raise a `UserError` if it is missing or unknown."""
+    from threefold.planner.hardware import find_hardware, hardware_names
+
+    if name is None:
+        raise UserError(f"--hardware is missing; give the path of a YAML file or one of {', '.join(hardware_names())}.")
+    return find_hardware(name)
+
+
+def command(
     config: ConfigFile,
     hardware: HardwareName = None,
     system: SystemName = None,
@@ -48,24 +58,13 @@ def estimate(
     overrides: Overrides = None,
 ) -> None:
     """Estimate a training step of CONFIG: its time by cause, tokens per second, MFU and each stage's memory."""
-    from threefold.config.resolve import check_settings
     from threefold.planner.estimate import estimate as estimated
-    from threefold.planner.hardware import find_hardware, hardware_names
     from threefold.planner.systems import find_system
 
-    if hardware is None:
-        raise UserError(f"--hardware is missing; give the path of a YAML file or one of {', '.join(hardware_names())}.")
-    entry = find_hardware(hardware)
+    entry = chosen_hardware(hardware)
     chosen = find_system(system) if system is not None else None
-    given = read_config(config, overrides, trust_code=trust_code)
-    check_settings(given)
-    from threefold.data.dataset import resolve_without_data
-
-    resolved = resolve_without_data(given)
-    if png is not None:
-        from threefold.planner.timeline import check_picture
-
-        check_picture(png)
+    resolved = read_without_data(config, overrides, trust_code=trust_code)
+    check_picture_file(png)
     found = estimated(resolved, entry, chosen)
     if png is not None:
         from threefold.planner.pictures import draw_memory
@@ -75,7 +74,7 @@ def estimate(
         typer.echo(json.dumps(found.as_json(), indent=2))
         return
 
-    print_estimate(found, None if system is None else estimated(resolved, entry))
+    _print_estimate(found, None if system is None else estimated(resolved, entry))
 
 
 _SHORT = {"activations": "kept"}
@@ -86,7 +85,7 @@ _LARGE = 2 * 10**9
 """Bytes of a rank from which memory is shown in GB."""
 
 
-def print_estimate(found: "Estimate", own: "Estimate | None") -> None:
+def _print_estimate(found: "Estimate", own: "Estimate | None") -> None:
     """Print an estimate and, for another system, a line with the result of this package's own kernels."""
     from threefold.comm.layout import Layout
 

@@ -1,10 +1,9 @@
 """`threefold eval`: perplexity or last-word accuracy of a trained model on texts."""
 
+import json
 import os
-import sys
+import secrets
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -22,16 +21,18 @@ from threefold.cli.options import (
     model_file,
     print_warnings,
 )
+from threefold.cli.terminal import Steps, table
+from threefold.errors import UserError
 
 if TYPE_CHECKING:
-    from threefold.inference.eval_tasks import EncodedTexts, EvalTask, Metric
+    from threefold.inference.eval_tasks import EncodedTexts, EvalTask
     from threefold.inference.model import Model
     from threefold.launch.inference_run import InferenceRun
 
 _LARGE = 1e6
 
 
-def evaluate(
+def command(
     run: RunFolder,
     data: Annotated[Path, typer.Option(metavar="FILE", help="JSON lines (.jsonl, also .gz, .zst), or text (.txt).")],
     task: Annotated[
@@ -62,7 +63,9 @@ def evaluate(
     pp: PipelineRanks = 1,
     dtype: DtypeName = "fp32",
     device: DeviceName = "auto",
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the metrics to FILE, as JSON.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the metrics to FILE, as JSON.")
+    ] = None,
 ) -> None:
     """Evaluate the newest checkpoint of RUN on the texts of a file, on dp · tp · pp local processes or torchrun ranks.
 
@@ -75,11 +78,11 @@ def evaluate(
     inference = InferenceRun.prepare(run, Layout(dp, tp, pp), dtype, device, model_file(own_model), trust_code)
     counted = loss_tokens or inference.trained.config.data.loss_tokens
     chosen = _task(task, _context(context, inference), stride, counted)
-    if json is not None:
-        _check_json(json, data)
+    if json_file is not None:
+        _check_json(json_file, data)
     texts = read_texts(data, key)
-    with _progress("reading", len(texts)) as advance:
-        work = chosen.prepare(inference.trained.documents(special_tokens), texts, lambda: advance(1))
+    with Steps("reading", len(texts)) as steps:
+        work = chosen.prepare(inference.trained.documents(special_tokens), texts, steps.advance)
     about = {
         "run": str(run),
         "step": inference.trained.checkpoint.step,  # unless loading finds it damaged
@@ -89,7 +92,7 @@ def evaluate(
         "layout": {"dp": dp, "tp": tp, "pp": pp},
         **chosen.settings,
     }
-    inference.start(measure, chosen, work, batch_size, about, json)
+    inference.start(measure, chosen, work, batch_size, about, json_file)
 
 
 def _task(name: str, context: int, stride: int | None, loss_tokens: Literal["answers", "all"]) -> "EvalTask":
@@ -103,8 +106,6 @@ def _task(name: str, context: int, stride: int | None, loss_tokens: Literal["ans
 
 
 def _context(asked: int | None, inference: "InferenceRun") -> int:
-    from threefold.errors import UserError
-
     config = inference.trained.config
     if asked is None:
         return config.data.sequence_length
@@ -115,40 +116,32 @@ def _context(asked: int | None, inference: "InferenceRun") -> int:
 
 
 def measure(
-    model: "Model", task: "EvalTask", work: "EncodedTexts", batch_size: int, about: dict[str, Any], json: Path | None
+    model: "Model", task: "EvalTask", work: "EncodedTexts", batch_size: int, about: dict[str, Any], file: Path | None
 ) -> None:
     """Evaluate on all ranks and print on one."""
+    from rich.console import Console
+
     from threefold.inference.eval_tasks import score
 
     if model.prints:
         print_warnings(model.trained.warnings)
     about["step"] = model.trained.checkpoint.step
     started = time.perf_counter()
-    with _progress("measuring", len(work.windows), model.prints) as advance:
-        scores = score(model, work.texts, work.windows, batch_size, advance, work.masks)
+    with Steps("measuring", len(work.windows), shown=model.prints) as steps:
+        scores = score(model, work.texts, work.windows, batch_size, steps.advance, work.masks)
     seconds = time.perf_counter() - started
     if model.prints:
         metrics = task.metrics(work, scores)
-        _print(metrics, about, seconds)
-        if json is not None:
-            _write(json, about | {metric.name: metric.value for metric in metrics} | {"seconds": seconds})
-
-
-def _print(metrics: "list[Metric]", about: dict[str, Any], seconds: float) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    settings = ", ".join(f"{name} {about[name]}" for name in ("context", "stride") if name in about)
-    title = f"{about['run']}, step {about['step']:,}, on {about['data']}: {about['task']}, {settings}"
-    table = Table(title=title, title_justify="left", title_style="", show_header=False, box=None, pad_edge=False)
-    for align in ("left", "right", "left"):
-        table.add_column(justify=align, no_wrap=True)
-    for metric in metrics:
-        table.add_row(metric.title, _shown(metric.value), metric.unit)
-    counted = next(metric.value for metric in metrics if metric.name == "tokens")
-    table.add_row("time", f"{seconds:,.1f}", "s")
-    table.add_row("speed", f"{counted / seconds:,.0f}", "evaluated tokens/s")
-    Console(highlight=False, soft_wrap=True).print(table)
+        rows = [(metric.title, _shown(metric.value), metric.unit) for metric in metrics]
+        count = next(metric.value for metric in metrics if metric.name == "tokens")
+        rows += [("time", f"{seconds:,.1f}", "s"), ("speed", f"{count / seconds:,.0f}", "evaluated tokens/s")]
+        settings = ", ".join(f"{name} {about[name]}" for name in ("context", "stride") if name in about)
+        title = f"{about['run']}, step {about['step']:,}, on {about['data']}: {about['task']}, {settings}"
+        style: dict[str, Any] = {"box": None, "show_header": False, "pad_edge": False}
+        made = table(("",) * 3, rows, "lrl", range(3), title=title, title_justify="left", title_style="", **style)
+        Console(highlight=False, soft_wrap=True).print(made)
+        if file is not None:
+            _write(file, about | {metric.name: metric.value for metric in metrics} | {"seconds": seconds})
 
 
 def _shown(value: float | int) -> str:
@@ -169,11 +162,6 @@ def _check_json(path: Path, data: Path) -> None:
 
 def _write(path: Path, document: dict[str, Any]) -> None:
     """Write JSON; a complete file replaces an existing one atomically, unless that is a pipe or a device."""
-    import json
-    import secrets
-
-    from threefold.errors import UserError
-
     text = json.dumps(document, indent=2) + "\n"
     try:
         if path.exists() and not path.is_file():
@@ -190,16 +178,3 @@ def _write(path: Path, document: dict[str, Any]) -> None:
             raise
     except OSError as error:
         raise UserError(f"--json {path} cannot be written ({error.strerror}); choose another file.") from None
-
-
-@contextmanager
-def _progress(what: str, total: int, shown: bool = True) -> Iterator[Callable[[int], None]]:
-    if not (shown and sys.stderr.isatty()):
-        yield lambda _: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(file=sys.stderr), transient=True) as bars:
-        task = bars.add_task(what, total=total)
-        yield lambda done: bars.advance(task, done)

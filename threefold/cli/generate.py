@@ -17,7 +17,7 @@ from threefold.cli.options import (
     model_file,
     print_warnings,
 )
-from threefold.cli.streams import read_standard_input
+from threefold.cli.terminal import read_standard_input
 from threefold.errors import OutputLost
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from threefold.inference.model import Model
 
 
-def generate(
+def command(
     run: RunFolder,
     prompts: Annotated[
         list[str] | None,

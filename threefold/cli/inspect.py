@@ -8,7 +8,7 @@ import typer
 from threefold.cli.options import Overrides, model_file
 
 
-def inspect(
+def command(
     model: Annotated[str, typer.Argument(metavar="FILE.py[:NAME]", help="A model of your own, from a Python file.")],
     config: Annotated[
         Path | None, typer.Option(metavar="CONFIG", help="YAML file with the settings that the model is made from.")

@@ -5,57 +5,59 @@ import errno
 import gc
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
+from importlib import import_module
 from typing import Annotated, Final
 
 import typer
 
 from threefold import __version__
-from threefold.cli import (
-    checkpoint,
-    config,
-    data,
-    doctor,
-    dry_run,
-    estimate,
-    eval,
-    generate,
-    inspect,
-    plan,
-    simulate,
-    train,
-    verify,
-)
-from threefold.cli.streams import guard_streams
+from threefold.cli.terminal import guard_streams
 from threefold.errors import CLOSED_OUTPUT, UserError
 from threefold.files import shown
 
+COMMANDS: Final = (
+    "train",
+    "generate",
+    "eval",
+    "verify",
+    "doctor",
+    "dry-run",
+    "estimate",
+    "inspect",
+    "plan",
+    "simulate",
+    "checkpoint",
+    "data",
+    "config",
+)
+"""Commands in the order of the help, each a module of this package: with a function `command`, or a Typer `app` of
+subcommands. A class `Parser` in it replaces Typer's parser of the command's arguments."""
 FAILED, MISUSED = 1, 2
 UNREAD = 141
 """Exit status in a shell of a program that SIGPIPE ended."""
 _OF_A_PATH: Final = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EROFS)
 """Errors caused by a path that the user gave."""
 
-app = typer.Typer(
-    name="threefold",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command("train", cls=train.TrainCommand)(train.train)
-app.command("generate")(generate.generate)
-app.command("eval")(eval.evaluate)
-app.command("verify")(verify.verify)
-app.command("doctor")(doctor.doctor)
-app.command("dry-run")(dry_run.dry_run)
-app.command("estimate")(estimate.estimate)
-app.command("inspect")(inspect.inspect)
-app.command("plan")(plan.plan)
-app.command("simulate")(simulate.simulate)
-app.add_typer(checkpoint.app, name="checkpoint")
-app.add_typer(data.app, name="data")
-app.add_typer(config.app, name="config")
+
+def make_app(commands: Sequence[str] = COMMANDS) -> typer.Typer:
+    """Return the command line with these commands, as described at `COMMANDS`."""
+    app = typer.Typer(
+        name="threefold",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_root)
+    for name in commands:
+        module = import_module(f"threefold.cli.{name.replace('-', '_')}")
+        if hasattr(module, "app"):
+            app.add_typer(module.app, name=name)
+        else:
+            app.command(name, cls=getattr(module, "Parser", None))(module.command)
+    return app
 
 
 def _print_version(wanted: bool) -> None:
@@ -64,13 +66,15 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
     """Train GPT-style language models in any data × tensor × pipeline parallel layout, with the same result."""
+
+
+app = make_app()
 
 
 def main() -> None:
@@ -121,9 +125,5 @@ def _tell(error: Exception) -> int:
     else:
         raise error
     with suppress(OSError):  # standard error may be closed or full, too
-        typer.echo(f"Error: {_sentence(str(error))}", err=True)
+        typer.echo(f"Error: {error}{'' if str(error).endswith(('.', '!', '?')) else '.'}", err=True)
     return status
-
-
-def _sentence(text: str) -> str:
-    return text if text.endswith((".", "!", "?")) else f"{text}."

@@ -87,6 +87,37 @@ def model_file(model: str | None) -> str | None:
     return f"{file}:{name}" if name else str(file)
 
 
+def read_without_data(
+    path: Path, overrides: Sequence[str] | None, model: str | None = None, trust_code: bool = False
+) -> "Config":
+    """Read and check a config as `read_config`, and resolve it without its data, which need not exist."""
+    from threefold.config.resolve import check_settings
+
+    given = read_config(path, overrides, model, trust_code)
+    check_settings(given)
+    from threefold.data.dataset import resolve_without_data
+
+    return resolve_without_data(given)
+
+
+def require_ranks(ranks: tuple[int, ...], config: "Config", option: str) -> None:
+    """Raise a `UserError` unless the layout of a config has the ranks of an option, such as `--rank is`."""
+    from threefold.comm.layout import Layout
+
+    last = Layout.from_config(config.parallel).world_size - 1
+    if absent := [rank for rank in ranks if not 0 <= rank <= last]:
+        exist = f"the layout has ranks 0 to {last}" if last else "the layout has rank 0 alone"
+        raise UserError(f"{option} {shown(str(absent[0]))} but {exist}; use {0 if absent[0] < 0 else last}.")
+
+
+def check_picture_file(path: Path | None) -> None:
+    """Raise a `UserError` if a picture cannot be drawn into the file of an option, before anything is computed."""
+    if path is not None:
+        from threefold.planner.timeline import check_picture
+
+        check_picture(path)
+
+
 def print_warnings(warnings: Iterable[str]) -> None:
     for warning in warnings:
         typer.echo(f"Warning: {warning}", err=True)
@@ -134,40 +165,3 @@ def times(text: str, option: str) -> list[float]:
             raise UserError(f"{option} {part.strip()} must be a time of at most {_LONGEST:,} ms; use {_LONGEST}.")
         found.append(time)
     return found
-
-
-class Steps:
-    """Transient progress bar on standard error; hidden if that is not a terminal.
-
-    Args:
-        doing: verb before the name of each part, such as `Measuring`.
-        shown: whether to show the bar.
-    """
-
-    def __init__(self, doing: str, shown: bool) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-        columns = (TextColumn("{task.description:<16}"), BarColumn(), MofNCompleteColumn())
-        # No refresh thread, because processes should not be forked beside one.
-        console = Console(stderr=True)
-        self._bars = Progress(
-            *columns,
-            console=console,
-            auto_refresh=False,
-            transient=True,
-            disable=not (shown and console.is_terminal),
-        )
-        self._task = self._bars.add_task("")
-        self._doing = doing
-
-    def __enter__(self) -> "Steps":
-        self._bars.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bars.stop()
-
-    def tell(self, part: str, number: int, parts: int) -> None:
-        """Show the current part and how many parts are done."""
-        self._bars.update(self._task, description=f"{self._doing} {part}", completed=number, total=parts, refresh=True)

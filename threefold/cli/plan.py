@@ -1,20 +1,31 @@
 """`threefold plan`: search the layouts of a number of GPUs, and write the best one as a config."""
 
+import json
+import sys
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from threefold.cli.estimate import AsJson, HardwareName
-from threefold.cli.options import ConfigFile, Overrides, TrustCode, read_config
+from threefold.byte_sizes import format_bytes
+from threefold.cli.estimate import AsJson, HardwareName, chosen_hardware
+from threefold.cli.options import ConfigFile, Overrides, TrustCode, check_picture_file, read_config, whole_number
+from threefold.cli.terminal import table
 from threefold.errors import UserError
 
+if TYPE_CHECKING:
+    from rich.console import Console
 
-def plan(
+    from threefold.planner.search.bounds import Evaluated
+    from threefold.planner.search.planning import SearchAnswer
+    from threefold.planner.search.planning import Budget
+
+
+def command(
     config: ConfigFile,
     gpus: Annotated[
-        str | None, typer.Option("--gpus", metavar="N", help="Devices that there are.", show_default=False)
+        str | None, typer.Option("--gpus", metavar="N", help="Number of devices.", show_default=False)
     ] = None,
     hardware: HardwareName = None,
     objective: Annotated[
@@ -50,9 +61,7 @@ def plan(
     The global batch stays the same, and so do the losses.
     """
     began = perf_counter()
-    from threefold.cli.options import whole_number
     from threefold.config.section import MOST_RANKS
-    from threefold.planner.hardware import find_hardware, hardware_names
     from threefold.planner.search.planning import (
         config_text,
         plan_layouts,
@@ -64,31 +73,190 @@ def plan(
 
     if gpus is None:
         raise UserError("--gpus is missing; say how many there are, such as --gpus 8.")
-    if hardware is None:
-        raise UserError(f"--hardware is missing; give the path of a YAML file or one of {', '.join(hardware_names())}.")
-    count, entry = whole_number(gpus, "--gpus", most=MOST_RANKS), find_hardware(hardware)
+    entry, count = chosen_hardware(hardware), whole_number(gpus, "--gpus", most=MOST_RANKS)
     if write is not None:
         require_writable(write)
-    if png is not None:
-        from threefold.planner.timeline import check_picture
-
-        check_picture(png)
+    check_picture_file(png)
     require_no_layout(overrides or ())
     given = read_config(config, overrides, trust_code=trust_code)
     request = read_request(given, count, entry, objective, fix or (), tokens, system)
     planned = plan_layouts(request, lambda: perf_counter() - began)
-    from threefold.cli.plan_view import json_document, predictions, print_plan
-
     if write is not None:
         asked = f"{config} --gpus {gpus} --hardware {hardware}" + (f" --tokens {tokens}" if tokens else "")
         budget = None if tokens is None else planned.budget(planned.best)
         steps = None if budget is None else budget.steps
-        write_config(write, config_text(given, planned.best.choice, asked, predictions(planned), steps))
+        write_config(write, config_text(given, planned.best.choice, asked, _predictions(planned), steps))
     if png is not None:
         from threefold.planner.pictures import draw_layouts
 
         draw_layouts(planned, png)
     if as_json:
-        typer.echo(json_document(planned))
+        typer.echo(_as_json(planned))
     else:
-        print_plan(planned, write, png)
+        _print_plan(planned, write, png)
+
+
+_WIDTH_OF_A_FILE: Final = 180
+_IF_ROOM: Final = {"limited by": 100, "MFU": 20, "tokens/s": 20}
+"""Columns that a narrow table drops, in this order, and the width that the layout column needs to keep each."""
+_BETWEEN: Final = 3
+_WIDEST_REASON: Final = 80
+_TIMES: Final = (("days", 86400), ("hours", 3600), ("minutes", 60))
+
+
+def _print_plan(planned: "SearchAnswer", written: Path | None, drawn: Path | None) -> None:
+    request, found = planned.request, planned.found
+    train, model = request.config.train, request.config.model
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_FILE, highlight=False)
+    console.print(
+        f"{model.preset or model.architecture}: {train.global_batch_size:,} sequences of "
+        f"{request.config.data.sequence_length:,} tokens a step, {request.config.precision.dtype}, on "
+        f"{request.gpus:,} × {request.hardware.title} by kernels of {request.system.name}; {request.objective.title}."
+    )
+    console.print(
+        f"{found.considered:,} layouts: {found.sound:,} are sound, of which {found.fitting:,} fit into "
+        f"{format_bytes(planned.usable_bytes)}; {planned.seconds:.1f} s."
+    )
+    _print_dropped(console, planned)
+    _print_best(console, found.ranked)
+    budget = planned.budget(planned.best)
+    if budget is not None:
+        console.print(f"The first: {_told(budget)}.")
+    if written is not None:
+        console.print(f"Wrote the config of the first to {written}; check it with threefold dry-run {written}.")
+    if drawn is not None:
+        console.print(f"Drew memory against throughput in {drawn}.")
+
+
+def _predictions(planned: "SearchAnswer") -> list[str]:
+    """Describe the predictions for the best layout, one per line."""
+    best = planned.best
+    lines = [
+        f"Predicted on {best.choice.gpus:,} × {planned.request.hardware.title}, --system "
+        f"{planned.request.system.name}: {best.seconds:.3f} s a step, {best.tokens_per_second:,.0f} tokens/s, "
+        f"MFU {best.mfu:.1%}.",
+        f"Peak memory {format_bytes(best.peak)} of {format_bytes(planned.usable_bytes)} that a rank may use; "
+        f"limited by {_limit(best)}.",
+    ]
+    if (budget := planned.budget(best)) is not None:
+        lines.append(f"{_told(budget)[0].upper()}{_told(budget)[1:]}.")
+    return lines
+
+
+def _as_json(planned: "SearchAnswer") -> str:
+    request, found, misfit = planned.request, planned.found, planned.found.misfit
+    document: dict[str, Any] = {
+        "gpus": request.gpus,
+        "hardware": request.hardware.name,
+        "system": request.system.name,
+        "objective": request.objective.name,
+        "layouts": found.considered,
+        "sound": found.sound,
+        "fitting": found.fitting,
+        "evaluated": found.evaluated,
+        "usable_bytes": planned.usable_bytes,
+        "seconds": round(planned.seconds, 3),
+        "refused": [
+            {"setting": each.key, "count": each.count, "example": each.example, "reason": each.sentence}
+            for each in found.refusals
+        ],
+        "too_large": misfit
+        and {
+            "count": misfit.count,
+            "nearest": str(misfit.nearest),
+            "bytes": planned.unfit_bytes,
+            "short_bytes": planned.unfit_bytes - planned.usable_bytes,
+            "largest_part": misfit.part,
+        },
+        "best": [_as_values(planned, each) for each in found.ranked],
+    }
+    return json.dumps(document, indent=2, ensure_ascii=False)
+
+
+def _as_values(planned: "SearchAnswer", layout: "Evaluated") -> dict[str, Any]:
+    budget = planned.budget(layout)
+    values = {
+        "layout": str(layout.choice.spec),
+        "settings": layout.choice.settings(),
+        "gpus": layout.choice.gpus,
+        "step_seconds": layout.seconds,
+        "tokens_per_second": layout.tokens_per_second,
+        "mfu": layout.mfu,
+        "peak_bytes": list(layout.peak_bytes),  # where the two differ, `details` has the value of `threefold estimate`
+        "limited_by": [{"cause": cause, "share": share} for cause, share in layout.limits],
+        **layout.details,
+    }
+    if budget is not None:
+        values["budget"] = {
+            "tokens": budget.tokens,
+            "steps": budget.steps,
+            "days": budget.days,
+            "gpu_hours": budget.gpu_hours,
+            "dollars": budget.dollars,
+        }
+    return values
+
+
+def _print_dropped(console: "Console", planned: "SearchAnswer") -> None:
+    found, misfit, rows = planned.found, planned.found.misfit, []
+    if misfit is not None:
+        reason = f"memory: the example needs {format_bytes(planned.unfit_bytes)}, of which {misfit.part}"
+        rows.append((f"{misfit.count:,}", reason, str(misfit.nearest)))
+    rows += [(f"{each.count:,}", each.sentence, each.example) for each in found.refusals]
+    if rows:
+        made = table(("dropped", "why", "such as"), rows, "rll", pad_edge=False)
+        made.columns[1].max_width = _WIDEST_REASON
+        console.print(made)
+
+
+def _print_best(console: "Console", ranked: list["Evaluated"]) -> None:
+    """Print the best layouts; a narrow console drops the columns of `_IF_ROOM`, so that no number is cut off."""
+    columns: dict[str, list[str]] = {
+        "": [str(place) for place in range(1, len(ranked) + 1)],
+        "layout": [str(each.choice.spec) for each in ranked],
+        "GPUs": [f"{each.choice.gpus:,}" for each in ranked],
+        "micro-batch": [f"{each.choice.micro_batch_size} × {each.choice.accumulation}" for each in ranked],
+        "step": [f"{each.seconds:,.3f} s" for each in ranked],
+        "tokens/s": [f"{each.tokens_per_second:,.0f}" for each in ranked],
+        "MFU": [f"{each.mfu:.1%}" for each in ranked],
+        "memory": [format_bytes(each.peak) for each in ranked],
+        "limited by": [_limit(each) for each in ranked],
+    }
+    if len(set(columns["GPUs"])) == 1:
+        del columns["GPUs"]
+    for name, room in _IF_ROOM.items():
+        widths = [_BETWEEN + max(map(len, [each, *cells])) for each, cells in columns.items() if each != "layout"]
+        longest = max(map(len, columns["layout"]))
+        if sum(widths) + _BETWEEN + min(room, longest) > console.width:
+            del columns[name]
+    align = "".join("l" if name in ("layout", "limited by") else "r" for name in columns)
+    whole = [number for number, name in enumerate(columns) if name != "layout"]
+    console.print(table([*columns], [*zip(*columns.values(), strict=True)], align, whole, pad_edge=False))
+    if "limited by" not in columns:
+        console.print(f"The first is limited by {_limit(ranked[0])}.")
+
+
+def _limit(layout: "Evaluated") -> str:
+    return ", ".join(f"{cause} {share:.0%}" for cause, share in layout.limits)
+
+
+def _told(budget: "Budget") -> str:
+    dollars = ""
+    if budget.dollars is not None:
+        dollars = f", ${_rounded(budget.dollars)} at ${budget.dollars_per_hour:.2f} per GPU-hour"
+    unit, scale = next(((unit, scale) for unit, scale in _TIMES if budget.seconds >= scale), ("seconds", 1))
+    time = f"{budget.seconds / scale:,.1f} {unit}, {_rounded(budget.gpu_hours)} GPU-hours"
+    return f"{_amount(budget.tokens)} tokens are {budget.steps:,} steps, {time}{dollars}"
+
+
+def _rounded(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _amount(tokens: int) -> str:
+    for scale, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        if tokens >= scale:
+            return f"{tokens / scale:.3g}{unit}"
+    return f"{tokens:,}"

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from threefold.cli.data_view import print_table
+from threefold.cli.options import check_picture_file, times, whole_number
+from threefold.cli.terminal import counted, print_table
 from threefold.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 _TIME = "per stage and micro-batch, in ms; several between commas are those of each stage."
 
 
-def simulate(
+def command(
     schedule: Annotated[
         str,
         typer.Option(
@@ -59,17 +60,13 @@ def simulate(
     The actions are the same as in a run. The bubble is (cost − m(F + B + W)) / cost,
     where cost is the longest time of a stage from its first action to its last.
     """
-    from threefold.cli.options import times, whole_number
     from threefold.config.schedules import check_schedule_path, write_schedule_file
     from threefold.planner.schedule import find_planned
     from threefold.planner.simulation import simulated
 
     if csv is not None:
         check_schedule_path(csv)
-    if picture is not None:
-        from threefold.planner.timeline import check_picture
-
-        check_picture(picture)
+    check_picture_file(picture)
     row = find_planned(schedule)
     pp = _count(stages, "--stages", row.ranks)
     count = _count(micro_batches, "--microbatches", row.micro_batches)
@@ -87,13 +84,13 @@ def simulate(
         from threefold.planner.timeline import draw_timeline, spans_of
 
         rows = "stage" if len(row.stage_ranks(pp, per_rank)) == pp else "rank"
-        draw_timeline(picture, spans_of(found.timeline), timeline_title(found), called=rows)
+        draw_timeline(picture, spans_of(found.timeline), _timeline_title(found), called=rows)
     if csv is not None:
         write_schedule_file(csv, found.timeline.program.orders)
     if as_json:
         typer.echo(json.dumps(found.facts()))
     else:
-        print_simulation(found)
+        _print_simulation(found)
 
 
 def _chunks(number: int, schedule: "Schedule") -> int:
@@ -109,8 +106,6 @@ def _chunks(number: int, schedule: "Schedule") -> int:
 
 def _count(text: str | None, option: str, of_file: int | None) -> int:
     """Return the number of an option, or the one that a schedule file fixes."""
-    from threefold.cli.options import whole_number
-
     if text is not None:
         return whole_number(text, option)
     if of_file is None:
@@ -121,10 +116,9 @@ def _count(text: str | None, option: str, of_file: int | None) -> int:
 _MOST_ROWS: Final = 24
 
 
-def print_simulation(found: "Simulation") -> None:
+def _print_simulation(found: "Simulation") -> None:
     """Print what each rank does and holds, and a line about the bubble."""
     timeline, several = found.timeline, found.timeline.program.stages > found.pp
-    micro_batches = _number(found.micro_batches, "micro-batch", "es")
     typer.echo(f"{_named(found)}.")
     held = ("held for B", "for W", "held") if found.schedule.defers_weight_gradients else ("held",)
     header = ("rank" if several else "stage", "start, ms", "end, ms", "works, ms", "waits, ms", "bubble", *held)
@@ -137,11 +131,11 @@ def print_simulation(found: "Simulation") -> None:
     typer.echo(
         f"Bubble {timeline.bubble:.1%} of the {timeline.longest:,.1f} ms of the longest {header[0]}; the step takes "
         f"{timeline.length:,.1f} ms, and {header[0]} {found.peaks.index(most)} holds the most: {most:.4g} of "
-        f"{micro_batches}."
+        f"{counted(found.micro_batches, 'micro-batch', 'es')}."
     )
 
 
-def timeline_title(found: "Simulation") -> str:
+def _timeline_title(found: "Simulation") -> str:
     """Return the title of the timeline: the schedule, its bubble and the time of a step."""
     length = found.timeline.length
     time = f"{length:,.0f}" if length >= 1000 else f"{length:.4g}"
@@ -150,27 +144,20 @@ def timeline_title(found: "Simulation") -> str:
 
 def _named(found: "Simulation") -> str:
     stages = found.timeline.program.stages
-    of_ranks = f" on {_number(found.pp, 'rank')}" if stages > found.pp else ""
-    return (
-        f"{found.schedule.name}: {_number(stages, 'stage')}{of_ranks}, "
-        f"{_number(found.micro_batches, 'micro-batch', 'es')}"
-    )
+    of_ranks = f" on {counted(found.pp, 'rank')}" if stages > found.pp else ""
+    micro_batches = counted(found.micro_batches, "micro-batch", "es")
+    return f"{found.schedule.name}: {counted(stages, 'stage')}{of_ranks}, {micro_batches}"
 
 
 def _rows(found: "Simulation") -> list[tuple[str, ...]]:
     """Return a row per rank; bubbles are shares of the longest rank's time, so that their mean is the total bubble."""
-    facts, longest, deferring = found.facts(), found.timeline.longest, found.schedule.defers_weight_gradients
+    facts, longest = found.facts(), found.timeline.longest
+    keys = ("peak_before_backward", "peak_deferred", "peak_microbatches")
     rows: list[tuple[str, ...]] = []
     for rank in range(found.pp):
         busy = facts["busy_time"][rank]
         times = (facts["start"][rank], facts["end"][rank], busy, longest - busy)
-        held = [facts["peak_microbatches"][rank]]
-        if deferring:
-            held = [facts["peak_before_backward"][rank], facts["peak_deferred"][rank], *held]
-        shown = (f"{1 - busy / longest:.1%}", *(f"{count:.4g}" for count in held))
-        rows.append((str(rank), *(f"{time:,.1f}" for time in times), *shown))
+        held = [facts[key][rank] for key in (keys if found.schedule.defers_weight_gradients else keys[-1:])]
+        cells = (*(f"{time:,.1f}" for time in times), f"{1 - busy / longest:.1%}", *(f"{count:.4g}" for count in held))
+        rows.append((str(rank), *cells))
     return rows
-
-
-def _number(count: int, thing: str, plural: str = "s") -> str:
-    return f"{count:,} {thing}{plural if count != 1 else ''}"

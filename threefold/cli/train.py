@@ -6,33 +6,19 @@ import signal
 import sys
 from contextlib import suppress
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 from typer.core import TyperCommand
 
-from threefold.cli.data_view import Bars
-from threefold.cli.options import ConfigFile, ModelFile, Overrides, TrustCode, read_config
-from threefold.errors import OutputLost
+from threefold.cli.options import ConfigFile, ModelFile, Overrides, TrustCode, read_config, require_ranks
+from threefold.cli.terminal import Bars
+from threefold.errors import OutputLost, UserError
 from threefold.files import shown
 
 if TYPE_CHECKING:
-    from threefold.config import Config
-
-
-class ResumeChoice(StrEnum):
-    NO = "no"
-    YES = "yes"
-    AUTO = "auto"
-
-
-_RESUME: Final[dict[ResumeChoice, bool | Literal["auto"]]] = {
-    ResumeChoice.NO: False,
-    ResumeChoice.YES: True,
-    ResumeChoice.AUTO: "auto",
-}
+    pass
 
 
 _NUMBER: Final = re.compile(r"[+-]?\d+")
@@ -41,7 +27,7 @@ _MOST_PROFILED: Final = 100
 """Limit on `--profile`; longer traces do not open in a browser."""
 
 
-class TrainCommand(TyperCommand):
+class Parser(TyperCommand):
     """Parser for `--resume` and `--profile` without a value.
 
     `--resume` means `--resume=yes` and takes no next argument; `--profile` means `--profile=3`, or takes a number.
@@ -55,13 +41,13 @@ class TrainCommand(TyperCommand):
                 head[-1] = f"--profile={argument if _NUMBER.fullmatch(argument) else _PROFILE_STEPS}"
                 if _NUMBER.fullmatch(argument):
                     continue
-            head.append(f"--resume={ResumeChoice.YES}" if argument == "--resume" else argument)
+            head.append("--resume=yes" if argument == "--resume" else argument)
         if head and head[-1] == "--profile":
             head[-1] = f"--profile={_PROFILE_STEPS}"
         return super().parse_args(ctx, [*head, *args[end:]])
 
 
-def train(
+def command(
     config: ConfigFile,
     run_dir: Annotated[
         Path | None,
@@ -71,14 +57,13 @@ def train(
     trust_code: TrustCode = False,
     overrides: Overrides = None,
     resume: Annotated[
-        ResumeChoice,
+        Literal["no", "yes", "auto"],
         typer.Option(
-            "--resume",
             metavar="[=auto]",
             help="Resume from the newest checkpoint in RUN; with =auto, start if there is none.",
             show_default=False,
         ),
-    ] = ResumeChoice.NO,
+    ] = "no",
     console_ranks: Annotated[
         str, typer.Option(metavar="RANKS", help="Ranks whose output is shown, such as 0,3; RUN/logs has that of all.")
     ] = "0",
@@ -111,10 +96,11 @@ def train(
     with StopSignals() as signals:
         try:
             from threefold.config.model import OWN
+            from threefold.launch.environment import find_launched_rank
             from threefold.launch.training_run import prepare_training, require_folder
 
             given = read_config(config, overrides, model, trust_code)
-            if model is None and resume is not ResumeChoice.NO and not given.model.file:
+            if model is None and resume != "no" and not given.model.file:
                 from threefold.checkpoint.code import remembered_model
 
                 require_folder(folder)
@@ -122,16 +108,20 @@ def train(
                 of_another = given.is_given("model.architecture") and given.model.architecture != OWN
                 if not of_another and (remembered := remembered_model(folder, trust_code)):
                     given = read_config(config, overrides, remembered, trust_code)
-            _require_ranks(console, given)
+            require_ranks(console, given, "--console-ranks has")
             if debug_rank is not None:
-                _require_ranks((debug_rank,), given, "--debug-rank is")
-                _require_own_ranks(debug_rank)
+                require_ranks((debug_rank,), given, "--debug-rank is")
+                if find_launched_rank() is not None:
+                    raise UserError(
+                        f"--debug-rank is {debug_rank} but a launcher has started the ranks, which have no terminal; "
+                        "start the run on one machine without a launcher."
+                    )
             with Bars() as bars:  # the bar's thread must end before the workers are forked
-                run = prepare_training(given, folder, resume=_RESUME[resume], progress=bars, profile_steps=profiled)
+                again: bool | Literal["auto"] = "auto" if resume == "auto" else resume == "yes"
+                run = prepare_training(given, folder, resume=again, progress=bars, profile_steps=profiled)
             if run.finished:
-                _say(
-                    f"{folder} has completed all its {run.config.train.max_steps:,} steps; there is nothing left to do."
-                )
+                steps = run.config.train.max_steps
+                _say(f"{folder} has completed all its {steps:,} steps; there is nothing left to do.")
             if run.config.model.architecture == OWN:
                 from threefold.verify.self_check import self_check
 
@@ -194,32 +184,8 @@ def _profile_steps(text: str | None) -> int:
     if text is None:
         return 0
     if not text.isdecimal() or not 1 <= int(text) <= _MOST_PROFILED:
-        from threefold.errors import UserError
-
         nearest = _MOST_PROFILED if text.isdecimal() and int(text) else 1
         raise UserError(
             f"--profile is {shown(text)} but must be a number of steps from 1 to {_MOST_PROFILED}; use {nearest}."
         )
     return int(text)
-
-
-def _require_own_ranks(debug_rank: int) -> None:
-    """Check that no launcher started this rank: its process would have no terminal."""
-    from threefold.errors import UserError
-    from threefold.launch.environment import find_launched_rank
-
-    if find_launched_rank() is not None:
-        raise UserError(
-            f"--debug-rank is {debug_rank} but a launcher has started the ranks, which have no terminal; start the run "
-            "on one machine without a launcher."
-        )
-
-
-def _require_ranks(ranks: tuple[int, ...], config: "Config", option: str = "--console-ranks has") -> None:
-    from threefold.comm.layout import Layout
-    from threefold.errors import UserError
-
-    last = Layout.from_config(config.parallel).world_size - 1
-    if absent := [rank for rank in ranks if not 0 <= rank <= last]:
-        exist = f"the layout has ranks 0 to {last}" if last else "the layout has rank 0 alone"
-        raise UserError(f"{option} {shown(str(absent[0]))} but {exist}; use {0 if absent[0] < 0 else last}.")

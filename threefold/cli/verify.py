@@ -1,18 +1,29 @@
 """`threefold verify`: compare layouts with a single process."""
 
-from typing import TYPE_CHECKING, Annotated, Literal
+import json
+import sys
+import time
+from collections import Counter
+from math import prod
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
 import typer
 
+from threefold.byte_sizes import format_bytes
 from threefold.cli.options import ConfigFile, Overrides, TrustCode, read_config
 
 if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
     from threefold.comm.layout import LayoutSpec
     from threefold.config import Config
     from threefold.verify.layout_selection import Check, Selection
+    from threefold.verify.report import LayoutResult, Verdict
+    from threefold.verify.verifier import Verification
 
 
-def verify(
+def command(
     config: ConfigFile,
     named: Annotated[
         list[str] | None,
@@ -41,7 +52,7 @@ def verify(
     ] = None,
     trust_code: TrustCode = False,
     overrides: Overrides = None,
-    json: Annotated[
+    as_json: Annotated[
         bool, typer.Option("--json", help="Print a JSON document (docs/verify.md) instead of the table.")
     ] = False,
     verbose: Annotated[
@@ -72,29 +83,35 @@ def verify(
     base = prepare(given, dtype, vocabulary(given) or UNKNOWN_VOCABULARY)
     wanted = specs or possible(ranks, given.model.num_experts)
     small = base if full else shrink(base, wanted, batch_alone=nested)
-    if given.model.architecture != OWN:
+    own = given.model.architecture == OWN
+    if not own:
         selection = _select(small, specs, ranks, every)
-    from threefold.cli.verify_view import (
-        JsonView,
-        TableView,
-    )  # import torch; the error messages above should not wait for it
+    # These import torch, and the errors above should not wait for it.
     from threefold.models.source import ConfigSource, FileSource
     from threefold.parallel.forward_check import layout_check
+    from threefold.verify.report import EQUAL
     from threefold.verify.verifier import Verification, choose_batches, verifier
 
     source = FileSource.parse(model) if model is not None and from_section else ConfigSource()
-    if given.model.architecture == OWN:
+    if own:
         selection = _select(small, specs, ranks, every, layout_check(source, small))
     task = Verification(small, steps, choose_batches(given, source.loss(small)), source, full, thorough=every)
-    view = JsonView(task, selection) if json else TableView(task, selection, base, verbose)
+    started = time.perf_counter()
+    view = _Table(task, selection, base, shown=not as_json, verbose=verbose)
+    results = []
     with verifier(task, selection) as check, view:  # workers are forked before the live line starts its thread
         check.run_one_process()
         view.begin(check.shapes)
         for spec in selection.specs:
             view.running(spec)
-            view.add(check.verify(spec, selection.has_second_run(spec)))
-    view.finish()
-    if not view.all_equal:
+            results.append(check.verify(spec, selection.has_second_run(spec)))
+            view.add(results[-1])
+    seconds = time.perf_counter() - started
+    if as_json:
+        print(_as_json(task, selection, _parameters(check.shapes), results, seconds))
+    else:
+        view.finish(results, seconds)
+    if any(result.verdict != EQUAL for result in results):
         raise typer.Exit(1)
 
 
@@ -109,3 +126,260 @@ def _select(
         return layout_selection.asked_for(config, specs, check)
     select = layout_selection.every if every else layout_selection.covering
     return select(config, ranks, check)
+
+
+_AXES: Final = {
+    "dp": ("dp", "dp·cp", "expert copies"),
+    "tp": ("tp",),
+    "pp": ("pp", "tie"),
+    "cp": ("cp",),
+    "ep": ("ep",),
+}
+"""Column of the table → the mesh axes whose bytes it sums."""
+_WIDTH_OF_A_FILE: Final = 150
+_LAYOUT, _WHERE, _WIDEST_WHERE = 16, 24, 44
+"""Minimum width of the layout column; minimum and maximum width of the column with the worst error."""
+
+
+def _parameters(shapes: dict[str, tuple[int, ...]]) -> int:
+    """Return the parameter count of the verified model; tied embeddings count once."""
+    return sum(prod(shape) for shape in shapes.values())
+
+
+def _as_json(
+    task: "Verification", selection: "Selection", parameters: int, results: "list[LayoutResult]", seconds: float
+) -> str:
+    """Return the JSON document (schema in docs/verify.md)."""
+    from threefold.verify.report import DEPARTS, EQUAL, FAILED, UNSPLIT
+
+    counts = Counter(result.verdict for result in results)
+    document = {
+        "model": task.source.describe(task.config),
+        "full": task.full,
+        "parameters": parameters,
+        "config": task.config.sections(),
+        "data": str(task.rows),
+        "steps": task.steps,
+        "dtype": task.config.precision.dtype,
+        "tolerance": task.tolerance,
+        "layouts": [result.to_json() for result in results],
+        "not_composable": [{"layout": str(each.spec), "reason": each.reason} for each in selection.unsupported],
+        "counts": {verdict: counts[verdict] for verdict in (EQUAL, DEPARTS, FAILED, UNSPLIT)},
+        "seconds": round(seconds, 3),
+    }
+    return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=True)
+
+
+class _Table:
+    """Table that grows row by row, with a live line below it on a terminal; a context manager.
+
+    Its rows are printed one by one, so the widths of its columns are fixed from the start: columns of bytes are dropped
+    if they do not fit.
+
+    Args:
+        before: the config before it was shrunk.
+        shown: whether to print anything until `finish`.
+        verbose: whether to print why layouts are unsupported, and tracebacks.
+    """
+
+    def __init__(
+        self, task: "Verification", selection: "Selection", before: "Config", shown: bool, verbose: bool
+    ) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        self._task, self._selection, self._before, self._verbose = task, selection, before, verbose
+        self._tensors = 0
+        live = shown and sys.stdout.isatty()
+        self._console = Console(highlight=False, width=None if live else _WIDTH_OF_A_FILE, quiet=not shown)
+        self._progress = Progress(
+            SpinnerColumn(),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}"),
+            console=self._console,
+            transient=True,
+            disable=not live,
+        )
+        self._line = self._progress.add_task("one process", total=len(selection.specs))
+        layout = max([_LAYOUT, *(len(str(spec)) for spec in selection.specs)])
+        axes = [axis for axis in _AXES if any(spec.layout.size(axis) > 1 for spec in selection.specs)]
+        for self._axes in (axes, []):
+            self._widths = [layout, 9, 7, 0, 11, *[8] * len(self._axes), 7]
+            room = self._console.width - self._width
+            if room >= _WHERE:
+                break
+        self._widths[3] = min(max(room, _WHERE), _WIDEST_WHERE)
+
+    @property
+    def _width(self) -> int:
+        return sum(self._widths) + len(self._widths) - 1
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def begin(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Print the facts and the header after the single-process run, whose parameters have these shapes."""
+        self._tensors = len(shapes)
+        self._console.print()
+        self._console.print(self._facts(_parameters(shapes)))
+        self._console.print()
+        heads = [f"{axis} bytes" for axis in self._axes]
+        self._console.print(self._row("layout", "verdict", "worst", "of", "params/rank", *heads, "time", style="bold"))
+        self._console.print("─" * self._width, style="dim")
+
+    def running(self, spec: "LayoutSpec") -> None:
+        self._progress.update(self._line, description=str(spec))
+
+    def add(self, result: "LayoutResult") -> None:
+        """Print the row of a layout, and an explanation if it is not equal."""
+        from rich.padding import Padding
+        from rich.text import Text
+
+        from threefold.verify.report import DEPARTS, EQUAL, FAILED, UNSPLIT
+
+        marks = {
+            EQUAL: Text("✓ equal", "green"),
+            DEPARTS: Text("✗ DEPARTS", "bold red"),
+            FAILED: Text("! error", "bold yellow"),
+            UNSPLIT: Text("⚠ unsplit", "bold yellow"),
+        }
+        worst, where = ("", "") if result.worst is None else (f"{result.worst.relative:.1e}", result.worst.short)
+        held, sent = (
+            result.parameters,
+            [sum(nbytes for axis, nbytes in result.sent if axis in _AXES[column]) for column in self._axes],
+        )
+        nothing = Text("·", "dim")
+        row = self._row(
+            Text(str(result.spec)),
+            marks[result.verdict],
+            Text(worst, "" if result.verdict == EQUAL else "red"),
+            Text(where, "dim"),
+            Text(f"{held:,}" if held < 1e9 else f"{held / 1e9:,.2f} bn") if held else nothing,
+            *(Text(format_bytes(size, "B")) if size else nothing for size in sent),
+            f"{result.seconds:.1f} s",
+        )
+        self._console.print(row)
+        lines = [
+            (line, "red" if result.verdict == DEPARTS else "yellow") for line in _explanation(result, self._tensors)
+        ]
+        if self._verbose and result.details:
+            lines.append((result.details.rstrip(), "dim"))
+        for line, style in lines:
+            self._console.print(Padding(Text(line), (0, 0, 0, 4), expand=False), style=style)
+        self._progress.advance(self._line)
+
+    def finish(self, results: "list[LayoutResult]", seconds: float) -> None:
+        """Print the summary, and how many layouts are unsupported."""
+        from rich.text import Text
+
+        self._console.print()
+        self._console.print(_summary(results, self._task.tolerance, seconds), soft_wrap=True)
+        if unsupported := self._selection.unsupported:
+            hint = "" if self._verbose else " (--verbose for the reasons)"
+            self._console.print(f"  Unsupported: {len(unsupported)} more{hint}.", style="dim")
+        if self._verbose:
+            for reason, count in Counter(each.reason for each in unsupported).most_common():
+                self._console.print(Text(f"  {count:>4} × {reason}"), style="dim", soft_wrap=True)
+
+    def _facts(self, parameters: int) -> "Table":
+        from rich.table import Column, Table
+        from rich.text import Text
+
+        from threefold.verify.reference import CLIP_SHARE
+        from threefold.verify.shrunk_config import changes
+
+        config, task = self._task.config, self._task
+        size = "as it is" if task.full else f"shrunk (--full: as it is) {', '.join(changes(self._before, config))}"
+        facts = {
+            "model": f"{task.source.describe(config)}, {parameters:,} parameters",
+            "size": size,
+            "steps": f"{task.steps} of {config.train.global_batch_size} × {config.data.sequence_length} tokens, "
+            f"{task.rows}{', some labels masked' if task.rows.masked else ''}; {_optimizer(config)}, "
+            f"{f'clipped to {CLIP_SHARE:g} of the first norm' if config.optimizer.clip_grad_norm else 'no clip'}",
+            "equal": f"a relative error of at most {task.tolerance:.0e} in {config.precision.dtype}: initial weights, "
+            "and loss, gradients, their norm and weights of each step",
+            "also": _further(task, self._selection.second_every),
+        }
+        columns = (Column(style="bold"), Column(style="dim", max_width=self._width - 7))
+        table = Table(*columns, box=None, show_header=False, padding=(0, 2, 0, 0))
+        for name, fact in facts.items():
+            table.add_row(name, Text(fact))
+        return table
+
+    def _row(self, *cells: "Text | str", style: str = "") -> "Table":
+        from rich.table import Table
+
+        table = Table(box=None, show_header=False, padding=(0, 1, 0, 0), pad_edge=False)
+        for place, width in enumerate(self._widths):
+            justify: Any = "left" if place in (0, 1, 3) else "right"
+            table.add_column(width=width, justify=justify, no_wrap=True, overflow="ellipsis")
+        table.add_row(*cells, style=style)
+        return table
+
+
+def _summary(results: "list[LayoutResult]", tolerance: float, seconds: float) -> "Text":
+    from rich.text import Text
+
+    from threefold.verify.report import DEPARTS, EQUAL, FAILED, UNSPLIT
+
+    counts, many = Counter(result.verdict for result in results), len(results)
+    if counts[EQUAL] == many:
+        worst = max((result.worst.relative for result in results if result.worst), default=0.0)
+        subject = f"All {many} layouts compute" if many > 1 else "The layout computes"
+        text = f"{subject} what one process computes: worst relative error {worst:.1e}, {tolerance:.0e} allowed"
+        return Text(f"✓ {text}; {seconds:.0f} s.", "bold green")
+    wrong: tuple[tuple[Verdict, str], ...] = (
+        (DEPARTS, "layouts depart from one process"),
+        (FAILED, "layouts did not run to the end"),
+        (UNSPLIT, "layouts with nothing split of the model over one of the axes, which proves nothing"),
+    )
+    parts = ", ".join(f"{counts[verdict]} of {many} {what}" for verdict, what in wrong if counts[verdict])
+    mark, style = ("✗", "bold red") if counts[DEPARTS] + counts[FAILED] else ("⚠", "bold yellow")
+    return Text(f"{mark} {parts}; {counts[EQUAL]} equal; {seconds:.0f} s.", style)
+
+
+def _explanation(result: "LayoutResult", parameters: int) -> list[str]:
+    """Return the lines that explain a layout that is not equal, for a model with this number of parameter tensors."""
+    lines = [result.message] if result.message else []
+    if result.first:
+        first = result.first
+        lines.append(f"first: {first}, off by {first.relative:.1e}, on {first.where(result.spec.layout)}")
+    if result.departing and result.first:
+        when = f"in step {result.first.step}" if result.first.step else "from the start"
+        lines.append(f"{len(result.departing)} of {parameters} parameters depart {when}")
+    if result.nearest_to_loss:
+        lines[-1] += (
+            f"; the loss is right and so is every gradient behind {result.nearest_to_loss}: "
+            "look at the backward pass from there to the loss"
+        )
+    return [f"{line.rstrip('.')}." for line in lines]
+
+
+def _optimizer(config: "Config") -> str:
+    from threefold.config.optimizer import hyper_parameters
+
+    optimizer = config.optimizer
+    reads_eps = "eps" in hyper_parameters(optimizer.name)
+    return f"{optimizer.name}, eps {optimizer.eps:g}" if reads_eps else optimizer.name
+
+
+def _further(task: "Verification", every: int) -> str:
+    """Describe the comparisons beside the steps; one layout in `every` has the second run."""
+    evaluation, second = "the loss in evaluation mode between gradients and update", task.second
+    if second is None:
+        return evaluation
+    model, data = second.config.model, second.config.data
+    drops = model.hidden_dropout > 0 or model.attention_dropout > 0
+    features = [*(["dropout"] if drops else []), *(["packed documents"] if data.separate_documents else [])]
+    features.append("a loss scale")
+    which = f" of one layout in {every} (--all: of each)" if every > 1 else ""
+    return (
+        f"{evaluation}; a second run{which} with {', '.join(features)}, a gradient that overflows on "
+        "one rank, a skipped step, and its last step after resuming, from the layout's checkpoint and one process's"
+    )

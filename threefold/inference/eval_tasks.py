@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from threefold.comm.layout import shard_bounds
-from threefold.data.encoding import DocumentEncoder, EncodedDocument
+from threefold.data.encoding import DocumentEncoder
 from threefold.data.messages import Document
 from threefold.data.tokenizer import TextEncoder
 from threefold.errors import UserError
@@ -247,9 +247,13 @@ class Perplexity(EvalTask):
     ) -> EncodedTexts:
         encoded, masks = [], []
         for text in texts:
-            ids, counted = self._read(documents, text)
+            if isinstance(text, str):  # without an end-of-document token
+                ids, counted = documents.text.encode(text), None
+            else:
+                ids, counted = documents.encode(text)
+            all_counted = counted is None or self.loss_tokens == "all"
             encoded.append(np.array(ids, np.int64))
-            masks.append(np.array(counted, np.bool_))
+            masks.append(np.array([True] * len(ids) if all_counted else counted, np.bool_))
             advance()
         windows = [window for number, tokens in enumerate(encoded) for window in self.windows(number, len(tokens))]
         if not windows:
@@ -259,14 +263,6 @@ class Perplexity(EvalTask):
         if all(isinstance(text, str) for text in texts):
             return EncodedTexts(encoded, windows)
         return EncodedTexts(encoded, [window for window in windows if window.mask(masks).any()], masks)
-
-    def _read(self, documents: DocumentEncoder, text: Document) -> EncodedDocument:
-        """Return a text's tokens without an end-of-document token, or a conversation's, and which are evaluated."""
-        if isinstance(text, str):
-            ids = documents.text.encode(text)
-            return EncodedDocument(ids, [True] * len(ids))
-        tokens = documents.encode(text)
-        return EncodedDocument(tokens.ids, [True] * len(tokens.ids)) if self.loss_tokens == "all" else tokens
 
     def windows(self, text: int, tokens: int) -> list[Window]:
         """Return the windows of a text with `tokens` tokens; empty if there is nothing to predict."""

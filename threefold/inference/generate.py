@@ -14,8 +14,7 @@ from torch import Tensor
 from threefold.data.messages import Conversation
 from threefold.data.tokenizer import SpecialTokens
 from threefold.errors import UserError
-from threefold.inference.kv_cache import Cache, caching
-from threefold.inference.model import Model, Trained
+from threefold.inference.model import Cache, Model, Trained, caching
 from threefold.random.rng import stream_key
 
 
@@ -157,7 +156,12 @@ def generate_tokens(
     ends = model.ends if ends is None else ends
     if not all(len(prompt) for prompt in prompts):
         raise UserError("A prompt is empty; give at least one token to continue.")
-    waiting = deque(_sequences(prompts, request))
+    waiting: deque[_Sequence] = deque()
+    seen: Counter[str] = Counter()
+    for number, prompt in enumerate(prompts):
+        text = ",".join(map(str, prompt))
+        waiting.append(_Sequence(number, list(prompt), f"{seen[text]}:{text}", request.max_new_tokens))
+        seen[text] += 1
     rows = min(request.batch_size, len(waiting))
     longest = max((len(prompt) for prompt in prompts), default=0) + request.max_new_tokens
     # Nothing says which modules of a user's own model look at other positions, so it runs without a cache.
@@ -175,7 +179,12 @@ def generate_tokens(
                     yield GeneratedToken(sequence.number, token)
                 if not sequence.left:
                     yield GeneratedToken(sequence.number, None)
-            active = _replace_ended(active, waiting, cache, model)
+            # Waiting sequences take the rows of those that have ended.
+            after = [sequence if sequence.left or not waiting else waiting.popleft() for sequence in active]
+            rows_left = [row for row, sequence in enumerate(after) if sequence.left]
+            if cache is not None and 0 < len(rows_left) < len(after):
+                cache.keep(rows_left, model.mesh.device)
+            active = [after[row] for row in rows_left]
 
 
 def complete(model: Model, prompts: Sequence[Sequence[int]], request: GenerationRequest) -> list[list[int]]:
@@ -286,14 +295,6 @@ class _Text:
         return piece
 
 
-def _sequences(prompts: Sequence[Sequence[int]], request: GenerationRequest) -> Iterator[_Sequence]:
-    seen: Counter[str] = Counter()
-    for number, prompt in enumerate(prompts):
-        text = ",".join(map(str, prompt))
-        yield _Sequence(number, list(prompt), f"{seen[text]}:{text}", request.max_new_tokens)
-        seen[text] += 1
-
-
 def _next_logits(model: Model, cache: Cache | None, active: list[_Sequence]) -> Tensor | None:
     """Return the logits [B, V] of each sequence's next token on the last stage; None elsewhere."""
     for sequence in active:
@@ -341,14 +342,3 @@ def _choose(model: Model, active: list[_Sequence], logits: Tensor | None, reques
         chosen.copy_(request.sampling.choose(logits, numbers))
     found: list[int] = mesh.world.broadcast_(chosen, mesh.layout.rank_of(pp=mesh.pp.size - 1)).tolist()
     return found
-
-
-def _replace_ended(
-    active: list[_Sequence], waiting: deque[_Sequence], cache: Cache | None, model: Model
-) -> list[_Sequence]:
-    """Return the sequences of the next step: waiting ones take the rows of those that have ended."""
-    after = [sequence if sequence.left or not waiting else waiting.popleft() for sequence in active]
-    active_rows = [row for row, sequence in enumerate(after) if sequence.left]
-    if cache is not None and 0 < len(active_rows) < len(after):
-        cache.keep(active_rows, model.mesh.device)
-    return [after[row] for row in active_rows]

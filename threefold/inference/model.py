@@ -1,6 +1,6 @@
-"""A trained model: its newest checkpoint, this rank's shards of it, and the forward pass."""
+"""A trained model: its newest checkpoint, this rank's shards of it, the forward pass, and the KV cache."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -9,7 +9,8 @@ from typing import Self
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from threefold.checkpoint.code import with_code
 from threefold.checkpoint.errors import MODEL, DamagedCheckpoint
@@ -29,7 +30,8 @@ from threefold.dtypes import DTYPES
 from threefold.errors import UserError
 from threefold.huggingface.tensor_files import PREFIX, end_tokens
 from threefold.models.family import make_model, model_plan
-from threefold.models.layers.decoder import NOTHING
+from threefold.models.layers.attention import CausalAttention, Rotary
+from threefold.models.layers.decoder import NOTHING, PositionEmbedding, SampleInfo
 from threefold.models.sharding import VocabLoss
 from threefold.parallel.moving_buffers import stored_buffers
 from threefold.parallel.parallelize import apply_parallelism
@@ -226,11 +228,6 @@ class Model:
             return min(config.data.sequence_length, config.model.rope_original_positions)
         return config.data.sequence_length
 
-    @cached_property
-    def is_small(self) -> bool:
-        """Whether one token is too little work for several threads."""
-        return sum(parameter.numel() for parameter in self.stage.parameters()) < _WORTH_THREADS
-
     @property
     def prints(self) -> bool:
         return self.mesh.rank == 0
@@ -248,7 +245,9 @@ class Model:
         pp = self.mesh.pp
         x = tokens.to(self.mesh.device)
         if not pp.is_first:
-            width = self._received_width() if self.trained.is_own else self.trained.config.model.hidden_size
+            width = self.trained.config.model.hidden_size
+            if self.trained.is_own:  # no setting gives it
+                width = int(pp.receive_(torch.empty(1, dtype=torch.int64, device=self.mesh.device), pp.index - 1))
             shape = (*tokens.shape, width)
             x = pp.receive_(torch.empty(shape, dtype=self.dtype, device=self.mesh.device), pp.index - 1)
         layers = self.stage.layer_names
@@ -260,11 +259,6 @@ class Model:
             pp.send(torch.tensor([x.shape[-1]], device=x.device), pp.index + 1)
         pp.send(x, pp.index + 1)
         return None
-
-    def _received_width(self) -> int:
-        """Receive the width of the previous stage's activations, which no setting of a user's own model gives."""
-        pp = self.mesh.pp
-        return int(pp.receive_(torch.empty(1, dtype=torch.int64, device=self.mesh.device), pp.index - 1))
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -290,7 +284,7 @@ class Model:
     def few_threads(self) -> Iterator[None]:
         """Use one torch thread within the block if the model is small."""
         before = torch.get_num_threads()
-        if before > 1 and self.is_small:
+        if before > 1 and sum(parameter.numel() for parameter in self.stage.parameters()) < _WORTH_THREADS:
             torch.set_num_threads(1)
         try:
             yield
@@ -308,3 +302,147 @@ class Model:
             widest = -(-self.trained.config.model.vocab_size // tp.size)  # the last shards may be narrower
             part = tp.all_gather_equal(torch.nn.functional.pad(part, (0, widest - part.shape[-1])), -1)
         return part[..., : self.tokens]
+
+
+# The KV cache keeps the keys and values of earlier tokens, so decoding a token costs the work of one token. The model
+# is unchanged: within a `caching` block, a cached module replaces each `CausalAttention`, and the positions (learned
+# or rotary) come from a `Cursor`.
+
+
+class Cursor:
+    """Positions of the current tokens in their samples; implements `Positions` of the sequence dim.
+
+    Samples of a batch may differ in length. They are padded on the right, where causal attention ignores the padding:
+    it comes after every token of its sample, and its cache slots are overwritten before a later position attends to
+    them. With a sliding window the cache is a ring buffer with as many slots as the window.
+
+    Attributes:
+        positions: int64 [B, S] (or [1, S], shared by all samples).
+        rows: int64 [B], cache rows to prefill; None when every row gets one more token.
+        lasts: int64 [B], last position of each sample that is not padding.
+        used: number of slots that any row has used.
+    """
+
+    positions: Tensor
+    rows: Tensor | None
+    lasts: Tensor
+    used: int
+
+    def fill(self, rows: Sequence[int], lengths: Sequence[int], device: torch.device) -> None:
+        """Prefill: the next forward pass holds the first tokens of these rows, padded on the right."""
+        self.positions = torch.arange(max(lengths), device=device).unsqueeze(0)
+        self.rows = torch.tensor(rows, device=device)
+        self.lasts = torch.tensor(lengths, device=device) - 1
+        self.used = max(lengths)
+
+    def advance(self, positions: Sequence[int], device: torch.device) -> None:
+        """Decode: the next forward pass holds one token per row, at these positions."""
+        self.rows = None
+        self.lasts = torch.tensor(positions, device=device)
+        self.positions = self.lasts.unsqueeze(1)
+        self.used = max(positions) + 1
+
+    def held(self, slots: int) -> Tensor:
+        """Return the position whose key is in each slot, int64 [B, slots]; negative for unused slots.
+
+        Position p is in slot p modulo `slots`, so later positions overwrite earlier ones.
+        """
+        lasts = self.lasts.unsqueeze(1)
+        return lasts - (lasts - torch.arange(slots, device=lasts.device)) % slots
+
+    def indices(self, size: int, device: torch.device) -> Tensor:
+        return self.positions
+
+    def whole(self, size: int) -> int:
+        return size
+
+
+class CachedAttention(nn.Module):
+    """`CausalAttention` with a KV cache: new tokens attend to all earlier tokens of their samples.
+
+    Args:
+        core: attention over whole sequences, without dropout.
+        cursor: positions of the tokens.
+        rows: samples of a batch.
+        slots: cached positions per sample; capped at the sliding window.
+
+    Attributes:
+        keys, values: [rows, kv heads, slots, d]; None before the first tokens.
+    """
+
+    def __init__(self, core: CausalAttention, cursor: Cursor, rows: int, slots: int) -> None:
+        super().__init__()
+        self.core, self.cursor, self.rows = core, cursor, rows
+        self.slots = min(slots, core.window or slots)
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
+        """Cache `k`, `v` [B, S, kv heads, d] and attend from `q` [B, S, heads, d] → [B, S, heads · d]."""
+        if self.keys is None or self.values is None:
+            shape = (self.rows, k.shape[2], self.slots, k.shape[3])
+            self.keys, self.values = k.new_zeros(shape), v.new_zeros(shape)
+        held = self.cursor.held(self.slots)
+        if self.cursor.rows is not None:
+            row, position = torch.arange(len(k), device=k.device).unsqueeze(1), held.clamp(min=0)
+            for kept, new in ((self.keys, k), (self.values, v)):
+                kept[self.cursor.rows] = new[row, position].transpose(1, 2)
+            return self.core(q, k, v, samples)
+        every = torch.arange(len(k), device=k.device)
+        slot = self.cursor.lasts % self.slots
+        self.keys[every, :, slot], self.values[every, :, slot] = k[:, 0], v[:, 0]
+        used = min(self.cursor.used, self.slots)
+        keys, values, visible = self.keys[:, :, :used], self.values[:, :, :used], held[:, None, None, :used] >= 0
+        grouped = q.shape[2] != keys.shape[1]
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=visible, enable_gqa=grouped)
+        return out.transpose(1, 2).flatten(2)
+
+    def keep(self, rows: Tensor) -> None:
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys[rows], self.values[rows]
+
+
+class Cache:
+    """KV cache of all layers of a stage, and the cursor that they share."""
+
+    def __init__(self, cursor: Cursor, attentions: list[CachedAttention]) -> None:
+        self.cursor, self._attentions = cursor, attentions
+
+    def keep(self, rows: Sequence[int], device: torch.device) -> None:
+        """Keep only these rows, in this order."""
+        for attention in self._attentions:
+            attention.keep(torch.tensor(rows, device=device))
+
+    @property
+    def nbytes(self) -> int:
+        held = [each for attention in self._attentions for each in (attention.keys, attention.values)]
+        return sum(each.nbytes for each in held if each is not None)
+
+
+@contextmanager
+def caching(model: nn.Module, rows: int, slots: int) -> Iterator[Cache]:
+    """Give the attention layers of `model` a KV cache within the block.
+
+    Args:
+        model: model or stage, in evaluation mode and not split along the sequence.
+        rows: samples of a batch.
+        slots: maximum length of a sample, in tokens.
+    """
+    cursor = Cursor()
+    cached: list[CachedAttention] = []
+    replaced: list[tuple[nn.Module, str, nn.Module]] = []
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, CausalAttention):
+                cached.append(CachedAttention(child, cursor, rows, slots))
+                setattr(parent, name, cached[-1])
+            elif isinstance(child, Rotary | PositionEmbedding):
+                setattr(parent, name, child.of_positions(cursor))
+            else:
+                continue
+            replaced.append((parent, name, child))
+    try:
+        yield Cache(cursor, cached)
+    finally:
+        for parent, name, child in replaced:
+            setattr(parent, name, child)

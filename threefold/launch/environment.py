@@ -30,7 +30,6 @@ class LaunchedRank:
     Attributes:
         rank: 0 to `world_size` - 1.
         local_rank: 0 to `local_world_size` - 1 on this host.
-        rendezvous: URL of the rendezvous, for `torch.distributed`.
         attempt: number of restarts by the launcher so far.
         restarts: number of restarts that it allows.
         host: host of the rendezvous.
@@ -43,12 +42,11 @@ class LaunchedRank:
     world_size: int
     local_rank: int
     local_world_size: int
-    rendezvous: str
     attempt: int = 0
     restarts: int = 0
-    host: str = field(default="", compare=False)
-    port: int = field(default=0, compare=False)
-    hosted: bool = field(default=False, compare=False)
+    host: str = ""
+    port: int = 0
+    hosted: bool = False
     variables: str = field(default="", compare=False)
 
 
@@ -114,7 +112,6 @@ def _torchrun(environment: Mapping[str, str]) -> LaunchedRank | None:
         world_size,
         local_rank,
         local_world_size,
-        "env://",
         _number(environment, "TORCHELASTIC_RESTART_COUNT", 0, None, 0),
         _number(environment, "TORCHELASTIC_MAX_RESTARTS", 0, None, 0),
         host,
@@ -142,29 +139,23 @@ def _slurm(environment: Mapping[str, str]) -> LaunchedRank | None:
             f"{_start_alone('SLURM_STEP_ID')}."
         )
     step = _number(environment, "SLURM_JOB_ID", 0) * 31 + _number(environment, "SLURM_STEP_ID", 0)
-    host, port = first_host(hosts), FIRST_SLURM_PORT + step % SLURM_PORTS
     rank = _number(environment, "SLURM_PROCID", 0, world_size - 1)
+    here = world_size
+    if tasks := next((each for each in _SLURM_TASKS_PER_NODE if environment.get(each)), ""):
+        try:
+            here = tasks_on(environment[tasks], _number(environment, "SLURM_NODEID", 0, None, 0))
+        except ValueError:
+            raise _wrong(environment, tasks, "tasks of each node, such as 4(x2),3", str(world_size)) from None
     return LaunchedRank(
         rank,
         world_size,
         _number(environment, "SLURM_LOCALID", 0, world_size - 1),
-        _tasks_here(environment, world_size),
-        f"tcp://{host}:{port}?rank={rank}&world_size={world_size}",
-        host=host,
-        port=port,
+        here,
+        host=first_host(hosts),
+        port=FIRST_SLURM_PORT + step % SLURM_PORTS,
         variables=f"SLURM_PROCID={rank} and {tasks_variable}={world_size} are set, which "
         f"{_start_alone('SLURM_STEP_ID')} is without",
     )
-
-
-def _tasks_here(environment: Mapping[str, str], world_size: int) -> int:
-    name = next((each for each in _SLURM_TASKS_PER_NODE if environment.get(each)), "")
-    if not name:
-        return world_size
-    try:
-        return tasks_on(environment[name], _number(environment, "SLURM_NODEID", 0, None, 0))
-    except ValueError:
-        raise _wrong(environment, name, "tasks of each node, such as 4(x2),3", str(world_size)) from None
 
 
 def _number(

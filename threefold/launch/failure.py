@@ -8,15 +8,12 @@ import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from threefold.errors import HardwareFault, ProcessFault, UserError
 from threefold.launch.device import explain_allocation
 from threefold.launch.output import log_file
 from threefold.launch.process import signal_name
-
-REPORTS: Final = "failures"
-"""Store key of a counter: the launcher's rank that increments it first reports the failure."""
 
 
 class RankFailed(RuntimeError):
@@ -99,15 +96,16 @@ def from_exception(rank: int, error: BaseException) -> Failure:
     if isinstance(error, UserError):
         kind = {"hardware": isinstance(error, HardwareFault), "of_process": isinstance(error, ProcessFault)}
         return Failure(rank, str(error), now, user_error=True, **kind, raised=raised, traceback=text)
-    while error.__cause__ is not None:  # the first exception of the chain
-        error = error.__cause__
-    lines = [explain_allocation(error)] if explain_allocation(error) else _described(error)
+    error = _first_of_chain(error)
+    lines = (explain_allocation(error) or traceback.format_exception_only(error)[-1]).split("\n")
     message = " ".join(line.strip() for line in lines if line.strip())
     return Failure(rank, message, now, raised=raised, traceback=text)
 
 
-def _described(error: BaseException) -> list[str]:
-    return traceback.format_exception_only(error)[-1].split("\n")
+def _first_of_chain(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 _LOST: Final = re.compile(r"connection|broken pipe|\bpeer|pair closure|nccl", re.IGNORECASE)
@@ -125,8 +123,7 @@ def of_lost_peer(failure: Failure, error: BaseException) -> Failure:
     """
     from threefold.comm.segments import PeerLostError  # imports torch
 
-    while error.__cause__ is not None:
-        error = error.__cause__
+    error = _first_of_chain(error)
     if isinstance(error, PeerLostError) and error.rank is not None:
         return Failure(error.rank, _gone(failure.rank), failure.when, silent=True)
     if failure.user_error or not (isinstance(error, OSError | RuntimeError) and _LOST.search(failure.error)):
@@ -143,6 +140,11 @@ def lost_rank_zero(failure: Failure) -> Failure:
     if failure.user_error or not _LOST.search(failure.error):
         return failure
     return Failure(0, _gone(failure.rank), failure.when, silent=True)
+
+
+def is_first_to_report(store: Any) -> bool:
+    """Return whether no rank of the launcher's `store` has reported a failure before this one."""
+    return int(store.add("failures", 1)) == 1
 
 
 def pickled(error: BaseException) -> bytes | None:

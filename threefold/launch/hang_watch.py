@@ -2,107 +2,23 @@
 
 import os
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Final
 
 from threefold.comm.heartbeat import Heartbeat, RankState, RunSection, Wait
 from threefold.launch.output import log_file
+from threefold.launch.process import ProcessState
 from threefold.output import replace_link
 
-# user and system time; the longer slice includes children that have ended
-_OWN_TIMES, _TIMES = slice(11, 13), slice(11, 15)
-_NICENESS, _STARTED = 16, 19
-
-
-class ProcessState(Enum):
-    RUNNING = "running"
-    STOPPED = "stopped"
-    TRACED = "traced"
-
-
-def process_state(pid: int) -> ProcessState:
-    """Return the state of a process of this host; `RUNNING` if the system does not tell."""
-    try:
-        status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    except (OSError, ValueError):
-        return ProcessState.RUNNING
-    if status.get("TracerPid", "0") != "0":
-        return ProcessState.TRACED
-    return ProcessState.STOPPED if status.get("State", "").startswith("T") else ProcessState.RUNNING
-
-
-def worked_seconds(pid: int) -> float:
-    """Return the seconds in which a process of this host and its children ran or waited for a core.
-
-    Counts the running time of all threads except those of lower priority (such as one that writes a checkpoint), and
-    the time that main threads waited for a core. A child may be a compiler. 0 if the system does not tell, as for an
-    ended process.
-    """
-    try:
-        fields = _fields(f"/proc/{pid}/stat")
-        ticks, niceness = sum(map(int, fields[_TIMES])), int(fields[_NICENESS])
-    except (OSError, ValueError):
-        return 0.0
-    children: list[int] = []
-    with suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with suppress(OSError, ValueError):
-                fields = _fields(f"/proc/{pid}/task/{thread}/stat")
-                if int(fields[_NICENESS]) > niceness:
-                    ticks -= sum(map(int, fields[_OWN_TIMES]))
-                children += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
-    worked = ticks / os.sysconf("SC_CLK_TCK")
-    with suppress(OSError, IndexError, ValueError):  # not counted by every kernel
-        worked += int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
-    return worked + sum(map(worked_seconds, children))
-
-
-def _fields(stat: str) -> list[str]:
-    """Return the fields of a /proc stat file (`man proc_pid_stat`), from the third on."""
-    return Path(stat).read_text().rpartition(")")[2].split()
-
-
-def identify_process(pid: int) -> str:
-    """Return a text that identifies a process among all hosts; empty if the system does not tell."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = os.readlink("/proc/self/ns/pid")
-        started = _fields(f"/proc/{pid}/stat")[_STARTED]
-    except (OSError, IndexError):
-        return ""
-    return f"{boot} {namespace} {started} {pid}"
-
-
-def is_here(identity: str) -> bool:
-    """Return whether an identity belongs to a live process of this host."""
-    return bool(identity) and identity == identify_process(_pid(identity))
-
-
-def kill_if_here(identity: str, number: int) -> None:
-    """Send a signal to the process of an identity, if it is a live process of this host."""
-    if is_here(identity):
-        with suppress(OSError):
-            os.kill(_pid(identity), number)
-
-
-def state_if_here(identity: str) -> ProcessState:
-    """Return the state of the process of an identity; `RUNNING` if it is on another host."""
-    return process_state(_pid(identity)) if is_here(identity) else ProcessState.RUNNING
-
-
-def worked_if_here(identity: str) -> float:
-    """Return `worked_seconds` of the process of an identity; 0 if it is on another host."""
-    return worked_seconds(_pid(identity)) if is_here(identity) else 0.0
-
-
-def _pid(identity: str) -> int:
-    return int(identity.rpartition(" ")[2])
-
-
+BEAT: Final = 0.5
+"""Seconds between two beats, and between two exchanges with a launcher's store in a small world."""
+LOOK: Final = 0.25
+"""Seconds between two looks at the pages of ranks of this host."""
+_COUNTED_LOOKS: Final = 4  # looks: if more time passed between two, this process was stopped, and perhaps the ranks too
 _MOST_NAMED = 4  # most ranks that a message lists one by one
 PATIENCE: Final = 4
 """Number of timeouts that a rank may take until it meets the others (under a launcher it may still prepare its data),
@@ -111,6 +27,18 @@ COMPUTING_PART: Final = 0.5
 """A process counts as computing if it worked for this fraction of the time since half of a timeout."""
 SILENT_PART: Final = 2
 """A process without a beat for `timeout` divided by this does not run."""
+
+
+class Stopwatch:
+    """Measure the seconds between two looks that are `interval` seconds apart, without those of a stopped process."""
+
+    def __init__(self, interval: float) -> None:
+        self._longest, self._looked = _COUNTED_LOOKS * interval, time.monotonic()
+
+    def passed(self) -> float:
+        """Return the seconds since the last call."""
+        before, self._looked = self._looked, time.monotonic()
+        return min(self._looked - before, self._longest)
 
 
 @dataclass(frozen=True)
@@ -145,10 +73,6 @@ class _Known:
     @property
     def wait(self) -> Wait | None:
         return self.place.wait if self.place else None
-
-    @property
-    def is_over(self) -> bool:
-        return self.place is not None and self.place.section is RunSection.END
 
     def see(self, place: RankState | None, seconds: float) -> None:
         before, self.place = self.place or _UNKNOWN, place
@@ -211,7 +135,8 @@ class HangWatch:
         known = self._known
         for rank, place in enumerate(places):
             known[rank].see(place, seconds)
-        live = [rank for rank in range(len(known)) if rank not in ended and not known[rank].is_over]
+        over = {rank for rank, place in enumerate(places) if place is not None and place.section is RunSection.END}
+        live = [rank for rank in range(len(known)) if rank not in ended and rank not in over]
         slow = [rank for rank in live if known[rank].idle >= self.timeout / 2]
         if not slow:
             return None
@@ -261,7 +186,7 @@ class HangWatch:
         else:
             what = f"it is {place}" + (", where it computes" if self._known[first].computes else "")
         what += f" ({wait})" if wait else ""
-        also = f", as {_ranks(others)} {'do' if len(others) > 1 else 'does'} not either" if others else ""
+        also = f", as {named_ranks(others)} {'do' if len(others) > 1 else 'does'} not either" if others else ""
         error = f"it has not answered for {self._limit(first, states):g} s (train.timeout){also}: {what}, and "
         return Hang((first, *others), error + self._who_waits(first, waiting))
 
@@ -269,7 +194,7 @@ class HangWatch:
         """Describe who waits for a rank, and in what; if nobody waits for it directly, describe the other waits."""
         waits = {each: wait for each in waiting if (wait := self._known[each].wait)}
         if not waits:
-            return f"{_ranks(waiting)} {'makes' if len(waiting) == 1 else 'make'} no progress either"
+            return f"{named_ranks(waiting)} {'makes' if len(waiting) == 1 else 'make'} no progress either"
         direct = {each: wait for each, wait in waits.items() if wait.ranks is None or rank in wait.ranks}
         by_wait: dict[str, list[int]] = {}
         for each, wait in (direct or waits).items():
@@ -278,15 +203,15 @@ class HangWatch:
         verb = "waits" if len(ranks) == 1 else "wait"
         others = sum(map(len, by_wait.values())) - len(ranks)
         rest = f", {others} more in other collectives" if more else ""
-        return f"{_ranks(ranks)} {verb} {'for it ' if direct else ''}in {what}{rest}"
+        return f"{named_ranks(ranks)} {verb} {'for it ' if direct else ''}in {what}{rest}"
 
     def _deadlock(self, waiting: list[int]) -> Hang:
         by_wait: dict[str, list[int]] = {}
         for rank in waiting:
             by_wait.setdefault(f"{self._known[rank].wait} {self._known[rank].place}", []).append(rank)
         (own, ranks), *others = by_wait.items()
-        rest = "".join(f", {_ranks(others)} in {what}" for what, others in others)
-        together = f" with {_ranks(ranks[1:])}" if len(ranks) > 1 else ""
+        rest = "".join(f", {named_ranks(others)} in {what}" for what, others in others)
+        together = f" with {named_ranks(ranks[1:])}" if len(ranks) > 1 else ""
         error = (
             f"it has waited for {self.timeout:g} s (train.timeout){together} in {own}{rest}, so that all wait for all"
         )
@@ -319,19 +244,15 @@ class LostStore:
         )
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def named_ranks(ranks: Sequence[int]) -> str:
     """Format ranks as `rank 1`, `ranks 1, 2 and 5` or `ranks 1, 2, 3, 4 and 60 more`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     shown, more = list(ranks[:_MOST_NAMED]), len(ranks) - _MOST_NAMED
     if more == 1:
         shown, more = list(ranks), 0
-    *most, last = [*map(str, shown), *([f"{more} more"] if more > 0 else [])]
+    *most, last = [*map(str, shown), *([f"{more:,} more"] if more > 0 else [])]
     return f"ranks {', '.join(most)} and {last}"
-
-
-INTERVAL: Final = 0.5
-"""Seconds between two beats."""
 
 
 @contextmanager
@@ -345,7 +266,7 @@ def beating(heartbeat: Heartbeat, on_request: Callable[[], None] = lambda: None)
             if heartbeat.is_asked:
                 on_request()
                 heartbeat.answer()
-            if over.wait(INTERVAL):
+            if over.wait(BEAT):
                 return
 
     thread = threading.Thread(target=beat, name="heartbeat", daemon=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from threefold.comm.layout import Layout
-from threefold.inference.model import Model, Trained
+from threefold.inference.model import Trained
 from threefold.launch.device import choose_device
 from threefold.launch.environment import find_launched_rank
 from threefold.launch.launcher import run
@@ -81,15 +81,11 @@ class InferenceRun:
 
 
 def _work(info: RankInfo, inference: InferenceRun, work: RankFunction, args: tuple[Any, ...]) -> None:
-    work(load_rank(inference), *args)
-
-
-def load_rank(inference: InferenceRun) -> Model:
-    """Load this rank's shards of the model; the process group must be initialised with the layout's world size."""
+    """Load this rank's shards of the model, and call `work` with it."""
     import torch
 
     from threefold.comm.mesh import Mesh
 
-    device = "cuda" if inference.device == "cuda" else "cpu"
-    where = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
-    return inference.trained.load(Mesh(inference.layout, where), inference.dtype)
+    on_gpu = inference.device == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    work(inference.trained.load(Mesh(inference.layout, device), inference.dtype), *args)

@@ -1,28 +1,33 @@
-"""Run a function on all ranks: on processes of this host, or in the ranks that torchrun or Slurm started."""
+"""Run a function on all ranks: on processes of this host, as a rank of torchrun or Slurm, or in this process."""
 
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from threefold.comm.heartbeat import Heartbeat, RunSection, wait_code
 from threefold.errors import UserError
-from threefold.launch.device import Backend, require_gpus
-from threefold.launch.environment import LaunchedRank, find_launched_rank
-from threefold.launch.failure import REPORTS, Failure, RankFailed, from_exception, lost_rank_zero, of_lost_peer
-from threefold.launch.local import Again, StartMethod, run_local, write_traceback
+from threefold.launch.device import require_gpus
+from threefold.launch.environment import LaunchedRank, find_launched_rank, local_place
+from threefold.launch.failure import (
+    Failure,
+    RankFailed,
+    from_exception,
+    is_first_to_report,
+    lost_rank_zero,
+    of_lost_peer,
+)
+from threefold.launch.local import Ownership, spawn, write_traceback
 from threefold.launch.output import failure_file
-from threefold.launch.process import StopSignals, require_room
+from threefold.launch.process import StopSignals, raise_on_second
 from threefold.launch.rendezvous import meet
-from threefold.launch.worker import Device, Job, RankInfo, Worker, never, work
+from threefold.launch.worker import Device, Job, RankInfo, Worker, never, stay_on_loopback, work
 
 _OWNED = "owned"
-
-Ownership = Callable[[], AbstractContextManager[object]]
-"""Makes a context that one process enters for all ranks before any starts, and leaves at the end."""
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def run(
@@ -30,15 +35,10 @@ def run(
     args: tuple[Any, ...],
     world_size: int,
     *,
-    device: Device = "cpu",
-    run_dir: Path | None = None,
-    console_ranks: tuple[int, ...] = (0,),
     own: Ownership = nullcontext,
     signals: StopSignals | None = None,
-    timeout: float = 0.0,
-    again: Again | None = None,
-    backend: Backend = "auto",
-    debug_rank: int | None = None,
+    again: Callable[[Failure], Any] | None = None,
+    **options: Any,
 ) -> object:
     """Call `worker(rank_info, *args)` on every rank with `torch.distributed` initialised, and wait for the end.
 
@@ -46,14 +46,10 @@ def run(
 
     Args:
         worker: function of an importable module.
-        run_dir: folder whose logs/rank_*.log get the ranks' output; None does not redirect it.
-        console_ranks: ranks whose output is also shown on the console.
         own: makes a context, such as a lock, entered once for all ranks; a `UserError` from it is raised for all ranks.
         signals: handlers for a worker that ends when `rank_info.asked()` is not 0; without, signals end the processes.
-        timeout: seconds that a rank may make no progress while another one waits for it; 0 for no limit.
-        again: called after a failure of ranks that are started here; returns the next attempt (see `run_local`).
-        backend: backend of the collectives, as in `RankInfo`.
-        debug_rank: rank started here that has the terminal, for a debugger.
+        again: called after a failure of ranks that are started here; returns the next attempt (see `spawn`).
+        options: further fields of the `Job`.
 
     Returns:
         the worker's result on the rank of this process, or on rank 0 if the ranks are started here.
@@ -66,65 +62,26 @@ def run(
     """
     launched = find_launched_rank()
     if launched is None:
-        return spawn(
-            worker,
-            args,
-            world_size,
-            device=device,
-            run_dir=run_dir,
-            console_ranks=console_ranks,
-            own=own,
-            signals=signals,
-            timeout=timeout,
-            again=again,
-            backend=backend,
-            debug_rank=debug_rank,
-        )
+        return spawn(worker, args, world_size, own=own, signals=signals, again=again, **options)
     if launched.world_size != world_size:
         raise UserError(
             f"The launcher started {launched.world_size} ranks but the layout needs {world_size}; start {world_size}."
         )
-    job = Job(worker, args, device, run_dir, console_ranks, signals is not None, timeout=timeout, backend=backend)
-    return _run_here(job, launched, own, signals)
-
-
-def spawn(
-    worker: Worker,
-    args: tuple[Any, ...],
-    world_size: int,
-    *,
-    device: Device = "cpu",
-    run_dir: Path | None = None,
-    console_ranks: tuple[int, ...] = (0,),
-    start_method: StartMethod | None = None,
-    own: Ownership = nullcontext,
-    signals: StopSignals | None = None,
-    timeout: float = 0.0,
-    again: Again | None = None,
-    backend: Backend = "auto",
-    debug_rank: int | None = None,
-) -> object:
-    """Call `worker(rank_info, *args)` on new processes of this host, even under a launcher; otherwise like `run`.
-
-    Args:
-        start_method: "fork", the default on the CPU, needs a process that has run no parallel torch operation; "spawn",
-            the default on CUDA, needs an importable main module.
-    """
-    require_room(world_size)
-    if device == "cuda":
-        require_gpus(world_size, backend)
-    job = Job(worker, args, device, run_dir, console_ranks, signals is not None, True, timeout, backend, debug_rank)
-    with own():
-        return run_local(job, world_size, start_method or ("spawn" if device == "cuda" else "fork"), signals, again)
-
-
-def _run_here(job: Job, launched: LaunchedRank, own: Ownership, signals: StopSignals | None) -> object:
+    job = Job(worker, args, **options)
     if job.device == "cuda":
         require_gpus(launched.local_world_size, job.backend)
-    asked = (lambda: signals.received) if signals else never
-    place = (launched.rank, launched.world_size, launched.local_rank, launched.local_world_size)
-    info = RankInfo(*place, job.device, asked, backend=job.backend)
-    store = None
+    info = _info(launched, job.device, signals, job)
+    store: Any = None
+
+    def shared(refusal: str) -> str:
+        if launched.rank == 0:
+            if job.run_dir is not None and not refusal:
+                with suppress(OSError):  # no such file or folder yet
+                    failure_file(job.run_dir).unlink()
+            store.set(_OWNED, refusal)
+        store.wait([_OWNED])
+        return str(store.get(_OWNED).decode())
+
     try:
         store = meet(launched, job.timeout)
         with ExitStack() as stack:
@@ -132,7 +89,7 @@ def _run_here(job: Job, launched: LaunchedRank, own: Ownership, signals: StopSig
                 info = replace(info, heartbeat=stack.enter_context(_watched(job, launched, store)))
             heartbeat = info.heartbeat or Heartbeat()
             with heartbeat.waiting(wait_code("gather", heartbeat.axis("world", range(launched.world_size)))):
-                refusal = _enter(stack, own, launched, store, job.run_dir)
+                refusal = _entered(stack, own, launched.rank, shared)
             if not refusal:
                 stack.enter_context(job.output_of(launched.rank))
                 stack.enter_context(signals.noted() if signals else nullcontext())
@@ -146,13 +103,110 @@ def _run_here(job: Job, launched: LaunchedRank, own: Ownership, signals: StopSig
     raise UserError(refusal)
 
 
+def joined_rank() -> LaunchedRank | None:
+    """Return this process's rank in the default process group; None if no group is initialised."""
+    if "torch" not in sys.modules:  # importing torch takes seconds, and no group exists without it
+        return None
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    rank, size = dist.get_rank(), dist.get_world_size()
+    launched = find_launched_rank()
+    attempt, restarts = (launched.attempt, launched.restarts) if launched else (0, 0)
+    return LaunchedRank(rank, size, *local_place(rank, size), attempt, restarts)
+
+
+def run_in_process(
+    worker: Worker,
+    args: tuple[Any, ...],
+    world_size: int,
+    *,
+    device: Device = "cpu",
+    own: Ownership = nullcontext,
+    signals: StopSignals | None = None,
+) -> object:
+    """Call `worker(rank_info, *args)` here, as a rank of the initialised process group or the only rank of a new one.
+
+    An existing group is left as it is; a new one lasts for the call.
+
+    Args:
+        worker: function of an importable module.
+        world_size: number of ranks of the layout.
+        own: makes a context, such as a lock, that rank 0 enters; a `UserError` from it is raised on all ranks.
+        signals: handlers for a worker that ends when `rank_info.asked()` is not 0. A second signal ends one of several
+            ranks at once, since it may be waiting for others; a single rank raises.
+
+    Raises:
+        StopRequested: a second signal came.
+        UserError: the process group has another size, or there is no group and the layout has several ranks.
+    """
+    joined = joined_rank()
+    if joined is not None:
+        if joined.world_size != world_size:
+            there = joined.world_size
+            raise UserError(
+                f"The process group has {there} ranks but the layout needs {world_size}; start {world_size}."
+            )
+        with ExitStack() as stack:
+            if refusal := _entered(stack, own, joined.rank, _broadcast):
+                raise UserError(refusal)
+            stack.enter_context(signals.noted() if signals else nullcontext())
+            return worker(_info(joined, device, signals), *args)
+    if world_size > 1:
+        raise UserError(
+            f"The layout has {world_size} ranks but this is one process; start the script with `torchrun "
+            f"--nproc-per-node {world_size}`, or call it in threefold.run(fn, ranks={world_size})."
+        )
+    if device == "cuda":
+        require_gpus(1)
+    import torch.distributed as dist
+
+    info = _info(LaunchedRank(0, 1, 0, 1), device, signals)
+    before = os.environ.get(_INTERFACE)
+    with own(), signals.passed_to(raise_on_second) if signals else nullcontext():
+        stay_on_loopback()
+        try:
+            return work(Job(worker, args, device), info, dist.HashStore())
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            os.environ.pop(_INTERFACE, None)
+            if before is not None:
+                os.environ[_INTERFACE] = before
+
+
+def _info(place: LaunchedRank, device: Device, signals: StopSignals | None, job: Job | None = None) -> RankInfo:
+    asked = (lambda: signals.received) if signals else never
+    ranks = (place.rank, place.world_size, place.local_rank, place.local_world_size)
+    return RankInfo(*ranks, device, asked, backend=job.backend if job else "auto")
+
+
+def _entered(stack: ExitStack, own: Ownership, rank: int, shared: Callable[[str], str]) -> str:
+    """Enter `own` on rank 0; return the message of its `UserError` on every rank, or "" if there was none."""
+    refusal = ""
+    if rank == 0:
+        try:
+            stack.enter_context(own())
+        except UserError as error:
+            refusal = str(error)
+    return shared(refusal)
+
+
+def _broadcast(text: str) -> str:
+    import torch.distributed as dist
+
+    texts = [text]
+    dist.broadcast_object_list(texts, src=0)
+    return texts[0]
+
+
 @contextmanager
 def _watched(job: Job, launched: LaunchedRank, store: Any) -> Iterator[Heartbeat]:
     """Yield this rank's heartbeat; within the block, end this process when a rank does not answer."""
-    from threefold.launch.hang_watch import keep_records, write_records
-    from threefold.launch.rank_watch import StoreWatch
+    from threefold.launch.store_watch import StoreWatch
 
-    console, rank = os.dup(2), launched.rank  # the rank's own output goes to its log
+    rank = launched.rank
 
     def tell(failure: Failure, alone: bool) -> None:
         claimed = rank == 1 if job.run_dir is None else _claim(job.run_dir, failure)
@@ -160,33 +214,14 @@ def _watched(job: Job, launched: LaunchedRank, store: Any) -> Iterator[Heartbeat
             with suppress(OSError):
                 os.write(console, f"Error: {failure.message(job.run_dir)}.\n".encode())
 
-    def write() -> None:
-        if job.over_nccl:
-            write_records(job.run_dir, rank)
-
-    if job.over_nccl:
-        keep_records(job.run_dir)
-    watch = StoreWatch(store, rank, launched.world_size, job.timeout, tell, write)
-    watch.heartbeat.section(RunSection.START)
-    with watch.watching():
-        yield watch.heartbeat
-    os.close(console)
-
-
-def _enter(stack: ExitStack, own: Ownership, launched: LaunchedRank, store: Any, run_dir: Path | None) -> str:
-    """Enter `own` on rank 0; return the message of its `UserError` on every rank, empty if it raised none."""
-    refusal = ""
-    if launched.rank == 0:
-        try:
-            stack.enter_context(own())
-        except UserError as error:
-            refusal = str(error)
-        if run_dir is not None and not refusal:
-            with suppress(OSError):  # no such file or folder yet
-                failure_file(run_dir).unlink()
-        store.set(_OWNED, refusal)
-    store.wait([_OWNED])
-    return str(store.get(_OWNED).decode())
+    console = os.dup(2)  # the rank's own output goes to its log
+    try:
+        watch = StoreWatch(store, rank, launched.world_size, job.timeout, tell, job.recorder(rank))
+        watch.heartbeat.section(RunSection.START)
+        with watch.watching():
+            yield watch.heartbeat
+    finally:
+        os.close(console)
 
 
 def _to_report(store: Any, failure: Failure, error: Exception, run_dir: Path | None) -> Failure | None:
@@ -200,7 +235,7 @@ def _to_report(store: Any, failure: Failure, error: Exception, run_dir: Path | N
         return failure
     known = of_lost_peer(failure, error)
     try:
-        first = int(store.add(REPORTS, 1)) == 1
+        first = is_first_to_report(store)
     except Exception:  # the store is unreachable
         reported = lost_rank_zero(failure) if known is failure or known.of_another else known
         reports = failure.rank == 1 or reported is failure if run_dir is None else _claim(run_dir, reported)

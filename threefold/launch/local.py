@@ -1,4 +1,4 @@
-"""Run the ranks of a job as processes of this host, and collect their results or failures."""
+"""Run the ranks of a job as processes of this host: start and watch them, and collect their results or failures."""
 
 import multiprocessing
 import os
@@ -9,64 +9,51 @@ import threading
 import time
 import traceback
 from bdb import BdbQuit
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Final, Literal, NamedTuple, NoReturn
 
-from threefold.comm.heartbeat import Heartbeat, RunSection
+from threefold.comm.heartbeat import PAGE_BYTES, Heartbeat, Page, RankState, RunSection, ask, read
 from threefold.errors import UserError
+from threefold.launch.device import require_gpus
 from threefold.launch.failure import Failure, cause, from_exception, from_exit_code
+from threefold.launch.hang_watch import LOOK, HangWatch, Stopwatch, beating
 from threefold.launch.output import log_file
 from threefold.launch.process import (
     NUMBERS,
     Asked,
-    StopRequested,
     StopSignals,
     die_with_parent,
+    process_state,
+    raise_on_second,
+    require_room,
     shared_objects,
     signals_blocked,
     unblock_signals,
+    worked_seconds,
 )
-from threefold.launch.rank_watch import INTERVAL, LocalWatch, SharedPages
-from threefold.launch.worker import Job, NextAttempt, RankInfo, never, shorten_name_lookups, stay_on_loopback, work
+from threefold.launch.worker import (
+    Job,
+    NextAttempt,
+    RankInfo,
+    Worker,
+    never,
+    shorten_name_lookups,
+    stay_on_loopback,
+    work,
+)
 from threefold.output import replace_link
 from threefold.train.callbacks.base import CallbackFailed
 
-
-def set_debugger(debug_rank: int | None, rank: int, named: str) -> None:
-    """Give this process the terminal if its rank is `debug_rank`; otherwise make `breakpoint()` explain how to get one.
-
-    A debugger that the user has configured stays, such as one that listens on a port.
-
-    Args:
-        debug_rank: rank that gets the terminal; None for none.
-        named: command-line option that chooses the rank; empty if there is none.
-    """
-    if rank == debug_rank:
-        sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)  # `multiprocessing` closed it
-        return
-    if os.environ.get("PYTHONBREAKPOINT") or sys.breakpointhook is not sys.__breakpointhook__:
-        return
-
-    def refuse(*args: Any, **options: Any) -> NoReturn:
-        how = f"start the run with {named} {rank}" if named else "call threefold.run with ranks=1, which starts none"
-        raise UserError(f"breakpoint() is called on rank {rank}, whose process has no terminal; {how}.")
-
-    sys.breakpointhook = refuse
-
-
-def told_quit(error: BaseException, rank: int) -> BaseException:
-    """Return a readable error if a debugger was quit; any other error unchanged."""
-    if BdbQuit not in (type(error), type(error.__cause__)):
-        return error
-    return UserError(f"The debugger on rank {rank} was quit, which ends the run; type c to go on with it.")
-
-
 StartMethod = Literal["fork", "spawn"]
+Ownership = Callable[[], AbstractContextManager[object]]
+"""Makes a context that one process enters for all ranks before any starts, and leaves at the end."""
+Again = Callable[[Failure], NextAttempt | None]
+"""Called with the cause of a failure when all ranks have ended; returns the next attempt, or None to end without an
+error. Raises the error that ends the run."""
 
 LOOPBACK = "127.0.0.1"
 OTHER_FAILURES = 0.5
@@ -75,44 +62,46 @@ KILL_TIMEOUT = 3.0
 """Seconds that a killed rank may take to end."""
 FLUSH_TIMEOUT = 2.0
 """Seconds to wait until the ranks' output is on the console."""
+_ANSWERS_WITHIN: Final = 3.0  # seconds to wait for ranks that write their flight recorders
 
 
-class _Rank(NamedTuple):
-    """Started rank: its process, and the pipe on which it reports its result or failure."""
-
-    process: BaseProcess
-    report: Connection
-
-
-Again = Callable[[Failure], NextAttempt | None]
-"""Called with the cause of a failure when all ranks have ended; returns the next attempt, or None to end without an
-error. Raises the error that ends the run."""
-
-
-def run_local(
-    job: Job,
+def spawn(
+    worker: Worker,
+    args: tuple[Any, ...],
     world_size: int,
-    start_method: StartMethod,
+    *,
+    start_method: StartMethod | None = None,
+    own: Ownership = nullcontext,
     signals: StopSignals | None = None,
     again: Again | None = None,
+    **options: Any,
 ) -> object:
-    """Run the job on `world_size` processes of this host and return when all have ended.
+    """Call `worker(rank_info, *args)` on new processes of this host, even under a launcher, until all have ended.
 
     Args:
-        start_method: "fork" is quick and for a parent that has run no parallel operation yet; CUDA needs "spawn".
-        signals: handlers that forward signals to the ranks of a job that handles them (`Job.stops`).
+        worker: function of an importable module.
+        start_method: "fork", the default on the CPU, needs a process that has run no parallel torch operation; "spawn",
+            the default on CUDA, needs an importable main module.
+        own: makes a context, such as a lock, entered once for all ranks.
+        signals: handlers that forward signals to the ranks, which end when `rank_info.asked()` is not 0.
         again: decides after a failure whether the ranks start again.
+        options: further fields of the `Job`.
 
     Returns:
         the result of rank 0's worker; None if `again` says that nothing is left to do.
 
     Raises:
-        UserError: a rank raised it.
+        UserError: a rank raised it, or there are too few GPUs, or too little memory or too few files for the processes.
         RankFailed: a rank failed otherwise; all have been ended.
         StopRequested: a second signal came; all ranks have been killed.
     """
+    job = Job(worker, args, **options)
+    require_room(world_size)
+    if job.device == "cuda":
+        require_gpus(world_size, job.backend)
+    start_method = start_method or ("spawn" if job.device == "cuda" else "fork")
     # A signal between two attempts reaches the ranks of the next one.
-    with signals.passed_to(_raise_second) if signals and again else nullcontext():
+    with own(), signals.passed_to(raise_on_second) if signals and again else nullcontext():
         while True:
             failures, results = collect_local(job, world_size, start_method, signals)
             if not failures:
@@ -126,9 +115,11 @@ def run_local(
             job, world_size = replace(job, args=following.args), following.world_size
 
 
-def _raise_second(number: int, again: bool) -> None:
-    if again:
-        raise StopRequested(number, again)
+class _Rank(NamedTuple):
+    """Started rank: its process, and the pipe on which it reports its result or failure."""
+
+    process: BaseProcess
+    report: Connection
 
 
 def collect_local(
@@ -136,62 +127,57 @@ def collect_local(
 ) -> tuple[list[Failure], list[object]]:
     """Run the job once on `world_size` processes of this host; return the failures and the results by rank.
 
-    Results are complete only without failures. See `run_local` for the arguments and `StopRequested`.
+    Results are complete only without failures. See `spawn` for the arguments and `StopRequested`.
     """
     import torch.distributed as dist
 
-    pages = SharedPages(multiprocessing.get_context(start_method), world_size) if job.timeout else None
+    context: Any = multiprocessing.get_context(start_method)
+    pages = SharedPages(context, world_size) if job.timeout else None
+
+    def ask_to_stop(number: int, again: bool) -> None:
+        raise_on_second(number, again)
+        for rank in ranks:
+            if rank.process.is_alive():
+                with suppress(ProcessLookupError):
+                    os.kill(rank.process.pid or 0, signal.SIGTERM)
+
     with socket.create_server((LOOPBACK, 0), backlog=1024) as listener, shared_objects(), _ended() as ranks:
         port = listener.getsockname()[1]
-        for rank in range(world_size):
-            info = RankInfo(rank, world_size, rank, world_size, job.device, backend=job.backend)
+        for number in range(world_size):
+            info = RankInfo(number, world_size, number, world_size, job.device, backend=job.backend)
+            receiver, sender = context.Pipe(duplex=False)
+            main_args = (job, info, port, sender, os.getpid(), pages, signals is not None)
+            process = context.Process(target=_main, args=main_args, name=f"rank {number}")
             with signals_blocked():  # or a signal could come between the start of a process and its entry in the list
-                ranks.append(_start(job, info, port, start_method, pages))
+                process.start()
+                ranks.append(_Rank(process, receiver))
+            sender.close()
         store = dist.TCPStore(
             LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
         )
-        with signals.passed_to(partial(_ask, ranks)) if signals else nullcontext():
-            failures, results = _watch(ranks, _hang_watch(job, ranks, pages))
+        hangs = None
+        if pages is not None and job.debug_rank is None:  # ranks wait for a debugged one as long as it takes
+            hangs = LocalWatch(pages, [rank.process.pid or 0 for rank in ranks], job.timeout, asks=job.over_nccl)
+        with signals.passed_to(ask_to_stop) if signals else nullcontext():
+            failures, results = _watch(ranks, hangs)
         del store  # the store serves until the ranks are done
     return failures, [results.get(rank) for rank in range(world_size)]
 
 
-def _hang_watch(job: Job, ranks: list[_Rank], pages: SharedPages | None) -> LocalWatch | None:
-    if pages is None or job.debug_rank is not None:  # ranks wait for a debugged one as long as it takes
-        return None
-    return LocalWatch(pages, [rank.process.pid or 0 for rank in ranks], job.timeout, asks=job.over_nccl)
-
-
-def _start(job: Job, info: RankInfo, port: int, start_method: StartMethod, pages: SharedPages | None) -> _Rank:
-    context: Any = multiprocessing.get_context(start_method)
-    receiver, sender = context.Pipe(duplex=False)
-    args = (job, info, port, sender, os.getpid(), pages)
-    process = context.Process(target=_main, args=args, name=f"rank {info.rank}")
-    process.start()
-    sender.close()
-    return _Rank(process, receiver)
-
-
-def _ask(ranks: list[_Rank], number: int, again: bool) -> None:
-    """Forward a signal to the ranks; raise on a second one."""
-    _raise_second(number, again)
-    for rank in ranks:
-        if rank.process.is_alive():
-            with suppress(ProcessLookupError):
-                os.kill(rank.process.pid or 0, signal.SIGTERM)
-
-
-def _main(job: Job, info: RankInfo, port: int, report: Connection, parent: int, pages: SharedPages | None) -> None:
+def _main(
+    job: Job, info: RankInfo, port: int, report: Connection, parent: int, pages: "SharedPages | None", stops: bool
+) -> None:
+    """Run the job in a rank's process; `stops` says whether the worker itself ends on a signal."""
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C too, and ends all ranks
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    asked = Asked() if job.stops else never
+    asked = Asked() if stops else never
     heartbeat = Heartbeat() if pages is None else pages.heartbeat(info.rank)
     heartbeat.section(RunSection.START)
     unblock_signals()
     set_debugger(job.debug_rank, info.rank, named="--debug-rank" if job.run_dir else "")
     try:
-        with job.output_of(info.rank), nullcontext() if pages is None else job.beating(heartbeat, info.rank):
+        with job.output_of(info.rank), nullcontext() if pages is None else beating(heartbeat, job.recorder(info.rank)):
             import torch.distributed as dist
 
             stay_on_loopback()
@@ -207,20 +193,7 @@ def _main(job: Job, info: RankInfo, port: int, report: Connection, parent: int, 
         os._exit(1)
 
 
-def write_traceback(job: Job, rank: int, error: BaseException) -> None:
-    """Write the traceback to the rank's log; the console gets one message for the whole run."""
-    if isinstance(error, UserError) and not isinstance(error, CallbackFailed):
-        return
-    if job.run_dir is None:
-        if job.prints_traceback:
-            traceback.print_exception(error)
-            sys.stderr.flush()
-        return
-    with suppress(OSError), replace_link(log_file(job.run_dir, rank)).open("a", encoding="utf-8") as log:
-        traceback.print_exception(error, file=log)
-
-
-def _watch(ranks: list[_Rank], hangs: LocalWatch | None) -> tuple[list[Failure], dict[int, object]]:
+def _watch(ranks: list[_Rank], hangs: "LocalWatch | None") -> tuple[list[Failure], dict[int, object]]:
     """Wait until all ranks have ended or one is to blame; return the failures, and the results by rank.
 
     Stops early when a rank does not answer or its process ended without a report, and `OTHER_FAILURES` seconds after
@@ -231,24 +204,30 @@ def _watch(ranks: list[_Rank], hangs: LocalWatch | None) -> tuple[list[Failure],
     running: dict[Any, int] = {rank.process.sentinel: number for number, rank in enumerate(ranks)}
     reports: dict[Any, int] = {rank.report: number for number, rank in enumerate(ranks)}
     deadline = None
+
+    def receive(number: int) -> None:
+        with suppress(EOFError):
+            report = ranks[number].report.recv()
+            (failures if isinstance(report, Failure) else results)[number] = report
+
     while running:
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left <= 0:
             break
         if hangs is not None and deadline is None:
-            left = INTERVAL
+            left = LOOK
             if hung := hangs.look(set(range(len(ranks))) - {*running.values()}):
                 failures[hung.rank] = hung
                 break
         for event in wait([*running, *reports], left):
             if event in reports:
-                number = reports.pop(event)
-                _receive(ranks[number], number, results, failures)
+                receive(reports.pop(event))
             elif event in running:  # otherwise a report already read when its rank ended
                 number = running.pop(event)
-                code = _exit_code(ranks[number].process)
+                ranks[number].process.join()
+                code = ranks[number].process.exitcode
                 if reports.pop(ranks[number].report, None) is not None and ranks[number].report.poll():
-                    _receive(ranks[number], number, results, failures)
+                    receive(number)
                 if code and number not in failures:
                     failures[number] = from_exit_code(number, code)
         if failures and deadline is None:
@@ -258,15 +237,61 @@ def _watch(ranks: list[_Rank], hangs: LocalWatch | None) -> tuple[list[Failure],
     return list(failures.values()), results
 
 
-def _receive(rank: _Rank, number: int, results: dict[int, object], failures: dict[int, Failure]) -> None:
-    with suppress(EOFError):
-        report = rank.report.recv()
-        (failures if isinstance(report, Failure) else results)[number] = report
+class SharedPages:
+    """One heartbeat page per rank, in memory shared with the processes that this one starts."""
+
+    def __init__(self, context: Any, ranks: int) -> None:
+        self._ranks, self._memory = ranks, context.RawArray("b", ranks * PAGE_BYTES)
+
+    def __len__(self) -> int:
+        return self._ranks
+
+    def page(self, rank: int) -> Page:
+        return memoryview(self._memory).cast("B")[rank * PAGE_BYTES : (rank + 1) * PAGE_BYTES]
+
+    def places(self) -> list[RankState | None]:
+        """Read the state of each rank; None where its page has none yet."""
+        return [read(self.page(rank)) for rank in range(self._ranks)]
+
+    def heartbeat(self, rank: int) -> Heartbeat:
+        """Return a heartbeat that writes the page of `rank`."""
+        return Heartbeat(self.page(rank), self.places)
 
 
-def _exit_code(process: BaseProcess) -> int:
-    process.join()
-    return process.exitcode or 0
+class LocalWatch:
+    """Find the rank of this host that does not answer, from its page and its process.
+
+    Args:
+        pages: pages of the ranks.
+        pids: process ids of the ranks.
+        timeout: seconds without progress after which a rank counts as hung.
+        asks: whether to ask the other ranks for their flight recorders before they are ended.
+    """
+
+    def __init__(self, pages: SharedPages, pids: Sequence[int], timeout: float, asks: bool = False) -> None:
+        self._pages, self._asks = pages, asks
+        self._watch = HangWatch(
+            len(pages),
+            timeout,
+            state=lambda rank: process_state(pids[rank]),
+            # The page does not tell: native code may keep the thread that beats from running.
+            worked=lambda rank, place: worked_seconds(pids[rank]),
+        )
+        self._stopwatch = Stopwatch(LOOK)
+
+    def look(self, ended: Collection[int]) -> Failure | None:
+        """Return the failure of the rank that does not answer; None if all do. `ended` ranks have no process."""
+        hang = self._watch.observe(self._pages.places(), self._stopwatch.passed(), ended)
+        if hang is None:
+            return None
+        if self._asks:
+            pages = [self._pages.page(rank) for rank in range(len(self._pages)) if rank not in (*ended, *hang.ranks)]
+            for page in pages:
+                ask(page)
+            deadline = time.monotonic() + _ANSWERS_WITHIN
+            while time.monotonic() < deadline and not all(read(page).answered for page in pages):
+                time.sleep(LOOK)
+        return Failure(hang.ranks[0], hang.error, time.monotonic(), silent=True)
 
 
 @contextmanager
@@ -309,3 +334,45 @@ def _signals_ignored() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def write_traceback(job: Job, rank: int, error: BaseException) -> None:
+    """Write the traceback to the rank's log; the console gets one message for the whole run."""
+    if isinstance(error, UserError) and not isinstance(error, CallbackFailed):
+        return
+    if job.run_dir is None:
+        if job.prints_traceback:
+            traceback.print_exception(error)
+            sys.stderr.flush()
+        return
+    with suppress(OSError), replace_link(log_file(job.run_dir, rank)).open("a", encoding="utf-8") as log:
+        traceback.print_exception(error, file=log)
+
+
+def set_debugger(debug_rank: int | None, rank: int, named: str) -> None:
+    """Give this process the terminal if its rank is `debug_rank`; otherwise make `breakpoint()` explain how to get one.
+
+    A debugger that the user has configured stays, such as one that listens on a port.
+
+    Args:
+        debug_rank: rank that gets the terminal; None for none.
+        named: command-line option that chooses the rank; empty if there is none.
+    """
+    if rank == debug_rank:
+        sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)  # `multiprocessing` closed it
+        return
+    if os.environ.get("PYTHONBREAKPOINT") or sys.breakpointhook is not sys.__breakpointhook__:
+        return
+
+    def refuse(*args: Any, **options: Any) -> NoReturn:
+        how = f"start the run with {named} {rank}" if named else "call threefold.run with ranks=1, which starts none"
+        raise UserError(f"breakpoint() is called on rank {rank}, whose process has no terminal; {how}.")
+
+    sys.breakpointhook = refuse
+
+
+def told_quit(error: BaseException, rank: int) -> BaseException:
+    """Return a readable error if a debugger was quit; any other error unchanged."""
+    if BdbQuit not in (type(error), type(error.__cause__)):
+        return error
+    return UserError(f"The debugger on rank {rank} was quit, which ends the run; type c to go on with it.")

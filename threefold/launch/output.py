@@ -10,8 +10,8 @@ import sys
 import termios
 import traceback
 import tty
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -33,11 +33,9 @@ def failure_file(run_dir: Path) -> Path:
     return run_dir / "logs" / "failure"
 
 
-@contextmanager
-def logged(log: Path) -> Iterator[None]:
-    """Append this process's standard output and error, native code's included, to `log`."""
-    with _redirected(_append(log)):
-        yield
+def logged(log: Path) -> AbstractContextManager[None]:
+    """Append this process's standard output and error, native code's included, to `log` within the block."""
+    return _redirected(_append(log))
 
 
 @contextmanager
@@ -47,12 +45,14 @@ def logged_and_shown(log: Path, prefix: str = "") -> Iterator[None]:
     Args:
         prefix: put before each console line when several ranks are shown, which then have no terminal.
     """
-    target, finish = _tee(log, prefix)
+    target, teller, copier = _tee(log, prefix)
     try:
         with _redirected(target):
             yield
-    finally:
-        finish()
+    finally:  # signal the end of output and wait: child processes may still hold the output's descriptor
+        os.close(teller)
+        with suppress(ChildProcessError):
+            os.waitpid(copier, 0)
 
 
 @contextmanager
@@ -80,30 +80,16 @@ def _replace_streams(output: int, error: int) -> None:
 
 
 def _stream(descriptor: int) -> TextIO:
-    return io.TextIOWrapper(
-        io.BufferedWriter(_Tolerant(descriptor)), encoding="utf-8", errors="backslashreplace", line_buffering=True
-    )
+    raw = io.BufferedWriter(_Tolerant(descriptor, "w", closefd=False))
+    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
-class _Tolerant(io.RawIOBase):
+class _Tolerant(io.FileIO):
     """Output descriptor that ignores write errors, such as those of a log on a full disk."""
-
-    def __init__(self, descriptor: int) -> None:
-        super().__init__()
-        self._descriptor = descriptor
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def isatty(self) -> bool:
-        return os.isatty(self._descriptor)
 
     def write(self, data: Any) -> int:
         try:
-            return os.write(self._descriptor, data)
+            return os.write(self.fileno(), data)
         except OSError:
             return len(memoryview(data))
 
@@ -125,8 +111,10 @@ def _warn(descriptor: int, log: Path, error: OSError) -> None:
         )
 
 
-def _tee(log: Path, prefix: str) -> tuple[int, Callable[[], None]]:
-    """Return a descriptor that a helper process copies to standard output and `log`, and a function that waits for it.
+def _tee(log: Path, prefix: str) -> tuple[int, int, int]:
+    """Start a helper process that copies output to standard output and `log`.
+
+    Returns the descriptor to write to, one that ends the copying when it is closed, and the process id.
 
     A process rather than a thread, so that no output is lost when this process is killed or crashes.
     """
@@ -136,7 +124,7 @@ def _tee(log: Path, prefix: str) -> tuple[int, Callable[[], None]]:
     if copier:
         os.close(source)
         os.close(told)
-        return target, lambda: _finish(copier, teller)
+        return target, teller, copier
     status = 1
     try:
         os.close(target)
@@ -144,18 +132,11 @@ def _tee(log: Path, prefix: str) -> tuple[int, Callable[[], None]]:
         for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):  # it ends with the last writer
             signal.signal(getattr(signal, name), signal.SIG_IGN)
         with open(_append(log), "ab", buffering=0) as file:
-            _copy(source, told, _Log(log, file), prefix.encode())
+            _copy(source, told, log, file, prefix.encode())
         status = 0
     except BaseException:
         traceback.print_exc()
     os._exit(status)
-
-
-def _finish(copier: int, teller: int) -> None:
-    """Signal the end of output and wait for the copier; child processes may still hold the output descriptor."""
-    os.close(teller)
-    with suppress(ChildProcessError):
-        os.waitpid(copier, 0)
 
 
 def _terminal() -> tuple[int, int]:
@@ -167,22 +148,19 @@ def _terminal() -> tuple[int, int]:
     return master, slave
 
 
-class _Log:
-    """Log file that warns once on the console when it cannot be written."""
+def _copy(source: int, told: int, path: Path, file: BinaryIO, prefix: bytes) -> None:
+    """Copy output until its last writer has closed it, or `told` is closed; warn once if the log cannot be written."""
+    warned = False
 
-    def __init__(self, path: Path, file: BinaryIO) -> None:
-        self._path, self._file, self._told = path, file, False
-
-    def write(self, data: bytes) -> None:
+    def log(lines: list[bytes]) -> None:
+        nonlocal warned
         try:
-            self._file.write(data)
+            file.write(b"".join(_plain(line) + b"\n" for line in lines))
         except OSError as error:
-            if not self._told:
-                self._told = True
-                _warn(1, self._path, error)
+            if not warned:
+                warned = True
+                _warn(1, path, error)
 
-
-def _copy(source: int, told: int, log: _Log, prefix: bytes) -> None:
     pending = b""
     while source in select.select([source, told], [], [])[0] and (data := _read(source)):
         lines = (pending + data).split(b"\n")
@@ -190,10 +168,10 @@ def _copy(source: int, told: int, log: _Log, prefix: bytes) -> None:
         if len(pending) > _LONGEST_LINE:  # a progress bar that overwrites itself: only its last state matters
             pending = pending[max(pending.rfind(b"\r"), 0) :]
         if lines:
-            log.write(b"".join(_plain(line) + b"\n" for line in lines))
+            log(lines)
         _show(b"".join(prefix + line + b"\n" for line in lines) if prefix else data)
     if pending:
-        log.write(_plain(pending) + b"\n")
+        log([pending])
         _show(prefix + pending + b"\n" if prefix else b"")
 
 

@@ -1,4 +1,4 @@
-"""Processes of a run: forking, ending with the parent, stop signals, and limits of memory and open files."""
+"""Processes of a run: forking, ending with the parent, limits, what the system tells of them, and stop signals."""
 
 import ctypes
 import gc
@@ -9,7 +9,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from enum import Enum
+from pathlib import Path
 from types import FrameType
 from typing import Any, Final, Self
 
@@ -125,6 +127,78 @@ def prepare_fork() -> bool:
     return end_openmp_threads()
 
 
+# user and system time; the longer slice includes children that have ended
+_OWN_TIMES, _TIMES = slice(11, 13), slice(11, 15)
+_NICENESS, _STARTED = 16, 19
+
+
+class ProcessState(Enum):
+    RUNNING = "running"
+    STOPPED = "stopped"
+    TRACED = "traced"
+
+
+def process_state(pid: int) -> ProcessState:
+    """Return the state of a process of this host; `RUNNING` if the system does not tell."""
+    try:
+        status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    except (OSError, ValueError):
+        return ProcessState.RUNNING
+    if status.get("TracerPid", "0") != "0":
+        return ProcessState.TRACED
+    return ProcessState.STOPPED if status.get("State", "").startswith("T") else ProcessState.RUNNING
+
+
+def worked_seconds(pid: int) -> float:
+    """Return the seconds in which a process of this host and its children ran or waited for a core.
+
+    Counts the running time of all threads except those of lower priority (such as one that writes a checkpoint), and
+    the time that main threads waited for a core. A child may be a compiler. 0 if the system does not tell, as for an
+    ended process.
+    """
+    try:
+        fields = _fields(f"/proc/{pid}/stat")
+        ticks, niceness = sum(map(int, fields[_TIMES])), int(fields[_NICENESS])
+    except (OSError, ValueError):
+        return 0.0
+    children: list[int] = []
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError, ValueError):
+                fields = _fields(f"/proc/{pid}/task/{thread}/stat")
+                if int(fields[_NICENESS]) > niceness:
+                    ticks -= sum(map(int, fields[_OWN_TIMES]))
+                children += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+    worked = ticks / os.sysconf("SC_CLK_TCK")
+    with suppress(OSError, IndexError, ValueError):  # not counted by every kernel
+        worked += int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    return worked + sum(map(worked_seconds, children))
+
+
+def _fields(stat: str) -> list[str]:
+    """Return the fields of a /proc stat file (`man proc_pid_stat`), from the third on."""
+    return Path(stat).read_text().rpartition(")")[2].split()
+
+
+def identify_process(pid: int) -> str:
+    """Return a text that identifies a process among all hosts; empty if the system does not tell."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+        started = _fields(f"/proc/{pid}/stat")[_STARTED]
+    except (OSError, IndexError):
+        return ""
+    return f"{boot} {namespace} {started} {pid}"
+
+
+def pid_if_here(identity: str) -> int | None:
+    """Return the process id of an identity; None unless it belongs to a live process of this host."""
+    if not identity:
+        return None
+    pid = int(identity.rpartition(" ")[2])
+    return pid if identity == identify_process(pid) else None
+
+
 NUMBERS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 ONE_PRESS: Final = 1.0
 """Seconds within which signals count as one: Ctrl-C reaches a rank from the terminal and through its launcher."""
@@ -140,6 +214,12 @@ class StopRequested(KeyboardInterrupt):
     def __init__(self, number: int, again: bool = False) -> None:
         super().__init__(signal_name(number))
         self.number, self.again = number, again
+
+
+def raise_on_second(number: int, again: bool) -> None:
+    """Let the first signal pass, as ranks get it too; raise `StopRequested` on a second one."""
+    if again:
+        raise StopRequested(number, again)
 
 
 class StopSignals:

@@ -11,14 +11,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from threefold.errors import UserError
 from threefold.launch.environment import LaunchedRank
-from threefold.launch.hang_watch import PATIENCE
+from threefold.launch.hang_watch import PATIENCE, named_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -30,7 +30,6 @@ NOTICE: Final = 5.0
 _SLICE: Final = 0.2  # seconds between two checks
 _RANKS_PER_SECOND: Final = 2000  # checks of the store per second, by all ranks together
 _PROBE: Final = 5.0  # seconds within which a host must answer
-_MOST_NAMED: Final = 4  # most ranks that a message lists one by one
 
 
 def meet(launched: LaunchedRank, timeout: float = 0.0) -> "Store":
@@ -128,7 +127,7 @@ def _come(wait: _Wait) -> "Store":
         while not made:
             if not thread.is_alive() and failure and not made:
                 raise wait.error(f"cannot listen there ({_reason(failure[0])})")
-            wait.look(lambda: f"nothing there answers{_because(failure)}", _SLICE / 4)
+            wait.look(lambda: "nothing there answers" + (f" ({_reason(failure[0])})" if failure else ""), _SLICE / 4)
     finally:
         over.set()
         if wait.console != 2:  # the thread may still hold back output
@@ -161,7 +160,8 @@ def _wait_for_others(wait: _Wait, store: "Store") -> None:
 
     def absent() -> str:
         with held_back_errors():
-            return _have_not_come([each for each in range(size) if not store.check([f"come/{each}"])])
+            ranks = [each for each in range(size) if not store.check([f"come/{each}"])]
+        return f"{named_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} not come"
 
     pause, longest = 0.005, max(_SLICE, size / _RANKS_PER_SECOND)
     try:
@@ -179,18 +179,6 @@ def _wait_for_others(wait: _Wait, store: "Store") -> None:
             pause = min(2 * pause, longest)
     except RuntimeError as error:  # the process that listens there has ended
         raise wait.error(f"the connection to it is lost ({_reason(error)})") from None
-
-
-def _have_not_come(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} has not come"
-    shown = ranks if len(ranks) <= _MOST_NAMED else ranks[: _MOST_NAMED - 1]
-    *most, last = [*map(str, shown), *([f"{len(ranks) - len(shown):,} more"] if len(shown) < len(ranks) else [])]
-    return f"ranks {', '.join(most)} and {last} have not come"
-
-
-def _because(failure: Sequence[Exception]) -> str:
-    return f" ({_reason(failure[0])})" if failure else ""
 
 
 def _reason(error: Exception) -> str:

@@ -54,8 +54,12 @@ def fallbacks_of(config: Config) -> tuple[Fallback, ...]:
     """
     if not config.parallel.fallbacks:
         return ()
-    batch = batch_sizes(config, largest=1).global_batch_size
-    return tuple(_fallback(config, text, batch) for text in config.parallel.fallbacks)
+    batch, found = batch_sizes(config, largest=1).global_batch_size, []
+    for text in config.parallel.fallbacks:
+        with naming_fallback(config, text):
+            found.append(Fallback(parse(text), _composed(config, parse(text), batch)))
+            check_settings(found[-1].config)
+    return tuple(found)
 
 
 @contextmanager
@@ -68,11 +72,6 @@ def naming_fallback(config: Config, text: str) -> Iterator[None]:
             f"{config.origin('parallel.fallbacks')}parallel.fallbacks has {shown(text)}, with which this run cannot go "
             f"on: {error}"
         ) from None
-
-
-def smaller(fallbacks: tuple[Fallback, ...], ranks: int) -> Fallback | None:
-    """Return the first fallback with fewer than `ranks` ranks; None if there is none."""
-    return next((each for each in fallbacks if each.world_size < ranks), None)
 
 
 def in_world(config: Config, fallbacks: tuple[Fallback, ...], ranks: int, because: str) -> tuple[Config, str]:
@@ -92,28 +91,17 @@ def in_world(config: Config, fallbacks: tuple[Fallback, ...], ranks: int, becaus
         return found.config, str(found)
     if fallbacks:
         listed = ", ".join(f"{each} {each.world_size}" for each in fallbacks)
+        sizes = {layout.world_size, *(each.world_size for each in fallbacks)}
+        nearest = min(sizes, key=lambda size: (abs(size - ranks), size))
         raise problem(
             config,
             "parallel.fallbacks",
             f"the world has {ranks} ranks, the layout {layout} needs {layout.world_size}, and of the fallbacks {listed}"
-            f"; start {_nearest(layout, fallbacks, ranks)} or add a layout of {ranks} ranks",
+            f"; start {nearest} or add a layout of {ranks} ranks",
             value=list(config.parallel.fallbacks or ()),
         )
     layout.require_world(ranks, because)
     raise AssertionError
-
-
-def _nearest(layout: Layout, fallbacks: tuple[Fallback, ...], ranks: int) -> int:
-    sizes = {layout.world_size, *(each.world_size for each in fallbacks)}
-    return min(sizes, key=lambda size: (abs(size - ranks), size))
-
-
-def _fallback(config: Config, text: str, batch: int) -> Fallback:
-    with naming_fallback(config, text):
-        spec = parse(text)
-        found = _composed(config, spec, batch)
-        check_settings(found)
-    return Fallback(spec, found)
 
 
 def _composed(config: Config, spec: LayoutSpec, batch: int) -> Config:
@@ -134,15 +122,6 @@ def _composed(config: Config, spec: LayoutSpec, batch: int) -> Config:
         sections[section][name] = value
     origins = {key: origin for key, origin in config.origins.items() if not key.startswith("parallel.")}
     return config_of(sections, origins=origins)
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """Kind of failure of an attempt: two equal ones in a row are no coincidence."""
-
-    rank: int
-    kind: str
-    step: int
 
 
 class Restarts:
@@ -168,7 +147,7 @@ class Restarts:
         ranks = Layout.from_config(config.parallel).world_size
         memory = memory_files(ranks) if config.train.max_restarts and config.checkpoint.memory_every else ()
         self._attempt = Attempt(most=config.train.max_restarts, began=began, memory=memory)
-        self._before: _Seen | None = None
+        self._before: tuple[int, str, int] | None = None  # rank, error and last step: two equal ones are no coincidence
 
     def first(self) -> tuple[Any, ...]:
         """Return the rank arguments of the first attempt."""
@@ -196,17 +175,16 @@ class Restarts:
 
     def _follow(self, failure: Failure, message: str) -> None:
         """Choose the next attempt's layout and record this failure; raise `RankFailed` if the next would fail alike."""
-        ledger = Goodput.read(self._run_dir / GOODPUT_FILE) or Goodput()
-        seen = _Seen(failure.rank, re.sub(r"\d+", "", failure.error), ledger.step)
-        again = self._before
-        layout = ""
+        step = (Goodput.read(self._run_dir / GOODPUT_FILE) or Goodput()).step
+        seen, again, layout = (failure.rank, re.sub(r"\d+", "", failure.error), step), self._before, ""
         # The same rank failed twice in a row: its hardware may be broken.
-        if again is not None and again.rank == seen.rank:
-            found = smaller(self._fallbacks, Layout.from_config(self._config.parallel).world_size)
+        if again is not None and again[0] == failure.rank:
+            ranks = Layout.from_config(self._config.parallel).world_size
+            found = next((each for each in self._fallbacks if each.world_size < ranks), None)
             if found is not None:
                 self._config, layout, again = found.config, str(found), None
         if again == seen:
-            where = f"step {seen.step + 1:,}" if seen.step else "the first step, or the start before it,"
+            where = f"step {step + 1:,}" if step else "the first step, or the start before it,"
             raise RankFailed(
                 f"{message}; given up, as {where} failed in the same way twice in a row with no other step made in "
                 "between"

@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from threefold.errors import UserError
 from threefold.files import read_json, shown
 
-FILE: Final = "run.lock"
+LOCK_FILE: Final = "run.lock"
 LONGEST_WAIT: Final = 15.0
 """Seconds to wait for a holder that is not a live process of this host: it may be ending, or on another host."""
 _POLL = 0.1
@@ -81,7 +81,7 @@ def run_lock(run_dir: Path) -> Iterator[None]:
     Raises:
         UserError: another process holds the lock, or the folder cannot be written.
     """
-    path = run_dir / FILE
+    path = run_dir / LOCK_FILE
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = FileLock(path, timeout=0, fallback_to_soft=False)
@@ -101,10 +101,10 @@ def run_lock(run_dir: Path) -> Iterator[None]:
 
 def require_free(run_dir: Path) -> None:
     """Raise `UserError` if a live process of this host holds the lock; an early check, as `run_lock` decides."""
-    holder = Holder.read(run_dir / FILE)
+    holder = Holder.read(run_dir / LOCK_FILE)
     if holder is None or not holder.is_alive_here():
         return
-    lock = FileLock(run_dir / FILE, timeout=0, fallback_to_soft=False)
+    lock = FileLock(run_dir / LOCK_FILE, timeout=0, fallback_to_soft=False)
     try:
         lock.acquire()
     except Timeout:
@@ -154,7 +154,7 @@ def _acquire(lock: FileLock, run_dir: Path) -> bool:
             lock.acquire()
             return True
         except Timeout:
-            holder = Holder.read(run_dir / FILE)
+            holder = Holder.read(run_dir / LOCK_FILE)
             if (holder and holder.is_alive_here()) or time.monotonic() > deadline:
                 raise _in_use(run_dir, holder) from None
             time.sleep(_POLL)

@@ -24,13 +24,11 @@ from threefold.errors import UserError
 from threefold.files import shown
 from threefold.launch.device import choose_device, memory_per_rank, require_gpus, require_memory
 from threefold.launch.environment import find_launched_rank
-from threefold.launch.in_process import joined_rank, run_in_process
-from threefold.launch.launcher import run
+from threefold.launch.launcher import joined_rank, run, run_in_process
 from threefold.launch.output import log_file
 from threefold.launch.process import StopSignals, lasting_imports, require_room, signal_name
 from threefold.launch.restarts import Fallback, Restarts, fallbacks_of, in_world, launched_attempt, naming_fallback
-from threefold.launch.run_lock import FILE as LOCK_FILE
-from threefold.launch.run_lock import cannot_write, require_folder, require_free, run_lock
+from threefold.launch.run_lock import LOCK_FILE, cannot_write, require_folder, require_free, run_lock
 from threefold.launch.worker import Device, RankInfo
 from threefold.output import SILENT, Progress, write_durably
 from threefold.train.attempt import GOODPUT_FILE, Attempt
@@ -39,7 +37,6 @@ from threefold.train.callbacks.trackers import import_writer
 if TYPE_CHECKING:
     from threefold.models.source import ModelSource
     from threefold.train.callbacks.base import Callback
-    from threefold.train.profiling import ProfileRequest
     from threefold.train.run import SelfCheck
     from threefold.train.stop import Stopped
 
@@ -60,6 +57,12 @@ def train_as_rank(
     from threefold.models.source import ConfigSource
     from threefold.train.run import train
 
+    profile = None
+    if profile_steps:
+        from threefold.planner.timeline import draw_run_timeline
+        from threefold.train.profiling import ProfileRequest
+
+        profile = ProfileRequest(profile_steps, draw_run_timeline)
     return train(
         config,
         run_dir,
@@ -71,33 +74,13 @@ def train_as_rank(
         began,
         info.heartbeat,
         attempt,
-        peak_rate_of(info, config.precision.dtype),
-        _request(profile_steps) if profile_steps else None,
+        _peak_rate(info, config.precision.dtype),
+        profile,
         check,
     )
 
 
-def import_parts(config: Config) -> None:
-    """Import everything that `train_as_rank` needs for a resolved config, so that forked ranks need not.
-
-    Raises:
-        UserError: a part from another package or from the user cannot be imported.
-    """
-    import threefold.launch.hang_watch
-    import threefold.planner.hardware  # noqa: F401
-    from threefold.train.run import import_named
-
-    import_named(config)
-
-
-def _request(steps: int) -> "ProfileRequest":
-    from threefold.planner.timeline import draw_run_timeline
-    from threefold.train.profiling import ProfileRequest
-
-    return ProfileRequest(steps, draw_run_timeline)
-
-
-def peak_rate_of(info: RankInfo, dtype: str) -> float | None:
+def _peak_rate(info: RankInfo, dtype: str) -> float | None:
     """Return the peak FLOP/s of a rank in a dtype of the config; None if unknown."""
     from threefold.planner.hardware import peak_rate
 
@@ -112,17 +95,13 @@ def peak_rate_of(info: RankInfo, dtype: str) -> float | None:
 CONFIG_FILE = "config.yaml"
 
 
-def resolve_run(config: Config, progress: Progress = SILENT) -> Config:
-    """Resolve a config against its data and this machine, and check it.
-
-    Args:
-        config: config as loaded.
-        progress: shows the encoding of text, where that is needed.
+def resolve_run(config: Config) -> Config:
+    """Resolve a config, as loaded, against its data and this machine, and check it.
 
     Raises:
         UserError: settings cannot be combined, data is missing or too little, or there are fewer GPUs than ranks.
     """
-    return _checked(config, progress).fitted()
+    return _checked(config, SILENT).fitted()
 
 
 @dataclass(frozen=True)
@@ -259,35 +238,30 @@ class TrainingRun:
         if self.finished:
             return None
         with lasting_imports():  # once here rather than on every forked rank
-            from threefold.train.run import check_division
+            import threefold.planner.hardware  # noqa: F401
+            from threefold.train.run import check_division, import_named
 
-            import_parts(self.config)
+            import_named(self.config)
         require_memory(self.config, find_launched_rank(), check_division(self.config))
         if self.config.train.max_restarts:
             import_writer()
         for each in self.fallbacks:
             with naming_fallback(self.config, str(each)):
                 check_division(each.config)
-        device: Device = "cuda" if self.config.train.device == "cuda" else "cpu"
         here = find_launched_rank() is None
         restarts = Restarts(self.config, self.run_dir, self.fallbacks, self.began, self._args) if here else None
         ended = run(
             train_as_rank,
             restarts.first() if restarts else self._args(self.config),
-            Layout.from_config(self.config.parallel).world_size,
-            device=device,
-            run_dir=self.run_dir,
-            console_ranks=console_ranks,
             own=lambda: self._folder(announce),
             signals=signals,
-            timeout=self.config.train.timeout,
             again=restarts,
+            console_ranks=console_ranks,
             debug_rank=debug_rank,
-            backend=self.config.parallel.backend,
+            **self._options(),
         )
         stopped = cast("Stopped | None", ended)
-        if stopped and stopped.signal and signals and find_launched_rank() is None:
-            # Ranks get SIGTERM for every signal.
+        if stopped and stopped.signal and signals and here:  # ranks get SIGTERM for every signal
             stopped = replace(stopped, signal=signals.received or stopped.signal)
         return stopped
 
@@ -315,20 +289,26 @@ class TrainingRun:
         from threefold.models.source import ConfigSource
         from threefold.train.run import check_division
 
-        source = source or ConfigSource()
-        launched = joined_rank() or find_launched_rank()
-        require_memory(self.config, launched, check_division(self.config, source))
-        device: Device = "cuda" if self.config.train.device == "cuda" else "cpu"
+        source, options = source or ConfigSource(), self._options()
+        joined, launched = joined_rank(), find_launched_rank()
+        require_memory(self.config, joined or launched, check_division(self.config, source))
         args = (*self._args(self.config), tuple(callbacks), source)
-        size = Layout.from_config(self.config.parallel).world_size
-        joined = joined_rank()
-        if joined is None and find_launched_rank() is not None:
-            options: dict[str, Any] = {"own": self._folder, "signals": signals, "timeout": self.config.train.timeout}
-            options["backend"] = self.config.parallel.backend
-            ended = run(train_as_rank, args, size, device=device, run_dir=self.run_dir, **options)
+        if joined is None and launched is not None:
+            ended = run(train_as_rank, args, own=self._folder, signals=signals, **options)
         else:
-            ended = run_in_process(train_as_rank, args, size, device=device, own=self._folder, signals=signals)
+            place = {name: options[name] for name in ("world_size", "device")}
+            ended = run_in_process(train_as_rank, args, own=self._folder, signals=signals, **place)
         return cast("Stopped | None", ended)
+
+    def _options(self) -> dict[str, Any]:
+        """Return what launching ranks needs to know of the config."""
+        return {
+            "world_size": Layout.from_config(self.config.parallel).world_size,
+            "device": "cuda" if self.config.train.device == "cuda" else "cpu",
+            "run_dir": self.run_dir,
+            "timeout": self.config.train.timeout,
+            "backend": self.config.parallel.backend,
+        }
 
     def _args(self, config: Config, attempt: Attempt | None = None) -> tuple[Any, ...]:
         """Return the rank arguments of an attempt, by default of the launcher's current one."""
@@ -440,7 +420,7 @@ def _require_no_foreign(run_dir: Path, config: Config) -> None:
 
 def _is_used(run_dir: Path) -> bool:
     files = (run_dir / LOCK_FILE, log_file(run_dir, 0), *(path / MANIFEST for path in remains(run_dir)))
-    return any(os.path.lexists(path) for path in files)
+    return any(map(os.path.lexists, files))
 
 
 def _require_no_checkpoints(run_dir: Path) -> None:

@@ -69,7 +69,6 @@ class Job:
     Attributes:
         run_dir: folder whose logs/rank_*.log get the output; None does not redirect it.
         console_ranks: ranks whose output is also shown on the console.
-        stops: whether the worker stops when `RankInfo.asked` returns a signal; otherwise a signal ends its process.
         prints_traceback: whether a rank without a log prints the traceback of its exception; False if the caller raises
             it.
         timeout: seconds without progress after which a rank counts as hung; 0 for never.
@@ -79,10 +78,9 @@ class Job:
 
     worker: Worker
     args: tuple[Any, ...]
-    device: Device
-    run_dir: Path | None
-    console_ranks: tuple[int, ...]
-    stops: bool = False
+    device: Device = "cpu"
+    run_dir: Path | None = None
+    console_ranks: tuple[int, ...] = (0,)
     prints_traceback: bool = True
     timeout: float = 0.0
     backend: Backend = "auto"
@@ -93,14 +91,14 @@ class Job:
         """True if collectives run on GPUs over NCCL, outside the training thread."""
         return self.device == "cuda" and self.backend == "auto"
 
-    def beating(self, heartbeat: Heartbeat, rank: int) -> AbstractContextManager[None]:
-        """Beat for `rank` within the block; over NCCL also write the flight recorder when a rank does not answer."""
-        from threefold.launch.hang_watch import beating, keep_records, write_records
+    def recorder(self, rank: int) -> Callable[[], None]:
+        """Return a function that writes the flight recorder of `rank`, which is kept from now on over NCCL alone."""
+        from threefold.launch.hang_watch import keep_records, write_records
 
         if not self.over_nccl:
-            return beating(heartbeat)
+            return lambda: None
         keep_records(self.run_dir)
-        return beating(heartbeat, partial(write_records, self.run_dir, rank))
+        return partial(write_records, self.run_dir, rank)
 
     def output_of(self, rank: int) -> AbstractContextManager[None]:
         """Redirect the output of `rank` to its log, unless there is no run folder or the rank has the terminal."""
@@ -141,32 +139,21 @@ def join(info: RankInfo, store: "Store", timeout: float = 0.0) -> None:
         torch.cuda.set_device(info.local_rank if info.backend == "auto" else info.local_rank % gpu_count())
     else:
         torch.set_num_threads(threads_per_rank(info.local_world_size))
-    backend = _backend_of(info)
+    backend, longest = "gloo", _LONGEST_WAIT if timeout else None  # None is torch's default
+    if info.device == "cuda" and info.backend == "auto":
+        backend = _NCCL
+        if timeout:
+            longest = timedelta(seconds=min(_WAITS_ON_GPU * timeout, _LONGEST_WAIT.total_seconds()))
+    elif info.device == "cuda":
+        from threefold.comm.staged_group import BACKEND, register_backend
+
+        register_backend()
+        backend = BACKEND
     heartbeat = info.heartbeat or Heartbeat()
     heartbeat.activity(Activity.JOIN)
     with heartbeat.waiting(wait_code("gather", heartbeat.axis("world", range(info.world_size)))):
-        longest = _group_timeout(backend, timeout)
         dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=longest)
         wait_for_all()
-
-
-def _backend_of(info: RankInfo) -> str:
-    if info.device == "cpu":
-        return "gloo"
-    if info.backend == "auto":
-        return _NCCL
-    from threefold.comm.staged_group import BACKEND, register_backend
-
-    register_backend()
-    return BACKEND
-
-
-def _group_timeout(backend: str, timeout: float) -> timedelta | None:
-    """Return the timeout of collectives if a rank without progress has `timeout` seconds; None for torch's default."""
-    if not timeout:
-        return None
-    on_gpu = timedelta(seconds=min(_WAITS_ON_GPU * timeout, _LONGEST_WAIT.total_seconds()))
-    return on_gpu if backend == _NCCL else _LONGEST_WAIT
 
 
 def stay_on_loopback() -> None:

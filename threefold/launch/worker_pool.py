@@ -46,17 +46,6 @@ class WorkerError(RuntimeError):
         self.error = error
 
 
-class _Job(NamedTuple):
-    path: list[str]
-    """`sys.path` of the pool's process, to import the function."""
-    call: bytes
-    """Pickled (function, arguments)."""
-    rank: int
-    world_size: int
-    store: str
-    timeout: timedelta
-
-
 class _Failure(NamedTuple):
     traceback: str
     error: BaseException | None
@@ -104,9 +93,9 @@ class WorkerPool:
             store = os.path.join(folder, "store")
             call = dumps((fn, args))
             for rank, worker in enumerate(workers):
-                job = _Job(sys.path, call, rank, world_size, store, self._timeout)
+                job = pickle.dumps((sys.path, call, rank, world_size, store, self._timeout))
                 with suppress(BrokenPipeError):  # a worker ended since the last call; `_collect` reports it
-                    worker.connection.send_bytes(pickle.dumps(job))
+                    worker.connection.send_bytes(job)
             try:
                 return _collect(workers, self._how_it_ended, self._timeout.total_seconds())
             except BaseException:
@@ -160,7 +149,11 @@ def _collect(workers: Sequence[_Worker], how_it_ended: Callable[[_Worker], str],
         ready = wait(list(waiting), GRACE if failures else max(0.0, deadline - time.monotonic()))
         if not ready:
             if not failures:
-                raise _silent(sorted(waiting.values()), sorted(results), timeout)
+                late = sorted(waiting.values())
+                if not results:
+                    raise WorkerError(late[0], f"no rank of this call has answered for {_LONGEST_CALL * timeout:g} s")
+                more = f", nor have {len(late) - 1} more" if len(late) > 1 else ""
+                raise WorkerError(late[0], f"it has not answered for {timeout:g} s after rank {min(results)} did{more}")
             break
         for connection in ready:
             rank = waiting.pop(connection)
@@ -176,13 +169,6 @@ def _collect(workers: Sequence[_Worker], how_it_ended: Callable[[_Worker], str],
     if failures:
         raise failures[0] from failures[0].error
     return [results[rank] for rank in range(len(workers))]
-
-
-def _silent(waiting: Sequence[int], answered: Sequence[int], timeout: float) -> WorkerError:
-    if not answered:
-        return WorkerError(waiting[0], f"no rank of this call has answered for {_LONGEST_CALL * timeout:g} s")
-    others = f", nor have {len(waiting) - 1} more" if len(waiting) > 1 else ""
-    return WorkerError(waiting[0], f"it has not answered for {timeout:g} s after rank {answered[0]} did{others}")
 
 
 def _start_fork_server() -> _Worker:
@@ -220,7 +206,8 @@ def _fork_server(connection: Connection) -> None:
             return
         if request != "fork":
             if request not in endings:
-                endings[request] = _ending(os.waitpid(request, 0)[1])
+                code = os.waitstatus_to_exitcode(os.waitpid(request, 0)[1])
+                endings[request] = f"exit status {code}" if code >= 0 else f"killed by {signal_name(-code)}"
             connection.send(endings[request])
             continue
         pipe = Connection(recv_handle(connection))
@@ -231,12 +218,6 @@ def _fork_server(connection: Connection) -> None:
         pipe.close()
         endings.pop(pid, None)
         connection.send(pid)
-
-
-def _ending(status: int) -> str:
-    if os.WIFSIGNALED(status):
-        return f"killed by {signal_name(os.WTERMSIG(status))}"
-    return f"exit status {os.WEXITSTATUS(status)}"
 
 
 def _serve(connection: Connection) -> None:
@@ -258,11 +239,11 @@ def _serve(connection: Connection) -> None:
 def _answer(raw: bytes) -> Any:
     """Return the result of a job or its failure; a worker that failed is not used again."""
     try:
-        job: _Job = pickle.loads(raw)
-        sys.path[:] = job.path
-        fn, args = pickle.loads(job.call)
-        store = dist.FileStore(job.store, job.world_size)
-        dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=job.timeout)
+        path, call, rank, world_size, file, timeout = pickle.loads(raw)
+        sys.path[:] = path  # to import the function as the pool's process does
+        fn, args = pickle.loads(call)
+        store = dist.FileStore(file, world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
         wait_for_all()
         result = fn(*args)
         dist.destroy_process_group()

@@ -1,107 +1,25 @@
-"""Watch for ranks that do not answer: through shared memory on one host, or through a launcher's store."""
+"""Watch for ranks that do not answer through a launcher's store, from every rank."""
 
 import json
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from threefold.comm.heartbeat import PAGE_BYTES, Heartbeat, Page, RankState, ask, read
-from threefold.launch.failure import REPORTS, Failure
-from threefold.launch.hang_watch import (
-    Hang,
-    HangWatch,
-    LostStore,
-    ProcessState,
-    identify_process,
-    kill_if_here,
-    process_state,
-    state_if_here,
-    worked_if_here,
-    worked_seconds,
-)
+from threefold.comm.heartbeat import Heartbeat, RankState, read
+from threefold.launch.failure import Failure, is_first_to_report
+from threefold.launch.hang_watch import BEAT, Hang, HangWatch, LostStore, Stopwatch
+from threefold.launch.process import ProcessState, identify_process, pid_if_here, process_state, worked_seconds
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 
-INTERVAL: Final = 0.25
-"""Seconds between two looks at the pages."""
-_LONGEST_LOOK: Final = 4 * INTERVAL
-"""Most seconds that count between two looks: if more passed, this process was stopped, and perhaps the ranks too."""
-_ANSWERS_WITHIN: Final = 3.0  # seconds to wait for ranks that write their flight recorders
-
-
-class SharedPages:
-    """One heartbeat page per rank, in memory shared with the processes that this one starts."""
-
-    def __init__(self, context: Any, ranks: int) -> None:
-        self._ranks, self._memory = ranks, context.RawArray("b", ranks * PAGE_BYTES)
-
-    def __len__(self) -> int:
-        return self._ranks
-
-    def page(self, rank: int) -> Page:
-        return memoryview(self._memory).cast("B")[rank * PAGE_BYTES : (rank + 1) * PAGE_BYTES]
-
-    def places(self) -> list[RankState | None]:
-        """Read the state of each rank; None where its page has none yet."""
-        return [read(self.page(rank)) for rank in range(self._ranks)]
-
-    def heartbeat(self, rank: int) -> Heartbeat:
-        """Return a heartbeat that writes the page of `rank`."""
-        return Heartbeat(self.page(rank), self.places)
-
-
-class LocalWatch:
-    """Find the rank of this host that does not answer, from its page and its process.
-
-    Args:
-        pages: pages of the ranks.
-        pids: process ids of the ranks.
-        timeout: seconds without progress after which a rank counts as hung.
-        asks: whether to ask the other ranks for their flight recorders before they are ended.
-    """
-
-    def __init__(self, pages: SharedPages, pids: Sequence[int], timeout: float, asks: bool = False) -> None:
-        self._pages, self._asks = pages, asks
-        self._watch = HangWatch(
-            len(pages),
-            timeout,
-            state=lambda rank: process_state(pids[rank]),
-            # The page does not tell: native code may keep the thread that beats from running.
-            worked=lambda rank, place: worked_seconds(pids[rank]),
-        )
-        self._looked = time.monotonic()
-
-    def look(self, ended: Collection[int]) -> Failure | None:
-        """Return the failure of the rank that does not answer; None if all do. `ended` ranks have no process."""
-        now = time.monotonic()
-        seconds, self._looked = min(now - self._looked, _LONGEST_LOOK), now
-        hang = self._watch.observe(self._pages.places(), seconds, ended)
-        if hang is None:
-            return None
-        if self._asks:
-            self._ask([rank for rank in range(len(self._pages)) if rank not in (*ended, *hang.ranks)])
-        return Failure(hang.ranks[0], hang.error, time.monotonic(), silent=True)
-
-    def _ask(self, ranks: Sequence[int]) -> None:
-        pages = [self._pages.page(rank) for rank in ranks]
-        for page in pages:
-            ask(page)
-        deadline = time.monotonic() + _ANSWERS_WITHIN
-        while time.monotonic() < deadline and not all(read(page).answered for page in pages):
-            time.sleep(INTERVAL)
-
-
-_INTERVAL: Final = 0.5  # seconds between two exchanges with the store in a small world
 _RANKS_PER_SECOND: Final = 2000  # pages per second that the store takes and gives
-_LONGEST_STEP: Final = 2.0
-"""Most seconds that count between two looks: if more passed, this process was stopped, and perhaps the others too."""
 _LAST_EXCHANGE: Final = 2.0  # seconds to wait until the store knows that this rank has ended
 _NOTHING: Final = "-"  # value of a page that has not been written yet
 _CLAIM, _VERDICT = "hang/claim", "hang/verdict"
@@ -133,12 +51,12 @@ class StoreWatch:
         tell: Tell,
         on_hang: Callable[[], None] = lambda: None,
     ) -> None:
-        self.heartbeat = Heartbeat(everyone=self._everyone)
+        self.heartbeat = Heartbeat(everyone=lambda: self._places)
         self._process = identify_process(os.getpid())
         self.heartbeat.identify(self._process)
         self._store, self._rank, self._ranks, self._timeout, self._tell = store, rank, ranks, timeout, tell
         self._on_hang = on_hang
-        self._interval = max(_INTERVAL, ranks / _RANKS_PER_SECOND)
+        self._interval = max(BEAT, ranks / _RANKS_PER_SECOND)
         self._places: list[RankState | None] = [None] * ranks
         self._watch = HangWatch(ranks, timeout, self._state, _worked, delayed=True)
         self._lost = LostStore(rank, timeout)
@@ -159,22 +77,19 @@ class StoreWatch:
             for thread in threads:
                 thread.join(_LAST_EXCHANGE)  # with a timeout: the store may be gone
 
-    def _everyone(self) -> list[RankState | None]:
-        return self._places
-
     def _state(self, rank: int) -> ProcessState:
         place = self._places[rank]
-        return state_if_here(place.process) if place else ProcessState.RUNNING
+        pid = pid_if_here(place.process) if place else None
+        return ProcessState.RUNNING if pid is None else process_state(pid)
 
     def _beat(self) -> None:
-        looked, seen = time.monotonic(), -1
-        while not self._over.wait(_INTERVAL):
+        stopwatch, seen = Stopwatch(BEAT), -1
+        while not self._over.wait(BEAT):
             place = self.heartbeat.place()
             self.heartbeat.beat(worked_seconds(os.getpid()) if place.progress == seen else place.worked)
-            now, seen = time.monotonic(), place.progress
-            seconds, looked = min(now - looked, _LONGEST_STEP), now
-            if error := self._lost.observe(place, self._exchanges, seconds):
-                self._tell(Failure(0, error, now, silent=True), False)
+            seen = place.progress
+            if error := self._lost.observe(place, self._exchanges, stopwatch.passed()):
+                self._tell(Failure(0, error, time.monotonic(), silent=True), False)
                 self._end()
 
     def _exchange(self) -> None:
@@ -191,10 +106,10 @@ class StoreWatch:
         store = store.clone()
         store.set_timeout(timedelta(seconds=max(self._timeout, 1)))
         judges = self._rank in (0, self._ranks // 2, self._ranks - 1)
-        keys = [_key(rank) for rank in range(self._ranks)]
+        keys = [f"hang/page/{rank}" for rank in range(self._ranks)]
         for key in keys if judges else ():
             store.compare_set(key, "", _NOTHING)
-        looked = time.monotonic()
+        stopwatch = Stopwatch(BEAT)
         while True:
             over = self._over.is_set()
             store.set(keys[self._rank], self.heartbeat.content())
@@ -204,9 +119,7 @@ class StoreWatch:
                 self._end(json.loads(store.get(_VERDICT)))
             if judges:
                 self._places = [_place(page) for page in store.multi_get(keys)]
-                now = time.monotonic()
-                seconds, looked = min(now - looked, _LONGEST_STEP), now
-                if hang := self._watch.observe(self._places, seconds):
+                if hang := self._watch.observe(self._places, stopwatch.passed()):
                     self._judge(store, hang)
             self._exchanges += 1
             self._over.wait(self._interval)
@@ -216,7 +129,7 @@ class StoreWatch:
         self._judges = self._judges or int(store.add(_CLAIM, 1)) == 1
         if not self._judges:
             return  # the other judge's verdict follows
-        if int(store.add(REPORTS, 1)) == 1:  # otherwise another failure has been reported
+        if is_first_to_report(store):  # otherwise another failure has been reported
             self._tell(Failure(hang.ranks[0], hang.error, time.monotonic(), silent=True), True)
         processes = [place.process for rank in hang.ranks if (place := self._places[rank])]
         store.set(_VERDICT, json.dumps(processes))
@@ -228,17 +141,15 @@ class StoreWatch:
         with self._ending:
             self._on_hang()
             for process in hung:
-                if process != self._process:
-                    kill_if_here(process, signal.SIGKILL)
+                if process != self._process and (pid := pid_if_here(process)) is not None:
+                    with suppress(OSError):
+                        os.kill(pid, signal.SIGKILL)
             os._exit(_EXIT_STATUS)
 
 
 def _worked(rank: int, place: RankState) -> float:
-    return worked_if_here(place.process) or place.worked
-
-
-def _key(rank: int) -> str:
-    return f"hang/page/{rank}"
+    pid = pid_if_here(place.process)
+    return place.worked if pid is None else worked_seconds(pid) or place.worked
 
 
 def _place(page: bytes) -> RankState | None:
