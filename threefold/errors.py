@@ -28,6 +28,10 @@ class HardwareFault(UserError):
         self.ranks, self.step = ranks, step
 
 
+class DivergenceError(UserError):
+    """Error of a loss, gradient or weights that are not finite, when a smaller loss scale would not help."""
+
+
 class ProcessFault(UserError):
     """Limit reached by a process, such as its open files; restarting the run may succeed."""
 

@@ -11,7 +11,7 @@ from threefold.errors import HardwareFault, UserError
 from threefold.launch.failure import RankFailed, from_exception, from_exit_code
 from threefold.launch.restarts import Fallback, Restarts, fallbacks_of
 from threefold.train.attempt import Attempt
-from threefold.train.goodput import FILE, GoodputLedger
+from threefold.resilience.goodput import GoodputLedger
 
 KILLED = -9
 

@@ -27,7 +27,7 @@ VERSION: Final = 2
 
 @dataclass(frozen=True)
 class AnomalyFacts:
-    """A run's response to anomalous steps so far (`threefold.train.anomalies`).
+    """A run's response to anomalous steps so far (`threefold.resilience.anomalies`).
 
     Attributes:
         skipped: first and last step of each range that a rollback skipped.

@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from threefold.config.data import DataConfig
+from threefold.config.fault_policies import ON_NAN, ON_SPIKE
 from threefold.config.model import MOST_LAYERS, ModelConfig, model_settings
 from threefold.config.optimizer import OptimizerConfig
 from threefold.config.schedules import SCHEDULES, Schedule, find_schedule, schedule_name
@@ -23,6 +24,7 @@ from threefold.config.section import (
     MOST_SEQUENCES,
     MOST_STEPS,
     AddressText,
+    NameIn,
     PathText,
     Section,
     derived,
@@ -176,17 +178,18 @@ class TrainConfig(Section):
     (`package.module:Class`, `my_callbacks.py:Class`), or mappings with arguments, such as
     `{name: early_stopping, patience: 3}`. Default: none."""
 
-    on_nan: Literal["stop", "skip", "rollback"] = "stop"
+    on_nan: Annotated[str, NameIn(ON_NAN)] = "stop"
     """Action after a step whose loss or gradient norm is NaN or infinite, once the step was run again to find where
     that began (docs/training.md): `stop` ends the run; `skip` makes no update in this step and continues with the next;
     `rollback` loads the last good checkpoint, skips the steps since then, including the bad one, and continues after
-    it. With `precision.dtype` `fp16`, only a step at the smallest loss scale counts."""
+    it. With `precision.dtype` `fp16`, only a step at the smallest loss scale counts. Also a function of your own that
+    chooses among the three, by its import path or from an installed package (docs/developing.md)."""
     spike_factor: float = derived(gt=1)
     """A step is a spike if its loss or gradient norm exceeds this multiple of the median over the last `spike_window`
     steps with an update. Default: none, no step is a spike."""
     spike_window: int = Field(default=100, ge=2, le=10_000)
     """Steps over which the medians for `spike_factor` are taken; no step is a spike before there are as many."""
-    on_spike: Literal["stop", "skip", "rollback"] = "skip"
+    on_spike: Annotated[str, NameIn(ON_SPIKE)] = "skip"
     """Action after a spike, as for `on_nan`."""
     max_skipped_steps: int = Field(default=100, ge=0, le=MOST_STEPS)
     """Total number of steps that `on_nan` and `on_spike` may skip in a run; one more ends it. Steps skipped by a

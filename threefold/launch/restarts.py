@@ -20,8 +20,7 @@ from threefold.launch.environment import find_launched_rank
 from threefold.launch.failure import Failure, RankFailed
 from threefold.launch.output import failure_file
 from threefold.launch.worker import NextAttempt
-from threefold.train.attempt import Attempt, fresh_files, memory_files
-from threefold.train.goodput import FILE, Goodput
+from threefold.train.attempt import GOODPUT_FILE, Attempt, Goodput, fresh_files, memory_files
 
 _NAMED = ("cp_method", "schedule", "stage_chunks", "sequence_parallel", "zero", "zero_shards")
 """Settings of `parallel` besides the axes that a layout's text names, or leaves at their default."""
@@ -195,7 +194,7 @@ class Restarts:
 
     def _follow(self, failure: Failure, message: str) -> None:
         """Choose the next attempt's layout and record this failure; raise `RankFailed` if the next would fail alike."""
-        ledger = Goodput.read(self._run_dir / FILE) or Goodput()
+        ledger = Goodput.read(self._run_dir / GOODPUT_FILE) or Goodput()
         seen = _Seen(failure.rank, re.sub(r"\d+", "", failure.error), ledger.step)
         again = self._before
         layout = ""

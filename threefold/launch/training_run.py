@@ -15,6 +15,7 @@ from threefold.checkpoint.remote import look_at_remote
 from threefold.checkpoint.resume import Resume, continues, find_resumption, find_warm_start, has_all_steps
 from threefold.comm.layout import Layout
 from threefold.config import Config, resolve
+from threefold.config.fault_policies import check_fault_policies
 from threefold.config.model import OWN
 from threefold.config.optimizer import BUILT_IN
 from threefold.config.resolve import check_settings, with_epochs
@@ -32,7 +33,7 @@ from threefold.launch.run_lock import FILE as LOCK_FILE
 from threefold.launch.run_lock import cannot_write, require_folder, require_free, run_lock
 from threefold.launch.worker import Device, RankInfo
 from threefold.output import SILENT, Progress, write_durably
-from threefold.train.attempt import Attempt
+from threefold.train.attempt import GOODPUT_FILE, Attempt
 from threefold.train.callbacks.trackers import import_writer
 
 if TYPE_CHECKING:
@@ -162,6 +163,7 @@ def _checked(config: Config, progress: Progress) -> _Checked:
 
     check_settings(config)
     check_names(config.train.callbacks or ())
+    check_fault_policies(config.train.on_nan, config.train.on_spike)
     if config.optimizer.name not in BUILT_IN:
         from threefold.train.optimizers.own import check_optimizer  # imports torch, as the optimizer does
 
@@ -422,11 +424,10 @@ def explain_early_stop(run_dir: Path, step: int, reason: str) -> str:
 
 def _require_no_foreign(run_dir: Path, config: Config) -> None:
     """Check that a folder unused by any run has no files that the run would overwrite."""
-    from threefold.train import goodput
     from threefold.train.callbacks import loss_curve, metrics, step_log
     from threefold.train.callbacks.registry import files_of
 
-    replaced = [CONFIG_FILE, metrics.FILE, step_log.FILE, loss_curve.FILE, goodput.FILE]
+    replaced = [CONFIG_FILE, metrics.FILE, step_log.FILE, loss_curve.FILE, GOODPUT_FILE]
     replaced += files_of(config.train.callbacks or ())
     found = [name for name in replaced if os.path.lexists(run_dir / name)]
     if found and not _is_used(run_dir):

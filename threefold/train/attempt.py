@@ -1,13 +1,21 @@
-"""Attempt of a run that its launcher may restart, and the files in memory that keep its states across attempts."""
+"""Attempt of a run that its launcher may restart, and what outlives one: states in memory, and the ledger of its time.
 
+The ledger, RUN/goodput.json, is overwritten in place after each step, evaluation and checkpoint, so it is valid
+whenever the processes are killed. *Goodput* is the share of time in steps made for the first time, as defined in
+https://cloud.google.com/blog/products/ai-machine-learning/goodput-metric-as-measure-of-ml-productivity.
+"""
+
+import json
 import os
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
+from threefold.checksums import is_intact, seal_text
 from threefold.errors import UserError
+from threefold.files import read_text
 
 COPIES: Final = 2
 """Number of copies of a rank's state in memory: one stays whole while the other is written."""
@@ -64,3 +72,70 @@ def fresh_files(files: tuple[tuple[Path, ...], ...]) -> tuple[tuple[Path, ...], 
         for file in each:
             os.close(int(file.name))
     return memory_files(len(files)) if files else ()
+
+
+GOODPUT_FILE: Final = "goodput.json"
+LEDGER_SIZE: Final = 1024
+"""Bytes of the ledger, which lie in one page of the kernel's cache: a kill leaves either the old or the new content."""
+
+
+@dataclass
+class Goodput:
+    """Seconds of a run over its attempts, without the time between two commands.
+
+    Attributes:
+        steps: seconds in steps made for the first time.
+        repeated: seconds in steps made again after a restart or after resuming from an older checkpoint.
+        evaluating: seconds in evaluations.
+        saving: seconds that steps waited for checkpoints.
+        starting: seconds from the start of a command to its first step.
+        lost: seconds from the last event before each failure to the first step after it.
+        total: seconds of all of these, and of everything in between, such as callbacks.
+        attempts: starts of all ranks.
+        restarts: starts by a launcher after a failure.
+        step: last step that the newest attempt finished, or its starting point.
+        furthest: last step that any attempt finished.
+        at: `time.time()` of the last event.
+    """
+
+    steps: float = 0.0
+    repeated: float = 0.0
+    evaluating: float = 0.0
+    saving: float = 0.0
+    starting: float = 0.0
+    lost: float = 0.0
+    total: float = 0.0
+    attempts: int = 0
+    restarts: int = 0
+    step: int = 0
+    furthest: int = 0
+    at: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """The goodput, from 0 to 1."""
+        return self.steps / self.total if self.total > 0 else 0.0
+
+    def seconds(self) -> dict[str, float]:
+        """Return the parts and the total, rounded to milliseconds."""
+        names = ("steps", "repeated", "evaluating", "saving", "starting", "lost", "total")
+        return {name: round(getattr(self, name), 3) for name in names}
+
+    @classmethod
+    def read(cls, path: Path) -> Self | None:
+        """Read the ledger from a file; None if there is none, or it is damaged."""
+        try:
+            text = read_text(path).rstrip() + "\n"
+            if not is_intact(text):
+                return None
+            held = json.loads(text)
+            values = {each.name: held[each.name] for each in fields(cls)}
+            if not all(type(value) in (int, float) for value in values.values()):
+                return None
+            return cls(**values)
+        except (UserError, ValueError, KeyError, TypeError):
+            return None
+
+    def text(self) -> bytes:
+        """Return the file's content, always of the same size."""
+        return seal_text(json.dumps(asdict(self), indent=2)).encode().ljust(LEDGER_SIZE - 1) + b"\n"

@@ -3,15 +3,16 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from math import isfinite, nan
-from typing import Any, Final
+from typing import Any, ClassVar, Final, Literal, NamedTuple
+
+from torch import Tensor
 
 from threefold.comm.heartbeat import Activity, RunSection
-from threefold.config import Config
 from threefold.data.loader import Loader
 from threefold.errors import UserError
 from threefold.models.loss_terms import LOSS, LossSums
-from threefold.train.anomalies import AnomalyPolicy, BadSteps, Response
 from threefold.train.callbacks.base import (
     Callback,
     CallbackFailed,
@@ -20,15 +21,95 @@ from threefold.train.callbacks.base import (
     StepRecord,
     stop_reason,
 )
-from threefold.train.corruption import CorruptionWatch
-from threefold.train.divergence import CheckpointStore, SafeSaving
 from threefold.train.lr_schedules import learning_rate
 from threefold.train.performance import PerformanceMeter
+from threefold.train.saving import SafeSaving
 from threefold.train.step import Engine, NonFiniteStep
 from threefold.train.stop import Stopped
 
 _PATIENCE: Final = 60.0
 """Seconds that a failed run waits for background writes to complete."""
+
+
+@dataclass(frozen=True)
+class BadStep:
+    """Step that made no update, as its loss or gradient norm is not finite, or a guard refused it.
+
+    Attributes:
+        step: 1 for the first.
+        refused: reason of the guard that refused it; empty if loss or norm are not finite.
+        error: error of a step that is not finite.
+        batch: this replica's samples.
+        loss: this rank's term of the mean loss.
+        streams: state of the random streams before the step.
+    """
+
+    step: int
+    refused: str
+    error: NonFiniteStep | None
+    batch: Any
+    loss: Tensor
+    streams: Mapping[str, Tensor]
+
+
+class Response(NamedTuple):
+    """Response to a bad step.
+
+    Attributes:
+        reason: why the step is bad, in words.
+        start: updates of the checkpoint that was loaded; None if only the step is skipped.
+    """
+
+    reason: str
+    start: int | None = None
+
+
+class Guard(Callback):
+    """Callback of all ranks that also takes part in the steps themselves, and decides whether they count.
+
+    Each method is called at its moment, on all ranks alike; the defaults do nothing. In a step these are, in order:
+    skipped_for, before_forward, before_update, refuses, and after_update. If no update was made, after_divergence
+    (unless a guard refused it) and respond follow instead. Exceptions pass unchanged.
+    """
+
+    ranks: ClassVar[Literal["first", "all"]] = "all"
+    checks_state: bool = False
+    """Whether `check_state` is to be called before a save."""
+
+    def skipped_for(self, step: int) -> str:
+        """Return why a step (1 for the first) is skipped without reading its samples; empty if it is not."""
+        return ""
+
+    def next_step(self, step: int) -> int:
+        """Return the first step from `step` on that is not skipped."""
+        return step
+
+    def before_forward(self, step: int) -> None:
+        """Hook called when the samples are read and all callbacks have had their `before_step`."""
+
+    def before_update(self, step: int) -> None:
+        """Hook called between the computation of the gradients and the update."""
+
+    def refuses(self, loss: float, norm: float) -> str:
+        """Return why a step with this loss and gradient norm, both finite, must not update; empty to update."""
+        return ""
+
+    def after_update(self, step: int) -> None:
+        """Hook called after the update, or a skipped one."""
+
+    def after_divergence(self, step: int) -> None:
+        """Hook called after `step` updates, when the next one was not made, as loss or norm are not finite."""
+
+    def respond(self, bad: BadStep) -> Response | None:
+        """Skip a bad step, go back to a checkpoint, or raise; None leaves it to the next guard."""
+        return None
+
+    def check_state(self, step: int) -> Response | None:
+        """Go back to a checkpoint if the state after `step` updates must not be saved."""
+        return None
+
+    def before_save(self, step: int) -> None:
+        """Hook called before the `before_checkpoint` of the callbacks."""
 
 
 def is_due(step: int, every: int, last: int) -> bool:
@@ -40,31 +121,18 @@ class TrainingLoop:
     """Training loop of a run. Collective over the world: every rank has one; their callbacks may differ.
 
     Args:
+        run: context of the run, given to the callbacks.
         callbacks: callbacks, called in this order at each moment.
-        store: saves and loads checkpoints.
-        run: argument of the callbacks' `setup`; None if they have been set up already.
-        policy: decides which steps are skipped and what follows a bad step; None for the config's policy.
-        watch: watch for silent corruption; None for none.
+        saving: saves the checkpoints.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        loader: Loader,
-        config: Config,
-        callbacks: Sequence[Callback],
-        store: CheckpointStore,
-        run: RunContext | None = None,
-        policy: AnomalyPolicy | None = None,
-        watch: CorruptionWatch | None = None,
+        self, run: RunContext, engine: Engine, loader: Loader, saving: SafeSaving, callbacks: Sequence[Callback]
     ) -> None:
-        self.engine, self.loader, self.config, self.callbacks, self.run = engine, loader, config, callbacks, run
-        self.saving, self.watch = SafeSaving(store, None if watch is None else watch.is_proved), watch
-        self.policy = policy or AnomalyPolicy(config)
-        self.bad_steps = BadSteps(engine, loader, self.saving, store, self.policy)
-        self.heartbeat = engine.mesh.heartbeat
-        began = None if run is None else run.attempt.began
-        self.meter = PerformanceMeter(engine.mesh, config, None if run is None else run.peak_rate, began)
+        self.run, self.engine, self.loader, self.saving, self.callbacks = run, engine, loader, saving, callbacks
+        self.config, self.heartbeat = run.config, run.mesh.heartbeat
+        self.guards = [callback for callback in callbacks if isinstance(callback, Guard)]
+        self.meter = PerformanceMeter(run.mesh, run.config, run.peak_rate, run.attempt.began)
         self._evaluation: EvaluationRecord | None = None
         self._updated = 0  # last step of this process that made an update
 
@@ -90,21 +158,18 @@ class TrainingLoop:
             ended = self._run(start, unsaved, evaluation_missed)
         except BaseException as error:
             # After any other error a rank may be lost, and the background writes would wait for it.
-            self.saving.end(_PATIENCE if isinstance(error, UserError) else 0)
+            self.saving.store.end(_PATIENCE if isinstance(error, UserError) else 0)
             with suppress(UserError):  # report the first error
                 self._close()
             raise
-        self.saving.end()
+        self.saving.store.end()
         self._close()
         return ended
 
     def _run(self, start: int, unsaved: bool, evaluation_missed: bool) -> Stopped | None:
         last, stop, mesh = self.config.train.max_steps, self.engine.stop, self.engine.mesh
-        if self.run is not None:
-            self._notify("setup", self.run)
+        self._notify("setup", self.run)
         self._notify("before_fit", start)
-        if self.watch is not None:
-            self.watch.begin(start)
         if stop.agree(mesh):
             if unsaved:
                 self._save_last(start)
@@ -123,8 +188,7 @@ class TrainingLoop:
             ended, evaluates = self._epochs_ended(step), self._evaluates_after(step)
             if ended:
                 self._notify("after_epoch", self._epoch(step) - 1)
-            if evaluates and (stop.is_due or not self._evaluate(step)):
-                stop.evaluation_missed = True
+            missed = evaluates and (stop.is_due or not self._evaluate(step))
             if (ended or evaluates) and not stop.is_due:
                 stop.agree(mesh)
             if stop.save_ended:
@@ -133,7 +197,7 @@ class TrainingLoop:
                 done = start = back
                 continue
             if step == last or stop.is_due:
-                self._save_last(step)
+                self._save_last(step, missed)
             elif self._save(step):
                 stop.agree(mesh)  # a signal during a long save must not start another step
             if stop.is_due and step < last:
@@ -151,57 +215,51 @@ class TrainingLoop:
 
     def _step(self, done: int) -> int:
         """Make or skip the step after `done` updates; return the new number of updates, smaller after a rollback."""
-        started = time.perf_counter()
-        self.heartbeat.section(RunSection.STEP, done + 1)
+        step, started = done + 1, time.perf_counter()
+        self.heartbeat.section(RunSection.STEP, step)
         self.meter.before_step()
-        if reason := self.policy.skipped_for(done + 1):
-            self._pass_over(done, reason, started)
-            return done + 1
+        if reason := self._first("skipped_for", step):
+            self._finish_step(self._pass_over(step, reason, started))
+            return step
         self.heartbeat.activity(Activity.DATA)
-        batch = self.loader.batch(done, self.policy.next_step(done + 2) - 1)
+        batch = self.loader.batch(done, self._next_step(step + 1) - 1)
         read = time.perf_counter()
-        self._notify("before_step", done + 1, batch)
+        self._notify("before_step", step, batch)
         self.heartbeat.activity(Activity.NOTHING)
         begun = time.perf_counter()
-        if self.watch is not None:
-            self.watch.before_forward(done + 1)
-        streams, response = self.engine.streams.state_dict(), None
+        self._first("before_forward", step)
+        streams, error = self.engine.streams.state_dict(), None
         loss, tokens = self.engine.compute_gradients(batch, done)
         computed = time.perf_counter()
-        if self.watch is not None:
-            self.watch.before_update(done + 1)
+        self._first("before_update", step)
         try:
-            result = self.engine.update(loss, tokens, done, self.policy.spikes.reason)
-        except NonFiniteStep as error:
-            if self.watch is not None:
-                self.watch.after_divergence(done)
+            result = self.engine.update(loss, tokens, done, lambda *values: self._first("refuses", *values) or "")
+        except NonFiniteStep as found:
+            error, result = found, found.result
+            self._first("after_divergence", done)
+        reason = ""
+        if error is not None or result.refused:
             self._finish_saving()
-            result, response = error.result, self.bad_steps.not_finite(error, batch, done, loss, streams)
-        if result.refused:
-            self._finish_saving()
-            response = self.bad_steps.spike(result.refused, done)
-        if response is not None and response.start is not None:
-            return self._rolled_back(done + 1, response, response.start)
-        if self.watch is not None:
-            self.watch.after_update(done + 1)
+            response = self._first("respond", BadStep(step, result.refused, error, batch, loss, streams))
+            if response is None:
+                raise error or UserError(f"Training was stopped at step {step}: {result.refused}.")
+            if response.start is not None:
+                return self._rolled_back(step, response)
+            reason = response.reason
+        self._first("after_update", step)
         ended = time.perf_counter()
-        epoch, nested = self._epoch(done), self.loader.is_nested
-        read_samples = self.config.train.global_batch_size
+        length = 1 if self.loader.is_nested else self.config.data.sequence_length
         record = StepRecord(
-            step=done + 1,
             loss=result.loss,
             grad_norm=result.grad_norm,
             lr=result.lr,
             tokens=result.tokens,
-            tokens_read=read_samples * (1 if nested else self.config.data.sequence_length) - result.padding,
+            tokens_read=self.config.train.global_batch_size * length - result.padding,
             padding=result.padding,
-            epoch=epoch,
-            batch=done - self._first_step(epoch),
             reader_cost=read - started,
             seconds=ended - started,
             skipped=result.skipped,
             loss_scale=result.loss_scale,
-            corpus_epochs=self.loader.corpus_epochs(done),
             phases={
                 "data": read - started,
                 "callbacks": begun - read,
@@ -209,46 +267,51 @@ class TrainingLoop:
                 "update": ended - computed,
             },
             terms=several(result.terms),
-            consumed_samples=self._consumed_by(done + 1),
-            unit="samples" if nested else "tokens",
-            reason="" if response is None else response.reason,
+            reason=reason,
             performance=self.meter.after_step(ended - started),
+            **self._place(step),
         )
         if not result.skipped:
-            self.policy.updated(result.loss, result.grad_norm)
-            self._updated = done + 1
-        self.saving.after_step(record)
-        self._notify("after_step", record)
-        return done + 1
+            self._updated = step
+        self._finish_step(record)
+        return step
 
-    def _pass_over(self, done: int, reason: str, started: float) -> None:
-        epoch = self._epoch(done)
-        record = StepRecord(
-            step=done + 1,
+    def _pass_over(self, step: int, reason: str, started: float) -> StepRecord:
+        """Return the record of a step whose samples are not read."""
+        return StepRecord(
             loss=nan,
             grad_norm=nan,
-            lr=learning_rate(done + 1, self.config.optimizer),
+            lr=learning_rate(step, self.config.optimizer),
             tokens=0,
             tokens_read=0,
-            epoch=epoch,
-            batch=done - self._first_step(epoch),
             reader_cost=0.0,
             seconds=time.perf_counter() - started,
             skipped=True,
-            corpus_epochs=self.loader.corpus_epochs(done),
-            unit="samples" if self.loader.is_nested else "tokens",
-            consumed_samples=self._consumed_by(done + 1),
             reason=reason,
+            **self._place(step),
         )
+
+    def _place(self, step: int) -> dict[str, Any]:
+        """Return the fields of a record that say where in the data the step is."""
+        consumed, epoch = self.loader.consumed, self._epoch(step - 1)
+        return {
+            "step": step,
+            "epoch": epoch,
+            "batch": step - 1 - consumed.steps_until(epoch * len(self.loader.train)),
+            "corpus_epochs": self.loader.corpus_epochs(step - 1),
+            "unit": "samples" if self.loader.is_nested else "tokens",
+            "consumed_samples": None if consumed.has_one_size else consumed.before(step),
+        }
+
+    def _finish_step(self, record: StepRecord) -> None:
         self.saving.after_step(record)
         self._notify("after_step", record)
 
-    def _rolled_back(self, step: int, response: Response, start: int) -> int:
+    def _rolled_back(self, step: int, response: Response) -> int:
+        assert response.start is not None
         self._evaluation, self._updated = None, 0
-        if self.watch is not None:
-            self.watch.begin(start)
-        self._notify("after_rollback", step, start, response.reason)
-        return start
+        self._notify("after_rollback", step, response.start, response.reason)
+        return response.start
 
     def _evaluate(self, step: int) -> bool:
         """Evaluate; return False if the run ended before the evaluation was complete."""
@@ -271,13 +334,12 @@ class TrainingLoop:
     def _back_from(self, step: int) -> int | None:
         """Roll back if the state to save is not finite; return the updates made then, or None if the run goes on."""
         ends = step == self.config.train.max_steps or self.engine.stop.is_due
-        if not self.policy.rolls_back or not (ends or self.saving.will_save(self._is_due(step))):
+        checks = any(guard.checks_state for guard in self.guards)
+        if not checks or not (ends or self.saving.will_save(self._is_due(step))):
             return None
         self._finish_saving()  # a rollback may load it
-        response = self.bad_steps.state_not_finite(step)
-        if response is None or response.start is None:
-            return None
-        return self._rolled_back(step, response, response.start)
+        response = self._first("check_state", step)
+        return None if response is None else self._rolled_back(step, response)
 
     def _is_due(self, step: int) -> bool:
         by_clock = self.engine.stop.save_is_due
@@ -291,7 +353,9 @@ class TrainingLoop:
             self._before_save(step)
         path = self.saving.save(step, due)
         if path is not None:
-            self._notify(*(("after_staging", step) if self.saving.is_background else ("after_checkpoint", step, path)))
+            self._notify(
+                *(("after_staging", step) if self.saving.store.is_background else ("after_checkpoint", step, path))
+            )
         return path is not None
 
     def _finish_saving(self) -> None:
@@ -299,16 +363,15 @@ class TrainingLoop:
         if (written := self.saving.finish()) is not None:
             self._notify("after_checkpoint", written.step, written.path)
 
-    def _save_last(self, step: int) -> None:
+    def _save_last(self, step: int, evaluation_missed: bool = False) -> None:
         self.heartbeat.section(RunSection.SAVE, step)
         self._finish_saving()
         self._before_save(step)
-        path = self.saving.save_last(step, lambda: self._loss_after(step))
+        path = self.saving.save_last(step, lambda: self._loss_after(step), evaluation_missed)
         self._notify("after_checkpoint", step, path)
 
     def _before_save(self, step: int) -> None:
-        if self.watch is not None:
-            self.watch.before_save(step)
+        self._first("before_save", step)
         self._notify("before_checkpoint", step)
 
     def _loss_after(self, step: int) -> float:
@@ -317,13 +380,9 @@ class TrainingLoop:
         if known is not None and known.step == step and isfinite(known.loss):
             return known.loss
         # Use samples that made a good step: a skipped step has none, or they may be the cause.
-        measured = self._updated or self.policy.next_step(step + 1)
-        loss, tokens = self.engine.evaluate(self.loader.batch(measured - 1, self.policy.next_step(step + 1) - 1))
+        following = self._next_step(step + 1)
+        loss, tokens = self.engine.evaluate(self.loader.batch((self._updated or following) - 1, following - 1))
         return loss / max(1, tokens)
-
-    def _consumed_by(self, done: int) -> int | None:
-        consumed = self.loader.consumed
-        return None if consumed.has_one_size else consumed.before(done)
 
     def _epoch(self, done: int) -> int:
         return int(self.loader.epoch(done))
@@ -332,9 +391,13 @@ class TrainingLoop:
         """Return whether the last of `done` updates completed a multiple of `count` epochs."""
         return done > 0 and self._epoch(done) // count > self._epoch(done - 1) // count
 
-    def _first_step(self, epoch: int) -> int:
-        """Return the number of updates before the first step that begins in `epoch`."""
-        return self.loader.consumed.steps_until(epoch * len(self.loader.train))
+    def _next_step(self, step: int) -> int:
+        """Return the first step from `step` on that is not skipped."""
+        return max([step, *(guard.next_step(step) for guard in self.guards)])
+
+    def _first(self, moment: str, *arguments: Any) -> Any:
+        """Call a method of the guards in their order, until one returns an answer; return that, or None."""
+        return next((found for guard in self.guards if (found := getattr(guard, moment)(*arguments))), None)
 
     def _notify(self, moment: str, *arguments: Any) -> None:
         for callback in self.callbacks:

@@ -3,14 +3,23 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from threefold.checkpoint.background import BackgroundSaver
 from threefold.checkpoint.errors import DamagedCheckpoint
-from threefold.checkpoint.folder import Checkpoint, model_files, newest
-from threefold.checkpoint.manifest import AnomalyFacts
-from threefold.checkpoint.resume import Resume, Resumption, WarmStart, continues, find_resumption, find_warm_start
+from threefold.checkpoint.folder import model_files, newest
+from threefold.checkpoint.resume import (
+    Resume,
+    Resumption,
+    WarmStart,
+    consumed_by,
+    continues,
+    find_resumption,
+    find_warm_start,
+)
 from threefold.checkpoint.selection import from_first
 from threefold.comm.axis import Axis
 from threefold.comm.heartbeat import Activity, Heartbeat, ObservedHeartbeat
@@ -20,26 +29,30 @@ from threefold.config import Config
 from threefold.config.model import OWN
 from threefold.data.dataset import Dataset, open_dataset
 from threefold.data.loader import Loader, Share
+from threefold.data.samples import ConsumedSamples
+from threefold.errors import UserError
 from threefold.host import keep_freed_memory
 from threefold.models.family import family_of
 from threefold.models.sharding import ModelPlan
 from threefold.models.source import ConfigSource, MakeModel, ModelSource, file_source
 from threefold.parallel.forward_check import check_layout, check_source
 from threefold.parallel.pipeline.partition import StageMap, stage_map
-from threefold.train.anomalies import AnomalyPolicy
+from threefold.resilience.anomalies import AnomalyPolicy, BadSteps
+from threefold.resilience.corruption import CorruptionWatch
+from threefold.resilience.gradient_check import GradientCheck
+from threefold.resilience.memory_copy import KeptStates, StateKeeper
 from threefold.train.attempt import Attempt
 from threefold.train.callbacks.base import Callback, RunContext, say
 from threefold.train.callbacks.registry import import_always, make_callbacks
-from threefold.train.corruption import check_device, make_watch
 from threefold.train.data_checks import DataCheck, TokenCheck, agree_on_micro_batch
 from threefold.train.loop import TrainingLoop
 from threefold.train.lr_schedules import learning_rate
-from threefold.train.memory_copy import KeptStates
 from threefold.train.optimizers.own import update_rule
 from threefold.train.profiling import Profiler, ProfileRequest, SpanRecorder
-from threefold.train.state import Checkpoints
+from threefold.train.saving import Checkpoints, SafeSaving, StartingPoint
+from threefold.train.state import load_weights, restore_engine
 from threefold.train.step import Engine
-from threefold.train.stop import Stop, Stopped
+from threefold.train.stop import RunClock, Stop, Stopped
 
 SelfCheck = Callable[[Config, Path, ModelSource, Mesh], None]
 """Check of a run's layout, called on all its ranks; raises a `UserError` on every rank."""
@@ -83,7 +96,7 @@ def train(
     Raises:
         UserError: on every rank: bad data, no checkpoint to resume from, divergence, a full disk.
     """
-    began = time.time() if began is None else began
+    began, attempt = time.time() if began is None else began, attempt or Attempt()
     keep_freed_memory()
     device = _device(config)
     recorder = None if profile is None else SpanRecorder(device)
@@ -91,52 +104,66 @@ def train(
         heartbeat = ObservedHeartbeat(heartbeat or Heartbeat(), recorder)
     mesh = Mesh(Layout.of(config.parallel), device, heartbeat=heartbeat)
     config = agree_on_micro_batch(config, mesh)
+
     mesh.heartbeat.activity(Activity.RESTORE)
-    attempt = attempt or Attempt()
-    kept = KeptStates(attempt.memory[mesh.rank] if attempt.memory else (), config, mesh)
-    start = Start(config, run_dir, resume, mesh.world, kept, attempt)  # before any rank changes the folder
+    kept = KeptStates(attempt.memory[mesh.rank] if attempt.memory else (), config)
+    start_from = Start(config, run_dir, resume, mesh.world, kept, attempt)  # before any rank changes the folder
     if mesh.rank == 0:
         run_dir.mkdir(parents=True, exist_ok=True)
     if verify is not None and not attempt.number:
         mesh.heartbeat.activity(Activity.MODEL)
         verify(config, run_dir, source, mesh)
-    stop = Stop(asked, run_dir, watches=mesh.rank == 0)
+
+    background = BackgroundSaver(mesh) if config.checkpoint.async_save else None
+    clock = None
+    if background is not None or config.checkpoint.every_seconds or config.train.max_seconds:
+        clock = RunClock(config, began, lambda: background is not None and background.is_done)
+    is_first = mesh.rank == 0
+    stop = Stop(asked, run_dir, watches=is_first, clock=clock if is_first else None)
+
     mesh.heartbeat.activity(Activity.DATA)
     dataset = open_dataset(config)
-    with closing(open_loader(config, dataset, mesh.dp)) as loader:
-        mesh.heartbeat.activity(Activity.MODEL)
-        make_model, plan = source.load(config)
-        engine = Engine(make_model, plan, mesh, config, stop, source.loss(config))
-        if config.model.architecture == OWN:
-            engine.generators.begin(config.train.seed)
-        policy = AnomalyPolicy(config)
-        checkpoints = Checkpoints(run_dir, engine, config, dataset, lambda: check.contents(), policy.facts)
-        clock = checkpoints.run_by(began)
-        stop.clock = clock if mesh.rank == 0 else None
-        mesh.heartbeat.activity(Activity.RESTORE)
-        kept.keep_of(checkpoints)
-        step, lines = start.load(checkpoints)
-        loader.consumed = checkpoints.consumed
-        policy.resume(start.anomalies)
-        check = TokenCheck(mesh, dataset.contents(), config.log.every, start.resumed, reads)
-        if mesh.rank == 0:
+    mesh.heartbeat.activity(Activity.MODEL)
+    make_model, plan = source.load(config)
+    engine = Engine(make_model, plan, mesh, config, stop, source.loss(config))
+    if config.model.architecture == OWN:
+        engine.generators.begin(config.train.seed)
+    mesh.heartbeat.activity(Activity.RESTORE)
+    start = start_from.load(engine)
+
+    with closing(open_loader(config, dataset, mesh.dp, start.consumed)) as loader:
+        if is_first:
             if not attempt.number or attempt.layout:
                 _announce(config, mesh, loader, make_model, plan)
-            for line in lines:
+            for line in start.lines:
                 say(line)
-        run = RunContext(config, run_dir, mesh, attempt, peak_rate)
-        all_callbacks = [
-            kept,
-            DataCheck(mesh, config.log.every, loader.share.rows.tolist()),
-            check,
-            *make_callbacks(run, callbacks),
-        ]
-        if profile is not None and recorder is not None:
-            all_callbacks.append(Profiler(profile, recorder, mesh, run_dir, config.train.max_steps))
-        watch = make_watch(engine, loader, checkpoints.newest)
-        return TrainingLoop(engine, loader, config, all_callbacks, checkpoints, run, policy, watch).fit(
-            step, start.is_unsaved, start.evaluation_missed
+        policy = AnomalyPolicy(config, start.anomalies)
+        tokens = TokenCheck(mesh, dataset.contents(), config.log.every, start.resumed, reads)
+        checkpoints = Checkpoints(
+            run_dir, engine, loader, dataset, start, tokens.contents, policy.facts, background, clock
         )
+        run = RunContext(config, run_dir, mesh, attempt, peak_rate)
+        reports = make_callbacks(run, callbacks)
+        profiler = watch = None
+        if profile is not None and recorder is not None:
+            profiler = Profiler(profile, recorder, mesh, run_dir, config.train.max_steps)
+        if config.train.watch_every:
+            gradients = GradientCheck(engine, loader) if config.train.watch == "gradients" else None
+            watch = CorruptionWatch(engine, checkpoints.newest, gradients)
+        saving = SafeSaving(checkpoints) if watch is None else SafeSaving(checkpoints, watch.is_proved)
+
+        # All that hangs on the run, in the order in which it is called at each moment.
+        hung: list[Callback | None] = [
+            StateKeeper(kept, checkpoints),
+            DataCheck(mesh, config.log.every, loader.share.rows.tolist()),
+            tokens,
+            *reports,  # goodput, console, metrics, TensorBoard, log, stragglers, curve, summary; then the user's
+            profiler,
+            watch,
+            BadSteps(engine, loader, saving, policy),
+        ]
+        loop = TrainingLoop(run, engine, loader, saving, [each for each in hung if each is not None])
+        return loop.fit(start.step, start.is_unsaved, start.evaluation_missed)
 
 
 def check_division(config: Config, source: ModelSource = ConfigSource()) -> tuple[int, int]:  # noqa: B008
@@ -155,7 +182,12 @@ def check_division(config: Config, source: ModelSource = ConfigSource()) -> tupl
         parameters = check_source(source, config)
         if config.model.file:
             model_files(file_source(config.model).path)
-    check_device(config)
+    train = config.train
+    if train.watch_every and train.watch == "gradients" and train.device == "cuda":
+        raise UserError(
+            "train.watch is gradients but on a GPU the same step need not give the same bits twice (train.device is "
+            "cuda); use weights."
+        )
     check_layout(source, config)
     return parameters
 
@@ -173,18 +205,18 @@ def import_named(config: Config) -> None:
     import_always()
 
 
-def open_loader(config: Config, dataset: Dataset, replicas: Axis) -> Loader:
-    """Return the loader of this rank's replica; raise a `UserError` if a part that it needs has no sample."""
+def open_loader(config: Config, dataset: Dataset, replicas: Axis, consumed: ConsumedSamples | None = None) -> Loader:
+    """Return the loader of this rank's replica; raise a `UserError` if a part that it needs has no sample.
+
+    Args:
+        consumed: training samples consumed before each step; None for the batches of a new run.
+    """
     heldout = dataset.samples("valid") if config.train.evaluates else None
     share = Share(config.train.global_batch_size, replicas.index, replicas.size)
-    return Loader(
-        dataset.samples("train"),
-        heldout,
-        share,
-        config.train.seed,
-        config.data.separate_documents,
-        pinned=config.train.device == "cuda",
-    )
+    pinned = config.train.device == "cuda"
+    loader = Loader(dataset.samples("train"), heldout, share, config.train.seed, config.data.separate_documents, pinned)
+    loader.consumed = consumed or loader.consumed
+    return loader
 
 
 def _announce(config: Config, mesh: Mesh, loader: Loader, make_model: MakeModel, plan: ModelPlan) -> None:
@@ -231,83 +263,45 @@ def _device(config: Config) -> torch.device:
 
 
 class Start:
-    """Starting point of a run, chosen on rank 0 for all ranks. Collective over the world.
+    """Choice of a run's starting point, made on rank 0 for all ranks. Collective over the world.
 
     Args:
         resume: whether to resume from the run's own checkpoint; "auto" resumes if there is one.
         kept: this rank's states in memory, used if no checkpoint is newer.
-
-    Attributes:
-        is_unsaved: whether the start is a state in memory that is newer than every checkpoint.
 
     Raises:
         UserError: on every rank, if no checkpoint fits the config.
     """
 
     def __init__(
-        self,
-        config: Config,
-        run_dir: Path,
-        resume: Resume,
-        world: Axis,
-        kept: KeptStates | None = None,
-        attempt: Attempt | None = None,
+        self, config: Config, run_dir: Path, resume: Resume, world: Axis, kept: KeptStates, attempt: Attempt
     ) -> None:
         self._config, self._run_dir, self._resume, self._world = config, run_dir, resume, world
-        self._kept, self._attempt = kept, attempt or Attempt()
+        self._kept, self._attempt = kept, attempt
         self._damaged: dict[Path, str] = {}
-        self.is_unsaved = False
-        self._step_kept = self._newer_in_memory()
-        self._found = self._find() if self._step_kept is None else None
+        self._in_memory, saved = kept.newest(world), -1
+        if self._in_memory is not None:
+            saved = from_first(world, lambda: found.step if (found := newest(run_dir)) else -1)
+            if saved > self._in_memory:
+                self._in_memory = None
+        self._is_unsaved = self._in_memory is not None and saved < self._in_memory
+        self._found = self._find() if self._in_memory is None else None
 
-    @property
-    def resumed(self) -> Checkpoint | None:
-        """The run's own checkpoint that it resumes from, after `load`; None otherwise."""
-        return self._found.checkpoint if isinstance(self._found, Resumption) else None
-
-    @property
-    def anomalies(self) -> AnomalyFacts | None:
-        """Record of the run's bad steps at the starting point, after `load`."""
-        if self._kept is not None and self._step_kept is not None:
-            return self._kept.anomalies
-        return self.resumed.facts.anomalies if self.resumed else None
-
-    @property
-    def evaluation_missed(self) -> bool:
-        """Whether the run ended before an evaluation that was due at the starting point, after `load`."""
-        return self.resumed is not None and self.resumed.facts.evaluation_missed
-
-    def load(self, checkpoints: Checkpoints) -> tuple[int, list[str]]:
-        """Load the starting point into the engine, and return its number of updates and the lines to print.
-
-        All ranks skip a checkpoint that any rank finds damaged.
+    def load(self, engine: Engine) -> StartingPoint:
+        """Load the starting point into the engine. All ranks skip a checkpoint that any rank finds damaged.
 
         Raises:
             UserError: on every rank, if no checkpoint can be read.
         """
-        if self._kept is not None and self._step_kept is not None:
-            self._kept.restore(self._step_kept, checkpoints)
-            return self._step_kept, self._attempt.lines(f"Resuming from memory after step {self._step_kept:,}")
+        if self._in_memory is not None:
+            start = self._kept.restore(self._in_memory, engine, self._run_dir, self._is_unsaved)
+            return replace(start, lines=self._attempt.lines(f"Resuming from memory after step {start.step:,}"))
         while True:
             try:
-                return self._load(checkpoints)
+                return self._load(engine)
             except DamagedCheckpoint as damage:
                 self._damaged[damage.path] = damage.reason
                 self._found = self._find()
-
-    def _newer_in_memory(self) -> int | None:
-        """Return the step of the state in memory, if every rank has it and no checkpoint is newer."""
-        step = None if self._kept is None else self._kept.newest(self._world)
-        if step is None:
-            return None
-
-        def newest_saved() -> int:
-            saved = newest(self._run_dir)
-            return saved.step if saved else -1
-
-        saved = from_first(self._world, newest_saved)
-        self.is_unsaved = saved < step
-        return step if saved <= step else None
 
     def _find(self) -> Resumption | WarmStart | None:
         def find() -> Resumption | WarmStart | None:
@@ -317,14 +311,19 @@ class Start:
 
         return from_first(self._world, find)
 
-    def _load(self, checkpoints: Checkpoints) -> tuple[int, list[str]]:
-        found = self._found
+    def _load(self, engine: Engine) -> StartingPoint:
+        found, new = self._found, ConsumedSamples(self._config.train.global_batch_size)
         if found is None:
-            return 0, self._attempt.lines("")
+            return StartingPoint(0, new, self._attempt.lines(""))
+        checkpoint = found.checkpoint
         if isinstance(found, Resumption):
-            step = checkpoints.restore(found.checkpoint, found.passed)
-            where = f"Resuming from {found.checkpoint.path}" + (f" after step {step:,}" if self._attempt.number else "")
-        else:
-            checkpoints.start_from(found.checkpoint)
-            step, where = 0, f"Starting from {found.checkpoint.path}"
-        return step, [*self._attempt.lines(where), *found.warnings]
+            restore_engine(engine, checkpoint)
+            after = f" after step {checkpoint.step:,}" if self._attempt.number else ""
+            lines = [*self._attempt.lines(f"Resuming from {checkpoint.path}{after}"), *found.warnings]
+            consumed, passed = consumed_by(checkpoint, self._config), frozenset(found.passed)
+            return StartingPoint(
+                checkpoint.step, consumed, lines, checkpoint, checkpoint, passed, checkpoint.facts.anomalies
+            )
+        load_weights(engine, checkpoint)
+        lines = [*self._attempt.lines(f"Starting from {checkpoint.path}"), *found.warnings]
+        return StartingPoint(0, new, lines, carried=checkpoint)

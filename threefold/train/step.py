@@ -13,6 +13,7 @@ from threefold.comm.heartbeat import Activity
 from threefold.comm.mesh import Mesh
 from threefold.config import Config, OptimizerConfig, PrecisionConfig
 from threefold.config.model import OWN
+from threefold.errors import DivergenceError
 from threefold.models.loss_terms import LossFunction
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.gradient_step import GradientStep
@@ -22,7 +23,6 @@ from threefold.parallel.parameter import ShardedMatrix, is_split
 from threefold.parallel.settings import PieceSizes, TrainingSettings
 from threefold.parallel.weights import Weight, publish_
 from threefold.torch_private.tensors import foreach_norm
-from threefold.train.divergence import DivergenceError
 from threefold.train.lr_schedules import learning_rate
 from threefold.train.optimizers.base import Entry, UpdateRule
 from threefold.train.optimizers.own import update_rule

@@ -7,14 +7,16 @@ exchange the text of its reason.
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Final
 
 import torch
 
 from threefold.comm.mesh import Mesh
+from threefold.config import Config
 from threefold.errors import UserError
 from threefold.files import shown
 
@@ -43,22 +45,60 @@ class Stopped:
     limit: str = ""
 
 
-class Clock(Protocol):
-    """Clock of the first rank, which decides what is due by time."""
+_FIRST_SAVE: Final = 100e6
+"""Assumed speed of the first save in bytes per second, until one has been measured."""
 
-    limit: str
+
+class RunClock:
+    """Clock of the first rank that makes saves and the end of the run due; the ranks agree in a step's collective.
+
+    The run ends early enough for twice the longest pause between two queries, plus the longest save so far.
+
+    Args:
+        config: resolved config.
+        began: start of the run in `time.time` seconds.
+        save_ended: returns whether the checkpoint written in the background is complete or has failed.
+
+    Attributes:
+        limit: the setting that ends the run, with its value.
+        longest_save: seconds of the longest save, updated by `saved`.
+    """
+
+    def __init__(self, config: Config, began: float, save_ended: Callable[[], bool] = lambda: False) -> None:
+        self._every, seconds = config.checkpoint.every_seconds, config.train.max_seconds
+        self.limit = f"train.max_seconds {seconds:g}" if seconds else ""
+        self._end = None if seconds is None else time.monotonic() + seconds - (time.time() - began)
+        self.save_ended = save_ended
+        self._saved = time.monotonic()
+        self._measured, self.longest_save = False, 1.0
+        self._asked: float | None = None
+        self._longest_pause = 0.0
+
+    def begin(self, state_bytes: int) -> None:
+        """Begin to count to the first save, of a checkpoint of this size, now that there is a state to save."""
+        self._saved, self.longest_save = time.monotonic(), 1.0 + state_bytes / _FIRST_SAVE
+
+    def saving(self) -> None:
+        self._saved = time.monotonic()
+
+    def saved(self, seconds: float) -> None:
+        """Note that a save took this many seconds."""
+        self.longest_save = max(self.longest_save, seconds) if self._measured else seconds
+        self._measured = True
 
     def save_is_due(self) -> bool:
-        """Return whether a checkpoint is due by the clock."""
-        ...
+        """Return whether `checkpoint.every_seconds` have passed since the last save began."""
+        return self._every is not None and time.monotonic() - self._saved >= self._every
 
     def time_is_up(self) -> bool:
-        """Return whether the run must end now to stay within its time limit."""
-        ...
-
-    def save_ended(self) -> bool:
-        """Return whether the checkpoint written in the background is complete now."""
-        ...
+        """Return whether the run must end now; call it once per step and during evaluations."""
+        if self._end is None:
+            return False
+        now = time.monotonic()
+        if self._asked is not None:
+            self._longest_pause = max(self._longest_pause, now - self._asked)
+        self._asked = now
+        return now + 2 * self._longest_pause + self.longest_save >= self._end
 
 
 class Stop:
@@ -68,20 +108,23 @@ class Stop:
         asked: returns the number of the signal that asked this rank to end the run, 0 for none.
         run_dir: folder of the run; None if there is none.
         watches: whether this rank checks that the folder still exists.
+        clock: clock of the first rank, if anything depends on the time; None on other ranks.
 
     Attributes:
         signal: agreed number of the signal that ends the run, 0 for none.
         is_due: whether the ranks agreed to end the run, by a signal, a callback's reason or the time limit.
         save_is_due: whether the ranks agreed that a checkpoint is due by the clock; reset by whoever saves it.
         save_ended: whether the ranks agreed that the background checkpoint is complete; reset by whoever finishes it.
-        evaluation_missed: whether the run ended before an evaluation that was due; stored in the last checkpoint.
-        clock: clock of the first rank, if any; None on other ranks.
     """
 
     def __init__(
-        self, asked: Callable[[], int] = lambda: 0, run_dir: Path | None = None, watches: bool = False
+        self,
+        asked: Callable[[], int] = lambda: 0,
+        run_dir: Path | None = None,
+        watches: bool = False,
+        clock: RunClock | None = None,
     ) -> None:
-        self.clock: Clock | None = None
+        self._clock = clock
         self.save_is_due, self.save_ended, self._limited = False, False, False
         self._asked, self._run_dir = asked, run_dir
         self._watched = run_dir if watches else None
@@ -89,7 +132,6 @@ class Stop:
         self._reason: str | None = None
         self.signal = 0
         self.is_due = False
-        self.evaluation_missed = False
 
     def ask(self, reason: str) -> None:
         """Ask from this rank to end the run; the ranks agree in their next all-reduce."""
@@ -104,7 +146,7 @@ class Stop:
         return self._by_clock() + reason + (0.0 if not asked else _INTERRUPT if asked == signal.SIGINT else _TERMINATE)
 
     def _by_clock(self) -> float:
-        clock = self.clock
+        clock = self._clock
         if clock is None:
             return 0.0
         due = _SAVE_DUE if not self.save_is_due and clock.save_is_due() else 0.0
@@ -140,7 +182,7 @@ class Stop:
         """
         if self.signal:
             return Stopped(self.signal, step)
-        told = mesh.world.gather_objects((self._reason, "" if self.clock is None else self.clock.limit))
+        told = mesh.world.gather_objects((self._reason, "" if self._clock is None else self._clock.limit))
         reasons = [reason for reason, _ in told if reason is not None]
         return Stopped(0, step, reasons[0]) if reasons else Stopped(0, step, limit=told[0][1])
 

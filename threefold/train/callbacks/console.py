@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from threefold.byte_sizes import format_bytes
-from threefold.train import goodput
+from threefold.train.attempt import GOODPUT_FILE, Goodput
 from threefold.train.callbacks import loss_curve, metrics
 from threefold.train.callbacks import trackers as tensorboard
 from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContext, StepRecord, clock, on_terminal, say
@@ -109,7 +109,7 @@ class Summary(Callback):
     @classmethod
     def for_run(cls, run: RunContext) -> Callback:
         files = {"loss curve": loss_curve.FILE, "metrics": metrics.FILE, "TensorBoard": tensorboard.FOLDER}
-        return cls({name: run.run_dir / file for name, file in files.items()}, run.run_dir / goodput.FILE)
+        return cls({name: run.run_dir / file for name, file in files.items()}, run.run_dir / GOODPUT_FILE)
 
     def __init__(self, places: dict[str, Path], ledger: Path | None = None) -> None:
         self.places, self.ledger = places, ledger
@@ -163,7 +163,7 @@ class Summary(Callback):
             ("speed", f"{self._read / self._seconds:,.0f} {unit}/s read" + self._padded_speed()),
             *self._of_hardware(),
         ]
-        if self.ledger is not None and (found := goodput.Goodput.read(self.ledger)):
+        if self.ledger is not None and (found := Goodput.read(self.ledger)):
             rows.append(("goodput", _goodput(found)))
         return rows + [(name, str(place)) for name, place in self.places.items() if place.exists()]
 
@@ -183,7 +183,7 @@ class Summary(Callback):
         return f", {(self._read + self._padding) / self._seconds:,.0f} with padding"
 
 
-def _goodput(found: goodput.Goodput) -> str:
+def _goodput(found: Goodput) -> str:
     parts = {
         "steps": found.steps,
         "repeated steps": found.repeated,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from threefold.output import replace_link, sync
-from threefold.train import goodput
+from threefold.train.attempt import GOODPUT_FILE, Goodput
 from threefold.train.callbacks.base import Callback, EvaluationRecord, LineFile, RunContext, StepRecord, say
 from threefold.train.performance import Performance
 
@@ -42,7 +42,7 @@ class MetricsFile(Callback):
 
     @classmethod
     def for_run(cls, run: RunContext) -> Callback:
-        return cls(run.run_dir / FILE, say, run.run_dir / goodput.FILE)
+        return cls(run.run_dir / FILE, say, run.run_dir / GOODPUT_FILE)
 
     def __init__(self, path: Path, say: Callable[[str], None], ledger: Path | None = None) -> None:
         self.path, self.say, self.ledger = path, say, ledger
@@ -105,7 +105,7 @@ class MetricsFile(Callback):
         self._file.write(json.dumps(values))
 
     def after_checkpoint(self, step: int, path: Path) -> None:
-        found = goodput.Goodput.read(self.ledger) if self.ledger is not None else None
+        found = Goodput.read(self.ledger) if self.ledger is not None else None
         if found is not None:
             values = {"step": step, "goodput": round(found.share, 6), "seconds": found.seconds()}
             self._file.write(json.dumps({**values, "restarts": found.restarts}))

@@ -16,12 +16,12 @@ from threefold.plugins import Registry, one_of
 from threefold.train.callbacks.base import Callback, RunContext
 
 _ALWAYS: Final = {
-    "goodput": "threefold.train.goodput:GoodputLedger",
+    "goodput": "threefold.resilience.goodput:GoodputLedger",
     "live_line": "threefold.train.callbacks.console:LiveLine",
     "metrics": "threefold.train.callbacks.metrics:MetricsFile",
     "tensorboard": "threefold.train.callbacks.trackers:TensorBoard",
     "step_log": "threefold.train.callbacks.step_log:StepLog",
-    "stragglers": "threefold.train.stragglers:StragglerReport",
+    "stragglers": "threefold.resilience.stragglers:StragglerReport",
     "loss_curve": "threefold.train.callbacks.loss_curve:LossCurve",
     "summary": "threefold.train.callbacks.console:Summary",
 }

@@ -19,7 +19,7 @@ from threefold.data.dataset import open_dataset
 from threefold.data.loader import Loader
 from threefold.data.samples import ConsumedSamples
 from threefold.launch.worker_pool import WorkerError, WorkerPool
-from threefold.train.anomalies import AnomalyPolicy, BadSteps
+from threefold.resilience.anomalies import AnomalyPolicy, BadSteps
 from threefold.train.callbacks.metrics import read_metrics
 from threefold.train.run import open_loader
 

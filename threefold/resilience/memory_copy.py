@@ -27,11 +27,12 @@ from threefold.checkpoint.manifest import AnomalyFacts
 from threefold.checkpoint.resume import find_warm_start
 from threefold.checksums import checksum_of, checksum_of_blocks
 from threefold.comm.axis import Axis
-from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.data.samples import ConsumedSamples
 from threefold.train.callbacks.base import Callback, reason_of, say
-from threefold.train.state import Checkpoints, checkpoint_tensors, engine_tensors
+from threefold.train.saving import Checkpoints, StartingPoint
+from threefold.train.state import checkpoint_tensors, engine_tensors, loss_scale_facts
+from threefold.train.step import Engine
 
 ALIGNMENT: Final = 64
 _RECORD: Final = struct.Struct("<qqq48s")
@@ -143,46 +144,39 @@ class MemoryCopy:
         return self._mapped()
 
 
-class KeptStates(Callback):
-    """Keep this rank's state in memory before every n-th step, and find the state to resume from.
-
-    The state before step s + 1 is the state after s updates and after the evaluation and checkpoint that were due then.
-    A rank makes step s + 1 only together with all others, so no rank is more than one state ahead of another. Of two
-    copies written in turn, one therefore belongs to a step that every rank has.
+class KeptStates:
+    """States of this rank that earlier attempts kept in memory, one of which the run may resume from.
 
     Args:
         files: files in memory of this rank; empty if states are not kept.
         config: resolved config; a state counts only in the same layout.
 
     Attributes:
-        anomalies: record of the run's bad steps, once a state is restored.
+        copies: the files that can be opened; empty when the launcher, which ends this rank too, is gone.
+        layout: checksum of the settings that two attempts must share to exchange states.
     """
 
-    ranks: ClassVar[Literal["first", "all"]] = "all"
-
-    def __init__(self, files: Sequence[Path], config: Config, mesh: Mesh) -> None:
-        self._config, self._mesh, self._every = config, mesh, config.checkpoint.memory_every
-        self._layout = _key(config)
-        self._checkpoints: Checkpoints | None = None
-        self._copies: list[MemoryCopy] = []
-        self.anomalies: AnomalyFacts | None = None
-        with suppress(OSError):  # the launcher is gone, which ends this rank too
+    def __init__(self, files: Sequence[Path], config: Config) -> None:
+        self.copies: list[MemoryCopy] = []
+        sections = config.sections()
+        settings = [sections[name] for name in ("parallel", "model", "precision")]
+        self.layout = checksum_of(json.dumps(settings, default=str).encode())
+        with suppress(OSError):
             for file in files:
-                self._copies.append(MemoryCopy(file))
+                self.copies.append(MemoryCopy(file))
 
     def newest(self, world: Axis) -> int | None:
         """Return the newest step whose state every rank holds whole. Collective over the world if states are kept."""
-        if not self._copies:
+        if not self.copies:
             return None
-        mine = {copy.step for copy in self._copies if copy.is_whole() and copy.facts()["layout"] == self._layout}
+        mine = {copy.step for copy in self.copies if copy.is_whole() and copy.facts()["layout"] == self.layout}
         common = set.intersection(*map(set, world.gather_objects(sorted(step for step in mine if step is not None))))
         return max(common, default=None)
 
-    def restore(self, step: int, checkpoints: Checkpoints) -> None:
+    def restore(self, step: int, engine: Engine, run_dir: Path, is_unsaved: bool) -> StartingPoint:
         """Fill the engine from the state after `step` updates, which `newest` found whole."""
-        engine = checkpoints.engine
-        streams, shape = engine.streams, engine.mesh.layout.shape
-        copy = next(copy for copy in self._copies if copy.step == step)
+        streams, shape, config = engine.streams, engine.mesh.layout.shape, engine.config
+        copy = next(copy for copy in self.copies if copy.step == step)
         tensors = engine_tensors(engine)
         drawn, generators = streams.stored(shape), engine.generators.places(shape)
         filled = copy.read(_locals(tensors | drawn | generators))
@@ -193,18 +187,33 @@ class KeptStates(Callback):
         facts, scale = copy.facts(), engine.loss_scale
         if scale is not None:
             scale.value, scale.good_steps = facts["loss_scale"], facts["good_steps"]
-        checkpoints.passed = frozenset(map(Path, facts["passed"]))
-        batch = checkpoints.config.train.global_batch_size
-        checkpoints.consumed = ConsumedSamples(batch, step, facts["consumed_samples"])
-        self.anomalies = _anomalies(facts["anomalies"])
+        carried = None
         if engine.mesh.world.is_first:
-            saved = newest(checkpoints.run_dir) or getattr(find_warm_start(checkpoints.config), "checkpoint", None)
-            if saved is not None:
-                checkpoints.carry(saved)
+            carried = newest(run_dir) or getattr(find_warm_start(config), "checkpoint", None)
+        return StartingPoint(
+            step,
+            ConsumedSamples(config.train.global_batch_size, step, facts["consumed_samples"]),
+            [f"Resuming from memory after step {step:,}"],
+            carried=carried,
+            passed=frozenset(map(Path, facts["passed"])),
+            anomalies=_anomalies(facts["anomalies"]),
+            is_unsaved=is_unsaved,
+        )
 
-    def keep_of(self, checkpoints: Checkpoints) -> None:
-        """Keep the states of this engine from now on."""
-        self._checkpoints = checkpoints
+
+class StateKeeper(Callback):
+    """Keep this rank's state in memory before every n-th step.
+
+    The state before step s + 1 is the state after s updates and after the evaluation and checkpoint that were due then.
+    A rank makes step s + 1 only together with all others, so no rank is more than one state ahead of another. Of two
+    copies written in turn, one therefore belongs to a step that every rank has.
+    """
+
+    ranks: ClassVar[Literal["first", "all"]] = "all"
+
+    def __init__(self, kept: KeptStates, checkpoints: Checkpoints) -> None:
+        self._copies, self._layout, self._checkpoints = kept.copies, kept.layout, checkpoints
+        self._every = checkpoints.engine.config.checkpoint.memory_every
 
     def before_fit(self, start: int) -> None:
         self._discard_after(start)
@@ -236,19 +245,18 @@ class KeptStates(Callback):
                 copy.discard()
 
     def _keep(self, done: int) -> None:
-        assert self._checkpoints is not None
-        engine, scale = self._checkpoints.engine, self._checkpoints.engine.loss_scale
-        tensors = checkpoint_tensors(engine)
+        checkpoints, engine = self._checkpoints, self._checkpoints.engine
+        scale, good_steps = loss_scale_facts(engine)
         facts = {
             "layout": self._layout,
-            "loss_scale": scale.value if scale else None,
-            "good_steps": scale.good_steps if scale else 0,
-            "consumed_samples": self._checkpoints.consumed.before(done),
-            "anomalies": asdict(found) if (found := self._checkpoints.anomalies()) else None,
-            "passed": sorted(map(str, self._checkpoints.passed)),
+            "loss_scale": scale,
+            "good_steps": good_steps,
+            "consumed_samples": checkpoints.loader.consumed.before(done),
+            "anomalies": asdict(found) if (found := checkpoints.anomalies()) else None,
+            "passed": sorted(map(str, checkpoints.passed)),
         }
         oldest = min(self._copies, key=lambda copy: -1 if copy.step is None else copy.step)
-        oldest.write(done, _locals(tensors), facts)
+        oldest.write(done, _locals(checkpoint_tensors(engine)), facts)
 
 
 def _locals(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -263,10 +271,3 @@ def _anomalies(stored: dict[str, Any] | None) -> AnomalyFacts | None:
         return None
     pairs = {name: tuple(map(tuple, stored[name])) for name in ("skipped", "recent")}
     return AnomalyFacts(**{**stored, **pairs})
-
-
-def _key(config: Config) -> str:
-    """Return a checksum of the settings that two attempts must share to exchange states."""
-    sections = config.sections()
-    settings = [sections[name] for name in ("parallel", "model", "precision")]
-    return checksum_of(json.dumps(settings, default=str).encode())

@@ -15,7 +15,7 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.launch.worker_pool import WorkerPool
 from threefold.train.attempt import memory_files
-from threefold.train.memory_copy import KeptStates, MemoryCopy, _key
+from threefold.resilience.memory_copy import KeptStates, MemoryCopy, _key
 
 
 @pytest.fixture

@@ -10,13 +10,12 @@ from socket import gethostname
 import torch
 from torch import Tensor
 
-from threefold.config import Config
-from threefold.data.loader import Loader
-from threefold.errors import HardwareFault, UserError
+from threefold.errors import HardwareFault
 from threefold.parallel.parallelize import TrainableModel
 from threefold.parallel.parameter import axes_of, is_split, offset
 from threefold.parallel.weights import Weight
-from threefold.train.gradient_check import BitHash, Disagreement, GradientCheck, combined
+from threefold.resilience.gradient_check import BitHash, Disagreement, GradientCheck, combined
+from threefold.train.loop import Guard
 from threefold.train.optimizers.base import Entry
 from threefold.train.step import Engine, Optimizer
 
@@ -261,15 +260,13 @@ def identity_of(watched: Sequence[Watched]) -> int:
     return int.from_bytes(digest.digest(), "little") >> 1 or 1
 
 
-class CorruptionWatch:
+class CorruptionWatch(Guard):
     """Watch that compares hashes of weights and optimizer state every `every` steps, and before each checkpoint.
 
-    Every method takes the number of updates made; before an update, the number of the next one. All are collective over
-    the world, except `begin` and, unless gradients are watched, `before_update`.
+    Comparisons are collective over the world, and so is making the watch.
 
     Args:
         engine: engine whose weights and optimizer state are watched.
-        every: steps between two comparisons, at least 1.
         newest: returns the folder of the newest checkpoint, or None; called on every rank.
         gradients: compares the gradients of the watched steps; None to leave them out.
 
@@ -281,11 +278,11 @@ class CorruptionWatch:
     def __init__(
         self,
         engine: Engine,
-        every: int,
         newest: Callable[[], Path | None] = lambda: None,
         gradients: GradientCheck | None = None,
     ) -> None:
-        self._engine, self._every, self._newest, self._gradients = engine, every, newest, gradients
+        self._engine, self._every, self._newest = engine, engine.config.train.watch_every, newest
+        self._gradients = gradients
         self._hash = BitHash(engine.mesh.device)
         groups = torch.tensor([most_groups(engine.model, engine.optimizer)], device=engine.mesh.device)
         self._groups = int(engine.mesh.world.all_reduce_max_(groups))
@@ -296,11 +293,13 @@ class CorruptionWatch:
         self._update, self._compared = 0, -1
         self._gradients_agreed = 0
 
-    def begin(self, step: int) -> None:
-        """Record the state before the first step of this process, or after a rollback."""
-        if step:  # before the first step, other packages' optimizers have no state
-            self._note(step, None)
-        self._gradients_agreed, self._compared = step, -1
+    def before_fit(self, start: int) -> None:
+        if start:  # before the first step, other packages' optimizers have no state
+            self._note(start, None)
+        self._gradients_agreed, self._compared = start, -1
+
+    def after_rollback(self, step: int, start: int, reason: str) -> None:
+        self.before_fit(start)
 
     def is_proved(self, step: int) -> bool:
         """Return whether all comparisons since the checkpoint of `step` updates are made and found no difference."""
@@ -391,27 +390,6 @@ class CorruptionWatch:
             hosts=[each[3] for each in found],
         )
         return explain(finding, self._newest())
-
-
-def make_watch(
-    engine: Engine, loader: Loader, newest: Callable[[], Path | None] = lambda: None
-) -> CorruptionWatch | None:
-    """Return the watch that the engine's config asks for; None for none. Collective over the world."""
-    train = engine.config.train
-    if not train.watch_every:
-        return None
-    gradients = GradientCheck(engine, loader) if train.watch == "gradients" else None
-    return CorruptionWatch(engine, train.watch_every, newest, gradients)
-
-
-def check_device(config: Config) -> None:
-    """Raise a `UserError` unless the device of a resolved config supports what `train.watch` compares."""
-    train = config.train
-    if train.watch_every and train.watch == "gradients" and train.device == "cuda":
-        raise UserError(
-            "train.watch is gradients but on a GPU the same step need not give the same bits twice (train.device is "
-            "cuda); use weights."
-        )
 
 
 def _differ(table: Sequence[Sequence[int]]) -> bool:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from threefold.train.corruption import Finding, Verdict, compare, explain
+from threefold.resilience.corruption import Finding, Verdict, compare, explain
 
 
 def two_columns(rank: int) -> int:

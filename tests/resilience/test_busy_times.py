@@ -1,6 +1,6 @@
 """Which ranks are slow, from how long each has waited."""
 
-from threefold.train.stragglers import find_stragglers
+from threefold.resilience.stragglers import find_stragglers
 
 
 def test_the_rank_that_waits_least_is_slow() -> None:

@@ -1,101 +1,15 @@
-"""RUN/goodput.json: ledger of the time spent by a run, over all its attempts.
+"""Goodput: the callback that keeps the ledger of a run's time, RUN/goodput.json (`threefold.train.attempt`)."""
 
-The file is overwritten in place after each step, evaluation and checkpoint, so it is valid whenever the processes are
-killed. *Goodput* is the share of time in steps made for the first time, as defined in
-https://cloud.google.com/blog/products/ai-machine-learning/goodput-metric-as-measure-of-ml-productivity.
-"""
-
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any
 
-from threefold.checksums import is_intact, seal_text
-from threefold.errors import UserError
-from threefold.files import read_text
 from threefold.output import replace_link
-from threefold.train.attempt import Attempt
+from threefold.train.attempt import GOODPUT_FILE, LEDGER_SIZE, Attempt, Goodput
 from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContext, StepRecord, say
-
-FILE: Final = "goodput.json"
-_SIZE: Final = 1024
-"""Bytes of the file. A kill leaves either the old or the new content, as it lies in one page of the kernel's cache."""
-
-
-@dataclass
-class Goodput:
-    """Seconds of a run over its attempts, without the time between two commands.
-
-    Attributes:
-        steps: seconds in steps made for the first time.
-        repeated: seconds in steps made again after a restart or after resuming from an older checkpoint.
-        evaluating: seconds in evaluations.
-        saving: seconds that steps waited for checkpoints.
-        starting: seconds from the start of a command to its first step.
-        lost: seconds from the last event before each failure to the first step after it.
-        total: seconds of all of these, and of everything in between, such as callbacks.
-        attempts: starts of all ranks.
-        restarts: starts by a launcher after a failure.
-        step: last step that the newest attempt finished, or its starting point.
-        furthest: last step that any attempt finished.
-        at: `time.time()` of the last event.
-    """
-
-    steps: float = 0.0
-    repeated: float = 0.0
-    evaluating: float = 0.0
-    saving: float = 0.0
-    starting: float = 0.0
-    lost: float = 0.0
-    total: float = 0.0
-    attempts: int = 0
-    restarts: int = 0
-    step: int = 0
-    furthest: int = 0
-    at: float = 0.0
-
-    @property
-    def share(self) -> float:
-        """The goodput, from 0 to 1."""
-        return self.steps / self.total if self.total > 0 else 0.0
-
-    def seconds(self) -> dict[str, float]:
-        """Return the parts and the total, rounded to milliseconds."""
-        names = ("steps", "repeated", "evaluating", "saving", "starting", "lost", "total")
-        return {name: round(getattr(self, name), 3) for name in names}
-
-    @classmethod
-    def read(cls, path: Path) -> Self | None:
-        """Read the ledger from a file; None if there is none, or it is damaged."""
-        try:
-            text = read_text(path).rstrip() + "\n"
-            if not is_intact(text):
-                return None
-            held = json.loads(text)
-            values = {each.name: held[each.name] for each in fields(cls)}
-            if not all(type(value) in (int, float) for value in values.values()):
-                return None
-            return cls(**values)
-        except (UserError, ValueError, KeyError, TypeError):
-            return None
-
-    def text(self) -> bytes:
-        """Return the file's content, always of the same size."""
-        return seal_text(json.dumps(asdict(self), indent=2)).encode().ljust(_SIZE - 1) + b"\n"
-
-
-@dataclass
-class _Clock:
-    last: float = field(default_factory=time.perf_counter)
-
-    def lap(self) -> float:
-        now = time.perf_counter()
-        passed, self.last = now - self.last, now
-        return passed
 
 
 class GoodputLedger(Callback):
@@ -103,12 +17,12 @@ class GoodputLedger(Callback):
 
     @classmethod
     def for_run(cls, run: RunContext) -> Callback:
-        return cls(run.run_dir / FILE, run.attempt, say)
+        return cls(run.run_dir / GOODPUT_FILE, run.attempt, say)
 
     def __init__(self, path: Path, attempt: Attempt, say: Callable[[str], None]) -> None:
         self.path, self.attempt, self.say = path, attempt, say
         self.goodput = Goodput()
-        self._clock, self._started = _Clock(), False
+        self._last, self._started = time.perf_counter(), False
         self._descriptor: int | None = None
         self._saving = self._reported = False
 
@@ -123,7 +37,7 @@ class GoodputLedger(Callback):
         with self._failures_reported():
             # Non-blocking, as a FIFO of this name would block the run.
             self._descriptor = os.open(replace_link(self.path), os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o644)
-            os.ftruncate(self._descriptor, _SIZE)
+            os.ftruncate(self._descriptor, LEDGER_SIZE)
         self._write()
 
     def before_step(self, step: int, batch: Any) -> None:
@@ -186,11 +100,12 @@ class GoodputLedger(Callback):
             goodput.lost += passed
         else:
             goodput.starting += passed
-        self._clock.lap()
+        self._last = time.perf_counter()
 
     def _pass(self) -> float:
         """Add the time since the last event to the total, and return it."""
-        passed = self._clock.lap()
+        now = time.perf_counter()
+        passed, self._last = now - self._last, now
         self.goodput.total += passed
         return passed
 

@@ -12,8 +12,8 @@ from tests.support.parity import Case, make_engine, shard_of
 from tests.support.sweep import sweep
 from threefold.errors import HardwareFault
 from threefold.launch.worker_pool import WorkerPool
-from threefold.train.corruption import CorruptionWatch, Watched, watched_tensors
-from threefold.train.divergence import DivergenceError
+from threefold.resilience.corruption import CorruptionWatch, Watched, watched_tensors
+from threefold.errors import DivergenceError
 from threefold.train.step import Engine
 
 HYBRID = (("parallel.zero", 1), ("parallel.zero_shards", 2))

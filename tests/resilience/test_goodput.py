@@ -10,7 +10,7 @@ from tests.train.support import record
 from threefold.train.attempt import Attempt
 from threefold.train.callbacks.base import EvaluationRecord
 from threefold.train.callbacks.metrics import MetricsFile, read_metrics_file
-from threefold.train.goodput import Goodput, GoodputLedger
+from threefold.resilience.goodput import GoodputLedger
 
 
 def ledger(path: Path, attempt: Attempt, warnings: list[str] | None = None) -> GoodputLedger:

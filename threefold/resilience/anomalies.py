@@ -1,0 +1,296 @@
+"""Bad steps (non-finite loss or gradient, or a spike): detect them, find their origin, and stop, skip or roll back.
+
+A *fault policy* chooses among the three: a function that gets a `Fault` and returns an `Action`. It is one function here
+and one row in `config/fault_policies.py`, or an entry point of the group `threefold.fault_policies` in another package,
+or an import path. All ranks call it with equal values and must get the same answer.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+from threefold.checkpoint.manifest import AnomalyFacts
+from threefold.config import Config
+from threefold.config.data import StepRanges
+from threefold.config.fault_policies import ON_NAN, ON_SPIKE
+from threefold.data.loader import Loader
+from threefold.data.samples import ConsumedSamples
+from threefold.errors import DivergenceError, HardwareFault, UserError
+from threefold.files import shown
+from threefold.plugins import one_of
+from threefold.resilience.diagnosis import diagnose
+from threefold.train.callbacks.base import StepRecord
+from threefold.train.loop import BadStep, Guard, Response
+from threefold.train.saving import SafeSaving
+from threefold.train.step import Engine
+
+Kind = Literal["nan", "spike"]
+Action = Literal["stop", "skip", "rollback"]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Bad step, as a fault policy sees it; the same on every rank.
+
+    Attributes:
+        kind: `nan` for a loss, gradient norm or state that is not finite, `spike` for a spike.
+        step: 1 for the first.
+        reason: why the step is bad, in words.
+        is_reproducible: whether a second run of the step was bad too, or gave the same bits; True for a spike.
+        updated: whether the update was made, so that the state itself is bad and skipping does not help.
+        skips: steps that the run has skipped so far.
+        consecutive: those of them directly before this one.
+        rollbacks: rollbacks that the run has made so far.
+    """
+
+    kind: Kind
+    step: int
+    reason: str
+    is_reproducible: bool = True
+    updated: bool = False
+    skips: int = 0
+    consecutive: int = 0
+    rollbacks: int = 0
+
+
+FaultPolicy = Callable[[Fault], Action]
+
+
+def stop(fault: Fault) -> Action:
+    """End the run, with a sentence that says where the bad value began."""
+    return "stop"
+
+
+def skip(fault: Fault) -> Action:
+    """Make no update in this step, and continue with the next."""
+    return "skip"
+
+
+def rollback(fault: Fault) -> Action:
+    """Load the last good checkpoint, skip the steps since then, and continue."""
+    return "rollback"
+
+
+class SpikeDetector:
+    """Detector of loss and gradient-norm spikes, relative to the medians of the last steps that made an update.
+
+    Args:
+        factor: multiple of a median above which a step is a spike; None to detect none.
+        window: number of steps of the medians; until that many have been seen, no step is a spike.
+        recent: these steps so far, from a checkpoint.
+
+    Attributes:
+        recent: loss and gradient norm of these steps, the newest last; empty without a factor.
+    """
+
+    def __init__(self, factor: float | None, window: int, recent: Iterable[tuple[float, float]] = ()) -> None:
+        self.factor, self.window = factor, window
+        self.recent: deque[tuple[float, float]] = deque(maxlen=window)
+        self.restore(recent)
+
+    def reason(self, loss: float, norm: float) -> str:
+        """Return why a step is a spike, as a clause; empty if it is none."""
+        if self.factor is None or len(self.recent) < self.window:
+            return ""
+        for name, value, known in zip(
+            ("loss", "gradient norm"), (loss, norm), zip(*self.recent, strict=True), strict=True
+        ):
+            usual = median(known)
+            if value > self.factor * usual > 0:
+                return (
+                    f"the {name} is {value:g}, more than {self.factor:g} (train.spike_factor) times {usual:g}, its "
+                    f"median over the last {self.window} steps"
+                )
+        return ""
+
+    def add(self, loss: float, norm: float) -> None:
+        """Add a step that made an update."""
+        if self.factor is not None:
+            self.recent.append((loss, norm))
+
+    def restore(self, recent: Iterable[tuple[float, float]]) -> None:
+        """Continue from the steps recorded in a checkpoint."""
+        self.recent.clear()
+        if self.factor is not None:
+            self.recent.extend(recent)
+
+
+class AnomalyPolicy:
+    """Policy of `data.skip_steps`, `train.on_nan` and `train.on_spike` with their limits, and its counters.
+
+    A skipped step makes no update and leaves the optimizer state unchanged, including the step count of Adam's bias
+    correction. The global step counter advances, so all other steps keep their learning rate, samples and dropout.
+
+    Args:
+        config: resolved config.
+        facts: record of the run's bad steps up to its starting point; None for a new run.
+
+    Raises:
+        UserError: a fault policy of another package cannot be imported.
+    """
+
+    def __init__(self, config: Config, facts: AnomalyFacts | None = None) -> None:
+        facts = facts or AnomalyFacts()
+        self._train, self._on_purpose = config.train, config.data.skipped
+        self._chosen: dict[Kind, FaultPolicy] = {
+            "nan": ON_NAN.load(config.train.on_nan),
+            "spike": ON_SPIKE.load(config.train.on_spike),
+        }
+        self._rolled_back = StepRanges(facts.skipped)
+        self._bad: dict[int, str] = {}
+        self._skips, self._consecutive, self._rollbacks = facts.skips, facts.consecutive, facts.rollbacks
+        self.spikes = SpikeDetector(config.train.spike_factor, config.train.spike_window, facts.recent)
+
+    def facts(self) -> AnomalyFacts | None:
+        """Return the state to store in a checkpoint; None if there is nothing to remember."""
+        facts = AnomalyFacts(
+            self._rolled_back.ranges, self._skips, self._consecutive, self._rollbacks, tuple(self.spikes.recent)
+        )
+        return None if facts == AnomalyFacts() else facts
+
+    def skipped_for(self, step: int) -> str:
+        """Return why a step (1 for the first) is skipped without reading its samples; empty if it is not."""
+        if (found := self._on_purpose.around(step)) is not None:
+            return f"data.skip_steps has {_words(found)}"
+        if step in self._bad:
+            return self._bad[step]
+        if (found := self._rolled_back.around(step)) is not None:
+            return f"a rollback skips {_words(found)}"
+        return ""
+
+    def next_step(self, step: int) -> int:
+        """Return the first step from `step` on that is not skipped."""
+        return StepRanges.of([*self._on_purpose.ranges, *self._rolled_back.ranges]).next_outside(step)
+
+    @property
+    def may_roll_back(self) -> bool:
+        """Whether a state that is not finite may lead to a rollback."""
+        return self._train.on_nan not in ("stop", "skip")
+
+    def action(self, kind: Kind, step: int, reason: str, is_reproducible: bool = True, updated: bool = False) -> Action:
+        """Return what the chosen policy answers to a bad step; raise a `UserError` if that is no action."""
+        counts = self._skips, self._consecutive, self._rollbacks
+        found = self._chosen[kind](Fault(kind, step, reason, is_reproducible, updated, *counts))
+        if found not in ("stop", "skip", "rollback"):
+            raise UserError(
+                f"train.on_{kind} is {shown(self.name(kind))}, which answers {shown(repr(found))} at step {step} but "
+                f"must answer {one_of(found, ['stop', 'skip', 'rollback'])}."
+            )
+        return found
+
+    def name(self, kind: Kind) -> str:
+        """Return the name of the chosen policy."""
+        return self._train.on_nan if kind == "nan" else self._train.on_spike
+
+    def updated(self, loss: float, norm: float) -> None:
+        """Count a step that made an update."""
+        self._consecutive = 0
+        self.spikes.add(loss, norm)
+
+    def skip(self, kind: Kind) -> str:
+        """Count a skipped step; return the limit that it exceeds, as a clause, or an empty string."""
+        self._skips += 1
+        self._consecutive += 1
+        in_a_row, most = self._train.max_consecutive_skips, self._train.max_skipped_steps
+        begins = f"train.on_{kind} is {self.name(kind)}, and train."
+        if self._consecutive > in_a_row:
+            return f"{begins}max_consecutive_skips allows {in_a_row} skipped steps in a row"
+        return f"{begins}max_skipped_steps allows {most} skipped steps in a run" if self._skips > most else ""
+
+    def roll_back(self, kind: Kind) -> str:
+        """Count a rollback; return the limit that it exceeds, as a clause, or an empty string."""
+        self._rollbacks += 1
+        most = self._train.max_rollbacks
+        begins = f"train.on_{kind} is {self.name(kind)}, and train."
+        return f"{begins}max_rollbacks allows {most}" if self._rollbacks > most else ""
+
+    def rolled_back(self, step: int, start: int, reason: str, facts: AnomalyFacts | None) -> None:
+        """Mark the steps that led to bad `step` as skipped, after loading the checkpoint of `start` updates."""
+        count = self._train.rollback_steps
+        first = start + 1 if count is None else max(start + 1, step - count + 1)
+        self._rolled_back = self._rolled_back.with_range(first, step)
+        self._bad[step] = f"a rollback to step {start} skips {_words((first, step))}: {reason}"
+        self._consecutive = 0
+        self.spikes.restore(() if facts is None else facts.recent)
+
+
+def _words(found: tuple[int, int]) -> str:
+    first, last = found
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+class BadSteps(Guard):
+    """Guard that skips steps on purpose, refuses spikes, and follows the fault policies when a step is bad."""
+
+    def __init__(self, engine: Engine, loader: Loader, saving: SafeSaving, policy: AnomalyPolicy) -> None:
+        self._engine, self._loader, self._saving, self._policy = engine, loader, saving, policy
+        self.checks_state = policy.may_roll_back
+
+    def skipped_for(self, step: int) -> str:
+        return self._policy.skipped_for(step)
+
+    def next_step(self, step: int) -> int:
+        return self._policy.next_step(step)
+
+    def refuses(self, loss: float, norm: float) -> str:
+        return self._policy.spikes.reason(loss, norm)
+
+    def after_step(self, record: StepRecord) -> None:
+        if not record.skipped:
+            self._policy.updated(record.loss, record.grad_norm)
+
+    def respond(self, bad: BadStep) -> Response:
+        """Follow `train.on_spike`, or diagnose a loss or gradient norm that is not finite and follow `train.on_nan`.
+
+        Raises:
+            DivergenceError: the run must end.
+            HardwareFault: the run must end, and a second run of the step was finite.
+        """
+        if bad.error is None:
+            return self._follow("spike", bad.step, bad.refused, [])
+        found = diagnose(self._engine, self._loader, bad.batch, bad.step - 1, bad.loss, bad.streams)
+        reason = "; ".join([bad.error.what, *found.clauses()])
+        if found.is_reproducible:
+            return self._follow("nan", bad.step, reason, [bad.error.advice])
+        action = self._policy.action("nan", bad.step, reason, is_reproducible=False)
+        if action == "stop":
+            ended = f"Training diverged at step {bad.step}: {reason}; {self._saving.kept()}."
+            raise HardwareFault(ended, tuple(found.differing), bad.step - 1)
+        return self._do(action, "nan", bad.step, reason, [])
+
+    def check_state(self, step: int) -> Response | None:
+        """Roll back if weights or optimizer state are not finite after `step`; otherwise leave it to the save."""
+        if self._saving.store.is_finite():
+            return None
+        reason = "weights or optimizer state are not finite after it"
+        if self._policy.action("nan", step, reason, updated=True) != "rollback":
+            return None  # the save says so
+        return self._do("rollback", "nan", step, reason, [])
+
+    def _follow(self, kind: Kind, step: int, reason: str, advice: list[str]) -> Response:
+        return self._do(self._policy.action(kind, step, reason), kind, step, reason, advice)
+
+    def _do(self, action: Action, kind: Kind, step: int, reason: str, advice: list[str]) -> Response:
+        """Skip or roll back, unless a limit is exceeded; `advice` are further clauses of the error."""
+        begins = f"Training {'diverged' if kind == 'nan' else 'was stopped'} at step {step}: {reason}"
+        if action == "stop":
+            raise self._ended(begins, *advice)
+        if limit := self._policy.skip(kind) if action == "skip" else self._policy.roll_back(kind):
+            raise self._ended(begins, limit, *advice)
+        if action == "skip":
+            return Response(reason)
+        path = self._saving.roll_back()
+        if path is None:
+            name = self._policy.name(kind)
+            rule = f"train.on_{kind} is {name}, and there is no good checkpoint to go back to"
+            raise self._ended(begins, rule, *advice)
+        facts = self._saving.store.load(path)
+        size = self._engine.config.train.global_batch_size
+        self._loader.consumed = ConsumedSamples(size, facts.step, facts.consumed_samples)
+        self._policy.rolled_back(step, facts.step, reason, facts.anomalies)
+        return Response(reason, facts.step)
+
+    def _ended(self, *clauses: str) -> DivergenceError:
+        return self._saving.explained("; ".join(clauses).removesuffix("."))

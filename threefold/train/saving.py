@@ -1,0 +1,416 @@
+"""Saving of a run: which checkpoints are made, kept and gone back to, so that a good one always remains."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from threefold.checkpoint.background import BackgroundSaver, Mirror, Written
+from threefold.checkpoint.errors import DamagedCheckpoint
+from threefold.checkpoint.folder import CONFIG, TOKENIZER, Checkpoint, complete, model_files, prune
+from threefold.checkpoint.manifest import AnomalyFacts, Facts, read_manifest
+from threefold.checkpoint.remote import RemoteCheckpoints
+from threefold.checkpoint.save import save_checkpoint, set_aside_checkpoint
+from threefold.checkpoint.writer import WRITER, record_of
+from threefold.data.chat_template import CONFIG_FILE
+from threefold.data.content_checksums import Content
+from threefold.data.dataset import Dataset
+from threefold.data.loader import Loader
+from threefold.data.samples import ConsumedSamples
+from threefold.errors import DivergenceError, UserError
+from threefold.files import read_text
+from threefold.huggingface.tensor_files import PREFIX, carried_by
+from threefold.models.source import file_source
+from threefold.torch_private.tensors import foreach_norm
+from threefold.train.callbacks.base import EvaluationRecord, StepRecord, say
+from threefold.train.state import checkpoint_tensors, engine_tensors, loss_scale_facts, restore_engine
+from threefold.train.step import Engine
+from threefold.train.stop import RunClock
+
+
+@dataclass(frozen=True)
+class StartingPoint:
+    """State that a run starts from, once its engine holds it.
+
+    Attributes:
+        step: updates made.
+        consumed: training samples consumed before each step from here on.
+        lines: lines to print.
+        resumed: the run's own checkpoint that it resumes from; None if there is none.
+        carried: checkpoint whose sidecar files the run's own checkpoints get; on the first rank alone.
+        passed: folders of damaged checkpoints that were skipped.
+        anomalies: record of the run's bad steps.
+        is_unsaved: whether the state is newer than every checkpoint.
+    """
+
+    step: int
+    consumed: ConsumedSamples
+    lines: list[str]
+    resumed: Checkpoint | None = None
+    carried: Checkpoint | None = None
+    passed: frozenset[Path] = frozenset()
+    anomalies: AnomalyFacts | None = None
+    is_unsaved: bool = False
+
+    @property
+    def evaluation_missed(self) -> bool:
+        """Whether the run ended before an evaluation that was due here."""
+        return self.resumed is not None and self.resumed.facts.evaluation_missed
+
+
+class SafeSaving:
+    """Save due checkpoints, and never replace a good checkpoint with one of a diverged model.
+
+    A checkpoint is good once its weights have given a finite loss, in a step that was not skipped or in an evaluation:
+    a bad update shows in the next loss. Hence
+
+    - a save that is due while steps are skipped, or after a loss that is not finite, waits for the next good step;
+    - older checkpoints are deleted only when the new one is complete, good, and proved by `is_proved`, given its step;
+    - when the run diverges, a checkpoint that no good step followed is renamed; a resumed run starts from the one
+      before.
+
+    All ranks see the same losses and make the same decisions.
+    """
+
+    def __init__(self, store: "Checkpoints", is_proved: Callable[[int], bool] = lambda step: True) -> None:
+        self.store, self._is_proved = store, is_proved
+        self._due, self._healthy = False, True
+        self._unproved: int | None = None
+        self._tried: Path | None = None
+        self._newest: int | None = None
+        """Step of a checkpoint that a good step followed, while older ones are kept."""
+        self._has_good_steps = False
+
+    def after_step(self, record: StepRecord) -> None:
+        """Record a step; call it directly after the step."""
+        self._healthy = not record.skipped
+        if self._healthy:
+            self._has_good_steps, self._tried = True, None
+            self._prove()
+
+    def after_evaluation(self, record: EvaluationRecord) -> None:
+        """Record the validation loss."""
+        self._healthy = self._healthy and isfinite(record.loss)
+
+    def will_save(self, due: bool) -> bool:
+        """Return whether `save` would save now: a checkpoint is or was due, and the last loss was finite."""
+        return (self._due or due) and self._healthy
+
+    def save(self, step: int, due: bool) -> Path | None:
+        """Save after `step` updates if a checkpoint is or was due and the last loss was finite; return its folder.
+
+        A checkpoint that could not be written is tried again when the next one is due.
+
+        Raises:
+            DivergenceError: the weights are not finite.
+        """
+        self._due = self._due or due
+        return self._save(step) if self.will_save(due) else None
+
+    def finish(self) -> Written | None:
+        """Wait for the checkpoint being written in the background; return it once if complete. Collective."""
+        written = self.store.finish()
+        if written is None or written.failure is None:
+            return written
+        if self._unproved == written.step:
+            self._unproved = None
+        return None
+
+    def save_last(self, step: int, loss: Callable[[], float], evaluation_missed: bool = False) -> Path:
+        """Save the checkpoint after the last step of this process, which no later step can prove good, so `loss` does.
+
+        Raises:
+            DivergenceError: weights or loss are not finite.
+            UserError: on every rank, if the checkpoint cannot be written.
+        """
+        value = loss()
+        if not isfinite(value):
+            raise self.explained(f"Training diverged at step {step}: the loss of the weights after it is {value:g}")
+        path = self._save(step, True, evaluation_missed)
+        assert path is not None  # the last save raises instead
+        if self._healthy:  # otherwise the weights are only known to be unchanged since the last good step
+            self._prove()
+        return path
+
+    def roll_back(self) -> Path | None:
+        """Return the checkpoint to load after a bad step, the newest one; None if there is none.
+
+        If the newest was already loaded like this and no good step followed, set it aside and return the one before it.
+        """
+        self.finish()
+        found = self.store.newest()
+        if found is not None and found == self._tried:
+            moved = self.store.set_aside(int(found.name.partition(".")[0].rpartition("_")[2]))
+            if moved is None:
+                return None
+            self._unproved, found = None, moved[1]
+        if found is not None:
+            self._tried, self._due, self._healthy = found, False, False
+        return found
+
+    def kept(self) -> str:
+        """Return a clause with the checkpoint to resume from after a hardware fault, which casts doubt on none."""
+        newest = self.store.newest()
+        return f"--resume starts from {newest}" if newest else "there is no checkpoint to resume from"
+
+    def explained(self, message: str) -> DivergenceError:
+        """Return the error with the checkpoint to resume from; set aside a checkpoint that no good step followed."""
+        self.finish()
+        if self._unproved is not None and (moved := self.store.set_aside(self._unproved)):
+            aside, older = moved
+            return DivergenceError(
+                f"{message}; no good step followed the newest checkpoint, which is {aside} now, so --resume starts "
+                f"from {older}."
+            )
+        whole = self.store.whole()
+        if not whole or (self._has_good_steps and self._unproved is None):
+            return DivergenceError(f"{message}; {self.kept()}.")
+        ways = f"remove it to resume from {whole[-2]}" if len(whole) > 1 else "start a new run in another folder"
+        return DivergenceError(f"{message}; no good step followed {whole[-1]}: {ways}.")
+
+    def _save(self, step: int, last: bool = False, evaluation_missed: bool = False) -> Path | None:
+        if not self.store.is_finite():
+            raise self.explained(
+                f"Training diverged at step {step}: weights or optimizer state are not finite after it"
+            )
+        self._due = False
+        path = self.store.save(step, last, evaluation_missed)
+        if path is not None:
+            self._unproved = step
+        return path
+
+    def _prove(self) -> None:
+        if self._unproved is not None:
+            self._newest, self._unproved = self._unproved, None
+        if self._newest is not None and self._is_proved(self._newest):
+            self.store.prune(self._newest)
+            self._newest = None
+
+
+class FailureWarning:
+    """Warning printed when something begins to fail, ending with its `consequence`; again only after a success."""
+
+    def __init__(self, prints: bool, consequence: str) -> None:
+        self._prints, self._consequence, self._failing = prints, consequence, False
+
+    def failed(self, sentence: str) -> None:
+        """Report a failure, described by a sentence."""
+        if self._prints and not self._failing:
+            say(f"Warning: {sentence.removesuffix('.')}; {self._consequence}.")
+        self._failing = True
+
+    def worked(self) -> None:
+        """Report a success, so that the next failure is printed."""
+        self._failing = False
+
+
+_LONG_WAIT: Final = 1.0
+"""Seconds of waiting for the previous checkpoint above which a warning is printed."""
+
+
+class Checkpoints:
+    """Checkpoints of a run: saved, gone back to, pruned and mirrored. Collective over the world.
+
+    Args:
+        loader: training samples, whose consumed number a checkpoint records.
+        dataset: training data, with its tokenizer if it has one.
+        start: starting point of the run.
+        contents: returns the checksums of each corpus.
+        anomalies: returns the record of the run's bad steps.
+        background: writes the checkpoints other than the last; None to wait for each.
+        clock: hears how long saves take; None if nothing depends on the time.
+
+    Attributes:
+        passed: folders of damaged checkpoints that were skipped on resuming.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        engine: Engine,
+        loader: Loader,
+        dataset: Dataset,
+        start: StartingPoint,
+        contents: Callable[[], tuple[Content, ...]],
+        anomalies: Callable[[], AnomalyFacts | None],
+        background: BackgroundSaver | None = None,
+        clock: RunClock | None = None,
+    ) -> None:
+        self.run_dir, self.engine, self.loader, self.passed = run_dir, engine, loader, start.passed
+        self.anomalies, self.is_background = anomalies, background is not None
+        self._config, self._dataset, self._contents = engine.config, dataset, contents
+        self._background, self._clock = background, clock
+        first, tries = engine.mesh.world.is_first, "training continues, and the next checkpoint that is due tries again"
+        self._saving, self._pruning = FailureWarning(first, tries), FailureWarning(first, "training continues")
+        self._waiting = FailureWarning(first, "save less often (checkpoint.every) to spare that")
+        self._mirror = self._open_mirror() if first else None
+        self._sizes = dataset.sizes()
+        self._texts = self._sidecar_texts(start.carried) if first else {}
+        if clock is not None:
+            held = sum(tensor.numel() * tensor.itemsize for tensor in engine_tensors(engine).values())
+            clock.begin(held * engine.mesh.pp.size)
+
+    def save(self, step: int, last: bool = False, evaluation_missed: bool = False) -> Path | None:
+        """Save a checkpoint after `step` updates, in the background if the config says so; return its folder.
+
+        The `last` one is waited for; if it cannot be written, a `UserError` is raised on every rank. For any other one,
+        None is returned and the run continues.
+        """
+        begun = time.monotonic()
+        if self._clock is not None:
+            self._clock.saving()
+        tensors = checkpoint_tensors(self.engine)
+        texts = self._texts | {WRITER: record_of(self._config.parallel).text}
+        if self._background is not None and not last:
+            return self._background.save(self.run_dir, self._facts(step, evaluation_missed), tensors, texts)
+        try:
+            facts = self._facts(step, evaluation_missed)
+            path = save_checkpoint(self.run_dir, facts, tensors, texts, self.engine.mesh.world)
+        except UserError as error:
+            if last:
+                raise
+            self._saving.failed(str(error))
+            return None
+        self._complete(step, path, time.monotonic() - begun)
+        return path
+
+    def finish(self) -> Written | None:
+        """Wait for the checkpoint being written in the background; warn if it failed; return it once, else None."""
+        if self._background is None:
+            return None
+        begun = time.monotonic()
+        written, waited = self._background.wait(), time.monotonic() - begun
+        if written is None:
+            return None
+        if waited > _LONG_WAIT:
+            self._waiting.failed(
+                f"The checkpoint of step {written.step} was still being written {waited:.1f} s after the next was due, "
+                "for which the ranks have waited"
+            )
+        if written.failure is not None:
+            self._saving.failed(str(written.failure))
+        else:
+            self._complete(written.step, written.path, written.seconds)
+        return written
+
+    def end(self, seconds: float | None = None) -> None:
+        """End the background writes, within this many seconds; None to wait until they are done."""
+        if self._background is not None and self._background.end(seconds):
+            self.finish()
+        if self._mirror is not None:
+            self._mirror.end(seconds)
+
+    def prune(self, step: int) -> None:
+        """Delete, on the first rank, checkpoints up to `step` that `checkpoint.keep` and `keep_every` do not keep."""
+        if not self.engine.mesh.world.is_first:
+            return
+        if self._background is not None:  # only with the checkpoint of `step` complete are older ones superfluous
+            self._background.then(lambda: self._prune(step))
+        else:
+            self._prune(step, self.engine.mesh.heartbeat.progress)
+
+    def _prune(self, step: int, progress: Callable[[], None] = lambda: None) -> None:
+        settings, used = self._config.checkpoint, frozenset() if self._mirror is None else self._mirror.in_use
+        try:
+            prune(self.run_dir, settings.keep, step, self.passed | used, settings.keep_every, progress)
+            self._pruning.worked()
+        except OSError as error:
+            self._pruning.failed(f"An old checkpoint of {self.run_dir} cannot be deleted ({error})")
+
+    def whole(self) -> list[Path]:
+        """Return the folders of the complete checkpoints, oldest first."""
+        self.finish()
+        return [checkpoint.path for checkpoint in complete(self.run_dir)]
+
+    def newest(self) -> Path | None:
+        """Return the folder of the newest complete checkpoint; None if there is none."""
+        return next(reversed(self.whole()), None)
+
+    def set_aside(self, step: int) -> tuple[Path, Path] | None:
+        """Rename the checkpoint of `step` so that no run resumes from it, also at the remote address.
+
+        Returns its new folder and the next older one; None if it is the only checkpoint, which then stays.
+        """
+        self.finish()
+        moved = set_aside_checkpoint(self.run_dir, step, self.engine.mesh.world)
+        if moved is not None and self._mirror is not None:
+            self._mirror.remove(step, self.engine.mesh.heartbeat.progress)
+        return moved
+
+    def is_finite(self) -> bool:
+        """Return whether weights and optimizer state are finite on every rank."""
+        optimizer = self.engine.optimizer
+        tensors = [weight.master.detach() for weight in self.engine.model.weights]
+        tensors += [value for _, _, value in optimizer.states()]
+        filled = [tensor for tensor in tensors if tensor.numel()]
+        largest = torch.stack([norm.double().to(self.engine.mesh.device) for norm in foreach_norm(filled, torch.inf)])
+        bad = (~largest.isfinite()).sum()
+        return int(self.engine.mesh.world.all_reduce_(bad)) == 0
+
+    def load(self, path: Path) -> Facts:
+        """Load one of the run's checkpoints and return its facts; raise a `UserError` on every rank if that fails."""
+        try:
+            checkpoint = Checkpoint(path, read_manifest(path).facts)
+            restore_engine(self.engine, checkpoint)
+        except DamagedCheckpoint as damage:
+            raise UserError(
+                f"The run cannot go back to {path}, which is damaged ({damage.reason}); remove it and use --resume."
+            ) from None
+        return checkpoint.facts
+
+    def _complete(self, step: int, path: Path, seconds: float) -> None:
+        self._saving.worked()
+        self.passed -= {path}  # it replaced a damaged one
+        if self._clock is not None:
+            self._clock.saved(seconds)
+        if self._mirror is not None:
+            self._mirror.add(step, path)
+
+    def _open_mirror(self) -> Mirror | None:
+        settings = self._config.checkpoint
+        if settings.remote is None:
+            return None
+        told = FailureWarning(True, "training continues, and the next checkpoint is copied there again")
+        return Mirror(RemoteCheckpoints(settings.remote), settings.keep, settings.keep_every, told.failed, told.worked)
+
+    def _sidecar_texts(self, carried: Checkpoint | None) -> dict[str, str]:
+        """Return the text files of a checkpoint: config, model files, tokenizer, and what `carried` has beyond them."""
+        config, dataset = self._config, self._dataset
+        # Resolve every setting of model and data, which the weights depend on; keep the others as given.
+        texts = {CONFIG: config.to_yaml_as_given(("model", "data"), kept=("train.max_steps",))}
+        if config.model.file:
+            texts |= {name: read_text(file) for name, file in model_files(file_source(config.model).path).items()}
+        if dataset.tokenizer_file is not None:
+            texts[TOKENIZER] = dataset.tokenizer_file.read_text(encoding="utf-8")
+        if dataset.template is not None:
+            texts |= {PREFIX + name: text for name, text in dataset.template.files().items()}
+        if carried is None:
+            return texts
+        found = carried_by(carried.path)
+        # A tokenizer.json of the data is the same; the checkpoint's settings are more complete.
+        return found | texts | {name: text for name, text in found.items() if name == PREFIX + CONFIG_FILE}
+
+    def _facts(self, step: int, evaluation_missed: bool) -> Facts:
+        dataset = self._dataset
+        scale, good_steps = loss_scale_facts(self.engine)
+        return Facts(
+            step=step,
+            consumed_samples=self.loader.consumed.before(step),
+            seed=self._config.train.seed,
+            eod=dataset.eod,
+            tokenizer_sha256=dataset.tokenizer_sha256,
+            tokens=sum(tokens for tokens, _ in self._sizes),
+            documents=sum(documents for _, documents in self._sizes),
+            corpora=self._sizes,
+            special_tokens=None if dataset.rule.is_assumed else dataset.rule.special_tokens,
+            beginning=dataset.rule.beginning,
+            contents=self._contents(),
+            loss_scale=scale,
+            good_steps=good_steps,
+            anomalies=self.anomalies(),
+            evaluation_missed=evaluation_missed,
+        )
