@@ -10,11 +10,13 @@ import pytest
 from tests.support.mistakes import Patch, patched, replace
 from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, same, train_rank
+from threefold.checkpoint.folder import Checkpoint
 from threefold.data.loader import Loader
 from threefold.launch.worker_pool import WorkerPool
 from threefold.parallel import gradient_step
-from threefold.train import step as engine
-from threefold.train.state import Checkpoints
+from threefold.train import run as entry_point
+from threefold.train import step as step_module
+from threefold.train.step import Engine
 
 HALF, WHOLE, BATCH = 3, 6, 48
 
@@ -60,16 +62,15 @@ def position_counted_in_samples_of_a_replica() -> list[Patch]:
 
 
 def _restored_without(*names: str) -> list[Patch]:
-    restore = Checkpoints.restore
+    restore = entry_point.restore_engine
 
-    def restored(self: Checkpoints, *args: Any) -> int:
-        step = restore(self, *args)
-        for _, name, value in self.engine.optimizer.states():
+    def restored(engine: Engine, checkpoint: Checkpoint) -> None:
+        restore(engine, checkpoint)
+        for _, name, value in engine.optimizer.states():
             if name in names:
                 value.zero_()
-        return step
 
-    return [replace(Checkpoints, "restore", restored)]
+    return [replace(entry_point, "restore_engine", restored)]
 
 
 def adam_counts_its_updates_anew() -> list[Patch]:
@@ -81,8 +82,8 @@ def moments_of_adam_forgotten() -> list[Patch]:
 
 
 def warm_up_and_decay_start_anew() -> list[Patch]:
-    rate = engine.learning_rate
-    return [replace(engine, "learning_rate", lambda step, config: rate(step - HALF, config))]
+    rate = step_module.learning_rate
+    return [replace(step_module, "learning_rate", lambda step, config: rate(step - HALF, config))]
 
 
 def dropout_masks_start_anew() -> list[Patch]:
@@ -91,15 +92,14 @@ def dropout_masks_start_anew() -> list[Patch]:
 
 
 def masters_from_the_narrow_weights() -> list[Patch]:
-    restore = Checkpoints.restore
+    restore = entry_point.restore_engine
 
-    def restored(self: Checkpoints, *args: Any) -> int:
-        step = restore(self, *args)
-        for entry in self.engine.optimizer.entries:
+    def restored(engine: Engine, checkpoint: Checkpoint) -> None:
+        restore(engine, checkpoint)
+        for entry in engine.optimizer.entries:
             entry.master.detach().copy_(entry.leaf.detach())
-        return step
 
-    return [replace(Checkpoints, "restore", restored)]
+    return [replace(entry_point, "restore_engine", restored)]
 
 
 def resumed(mistake: Callable[[], list[Patch]], run: Run, folder: Path) -> None:

@@ -14,7 +14,7 @@ from threefold.checkpoint.folder import newest
 from threefold.data.dataset import open_dataset
 from threefold.launch.worker_pool import WorkerPool
 from threefold.train.callbacks.metrics import read_metrics
-from threefold.train.state import Checkpoints
+from threefold.train.state import load_weights, restore_engine
 
 HALF, WHOLE = 3, 6
 
@@ -197,10 +197,9 @@ def tied_copy_after_loading(run: Run, folder: Path, warm: bool) -> dict[str, byt
     """The bits of the tied weight as this rank computes with it and updates it, and of its moments, straight after a
     checkpoint was loaded; empty on a rank that has no copy."""
     engine = engine_of(run.config)
-    checkpoints = Checkpoints(folder, engine, run.config, open_dataset(run.config))
     newest_one = newest(folder)
     assert newest_one is not None
-    checkpoints.start_from(newest_one) if warm else checkpoints.restore(newest_one)
+    (load_weights if warm else restore_engine)(engine, newest_one)
     found = {}
     for entry in engine.optimizer.entries:
         if entry.name == "embed.tokens.weight":

@@ -173,6 +173,7 @@ def names(evil: Path) -> dict[str, Any]:
     """The settings that name code, as a stored config has them."""
     return {
         "optimizer__name": f"{evil}:Thing",
+        "train__on_nan": f"{evil}:Thing",
         "train__callbacks": [{"name": f"{evil}:Thing", "key": 1}],
         "data__path": f"{evil}:Thing",
     }
@@ -198,7 +199,9 @@ def test_no_setting_of_a_stored_config_runs_code_when_its_checkpoint_is_opened(
         assert not ran.exists(), command
 
 
-@pytest.mark.parametrize("key", ["model__file", "optimizer__name", "train__callbacks", "data__path", "data__mixture"])
+@pytest.mark.parametrize(
+    "key", ["model__file", "optimizer__name", "train__on_nan", "train__callbacks", "data__path", "data__mixture"]
+)
 def test_a_stored_config_names_no_code(
     threefold: Command, own: Path, honest: Path, ran: Path, tmp_path: Path, key: str
 ) -> None:

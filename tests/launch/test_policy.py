@@ -10,8 +10,8 @@ from threefold.config import Config
 from threefold.errors import HardwareFault, UserError
 from threefold.launch.failure import RankFailed, from_exception, from_exit_code
 from threefold.launch.restarts import Fallback, Restarts, fallbacks_of
-from threefold.train.attempt import Attempt
 from threefold.resilience.goodput import GoodputLedger
+from threefold.train.attempt import GOODPUT_FILE, Attempt
 
 KILLED = -9
 
@@ -27,7 +27,7 @@ def restarts_of(run: Run, run_dir: Path, most: int, *fallbacks: str) -> Restarts
 
 def reach(run_dir: Path, step: int) -> None:
     """An attempt has made `step`."""
-    ledger = GoodputLedger(run_dir / FILE, Attempt(number=1), print)
+    ledger = GoodputLedger(run_dir / GOODPUT_FILE, Attempt(number=1), print)
     ledger.before_fit(step - 1)
     ledger.before_step(step, None)
     ledger.after_step(record(step))

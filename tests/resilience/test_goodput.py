@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.train.support import record
-from threefold.train.attempt import Attempt
+from threefold.resilience.goodput import GoodputLedger
+from threefold.train.attempt import Attempt, Goodput
 from threefold.train.callbacks.base import EvaluationRecord
 from threefold.train.callbacks.metrics import MetricsFile, read_metrics_file
-from threefold.resilience.goodput import GoodputLedger
 
 
 def ledger(path: Path, attempt: Attempt, warnings: list[str] | None = None) -> GoodputLedger:

@@ -53,7 +53,7 @@ def found(case: Case, rank: int, at: int | None, always: bool) -> tuple[tuple[in
     norms = [module for module in engine.model.modules() if "Norm" in type(module).__name__]
     if engine.mesh.rank == rank and at is not None:
         norms[0].register_forward_hook(WrongOutput(at, always))
-    watch.begin(0)
+    watch.before_fit(0)
     try:
         for done in range(2):
             watch.before_forward(done + 1)

@@ -14,8 +14,8 @@ from tests.train.support import Run
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.launch.worker_pool import WorkerPool
+from threefold.resilience.memory_copy import KeptStates, MemoryCopy
 from threefold.train.attempt import memory_files
-from threefold.resilience.memory_copy import KeptStates, MemoryCopy, _key
 
 
 @pytest.fixture
@@ -125,10 +125,11 @@ def newest_kept(run: Run, written: Run, files: Any, steps: tuple[tuple[int, ...]
     """The newest state that counts, where each rank's files hold these steps, written in another run's layout."""
     mesh = Mesh(Layout.of(run.config.parallel))
     for file, step in zip(files[mesh.rank], steps[mesh.rank], strict=False):
-        MemoryCopy(file).write(step, state(step), {"layout": _key(written.config)})
-    kept = KeptStates(files[mesh.rank], run.config, mesh)
+        MemoryCopy(file).write(step, state(step), {"layout": KeptStates((), written.config).layout})
+    kept = KeptStates(files[mesh.rank], run.config)
     found = kept.newest(mesh.world)
-    kept.close()
+    for copy in kept.copies:
+        copy.close()
     return found
 
 

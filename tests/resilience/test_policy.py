@@ -53,6 +53,7 @@ def test_limits() -> None:
     assert policy.skip("spike") == (
         "train.on_spike is skip, and train.max_skipped_steps allows 3 skipped steps in a run"
     )
+    policy = AnomalyPolicy(config(on_nan="rollback", max_rollbacks=1))
     assert policy.roll_back("nan") == ""
     assert policy.roll_back("nan") == "train.on_nan is rollback, and train.max_rollbacks allows 1"
 
@@ -74,8 +75,7 @@ def test_what_is_skipped_and_what_a_checkpoint_keeps() -> None:
     policy.skip("nan")
     facts = policy.facts()
     assert facts == AnomalyFacts(skipped=((5, 7),), skips=3, consecutive=2, rollbacks=1, recent=((1.0, 2.0),))
-    other = AnomalyPolicy(config(spike_factor=2.0, spike_window=2))
-    other.resume(facts)
+    other = AnomalyPolicy(config(spike_factor=2.0, spike_window=2), facts)
     assert other.facts() == facts
     assert other.skipped_for(6) == "a rollback skips steps 5 to 7"
 

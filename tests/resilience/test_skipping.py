@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from tests.support.faults import Fault, train_with
 from tests.support.sweep import sweep
@@ -21,6 +22,7 @@ from threefold.data.samples import ConsumedSamples
 from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.resilience.anomalies import AnomalyPolicy, BadSteps
 from threefold.train.callbacks.metrics import read_metrics
+from threefold.train.loop import BadStep
 from threefold.train.run import open_loader
 
 STEPS = 8
@@ -251,8 +253,8 @@ def test_a_rollback_goes_back_to_the_samples_of_its_checkpoint() -> None:
     train = {"on_spike": "rollback", "spike_factor": 2.0, "global_batch_size": 4}
     config = Config.model_validate({"data": {"path": "unused"}, "train": train})
     engine, loader = SimpleNamespace(config=config), SimpleNamespace(consumed=ConsumedSamples(4, 3, 24))
-    saving = SimpleNamespace(roll_back=lambda: Path("step_00000002"))
     store = SimpleNamespace(load=lambda path: Facts(2, 16, 0, None, None, 0, 0))
-    bad: Any = BadSteps(engine, loader, saving, store, AnomalyPolicy(config))  # type: ignore[arg-type]
-    assert bad.spike("the loss is 9", 4).start == 2
+    saving = SimpleNamespace(roll_back=lambda: Path("step_00000002"), store=store)
+    guard = BadSteps(engine, loader, saving, AnomalyPolicy(config))  # type: ignore[arg-type]
+    assert guard.respond(BadStep(5, "the loss is 9", None, None, torch.zeros(()), {})).start == 2
     assert loader.consumed == ConsumedSamples(4, 2, 16)

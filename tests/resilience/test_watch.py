@@ -10,10 +10,9 @@ import torch
 from tests.support.cases import LLAMA, LLAMA_SIZES, over
 from tests.support.parity import Case, make_engine, shard_of
 from tests.support.sweep import sweep
-from threefold.errors import HardwareFault
+from threefold.errors import DivergenceError, HardwareFault
 from threefold.launch.worker_pool import WorkerPool
 from threefold.resilience.corruption import CorruptionWatch, Watched, watched_tensors
-from threefold.errors import DivergenceError
 from threefold.train.step import Engine
 
 HYBRID = (("parallel.zero", 1), ("parallel.zero_shards", 2))
@@ -90,7 +89,7 @@ def named(case: Case, kind: str, seeds: list[int], every: int) -> list[tuple[int
         random = Random(seed)
         rank = seed % case.world_size
         run.restore()
-        run.watch.begin(1)
+        run.watch.before_fit(1)
         flipped = flip(run.engine, random, kind) if run.engine.mesh.rank == rank else ""
         (flipped,) = filter(None, run.engine.mesh.world.gather_objects(flipped))
         try:
@@ -162,7 +161,7 @@ QUIET = [
 def quiet(case: Case) -> int:
     """Six watched steps; returns how many ranks hold a copy of what rank 0 holds first."""
     run = Run(case, 1)
-    run.watch.begin(1)
+    run.watch.before_fit(1)
     for done in range(1, 7):
         run.watched_step(done)
     found = run.engine.mesh.world.gather_objects(

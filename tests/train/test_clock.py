@@ -13,8 +13,7 @@ from tests.train.support import Run, losses_of, train, train_rank
 from threefold.checkpoint.folder import complete, newest, superfluous
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
-from threefold.train.state import RunClock
-from threefold.train.stop import Stop, Stopped
+from threefold.train.stop import RunClock, Stop, Stopped
 
 
 def steps(run_dir: Path) -> list[int]:
@@ -74,14 +73,15 @@ def test_time_is_up_early_enough_for_the_slowest_save(small_run: Run) -> None:
     config = small_run.but(set=(("train.max_seconds", 100.0),)).config
 
     def is_up(passed: float, save: float) -> bool:
-        clock = RunClock(config, time.time() - passed, 0, lambda: False)
+        clock = RunClock(config, time.time() - passed)
         clock.saved(save)
         return clock.time_is_up()
 
     assert not is_up(passed=50, save=20)
     assert is_up(passed=90, save=20)
     assert is_up(passed=101, save=0)
-    before_any = RunClock(config, time.time() - 50, 10**10, lambda: False)
+    before_any = RunClock(config, time.time() - 50)
+    before_any.begin(10**10)
     assert before_any.time_is_up()  # 10 GB are assumed to take more than 50 seconds
 
 
@@ -103,8 +103,8 @@ def test_what_the_clock_asks_is_told_apart_in_a_sum_over_many_ranks() -> None:
 
     for case in range(32):
         due, up, ended, asked, reason = (bool(case >> bit & 1) for bit in range(5))
-        first, others = Stop(), Stop(lambda asked=asked: 15 if asked else 0)  # type: ignore[misc]
-        first.clock = Clock(due, up, ended)
+        first = Stop(clock=Clock(due, up, ended))  # type: ignore[arg-type]
+        others = Stop(lambda asked=asked: 15 if asked else 0)  # type: ignore[misc]
         if reason:
             others.ask("enough")
         first.receive(first.request() + (1 << 16) * others.request() - others.request())

@@ -96,6 +96,9 @@ def _code_of(config: Config) -> Iterator[tuple[str, str]]:
         yield "model.file", config.model.file
     if OPTIMIZERS.is_path(config.optimizer.name):
         yield "optimizer.name", config.optimizer.name
+    for key, policy in (("train.on_nan", config.train.on_nan), ("train.on_spike", config.train.on_spike)):
+        if is_import_path(policy):
+            yield key, policy
     for entry in config.train.callbacks or ():
         name = entry if isinstance(entry, str) else str(entry["name"])
         if is_import_path(name):

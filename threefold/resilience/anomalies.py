@@ -1,8 +1,8 @@
 """Bad steps (non-finite loss or gradient, or a spike): detect them, find their origin, and stop, skip or roll back.
 
-A *fault policy* chooses among the three: a function that gets a `Fault` and returns an `Action`. It is one function here
-and one row in `config/fault_policies.py`, or an entry point of the group `threefold.fault_policies` in another package,
-or an import path. All ranks call it with equal values and must get the same answer.
+A *fault policy* chooses among the three: a function that gets a `Fault` and returns an `Action`. It is one function
+here and one row in `config/fault_policies.py`, or an entry point of the group `threefold.fault_policies` in another
+package, or an import path. All ranks call it with equal values and must get the same answer.
 """
 
 from collections import deque

@@ -267,6 +267,7 @@ class CorruptionWatch(Guard):
 
     Args:
         engine: engine whose weights and optimizer state are watched.
+        every: steps between two comparisons, at least 1.
         newest: returns the folder of the newest checkpoint, or None; called on every rank.
         gradients: compares the gradients of the watched steps; None to leave them out.
 
@@ -278,11 +279,11 @@ class CorruptionWatch(Guard):
     def __init__(
         self,
         engine: Engine,
+        every: int,
         newest: Callable[[], Path | None] = lambda: None,
         gradients: GradientCheck | None = None,
     ) -> None:
-        self._engine, self._every, self._newest = engine, engine.config.train.watch_every, newest
-        self._gradients = gradients
+        self._engine, self._every, self._newest, self._gradients = engine, every, newest, gradients
         self._hash = BitHash(engine.mesh.device)
         groups = torch.tensor([most_groups(engine.model, engine.optimizer)], device=engine.mesh.device)
         self._groups = int(engine.mesh.world.all_reduce_max_(groups))

@@ -149,7 +149,7 @@ def train(
             profiler = Profiler(profile, recorder, mesh, run_dir, config.train.max_steps)
         if config.train.watch_every:
             gradients = GradientCheck(engine, loader) if config.train.watch == "gradients" else None
-            watch = CorruptionWatch(engine, checkpoints.newest, gradients)
+            watch = CorruptionWatch(engine, config.train.watch_every, checkpoints.newest, gradients)
         saving = SafeSaving(checkpoints) if watch is None else SafeSaving(checkpoints, watch.is_proved)
 
         # All that hangs on the run, in the order in which it is called at each moment.

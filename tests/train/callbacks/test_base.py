@@ -13,13 +13,14 @@ import pytest
 from tests.train.support import Run, engine_of, record
 from threefold.data.dataset import open_dataset
 from threefold.launch.worker_pool import WorkerPool
-from threefold.train.callbacks.base import Callback, CallbackFailed, EvaluationRecord, clock
+from threefold.train.callbacks.base import Callback, CallbackFailed, EvaluationRecord, RunContext, clock
 from threefold.train.callbacks.console import LiveLine, Summary
 from threefold.train.callbacks.loss_curve import smoothed
 from threefold.train.callbacks.metrics import MetricsFile, read_metrics
 from threefold.train.callbacks.step_log import StepLog, step_line
 from threefold.train.loop import TrainingLoop, is_due
 from threefold.train.run import open_loader
+from threefold.train.saving import SafeSaving
 
 
 class Recorder(Callback):
@@ -30,7 +31,7 @@ class Recorder(Callback):
         self.failing = failing
 
     def __getattribute__(self, name: str) -> Any:
-        if name not in vars(Callback) or name.startswith("_"):
+        if name not in vars(Callback) or name.startswith("_") or name == "setup":
             return object.__getattribute__(self, name)
 
         def call(*arguments: Any) -> None:
@@ -50,7 +51,7 @@ class NoCheckpoints:
 
     is_background = False
 
-    def save(self, step: int, last: bool = False) -> Path:
+    def save(self, step: int, last: bool, evaluation_missed: bool) -> Path:
         return self.folder / str(step)
 
     def finish(self) -> None:
@@ -68,15 +69,13 @@ class NoCheckpoints:
     def whole(self) -> list[Path]:
         return []
 
-    def set_aside(self, step: int) -> tuple[Path, Path] | None:
-        return None
-
 
 def recorded(run: Run, folder: Path, start: int, failing: str) -> list[str]:
     engine = engine_of(run.config)
     callback = Recorder(failing)
     with closing(open_loader(run.config, open_dataset(run.config), engine.mesh.dp)) as loader:
-        trainer = TrainingLoop(engine, loader, run.config, [callback], NoCheckpoints(folder))
+        saving: Any = SafeSaving(NoCheckpoints(folder))  # type: ignore[arg-type]
+        trainer = TrainingLoop(RunContext(run.config, folder, engine.mesh), engine, loader, saving, [callback])
         try:
             trainer.fit(start)
         except CallbackFailed as error:
