@@ -27,7 +27,7 @@ def restarts_of(run: Run, run_dir: Path, most: int, *fallbacks: str) -> Restarts
 
 def reach(run_dir: Path, step: int) -> None:
     """An attempt has made `step`."""
-    ledger = GoodputLedger(run_dir / GOODPUT_FILE, Attempt(number=1), print)
+    ledger = GoodputLedger(run_dir / GOODPUT_FILE, Attempt(number=1))
     ledger.before_fit(step - 1)
     ledger.before_step(step, None)
     ledger.after_step(record(step))

@@ -13,10 +13,6 @@ from threefold.train.callbacks.base import EvaluationRecord
 from threefold.train.callbacks.metrics import MetricsFile, read_metrics_file
 
 
-def ledger(path: Path, attempt: Attempt, warnings: list[str] | None = None) -> GoodputLedger:
-    return GoodputLedger(path, attempt, (warnings if warnings is not None else []).append)
-
-
 def make_steps(made: GoodputLedger, first: int, last: int) -> None:
     for step in range(first, last + 1):
         made.before_step(step, None)
@@ -25,7 +21,7 @@ def make_steps(made: GoodputLedger, first: int, last: int) -> None:
 
 def test_steps_after_a_restart_are_repeated_ones(tmp_path: Path) -> None:
     path = tmp_path / "goodput.json"
-    first = ledger(path, Attempt(began=time.time() - 10))
+    first = GoodputLedger(path, Attempt(began=time.time() - 10))
     first.before_fit(0)
     make_steps(first, 1, 5)
     first.before_evaluation(5)
@@ -36,7 +32,7 @@ def test_steps_after_a_restart_are_repeated_ones(tmp_path: Path) -> None:
     assert known.starting == pytest.approx(10, abs=5)
     assert min(known.steps, known.evaluating) > 0 == known.repeated == known.lost
 
-    second = ledger(path, Attempt(number=1))
+    second = GoodputLedger(path, Attempt(number=1))
     second.before_fit(3)
     assert (Goodput.read(path) or Goodput()).step == 3
     make_steps(second, 4, 5)
@@ -62,7 +58,7 @@ def test_steps_after_a_restart_are_repeated_ones(tmp_path: Path) -> None:
 def test_a_new_run_has_a_new_ledger_and_a_resumed_one_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "goodput.json"
     for attempt, start, expected in [(Attempt(), 0, 2), (Attempt(), 2, 4), (Attempt(), 0, 2)]:
-        made = ledger(path, attempt)
+        made = GoodputLedger(path, attempt)
         made.before_fit(start)
         make_steps(made, start + 1, start + 2)
         made.close()
@@ -71,20 +67,20 @@ def test_a_new_run_has_a_new_ledger_and_a_resumed_one_goes_on(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff\0", b'{"steps": 1}\n'])
-def test_a_damaged_ledger_begins_anew(tmp_path: Path, content: bytes) -> None:
-    path, warnings = tmp_path / "goodput.json", list[str]()
+def test_a_damaged_ledger_begins_anew(tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "goodput.json"
     path.write_bytes(content)
-    made = ledger(path, Attempt(number=1), warnings)
+    made = GoodputLedger(path, Attempt(number=1))
     made.before_fit(3)
     make_steps(made, 4, 4)
     made.close()
-    assert (made.goodput.furthest, warnings) == (4, [])
+    assert (made.goodput.furthest, capsys.readouterr().out) == (4, "")
     assert Goodput.read(path) == made.goodput
 
 
 def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
     path = tmp_path / "goodput.json"
-    made = ledger(path, Attempt())
+    made = GoodputLedger(path, Attempt())
     made.before_fit(0)
     make_steps(made, 1, 1)
     made.close()
@@ -95,19 +91,18 @@ def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
         assert Goodput.read(path) is None, place
 
 
-def test_a_folder_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
-    warnings = list[str]()
-    made = ledger(tmp_path / "gone" / "goodput.json", Attempt(), warnings)
+def test_a_folder_that_cannot_be_written_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = GoodputLedger(tmp_path / "gone" / "goodput.json", Attempt())
     made.before_fit(0)
     make_steps(made, 1, 2)
     made.close()
-    assert len(warnings) == 1
-    assert warnings[0].endswith("training continues without it.")
+    (warning,) = capsys.readouterr().out.splitlines()
+    assert warning.endswith("training continues without it.")
 
 
 def test_metrics_have_it_beside_the_steps(tmp_path: Path) -> None:
     path, metrics = tmp_path / "goodput.json", tmp_path / "metrics.jsonl"
-    made, written = ledger(path, Attempt()), MetricsFile(metrics, print, path)
+    made, written = GoodputLedger(path, Attempt()), MetricsFile(metrics, path)
     for each in (made, written):
         each.before_fit(0)
     for step in (1, 2, 3):
@@ -125,7 +120,7 @@ def test_metrics_have_it_beside_the_steps(tmp_path: Path) -> None:
     assert found.damaged == found.repeated == ()
     assert found.goodput[1]["goodput"] == pytest.approx(made.goodput.share, abs=1e-3)
     assert set(found.goodput[1]["seconds"]) >= {"steps", "saving", "evaluating", "starting", "lost", "repeated"}
-    resumed = MetricsFile(metrics, print, path)
+    resumed = MetricsFile(metrics, path)
     resumed.before_fit(2)
     resumed.close()
     found = read_metrics_file(metrics)
@@ -141,7 +136,7 @@ def test_it_is_written_in_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return pwrite(descriptor, content, place)
 
     monkeypatch.setattr(os, "pwrite", noted)
-    made = ledger(tmp_path / "goodput.json", Attempt())
+    made = GoodputLedger(tmp_path / "goodput.json", Attempt())
     made.before_fit(0)
     make_steps(made, 1, 3)
     made.close()

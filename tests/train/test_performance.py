@@ -12,8 +12,7 @@ from threefold.comm.mesh import Mesh
 from threefold.launch.worker_pool import WorkerPool
 from threefold.models.family import model_flops_per_token
 from threefold.train.callbacks.base import step_values
-from threefold.train.callbacks.console import Summary
-from threefold.train.callbacks.step_log import step_line
+from threefold.train.callbacks.console import Summary, step_line
 from threefold.train.performance import MeanRates, Performance, PerformanceMeter
 
 USED = Performance(2e12, 0.25, 3_000_000_000, 5_000_000_000, 6, 0.125, 61.25)

@@ -1,9 +1,8 @@
 """Optional callbacks for a run, in addition to the built-in ones; exported as `threefold.callbacks`."""
 
 from threefold.train.callbacks.base import Callback, CallbackFailed, EvaluationRecord, RunContext, StepRecord
-from threefold.train.callbacks.csv_log import CSVLog, EpochMetrics
 from threefold.train.callbacks.early_stopping import EarlyStopping
-from threefold.train.callbacks.step_log import PhaseTimers
+from threefold.train.callbacks.metrics import CSVLog, EpochMetrics, PhaseTimers
 from threefold.train.callbacks.trackers import MLflowRun, WeightsAndBiases
 
 __all__ = [

@@ -424,10 +424,10 @@ def explain_early_stop(run_dir: Path, step: int, reason: str) -> str:
 
 def _require_no_foreign(run_dir: Path, config: Config) -> None:
     """Check that a folder unused by any run has no files that the run would overwrite."""
-    from threefold.train.callbacks import loss_curve, metrics, step_log
+    from threefold.train.callbacks import console, loss_curve, metrics
     from threefold.train.callbacks.registry import files_of
 
-    replaced = [CONFIG_FILE, metrics.FILE, step_log.FILE, loss_curve.FILE, GOODPUT_FILE]
+    replaced = [CONFIG_FILE, metrics.FILE, console.LOG_FILE, loss_curve.FILE, GOODPUT_FILE]
     replaced += files_of(config.train.callbacks or ())
     found = [name for name in replaced if os.path.lexists(run_dir / name)]
     if found and not _is_used(run_dir):

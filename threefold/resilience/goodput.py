@@ -2,14 +2,13 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from threefold.output import replace_link
 from threefold.train.attempt import GOODPUT_FILE, LEDGER_SIZE, Attempt, Goodput
-from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContext, StepRecord, say
+from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContext, StepRecord, WriteFailures
 
 
 class GoodputLedger(Callback):
@@ -17,14 +16,14 @@ class GoodputLedger(Callback):
 
     @classmethod
     def for_run(cls, run: RunContext) -> Callback:
-        return cls(run.run_dir / GOODPUT_FILE, run.attempt, say)
+        return cls(run.run_dir / GOODPUT_FILE, run.attempt)
 
-    def __init__(self, path: Path, attempt: Attempt, say: Callable[[str], None]) -> None:
-        self.path, self.attempt, self.say = path, attempt, say
+    def __init__(self, path: Path, attempt: Attempt) -> None:
+        self.path, self.attempt, self._failures = path, attempt, WriteFailures(path)
         self.goodput = Goodput()
         self._last, self._started = time.perf_counter(), False
         self._descriptor: int | None = None
-        self._saving = self._reported = False
+        self._saving = False
 
     def before_fit(self, start: int) -> None:
         known = Goodput.read(self.path) if start or self.attempt.number else None
@@ -34,7 +33,7 @@ class GoodputLedger(Callback):
         goodput.step, goodput.furthest = start, max(start, goodput.furthest)
         if not self.attempt.number:
             goodput.at = self.attempt.began
-        with self._failures_reported():
+        with self._failures:
             # Non-blocking, as a FIFO of this name would block the run.
             self._descriptor = os.open(replace_link(self.path), os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o644)
             os.ftruncate(self._descriptor, LEDGER_SIZE)
@@ -114,14 +113,5 @@ class GoodputLedger(Callback):
         if self._started:
             self.goodput.at = time.time()
         if self._descriptor is not None:
-            with self._failures_reported():
+            with self._failures:
                 os.pwrite(self._descriptor, self.goodput.text(), 0)
-
-    @contextmanager
-    def _failures_reported(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if not self._reported:
-                self._reported = True
-                self.say(f"Warning: {self.path} cannot be written ({error.strerror}); training continues without it.")

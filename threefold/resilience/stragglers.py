@@ -2,12 +2,12 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median_low
 from typing import Final, NamedTuple
 
-from threefold.comm.heartbeat import RankState
+from threefold.comm.mesh import Mesh
 from threefold.train.callbacks.base import Callback, RunContext, StepRecord, on_terminal, say
 
 FACTOR: Final = 1.3
@@ -86,37 +86,29 @@ _OFTEN, _LEAST_LOOKS = 0.75, 4
 _MOST_NAMED: Final = 4
 
 
+class _Look(NamedTuple):
+    """Times of all ranks after a step: for each, the seconds that it had waited so far, and its `RankState.aside`."""
+
+    step: int
+    when: float
+    spent: list[tuple[float, float]]
+
+
 class StragglerReport(Callback):
     """Report ranks that were slow in two looks in a row, and at the end those that were slow over the whole run.
 
     Saving, and callbacks that only one rank has, do not count, as other ranks have less of that work. On a GPU a rank
     waits for its own work and for other ranks in the same call, so there is no report.
-
-    Args:
-        every: steps between two looks.
-        places: reads the state of each rank, None if it is not known.
-        groups: ranks with the same work.
-        emit, say: print the lines before the end, and the line at the end.
     """
 
     @classmethod
     def for_run(cls, run: RunContext) -> "StragglerReport | None":
-        mesh = run.mesh
-        if mesh.world.size == 1 or mesh.device.type != "cpu":
-            return None
-        emit = (lambda _: None) if on_terminal() else say  # a live line occupies the terminal until the end
-        groups = mesh.layout.groups("dp", "cp", "tp")
-        return cls(run.config.log.every, mesh.heartbeat.everyone, groups, emit, say)
+        is_comparable = run.mesh.world.size > 1 and run.mesh.device.type == "cpu"
+        return cls(run.mesh, run.config.log.every) if is_comparable else None
 
-    def __init__(
-        self,
-        every: int,
-        places: Callable[[], Sequence[RankState | None]],
-        groups: Sequence[Sequence[int]],
-        emit: Callable[[str], None],
-        say: Callable[[str], None],
-    ) -> None:
-        self._every, self._places, self._groups, self._emit, self._say = every, places, groups, emit, say
+    def __init__(self, mesh: Mesh, every: int) -> None:
+        self._heartbeat, self._every = mesh.heartbeat, every
+        self._groups = mesh.layout.groups("dp", "cp", "tp")  # ranks with the same work
         self._first: _Look | None = None
         self._before: _Look | None = None
         self._last: _Look | None = None
@@ -139,21 +131,22 @@ class StragglerReport(Callback):
             found, self._last = self._between(self._last, now), now
             slow = {each.rank for each in found}
             if again := [each for each in found if each.rank in self._slow - self._named]:
-                self._emit(f"global step {record.step}, slow: {_listed(again)}")
+                if not on_terminal():  # a live line occupies a terminal until the end
+                    say(f"global step {record.step}, slow: {_listed(again)}")
                 self._named |= {each.rank for each in again}
             self._slow, self._named = slow, self._named & slow
 
     def after_fit(self) -> None:
         most = max(_OFTEN * self._looks, _OFTEN * _LEAST_LOOKS)
         if found := [each for each in self._between(self._first, self._look()) if self._often[each.rank] >= most]:
-            self._say(f"Slow over the whole run: {_listed(found)}.")
+            say(f"Slow over the whole run: {_listed(found)}.")
 
-    def _look(self) -> "_Look | None":
-        places = self._places()
+    def _look(self) -> _Look | None:
+        places = self._heartbeat.everyone()
         known = [(place.waited, place.aside) for place in places if place is not None]
         return _Look(self._step, time.monotonic(), known) if len(places) == len(known) > 1 else None
 
-    def _between(self, before: "_Look | None", after: "_Look | None") -> list[Straggler]:
+    def _between(self, before: _Look | None, after: _Look | None) -> list[Straggler]:
         if before is None or after is None or after.step == before.step:
             return []
         spent = zip(before.spent, after.spent, strict=True)
@@ -162,15 +155,6 @@ class StragglerReport(Callback):
         return find_stragglers(waited, after.when - before.when, self._groups, least, aside)
 
 
-class _Look(NamedTuple):
-    """Times of all ranks after a step: for each, the seconds that it had waited so far, and its `RankState.aside`."""
-
-    step: int
-    when: float
-    spent: list[tuple[float, float]]
-
-
 def _listed(found: Sequence[Straggler]) -> str:
-    return "; ".join(map(str, found[:_MOST_NAMED])) + (
-        f"; and {len(found) - _MOST_NAMED} more" * (len(found) > _MOST_NAMED)
-    )
+    more = len(found) - _MOST_NAMED
+    return "; ".join(map(str, found[:_MOST_NAMED])) + (f"; and {more} more" if more > 0 else "")

@@ -14,10 +14,9 @@ from tests.train.support import Run, engine_of, record
 from threefold.data.dataset import open_dataset
 from threefold.launch.worker_pool import WorkerPool
 from threefold.train.callbacks.base import Callback, CallbackFailed, EvaluationRecord, RunContext, clock
-from threefold.train.callbacks.console import LiveLine, Summary
+from threefold.train.callbacks.console import LiveLine, StepLog, Summary, step_line
 from threefold.train.callbacks.loss_curve import smoothed
 from threefold.train.callbacks.metrics import MetricsFile, read_metrics
-from threefold.train.callbacks.step_log import StepLog, step_line
 from threefold.train.loop import TrainingLoop, is_due
 from threefold.train.run import open_loader
 from threefold.train.saving import SafeSaving
@@ -125,11 +124,11 @@ def test_the_line_of_the_original() -> None:
     )
 
 
-def test_costs_are_averages_since_the_line_before() -> None:
-    lines: list[str] = []
-    log = StepLog(Path("/dev/null"), 2, 1, lines.append, lines.append)
+def test_costs_are_averages_since_the_line_before(capsys: pytest.CaptureFixture[str]) -> None:
+    log = StepLog(Path("/dev/null"), 2, 1)
     for step, seconds in ((1, 9.0), (2, 1.0), (3, 2.0), (4, 4.0)):
         log.after_step(record(step, seconds=seconds, reader_cost=seconds / 10, loss=float(step)))
+    lines = capsys.readouterr().out.splitlines()
     assert [line.split(",")[0] for line in lines] == ["global step 1", "global step 2", "global step 4"]
     assert (
         "loss: 4.000000000, avg_reader_cost: 0.30000 sec, avg_batch_cost: 3.00000 sec, speed: 0.33 step/s" in lines[2]
@@ -137,10 +136,10 @@ def test_costs_are_averages_since_the_line_before() -> None:
     assert "ips_total: 2731 tokens/s" in lines[2]
 
 
-def test_a_resumed_metrics_file_drops_what_comes_again(tmp_path: Path) -> None:
-    path, warnings = tmp_path / "metrics.jsonl", list[str]()
+def test_a_resumed_metrics_file_drops_what_comes_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "metrics.jsonl"
     for start, steps in ((0, (1, 2, 3)), (2, (3, 4))):
-        callback = MetricsFile(path, warnings.append)
+        callback = MetricsFile(path)
         callback.before_fit(start)
         for step in steps:
             callback.after_step(record(step, loss=start + step / 10))
@@ -154,16 +153,16 @@ def test_a_resumed_metrics_file_drops_what_comes_again(tmp_path: Path) -> None:
         (4, 2.4),
     ]
     assert [line["step"] for line in lines if "valid_loss" in line] == [1, 2, 3, 4]
-    assert warnings == []
+    assert capsys.readouterr().out == ""
 
 
-def test_a_new_run_begins_its_metrics_file_anew(tmp_path: Path) -> None:
-    path, warnings = tmp_path / "metrics.jsonl", list[str]()
+def test_a_new_run_begins_its_metrics_file_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "metrics.jsonl"
     path.write_text(json.dumps({"step": 1, "loss": 9.0, "tokens": 4}) + "\n")
-    callback = MetricsFile(path, warnings.append)
+    callback = MetricsFile(path)
     callback.before_fit(0)
     callback.close()
-    assert (list(read_metrics(path)), warnings) == ([], [])
+    assert (list(read_metrics(path)), capsys.readouterr().out) == ([], "")
 
 
 def test_the_live_line(monkeypatch: pytest.MonkeyPatch) -> None:

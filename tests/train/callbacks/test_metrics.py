@@ -12,8 +12,7 @@ import pytest
 
 from tests.train.support import Run, record, steps_of, train_rank
 from threefold.launch.worker_pool import WorkerPool
-from threefold.train.callbacks.base import LineFile
-from threefold.train.callbacks.metrics import MetricsFile, read_metrics, read_metrics_file
+from threefold.train.callbacks.metrics import LineFile, MetricsFile, read_metrics, read_metrics_file
 
 
 def line(step: int, **values: Any) -> bytes:
@@ -43,39 +42,41 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
-def test_every_good_line_around_a_damaged_one_is_kept(tmp_path: Path, damage: bytes) -> None:
-    path, warnings = tmp_path / "metrics.jsonl", list[str]()
+def test_every_good_line_around_a_damaged_one_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: bytes
+) -> None:
+    path = tmp_path / "metrics.jsonl"
     path.write_bytes(line(1) + line(2) + evaluation(2) + damage + line(4) + line(5))
-    callback = MetricsFile(path, warnings.append)
+    callback = MetricsFile(path)
     callback.before_fit(4)
     callback.close()
     assert shown(path) == [(1, "loss"), (2, "loss"), (2, "valid"), (4, "loss")]
-    assert warnings == [f"Warning: {path} has line 4 damaged; the other lines are kept."]
+    assert capsys.readouterr().out.splitlines() == [f"Warning: {path} has line 4 damaged; the other lines are kept."]
     assert len(path.read_bytes().splitlines()) == 4
 
 
-def test_one_warning_for_all(tmp_path: Path) -> None:
-    path, warnings = tmp_path / "metrics.jsonl", list[str]()
+def test_one_warning_for_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"x\n" * 7 + line(3) + line(1) + line(2) + line(2, loss=9.0))
-    callback = MetricsFile(path, warnings.append)
+    callback = MetricsFile(path)
     callback.before_fit(3)
     callback.close()
     assert [(found["step"], found["loss"]) for found in read_metrics(path)] == [(1, 0.1), (2, 9.0), (3, 0.3)]
-    (warning,) = warnings
+    (warning,) = capsys.readouterr().out.splitlines()
     assert "has lines 1, 2, 3, 4, 5 and 2 more damaged and line 10 repeated by a later line of the same" in warning
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 3, "lo', b"\0\0\0", line(3)[:-1]], ids=["cut", "nul", "no end"])
-def test_a_torn_last_line_is_repaired_silently(tmp_path: Path, torn: bytes) -> None:
-    path, warnings = tmp_path / "metrics.jsonl", list[str]()
+def test_a_torn_last_line_is_repaired_silently(tmp_path: Path, capsys: pytest.CaptureFixture[str], torn: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
     path.write_bytes(line(1) + line(2) + torn)
-    callback = MetricsFile(path, warnings.append)
+    callback = MetricsFile(path)
     callback.before_fit(3)
     callback.after_step(record(4))
     callback.close()
     kept = [1, 2, 3, 4] if torn.endswith(b"}") else [1, 2, 4]
     assert (read_metrics_file(path).damaged, [found["step"] for found in read_metrics(path)]) == ((), kept)
-    assert warnings == []
+    assert capsys.readouterr().out == ""
 
 
 def test_a_whole_line_after_half_of_one_is_kept(tmp_path: Path) -> None:
@@ -94,7 +95,7 @@ def watch(name, arguments):
         os.kill(os.getpid(), signal.SIGKILL)
 seen = []
 sys.addaudithook(watch)
-MetricsFile(Path({path!r}), print).before_fit(2)
+MetricsFile(Path({path!r})).before_fit(2)
 """
 
 
@@ -107,7 +108,7 @@ def test_a_kill_while_it_is_rewritten_loses_nothing(tmp_path: Path, event: str, 
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     assert path.read_bytes() == before
-    callback = MetricsFile(path, lambda _: None)
+    callback = MetricsFile(path)
     callback.before_fit(2)
     callback.close()
     assert shown(path) == [(1, "loss"), (2, "loss")]
@@ -130,8 +131,8 @@ def test_lines_wait_for_a_full_disk_and_are_told_of_once(tmp_path: Path) -> None
     """A file that may not grow, as on a full disk: a line cut short is taken back, and written when there is room."""
     path = tmp_path / "lines"
     script = (
-        "import resource, sys; from pathlib import Path; from threefold.train.callbacks.base import LineFile\n"
-        f"file = LineFile(Path({str(path)!r}), print)\n"
+        "import resource, sys; from pathlib import Path; from threefold.train.callbacks.metrics import LineFile\n"
+        f"file = LineFile(Path({str(path)!r}))\n"
         "file.open(append=False)\n"
         "hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]\n"
         "file.write('a' * 10)\n"
@@ -148,8 +149,8 @@ def test_lines_wait_for_a_full_disk_and_are_told_of_once(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", ["full", "folder", "fifo", "no folder"])
-def test_what_is_no_file_of_ours_is_told_of_once(tmp_path: Path, kind: str) -> None:
-    path, warnings = tmp_path / "lines", list[str]()
+def test_what_is_no_file_of_ours_is_told_of_once(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "lines"
     if kind == "full":
         path.symlink_to("/dev/full")
     elif kind == "folder":
@@ -158,10 +159,10 @@ def test_what_is_no_file_of_ours_is_told_of_once(tmp_path: Path, kind: str) -> N
         os.mkfifo(path)
     else:
         path = tmp_path / "missing" / "lines"
-    file = LineFile(path, warnings.append)
+    file = LineFile(path)
     file.open(append=False)
     for _ in range(3):
         file.write("text")
     file.close()
-    (warning,) = warnings
+    (warning,) = capsys.readouterr().out.splitlines()
     assert warning.startswith(f"Warning: {path} cannot be written (")

@@ -11,8 +11,7 @@ from tests.train.support import Run, steps_of, train, train_rank
 from threefold.data.dataset import open_dataset
 from threefold.launch.worker_pool import WorkerPool
 from threefold.train.callbacks.base import Callback, StepRecord
-from threefold.train.callbacks.csv_log import Table
-from threefold.train.callbacks.metrics import read_metrics
+from threefold.train.callbacks.metrics import Table, read_metrics
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -45,18 +44,18 @@ def test_the_csv_has_what_the_metrics_file_has(pool: WorkerPool, small_run: Run,
     assert [row["step"] for row in rows(tmp_path / "more/again.csv")] == [row["step"] for row in written]
 
 
-def test_a_table_keeps_its_whole_rows(tmp_path: Path) -> None:
-    path, warnings = tmp_path / "table.csv", list[str]()
+def test_a_table_keeps_its_whole_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "table.csv"
     path.write_text('step,text\n1,"a, b"\n2\nx,y\n3,"c\nd"\n4,e\n')
-    table = Table(path, ("step", "text"), "step", warnings.append)
+    table = Table(path, ("step", "text"), "step")
     table.open(3)
     table.write({"step": 4})
     table.close()
     assert [tuple(row.values()) for row in rows(path)] == [("1", "a, b"), ("3", "c\nd"), ("4", "")]
-    other = Table(path, ("step", "loss"), "step", warnings.append)
+    other = Table(path, ("step", "loss"), "step")
     other.open(3)
     other.close()
-    assert (path.read_text(), warnings) == ("step,loss\n", [])
+    assert (path.read_text(), capsys.readouterr().out) == ("step,loss\n", "")
 
 
 def test_metrics_by_epoch(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:

@@ -1,17 +1,14 @@
 """Training callbacks: base class, the records passed to callbacks, and helpers to write callbacks."""
 
-import os
-import stat
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from threefold.config import Config
 from threefold.errors import OutputLost, UserError
-from threefold.output import replace_link
 from threefold.train.attempt import Attempt
 from threefold.train.performance import Performance
 
@@ -293,77 +290,22 @@ def evaluation_values(record: EvaluationRecord) -> dict[str, float]:
     return values | {f"valid_term/{name}": mean for name, mean in record.terms.items()}
 
 
-LARGEST_BACKLOG = 1 << 20
-"""Bytes of lines that are kept in memory until a full disk has space again."""
+class WriteFailures:
+    """Context that reports the first `OSError` of the writes to a file, and lets the run go on without it."""
 
+    def __init__(self, path: Path) -> None:
+        self.path, self._reported = path, False
 
-class LineFile:
-    """Text file to which whole lines are appended; the first failure is reported once, and each line retries.
+    def __enter__(self) -> None:
+        pass
 
-    A line that a full disk cut short is truncated before the next one is written, so the file never contains half a
-    line in its middle.
-    """
-
-    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
-        self.path, self._say = path, say
-        self._descriptor: int | None = None
-        self._size: int | None = None
-        self._backlog: list[bytes] = []
-        self._reported = False
-
-    def open(self, *, append: bool) -> None:
-        """Open the file, and empty it unless `append`."""
-        with self._failures_reported():
-            self._open(append)
-
-    def write(self, line: str) -> None:
-        """Append `line`, after the lines that could not be written before it."""
-        self._backlog.append(f"{line}\n".encode())
-        while len(self._backlog) > 1 and sum(map(len, self._backlog)) > LARGEST_BACKLOG:
-            del self._backlog[0]
-        with self._failures_reported():
-            if self._descriptor is None:
-                self._open(append=True)
-            while self._backlog:
-                self._append(self._backlog[0])
-                del self._backlog[0]
-
-    def close(self) -> None:
-        """Close the file if it is open."""
-        if self._descriptor is not None:
-            with suppress(OSError):
-                os.close(self._descriptor)
-            self._descriptor = None
-
-    def _open(self, append: bool) -> None:
-        # Non-blocking, as a FIFO of this name would block the run.
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | (0 if append else os.O_TRUNC)
-        self._descriptor = os.open(replace_link(self.path), flags, 0o644)
-        found = os.fstat(self._descriptor)
-        self._size = found.st_size if stat.S_ISREG(found.st_mode) else None
-
-    def _append(self, data: bytes) -> None:
-        assert self._descriptor is not None
-        try:
-            written = 0
-            while written < len(data):
-                written += os.write(self._descriptor, data[written:])
-        except OSError:
-            if self._size is not None:
-                with suppress(OSError):
-                    os.ftruncate(self._descriptor, self._size)
-            raise
-        if self._size is not None:
-            self._size += len(data)
-
-    @contextmanager
-    def _failures_reported(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if not self._reported:
-                self._reported = True
-                self._say(f"Warning: {self.path} cannot be written ({error.strerror}); training continues without it.")
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if not isinstance(error, OSError):
+            return False
+        if not self._reported:
+            self._reported = True
+            say(f"Warning: {self.path} cannot be written ({error.strerror}); training continues without it.")
+        return True
 
 
 def reason_of(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Console output of a training run: the live line of a terminal, and the summary at the end."""
+"""Text output of a run: its log as RUN/train.log, the live line of a terminal, and the summary at the end."""
 
 import sys
 import time
@@ -7,13 +7,106 @@ from typing import TYPE_CHECKING
 
 from threefold.byte_sizes import format_bytes
 from threefold.train.attempt import GOODPUT_FILE, Goodput
-from threefold.train.callbacks import loss_curve, metrics
-from threefold.train.callbacks import trackers as tensorboard
+from threefold.train.callbacks import loss_curve, metrics, trackers
 from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContext, StepRecord, clock, on_terminal, say
+from threefold.train.callbacks.metrics import RunFile
 from threefold.train.performance import MeanRates
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
+
+LOG_FILE = "train.log"
+
+
+class StepLog(RunFile):
+    """Write a line every `every` steps, and one for each evaluation, checkpoint and early stop; a resumed run appends.
+
+    Times, speeds and tokens per second (tokens read, without padding, in total and per rank) are averages since the
+    previous line; loss and learning rate are those of the line's step, with the loss averaged over the global batch.
+    Lines are also printed, unless a live line is on the terminal.
+    """
+
+    @classmethod
+    def for_run(cls, run: RunContext) -> Callback:
+        return cls(run.run_dir / LOG_FILE, run.config.log.every, run.mesh.layout.world_size)
+
+    def __init__(self, path: Path, every: int, world_size: int) -> None:
+        super().__init__(path)
+        self.every, self.world_size = every, world_size
+        self._since: list[StepRecord] = []
+        self._told = ""
+
+    def after_step(self, record: StepRecord) -> None:
+        if record.reason and record.reason != self._told:  # once for a range of steps
+            self._write(f"global step {record.step}, skipped: {record.reason}")
+        self._told = record.reason
+        if not record.is_read:
+            return
+        self._since.append(record)
+        if record.skipped and not record.reason:
+            self._write(
+                f"global step {record.step}, skipped: the gradient overflowed at loss scale {record.loss_scale:g}"
+            )
+        if record.step % self.every == 0 or record.step == 1:
+            self._write(step_line(self._since, self.world_size))
+            self._since = []
+
+    def after_rollback(self, step: int, start: int, reason: str) -> None:
+        self._write(f"global step {step}, rolled back to step {start}: {reason}")
+        self._since = []
+
+    def after_evaluation(self, record: EvaluationRecord) -> None:
+        self._write(
+            f"global step {record.step}, validation loss: {record.loss:.9f}, tokens: {record.tokens}, "
+            f"eval_cost: {record.seconds:.5f} sec"
+            + "".join(f", loss of {name}: {loss:.9f}" for name, loss in record.corpus_losses.items())
+            + "".join(f", {name}: {mean:.9f}" for name, mean in record.terms.items())
+        )
+
+    def after_checkpoint(self, step: int, path: Path) -> None:
+        self._write(f"global step {step}, checkpoint: {path}")
+
+    def after_stop(self, step: int, reason: str) -> None:
+        self._write(f"global step {step}, stopped: {reason}")
+
+    def _write(self, line: str) -> None:
+        self.file.write(line)
+        if not on_terminal():
+            say(line)
+
+
+def step_line(since: list[StepRecord], ranks: int) -> str:
+    """Format the line of the last of the steps `since` the previous line, of which there is at least one."""
+    last, count = since[-1], len(since)
+    seconds = sum(record.seconds for record in since)
+    rate = sum(record.tokens_read for record in since) / seconds
+    return (
+        f"global step {last.step}, epoch: {last.epoch}, batch: {last.batch}, loss: {last.loss:.9f}, "
+        f"avg_reader_cost: {sum(record.reader_cost for record in since) / count:.5f} sec, "
+        f"avg_batch_cost: {seconds / count:.5f} sec, speed: {count / seconds:.2f} step/s, "
+        f"ips_total: {rate:.0f} {last.unit}/s, ips: {rate / ranks:.0f} {last.unit}/s, learning rate: {last.lr:.5e}"
+        + ("" if last.loss_scale is None else f", loss scale: {last.loss_scale:g}")
+        + "".join(f", epoch of {name}: {epochs:.3g}" for name, epochs in last.corpus_epochs.items())
+        + "".join(f", {name}: {mean:.9f}" for name, mean in last.terms.items())
+        + _of_hardware(since)
+    )
+
+
+def _of_hardware(since: list[StepRecord]) -> str:
+    """Format rates and times as averages over the steps, and the peak memory so far."""
+    rates = MeanRates()
+    for record in since:
+        rates.add(record.seconds, record.performance)
+    if (last := rates.last) is None:
+        return ""
+    parts = [f"tflops: {rates.teraflops:.4g}"] if rates.flops else []
+    parts += [f"mfu: {rates.mfu:.1%}"] if rates.mfu else []
+    parts.append(f"memory: {format_bytes(last.memory)}")
+    parts.append(f"max_memory: {format_bytes(last.largest_memory)} (rank {last.largest_rank})")
+    costs = {phase: sum(record.phases.get(phase, 0.0) for record in since) for phase in ("forward_backward", "update")}
+    costs["wait"] = sum(record.performance.waited for record in since if record.performance is not None)
+    parts += [f"avg_{name}_cost: {seconds / len(since):.5f} sec" for name, seconds in costs.items()]
+    return "".join(f", {part}" for part in [*parts, f"wall_clock: {last.wall_clock:.1f} sec"])
 
 
 _SPEED_OF = 20
@@ -108,7 +201,7 @@ class Summary(Callback):
 
     @classmethod
     def for_run(cls, run: RunContext) -> Callback:
-        files = {"loss curve": loss_curve.FILE, "metrics": metrics.FILE, "TensorBoard": tensorboard.FOLDER}
+        files = {"loss curve": loss_curve.FILE, "metrics": metrics.FILE, "TensorBoard": trackers.FOLDER}
         return cls({name: run.run_dir / file for name, file in files.items()}, run.run_dir / GOODPUT_FILE)
 
     def __init__(self, places: dict[str, Path], ledger: Path | None = None) -> None:

@@ -1,6 +1,5 @@
 """RUN/loss.png: plot of the training and validation loss."""
 
-from collections.abc import Callable
 from itertools import accumulate
 from math import log
 from pathlib import Path
@@ -21,17 +20,17 @@ class LossCurve(Callback):
     @classmethod
     def for_run(cls, run: RunContext) -> Callback:
         vocab_size, title = run.config.model.vocab_size, f"Loss of {run.run_dir.name}"
-        return cls(run.run_dir / FILE, run.run_dir / METRICS_FILE, vocab_size, title, say)
+        return cls(run.run_dir / FILE, run.run_dir / METRICS_FILE, vocab_size, title)
 
-    def __init__(self, path: Path, metrics: Path, vocab_size: int, title: str, say: Callable[[str], None]) -> None:
-        self.path, self.metrics, self.vocab_size, self.title, self.say = path, metrics, vocab_size, title, say
+    def __init__(self, path: Path, metrics: Path, vocab_size: int, title: str) -> None:
+        self.path, self.metrics, self.vocab_size, self.title = path, metrics, vocab_size, title
 
     def after_fit(self) -> None:
         # A failure of the plotting library must not fail a finished run.
         try:
             draw(replace_link(self.path), list(read_metrics(self.metrics)), self.vocab_size, self.title)
         except Exception as error:
-            self.say(f"Warning: {self.path} cannot be drawn ({reason_of(error)}).")
+            say(f"Warning: {self.path} cannot be drawn ({reason_of(error)}).")
 
 
 def smoothed(values: list[float], span: int) -> list[float]:

@@ -20,7 +20,7 @@ _ALWAYS: Final = {
     "live_line": "threefold.train.callbacks.console:LiveLine",
     "metrics": "threefold.train.callbacks.metrics:MetricsFile",
     "tensorboard": "threefold.train.callbacks.trackers:TensorBoard",
-    "step_log": "threefold.train.callbacks.step_log:StepLog",
+    "step_log": "threefold.train.callbacks.console:StepLog",
     "stragglers": "threefold.resilience.stragglers:StragglerReport",
     "loss_curve": "threefold.train.callbacks.loss_curve:LossCurve",
     "summary": "threefold.train.callbacks.console:Summary",
@@ -28,9 +28,9 @@ _ALWAYS: Final = {
 """Callbacks of every run, in calling order."""
 _CHOSEN: Final = {
     "early_stopping": "threefold.train.callbacks.early_stopping:EarlyStopping",
-    "csv_log": "threefold.train.callbacks.csv_log:CSVLog",
-    "epoch_metrics": "threefold.train.callbacks.csv_log:EpochMetrics",
-    "phase_timers": "threefold.train.callbacks.step_log:PhaseTimers",
+    "csv_log": "threefold.train.callbacks.metrics:CSVLog",
+    "epoch_metrics": "threefold.train.callbacks.metrics:EpochMetrics",
+    "phase_timers": "threefold.train.callbacks.metrics:PhaseTimers",
     "wandb": "threefold.train.callbacks.trackers:WeightsAndBiases",
     "mlflow": "threefold.train.callbacks.trackers:MLflowRun",
 }

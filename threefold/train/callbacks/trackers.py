@@ -5,11 +5,11 @@ import re
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, ClassVar, Final
 
 from threefold.train.callbacks.base import (
     Callback,
@@ -17,7 +17,6 @@ from threefold.train.callbacks.base import (
     RunContext,
     StepRecord,
     evaluation_values,
-    hardware_values,
     reason_of,
     say,
     step_values,
@@ -32,6 +31,50 @@ def import_writer() -> None:
     import tensorboard.compat.proto.event_pb2  # noqa: F401
 
 
+_TAGS: Final = {
+    "loss": "loss/train",
+    "grad_norm": "gradient_norm",
+    "lr": "learning_rate",
+    "valid_loss": "loss/validation",
+    "term/": "terms/",
+    "valid_loss/": "loss/validation of ",
+    "valid_term/": "terms/validation of ",
+}
+"""Tag in TensorBoard of a value, or of all values whose names begin so."""
+
+
+class Tracker(Callback):
+    """Base class of callbacks that send the values of each step and evaluation to a service.
+
+    A failure to send is reported once, and the training continues without the service.
+
+    Attributes:
+        service: name of the service.
+        connection: object that `setup` connects and `send` uses; None when it is closed or has failed.
+    """
+
+    service: ClassVar[str]
+    connection: Any = None
+
+    def send(self, step: int, values: dict[str, float]) -> None:
+        """Send the values after `step`."""
+        raise NotImplementedError
+
+    def after_step(self, record: StepRecord) -> None:
+        self._send(record.step, step_values(record))
+
+    def after_evaluation(self, record: EvaluationRecord) -> None:
+        self._send(record.step, evaluation_values(record))
+
+    def _send(self, step: int, values: dict[str, float]) -> None:
+        if self.connection is not None:
+            try:
+                self.send(step, values)
+            except Exception as error:  # a network or disk failure is no reason to end a training
+                say(f"Warning: {self.service} cannot log ({reason_of(error)}); training continues without it.")
+                self.connection = None
+
+
 class TensorBoard(Callback):
     """Write event files; in TensorBoard, repeated steps of a resumed run replace the earlier ones.
 
@@ -42,10 +85,10 @@ class TensorBoard(Callback):
 
     @classmethod
     def for_run(cls, run: RunContext) -> Callback:
-        return cls(run.run_dir / FOLDER, say)
+        return cls(run.run_dir / FOLDER)
 
-    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
-        self.folder, self.say = folder, say
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._file: BinaryIO | None = None
         self._flushed = 0.0
 
@@ -74,25 +117,15 @@ class TensorBoard(Callback):
     def after_step(self, record: StepRecord) -> None:
         if not record.is_read:
             return
-        values = {
-            "loss/train": record.loss,
-            "gradient_norm": record.grad_norm,
-            "learning_rate": record.lr,
-            "tokens_per_second": record.tokens_per_second,
-        }
-        if record.loss_scale is not None:
-            values["loss_scale"] = record.loss_scale
-        values |= {f"terms/{name}": mean for name, mean in record.terms.items()}
+        values = {name: value for name, value in step_values(record).items() if name != "epoch"}
         values["seconds/step"] = record.seconds
         if record.performance is not None:
             values["seconds/wall_clock"] = record.performance.wall_clock
             values["seconds/waited"] = record.performance.waited
-        self._write(record.step, values | hardware_values(record))
+        self._write(record.step, values)
 
     def after_evaluation(self, record: EvaluationRecord) -> None:
-        by_corpus = {f"loss/validation of {name}": loss for name, loss in record.corpus_losses.items()}
-        terms = {f"terms/validation of {name}": mean for name, mean in record.terms.items()}
-        self._write(record.step, {"loss/validation": record.loss, **by_corpus, **terms})
+        self._write(record.step, evaluation_values(record))
 
     def close(self) -> None:
         if self._file is not None:
@@ -107,7 +140,9 @@ class TensorBoard(Callback):
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         with self._failures_reported():
-            summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
+            summary = Summary(
+                value=[Summary.Value(tag=_tag(name), simple_value=value) for name, value in values.items()]
+            )
             self._add(Event(wall_time=time.time(), step=step, summary=summary))
 
     def _add(self, event: Any) -> None:
@@ -127,7 +162,13 @@ class TensorBoard(Callback):
                 with suppress(OSError):
                     self._file.close()
             self._file = None
-            self.say(f"Warning: {self.folder} cannot be written ({reason_of(error)}); training continues without it.")
+            say(f"Warning: {self.folder} cannot be written ({reason_of(error)}); training continues without it.")
+
+
+def _tag(name: str) -> str:
+    """Return the tag in TensorBoard of a value of `step_values` or `evaluation_values`."""
+    begins = name[: name.find("/") + 1]
+    return _TAGS.get(name) or _TAGS.get(begins, begins) + name[len(begins) :]
 
 
 def framed(record: bytes) -> bytes:
@@ -167,7 +208,7 @@ _LONGEST_PARAMETER = 500
 """Maximum number of characters of a parameter's value in every version of MLflow."""
 
 
-class MLflowRun(Callback):
+class MLflowRun(Tracker):
     """Log steps, evaluations and the config to MLflow; `pip install threefold[mlflow]`.
 
     A failure to log is reported once, and training continues without MLflow. A resumed run becomes a new MLflow run
@@ -180,7 +221,7 @@ class MLflowRun(Callback):
         run_id: MLflow run to append to.
     """
 
-    packages = ("mlflow",)
+    service, packages = "MLflow", ("mlflow",)
 
     def __init__(
         self,
@@ -190,7 +231,6 @@ class MLflowRun(Callback):
         run_id: str | None = None,
     ) -> None:
         self.experiment, self.run_name, self.tracking_uri, self.run_id = experiment, run_name, tracking_uri, run_id
-        self._client: Any = None
         self._status = "FAILED"
 
     def setup(self, run: RunContext) -> None:
@@ -198,52 +238,40 @@ class MLflowRun(Callback):
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
-        self._client = MlflowClient(tracking_uri=self.tracking_uri)
+        self.connection = MlflowClient(tracking_uri=self.tracking_uri)
         if self.run_id is None:
-            found = self._client.get_experiment_by_name(self.experiment)
-            experiment = found.experiment_id if found else self._client.create_experiment(self.experiment)
-            self.run_id = self._client.create_run(experiment, run_name=self.run_name or run.run_dir.name).info.run_id
+            found = self.connection.get_experiment_by_name(self.experiment)
+            experiment = found.experiment_id if found else self.connection.create_experiment(self.experiment)
+            self.run_id = self.connection.create_run(experiment, run_name=self.run_name or run.run_dir.name).info.run_id
             settings = run.config.sections().items()
             parameters = {f"{section}.{key}": str(value) for section, keys in settings for key, value in keys.items()}
-            self._client.log_batch(
+            self.connection.log_batch(
                 self.run_id, params=[Param(key, value[:_LONGEST_PARAMETER]) for key, value in parameters.items()]
             )
 
-    def after_step(self, record: StepRecord) -> None:
-        self._log(record.step, step_values(record))
-
-    def after_evaluation(self, record: EvaluationRecord) -> None:
-        self._log(record.step, evaluation_values(record))
-
     def after_stop(self, step: int, reason: str) -> None:
-        if self._client is not None:
-            self._client.set_tag(self.run_id, "stopped", reason)
+        if self.connection is not None:
+            self.connection.set_tag(self.run_id, "stopped", reason)
 
     def after_fit(self) -> None:
         self._status = "FINISHED"
 
     def close(self) -> None:
-        if self._client is not None:
-            self._client.set_terminated(self.run_id, self._status)
-            self._client = None
+        if self.connection is not None:
+            self.connection.set_terminated(self.run_id, self._status)
+            self.connection = None
 
-    def _log(self, step: int, values: dict[str, float]) -> None:
-        if self._client is None:
-            return
+    def send(self, step: int, values: dict[str, float]) -> None:
         from mlflow.entities import Metric
 
         now = time.time_ns() // 1_000_000
         # Only letters, digits, and _ - . are valid everywhere; a slash makes a folder in a file store.
         names = {key: re.sub(r"[^\w\-.]", "_", key.replace("/", ".", 1)) for key in values}
         metrics = [Metric(names[key], value, now, step) for key, value in values.items()]
-        try:
-            self._client.log_batch(self.run_id, metrics=metrics)
-        except Exception as error:  # a network or disk failure is no reason to end a training
-            say(f"Warning: MLflow cannot log ({reason_of(error)}); training continues without it.")
-            self._client = None
+        self.connection.log_batch(self.run_id, metrics=metrics)
 
 
-class WeightsAndBiases(Callback):
+class WeightsAndBiases(Tracker):
     """Log steps, evaluations and the config to Weights & Biases; `pip install threefold[wandb]`.
 
     A failure to log is reported once, and training continues without it. A resumed run becomes a new W&B run unless
@@ -257,31 +285,24 @@ class WeightsAndBiases(Callback):
         options: further arguments of `wandb.init`, such as `entity`, `tags`, `id` and `resume`.
     """
 
-    packages = ("wandb",)
+    service, packages = "Weights & Biases", ("wandb",)
 
     def __init__(
         self, project: str = "threefold", run_name: str | None = None, mode: str | None = None, **options: Any
     ) -> None:
         self.options = {"project": project, "name": run_name, "mode": mode, **options}
-        self._run: Any = None
 
     def setup(self, run: RunContext) -> None:
         import wandb
 
         given = {key: value for key, value in self.options.items() if value is not None}
-        self._run = wandb.init(
+        self.connection = wandb.init(
             **{"name": run.run_dir.name, "dir": str(run.run_dir), "config": run.config.sections(), **given}
         )
 
-    def after_step(self, record: StepRecord) -> None:
-        self._log(record.step, step_values(record))
-
-    def after_evaluation(self, record: EvaluationRecord) -> None:
-        self._log(record.step, evaluation_values(record))
-
     def after_stop(self, step: int, reason: str) -> None:
-        if self._run is not None:
-            self._run.summary["stopped"] = reason
+        if self.connection is not None:
+            self.connection.summary["stopped"] = reason
 
     def after_fit(self) -> None:
         self._finish(0)
@@ -289,16 +310,10 @@ class WeightsAndBiases(Callback):
     def close(self) -> None:
         self._finish(1)
 
-    def _log(self, step: int, values: dict[str, float]) -> None:
-        if self._run is None:
-            return
-        try:
-            self._run.log(values, step=step)
-        except Exception as error:  # a network or disk failure is no reason to end a training
-            say(f"Warning: Weights & Biases cannot log ({reason_of(error)}); training continues without it.")
-            self._run = None
+    def send(self, step: int, values: dict[str, float]) -> None:
+        self.connection.log(values, step=step)
 
     def _finish(self, status: int) -> None:
-        if self._run is not None:
-            self._run.finish(exit_code=status)
-            self._run = None
+        if self.connection is not None:
+            self.connection.finish(exit_code=status)
+            self.connection = None
