@@ -2,10 +2,11 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from socket import gethostname
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from threefold.parallel.parameter import axes_of, is_split, offset
 from threefold.parallel.weights import Weight
 from threefold.resilience.gradient_check import BitHash, Disagreement, GradientCheck, combined
 from threefold.train.loop import Guard
-from threefold.train.optimizers.base import Entry
 from threefold.train.step import Engine, Optimizer
 
 
@@ -72,7 +72,8 @@ def _majority(values: Iterable[int]) -> int | None:
     return value if 2 * count > counts.total() else None
 
 
-_NAMED = 3
+_NOTHING_SAVED: Final = "there is no checkpoint to resume from"
+_NAMED: Final = 3
 """Maximum number of tensors that a message names."""
 
 
@@ -100,8 +101,32 @@ def explain(finding: Finding, newest: Path | None) -> HardwareFault:
     A tensor that changed at rest names its rank with certainty, and so does a majority of copies; two copies alone do
     not. Among tensors without a majority, those with the fewest suspects are named, as a fault spreads to others.
     """
-    ranks, sentence = _found(finding)
-    return HardwareFault(f"{sentence}; {_resumed(newest)}.", tuple(ranks), finding.step)
+    resumed = f"--resume starts from {newest}, from before it" if newest else _NOTHING_SAVED
+    if finding.at_rest:
+        ranks = tuple(sorted(finding.at_rest))
+        what = _listed(label for rank in ranks for label in finding.at_rest[rank])
+        sentence = (
+            f"On {_ranks(ranks, finding.hosts)} {what} changed before the update of step {finding.update}, when "
+            "nothing writes to it, so memory has failed, or a callback wrote to it"
+        )
+        return HardwareFault(f"{sentence}; {resumed}.", ranks, finding.step)
+    certain = {label: verdict for label, verdict in finding.copies.items() if verdict.is_certain}
+    fewest = min((len(verdict.ranks) for verdict in finding.copies.values()), default=0)
+    chosen = certain or {label: verdict for label, verdict in finding.copies.items() if len(verdict.ranks) == fewest}
+    ranks = tuple(sorted({rank for verdict in chosen.values() for rank in verdict.ranks}))
+    named, what = _ranks(ranks, finding.hosts), _listed(chosen)
+    if certain:
+        others = sorted({rank for verdict in chosen.values() for rank in verdict.others} - set(ranks))
+        sentence = (
+            f"{'has' if len(ranks) == 1 else 'have'} other bits in {what} than {_ranks(others)} with copies of the "
+            f"same, so memory or arithmetic of {named} has failed"
+        )
+    else:
+        sentence = (
+            f"have different bits in {what}, of which they hold copies, so memory or arithmetic of one of them has "
+            "failed, and there is no majority to say of which"
+        )
+    return HardwareFault(f"After step {finding.step} {named} {sentence}; {resumed}.", ranks, finding.step)
 
 
 def explain_gradients(
@@ -111,46 +136,13 @@ def explain_gradients(
     named = _ranks(found.ranks, hosts)
     others = f" than {_ranks(found.others)}" if found.others else ", computed twice"
     fault = named if len(found.ranks) == 1 else "one of them"
-    resumed = "there is no checkpoint to resume from"
-    if newest is not None:
-        resumed = f"--resume starts from {newest}, and gradients agreed in step {agreed} last"
+    resumed = f"--resume starts from {newest}, and gradients agreed in step {agreed} last" if newest else _NOTHING_SAVED
     return HardwareFault(
         f"In step {step} {named} computed other gradients of the same samples{others}, so arithmetic or memory of "
         f"{fault} has failed; {resumed}.",
         found.ranks,
         step - 1,
     )
-
-
-def _found(finding: Finding) -> tuple[list[int], str]:
-    if finding.at_rest:
-        ranks = sorted(finding.at_rest)
-        what = _listed(label for rank in ranks for label in finding.at_rest[rank])
-        return ranks, (
-            f"On {_ranks(ranks, finding.hosts)} {what} changed before the update of step {finding.update}, when "
-            "nothing writes to it, so memory has failed, or a callback wrote to it"
-        )
-    certain = {label: verdict for label, verdict in finding.copies.items() if verdict.is_certain}
-    fewest = min((len(verdict.ranks) for verdict in finding.copies.values()), default=0)
-    chosen = certain or {label: verdict for label, verdict in finding.copies.items() if len(verdict.ranks) == fewest}
-    ranks = sorted({rank for verdict in chosen.values() for rank in verdict.ranks})
-    others = sorted({rank for verdict in chosen.values() for rank in verdict.others} - set(ranks))
-    named, what = _ranks(ranks, finding.hosts), _listed(chosen)
-    if certain:
-        return ranks, (
-            f"After step {finding.step} {named} {'has' if len(ranks) == 1 else 'have'} other bits in {what} than "
-            f"{_ranks(others)} with copies of the same, so memory or arithmetic of {named} has failed"
-        )
-    return ranks, (
-        f"After step {finding.step} {named} have different bits in {what}, of which they hold copies, so memory or "
-        "arithmetic of one of them has failed, and there is no majority to say of which"
-    )
-
-
-def _resumed(newest: Path | None) -> str:
-    if newest is None:
-        return "there is no checkpoint to resume from"
-    return f"--resume starts from {newest}, from before it"
 
 
 def _ranks(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
@@ -193,71 +185,36 @@ def watched_tensors(model: TrainableModel, optimizer: Optimizer, sums_alike: boo
     The order is the same on ranks that hold the same tensors. Unless `sums_alike`, whole tensors of tensor-parallel
     ranks do not count as copies of one another.
     """
-    entries = {entry.name: entry for entry in optimizer.entries}
-    return [
-        found
-        for weight in model.weights
-        for found in _of_weight(weight, entries.get(weight.name), model, optimizer, sums_alike)
-    ]
+    found: list[Watched] = []
 
+    def add(label: str, identity: str, sharing: tuple[str, ...], tensor: Tensor) -> None:
+        found.append(Watched(label, f"{identity} {tuple(tensor.shape)} {tensor.dtype}", sharing, tensor))
 
-def sums_alike(model: TrainableModel) -> bool:
-    """Return whether tensor-parallel ranks sum the gradients of weights that they hold whole in the same order.
-
-    They do on a CPU (`threefold.parallel.gradients`). With NCCL, the order of a sum over three or more replicas depends
-    on the group of ranks, so sums may differ by rounding. The result is the same on all ranks.
-    """
-    mesh = model.parallelism.mesh
-    return mesh.tp.size == 1 or mesh.replicas.size < 3 or mesh.device.type == "cpu"
-
-
-def most_groups(model: TrainableModel, optimizer: Optimizer) -> int:
-    """Return an upper bound for the number of values of `sharing` on this rank."""
-    return 2 * len({_sharing(weight, model) for weight in model.weights})
-
-
-def _of_weight(
-    weight: Weight, entry: Entry | None, model: TrainableModel, optimizer: Optimizer, alike: bool
-) -> Iterator[Watched]:
-    column = "" if alike or is_split(weight.parameter) else f" of tensor rank {model.parallelism.mesh.tp.index}"
-    place = f"{weight.name}{column} {offset(weight.parameter)}"
-    sharing = _sharing(weight, model)
-    yield _watched(weight.name, f"{place} master", sharing, weight.master)
-    if weight.master is not weight.leaf:
-        yield _watched(f"{weight.name}, as computed with,", f"{place} leaf", sharing, weight.leaf)
-    if entry is None:  # frozen
-        return
-    for state, value in optimizer.rule.state(entry).items():
-        label = f"{state} of {entry.name}"
-        if optimizer.rule.is_replicated(entry, state, value):
-            # Replicated over the dims of a matrix; of a batch of matrices (experts), each rank has its own.
-            batch = offset(entry.parameter)[:-2]
-            yield _watched(label, f"{entry.name}{column} {batch} {state}", ("replicated", *sharing), value)
-        else:
-            yield _watched(label, f"{place} {state}", sharing, value)
-
-
-def _watched(label: str, identity: str, sharing: tuple[str, ...], tensor: Tensor) -> Watched:
-    return Watched(label, f"{identity} {tuple(tensor.shape)} {tensor.dtype}", sharing, tensor)
+    entries, rule = {entry.name: entry for entry in optimizer.entries}, optimizer.rule
+    for weight in model.weights:
+        alike = sums_alike or is_split(weight.parameter)
+        column = "" if alike else f" of tensor rank {model.parallelism.mesh.tp.index}"
+        place, sharing = f"{weight.name}{column} {offset(weight.parameter)}", _sharing(weight, model)
+        add(weight.name, f"{place} master", sharing, weight.master)
+        if weight.master is not weight.leaf:
+            add(f"{weight.name}, as computed with,", f"{place} leaf", sharing, weight.leaf)
+        entry = entries.get(weight.name)
+        if entry is None:  # frozen
+            continue
+        for state, value in rule.state(entry).items():
+            label = f"{state} of {weight.name}"
+            if rule.is_replicated(entry, state, value):
+                # Replicated over the dims of a matrix; of a batch of matrices (experts), each rank has its own.
+                batch = offset(weight.parameter)[:-2]
+                add(label, f"{weight.name}{column} {batch} {state}", ("replicated", *sharing), value)
+            else:
+                add(label, f"{place} {state}", sharing, value)
+    return found
 
 
 def _sharing(weight: Weight, model: TrainableModel) -> tuple[str, ...]:
     tied = (weight.name,) if weight.name in model.tied else ()
     return (*sorted(axes_of(weight.parameter)), *tied)
-
-
-def grouped(watched: Sequence[Watched]) -> Mapping[tuple[str, ...], list[int]]:
-    """Group the indices in `watched` by `sharing`."""
-    groups: dict[tuple[str, ...], list[int]] = {}
-    for place, each in enumerate(watched):
-        groups.setdefault(each.sharing, []).append(place)
-    return groups
-
-
-def identity_of(watched: Sequence[Watched]) -> int:
-    """Return a positive 63-bit number that is equal for equal identities in equal order."""
-    digest = hashlib.blake2b("\n".join(each.identity for each in watched).encode(), digest_size=8)
-    return int.from_bytes(digest.digest(), "little") >> 1 or 1
 
 
 class CorruptionWatch(Guard):
@@ -285,9 +242,12 @@ class CorruptionWatch(Guard):
     ) -> None:
         self._engine, self._every, self._newest, self._gradients = engine, every, newest, gradients
         self._hash = BitHash(engine.mesh.device)
-        groups = torch.tensor([most_groups(engine.model, engine.optimizer)], device=engine.mesh.device)
-        self._groups = int(engine.mesh.world.all_reduce_max_(groups))
-        self._sums_alike = sums_alike(engine.model)
+        mesh = engine.mesh
+        most = 2 * len({_sharing(weight, engine.model) for weight in engine.model.weights})
+        self._groups = int(mesh.world.all_reduce_max_(torch.tensor([most], device=mesh.device)))
+        # On a CPU tensor-parallel ranks sum the gradients of weights that they hold whole in the same order. With NCCL,
+        # the order of a sum over three or more replicas depends on the group of ranks, so sums may differ by rounding.
+        self._sums_alike = mesh.tp.size == 1 or mesh.replicas.size < 3 or mesh.device.type == "cpu"
         self._at_rest: tuple[int, Tensor] | None = None
         """Number of restorations, and the hashes after an update."""
         self._changed: Tensor | None = None
@@ -316,7 +276,7 @@ class CorruptionWatch(Guard):
         self._changed, self._update = None, step
         if step % self._every == 0 and self._at_rest is not None:
             restored, before = self._at_rest
-            now = self._hashes(self._watched())
+            now = self._hashes(self._watched)
             if restored == self._engine.optimizer.restorations and before.shape == now.shape:
                 self._changed = now != before
         if self._gradients is not None and step % self._every == 0:
@@ -343,9 +303,10 @@ class CorruptionWatch(Guard):
     def _note(self, step: int, hashes: Tensor | None) -> None:
         self._at_rest = None
         if (step + 1) % self._every == 0:
-            known = self._hashes(self._watched()) if hashes is None else hashes
+            known = self._hashes(self._watched) if hashes is None else hashes
             self._at_rest = self._engine.optimizer.restorations, known
 
+    @property
     def _watched(self) -> list[Watched]:
         return watched_tensors(self._engine.model, self._engine.optimizer, self._sums_alike)
 
@@ -357,14 +318,17 @@ class CorruptionWatch(Guard):
 
     def _compare(self, step: int) -> Tensor:
         """Exchange one hash per group of tensors; return the hashes of this rank's tensors."""
-        watched = self._watched()
-        hashes, groups = self._hashes(watched), grouped(watched)
-        device = self._engine.mesh.device
+        watched, groups = self._watched, dict[tuple[str, ...], list[int]]()
+        for place, each in enumerate(watched):
+            groups.setdefault(each.sharing, []).append(place)
+        hashes, device = self._hashes(watched), self._engine.mesh.device
         row = torch.zeros(1, 1 + 2 * self._groups, dtype=torch.int64, device=device)
         if self._changed is not None:
             row[0, 0] = self._changed.sum()
         for place, members in enumerate(groups.values()):
-            row[0, 1 + 2 * place] = identity_of([watched[member] for member in members])
+            identities = "\n".join(watched[member].identity for member in members)
+            digest = hashlib.blake2b(identities.encode(), digest_size=8).digest()
+            row[0, 1 + 2 * place] = int.from_bytes(digest, "little") >> 1 or 1  # 0 is no group
             row[0, 2 + 2 * place] = combined(hashes[torch.tensor(members, device=device)])
         table = self._engine.mesh.world.all_gather_equal(row, 0).tolist()
         if any(row[0] for row in table) or _differ(table):
@@ -374,21 +338,25 @@ class CorruptionWatch(Guard):
 
     def _fault(self, step: int, watched: Sequence[Watched], hashes: Tensor) -> HardwareFault:
         """Return the error, from the hashes of all tensors of all ranks."""
+        layout = self._engine.mesh.layout
         mine = {each.identity: value for each, value in zip(watched, hashes.tolist(), strict=True)}
         labels = {each.identity: each.label for each in watched}
         changed = [] if self._changed is None else self._changed.tolist()
         at_rest = [each.label for each, differs in zip(watched, changed, strict=False) if differs]
         found = self._engine.mesh.world.gather_objects((mine, labels, at_rest, gethostname()))
-        layout = self._engine.mesh.layout
-        places = [layout.coordinates(rank) for rank in range(layout.world_size)]
-        verdicts = _verdicts([each[0] for each in found], lambda rank: (places[rank].pp, places[rank].tp))
-        names = {identity: label for each in found for identity, label in each[1].items()}
+        columns = [(place.pp, place.tp) for place in map(layout.coordinates, range(layout.world_size))]
+        by_identity: dict[str, dict[int, int]] = {}
+        for rank, (held, *_) in enumerate(found):
+            for identity, value in held.items():
+                by_identity.setdefault(identity, {})[rank] = value
+        names = {identity: label for _, known, *_ in found for identity, label in known.items()}
+        verdicts = {identity: compare(values, columns.__getitem__) for identity, values in by_identity.items()}
         finding = Finding(
             step,
             self._update,
-            at_rest={rank: each[2] for rank, each in enumerate(found) if each[2]},
-            copies={names[identity]: verdict for identity, verdict in verdicts.items()},
-            hosts=[each[3] for each in found],
+            at_rest={rank: changed for rank, (_, _, changed, _) in enumerate(found) if changed},
+            copies={names[identity]: verdict for identity, verdict in verdicts.items() if verdict is not None},
+            hosts=[host for *_, host in found],
         )
         return explain(finding, self._newest())
 
@@ -398,13 +366,3 @@ def _differ(table: Sequence[Sequence[int]]) -> bool:
     known: dict[int, int] = {}
     pairs = ((row[place], row[place + 1]) for row in table for place in range(1, len(row), 2) if row[place])
     return any(known.setdefault(identity, value) != value for identity, value in pairs)
-
-
-def _verdicts(hashes: Sequence[Mapping[str, int]], column: Callable[[int], tuple[int, int]]) -> dict[str, Verdict]:
-    """Return, by identity, the verdicts on the tensors whose copies differ."""
-    by_identity: dict[str, dict[int, int]] = {}
-    for rank, mine in enumerate(hashes):
-        for identity, value in mine.items():
-            by_identity.setdefault(identity, {})[rank] = value
-    compared = {identity: compare(values, column) for identity, values in by_identity.items()}
-    return {identity: verdict for identity, verdict in compared.items() if verdict is not None}

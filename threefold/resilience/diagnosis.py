@@ -1,7 +1,7 @@
 """Diagnosis of a bad step: reruns it with checks that find the first non-finite output or gradient."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
@@ -16,13 +16,12 @@ from torch.utils.hooks import RemovableHandle
 
 from threefold.checksums import checksum_of_blocks
 from threefold.comm.layout import Layout
-from threefold.data.loader import Loader
+from threefold.data.loader import Batch, Loader
 from threefold.models.own_batch import map_tensors
 from threefold.parallel.gradient_step import GradientStep
 from threefold.parallel.parameter import local
 from threefold.parallel.pipeline.runner import PipelineRunner
 from threefold.parallel.pipeline.stage import Stage
-from threefold.train.optimizers.base import Entry
 from threefold.train.step import Engine, squared_norm
 
 _OUTPUT, _WEIGHT = 0, 1
@@ -72,26 +71,25 @@ class FiniteChecks:
         self._weights: set[Tensor] = set()
 
     @contextmanager
-    def running(self) -> Iterator["FiniteChecks"]:
+    def running(self) -> Iterator[None]:
         """Check the step inside the block; compiled layers run eagerly."""
         deferred = self._engine.parallelism.deferred
-        with ExitStack() as stack:
-            stack.callback(self._remove)
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-            if deferred is not None:
-                stack.enter_context(deferred.watching(self._deferred))
-            self._register()
-            yield self
+        watching = nullcontext() if deferred is None else deferred.watching(self._deferred)
+        with torch.compiler.set_stance("force_eager"), watching:
+            try:
+                self._register()
+                yield
+            finally:
+                for handle in self._handles:
+                    handle.remove()
+                self._handles.clear()
 
-    def _remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+    def _stages(self) -> Iterator[tuple[int, Stage]]:
+        engine = self._engine
+        return zip(engine.parallelism.stages.held_by(engine.mesh.pp.index), engine.stages, strict=True)
 
     def _register(self) -> None:
-        engine = self._engine
-        numbers = engine.parallelism.stages.held_by(engine.mesh.pp.index)
-        for number, stage in zip(numbers, engine.stages, strict=True):
+        for number, stage in self._stages():
             self._register_begin(number, stage)
             for name, module in stage.named_modules():
                 holds = name in stage.layer_names or isinstance(module, FSDPModule)
@@ -99,7 +97,7 @@ class FiniteChecks:
                     self._handles.append(module.register_forward_pre_hook(partial(self._before, number, stage, name)))
                 if name:
                     self._handles.append(module.register_forward_hook(partial(self._after, number, name)))
-            self._handles.append(stage.register_forward_hook(self._ended))
+            self._handles.append(stage.register_forward_hook(lambda *_: setattr(self, "_forward", None)))
 
     def _register_begin(self, number: int, stage: Stage) -> None:
         runner = self._engine.runner
@@ -120,9 +118,6 @@ class FiniteChecks:
         self._seen.clear()
         if not isinstance(self._engine.runner, PipelineRunner):
             self._backward = micro_batch
-
-    def _ended(self, *_: Any) -> None:
-        self._forward = None
 
     def _before(self, number: int, stage: Stage, name: str, module: nn.Module, _args: Any) -> None:
         """Check the gradients of the weights inside, as they are while the module runs (ZeRO gathers them)."""
@@ -164,12 +159,10 @@ class FiniteChecks:
         self._check(gradient, (1, -number, -calls.get(module, 0), _WEIGHT), micro_batch, f"the gradient of {name}")
 
     def _deferred(self, leaf: Tensor) -> Callable[[Tensor], None]:
-        engine = self._engine
-        weight = next(weight for weight in engine.model.weights if weight.leaf is leaf)
-        numbers = engine.parallelism.stages.held_by(engine.mesh.pp.index)
-        (number, *_) = (
+        weight = next(weight for weight in self._engine.model.weights if weight.leaf is leaf)
+        number = next(
             number
-            for number, stage in zip(numbers, engine.stages, strict=True)
+            for number, stage in self._stages()
             if any(local(parameter) is leaf for parameter in stage.parameters())
         )
         return partial(self._weight_gradient, number, weight.name, self._backward)
@@ -269,32 +262,28 @@ class Diagnosis:
 
     def clauses(self) -> list[str]:
         """Return the parts of a sentence: where the bad value arose, and what a second run gave."""
-        if not self.is_reproducible:
-            return [self._of_hardware()]
-        return [self._where(), self._of_bits()]
-
-    def _of_hardware(self) -> str:
-        loss = sum(found.loss for found in self.findings)
         others = self.differing
-        ranks = "" if len(others) in (0, len(self.findings)) else f", with other bits on {self._named(others)} alone"
-        return (
-            f"a second run of the step, on the same weights and samples, was finite (loss {loss:g}){ranks}, so the "
-            "hardware is the likely cause, not data or model"
-        )
-
-    def _of_bits(self) -> str:
-        if not self.differing:
-            return "a second run of the step gave the same bits, so data or model is the cause, not the hardware"
-        where = self._named(self.differing)
-        return (
-            f"a second run of the step was not finite either, but had other bits on {where}, so the "
-            "hardware, or an operation that is not deterministic, may be the cause"
-        )
+        if not self.is_reproducible:
+            loss = sum(found.loss for found in self.findings)
+            ranks = "" if len(others) == len(self.findings) else f", with other bits on {self._named(others)} alone"
+            return [
+                f"a second run of the step, on the same weights and samples, was finite (loss {loss:g}){ranks}, so the "
+                "hardware is the likely cause, not data or model"
+            ]
+        if not others:
+            bits = "a second run of the step gave the same bits, so data or model is the cause, not the hardware"
+        else:
+            bits = (
+                f"a second run of the step was not finite either, but had other bits on {self._named(others)}, so the "
+                "hardware, or an operation that is not deterministic, may be the cause"
+            )
+        return [self._where(), bits]
 
     def _where(self) -> str:
-        first = self.first
+        first, weight = self.first, next((found.weight for found in self.findings if found.weight), None)
+        bad_weight = f"the weight {weight} was not finite before the step"
         if first is None:
-            return self._without_module()
+            return bad_weight if weight else self._without_module()
         rank = min(rank for rank in self.ranks if self.findings[rank].first == first)
         found, replica = self.findings[rank], self.layout.coordinates(rank).dp
         of_replica = f" of replica {replica}" if self.layout.dp > 1 else ""
@@ -308,13 +297,9 @@ class Diagnosis:
             where += f" on {self._named(self.ranks)}"
         if found.bad_data:
             where += ", whose data is not finite"
-        if weight := self._weight():
-            where += f"; the weight {weight} was not finite before the step"
-        return where
+        return f"{where}; {bad_weight}" if weight else where
 
     def _without_module(self) -> str:
-        if weight := self._weight():
-            return f"the weight {weight} was not finite before the step"
         losses = [rank for rank, found in enumerate(self.findings) if found.bad_loss]
         if losses:
             return (
@@ -327,9 +312,6 @@ class Diagnosis:
         if large:
             return f"loss and gradients are finite, and {large} overflows the norm"
         return "no module's output and no gradient was found that is not finite"
-
-    def _weight(self) -> str | None:
-        return next((found.weight for found in self.findings if found.weight), None)
 
     def _named(self, ranks: Sequence[int]) -> str:
         if len(ranks) > 1:
@@ -371,14 +353,21 @@ def diagnose(
     weights = engine.model.weights
     weight = next((each.name for each in weights if bad_value(each.master) or bad_value(each.leaf)), None)
     samples: tuple[str, ...] = ()
+    large = None
     if checks.first is not None:
-        samples = _samples(loader, done, checks.first.micro_batch, engine.settings.micro_batches)
+        indices = loader.sample_indices(done).tolist()
+        size = len(indices) // engine.settings.micro_batches
+        start = checks.first.micro_batch * size
+        samples = tuple(loader.sample_name(index) for index in indices[start : start + size])
+    if overflowing is not None:
+        largest = overflowing.gradient.abs().max().item()
+        large = f"the gradient of {overflowing.name}, with values up to {largest:g},"
     found = replace(
         mine,
         first=checks.first,
         weight=weight,
         summed=summed,
-        large=None if overflowing is None else _of_gradient(overflowing),
+        large=large,
         bad_loss=not isfinite(term),
         samples=samples,
         bad_data=_is_bad(batch),
@@ -388,33 +377,22 @@ def diagnose(
 
 def _digest(engine: Engine, loss: Tensor) -> str:
     """Return a checksum of a rank's loss and gradients in which all NaNs are equal."""
+
+    def content(tensor: Tensor) -> Any:
+        plain = torch.where(tensor.isnan(), torch.full_like(tensor, torch.nan), tensor)
+        return plain.cpu().contiguous().flatten().view(torch.uint8).numpy().data
+
     tensors = [loss, *(entry.gradient for entry in engine.optimizer.entries)]
-    return checksum_of_blocks(_bytes(tensor.detach()) for tensor in tensors)
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    plain = torch.where(tensor.isnan(), torch.full_like(tensor, torch.nan), tensor)
-    content: memoryview = plain.cpu().contiguous().flatten().view(torch.uint8).numpy().data
-    return content
-
-
-def _of_gradient(entry: Entry) -> str:
-    return f"the gradient of {entry.name}, with values up to {entry.gradient.abs().max().item():g},"
+    return checksum_of_blocks(content(tensor.detach()) for tensor in tensors)
 
 
 def _is_bad(batch: Any) -> bool:
     """Return whether the floats of a user's own batch are not all finite."""
-    if not isinstance(getattr(batch, "tokens", None), Tensor) or isinstance(batch, tuple):
-        found: list[str] = []
-        map_tensors(batch, lambda tensor: found.append(bad_value(tensor)) if tensor.is_floating_point() else None)
-        return any(found)
-    return False
-
-
-def _samples(loader: Loader, done: int, micro_batch: int, micro_batches: int) -> tuple[str, ...]:
-    indices = loader.sample_indices(done).tolist()
-    size = len(indices) // micro_batches
-    return tuple(loader.sample_name(index) for index in indices[micro_batch * size : (micro_batch + 1) * size])
+    if isinstance(batch, Batch):
+        return False
+    found: list[str] = []
+    map_tensors(batch, lambda tensor: found.append(bad_value(tensor)) if tensor.is_floating_point() else None)
+    return any(found)
 
 
 def _listed(what: str, names: Sequence[str]) -> str:

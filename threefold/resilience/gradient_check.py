@@ -143,15 +143,15 @@ class GradientCheck:
         return self._observed()
 
     def _observe(self) -> None:
+        def add(gradients: Tensor) -> None:
+            self._sum = self._sum + self._hash(gradients)
+
         self._sum = torch.zeros_like(self._sum)
-        self._engine.gradients.observe(self._add)
+        self._engine.gradients.observe(add)
 
     def _observed(self) -> Tensor:
         self._engine.gradients.observe(None)
         return self._sum
-
-    def _add(self, gradients: Tensor) -> None:
-        self._sum = self._sum + self._hash(gradients)
 
 
 def disagreeing(table: Sequence[Sequence[int]], layout: Layout, shift: int) -> list[tuple[int, int]]:
