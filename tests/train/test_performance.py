@@ -1,6 +1,7 @@
 """What a run tells of its hardware: FLOP/s and MFU by the formula, the rank that takes most memory, the time waited."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,9 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.launch.worker_pool import WorkerPool
 from threefold.models.family import model_flops_per_token
-from threefold.train.callbacks.base import step_values
-from threefold.train.callbacks.console import Summary, step_line
-from threefold.train.performance import MeanRates, Performance, PerformanceMeter
+from threefold.train.callbacks.base import Performance, step_values
+from threefold.train.callbacks.console import MeanRates, Summary, step_line
+from threefold.train.loop import PerformanceMeter
 
 USED = Performance(2e12, 0.25, 3_000_000_000, 5_000_000_000, 6, 0.125, 61.25)
 
@@ -21,7 +22,7 @@ USED = Performance(2e12, 0.25, 3_000_000_000, 5_000_000_000, 6, 0.125, 61.25)
 def meter_of(run: Run, heartbeat: Heartbeat, ranks: int, peak: float | None) -> PerformanceMeter:
     mesh = Mesh.alone()
     mesh.layout, mesh.heartbeat = Layout(dp=ranks), heartbeat
-    return PerformanceMeter(mesh, run.config, peak)
+    return PerformanceMeter(mesh, run.config, peak, time.time())
 
 
 def test_rates_are_the_model_flops_over_time_and_ranks(small_run: Run) -> None:

@@ -73,7 +73,7 @@ class MemoryCopy:
 
     def facts(self) -> dict[str, Any]:
         """Return the facts of a whole copy."""
-        return dict(self._index()["facts"])
+        return dict(self._index["facts"])
 
     def write(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Replace the copy with `tensors` and `facts` (JSON) after `step` updates; raise an `OSError` without room."""
@@ -95,7 +95,7 @@ class MemoryCopy:
         Raises:
             ValueError: a tensor of the copy is missing here, or has another shape or dtype.
         """
-        places = self._index()["tensors"]
+        places = self._index["tensors"]
         for name, (dtype, shape, start) in places.items():
             target = tensors.get(name)
             if target is None or list(target.shape) != shape or str(target.dtype) != f"torch.{dtype}":
@@ -115,6 +115,7 @@ class MemoryCopy:
             return torch.empty(shape, dtype=kind)
         return torch.frombuffer(self._mapped(), dtype=kind, count=count, offset=_START + start).view(shape)
 
+    @property
     def _index(self) -> Any:
         found = self._record()
         assert found is not None

@@ -33,11 +33,16 @@ def agree_on_micro_batch(config: Config, mesh: Mesh) -> Config:
     """
     if not is_derived(config, "train.micro_batch_size"):
         return config
-    # An all-reduce with one element per rank, as every backend supports it.
-    sizes = torch.zeros(mesh.world.size, dtype=torch.int64, device=mesh.device)
-    sizes[mesh.rank] = config.train.micro_batch_size
-    smallest = int(mesh.world.all_reduce_(sizes).min())
+    smallest = min(_of_all_ranks(mesh, config.train.micro_batch_size))
     return config if smallest == config.train.micro_batch_size else with_micro_batch(config, smallest)
+
+
+def _of_all_ranks(mesh: Mesh, number: int) -> list[int]:
+    """Exchange one number per rank, by an all-reduce, which every backend supports and which is cheap on each."""
+    table = torch.zeros(mesh.world.size, dtype=torch.int64, device=mesh.device)
+    table[mesh.rank] = number
+    found: list[int] = mesh.world.all_reduce_(table).tolist()
+    return found
 
 
 class DataCheck(Callback):
@@ -58,11 +63,8 @@ class DataCheck(Callback):
         if self.mesh.world.size == 1 or (self._compared and step % self.every):
             return
         self._compared = True
-        # An all-reduce with one element per rank: cheaper than a gather on every backend.
-        table = torch.zeros(self.mesh.world.size, dtype=torch.int64, device=self.mesh.device)
-        table[self.mesh.rank] = fingerprint(batch) if isinstance(batch, Batch) else nested_fingerprint(batch, self.rows)
-        found = self.mesh.world.all_reduce_(table).tolist()
-        if problem := disagreement(found, self.mesh.layout):
+        mine = fingerprint(batch) if isinstance(batch, Batch) else nested_fingerprint(batch, self.rows)
+        if problem := disagreement(_of_all_ranks(self.mesh, mine), self.mesh.layout):
             raise UserError(f"At step {step} {problem}.")
 
 
@@ -190,11 +192,7 @@ class TokenCheck(Callback):
             return
         reading = self._reader is not None and self._reader.is_alive()
         mine = self._problem or (_READING if reading else _DONE)
-        found = [mine]
-        if self.mesh.world.size > 1:
-            table = torch.zeros(self.mesh.world.size, dtype=torch.int64, device=self.mesh.device)
-            table[self.mesh.rank] = mine
-            found = self.mesh.world.all_reduce_(table).tolist()
+        found = _of_all_ranks(self.mesh, mine) if self.mesh.world.size > 1 else [mine]
         if max(found) >= _PROBLEMS:
             raise self._error(max(found))
         self._settled = min(found) == _DONE
@@ -213,8 +211,7 @@ class TokenCheck(Callback):
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         for number in range(len(self.corpora)):
-            kind = self._problem_of(number)
-            if kind is not None:
+            if (kind := self._problem_of(number)) is not None:
                 self._problem = _PROBLEMS + 3 * number + kind
                 return
 

@@ -7,22 +7,27 @@ from dataclasses import dataclass
 from math import isfinite, nan
 from typing import Any, ClassVar, Final, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from threefold.comm.heartbeat import Activity, RunSection
+from threefold.comm.mesh import Mesh
+from threefold.config import Config
 from threefold.data.loader import Loader
 from threefold.errors import UserError
+from threefold.host import peak_memory
+from threefold.models.family import model_flops_per_token
 from threefold.models.loss_terms import LOSS, LossSums
 from threefold.train.callbacks.base import (
     Callback,
     CallbackFailed,
     EvaluationRecord,
+    Performance,
     RunContext,
     StepRecord,
     stop_reason,
 )
 from threefold.train.lr_schedules import learning_rate
-from threefold.train.performance import PerformanceMeter
 from threefold.train.saving import SafeSaving
 from threefold.train.step import Engine, NonFiniteStep
 from threefold.train.stop import Stopped
@@ -235,7 +240,7 @@ class TrainingLoop:
         try:
             result = self.engine.update(loss, tokens, done, lambda *values: self._first("refuses", *values) or "")
         except NonFiniteStep as found:
-            error, result = found, found.result
+            error, result = found.with_traceback(None), found.result  # no cycle keeps the batch alive
             self._first("after_divergence", done)
         reason = ""
         if error is not None or result.refused:
@@ -415,6 +420,53 @@ class TrainingLoop:
                 failures.append(error)
         if failures:
             raise failures[0]
+
+
+_SECONDS_A_RANK: Final = 0.01
+"""Seconds per rank between two looks at the ranks' memory: a thousand times what a look takes."""
+
+
+class PerformanceMeter:
+    """Meter of this rank's steps, without a collective and without waiting for a GPU.
+
+    Every rank notes its memory on its heartbeat's page; the first rank reads the notes of the others now and then.
+    """
+
+    def __init__(self, mesh: Mesh, config: Config, peak_rate: float | None, began: float) -> None:
+        self._mesh, self._heartbeat, self._peak, self._began = mesh, mesh.heartbeat, peak_rate, began
+        length = config.data.sequence_length
+        of_token = model_flops_per_token(config.model, length)
+        tokens = config.train.global_batch_size * length
+        self._flops = None if of_token is None else of_token * tokens / mesh.layout.world_size
+        self._waited = self._looked = 0.0
+        self._largest, self._largest_rank = 0, mesh.rank
+
+    def before_step(self) -> None:
+        """Start measuring a step."""
+        self._waited = self._heartbeat.waited
+
+    def after_step(self, seconds: float) -> Performance:
+        """Return the performance of a step that took `seconds`; call it on every rank."""
+        on_gpu, now = self._mesh.device.type == "cuda", time.monotonic()
+        memory = torch.cuda.max_memory_reserved(self._mesh.device) if on_gpu else peak_memory()
+        self._heartbeat.memory(memory)
+        if memory > self._largest:
+            self._largest, self._largest_rank = memory, self._mesh.rank
+        if self._mesh.world.is_first and now - self._looked >= _SECONDS_A_RANK * self._mesh.layout.world_size:
+            self._looked = now
+            for rank, place in enumerate(self._heartbeat.everyone()):
+                if place is not None and place.memory > self._largest:
+                    self._largest, self._largest_rank = place.memory, rank
+        rate = None if self._flops is None else self._flops / seconds
+        return Performance(
+            flops_per_second=rate,
+            mfu=None if rate is None or not self._peak else rate / self._peak,
+            memory=memory,
+            largest_memory=self._largest,
+            largest_rank=self._largest_rank,
+            waited=self._heartbeat.waited - self._waited,
+            wall_clock=time.time() - self._began,
+        )
 
 
 def call(callback: Callback, moment: str, rank: int, *arguments: Any) -> None:

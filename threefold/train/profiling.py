@@ -56,34 +56,12 @@ class Span(NamedTuple):
     end: float
 
 
-class _DeviceClock:
-    """Clock of the computing device; on a GPU it records events in the stream without waiting for them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        if self._on_gpu:
-            torch.cuda.synchronize(device)
-        self._base, self._epoch = self.now(), time.time()
-
-    def now(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, moment: Any) -> float:
-        """Return seconds since the epoch; on a GPU only after the event has passed."""
-        since = self._base.elapsed_time(moment) / 1e3 if self._on_gpu else moment - self._base
-        return float(self._epoch + since)
-
-
 class SpanRecorder:
-    """Recorder of a heartbeat's activities between `start` and `stop`."""
+    """Recorder of a heartbeat's activities between `start` and `stop`; on a GPU by events, without waiting for them."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._clock: _DeviceClock | None = None
+        self._device, self._on_gpu = device, device.type == "cuda"
+        self._base: tuple[Any, float] | None = None  # the same moment by `_now` and by `time.time`, while recording
         self._taken: list[tuple[tuple[str, str, int, int, int], Any, Any]] = []
         self._activity: tuple[str, str, int, int, Any, record_function] | None = None
         self._wait: tuple[int, record_function] | None = None
@@ -92,41 +70,54 @@ class SpanRecorder:
 
     def start(self, step: int) -> None:
         """Record from now on, after `step`."""
-        self._clock, self._step = _DeviceClock(self._device), step
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)
+        self._base, self._step = (self._now(), time.time()), step
 
     def stop(self) -> list[Span]:
         """Stop recording and return the spans in order; waits for a GPU."""
         self._end_section()
-        clock, self._clock = self._clock, None
-        if clock is None:
+        if self._base is None:
             return []
-        if self._device.type == "cuda":
+        (base, epoch), self._base = self._base, None
+        if self._on_gpu:
             torch.cuda.synchronize(self._device)
         taken, self._taken = self._taken, []
-        return [Span(*what, clock.seconds(start), clock.seconds(end)) for what, start, end in taken]
+
+        def seconds(moment: Any) -> float:
+            return float(epoch + (base.elapsed_time(moment) / 1e3 if self._on_gpu else moment - base))
+
+        return [Span(*what, seconds(start), seconds(end)) for what, start, end in taken]
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     # -- called by the heartbeat ---------------------------------------------------------------------------------------
 
     def section(self, section: RunSection, step: int) -> None:
         self._end_section()
         self._step = step
-        if self._clock is not None and section in _SECTIONS:
+        if self._base is not None and section in _SECTIONS:
             self._section = _begun(f"{_SECTIONS[section]} {step}")
 
     def activity(self, activity: Activity, stage: int, micro_batch: int, name: str) -> None:
         self._end_activity()
-        if self._clock is None or activity is Activity.NOTHING:
+        if self._base is None or activity is Activity.NOTHING:
             return
         if kind := _ACTION_KINDS.get(activity, ""):
             name = f"{stage}{kind}{micro_batch}"
         else:
             name = f"callback {name}" if activity is Activity.CALLBACK else _NAMES.get(activity, activity.name.lower())
             stage = micro_batch = 0
-        self._activity = name, kind, stage, micro_batch, self._clock.now(), _begun(name)
+        self._activity = name, kind, stage, micro_batch, self._now(), _begun(name)
 
     def wait(self, operation: str, axis: str) -> None:
         self.resume()
-        if self._clock is not None:
+        if self._base is not None:
             self._wait = threading.get_ident(), _begun(f"{operation} over {axis}")
 
     def resume(self) -> None:
@@ -141,9 +132,9 @@ class SpanRecorder:
             return
         (name, kind, stage, micro_batch, start, named), self._activity = self._activity, None
         named.__exit__(None, None, None)
-        if self._clock is not None:
+        if self._base is not None:
             what = name, kind, stage, micro_batch, self._step
-            self._taken.append((what, start, self._clock.now()))
+            self._taken.append((what, start, self._now()))
 
     def _end_section(self) -> None:
         self._end_activity()

@@ -10,10 +10,35 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from threefold.config import Config
 from threefold.errors import OutputLost, UserError
 from threefold.train.attempt import Attempt
-from threefold.train.performance import Performance
 
 if TYPE_CHECKING:
     from threefold.comm.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Performance:
+    """Hardware use of a step.
+
+    Attributes:
+        flops_per_second: model FLOPs (`threefold.models.family`) of the step per second and rank, averaged over the
+            ranks; None for a user's own model.
+        mfu: share of a rank's peak rate that this is; None if the peak is not known.
+        memory: peak memory of this rank in bytes: resident memory of its process on a CPU, memory reserved by torch on
+            a GPU.
+        largest_memory: peak memory of the rank that uses most, among the ranks that this one hears of.
+        largest_rank: number of that rank.
+        waited: seconds of the step that this rank waited in collectives; on a GPU, whose collectives run beside the
+            Python code, only the seconds that the code waits.
+        wall_clock: seconds since the run, or this attempt of it, started.
+    """
+
+    flops_per_second: float | None
+    mfu: float | None
+    memory: int
+    largest_memory: int
+    largest_rank: int
+    waited: float
+    wall_clock: float
 
 
 @dataclass(frozen=True)

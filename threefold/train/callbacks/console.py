@@ -2,20 +2,59 @@
 
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from threefold.byte_sizes import format_bytes
 from threefold.train.attempt import GOODPUT_FILE, Goodput
 from threefold.train.callbacks import loss_curve, metrics, trackers
-from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContext, StepRecord, clock, on_terminal, say
+from threefold.train.callbacks.base import (
+    Callback,
+    EvaluationRecord,
+    Performance,
+    RunContext,
+    StepRecord,
+    clock,
+    on_terminal,
+    say,
+)
 from threefold.train.callbacks.metrics import RunFile
-from threefold.train.performance import MeanRates
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 LOG_FILE = "train.log"
+
+
+@dataclass
+class MeanRates:
+    """Mean FLOP/s and MFU over several steps; `last` is the performance of the newest step."""
+
+    seconds: float = 0.0
+    flops: float = 0.0
+    peak: float = 0.0
+    last: Performance | None = None
+
+    def add(self, seconds: float, step: Performance | None) -> None:
+        """Add a step; a step without a performance does not count."""
+        if step is None:
+            return
+        self.last = step
+        self.seconds += seconds
+        rate = step.flops_per_second or 0.0
+        self.flops += rate * seconds
+        self.peak += rate / step.mfu * seconds if step.mfu else 0.0
+
+    @property
+    def teraflops(self) -> float:
+        """Model TFLOP/s per rank; 0 if not known."""
+        return self.flops / self.seconds / 1e12 if self.seconds else 0.0
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization; 0 if not known."""
+        return self.flops / self.peak if self.peak else 0.0
 
 
 class StepLog(RunFile):

@@ -18,6 +18,7 @@ from threefold.train.attempt import GOODPUT_FILE, Goodput
 from threefold.train.callbacks.base import (
     Callback,
     EvaluationRecord,
+    Performance,
     RunContext,
     StepRecord,
     WriteFailures,
@@ -27,7 +28,6 @@ from threefold.train.callbacks.base import (
     say,
     step_values,
 )
-from threefold.train.performance import Performance
 
 FILE = "metrics.jsonl"
 LARGEST_BACKLOG = 1 << 20

@@ -87,10 +87,9 @@ def make_callbacks(run: RunContext, given: Sequence[Callback] = ()) -> list[Call
     entries = [_parsed(entry) for entry in run.config.train.callbacks or ()]
     wanted: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in _ALWAYS]
     wanted += [each for each in entries if each[0] not in _ALWAYS or each[1]]
-    kinds = [(_load(name), arguments) for name, arguments in wanted]
+    kinds = [(_load(name), arguments) for name, arguments in wanted]  # on every rank, so that each raises what is wrong
     made = [_make(kind, run, arguments) for kind, arguments in kinds if _is_here(kind, run)]
-    found = [callback for callback in made if callback is not None]
-    return [*found, *(callback for callback in given if _is_here(callback, run))]
+    return [callback for callback in (*made, *given) if callback is not None and _is_here(callback, run)]
 
 
 def require_packages(kind: Callback | type[Callback], beginning: str) -> None:
@@ -150,15 +149,10 @@ def _check_arguments(kind: type[Callback], name: str, arguments: Mapping[str, An
         if wrong and not takes:
             rule = f"takes no arguments but is given {shown(wrong[0])}; leave it out"
         elif wrong:
-            rule = (
-                f"takes {', '.join(takes)} but is given {shown(wrong[0])}; the nearest is {_nearest(wrong[0], takes)}"
-            )
+            nearest = one_of(wrong[0], takes).rpartition(" ")[2]
+            rule = f"takes {', '.join(takes)} but is given {shown(wrong[0])}; the nearest is {nearest}"
         else:
             rule = f"needs {', '.join(missing)}; write {{name: {name}, {missing[0]}: …}}"
         raise UserError(f"{CALLBACKS.setting} has {shown(name)}, which {rule}.") from None
     if name in _CHOSEN:
         kind(**arguments)  # the constructor checks the values
-
-
-def _nearest(given: str, names: list[str]) -> str:
-    return one_of(given, names).rpartition(" ")[2]
