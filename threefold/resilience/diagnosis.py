@@ -43,10 +43,6 @@ class BadValue(NamedTuple):
     place: str
     value: str
 
-    @property
-    def is_backward(self) -> bool:
-        return self.order[0] == 1
-
 
 class FiniteChecks:
     """Check that the outputs and gradients of a rank's modules are finite, within `running`.
@@ -77,29 +73,18 @@ class FiniteChecks:
         watching = nullcontext() if deferred is None else deferred.watching(self._deferred)
         with torch.compiler.set_stance("force_eager"), watching:
             try:
-                self._register()
+                for number, stage in self._stages():
+                    self._register(number, stage)
                 yield
             finally:
                 for handle in self._handles:
                     handle.remove()
-                self._handles.clear()
 
     def _stages(self) -> Iterator[tuple[int, Stage]]:
         engine = self._engine
         return zip(engine.parallelism.stages.held_by(engine.mesh.pp.index), engine.stages, strict=True)
 
-    def _register(self) -> None:
-        for number, stage in self._stages():
-            self._register_begin(number, stage)
-            for name, module in stage.named_modules():
-                holds = name in stage.layer_names or isinstance(module, FSDPModule)
-                if holds or next(module.parameters(recurse=False), None) is not None:
-                    self._handles.append(module.register_forward_pre_hook(partial(self._before, number, stage, name)))
-                if name:
-                    self._handles.append(module.register_forward_hook(partial(self._after, number, name)))
-            self._handles.append(stage.register_forward_hook(lambda *_: setattr(self, "_forward", None)))
-
-    def _register_begin(self, number: int, stage: Stage) -> None:
+    def _register(self, number: int, stage: Stage) -> None:
         runner = self._engine.runner
         if isinstance(runner, PipelineRunner):
             (scheduled,) = (each for each in runner.scheduled_stages if each.stage_index == number)
@@ -111,6 +96,13 @@ class FiniteChecks:
         else:
             hook = lambda *_: self._begin(0, len(self._calls))  # noqa: E731
             self._handles.append(stage.register_forward_pre_hook(hook, prepend=True))
+        for name, module in stage.named_modules():
+            holds = name in stage.layer_names or isinstance(module, FSDPModule)
+            if holds or next(module.parameters(recurse=False), None) is not None:
+                self._handles.append(module.register_forward_pre_hook(partial(self._before, number, stage, name)))
+            if name:
+                self._handles.append(module.register_forward_hook(partial(self._after, number, name)))
+        self._handles.append(stage.register_forward_hook(lambda *_: setattr(self, "_forward", None)))
 
     def _begin(self, number: int, micro_batch: int) -> None:
         self._forward = number, micro_batch
@@ -287,7 +279,7 @@ class Diagnosis:
         rank = min(rank for rank in self.ranks if self.findings[rank].first == first)
         found, replica = self.findings[rank], self.layout.coordinates(rank).dp
         of_replica = f" of replica {replica}" if self.layout.dp > 1 else ""
-        direction = "backward" if first.is_backward else "forward"
+        direction = "backward" if first.order[0] else "forward"
         where = (
             f"the first value that is not finite is {'an' if first.value == 'Inf' else 'a'} {first.value} in "
             f"{first.place}, in the {direction} pass of micro-batch {first.micro_batch}{of_replica} "
@@ -359,6 +351,14 @@ def diagnose(
         size = len(indices) // engine.settings.micro_batches
         start = checks.first.micro_batch * size
         samples = tuple(loader.sample_name(index) for index in indices[start : start + size])
+    bad_data = False
+    if not isinstance(batch, Batch):  # the user's own, which may have floats
+
+        def check(tensor: Tensor) -> None:
+            nonlocal bad_data
+            bad_data = bad_data or (tensor.is_floating_point() and bool(bad_value(tensor)))
+
+        map_tensors(batch, check)
     if overflowing is not None:
         largest = overflowing.gradient.abs().max().item()
         large = f"the gradient of {overflowing.name}, with values up to {largest:g},"
@@ -370,7 +370,7 @@ def diagnose(
         large=large,
         bad_loss=not isfinite(term),
         samples=samples,
-        bad_data=_is_bad(batch),
+        bad_data=bad_data,
     )
     return Diagnosis(tuple(world.gather_objects(found)), layout)
 
@@ -384,15 +384,6 @@ def _digest(engine: Engine, loss: Tensor) -> str:
 
     tensors = [loss, *(entry.gradient for entry in engine.optimizer.entries)]
     return checksum_of_blocks(content(tensor.detach()) for tensor in tensors)
-
-
-def _is_bad(batch: Any) -> bool:
-    """Return whether the floats of a user's own batch are not all finite."""
-    if isinstance(batch, Batch):
-        return False
-    found: list[str] = []
-    map_tensors(batch, lambda tensor: found.append(bad_value(tensor)) if tensor.is_floating_point() else None)
-    return any(found)
 
 
 def _listed(what: str, names: Sequence[str]) -> str:

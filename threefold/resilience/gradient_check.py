@@ -120,13 +120,18 @@ class GradientCheck:
     def compare(self, step: int) -> Disagreement | None:
         """Compare the gradients once the step's own have been computed; None if they agree."""
         own, replica = self._observed(), self._engine.mesh.dp.index
-        table = self._exchanged(own, self._checked)
-        pairs = disagreeing(table, self._engine.mesh.layout, self._shift)
+        table, layout = self._exchanged(own, self._checked), self._engine.mesh.layout
+        pairs = []  # (checker, owner) of hashes of the owner's gradients that differ
+        for checker, (_, checked) in enumerate(table):
+            place = layout.coordinates(checker)
+            owner = layout.rank_of(**place._replace(dp=(place.dp + self._shift) % layout.dp)._asdict())
+            if table[owner][0] != checked:
+                pairs.append((checker, owner))
         if not pairs:
             return None
         again = self._exchanged(self._computed(replica, step), self._computed(self._next, step))
         unstable = [rank for rank, (before, now) in enumerate(zip(table, again, strict=True)) if before != now]
-        return disagreement(pairs, unstable, self._engine.mesh.layout)
+        return disagreement(pairs, unstable, layout)
 
     def _exchanged(self, own: Tensor, checked: Tensor) -> list[list[int]]:
         row = torch.stack([own, checked]).view(1, 2)
@@ -152,21 +157,6 @@ class GradientCheck:
     def _observed(self) -> Tensor:
         self._engine.gradients.observe(None)
         return self._sum
-
-
-def disagreeing(table: Sequence[Sequence[int]], layout: Layout, shift: int) -> list[tuple[int, int]]:
-    """Return the pairs (checker, owner) of ranks whose hashes of the owner's gradients differ.
-
-    By rank, `table` holds the hashes of its own gradients and of those that it checked; a replica checks the one that
-    is `shift` further.
-    """
-    pairs = []
-    for checker, (_, checked) in enumerate(table):
-        place = layout.coordinates(checker)
-        owner = layout.rank_of(**place._replace(dp=(place.dp + shift) % layout.dp)._asdict())
-        if table[owner][0] != checked:
-            pairs.append((checker, owner))
-    return pairs
 
 
 def disagreement(pairs: Sequence[tuple[int, int]], unstable: Sequence[int], layout: Layout) -> Disagreement:

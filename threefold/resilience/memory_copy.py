@@ -82,11 +82,15 @@ class MemoryCopy:
             places[name] = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end)
             end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         index = json.dumps({"facts": dict(facts), "tensors": places}).encode()
-        held = self._grown(_START + end + len(index))
+        size = _START + end + len(index)
+        if os.fstat(self._descriptor).st_size < size:
+            self._map = None
+            os.posix_fallocate(self._descriptor, 0, size)  # fails here instead of with a signal while writing
+        held = self._mapped()
         _RECORD.pack_into(held, 0, _INVALID, 0, 0, b"")
         for name, tensor in tensors.items():
             self._place(*places[name]).copy_(tensor)
-        held[_START + end : _START + end + len(index)] = index
+        held[_START + end : size] = index
         _RECORD.pack_into(held, 0, step, end, len(index), self._checksum(step, end, len(index)))
 
     def read(self, tensors: Mapping[str, Tensor]) -> set[str]:
@@ -138,12 +142,6 @@ class MemoryCopy:
             self._map = mmap.mmap(self._descriptor, os.fstat(self._descriptor).st_size)
         return self._map
 
-    def _grown(self, size: int) -> mmap.mmap:
-        if os.fstat(self._descriptor).st_size < size:
-            self._map = None
-            os.posix_fallocate(self._descriptor, 0, size)  # fails here instead of with a signal while writing
-        return self._mapped()
-
 
 class KeptStates:
     """States of this rank that earlier attempts kept in memory, one of which the run may resume from.
@@ -188,7 +186,10 @@ class KeptStates:
         facts, scale = copy.facts(), engine.loss_scale
         if scale is not None:
             scale.value, scale.good_steps = facts["loss_scale"], facts["good_steps"]
-        carried = None
+        carried, anomalies = None, None
+        if (stored := facts["anomalies"]) is not None:
+            pairs = {name: tuple(map(tuple, stored[name])) for name in ("skipped", "recent")}  # JSON turned into lists
+            anomalies = AnomalyFacts(**{**stored, **pairs})
         if engine.mesh.world.is_first:
             carried = newest(run_dir) or getattr(find_warm_start(config), "checkpoint", None)
         return StartingPoint(
@@ -197,7 +198,7 @@ class KeptStates:
             [f"Resuming from memory after step {step:,}"],
             carried=carried,
             passed=frozenset(map(Path, facts["passed"])),
-            anomalies=_anomalies(facts["anomalies"]),
+            anomalies=anomalies,
             is_unsaved=is_unsaved,
         )
 
@@ -264,11 +265,3 @@ def _locals(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return this rank's part of each tensor, sharing its memory."""
     with torch.no_grad():
         return {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
-
-
-def _anomalies(stored: dict[str, Any] | None) -> AnomalyFacts | None:
-    """Convert the facts from JSON, which turns tuples into lists."""
-    if stored is None:
-        return None
-    pairs = {name: tuple(map(tuple, stored[name])) for name in ("skipped", "recent")}
-    return AnomalyFacts(**{**stored, **pairs})

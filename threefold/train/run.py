@@ -98,7 +98,8 @@ def train(
     """
     began, attempt = time.time() if began is None else began, attempt or Attempt()
     keep_freed_memory()
-    device = _device(config)
+    on_gpu = config.train.device == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     recorder = None if profile is None else SpanRecorder(device)
     if recorder is not None:
         heartbeat = ObservedHeartbeat(heartbeat or Heartbeat(), recorder)
@@ -254,12 +255,6 @@ def _announce_stages(model: torch.nn.Module, plan: ModelPlan, stages: StageMap) 
         )
         kinds = (type(model.get_submodule(name)).__name__ for name in names)
         say("  " + ", ".join(f"{first + n} {names[n]} ({kind})" for n, kind in enumerate(kinds)))
-
-
-def _device(config: Config) -> torch.device:
-    if config.train.device != "cuda":
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 class Start:

@@ -247,7 +247,11 @@ class Checkpoints:
         first, tries = engine.mesh.world.is_first, "training continues, and the next checkpoint that is due tries again"
         self._saving, self._pruning = FailureWarning(first, tries), FailureWarning(first, "training continues")
         self._waiting = FailureWarning(first, "save less often (checkpoint.every) to spare that")
-        self._mirror = self._open_mirror() if first else None
+        self._mirror, settings = None, engine.config.checkpoint
+        if first and settings.remote is not None:
+            told = FailureWarning(True, "training continues, and the next checkpoint is copied there again")
+            remote = RemoteCheckpoints(settings.remote)
+            self._mirror = Mirror(remote, settings.keep, settings.keep_every, told.failed, told.worked)
         self._sizes = dataset.sizes()
         self._texts = self._sidecar_texts(start.carried) if first else {}
         if clock is not None:
@@ -369,13 +373,6 @@ class Checkpoints:
             self._clock.saved(seconds)
         if self._mirror is not None:
             self._mirror.add(step, path)
-
-    def _open_mirror(self) -> Mirror | None:
-        settings = self._config.checkpoint
-        if settings.remote is None:
-            return None
-        told = FailureWarning(True, "training continues, and the next checkpoint is copied there again")
-        return Mirror(RemoteCheckpoints(settings.remote), settings.keep, settings.keep_every, told.failed, told.worked)
 
     def _sidecar_texts(self, carried: Checkpoint | None) -> dict[str, str]:
         """Return the text files of a checkpoint: config, model files, tokenizer, and what `carried` has beyond them."""

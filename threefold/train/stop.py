@@ -141,17 +141,16 @@ class Stop:
         """Return this rank's term of the all-reduce."""
         if self._watched is not None and _identity(self._watched) != self._identity:
             return _FOLDER_LOST
-        reason = 0.0 if self._reason is None else _REASON
-        asked = self._asked()
-        return self._by_clock() + reason + (0.0 if not asked else _INTERRUPT if asked == signal.SIGINT else _TERMINATE)
-
-    def _by_clock(self) -> float:
-        clock = self._clock
-        if clock is None:
-            return 0.0
-        due = _SAVE_DUE if not self.save_is_due and clock.save_is_due() else 0.0
-        up = _TIME_UP if clock.time_is_up() else 0.0
-        return due + up + (_SAVED if not self.save_ended and clock.save_ended() else 0.0)
+        term, asked = 0.0, self._asked()
+        if asked:
+            term += _INTERRUPT if asked == signal.SIGINT else _TERMINATE
+        if self._reason is not None:
+            term += _REASON
+        if (clock := self._clock) is not None:
+            term += _SAVE_DUE if not self.save_is_due and clock.save_is_due() else 0.0
+            term += _TIME_UP if clock.time_is_up() else 0.0
+            term += _SAVED if not self.save_ended and clock.save_ended() else 0.0
+        return term
 
     def receive(self, requests: float) -> None:
         """Update the agreed attributes from the sum of all requests; raise a `UserError` if the folder is gone."""

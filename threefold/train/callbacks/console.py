@@ -287,12 +287,14 @@ class Summary(Callback):
             rows.append(("validation loss", f"{self._valid.loss:.4f} at step {self._valid.step}"))
             rows += [(f"  of {name}", f"{loss:.4f}") for name, loss in self._valid.corpus_losses.items()]
             rows += [(f"  {name}", f"{mean:.4f}") for name, mean in self._valid.terms.items()]
-        unit = self._last.unit
+        unit, padded = self._last.unit, ""
+        if self._padding:
+            padded = f", {(self._read + self._padding) / self._seconds:,.0f} with padding"
         rows += [
             (f"{unit} trained on", f"{self._counted:,} in {self._steps:,} steps, those counted for the loss"),
             (f"{unit} read", f"{self._read:,}" + (f", and {self._padding:,} of padding" if self._padding else "")),
             ("time", f"{clock(time.perf_counter() - self._started)}, of which {clock(self._seconds)} in steps"),
-            ("speed", f"{self._read / self._seconds:,.0f} {unit}/s read" + self._padded_speed()),
+            ("speed", f"{self._read / self._seconds:,.0f} {unit}/s read{padded}"),
             *self._of_hardware(),
         ]
         if self.ledger is not None and (found := Goodput.read(self.ledger)):
@@ -308,11 +310,6 @@ class Summary(Callback):
         rows = [("compute", f"{scale * rates.teraflops:,.1f} model {unit} a rank{used}")] if rates.flops else []
         most = f"{format_bytes(last.largest_memory)} on rank {last.largest_rank}, which takes most"
         return [*rows, ("memory", most if last.largest_rank else format_bytes(last.memory))]
-
-    def _padded_speed(self) -> str:
-        if not self._padding:
-            return ""
-        return f", {(self._read + self._padding) / self._seconds:,.0f} with padding"
 
 
 def _goodput(found: Goodput) -> str:

@@ -98,7 +98,9 @@ class TensorBoard(Callback):
             from tensorboard.compat.proto.event_pb2 import Event
 
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._file = _new_file(self.folder)
+            begins = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+            names = (self.folder / f"{begins}.{number}" for number in count())  # TensorBoard sorts the newest last
+            self._file = next(name for name in names if not os.path.lexists(name)).open("xb")
             self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
             self._begin_after(start)
 
@@ -193,15 +195,6 @@ def _crc_entry(byte: int) -> int:
 
 
 _CRC_TABLE: Final = tuple(map(_crc_entry, range(256)))
-
-
-def _new_file(folder: Path) -> BinaryIO:
-    """Create an event file whose name TensorBoard sorts after the existing ones."""
-    begin = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
-    for number in count():
-        with suppress(FileExistsError):
-            return (folder / f"{begin}.{number}").open("xb")
-    raise AssertionError
 
 
 _LONGEST_PARAMETER = 500
