@@ -15,7 +15,7 @@ from threefold.data.dataset import open_dataset
 from threefold.data.samples import ConsumedSamples
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
-from threefold.train.run import open_loader
+from threefold.train.run import open_loader, open_samples
 
 BEFORE, AFTER, WHOLE = 3, 6, 9
 
@@ -77,7 +77,8 @@ def test_the_next_sample_is_exact(small_run: Run) -> None:
     dataset = open_dataset(run.config)
 
     def rows(size: int, consumed: ConsumedSamples, first: int, end: int) -> np.ndarray:
-        loader = open_loader(batch(run, size).config, dataset, Alone())
+        config = batch(run, size).config
+        loader = open_loader(config, open_samples(config, dataset), Alone())
         loader.consumed = consumed
         try:
             return np.concatenate([loader.batch(step).tokens.numpy() for step in range(first, end)])

@@ -23,7 +23,7 @@ from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.resilience.anomalies import AnomalyPolicy, BadSteps
 from threefold.train.callbacks.metrics import read_metrics
 from threefold.train.loop import BadStep
-from threefold.train.run import open_loader
+from threefold.train.run import open_loader, open_samples
 
 STEPS = 8
 NAN = Fault("output", "blocks.1.mlp.up", 0, 5)
@@ -47,7 +47,7 @@ def reasons(run_dir: Path) -> dict[int, str]:
 def by_hand(run: Run, skipped: list[Any]) -> dict[int, float]:
     """Losses of a loop that never hears of the skipped steps."""
     engine, ranges = engine_of(run.config), StepRanges.parse(skipped)
-    loader = open_loader(run.config, open_dataset(run.config), engine.mesh.dp)
+    loader = open_loader(run.config, open_samples(run.config, open_dataset(run.config)), engine.mesh.dp)
     steps = [step for step in range(1, run.steps + 1) if step not in ranges]
     losses = {step: engine.train_step(loader.batch(step - 1), step - 1).loss for step in steps}
     loader.close()

@@ -35,7 +35,7 @@ from threefold.train.callbacks import loss_curve
 from threefold.train.callbacks.base import StepRecord
 from threefold.train.callbacks.metrics import read_metrics
 from threefold.train.loop import evaluate
-from threefold.train.run import open_loader
+from threefold.train.run import open_loader, open_samples
 from threefold.train.step import Engine
 from threefold.train.stop import Stopped
 
@@ -155,7 +155,7 @@ def engine_of(config: Config) -> Engine:
 def evaluated(run: Run, batches: int) -> tuple[float, int]:
     config = run.config
     engine = engine_of(config)
-    loader = open_loader(config, open_dataset(config), engine.mesh.dp)
+    loader = open_loader(config, open_samples(config, open_dataset(config)), engine.mesh.dp)
     record = evaluate(engine, loader, batches, 0)
     loader.close()
     return record.loss, record.tokens

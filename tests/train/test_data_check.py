@@ -116,8 +116,8 @@ def test_a_run_whose_ranks_read_other_files_ends_at_its_first_step(
 def trained_on_the_first_share(run: Run, run_dir: Path) -> str:
     """Every replica takes the rows of the first."""
 
-    def first(config: Config, dataset: object, replicas: object, consumed: object) -> object:
-        return opened(config, dataset, replace(replicas, index=0), consumed)  # type: ignore[type-var]
+    def first(config: Config, samples: object, replicas: object, consumed: object) -> object:
+        return opened(config, samples, replace(replicas, index=0), consumed)  # type: ignore[type-var]
 
     opened = entry_point.open_loader
     with patch.object(entry_point, "open_loader", first):

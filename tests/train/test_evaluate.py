@@ -22,7 +22,7 @@ from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.parallel.weights import draw_
 from threefold.train.loop import evaluate
-from threefold.train.run import open_loader
+from threefold.train.run import open_loader, open_samples
 
 
 def offline(run: Run, batches: int) -> tuple[float, int]:
@@ -62,7 +62,7 @@ def with_and_without(run: Run) -> tuple[bool, bool, bool, list[float]]:
     """Whether an evaluation between two steps changes gradients, weights or random numbers; the steps' losses."""
     config = run.config
     engine = engine_of(config)
-    loader = open_loader(config, open_dataset(config), engine.mesh.dp)
+    loader = open_loader(config, open_samples(config, open_dataset(config)), engine.mesh.dp)
     losses = [engine.train_step(loader.batch(0), 0).loss]
     loss, tokens = engine.compute_gradients(loader.batch(1), 1)
     gradients = [entry.gradient.clone() for entry in engine.optimizer.entries]
@@ -84,7 +84,7 @@ def with_and_without(run: Run) -> tuple[bool, bool, bool, list[float]]:
 
 def plain_steps(run: Run) -> list[float]:
     engine = engine_of(run.config)
-    loader = open_loader(run.config, open_dataset(run.config), engine.mesh.dp)
+    loader = open_loader(run.config, open_samples(run.config, open_dataset(run.config)), engine.mesh.dp)
     losses = [engine.train_step(loader.batch(step), step).loss for step in range(3)]
     loader.close()
     return losses

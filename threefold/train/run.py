@@ -29,7 +29,7 @@ from threefold.config import Config
 from threefold.config.model import OWN
 from threefold.data.dataset import Dataset, open_dataset
 from threefold.data.loader import Loader, Share
-from threefold.data.samples import ConsumedSamples
+from threefold.data.samples import ConsumedSamples, Samples
 from threefold.errors import UserError
 from threefold.host import keep_freed_memory
 from threefold.models.family import family_of
@@ -116,14 +116,12 @@ def train(
         verify(config, run_dir, source, mesh)
 
     background = BackgroundSaver(mesh) if config.checkpoint.async_save else None
-    clock = None
-    if background is not None or config.checkpoint.every_seconds or config.train.max_seconds:
-        clock = RunClock(config, began, lambda: background is not None and background.is_done)
-    is_first = mesh.rank == 0
+    clock, is_first = RunClock(config, began, lambda: background is not None and background.is_done), mesh.rank == 0
     stop = Stop(asked, run_dir, watches=is_first, clock=clock if is_first else None)
 
     mesh.heartbeat.activity(Activity.DATA)
     dataset = open_dataset(config)
+    samples = open_samples(config, dataset)  # before the generators begin, as the user's own may draw from them
     mesh.heartbeat.activity(Activity.MODEL)
     make_model, plan = source.load(config)
     engine = Engine(make_model, plan, mesh, config, stop, source.loss(config))
@@ -132,7 +130,7 @@ def train(
     mesh.heartbeat.activity(Activity.RESTORE)
     start = start_from.load(engine)
 
-    with closing(open_loader(config, dataset, mesh.dp, start.consumed)) as loader:
+    with closing(open_loader(config, samples, mesh.dp, start.consumed)) as loader:
         if is_first:
             if not attempt.number or attempt.layout:
                 _announce(config, mesh, loader, make_model, plan)
@@ -141,7 +139,7 @@ def train(
         policy = AnomalyPolicy(config, start.anomalies)
         tokens = TokenCheck(mesh, dataset.contents(), config.log.every, start.resumed, reads)
         checkpoints = Checkpoints(
-            run_dir, engine, loader, dataset, start, tokens.contents, policy.facts, background, clock
+            run_dir, engine, loader, dataset, start, tokens.contents, policy.facts, clock, background
         )
         run = RunContext(config, run_dir, mesh, attempt, peak_rate)
         reports = make_callbacks(run, callbacks)
@@ -206,16 +204,23 @@ def import_named(config: Config) -> None:
     import_always()
 
 
-def open_loader(config: Config, dataset: Dataset, replicas: Axis, consumed: ConsumedSamples | None = None) -> Loader:
-    """Return the loader of this rank's replica; raise a `UserError` if a part that it needs has no sample.
+Parts = tuple[Samples, Samples | None]
+"""Samples to train on, and those to evaluate on; None without evaluation."""
+
+
+def open_samples(config: Config, dataset: Dataset) -> Parts:
+    """Return the samples that a run needs; raise a `UserError` if a part has none."""
+    return dataset.samples("train"), dataset.samples("valid") if config.train.evaluates else None
+
+
+def open_loader(config: Config, samples: Parts, replicas: Axis, consumed: ConsumedSamples | None = None) -> Loader:
+    """Return the loader of this rank's replica.
 
     Args:
         consumed: training samples consumed before each step; None for the batches of a new run.
     """
-    heldout = dataset.samples("valid") if config.train.evaluates else None
-    share = Share(config.train.global_batch_size, replicas.index, replicas.size)
-    pinned = config.train.device == "cuda"
-    loader = Loader(dataset.samples("train"), heldout, share, config.train.seed, config.data.separate_documents, pinned)
+    share, pinned = Share(config.train.global_batch_size, replicas.index, replicas.size), config.train.device == "cuda"
+    loader = Loader(*samples, share, config.train.seed, config.data.separate_documents, pinned)
     loader.consumed = consumed or loader.consumed
     return loader
 

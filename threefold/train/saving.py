@@ -221,8 +221,8 @@ class Checkpoints:
         start: starting point of the run.
         contents: returns the checksums of each corpus.
         anomalies: returns the record of the run's bad steps.
+        clock: hears how long saves take.
         background: writes the checkpoints other than the last; None to wait for each.
-        clock: hears how long saves take; None if nothing depends on the time.
 
     Attributes:
         passed: folders of damaged checkpoints that were skipped on resuming.
@@ -237,8 +237,8 @@ class Checkpoints:
         start: StartingPoint,
         contents: Callable[[], tuple[Content, ...]],
         anomalies: Callable[[], AnomalyFacts | None],
+        clock: RunClock,
         background: BackgroundSaver | None = None,
-        clock: RunClock | None = None,
     ) -> None:
         self.run_dir, self.engine, self.loader, self.passed = run_dir, engine, loader, start.passed
         self.anomalies, self.is_background = anomalies, background is not None
@@ -254,9 +254,8 @@ class Checkpoints:
             self._mirror = Mirror(remote, settings.keep, settings.keep_every, told.failed, told.worked)
         self._sizes = dataset.sizes()
         self._texts = self._sidecar_texts(start.carried) if first else {}
-        if clock is not None:
-            held = sum(tensor.numel() * tensor.itemsize for tensor in engine_tensors(engine).values())
-            clock.begin(held * engine.mesh.pp.size)
+        held = sum(tensor.numel() * tensor.itemsize for tensor in engine_tensors(engine).values())
+        clock.begin(held * engine.mesh.pp.size)
 
     def save(self, step: int, last: bool = False, evaluation_missed: bool = False) -> Path | None:
         """Save a checkpoint after `step` updates, in the background if the config says so; return its folder.
@@ -265,8 +264,7 @@ class Checkpoints:
         None is returned and the run continues.
         """
         begun = time.monotonic()
-        if self._clock is not None:
-            self._clock.saving()
+        self._clock.saving()
         tensors = checkpoint_tensors(self.engine)
         texts = self._texts | {WRITER: record_of(self._config.parallel).text}
         if self._background is not None and not last:
@@ -369,8 +367,7 @@ class Checkpoints:
     def _complete(self, step: int, path: Path, seconds: float) -> None:
         self._saving.worked()
         self.passed -= {path}  # it replaced a damaged one
-        if self._clock is not None:
-            self._clock.saved(seconds)
+        self._clock.saved(seconds)
         if self._mirror is not None:
             self._mirror.add(step, path)
 

@@ -108,7 +108,7 @@ class Stop:
         asked: returns the number of the signal that asked this rank to end the run, 0 for none.
         run_dir: folder of the run; None if there is none.
         watches: whether this rank checks that the folder still exists.
-        clock: clock of the first rank, if anything depends on the time; None on other ranks.
+        clock: clock of the first rank; None on other ranks.
 
     Attributes:
         signal: agreed number of the signal that ends the run, 0 for none.

@@ -18,7 +18,7 @@ from threefold.train.callbacks.console import LiveLine, StepLog, Summary, step_l
 from threefold.train.callbacks.loss_curve import smoothed
 from threefold.train.callbacks.metrics import MetricsFile, read_metrics
 from threefold.train.loop import TrainingLoop, is_due
-from threefold.train.run import open_loader
+from threefold.train.run import open_loader, open_samples
 from threefold.train.saving import SafeSaving
 
 
@@ -72,7 +72,7 @@ class NoCheckpoints:
 def recorded(run: Run, folder: Path, start: int, failing: str) -> list[str]:
     engine = engine_of(run.config)
     callback = Recorder(failing)
-    with closing(open_loader(run.config, open_dataset(run.config), engine.mesh.dp)) as loader:
+    with closing(open_loader(run.config, open_samples(run.config, open_dataset(run.config)), engine.mesh.dp)) as loader:
         saving: Any = SafeSaving(NoCheckpoints(folder))  # type: ignore[arg-type]
         trainer = TrainingLoop(RunContext(run.config, folder, engine.mesh), engine, loader, saving, [callback])
         try:

@@ -348,7 +348,8 @@ class Table(RunFile):
         self.columns, self.key = tuple(columns), key
 
     def setup(self, run: RunContext) -> None:
-        RunFile.__init__(self, run.run_dir / self.path)
+        self.path = run.run_dir / self.path
+        self.file = LineFile(self.path)
 
     def open(self, start: int) -> None:
         self._begin(self._rows(start) if start else [])
