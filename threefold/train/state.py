@@ -32,16 +32,16 @@ def engine_tensors(engine: Engine) -> dict[str, Tensor]:
     return tensors
 
 
-def drawn_tensors(engine: Engine) -> dict[str, Tensor]:
-    """Return the states of the random streams drawn from, and the process's generators for the user's own model."""
-    sizes = engine.mesh.layout.shape
-    streams = engine.streams.stored(sizes) if engine.streams.used else {}
-    return streams | engine.generators.stored(sizes) if engine.config.model.architecture == OWN else streams
-
-
 def checkpoint_tensors(engine: Engine) -> dict[str, Tensor]:
-    """Return all tensors of a checkpoint: `engine_tensors` and `drawn_tensors`."""
-    return engine_tensors(engine) | drawn_tensors(engine)
+    """Return all tensors of a checkpoint: `engine_tensors`, and the states of the random streams drawn from.
+
+    For the user's own model, these include the generators of the process.
+    """
+    sizes = engine.mesh.layout.shape
+    drawn = engine.streams.stored(sizes) if engine.streams.used else {}
+    if engine.config.model.architecture == OWN:
+        drawn |= engine.generators.stored(sizes)
+    return engine_tensors(engine) | drawn
 
 
 def loss_scale_facts(engine: Engine) -> tuple[float | None, int]:
