@@ -89,7 +89,8 @@ def make_callbacks(run: RunContext, given: Sequence[Callback] = ()) -> list[Call
     wanted += [each for each in entries if each[0] not in _ALWAYS or each[1]]
     kinds = [(_load(name), arguments) for name, arguments in wanted]  # on every rank, so that each raises what is wrong
     made = [_make(kind, run, arguments) for kind, arguments in kinds if _is_here(kind, run)]
-    return [callback for callback in (*made, *given) if callback is not None and _is_here(callback, run)]
+    here = [callback for callback in given if _is_here(callback, run)]
+    return [callback for callback in (*made, *here) if callback is not None]
 
 
 def require_packages(kind: Callback | type[Callback], beginning: str) -> None:
