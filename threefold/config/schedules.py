@@ -4,9 +4,8 @@ A schedule file has the compute-only CSV format of `torch.distributed.pipelining
 `_load_csv` of its schedules): one line per pipeline rank, with comma-separated actions, each a stage, a kind and a
 micro-batch, such as `0F0,0F1,0B0,0B1`. Empty fields and the grouping of `(0F2;1B0)OVERLAP_F_B` are ignored.
 
-A schedule in Python is a function that takes the number of pipeline ranks and the number of micro-batches of a step and
-returns such a list of actions for each rank, as text or as (stage, kind, micro-batch). It raises a `ValueError` for
-numbers that it does not support.
+A schedule in Python is a function of the numbers of pipeline ranks and micro-batches that returns such a list for each
+rank, of text or of (stage, kind, micro-batch). It raises a `ValueError` for numbers that it does not support.
 """
 
 import re
@@ -139,13 +138,8 @@ def read_schedule_file(path: str) -> Orders:
     lines = read_text(Path(path), "the pipeline schedule ", LARGEST_FILE).rstrip().splitlines()
     if not lines:
         raise UserError(f"The pipeline schedule {rules.name} is empty; write one line of actions for each rank.")
-    return rules.checked(_words(line) for line in lines)
-
-
-def _words(line: str) -> Iterator[str]:
-    for text in _OVERLAP.sub(lambda found: found[1].replace(";", ","), line).split(","):
-        if word := text.strip().strip('"'):
-            yield word
+    fields = (_OVERLAP.sub(lambda found: found[1].replace(";", ","), line).split(",") for line in lines)
+    return rules.checked(filter(None, (field.strip().strip('"') for field in line)) for line in fields)
 
 
 def write_schedule_file(path: Path, orders: Sequence[Sequence[Action]]) -> None:
@@ -190,8 +184,9 @@ class _Rules:
         """Return the actions of each rank; every stage is complete, on one rank, and can run to its end."""
         orders = tuple(tuple(self._action(each, rank) for each in order) for rank, order in enumerate(ranks))
         if () in orders:
-            rule = f"it has no action, and each {self._unit} is one pipeline rank; leave it out"
-            raise self.error(orders.index(()), rule)
+            of_line = f"it has no action, and each {self._unit} is one pipeline rank; leave it out"
+            of_rank = "it has no action; return those of its stages"
+            raise self.error(orders.index(()), of_rank if self._unit == "rank" else of_line)
         self._check_complete(orders)
         try:
             for _ in in_order(orders):
@@ -203,10 +198,7 @@ class _Rules:
         return orders
 
     def error(self, rank: int, rule: str) -> UserError:
-        return UserError(f"parallel.schedule {self.name}, {self._called(rank)}: {rule}.")
-
-    def _called(self, rank: int) -> str:
-        return f"{self._unit} {rank + self._first}"
+        return UserError(f"parallel.schedule {self.name}, {self._unit} {rank + self._first}: {rule}.")
 
     def _action(self, given: Any, rank: int) -> Action:
         word = "".join(map(str, given)) if isinstance(given, tuple) else str(given)
@@ -217,8 +209,8 @@ class _Rules:
         action = Action(int(found[1]), found[2], int(found[3]))
         first = self._rank_of.setdefault(action.stage, rank)
         if first != rank:
-            rule = f"has actions on {self._called(first)} already; put all of a stage on one {self._unit}"
-            raise self.error(rank, f"{action} cannot be here, as stage {action.stage} {rule}")
+            rule = f"stage {action.stage} has actions on {self._unit} {first + self._first} already"
+            raise self.error(rank, f"{action} cannot be here, as {rule}; put all of a stage on one {self._unit}")
         if action in self._seen:
             raise self.error(rank, f"{action} is there twice; leave one of them out")
         rivals = {"B": "IW", "I": "B", "W": "B"}.get(action.kind, "")
@@ -239,16 +231,13 @@ class _Rules:
                 )
         for stage in range(stages):
             for number in range(micro_batches):
-                forward, full, inputs, weights = (Action(stage, kind, number) for kind in "FBIW")
-                absent = ""
-                if forward not in seen:
-                    absent = f"{forward} is missing"
-                elif full not in seen and not {inputs, weights} <= seen:
-                    alone = [str(each) for each in (inputs, weights) if each not in seen]
-                    absent = f"{alone[0]} is missing" if len(alone) == 1 else f"{full} is missing"
-                if absent:
+                there = {kind for kind in "FBIW" if Action(stage, kind, number) in seen}
+                lacking = "F" if "F" not in there else "" if "B" in there or there >= {*"IW"} else "B"
+                if lacking == "B" and there & {*"IW"}:
+                    lacking = "W" if "I" in there else "I"
+                if lacking:
                     rule = f"each stage needs F and B (or I and W) of all {micro_batches} micro-batches; add it"
-                    raise self.error(self._rank_of[stage], f"{absent}, and {rule}")
+                    raise self.error(self._rank_of[stage], f"{Action(stage, lacking, number)} is missing, and {rule}")
 
 
 def _as_written(result: Action, orders: Orders) -> Action:
@@ -256,11 +245,8 @@ def _as_written(result: Action, orders: Orders) -> Action:
 
 
 FILE_SUFFIX: Final = ".csv"
-
-
 SENDS_UNDER_WAY: Final = 4
-"""Sends of a rank that may be in flight when they are separate operations: those of the last micro-batch in each
-direction, and of the one before it."""
+"""Sends of a rank in flight at most, where they are separate operations: two micro-batches' in each direction."""
 
 
 class Schedule(ABC):
@@ -385,38 +371,24 @@ def _warm_up(pp: int, rank: int, stages: int) -> int:
     return pp - rank - 1 + (stages - 1) * pp + 1
 
 
+def _interleaved(pp: int, rank: int, stages: int) -> int:
+    return _warm_up(pp, rank, stages) + pp - rank - 1
+
+
+def _zero_bubble(pp: int, rank: int, stages: int) -> int:
+    return _warm_up(pp, rank, stages) + rank + 1
+
+
 _ROWS: Final = (
     # name, torch's class, stages per rank, shape, micro-batches, defers weight gradients, peak passes
-    TorchSchedule("1f1b", "Schedule1F1B", 1, "loop", ANY, False, lambda pp, rank, stages: pp - rank),
+    TorchSchedule("1f1b", "Schedule1F1B", 1, "loop", ANY, False, lambda pp, rank, _: pp - rank),
     TorchSchedule("gpipe", "ScheduleGPipe", 1, "loop", ANY, False, None),
-    TorchSchedule(
-        "interleaved",
-        "ScheduleInterleaved1F1B",
-        None,
-        "loop",
-        IN_ROUNDS,
-        False,
-        lambda pp, rank, stages: _warm_up(pp, rank, stages) + pp - rank - 1,
-    ),
+    TorchSchedule("interleaved", "ScheduleInterleaved1F1B", None, "loop", IN_ROUNDS, False, _interleaved),
     TorchSchedule("looped-bfs", "ScheduleLoopedBFS", None, "loop", ANY, False, None),
+    TorchSchedule("zero-bubble", "ScheduleInterleavedZeroBubble", None, "loop", IN_ROUNDS, True, _zero_bubble),
+    TorchSchedule("zbv", "ScheduleZBVZeroBubble", 2, "v", ANY, True, lambda pp, rank, _: 2 * pp + 2 * rank + 1),
     TorchSchedule(
-        "zero-bubble",
-        "ScheduleInterleavedZeroBubble",
-        None,
-        "loop",
-        IN_ROUNDS,
-        True,
-        lambda pp, rank, stages: _warm_up(pp, rank, stages) + rank + 1,
-    ),
-    TorchSchedule("zbv", "ScheduleZBVZeroBubble", 2, "v", ANY, True, lambda pp, rank, stages: 2 * pp + 2 * rank + 1),
-    TorchSchedule(
-        "dualpipev",
-        "ScheduleDualPipeV",
-        2,
-        "v",
-        TWO_FOR_EACH_RANK,
-        True,
-        lambda pp, rank, stages: 2 * pp + 1 + rank + 1,
+        "dualpipev", "ScheduleDualPipeV", 2, "v", TWO_FOR_EACH_RANK, True, lambda pp, rank, _: 2 * pp + rank + 2
     ),
 )
 SCHEDULES: Final = {row.name: row for row in _ROWS}
@@ -476,10 +448,12 @@ class PythonSchedule(OwnSchedule):
         return find_schedule, (self.name,)
 
     def orders(self, pp: int, micro_batches: int) -> Orders:
-        orders, known = self._found(pp, micro_batches), self._example(pp)
+        orders = self._found(pp, micro_batches)
         if isinstance(orders, str):
             raise UserError(f"parallel.schedule {shown(self.name)} {self.micro_batch_rule(pp, micro_batches)}.")
-        if known is not None and _shape(orders) != _shape(known):
+        known = self._example(pp) or orders
+        one, other = ((_ranks_of_stages(each), _defers(each)) for each in (orders, known))
+        if one != other:
             counts = f"{micro_batches} micro-batches and with {1 + max(each.micro_batch for each in known[0])}"
             raise UserError(
                 f"parallel.schedule {shown(self.name)} differs with {counts} in the ranks of its stages or in "
@@ -504,8 +478,8 @@ class PythonSchedule(OwnSchedule):
         found = self._example(pp)
         if found is None:
             return None
-        held, stages = _most_held(found[rank]), len(_stages_of(found[rank]))
-        return None if held == len([each for each in found[rank] if each.kind == "F"]) else held / stages
+        held = _most_held(found[rank])
+        return None if held == sum(each.kind == "F" for each in found[rank]) else held / len(_stages_of(found[rank]))
 
     @cached_property
     def _any_example(self) -> Orders:
@@ -550,10 +524,6 @@ def _orders_by(name: str, function: Callable[[int, int], Any], pp: int, micro_ba
 def _ranks_of_stages(orders: Orders) -> tuple[int, ...]:
     at = {action.stage: rank for rank, order in enumerate(orders) for action in order}
     return tuple(at[stage] for stage in range(stage_count(orders)))
-
-
-def _shape(orders: Orders) -> tuple[tuple[int, ...], bool]:
-    return _ranks_of_stages(orders), _defers(orders)
 
 
 def _most_stages(orders: Orders) -> int:
