@@ -87,7 +87,7 @@ ADMITTED = {
     "threefold/launch/worker_pool.py": {
         "pickle.loads(workers[rank].connection.recv_bytes())": "an answer of a process that this one forked",
         "pickle.loads(raw)": "a request of the process that forked this one",
-        "pickle.loads(job.call)": "the same",
+        "pickle.loads(call)": "the same",
     },
     "threefold/launch/failure.py": {
         "pickle.loads(data)": "what this process has just pickled",
