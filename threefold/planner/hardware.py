@@ -3,7 +3,7 @@
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -61,7 +61,7 @@ class Achievable:
     step: float = 0.02
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Hardware:
     """Device type in nodes of several devices.
 
@@ -85,11 +85,11 @@ class Hardware:
 
     name: str
     title: str
-    device: str
+    device: str = "cuda"
     matrix_rates: Mapping[str, float]
     memory_bytes: int
     memory_bandwidth: float
-    multiprocessors: int
+    multiprocessors: int = 1
     gpus_per_node: int
     inside: Link
     between: Link
@@ -155,15 +155,6 @@ _DTYPES: Final = ("fp8", "fp16", "bf16", "tf32", "fp32", "fp64")
 _WHOLE: Final = ("memory_bytes", "multiprocessors", "gpus_per_node", "cores")
 _TEXTS: Final = ("title", "device", "system", "gpt_system", "sharded_system")
 _DEVICES: Final = ("cuda", "cpu")
-_UNLESS_GIVEN: Final = {
-    "device": "cuda",
-    "multiprocessors": 1,
-    "system": "own",
-    "gpt_system": "",
-    "sharded_system": "",
-    "uncertainty": 0.3,
-    "cores": 0,
-}
 _FRACTIONS: Final = ("matrix", "memory", "link", "network", "uncertainty")
 """Figures that are at most 1. Attention may exceed 1, since doctor measures it beside small products."""
 _ZERO_ALLOWED: Final = (
@@ -213,7 +204,7 @@ def build(name: str, entries: Entries, where: str) -> Hardware:
     Raises:
         UserError: a figure is missing, unknown or out of range.
     """
-    return _hardware(name, {**_UNLESS_GIVEN, **_expanded(name, entries, where)}, f"{where}, {name}")
+    return _hardware(name, _expanded(name, entries, where), f"{where}, {name}")
 
 
 def _expanded(name: str, entries: Entries, where: str, depth: int = 0) -> dict[str, Any]:
@@ -235,49 +226,44 @@ def _expanded(name: str, entries: Entries, where: str, depth: int = 0) -> dict[s
 
 
 def _hardware(name: str, values: dict[str, Any], where: str) -> Hardware:
-    known = [each.name for each in fields(Hardware) if each.name != "name"]
-    _require_known(values, [*known, "like"], where)
-    for needed in known:
-        if needed not in values and needed not in ("achievable", "dollars_per_hour", "sources"):
-            raise UserError(f"{where}: {needed} is missing; give it, or take over an entry with like: h100.")
-    for key in _TEXTS:
-        if not isinstance(values[key], str):
-            raise UserError(f"{where}: {key} is {shown(repr(values[key]))} but must be text.")
-    if values["device"] not in _DEVICES:
-        raise UserError(f"{where}: device is {shown(values['device'])} but must be cuda or cpu.")
-    rates = _mapping(values, "matrix_rates", where)
-    _require_known(rates, list(_DTYPES), f"{where}, matrix_rates")
-    price, sources = values.get("dollars_per_hour"), values.get("sources") or ()
-    if not isinstance(sources, list | tuple):
-        raise UserError(f"{where}: sources is {shown(repr(sources))} but must be a list of text.")
-    reached = _mapping(values, "achievable", where) if values.get("achievable") is not None else {}
-    _require_known(reached, [each.name for each in fields(Achievable)], f"{where}, achievable")
-    plain: dict[str, Any] = {key: values[key] for key in _TEXTS}
-    plain |= {key: int(_number(values, key, where)) for key in _WHOLE}
-    return Hardware(
-        name=name,
-        **plain,
-        matrix_rates={dtype: _number(rates, dtype, f"{where}, matrix_rates") for dtype in rates},
-        memory_bandwidth=_number(values, "memory_bandwidth", where),
-        inside=_link(values, "inside", where),
-        between=_link(values, "between", where),
-        achievable=Achievable(**{key: _number(reached, key, f"{where}, achievable") for key in reached}),
-        uncertainty=_number(values, "uncertainty", where),
-        dollars_per_hour=None if price is None else _number(values, "dollars_per_hour", where),
-        sources=tuple(str(source) for source in sources),
-    )
+    known = [each for each in fields(Hardware) if each.name != "name"]
+    _require_known(values, [*(each.name for each in known), "like"], where)
+    for each in known:
+        if each.name not in values and each.default is MISSING and each.default_factory is MISSING:
+            raise UserError(f"{where}: {each.name} is missing; give it, or take over an entry with like: h100.")
+    made: dict[str, Any] = {"name": name}
+    for key, value in values.items():
+        if key in _TEXTS:
+            if not isinstance(value, str):
+                raise UserError(f"{where}: {key} is {shown(repr(value))} but must be text.")
+            if key == "device" and value not in _DEVICES:
+                raise UserError(f"{where}: device is {shown(value)} but must be cuda or cpu.")
+            made[key] = value
+        elif key in ("inside", "between"):
+            made[key] = Link(**_numbers(values, key, where, ["bandwidth", "latency"], whole=True))
+        elif key == "matrix_rates":
+            made[key] = _numbers(values, key, where, list(_DTYPES))
+        elif key == "sources":
+            if not isinstance(value or (), list | tuple):
+                raise UserError(f"{where}: sources is {shown(repr(value))} but must be a list of text.")
+            made[key] = tuple(str(source) for source in value or ())
+        elif key == "achievable" and value is not None:
+            known_shares = [each.name for each in fields(Achievable)]
+            made[key] = Achievable(**_numbers(values, key, where, known_shares))
+        elif value is not None or key not in ("achievable", "dollars_per_hour"):
+            number = _number(values, key, where)
+            made[key] = int(number) if key in _WHOLE else number
+    return Hardware(**made)
 
 
-def _link(values: dict[str, Any], key: str, where: str) -> Link:
-    link, where = _mapping(values, key, where), f"{where}, {key}"
-    _require_known(link, ["bandwidth", "latency"], where)
-    return Link(_number(link, "bandwidth", where), _number(link, "latency", where))
-
-
-def _mapping(values: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
+def _numbers(
+    values: Mapping[str, Any], key: str, where: str, known: list[str], whole: bool = False
+) -> dict[str, float]:
+    """Return the figures of a nested mapping, all of the known ones if `whole`."""
     if not isinstance(values[key], dict) or not values[key]:
         raise UserError(f"{where}: {key} is {shown(repr(values[key]))} but must be a mapping of figures.")
-    return dict(values[key])
+    _require_known(values[key], known, f"{where}, {key}")
+    return {name: _number(values[key], name, f"{where}, {key}") for name in (known if whole else values[key])}
 
 
 def _number(values: Mapping[str, Any], key: str, where: str) -> float:
