@@ -118,7 +118,7 @@ MEMBERS: Final[dict[str, tuple[str, ...]]] = {
         *("all_gather", "reduce_scatter", "broadcast_", "gather_objects"),
     ),
     "DistributedModel": (
-        *("updates", "has_gradients", "parameters", "named_parameters", "train_batch", "eval_batch"),
+        *("parameters", "named_parameters", "train_batch", "eval_batch"),
         "publish",
     ),
     "ModelOptimizer": ("param_groups", "step", "zero_grad"),

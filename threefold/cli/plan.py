@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from threefold.planner.search.bounds import Evaluated
-    from threefold.planner.search.planning import SearchAnswer
-    from threefold.planner.search.planning import Budget
+    from threefold.planner.search.planning import Budget, SearchAnswer
 
 
 def command(
