@@ -229,7 +229,8 @@ class ModelDescription:
     def _require_known(self, layer: str, roles: dict[str, list[WeightShape]], cores: int) -> None:
         """Raise UnknownBlock unless the weights are those of attention and a feed-forward network or experts."""
         experts, networks = len(roles["experts"]), len(roles["up"])
-        allowed = {"output of attention": 1, "up": 1, "down": networks, "experts": 2, "router": experts // 2, "norm": 2}
+        allowed = {"output of attention": 1, "up": 1, "down": networks, "experts": 2, "norm": 2}
+        allowed |= dict.fromkeys(("router", "gate of the shared expert"), experts // 2)
         odd = [weight for role, most in allowed.items() if len(roles[role]) > most for weight in roles[role]]
         odd = roles["unknown"] or odd
         parts = {part for weight in roles["projection"] for part in weight.parts}
@@ -255,7 +256,7 @@ def _role(weight: WeightShape) -> str:
     rule, parts, dims = weight.split, weight.parts, len(weight.shape)
     if dims == 1 and weight.own_name == "bias" and isinstance(rule, Column | Row | Replicated):
         return "bias"
-    if dims == 1 and isinstance(rule, Replicated | PerHead):
+    if dims == 1 and weight.own_name == "weight" and isinstance(rule, Replicated | PerHead):
         return "norm of heads" if isinstance(rule, PerHead) else "norm"
     if dims == 3 and weight.is_of_experts:
         return "experts"
