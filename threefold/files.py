@@ -142,3 +142,8 @@ def shown(path: Path | str) -> str:
     """Return a path fit for a message: printable, and cut in the middle if longer than 200 characters."""
     text = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in str(path))
     return text if len(text) <= 200 else f"{text[:120]}…{text[-60:]}"
+
+
+def told(error: Exception) -> str:
+    """Return the type and the message of an error in a user's code, on one line and without its full stop."""
+    return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(".")

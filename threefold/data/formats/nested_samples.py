@@ -7,9 +7,9 @@ from typing import Any, cast
 import torch
 from torch.utils.data import default_collate
 
-from threefold.data.formats.own_data import named, told
 from threefold.data.samples import MixturePart, Samples
 from threefold.errors import UserError
+from threefold.files import shown, told
 from threefold.random.permutation import Int64Array, samples_at
 
 
@@ -59,12 +59,12 @@ class NestedSamples:
             batch = default_collate(samples)
         except Exception as error:
             raise UserError(
-                f"{named(self.path)}, whose samples {', '.join(map(str, numbers[:3]))}, … cannot be "
+                f"data.path is {shown(self.path)}, whose samples {', '.join(map(str, numbers[:3]))}, … cannot be "
                 f"put into one batch ({told(error)}); give all the same nesting, keys and shapes, padded say."
             ) from error
         if kind := _wrong_leaf(batch):
             raise UserError(
-                f"{named(self.path)}, whose sample {numbers[0]:,} has a {kind} in it but must be "
+                f"data.path is {shown(self.path)}, whose sample {numbers[0]:,} has a {kind} in it but must be "
                 "tensors, arrays and numbers, or tuples, lists and mappings of these; make it a tensor."
             )
         return batch
@@ -74,7 +74,8 @@ class NestedSamples:
             return self.part[number]
         except Exception as error:
             raise UserError(
-                f"{named(self.path)}, whose sample {number:,} cannot be read ({told(error)}); correct its __getitem__."
+                f"data.path is {shown(self.path)}, whose sample {number:,} cannot be read ({told(error)}); "
+                "correct its __getitem__."
             ) from error
 
 

@@ -12,7 +12,7 @@ from threefold.constants import IGNORE_INDEX
 from threefold.data.samples import SPLITS, SingleCorpus, document_numbers
 from threefold.data.tokenizer import TextRule
 from threefold.errors import UserError
-from threefold.files import shown
+from threefold.files import shown, told
 from threefold.plugins import is_import_path, load_path
 from threefold.random.permutation import Int64Array
 
@@ -23,11 +23,6 @@ if TYPE_CHECKING:
 def named(path: str) -> str:
     """Return how messages about a user's dataset begin."""
     return f"data.path is {shown(path)}"
-
-
-def told(error: Exception) -> str:
-    """Return the type and the message of a failure of a user's code, on one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(".")
 
 
 def is_own_data(path: str) -> bool:
