@@ -137,6 +137,16 @@ def pass_on(transport: str) -> None:
     assert received.equal(rows[before])
 
 
+def exchange_many_times() -> None:
+    """Gloo's threads need the interpreter's lock to free tensors, so nothing may hold it while it waits for them."""
+    axis = axis_over("memory")
+    x = torch.ones(2 * axis.size, 16)
+    for _ in range(1000):
+        assert axis.all_to_all(x.clone(), [2] * axis.size, [2] * axis.size).equal(x)
+        assert axis.start_shift(x.clone())().equal(x)
+        assert axis.all_reduce_(x.clone()).equal(axis.size * x)
+
+
 def scatter_unevenly() -> None:
     axis_over("memory").reduce_scatter(torch.zeros(2, 3), dim=1)
 
@@ -163,6 +173,10 @@ def test_views(pool, work: Callable[[str], None], transport: str) -> None:
 @pytest.mark.parametrize("work", [gather_and_scatter, sum_views, pass_on])
 def test_over_copies_of_the_tensors(pool, work: Callable[[str], None]) -> None:
     pool.run(3, staged_on, "cpu", work, "sockets")
+
+
+def test_sockets_and_memory_in_turn(pool) -> None:
+    pool.run(2, exchange_many_times)
 
 
 def test_only_equal_parts_can_be_scattered(pool) -> None:

@@ -172,11 +172,36 @@ def with_gloo(
     return of_torch
 
 
+_SERVED: Final = (
+    "allgather_coalesced",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "allreduce_coalesced",
+    "alltoall",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "gather",
+    "recv",
+    "recv_anysource",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "scatter",
+    "send",
+)
+
+
 def stand_in(group: dist.ProcessGroup, gloo: dist.ProcessGroup) -> None:
     """Give a `PythonGroup` the ranks and the backend of a gloo group, which serves what the class does not define.
 
-    Why, and what would replace it: as for `with_gloo`.
+    Why, and what would replace it: as for `with_gloo`. Methods are gloo's own, as those that a class in Python inherits
+    hold the interpreter's lock while they wait for a thread of gloo, which may need that lock to free a tensor.
     """
+    for name in _SERVED:
+        if name not in vars(type(group)):
+            setattr(group, name, getattr(gloo, name))
     backend = gloo._get_backend(torch.device("cpu"))
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
