@@ -119,15 +119,16 @@ def shard_values(
 
 def report_gradients(module: nn.Module, report: Callable[[str], None]) -> None:
     """Call `report(name)` when autograd has accumulated a parameter's gradient, for a module of `shard_values`."""
-    wrapped = {name: each for name, each in module.named_modules() if isinstance(each, FSDPModule)}
+    modules = dict(module.named_modules())
+    wrapped = [name for name, each in modules.items() if isinstance(each, FSDPModule)]
     held: dict[str, list[tuple[nn.Module, str, str]]] = {}
-    for name, owner in module.named_modules():
+    for name, owner in modules.items():
         for attribute, _ in owner.named_parameters(recurse=False):
             # The innermost FSDP module around a parameter gathers it.
             around = max((each for each in wrapped if not each or f"{name}.".startswith(f"{each}.")), key=len)
             held.setdefault(around, []).append((owner, attribute, f"{name}.{attribute}" if name else attribute))
     for name, places in held.items():
-        wrapped[name].register_forward_pre_hook(partial(_watch, places, set(), report))
+        modules[name].register_forward_pre_hook(partial(_watch, places, set(), report))
 
 
 def _watch(
