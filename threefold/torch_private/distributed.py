@@ -208,6 +208,7 @@ def stand_in(group: dist.ProcessGroup, gloo: dist.ProcessGroup) -> None:
     group._set_group_name(gloo.group_name)
     known = dist.distributed_c10d._world
     known.pg_group_ranks[group], known.pg_map[group] = known.pg_group_ranks[gloo], known.pg_map[gloo]
+    known.pg_backend_config[group] = known.pg_backend_config[gloo]  # torch's profiler reads it
 
 
 def all_reduce_options(operation: dist.ReduceOp.RedOpType) -> Any:
