@@ -313,8 +313,8 @@ class ColumnParallelLinear(_SplitLinear):
             such as `nn.init.xavier_normal_`; None for N(0, 0.02²) and zero with a name, as `nn.Linear` draws them
             without.
         bias: whether to add a (split) bias.
-        gather_output: whether to return the whole output on every rank; otherwise this rank's part, as in the layers
-            of a sharded model.
+        gather_output: whether to return the whole output on every rank; otherwise this rank's part, as
+            `RowParallelLinear` with `input_is_parallel` and the rule `Column` of a plan need it.
         pad_to: computes this rank's output features in multiples of this; the padding is cut off again.
         sequence_dim: dim of the input of which each rank passes its shard; None for the whole input on every rank.
 
