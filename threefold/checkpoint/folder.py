@@ -3,15 +3,18 @@
 RUN/checkpoints/step_00000100/
     tensors-00000.bin, …  bytes of the tensors, one file per writing rank
     tensors.json          index of the tensors
-    config.yaml           resolved config of the run
+    config.yaml           config of the run: model and data with every setting, the others as given
+    writer.json           when it was written, and by which layout and versions
     tokenizer.json        tokenizer of the data, if known
+    huggingface-*         text files that came with an imported model, or the chat template of the data
     model.py              file of a custom model
     blocks.py, …          modules beside that file that it imports, under their own names
     loop.json             state of a custom training loop (`threefold.save`), in place of config.yaml
     checkpoint.json       manifest, written last: `Facts`, and size and checksum of every other file
 
 A checkpoint is written as `step_00000100.partial` and renamed once it is complete. A folder without that suffix whose
-manifest matches its files is therefore valid, whatever happened to the process that wrote it.
+manifest matches its files is therefore valid, whatever happened to the process that wrote it. With the suffix
+`.replaced` it is valid until the new checkpoint of that step has its name; with `.diverged` it is never resumed from.
 """
 
 import os

@@ -1,7 +1,8 @@
 """Atomic saving of a checkpoint, while the training waits or beside it.
 
-`save_checkpoint` and `BackgroundSaver.save` write the same files: `tensors` writes tensors-*.bin and tensors.json,
-`manifest` writes checkpoint.json, and the folder gets its name last.
+`save_checkpoint` and `BackgroundSaver.save` write the same files into a folder with a temporary name: each rank its
+tensors-*.bin, then the first rank tensors.json (`checkpoint.tensors.Writer`), the text files and, last, the manifest
+checkpoint.json. Then the first rank renames the folder.
 """
 
 import errno
@@ -170,8 +171,8 @@ class Written:
 class BackgroundSaver:
     """Background saver of checkpoints, one at a time, bit for bit equal to those of `save_checkpoint`.
 
-    Each rank copies its share of the tensors into host memory, and a thread writes it. The threads of all ranks
-    communicate over a process group of their own. Collective over the world.
+    Each rank copies the parts that it has to write into host memory; training goes on while a thread writes them. The
+    threads of all ranks communicate over a process group of their own. Collective over the world.
     """
 
     def __init__(self, mesh: Mesh) -> None:

@@ -1,8 +1,8 @@
 """Tensors of a checkpoint in its files, saved and loaded through torch.distributed.checkpoint (DCP).
 
 DCP's planners decide which rank writes and reads which part of which tensor; the storage is ours: raw bytes and an
-index, no pickle. Each rank writes one file (tensors-00000.bin for the first), the concatenated bytes of its parts; the
-coordinator writes the index. Every part is checked against its checksum as it is read.
+index, no pickle. Each rank that has parts to write makes one file (tensors-00000.bin for rank 0), their concatenated
+bytes; the coordinator, rank 0, writes the index. Every part is checked against its checksum as it is read.
 """
 
 import io
@@ -275,7 +275,8 @@ class Writer(StorageWriter):
         chunks: dict[str, list[TensorChunk]] = defaultdict(list)
         files: dict[str, FileRecord] = {}
         for result in (result for rank in results for result in rank):
-            chunk, files[chunk.file] = result.storage_data
+            chunk, file = result.storage_data
+            files[chunk.file] = file
             chunks[result.index.fqn].append(chunk)
         tensors = {
             name: StoredTensor(tuple(entry.size), entry.properties.dtype, tuple(chunks[name]))

@@ -1,4 +1,4 @@
-"""writer.json: when, by which layout and by which versions a checkpoint was written.
+"""The file writer.json of a checkpoint: when, by which layout and by which versions it was written.
 
 It is not needed to open a checkpoint. It is a separate file because earlier releases refuse a manifest with unknown
 fields. Older checkpoints lack it; their layout is read from `config.yaml`.

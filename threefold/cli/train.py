@@ -7,7 +7,7 @@ import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import typer
 from typer.core import TyperCommand
@@ -16,10 +16,6 @@ from threefold.cli.options import ConfigFile, ModelFile, Overrides, TrustCode, r
 from threefold.cli.terminal import Bars
 from threefold.errors import OutputLost, UserError
 from threefold.files import shown
-
-if TYPE_CHECKING:
-    pass
-
 
 _NUMBER: Final = re.compile(r"[+-]?\d+")
 _PROFILE_STEPS: Final = 3

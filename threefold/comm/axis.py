@@ -214,7 +214,10 @@ class Axis:
         return tensor
 
     def start_all_reduce_(self, tensor: Tensor) -> dist.Work | None:
-        """Start an all-reduce of a contiguous `tensor`, in place; return the work to wait for (None if done)."""
+        """Start an all-reduce of a contiguous `tensor`, in place; return the work to wait for (None if done).
+
+        Over shared memory (CPU ranks of one host), the all-reduce runs when it is waited for, and overlaps nothing.
+        """
         if self.size == 1:
             return None
         self.recorder.add(self.name, "all_reduce", tensor)

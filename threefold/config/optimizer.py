@@ -1,7 +1,8 @@
 """The `optimizer` section, and the tables of the optimizers and learning-rate schedules that it can name.
 
-An optimizer is one file in `train/optimizers/` and one row of `BUILT_IN`. A learning-rate schedule is one function in
-`train/optim.py` and one row of `LR_SCHEDULES`. Other packages add theirs through entry points.
+An optimizer is a class in `train/optimizers/` with a row of `BUILT_IN`. A learning-rate schedule is a function in
+`train/optim.py` with a row of `LR_SCHEDULES`. Other packages add theirs through entry points. docs/developing.md lists
+what else follows.
 """
 
 from collections.abc import Callable, Mapping

@@ -139,7 +139,7 @@ class _Checked:
         room = memory_per_rank(device, self.local_world_size)
         try:
             largest = largest_micro_batch(config, self.vocab_size, room, device)
-        except UnknownBlock:  # of another package's family
+        except UnknownBlock:  # the planner has no formulas for it
             return self.resolved
         return _on(device, resolve(config, self.vocab_size, largest, self.samples))
 
@@ -198,7 +198,8 @@ class TrainingRun:
         fallbacks: layouts with which ranks started here can continue, with resolved configs.
         began: `time.time()` of the preparation; `train.max_seconds` counts from it.
         profile_steps: number of steps to profile.
-        check: checks the layout of an own model before the first step; a function of a module.
+        check: called on every rank before the model is made, to verify the layout of a user's own model; a function of
+            a module. None for no check.
     """
 
     config: Config

@@ -2,8 +2,9 @@
 
 The `DTensor` has the global shape and the placement, so checkpoints, counts and comparisons use global tensors. The
 forward pass computes with a plain leaf that shares its memory: on a CPU, dispatch through `DTensor` costs many times as
-much as a small layer's own operations. A parameter carries its leaf in the attribute `local_leaf`, and if ZeRO shards
-it further, the tensor with all shardings in `stored_whole`; read them through `local` and `stored`.
+much as a small layer's own operations. A parameter carries its leaf in the attribute `local_leaf` (read it through
+`local`). If ZeRO shards it further, the attribute `stored_whole` is a `DTensor` that describes both the tp and the ZeRO
+sharding (read it through `stored`).
 
 A `Weight` is a parameter with the master copy that is updated: the leaf itself, unless it is narrower than the update.
 """

@@ -108,6 +108,8 @@ class ShardingContext:
 def sum_over_shares_(gradients: Sequence[Tensor], axis: Axis) -> None:
     """All-reduce gradients of weights that each rank of `axis` holds whole but used on its own positions only.
 
+    For training steps of your own; the training step of a run sums them itself (`train.step`).
+
     Args:
         gradients: gradients of one dtype, in the same order on every rank; replaced by their sums.
         axis: ranks that share the sequence.

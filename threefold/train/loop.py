@@ -1,4 +1,9 @@
-"""Training loop: step, evaluate, save, and call the callbacks."""
+"""Training loop: step, evaluate, save, and call the callbacks.
+
+Steps are numbered from 1 here, in records and in callbacks: after step n, n updates have been made, where a skipped
+step counts as one. The engine's `compute_gradients` and `update` and the loader's `batch` take the number of updates
+before the step instead, 0 for the first; here it is called `done`.
+"""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -223,7 +228,7 @@ class TrainingLoop:
         step, started = done + 1, time.perf_counter()
         self.heartbeat.section(RunSection.STEP, step)
         self.meter.before_step()
-        if reason := self._first("skipped_for", step):
+        if reason := self._ask_guards("skipped_for", step):
             self._finish_step(self._pass_over(step, reason, started))
             return step
         self.heartbeat.activity(Activity.DATA)
@@ -232,26 +237,26 @@ class TrainingLoop:
         self._notify("before_step", step, batch)
         self.heartbeat.activity(Activity.NOTHING)
         begun = time.perf_counter()
-        self._first("before_forward", step)
+        self._ask_guards("before_forward", step)
         streams, error = self.engine.streams.state_dict(), None
         loss, tokens = self.engine.compute_gradients(batch, done)
         computed = time.perf_counter()
-        self._first("before_update", step)
+        self._ask_guards("before_update", step)
         try:
-            result = self.engine.update(loss, tokens, done, lambda *values: self._first("refuses", *values) or "")
+            result = self.engine.update(loss, tokens, done, lambda *values: self._ask_guards("refuses", *values) or "")
         except NonFiniteStep as found:
             error, result = found.with_traceback(None), found.result  # no cycle keeps the batch alive
-            self._first("after_divergence", done)
+            self._ask_guards("after_divergence", done)
         reason = ""
         if error is not None or result.refused:
             self._finish_saving()
-            response = self._first("respond", BadStep(step, result.refused, error, batch, loss, streams))
+            response = self._ask_guards("respond", BadStep(step, result.refused, error, batch, loss, streams))
             if response is None:
                 raise error or UserError(f"Training was stopped at step {step}: {result.refused}.")
             if response.start is not None:
                 return self._rolled_back(step, response)
             reason = response.reason
-        self._first("after_update", step)
+        self._ask_guards("after_update", step)
         ended = time.perf_counter()
         length = 1 if self.loader.is_nested else self.config.data.sequence_length
         record = StepRecord(
@@ -343,7 +348,7 @@ class TrainingLoop:
         if not checks or not (ends or self.saving.will_save(self._is_due(step))):
             return None
         self._finish_saving()  # a rollback may load it
-        response = self._first("check_state", step)
+        response = self._ask_guards("check_state", step)
         return None if response is None else self._rolled_back(step, response)
 
     def _is_due(self, step: int) -> bool:
@@ -376,7 +381,7 @@ class TrainingLoop:
         self._notify("after_checkpoint", step, path)
 
     def _before_save(self, step: int) -> None:
-        self._first("before_save", step)
+        self._ask_guards("before_save", step)
         self._notify("before_checkpoint", step)
 
     def _loss_after(self, step: int) -> float:
@@ -400,7 +405,7 @@ class TrainingLoop:
         """Return the first step from `step` on that is not skipped."""
         return max([step, *(guard.next_step(step) for guard in self.guards)])
 
-    def _first(self, moment: str, *arguments: Any) -> Any:
+    def _ask_guards(self, moment: str, *arguments: Any) -> Any:
         """Call a method of the guards in their order, until one returns an answer; return that, or None."""
         return next((found for guard in self.guards if (found := getattr(guard, moment)(*arguments))), None)
 

@@ -151,8 +151,8 @@ def train(
             watch = CorruptionWatch(engine, config.train.watch_every, checkpoints.newest, gradients)
         saving = SafeSaving(checkpoints) if watch is None else SafeSaving(checkpoints, watch.is_proved)
 
-        # All that hangs on the run, in the order in which it is called at each moment.
-        hung: list[Callback | None] = [
+        # All callbacks of the run, in the order in which they are called at each moment.
+        all_callbacks: list[Callback | None] = [
             StateKeeper(kept, checkpoints),
             DataCheck(mesh, config.log.every, loader.share.rows.tolist()),
             tokens,
@@ -161,7 +161,7 @@ def train(
             watch,
             BadSteps(engine, loader, saving, policy),
         ]
-        loop = TrainingLoop(run, engine, loader, saving, [each for each in hung if each is not None])
+        loop = TrainingLoop(run, engine, loader, saving, [each for each in all_callbacks if each is not None])
         return loop.fit(start.step, start.is_unsaved, start.evaluation_missed)
 
 

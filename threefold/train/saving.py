@@ -120,7 +120,9 @@ class SafeSaving:
         return None
 
     def save_last(self, step: int, loss: Callable[[], float], evaluation_missed: bool = False) -> Path:
-        """Save the checkpoint after the last step of this process, which no later step can prove good, so `loss` does.
+        """Save the checkpoint after the last step of this process.
+
+        No later step can show that its weights are good, so `loss` is called, which returns the loss that they give.
 
         Raises:
             DivergenceError: weights or loss are not finite.
@@ -259,8 +261,8 @@ class Checkpoints:
     def save(self, step: int, last: bool = False, evaluation_missed: bool = False) -> Path | None:
         """Save a checkpoint after `step` updates, in the background if the config says so; return its folder.
 
-        The `last` one is waited for; if it cannot be written, a `UserError` is raised on every rank. For any other one,
-        None is returned and the run continues.
+        If the last checkpoint cannot be written, raises UserError on every rank. If another cannot be written, warns
+        and returns None. A background save returns the folder it will have; the last one is never in the background.
         """
         begun = time.monotonic()
         self._clock.saving()

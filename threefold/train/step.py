@@ -2,12 +2,12 @@
 
     1  micro-batches         count what the loss is divided by, over the replicas        all-reduce over dp
     2  forward and backward  micro-batch by micro-batch, in the order of the schedule    those of the parallel layers
-    3  gradient sync         sum over replicas, tensor ranks and uses of tied weights    all-reduce over dp·cp, tp, pp
-    4  loss and norm         add up what the ranks hold, with their requests to end      all-reduce over the world
+    3  gradient sync         sum over replicas, and where gradients are partial          all-reduce over dp·cp, tp, pp
+    4  loss and norm         sum loss, squared norm and requests to end the run          all-reduce over the world
     5  clip and update       or skip the update, if the gradients are not finite         none
 
-The loss of a micro-batch is divided by a count of the *global* batch before the backward pass, so every collective is
-a plain sum, and no rank needs to know how many others exist.
+The loss is divided by the global token count before the backward pass, so gradients are summed over replicas, never
+averaged.
 
 `GradientStep` makes 1 to 3, and `Engine` all five for a run's config. In a loop around `threefold.parallelize`, the
 `GradientStep` is in the model, and the optimizer makes 4 and 5. In one around `threefold.prepare`, the caller runs the
@@ -100,7 +100,7 @@ class GradientStep:
         self._in_order = any(has_uneven_shards(weight.parameter) for weight in self.model.weights)
         self._is_first = True
         self._batch: BatchFacts | None = None
-        """Facts of the batch of the step in progress."""
+        """Facts of the last batch, set by `compute_gradients` and read by `update`."""
 
     def compute_gradients(
         self, batch: Any, step: int, loss: LossFunction | None = None, rows: Tensor | None = None
@@ -116,8 +116,9 @@ class GradientStep:
                 blocks, in the order of dp. A `Batch` has its own.
 
         Returns:
-            this replica's term of the mean loss (zero except on the last stage), and the number of valid tokens in the
-            global batch, or of samples if it is not a `Batch`.
+            this rank's summand of the mean loss, of its own samples and positions (zero except on the last stage; equal
+            on the tensor ranks), and the number of valid tokens in the global batch, or of samples if it is not a
+            `Batch`.
 
         Raises:
             UserError: batch, model and loss do not fit together, or there is nothing to compute a loss of.
@@ -132,22 +133,24 @@ class GradientStep:
                 local, self._batch = self._batches.of_tokens(batch, step, scale)
             else:
                 local, self._batch = self._batches.of_own(batch, step, loss, rows, scale)
-            # 2. Forward and backward passes. Buckets of gradients start their sums over the replicas as they fill.
+            # 2. Forward and backward passes. Buckets of gradients start their sums over the replicas as they fill; CPU
+            # ranks that share memory make them in `finish`.
             self.gradients.begin(self.runner.arrivals)
             self.buffers.begin()
             term = self.runner.forward_backward(local, self._batch.factor)
             if self._is_first and self.plan.constructed:
                 self._require_unchanged_weights()
             self._is_first = False
-        # 3. Gradient sync, each on all ranks that hold a copy of a weight or of its shard. Over the replicas (dp · cp):
-        # each had its own samples or positions. All-reduce, or with ZeRO reduce-scatter; only the rest is left to wait.
+        # 3. Gradient sync. Over the replicas (dp · cp), each of which had its own samples or positions: wait for the
+        # all-reduces, or with ZeRO the reduce-scatters.
         self.mesh.heartbeat.activity(Activity.GRADIENT_SUM)
         self.gradients.finish()
         self.buffers.finish(self._batch.share)
-        # Over the tensor ranks: of a weight that each holds whole, each used its own positions or heads alone.
+        # Over tp: with sequence parallelism, or for per-head norms, the gradients of replicated weights are partial.
+        # All other replicated weights already have equal gradients.
         if self._partial:
             self.mesh.tp.all_reduce_together_([self.gradients[leaf] for leaf in self._partial])
-        # Over the stages that use a tied weight: each has the gradient of its own use.
+        # Tied weights, over the stages that use them: each has the gradient of its own use.
         gradients = {weight.name: self.gradients[weight.leaf] for weight in self._trained}
         self.model.tied.sum_(gradients, self._in_order)
         # The loss scale kept small gradients from vanishing on the way, and leaves now.

@@ -113,8 +113,8 @@ class Stop:
     Attributes:
         signal: agreed number of the signal that ends the run, 0 for none.
         is_due: whether the ranks agreed to end the run, by a signal, a callback's reason or the time limit.
-        save_is_due: whether the ranks agreed that a checkpoint is due by the clock; reset by whoever saves it.
-        save_ended: whether the ranks agreed that the background checkpoint is complete; reset by whoever finishes it.
+        save_is_due: whether the ranks agreed that a checkpoint is due by the clock; the training loop resets it.
+        save_ended: whether the ranks agreed that the background checkpoint is written; the training loop resets it.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""Token files, one module per format: Threefold, Megatron-LM, PaddleFleetX, and JSON lines with a token cache."""
+"""Data formats: token files of Threefold, Megatron-LM and PaddleFleetX, JSON lines, and data sets of a user's own."""

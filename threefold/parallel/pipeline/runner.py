@@ -36,7 +36,8 @@ class Runner(ABC):
 
     Attributes:
         has_loss: whether this rank has the last stage, which computes the loss.
-        arrivals: gradients that autograd accumulates into each parameter in a step; None if parameters differ.
+        arrivals: how often autograd accumulates a gradient into each parameter in a step; None if this differs among
+            them.
     """
 
     has_loss: bool
@@ -138,6 +139,8 @@ class PipelineRunner(Runner):
         self._zero = torch.zeros((), dtype=loss_dtype, device=parallelism.mesh.device)
         self._loss_shape = torch.empty((), dtype=loss_dtype, device="meta", requires_grad=True)
         self._deferred, self._add_gradient = parallelism.deferred, add_gradient
+        # Torch's schedules split their arguments along dim 0, which samples of any nesting do not allow. So they get
+        # the numbers of the micro-batches, and a stage looks up the samples of a number in `_micro_batches`.
         self._numbers = torch.arange(micro_batches)
         self._micro_batches: list[StepSamples] = []
         self._sends = SendQueue()
@@ -220,11 +223,11 @@ class PipelineRunner(Runner):
 
     def forward_backward(self, batch: StepSamples, scale: float) -> Tensor:
         with nullcontext() if self._deferred is None else self._deferred.collecting(self._add_gradient):
-            return self._loss(self._step, batch, scale)
+            return self._run_micro_batches(self._step, batch, scale)
 
     @torch.no_grad()
     def evaluate(self, batch: StepSamples) -> Tensor:
-        return self._loss(self._evaluate, batch, 1.0)
+        return self._run_micro_batches(self._evaluate, batch, 1.0)
 
     def _step(self, *args: Any, **options: Any) -> None:
         for stage in self.scheduled_stages:
@@ -238,7 +241,8 @@ class PipelineRunner(Runner):
     def _evaluate(self, *args: Any, **options: Any) -> None:
         self._eval.eval(*args, **options)
 
-    def _loss(self, run: Callable[..., Any], batch: StepSamples, scale: float) -> Tensor:
+    def _run_micro_batches(self, run: Callable[..., Any], batch: StepSamples, scale: float) -> Tensor:
+        """Run a pass of torch's schedule over the micro-batches; return their summed loss if `has_loss`, else zero."""
         if not self._declared:
             self._use(self._found[batch.shapes])
         self._micro_batches[:] = batch.split(len(self._numbers))
@@ -248,7 +252,7 @@ class PipelineRunner(Runner):
         is_first = any(stage.is_first for stage in self.scheduled_stages)
         try:
             with mesh.pp.waiting("send"):  # except while an action runs
-                run(
+                run(  # with numbers in place of samples; the last stage computes the loss, so it needs no target
                     *([self._numbers] if is_first else []),
                     target=self._numbers if self.has_loss else None,
                     losses=losses,

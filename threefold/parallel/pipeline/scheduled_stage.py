@@ -6,10 +6,10 @@ sleeps. The receiver copies the tensor out when it needs it, and returns the slo
 nobody. Without a slot for it, a tensor goes through the process group: its note has a number from `SLOTS` up in place
 of a slot, which is returned in the same way, and the sender keeps the tensor until then.
 
-A sender never waits for a receiver: pipes have room for the notes of two passes, and no rank is further ahead of
-another. So ranks cannot deadlock, in whatever order they send, receive and wait for something else. If senders waited
-for slots, one could wait for a rank that waits for it in a collective. Pipes order the accesses to memory around them,
-as those of `Barrier` do.
+A sender never waits for a slot: it could wait for a rank that waits for it in a collective. It waits only if a pipe is
+full. Pipes have room for the notes of two passes, and no rank is further ahead of another, so ranks cannot deadlock, in
+whatever order they send, receive and wait for something else. Pipes order the accesses to memory around them, as those
+of `Barrier` do.
 """
 
 import os

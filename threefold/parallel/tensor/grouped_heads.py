@@ -1,4 +1,4 @@
-"""Column-parallel layers that gather features, since a rank's share is not an equal part of the weight's rows.
+"""Column-parallel layers whose ranks compute with other rows than they store, so they exchange output features.
 
 Such are queries, keys and values concatenated in one layer; and queries, keys and values with more tensor ranks than
 key-value heads (GQA). Each key-value head is then repeated on the ranks that share it, which divide its queries.

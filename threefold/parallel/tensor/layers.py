@@ -135,7 +135,10 @@ class _SplitLayer(nn.Module):
         return f"weight {whole}, {own} on {self.axis.name} rank {self.axis.index} of {self.axis.size}"
 
     def reset_parameters(self, name: str, seed: int = 0, std: float = 0.02) -> None:
-        """Draw the weight from N(0, std²), keyed by `seed` and `name`: the same whole weight for every axis size."""
+        """Draw the weight from N(0, std²), keyed by `seed` and `name`: the same whole weight for every axis size.
+
+        For layers that are made directly; a run's initial weights are those of its plan (`parallel.parameter.draw_`).
+        """
         with torch.no_grad():
             key = stream_key(seed, name)
             fill_normal_(local(self.weight).detach(), std, key, tuple(self.weight.shape), offset(self.weight))
@@ -269,6 +272,7 @@ class _SplitLinear(_SplitLayer):
     @classmethod
     def _from(cls, module: nn.Linear, axis: Axis, **options: Any) -> Self:
         with torch.device("meta"):
+            # With a name, nothing is drawn from torch's generator; the weight made here is replaced.
             layer = cls(module.in_features, module.out_features, axis, name="", **options)
         layer.weight = layer._split("weight", module.weight)
         layer.bias = None if module.bias is None else layer._split("bias", module.bias)
@@ -309,7 +313,8 @@ class ColumnParallelLinear(_SplitLinear):
             such as `nn.init.xavier_normal_`; None for N(0, 0.02²) and zero with a name, as `nn.Linear` draws them
             without.
         bias: whether to add a (split) bias.
-        gather_output: whether to return the whole output on every rank; otherwise this rank's part.
+        gather_output: whether to return the whole output on every rank; otherwise this rank's part, as
+            `RowParallelLinear` with `input_is_parallel` and the rule `Column` of a plan need it.
         pad_to: computes this rank's output features in multiples of this; the padding is cut off again.
         sequence_dim: dim of the input of which each rank passes its shard; None for the whole input on every rank.
 

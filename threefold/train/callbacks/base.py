@@ -20,7 +20,7 @@ class Performance:
     """Hardware use of a step.
 
     Attributes:
-        flops_per_second: model FLOPs (`threefold.models.family`) of the step per second and rank, averaged over the
+        flops_per_second: model FLOPs (`threefold.models.block`) of the step per second and rank, averaged over the
             ranks; None for a user's own model.
         mfu: share of a rank's peak rate that this is; None if the peak is not known.
         memory: peak memory of this rank in bytes: resident memory of its process on a CPU, memory reserved by torch on
@@ -150,6 +150,9 @@ class CallbackFailed(UserError):
 
 class Callback:
     """Base class of training callbacks: each method is called at its moment of the run, and does nothing by default.
+
+    Callbacks report. Those of the package that also take part in steps, and decide whether they count, are a `Guard`
+    (`threefold.train.loop`).
 
     Methods are called in this order: setup, before_fit; for each step before_epoch (if one begins), before_step,
     after_step, after_epoch (if one is complete), before_evaluation and after_evaluation (if due), before_checkpoint,

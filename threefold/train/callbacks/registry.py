@@ -1,7 +1,7 @@
 """Callbacks of a run: those that report on every run, and those that `train.callbacks` names.
 
-A callback is one file with a subclass of `Callback` and one line here; or an entry point of the group
-`threefold.callbacks` in another package; or a class named by its import path, which needs neither.
+A callback is a subclass of `Callback` with a line here; or an entry point of the group `threefold.callbacks` in another
+package; or a class named by its import path, which needs neither. docs/developing.md lists what else follows.
 """
 
 import inspect

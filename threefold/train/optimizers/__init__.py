@@ -1,1 +1,1 @@
-"""Optimizers, one file each; each one has a row in `config.optimizer.BUILT_IN`."""
+"""Built-in optimizers, with a row each in `config.optimizer.BUILT_IN`; in `own`, any `torch.optim.Optimizer`."""
