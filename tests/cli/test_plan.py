@@ -191,7 +191,7 @@ def test_the_example_of_what_does_not_fit_has_its_own_memory(run: Run) -> None:
         (["--gpus", "100000", "--hardware", "h100"], "; use 65536."),
         (
             ["--gpus", "8", "--hardware", "h100", "--fix", "parallel.schedule=2f2b"],
-            "parallel.schedule is '2f2b' but must be a function as in my_file.py:schedule, the path of a .csv file of actions, or one of 1f1b",
+            "parallel.schedule is '2f2b' but must be a function as in my_file.py:schedule, the path of a .csv file",
         ),
         (
             ["--gpus", "8", "--hardware", "h100", "--set", "parallel.tp=3"],
