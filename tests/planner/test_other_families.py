@@ -227,5 +227,5 @@ def test_a_run_of_any_family_has_a_default_micro_batch() -> None:
     for name in ("plain", "three"):
         given = config_of({**sections(name), "train": {"global_batch_size": 4, "device": "cpu"}})
         resolved = resolve(given, VOCAB)
-        fitted = _Checked(given, resolved, VOCAB, 1).fitted()
+        fitted = _Checked(given, resolved, VOCAB, 0, 1).fitted()
         assert fitted.train.micro_batch_size == resolved.train.micro_batch_size == 4

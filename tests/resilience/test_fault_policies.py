@@ -33,9 +33,11 @@ NUMBER = 7
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     names = ("patient", "confused", "NUMBER")
-    folder = write_package(tmp_path / "site", GROUP, {name.lower(): f"toy_package:{name}" for name in names}, MODULE)
+    folder = write_package(
+        tmp_path / "site", GROUP, {name.lower(): f"toy_policies:{name}" for name in names}, MODULE, "toy_policies"
+    )
     monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.delitem(sys.modules, "toy_package", raising=False)
+    monkeypatch.delitem(sys.modules, "toy_policies", raising=False)
     return folder
 
 
@@ -67,7 +69,7 @@ def test_a_policy_of_another_package_decides(pool: WorkerPool, small_run: Run, t
 def test_a_policy_of_a_file_ends_the_run_at_its_limit(
     pool: WorkerPool, small_run: Run, tmp_path: Path, package: Path
 ) -> None:
-    name = f"{package / 'toy_package.py'}:patient"
+    name = f"{package / 'toy_policies.py'}:patient"
     faults = [Fault("output", "blocks.1.mlp.up", 0, step) for step in (3, 5)]
     run = on_nan(small_run, name)
     run = run.but(set=(*run.set, ("train.max_rollbacks", 0)))

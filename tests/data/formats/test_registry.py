@@ -49,7 +49,7 @@ train: {max_steps: 2, global_batch_size: 2, eval_every: 0}
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    return write_package(tmp_path / "site", "threefold.token_formats", {"toy": "toy_package:FORMAT"}, TOY)
+    return write_package(tmp_path / "site", "threefold.token_formats", {"toy": "toy_format:FORMAT"}, TOY, "toy_format")
 
 
 def test_a_toy_format_is_one_file(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
