@@ -29,10 +29,9 @@ import torch
 from hardware import hardware_line
 from rich.console import Console
 from rich.table import Table
-from threefold.checkpoint.background import BackgroundSaver
 
 from threefold.checkpoint.manifest import Facts
-from threefold.checkpoint.save import save_checkpoint
+from threefold.checkpoint.save import BackgroundSaver, save_checkpoint
 from threefold.checkpoint.tensors import load_tensors
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh

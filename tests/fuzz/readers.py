@@ -111,7 +111,7 @@ def text_lines(folder: Path, tokenizer: Path) -> str:
     lines = folder / "lines.jsonl"
     encoded = JsonLines(lines, tokenizer, cache=folder / "cache").encoded(LENGTH, SILENT)
     texts = [json.loads(line)["text"] for line in lines.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
-    _same(len([text for text in texts if text]), len(encoded.lines) - 1, "lines")
+    _same(len([text for text in texts if text]), len(encoded.documents) - 1, "lines")
     return digest(encoded.tokens[: len(encoded.tokens)])
 
 

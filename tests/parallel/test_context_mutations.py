@@ -135,7 +135,7 @@ def mean_of_means_over_the_context_ranks() -> list[Patch]:
     count = BatchPreparation._count
 
     def own(self: BatchPreparation, batch: Batch) -> tuple[int, int]:
-        cut = self.parallelism.context.cut.across_context
+        cut = self.positions
         held = cut.indices(batch.labels.shape[1] // cut.shares, batch.labels.device)
         counted, padding = count(
             self, dataclasses.replace(batch, tokens=batch.tokens[:, held], labels=batch.labels[:, held])

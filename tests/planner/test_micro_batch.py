@@ -221,7 +221,7 @@ from threefold.models.family import make_model, model_plan
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.train.step import Engine
-from threefold.planner.stage_memory import step_bytes
+from threefold.planner.activations import step_bytes
 keep_freed_memory()
 torch.set_num_threads(1)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -158,8 +158,11 @@ def logged_loss_of_the_last_micro_batch() -> list[Patch]:
 
         return loss_of(self, keep_last, batch, scale)
 
-    loss_of = runner.PipelineRunner._loss
-    return [replace(runner.LoopRunner, "forward_backward", looped), replace(runner.PipelineRunner, "_loss", piped)]
+    loss_of = runner.PipelineRunner._run_micro_batches
+    return [
+        replace(runner.LoopRunner, "forward_backward", looped),
+        replace(runner.PipelineRunner, "_run_micro_batches", piped),
+    ]
 
 
 def _logged_loss_of(has_loss: Callable[[Axis], bool]) -> list[Patch]:

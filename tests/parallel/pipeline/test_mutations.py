@@ -126,8 +126,8 @@ def micro_batches_of_the_labels_reversed() -> list[Patch]:
     def reversed_labels(self: Any, run: Any, given: Any, scale: float) -> Tensor:
         return loss(self, run, batch(given.tokens, given.labels.flip(0), given.samples), scale)
 
-    loss = runner.PipelineRunner._loss
-    return [replace(runner.PipelineRunner, "_loss", reversed_labels)]
+    loss = runner.PipelineRunner._run_micro_batches
+    return [replace(runner.PipelineRunner, "_run_micro_batches", reversed_labels)]
 
 
 def with_mistake(mistake: Callable[[], list[Patch]], case: Case, run: Callable[[Case], Trace]) -> Trace:
