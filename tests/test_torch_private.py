@@ -2,10 +2,12 @@
 
 import ast
 import ctypes
+import gc
 import hashlib
 import re
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -110,6 +112,7 @@ def _in_a_group_that_stands_in() -> None:
         all_reduce_options,
         reduce_scatter_options,
         stand_in,
+        withdraw,
     )
 
     seen: list[bool] = []
@@ -136,6 +139,13 @@ def _in_a_group_that_stands_in() -> None:
     dist.broadcast(tensor, 1, group)
     assert dist.get_process_group_ranks(group) == [0, 1], "pg_group_ranks no longer has the ranks of a group"
     assert dist.get_backend(group) == "gloo", "pg_map no longer has the name of a group's backend"
+    known = dist.distributed_c10d._get_all_pg_configs()  # as torch's profiler reads them
+    assert [each["ranks"] for each in known] == [[0, 1], [0, 1]], "pg_backend_config no longer has a group's backends"
+    kept = weakref.ref(group)
+    withdraw(group)
+    del group
+    gc.collect()
+    assert kept() is None, "torch keeps a group elsewhere than in pg_map, pg_group_ranks and pg_backend_config"
 
 
 def test_nccl_records() -> None:

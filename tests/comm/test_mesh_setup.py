@@ -1,6 +1,8 @@
 """What setting a mesh up costs: a rank makes its own process groups alone, and waits for others once for all memory."""
 
+import gc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -92,3 +94,21 @@ def test_the_memory_of_all_axes_is_set_up_at_once(pool) -> None:
         assert sums == [*([5.0] if rank in (1, 2) else []), pair, rank + 1.0]
     of_mesh, *_ = pool.run(4, set_up, Layout(dp=2, cp=2, ep=2))[0]
     assert of_mesh == [6], "world, dp, cp, both together, ep, and the ranks with the same experts"
+
+
+def test_a_mesh_that_is_gone_keeps_no_memory(pool) -> None:
+    """Mapped memory, while the process group of the ranks goes on."""
+    for before, during, after in pool.run(2, _mapped_by_meshes):
+        assert before == after < during
+
+
+def _mapped_by_meshes() -> tuple[int, int, int]:
+    def mapped() -> int:
+        gc.collect()
+        return sum("/threefold-" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+    before, mesh = mapped(), Mesh(Layout(tp=2))
+    mesh.tp.broadcast_(torch.ones(3), 1)
+    during = mapped()
+    del mesh
+    return before, during, mapped()

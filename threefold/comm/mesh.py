@@ -1,5 +1,6 @@
 """The mesh: one object with every axis, group and coordinate of this rank. Nothing else computes ranks."""
 
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import cached_property
@@ -22,6 +23,7 @@ from threefold.torch_private.distributed import (
     new_group_among,
     settle_gloo_at_exit,
     unflatten_mesh,
+    withdraw,
 )
 
 __all__ = ["Axis", "Event", "Mesh", "Recorder"]
@@ -297,7 +299,10 @@ class Mesh:
         for name, ranks, group, device_mesh in planned:
             number = self.heartbeat.axis(name, ranks) if len(ranks) > 1 else 0
             index, group = ranks.index(self.rank), several.get(name, group)
-            axes.append(Axis(name, ranks, index, group, self.recorder, device_mesh, self.heartbeat, number))
+            axis = Axis(name, ranks, index, group, self.recorder, device_mesh, self.heartbeat, number)
+            if axis.shares_memory:
+                weakref.finalize(axis, withdraw, group).atexit = False  # frees memory and pipes
+            axes.append(axis)
         return axes
 
     def __repr__(self) -> str:

@@ -211,6 +211,18 @@ def stand_in(group: dist.ProcessGroup, gloo: dist.ProcessGroup) -> None:
     known.pg_backend_config[group] = known.pg_backend_config[gloo]  # torch's profiler reads it
 
 
+def withdraw(group: dist.ProcessGroup) -> None:
+    """Undo what `stand_in` has told torch of a group, so that torch no longer keeps it alive.
+
+    Why: torch's tables keep a group, and so the memory that its ranks share, until all groups are destroyed.
+    `destroy_process_group` of one group would also shut down its gloo, which others use.
+    """
+    known = dist.distributed_c10d._world
+    known.pg_map.pop(group, None)
+    known.pg_group_ranks.pop(group, None)
+    known.pg_backend_config.pop(group, None)
+
+
 def all_reduce_options(operation: dist.ReduceOp.RedOpType) -> Any:
     """Return the options of a process group's `allreduce` that is done when it returns.
 
