@@ -25,7 +25,7 @@ def rooms() -> list[str]:
 
 
 def imports(names: list[str]) -> dict[str, list[str]]:
-    """Room → the rooms below that it imports, from the top; that there are none above is the contract's to check."""
+    """Return, by room, the rooms that it imports, from the top; the import contract forbids higher ones."""
     graph = grimp.build_graph(PACKAGE, cache_dir=None)
     for name in names:
         if graph.find_children(name):

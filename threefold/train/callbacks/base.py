@@ -151,7 +151,7 @@ class CallbackFailed(UserError):
 class Callback:
     """Base class of training callbacks: each method is called at its moment of the run, and does nothing by default.
 
-    Callbacks report. Those of the package that also take part in steps, and decide whether they count, are a `Guard`
+    A callback reports. A built-in callback that also takes part in steps, and decides whether they count, is a `Guard`
     (`threefold.train.loop`).
 
     Methods are called in this order: setup, before_fit; for each step before_epoch (if one begins), before_step,
