@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from threefold.comm.axis import Axis, Event, Recorder
 from threefold.comm.heartbeat import Activity, Heartbeat, wait_code
 from threefold.comm.layout import AXES, Coordinates, Layout
-from threefold.comm.shared_memory import over_shared_memory
+from threefold.comm.shared_memory import SharedMemoryGroup, over_shared_memory
 from threefold.errors import naming_arguments
 from threefold.torch_private.distributed import (
     clear_dtensor_cache,
@@ -299,10 +299,10 @@ class Mesh:
         for name, ranks, group, device_mesh in planned:
             number = self.heartbeat.axis(name, ranks) if len(ranks) > 1 else 0
             index, group = ranks.index(self.rank), several.get(name, group)
-            axis = Axis(name, ranks, index, group, self.recorder, device_mesh, self.heartbeat, number)
-            if axis.shares_memory:
-                weakref.finalize(axis, withdraw, group).atexit = False  # frees memory and pipes
-            axes.append(axis)
+            made = Axis(name, ranks, index, group, self.recorder, device_mesh, self.heartbeat, number)
+            if isinstance(group, SharedMemoryGroup):
+                weakref.finalize(made, withdraw, group).atexit = False  # frees its memory and pipes
+            axes.append(made)
         return axes
 
     def __repr__(self) -> str:
