@@ -80,7 +80,8 @@ def test_no_group_outlives_its_run(pool: WorkerPool) -> None:
     """Each has threads of gloo, one of which wakes a hundred times a second."""
     before = pool.run(2, _threads_of_gloo)
     pool.run(2, _leaves_groups_in_a_cycle)
-    assert pool.run(2, _threads_of_gloo) == before
+    # A thread that has just started still has its parent's name: one may be missing on either side, never six.
+    assert all(abs(now - then) < 3 for now, then in zip(pool.run(2, _threads_of_gloo), before, strict=True))
     assert all(before)
 
 
