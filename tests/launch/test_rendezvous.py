@@ -13,9 +13,8 @@ import pytest
 from tests.support import ready
 from tests.support.ready import ReadyProcess
 from threefold.errors import UserError
-from threefold.launch.environment import LaunchedRank, find_launched_rank
+from threefold.launch.environment import LaunchedRank, find_launched_rank, meet
 from threefold.launch.output import log_file
-from threefold.launch.rendezvous import meet
 
 SCRIPT = "import threefold as t3\nprint('alone', flush=True)\nt3.{call}\n"
 
@@ -89,9 +88,7 @@ def test_what_listens_there_and_never_answers_is_not_waited_for_without_end(
     """Not in this process, where torch's thread would go on to wait."""
     path = tmp_path / "silent.py"
     path.write_text(
-        "from threefold.launch.environment import find_launched_rank\n"
-        "from threefold.launch.rendezvous import meet\n"
-        "meet(find_launched_rank(), timeout=0.1)\n"
+        "from threefold.launch.environment import find_launched_rank, meet\nmeet(find_launched_rank(), timeout=0.1)\n"
     )
     ended = ready.run([sys.executable, str(path)], env=leftover(1, listener.getsockname()[1]), timeout=100)
     assert ended.returncode == 1

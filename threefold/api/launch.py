@@ -6,12 +6,11 @@ from typing import Any, Literal
 
 from threefold.errors import UserError, naming_arguments
 from threefold.launch.device import choose_device, gpu_count
-from threefold.launch.environment import LaunchedRank, find_launched_rank
+from threefold.launch.environment import LaunchedRank, find_launched_rank, meet
 from threefold.launch.failure import RankFailed, cause
 from threefold.launch.launcher import run_in_process
 from threefold.launch.local import StartMethod, collect_local
 from threefold.launch.process import has_group, require_room
-from threefold.launch.rendezvous import meet
 from threefold.launch.worker import Device, Job, RankInfo, join
 
 DeviceSetting = Literal["auto", "cpu", "cuda"]

@@ -27,7 +27,7 @@ from threefold.errors import UserError
 if TYPE_CHECKING:
     from threefold.inference.eval_tasks import EncodedTexts, EvalTask
     from threefold.inference.model import Model
-    from threefold.launch.inference_run import InferenceRun
+    from threefold.launch.launcher import InferenceRun
 
 _LARGE = 1e6
 
@@ -73,7 +73,7 @@ def command(
     """
     from threefold.comm.layout import Layout
     from threefold.inference.prompt_files import read_texts
-    from threefold.launch.inference_run import InferenceRun
+    from threefold.launch.launcher import InferenceRun
 
     inference = InferenceRun.prepare(run, Layout(dp, tp, pp), dtype, device, model_file(own_model), trust_code)
     counted = loss_tokens or inference.trained.config.data.loss_tokens

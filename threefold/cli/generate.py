@@ -62,7 +62,7 @@ def command(
     from threefold.comm.layout import Layout
     from threefold.inference.generate import GenerationRequest, Sampling, encode_prompts, require_text
     from threefold.inference.prompt_files import read_prompts
-    from threefold.launch.inference_run import InferenceRun
+    from threefold.launch.launcher import InferenceRun
 
     if system is not None and not chat:
         raise typer.BadParameter("needs --chat", param_hint="--system")

@@ -1,6 +1,5 @@
 """Choose the device (CPU or CUDA), and check the memory of ranks."""
 
-import re
 from pathlib import Path
 from typing import Final, Literal
 
@@ -88,13 +87,6 @@ def memory_per_rank(device: Literal["cpu", "cuda"], local_world_size: int) -> in
     return max(0, int(min(sizes) * _SHARE[device] / sharing) - _OWN[device])
 
 
-_NO_MEMORY: Final = re.compile(
-    r"DefaultCPUAllocator|can't allocate memory|out of memory|Unable to allocate", re.IGNORECASE
-)
-_TRIED: Final = re.compile(r"(?:tried to allocate|allocate) ([0-9.]+) ?(bytes|[KMGTPE]iB)", re.IGNORECASE)
-_UNITS: Final = {"bytes": 0, "kib": 1, "mib": 2, "gib": 3, "tib": 4, "pib": 5, "eib": 6}
-
-
 def require_memory(config: Config, launched: LaunchedRank | None, own_parameters: tuple[int, int] = (0, 0)) -> None:
     """Check on a CPU that the states of this host's ranks fit into its memory.
 
@@ -118,9 +110,9 @@ def require_memory(config: Config, launched: LaunchedRank | None, own_parameters
     zero = "" if config.parallel.zero == 3 or layout.dp == 1 else "parallel.zero 3, fewer replicas (parallel.dp), "
     of = "1 rank" if ranks == 1 else f"{ranks:,} ranks"
     raise UserError(
-        f"The weights, gradients and optimizer state of {of} take {_gb(needed)}, more than the {_gb(has)} of memory "
-        f"that this machine has for them; use {zero}a smaller model (model.num_layers, model.hidden_size) or more "
-        "machines."
+        f"The weights, gradients and optimizer state of {of} take {needed / 1e9:,.1f} GB, more than the "
+        f"{has / 1e9:,.1f} GB of memory that this machine has for them; use {zero}a smaller model (model.num_layers, "
+        "model.hidden_size) or more machines."
     )
 
 
@@ -144,25 +136,3 @@ def _states(config: Config, launched: LaunchedRank | None, own_parameters: tuple
     size = ModelSize(config)
     by_place = {place: size.largest_rank(place).bytes for place in range(layout.pp)}
     return sum(by_place[layout.coordinates(rank).pp] for rank in range(first, min(first + count, layout.world_size)))
-
-
-def explain_allocation(error: BaseException) -> str:
-    """Return an explanation of a failed allocation; empty if the error is of another kind."""
-    text = str(error)
-    if not (isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(text))):
-        return ""
-    tried = _TRIED.search(text)
-    what = (
-        f"{_gb(float(tried[1]) * 1024 ** _UNITS[tried[2].lower()])} could not be allocated" if tried else "none is left"
-    )
-    where = (
-        "the GPU's memory" if "CUDA" in text else f"the memory of this machine, {_gb(memory())} for all its processes"
-    )
-    return (
-        f"{where}, is not enough: {what}; use a smaller train.micro_batch_size, train.recompute, parallel.zero, or "
-        "more ranks of tp or pp on more machines"
-    )
-
-
-def _gb(count: float) -> str:
-    return f"{count / 1e9:,.1f} GB"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from threefold.errors import HardwareFault, ProcessFault, UserError
-from threefold.launch.device import explain_allocation
+from threefold.host import memory
 from threefold.launch.output import log_file
 from threefold.launch.process import signal_name
 
@@ -22,13 +22,6 @@ class RankFailed(RuntimeError):
 
 class RemoteTraceback(Exception):
     """Traceback of an exception in a rank's process, set as the cause of the exception re-raised in the caller."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.text = text
-
-    def __str__(self) -> str:
-        return f"\n{self.text}"
 
 
 @dataclass(frozen=True)
@@ -86,7 +79,7 @@ class Failure:
         if not self.traceback:
             return error
         try:
-            raise error from RemoteTraceback(self.traceback)
+            raise error from RemoteTraceback(f"\n{self.traceback}")
         except Exception as caused:
             return caused.with_traceback(None)
 
@@ -97,9 +90,32 @@ def from_exception(rank: int, error: BaseException) -> Failure:
         kind = {"hardware": isinstance(error, HardwareFault), "of_process": isinstance(error, ProcessFault)}
         return Failure(rank, str(error), now, user_error=True, **kind, raised=raised, traceback=text)
     error = _first_of_chain(error)
-    lines = (explain_allocation(error) or traceback.format_exception_only(error)[-1]).split("\n")
+    lines = (_explain_allocation(error) or traceback.format_exception_only(error)[-1]).split("\n")
     message = " ".join(line.strip() for line in lines if line.strip())
     return Failure(rank, message, now, raised=raised, traceback=text)
+
+
+_NO_MEMORY: Final = re.compile(
+    r"DefaultCPUAllocator|can't allocate memory|out of memory|Unable to allocate", re.IGNORECASE
+)
+_TRIED: Final = re.compile(r"(?:tried to allocate|allocate) ([0-9.]+) ?(bytes|[KMGTPE]iB)", re.IGNORECASE)
+_UNITS: Final = ("bytes", "kib", "mib", "gib", "tib", "pib", "eib")
+
+
+def _explain_allocation(error: BaseException) -> str:
+    """Return an explanation of a failed allocation; empty if the error is of another kind."""
+    text, what, where = str(error), "none is left", "the GPU's memory"
+    if not (isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(text))):
+        return ""
+    if tried := _TRIED.search(text):
+        size = float(tried[1]) * 1024 ** _UNITS.index(tried[2].lower()) / 1e9
+        what = f"{size:,.1f} GB could not be allocated"
+    if "CUDA" not in text:
+        where = f"the memory of this machine, {memory() / 1e9:,.1f} GB for all its processes"
+    return (
+        f"{where}, is not enough: {what}; use a smaller train.micro_batch_size, train.recompute, parallel.zero, or "
+        "more ranks of tp or pp on more machines"
+    )
 
 
 def _first_of_chain(error: BaseException) -> BaseException:

@@ -1,18 +1,29 @@
-"""Detect hangs: find the rank that does not answer, from the heartbeats of all ranks."""
+"""Detect hangs: find the rank that does not answer, from the heartbeats of all ranks.
 
+`HangWatch` decides. The ranks of one host have their heartbeats in shared memory, where `threefold.launch.local` reads
+them; `StoreWatch` sends those of launched ranks over the launcher's store.
+"""
+
+import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from threefold.comm.heartbeat import Heartbeat, RankState, RunSection, Wait
+from threefold.comm.heartbeat import Heartbeat, RankState, RunSection, Wait, read
+from threefold.launch.failure import Failure, is_first_to_report
 from threefold.launch.output import log_file
-from threefold.launch.process import ProcessState
+from threefold.launch.process import ProcessState, identify_process, pid_if_here, process_state, worked_seconds
 from threefold.output import replace_link
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 BEAT: Final = 0.5
 """Seconds between two beats, and between two exchanges with a launcher's store in a small world."""
@@ -171,21 +182,20 @@ class HangWatch:
 
     def _named(self, hung: list[int], waiting: list[int], states: dict[int, ProcessState]) -> Hang:
         def order(rank: int) -> tuple[bool, bool, float]:
-            each = self._known[rank]
-            return states[rank] is ProcessState.RUNNING, self._runs(rank, states), -each.idle
+            return states[rank] is ProcessState.RUNNING, self._runs(rank, states), -self._known[rank].idle
 
         first, *others = sorted(hung, key=order)
-        place, wait = self._known[first].place, self._known[first].wait
+        known = self._known[first]
         seen = "last heard of " if self._delayed else ""
-        if place is None:
+        if known.place is None:
             what = "it has not met the other ranks"
         elif states[first] is ProcessState.STOPPED:
-            what = f"its process is stopped, as by SIGSTOP, {seen}{place}"
+            what = f"its process is stopped, as by SIGSTOP, {seen}{known.place}"
         elif not self._runs(first, states):
-            what = f"its process does not run, {seen}{place}"
+            what = f"its process does not run, {seen}{known.place}"
         else:
-            what = f"it is {place}" + (", where it computes" if self._known[first].computes else "")
-        what += f" ({wait})" if wait else ""
+            what = f"it is {known.place}" + (", where it computes" if known.computes else "")
+        what += f" ({known.wait})" if known.wait else ""
         also = f", as {named_ranks(others)} {'do' if len(others) > 1 else 'does'} not either" if others else ""
         error = f"it has not answered for {self._limit(first, states):g} s (train.timeout){also}: {what}, and "
         return Hang((first, *others), error + self._who_waits(first, waiting))
@@ -281,26 +291,151 @@ def beating(heartbeat: Heartbeat, on_request: Callable[[], None] = lambda: None)
 _COLLECTIVES: Final = 2000  # number of newest collectives that NCCL's flight recorder keeps
 
 
-def keep_records(run_dir: Path | None) -> None:
-    """Make NCCL record its collectives; call before the process group is initialised.
+def flight_recorder(run_dir: Path | None, rank: int) -> Callable[[], None]:
+    """Make NCCL record its collectives, and return a function that writes the records of `rank` to RUN/logs, if any.
 
-    Only environment variables set this.
+    Only environment variables set this; call before the process group is initialised.
     """
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_COLLECTIVES))
-    if run_dir is not None:  # NCCL itself writes there when its own timeout is over
-        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(_prefix(run_dir)))
+    if run_dir is None:
+        return lambda: None
+    prefix = log_file(run_dir, 0).parent / "flight_recorder_"
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(prefix))  # NCCL writes there when its own timeout is over
+
+    def write() -> None:
+        from threefold.torch_private.distributed import nccl_records
+
+        if (records := nccl_records()) is not None:
+            with suppress(OSError):
+                replace_link(Path(f"{prefix}{rank}")).write_bytes(records)
+
+    return write
 
 
-def write_records(run_dir: Path | None, rank: int) -> None:
-    """Write this rank's flight recorder to RUN/logs, if there are records and a run folder."""
-    from threefold.torch_private.distributed import nccl_records
-
-    records = nccl_records() if run_dir is not None else None
-    if run_dir is None or records is None:
-        return
-    with suppress(OSError):
-        replace_link(Path(f"{_prefix(run_dir)}{rank}")).write_bytes(records)
+_PAGES_PER_SECOND: Final = 2000  # pages per second that the store takes and gives
+_LAST_EXCHANGE: Final = 2.0  # seconds to wait until the store knows that this rank has ended
+_NOTHING: Final = "-"  # value of a page that has not been written yet
+_CLAIM, _VERDICT = "hang/claim", "hang/verdict"
 
 
-def _prefix(run_dir: Path) -> Path:
-    return log_file(run_dir, 0).parent / "flight_recorder_"
+class StoreWatch:
+    """Find the rank that does not answer, from every rank over the launcher's store.
+
+    Args:
+        store: store of the rendezvous, used over separate connections.
+        rank: this rank.
+        ranks: number of ranks.
+        timeout: seconds without progress after which a rank counts as hung.
+        tell: reports a failure to the user; called at most once, in a thread of the watch. The second argument says
+            whether this rank is the only one to report, which is unknown where the store is out of reach.
+        on_hang: called on every rank that still can, before its process ends.
+    """
+
+    def __init__(
+        self,
+        store: "Store",
+        rank: int,
+        ranks: int,
+        timeout: float,
+        tell: Callable[[Failure, bool], None],
+        on_hang: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.heartbeat = Heartbeat(everyone=lambda: self._places)
+        self._process = identify_process(os.getpid())
+        self.heartbeat.identify(self._process)
+        self._store, self._rank, self._ranks, self._timeout, self._tell = store, rank, ranks, timeout, tell
+        self._on_hang = on_hang
+        self._interval = max(BEAT, ranks / _PAGES_PER_SECOND)
+        self._places: list[RankState | None] = [None] * ranks
+        self._watch = HangWatch(ranks, timeout, self._state, self._worked, delayed=True)
+        self._lost = LostStore(rank, timeout)
+        self._exchanges, self._judges = 0, False
+        self._over = threading.Event()
+        self._ending = threading.Lock()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch within the block; send this rank's last heartbeat to the store after it."""
+        threads = [threading.Thread(target=work, daemon=True) for work in (self._beat, self._exchange)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            for thread in threads:
+                thread.join(_LAST_EXCHANGE)  # with a timeout: the store may be gone
+
+    def _state(self, rank: int) -> ProcessState:
+        place = self._places[rank]
+        pid = pid_if_here(place.process) if place else None
+        return ProcessState.RUNNING if pid is None else process_state(pid)
+
+    def _worked(self, rank: int, place: RankState) -> float:
+        pid = pid_if_here(place.process)
+        return place.worked if pid is None else worked_seconds(pid) or place.worked
+
+    def _beat(self) -> None:
+        stopwatch, seen = Stopwatch(BEAT), -1
+        while not self._over.wait(BEAT):
+            place = self.heartbeat.place()
+            self.heartbeat.beat(worked_seconds(os.getpid()) if place.progress == seen else place.worked)
+            seen = place.progress
+            if error := self._lost.observe(place, self._exchanges, stopwatch.passed()):
+                self._tell(Failure(0, error, time.monotonic(), silent=True), False)
+                self._end()
+
+    def _exchange(self) -> None:
+        """Exchange pages with the store, reconnecting when the connection is lost."""
+        while not self._over.is_set():
+            with suppress(Exception):  # a late answer, or the store ended with the process that holds it
+                self._exchange_over_one()
+                return
+            self._over.wait(self._interval)
+
+    def _exchange_over_one(self) -> None:
+        """Send this rank's page and look for a verdict, repeatedly; on a judge also read all pages."""
+        store: Any = self._store  # torch's stub lacks `clone`
+        store = store.clone()
+        store.set_timeout(timedelta(seconds=max(self._timeout, 1)))
+        judges = self._rank in (0, self._ranks // 2, self._ranks - 1)
+        keys = [f"hang/page/{rank}" for rank in range(self._ranks)]
+        for key in keys if judges else ():
+            store.compare_set(key, "", _NOTHING)
+        stopwatch = Stopwatch(BEAT)
+        while True:
+            over = self._over.is_set()
+            store.set(keys[self._rank], self.heartbeat.content())
+            if over:
+                return
+            if store.check([_VERDICT]):
+                self._end(json.loads(store.get(_VERDICT)))
+            if judges:
+                pages = store.multi_get(keys)
+                self._places = [None if page == _NOTHING.encode() else read(page) for page in pages]
+                if hang := self._watch.observe(self._places, stopwatch.passed()):
+                    self._judge(store, hang)
+            self._exchanges += 1
+            self._over.wait(self._interval)
+
+    def _judge(self, store: "Store", hang: Hang) -> None:
+        """Report the hang unless another judge has, publish the verdict, and end."""
+        self._judges = self._judges or int(store.add(_CLAIM, 1)) == 1
+        if not self._judges:
+            return  # the other judge's verdict follows
+        if is_first_to_report(store):  # otherwise another failure has been reported
+            self._tell(Failure(hang.ranks[0], hang.error, time.monotonic(), silent=True), True)
+        processes = [place.process for rank in hang.ranks if (place := self._places[rank])]
+        store.set(_VERDICT, json.dumps(processes))
+        time.sleep(2 * self._interval)  # this process may hold the store, where the others must find the verdict
+        self._end(processes)
+
+    def _end(self, hung: Sequence[str] = ()) -> NoReturn:
+        """End the hung processes that are on this host, then this one."""
+        with self._ending:
+            self._on_hang()
+            for process in hung:
+                if process != self._process and (pid := pid_if_here(process)) is not None:
+                    with suppress(OSError):
+                        os.kill(pid, signal.SIGKILL)
+            os._exit(1)

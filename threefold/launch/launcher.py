@@ -1,17 +1,18 @@
-"""Run a function on all ranks: on processes of this host, as a rank of torchrun or Slurm, or in this process."""
+"""Run a function, or a trained model, on all ranks: on processes of this host, as a rank of torchrun or Slurm, or here."""
 
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from threefold.comm.heartbeat import Heartbeat, RunSection, wait_code
+from threefold.comm.layout import Layout
 from threefold.errors import UserError
-from threefold.launch.device import require_gpus
-from threefold.launch.environment import LaunchedRank, find_launched_rank, local_place
+from threefold.launch.device import choose_device, require_gpus
+from threefold.launch.environment import LaunchedRank, find_launched_rank, local_place, meet
 from threefold.launch.failure import (
     Failure,
     RankFailed,
@@ -20,13 +21,15 @@ from threefold.launch.failure import (
     lost_rank_zero,
     of_lost_peer,
 )
+from threefold.launch.hang_watch import StoreWatch
 from threefold.launch.local import Ownership, spawn, write_traceback
 from threefold.launch.output import failure_file
 from threefold.launch.process import StopSignals, raise_on_second
-from threefold.launch.rendezvous import meet
 from threefold.launch.worker import Device, Job, RankInfo, Worker, never, stay_on_loopback, work
 
-_OWNED = "owned"
+if TYPE_CHECKING:
+    from threefold.inference.model import Trained
+
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
@@ -78,9 +81,9 @@ def run(
             if job.run_dir is not None and not refusal:
                 with suppress(OSError):  # no such file or folder yet
                     failure_file(job.run_dir).unlink()
-            store.set(_OWNED, refusal)
-        store.wait([_OWNED])
-        return str(store.get(_OWNED).decode())
+            store.set("owned", refusal)
+        store.wait(["owned"])
+        return str(store.get("owned").decode())
 
     try:
         store = meet(launched, job.timeout)
@@ -148,8 +151,15 @@ def run_in_process(
             raise UserError(
                 f"The process group has {there} ranks but the layout needs {world_size}; start {world_size}."
             )
+        import torch.distributed as dist
+
+        def shared(refusal: str) -> str:
+            texts = [refusal]
+            dist.broadcast_object_list(texts, src=0)
+            return texts[0]
+
         with ExitStack() as stack:
-            if refusal := _entered(stack, own, joined.rank, _broadcast):
+            if refusal := _entered(stack, own, joined.rank, shared):
                 raise UserError(refusal)
             stack.enter_context(signals.noted() if signals else nullcontext())
             return worker(_info(joined, device, signals), *args)
@@ -193,19 +203,9 @@ def _entered(stack: ExitStack, own: Ownership, rank: int, shared: Callable[[str]
     return shared(refusal)
 
 
-def _broadcast(text: str) -> str:
-    import torch.distributed as dist
-
-    texts = [text]
-    dist.broadcast_object_list(texts, src=0)
-    return texts[0]
-
-
 @contextmanager
 def _watched(job: Job, launched: LaunchedRank, store: Any) -> Iterator[Heartbeat]:
     """Yield this rank's heartbeat; within the block, end this process when a rank does not answer."""
-    from threefold.launch.store_watch import StoreWatch
-
     rank = launched.rank
 
     def tell(failure: Failure, alone: bool) -> None:
@@ -255,3 +255,76 @@ def _claim(run_dir: Path, failure: Failure) -> bool:
     except OSError:  # such as a full disk: better to report twice than not at all
         return True
     return True
+
+
+@dataclass(frozen=True)
+class InferenceRun:
+    """A trained model, of a checkpoint, and the ranks to run it on."""
+
+    trained: "Trained"
+    layout: Layout
+    dtype: str
+    device: Device
+
+    @classmethod
+    def prepare(
+        cls,
+        run_dir: Path,
+        layout: Layout,
+        dtype: str,
+        device: Literal["auto", "cpu", "cuda"],
+        model: str | None = None,
+        trust_code: bool = False,
+    ) -> Self:
+        """Check everything before a rank starts.
+
+        Args:
+            run_dir: run folder.
+            layout: layout of the ranks.
+            dtype: dtype of weights and computation.
+            device: device of the ranks; "auto" uses GPUs if there is one per rank.
+            model, trust_code: passed to `Trained.find`.
+
+        Raises:
+            UserError: `run_dir` has no checkpoint or no tokenizer, the model does not support the layout, the launcher
+                started another number of ranks, or there are fewer GPUs than ranks.
+        """
+        from threefold.inference.model import Trained
+
+        trained = Trained.find(run_dir, model=model, trust_code=trust_code)
+        trained.check(layout)
+        trained.tokenizer()
+        launched = find_launched_rank()
+        if launched:
+            layout.require_world(launched.world_size, launched.variables)
+        local_world_size = launched.local_world_size if launched else layout.world_size
+        return cls(trained, layout, dtype, choose_device(device, dtype, local_world_size))
+
+    def start(self, work: Worker, *args: Any) -> None:
+        """Load the model and call `work(model, *args)` on every rank; return when all have ended.
+
+        A single rank runs in this process; several are processes of this host, or those of a launcher. `work` is a
+        function of an importable module.
+
+        Raises:
+            UserError: a rank raised it.
+            RankFailed: a rank failed; all have been ended.
+        """
+        if self.layout.world_size == 1 and find_launched_rank() is None:
+            from threefold.comm.mesh import Mesh
+
+            model = self.trained.load(Mesh.alone(self.device), self.dtype)
+            with model.few_threads():
+                work(model, *args)
+        else:
+            run(_infer, (self, work, args), self.layout.world_size, device=self.device)
+
+
+def _infer(info: RankInfo, inference: InferenceRun, work: Worker, args: tuple[Any, ...]) -> None:
+    import torch
+
+    from threefold.comm.mesh import Mesh
+
+    on_gpu = inference.device == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    work(inference.trained.load(Mesh(inference.layout, device), inference.dtype), *args)

@@ -14,9 +14,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, Final, Literal, NamedTuple, NoReturn
+from typing import Any, Final, Literal, NamedTuple, NoReturn, cast
 
-from threefold.comm.heartbeat import PAGE_BYTES, Heartbeat, Page, RankState, RunSection, ask, read
+from threefold.comm.heartbeat import PAGE_BYTES, Heartbeat, Page, RunSection, ask, read
 from threefold.errors import UserError
 from threefold.launch.device import require_gpus
 from threefold.launch.failure import Failure, cause, from_exception, from_exit_code
@@ -32,7 +32,6 @@ from threefold.launch.process import (
     require_room,
     shared_objects,
     signals_blocked,
-    unblock_signals,
     worked_seconds,
 )
 from threefold.launch.worker import (
@@ -132,7 +131,7 @@ def collect_local(
     import torch.distributed as dist
 
     context: Any = multiprocessing.get_context(start_method)
-    pages = SharedPages(context, world_size) if job.timeout else None
+    memory = context.RawArray("b", world_size * PAGE_BYTES) if job.timeout else None
 
     def ask_to_stop(number: int, again: bool) -> None:
         raise_on_second(number, again)
@@ -146,7 +145,7 @@ def collect_local(
         for number in range(world_size):
             info = RankInfo(number, world_size, number, world_size, job.device, backend=job.backend)
             receiver, sender = context.Pipe(duplex=False)
-            main_args = (job, info, port, sender, os.getpid(), pages, signals is not None)
+            main_args = (job, info, port, sender, os.getpid(), memory, signals is not None)
             process = context.Process(target=_main, args=main_args, name=f"rank {number}")
             with signals_blocked():  # or a signal could come between the start of a process and its entry in the list
                 process.start()
@@ -155,29 +154,39 @@ def collect_local(
         store = dist.TCPStore(
             LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
         )
-        hangs = None
-        if pages is not None and job.debug_rank is None:  # ranks wait for a debugged one as long as it takes
-            hangs = LocalWatch(pages, [rank.process.pid or 0 for rank in ranks], job.timeout, asks=job.over_nccl)
+        look = None
+        if memory is not None and job.debug_rank is None:  # ranks wait for a debugged one as long as it takes
+            look = _hang_finder(job, _pages(memory), [rank.process.pid or 0 for rank in ranks])
         with signals.passed_to(ask_to_stop) if signals else nullcontext():
-            failures, results = _watch(ranks, hangs)
+            failures, results = _watch(ranks, look)
         del store  # the store serves until the ranks are done
     return failures, [results.get(rank) for rank in range(world_size)]
 
 
-def _main(
-    job: Job, info: RankInfo, port: int, report: Connection, parent: int, pages: "SharedPages | None", stops: bool
-) -> None:
-    """Run the job in a rank's process; `stops` says whether the worker itself ends on a signal."""
+def _main(job: Job, info: RankInfo, port: int, report: Connection, parent: int, memory: Any, stops: bool) -> None:
+    """Run the job in a rank's process.
+
+    Args:
+        port: port of the store of all ranks.
+        report: pipe for the result or failure.
+        parent: process id of the starting process.
+        memory: memory of the heartbeat pages, shared with the starting process; None where nobody reads them.
+        stops: whether the worker itself ends on a signal.
+    """
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C too, and ends all ranks
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     asked = Asked() if stops else never
-    heartbeat = Heartbeat() if pages is None else pages.heartbeat(info.rank)
+    heartbeat, beats = Heartbeat(), nullcontext()
+    if memory is not None:
+        pages = _pages(memory)
+        heartbeat = Heartbeat(pages[info.rank], lambda: [read(page) for page in pages])
+        beats = beating(heartbeat, job.recorder(info.rank))
     heartbeat.section(RunSection.START)
-    unblock_signals()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, NUMBERS)  # blocked since before this process was started
     set_debugger(job.debug_rank, info.rank, named="--debug-rank" if job.run_dir else "")
     try:
-        with job.output_of(info.rank), nullcontext() if pages is None else beating(heartbeat, job.recorder(info.rank)):
+        with job.output_of(info.rank), beats:
             import torch.distributed as dist
 
             stay_on_loopback()
@@ -186,15 +195,23 @@ def _main(
             result = work(job, replace(info, asked=asked, heartbeat=heartbeat), store)
         report.send(result)
     except BaseException as raised:
-        error = told_quit(raised, info.rank)
+        error = raised
+        if BdbQuit in (type(raised), type(raised.__cause__)):
+            error = UserError(
+                f"The debugger on rank {info.rank} was quit, which ends the run; type c to go on with it."
+            )
         report.send(from_exception(info.rank, error))
         write_traceback(job, info.rank, error)
         # No clean-up: a collective that waits for a lost rank would block it.
         os._exit(1)
 
 
-def _watch(ranks: list[_Rank], hangs: "LocalWatch | None") -> tuple[list[Failure], dict[int, object]]:
+def _watch(
+    ranks: list[_Rank], look: Callable[[Collection[int]], Failure | None] | None
+) -> tuple[list[Failure], dict[int, object]]:
     """Wait until all ranks have ended or one is to blame; return the failures, and the results by rank.
+
+    `look`, if there is one, returns the failure of a rank that does not answer, given those that have ended.
 
     Stops early when a rank does not answer or its process ended without a report, and `OTHER_FAILURES` seconds after
     any other first failure.
@@ -214,9 +231,9 @@ def _watch(ranks: list[_Rank], hangs: "LocalWatch | None") -> tuple[list[Failure
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left <= 0:
             break
-        if hangs is not None and deadline is None:
+        if look is not None and deadline is None:
             left = LOOK
-            if hung := hangs.look(set(range(len(ranks))) - {*running.values()}):
+            if hung := look(set(range(len(ranks))) - {*running.values()}):
                 failures[hung.rank] = hung
                 break
         for event in wait([*running, *reports], left):
@@ -237,103 +254,68 @@ def _watch(ranks: list[_Rank], hangs: "LocalWatch | None") -> tuple[list[Failure
     return list(failures.values()), results
 
 
-class SharedPages:
-    """One heartbeat page per rank, in memory shared with the processes that this one starts."""
-
-    def __init__(self, context: Any, ranks: int) -> None:
-        self._ranks, self._memory = ranks, context.RawArray("b", ranks * PAGE_BYTES)
-
-    def __len__(self) -> int:
-        return self._ranks
-
-    def page(self, rank: int) -> Page:
-        return memoryview(self._memory).cast("B")[rank * PAGE_BYTES : (rank + 1) * PAGE_BYTES]
-
-    def places(self) -> list[RankState | None]:
-        """Read the state of each rank; None where its page has none yet."""
-        return [read(self.page(rank)) for rank in range(self._ranks)]
-
-    def heartbeat(self, rank: int) -> Heartbeat:
-        """Return a heartbeat that writes the page of `rank`."""
-        return Heartbeat(self.page(rank), self.places)
+def _pages(memory: Any) -> list[Page]:
+    """Return the heartbeat page of each rank."""
+    view = memoryview(memory).cast("B")
+    return [view[start : start + PAGE_BYTES] for start in range(0, len(view), PAGE_BYTES)]
 
 
-class LocalWatch:
-    """Find the rank of this host that does not answer, from its page and its process.
+def _hang_finder(job: Job, pages: Sequence[Page], pids: Sequence[int]) -> Callable[[Collection[int]], Failure | None]:
+    """Return a function to call every `LOOK` seconds with the ranks that have no process any more.
 
-    Args:
-        pages: pages of the ranks.
-        pids: process ids of the ranks.
-        timeout: seconds without progress after which a rank counts as hung.
-        asks: whether to ask the other ranks for their flight recorders before they are ended.
+    It returns the failure of the rank that does not answer, by its page and its process; None if all do. Over NCCL it
+    first waits until the other ranks have written their flight recorders.
     """
+    # A page does not tell who computes: native code may keep the thread that beats from running.
+    watch = HangWatch(
+        len(pids), job.timeout, lambda rank: process_state(pids[rank]), lambda rank, place: worked_seconds(pids[rank])
+    )
+    stopwatch = Stopwatch(LOOK)
 
-    def __init__(self, pages: SharedPages, pids: Sequence[int], timeout: float, asks: bool = False) -> None:
-        self._pages, self._asks = pages, asks
-        self._watch = HangWatch(
-            len(pages),
-            timeout,
-            state=lambda rank: process_state(pids[rank]),
-            # The page does not tell: native code may keep the thread that beats from running.
-            worked=lambda rank, place: worked_seconds(pids[rank]),
-        )
-        self._stopwatch = Stopwatch(LOOK)
-
-    def look(self, ended: Collection[int]) -> Failure | None:
-        """Return the failure of the rank that does not answer; None if all do. `ended` ranks have no process."""
-        hang = self._watch.observe(self._pages.places(), self._stopwatch.passed(), ended)
+    def look(ended: Collection[int]) -> Failure | None:
+        hang = watch.observe([read(page) for page in pages], stopwatch.passed(), ended)
         if hang is None:
             return None
-        if self._asks:
-            pages = [self._pages.page(rank) for rank in range(len(self._pages)) if rank not in (*ended, *hang.ranks)]
-            for page in pages:
+        if job.over_nccl:
+            asked = [page for rank, page in enumerate(pages) if rank not in (*ended, *hang.ranks)]
+            for page in asked:
                 ask(page)
             deadline = time.monotonic() + _ANSWERS_WITHIN
-            while time.monotonic() < deadline and not all(read(page).answered for page in pages):
+            while time.monotonic() < deadline and not all(read(page).answered for page in asked):
                 time.sleep(LOOK)
         return Failure(hang.ranks[0], hang.error, time.monotonic(), silent=True)
+
+    return look
 
 
 @contextmanager
 def _ended() -> Iterator[list[_Rank]]:
-    """Yield a list for started ranks; on exit, kill those that have not ended."""
+    """Yield a list for started ranks; on exit, with signals ignored, kill those that have not ended."""
     ranks: list[_Rank] = []
     try:
         yield ranks
     finally:
-        with _signals_ignored():
+        in_main = threading.current_thread() is threading.main_thread()
+        handlers = {number: signal.signal(number, signal.SIG_IGN) for number in NUMBERS if in_main}
+        try:
             alive = [rank.process for rank in ranks if rank.process.is_alive()]
             for process in alive:
                 process.kill()
             deadline = time.monotonic() + KILL_TIMEOUT
             for process in alive:
                 process.join(max(0, deadline - time.monotonic()))
-            _wait_for_console(ranks)
-
-
-def _wait_for_console(ranks: list[_Rank]) -> None:
-    """Wait until the processes that copy output to the console are done: they hold the other ends of the pipes."""
-    reports: dict[Any, Connection] = {rank.report: rank.report for rank in ranks}
-    deadline = time.monotonic() + FLUSH_TIMEOUT
-    while reports and (ready := wait(list(reports), max(0, deadline - time.monotonic()))):
-        for event in ready:
-            try:
-                reports[event].recv()
-            except (EOFError, OSError):
-                del reports[event]
-
-
-@contextmanager
-def _signals_ignored() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in NUMBERS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+            # The processes that copy output to the console hold the other ends of the pipes until they are done.
+            reports = {rank.report for rank in ranks}
+            deadline = time.monotonic() + FLUSH_TIMEOUT
+            while reports and (ready := wait(reports, max(0, deadline - time.monotonic()))):
+                for report in cast("list[Connection]", ready):
+                    try:
+                        report.recv()
+                    except (EOFError, OSError):
+                        reports.remove(report)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
 
 def write_traceback(job: Job, rank: int, error: BaseException) -> None:
@@ -369,10 +351,3 @@ def set_debugger(debug_rank: int | None, rank: int, named: str) -> None:
         raise UserError(f"breakpoint() is called on rank {rank}, whose process has no terminal; {how}.")
 
     sys.breakpointhook = refuse
-
-
-def told_quit(error: BaseException, rank: int) -> BaseException:
-    """Return a readable error if a debugger was quit; any other error unchanged."""
-    if BdbQuit not in (type(error), type(error.__cause__)):
-        return error
-    return UserError(f"The debugger on rank {rank} was quit, which ends the run; type c to go on with it.")

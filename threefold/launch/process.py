@@ -281,7 +281,19 @@ class StopSignals:
         read, write = os.pipe()
         os.set_blocking(write, False)
         before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        threading.Thread(target=_end_on_second, args=(read, self.received), daemon=True).start()
+        when = time.monotonic() if self.received else None
+
+        def end_on_second() -> None:
+            nonlocal when
+            with open(read, "rb", buffering=0) as numbers:
+                while number := numbers.read(1):
+                    if number[0] in NUMBERS:
+                        now = time.monotonic()
+                        if when is not None and now - when >= ONE_PRESS:
+                            os._exit(128 + number[0])
+                        when = when or now
+
+        threading.Thread(target=end_on_second, daemon=True).start()
         try:
             with self.passed_to(lambda number, again: None):
                 yield
@@ -324,28 +336,9 @@ class Asked:
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Block signals, so that a process forked here gets none before its own handlers are set (`unblock_signals`)."""
+    """Block signals, so that a process forked here gets none before it has set its own handlers and unblocks them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def unblock_signals() -> None:
-    """Unblock the signals that `signals_blocked` blocked in the parent of this process."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, NUMBERS)
-
-
-def _end_on_second(pipe: int, first: int) -> None:
-    """End the process on a signal more than `ONE_PRESS` seconds after the first; return when the pipe is closed."""
-    when = time.monotonic() if first else None
-    with open(pipe, "rb", buffering=0) as numbers:
-        while number := numbers.read(1):
-            if number[0] not in NUMBERS:
-                continue
-            now = time.monotonic()
-            if when is None:
-                when = now
-            elif now - when >= ONE_PRESS:
-                os._exit(128 + number[0])

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
@@ -93,12 +92,9 @@ class Job:
 
     def recorder(self, rank: int) -> Callable[[], None]:
         """Return a function that writes the flight recorder of `rank`, which is kept from now on over NCCL alone."""
-        from threefold.launch.hang_watch import keep_records, write_records
+        from threefold.launch.hang_watch import flight_recorder
 
-        if not self.over_nccl:
-            return lambda: None
-        keep_records(self.run_dir)
-        return partial(write_records, self.run_dir, rank)
+        return flight_recorder(self.run_dir, rank) if self.over_nccl else lambda: None
 
     def output_of(self, rank: int) -> AbstractContextManager[None]:
         """Redirect the output of `rank` to its log, unless there is no run folder or the rank has the terminal."""
