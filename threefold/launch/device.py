@@ -41,17 +41,13 @@ def choose_device(
         return "cuda"
     if setting == "cpu" or dtype == "fp64":
         return "cpu"
-    return "cuda" if gpu_count() >= _gpus_needed(local_world_size, backend) else "cpu"
-
-
-def _gpus_needed(local_world_size: int, backend: Backend) -> int:
-    return 1 if backend == "gloo" else local_world_size
+    return "cuda" if gpu_count() >= (1 if backend == "gloo" else local_world_size) else "cpu"
 
 
 def require_gpus(local_world_size: int, backend: Backend = "auto") -> None:
     """Raise `UserError` unless there is a GPU for each rank of this host; over gloo, unless there is at least one."""
     gpus = gpu_count()
-    if gpus < _gpus_needed(local_world_size, backend):
+    if gpus < (1 if backend == "gloo" else local_world_size):
         fewer = f", start at most {gpus} ranks here, or debug with parallel.backend gloo" if gpus else ""
         raise UserError(
             f"train.device is cuda but this machine has {gpus} GPUs for {local_world_size} ranks; "
@@ -102,11 +98,13 @@ def require_memory(config: Config, launched: LaunchedRank | None, own_parameters
     """
     if config.train.device != "cpu":
         return
-    needed, has = _states(config, launched, own_parameters), memory() + swap()
+    layout = Layout.from_config(config.parallel)
+    first, ranks = 0, layout.world_size
+    if launched:
+        first, ranks = launched.rank - launched.local_rank, launched.local_world_size
+    needed, has = _states(config, layout, first, ranks, own_parameters), memory() + swap()
     if needed <= has:
         return
-    layout = Layout.from_config(config.parallel)
-    ranks = launched.local_world_size if launched else layout.world_size
     zero = "" if config.parallel.zero == 3 or layout.dp == 1 else "parallel.zero 3, fewer replicas (parallel.dp), "
     of = "1 rank" if ranks == 1 else f"{ranks:,} ranks"
     raise UserError(
@@ -116,15 +114,11 @@ def require_memory(config: Config, launched: LaunchedRank | None, own_parameters
     )
 
 
-def _states(config: Config, launched: LaunchedRank | None, own_parameters: tuple[int, int]) -> int:
-    """Return the bytes of weights, gradients and optimizer state on this host; a lower bound for an own model."""
+def _states(config: Config, layout: Layout, first: int, count: int, own_parameters: tuple[int, int]) -> int:
+    """Return the bytes of weights, gradients and optimizer state of some ranks; a lower bound for an own model."""
     from threefold.dtypes import DTYPES
     from threefold.planner.model_size import ModelSize, optimizer_states
 
-    layout = Layout.from_config(config.parallel)
-    first, count = (
-        (launched.rank - launched.local_rank, launched.local_world_size) if launched else (0, layout.world_size)
-    )
     if config.model.architecture == OWN:
         if count < layout.world_size:
             return 0

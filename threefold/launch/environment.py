@@ -26,12 +26,10 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 _SLURM_PORTS: Final = range(20_000, 30_000)
-_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_BY_HAND: Final = ("RANK", "WORLD_SIZE")
-"""Variables that people set by hand in a shell and forget there; without them no rank of torchrun is found."""
-_SLURM_TASKS: Final = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-_SLURM_TASKS_PER_NODE: Final = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-_LAST_PORT: Final = 65_535
+_TORCHRUN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+# Command lines for messages, without the variables by which a rank of each launcher is found.
+_TORCHRUN_ALONE: Final = "`env -u RANK -u WORLD_SIZE COMMAND`"
+_SLURM_ALONE: Final = "`env -u SLURM_STEP_ID COMMAND`"
 TIME_TO_SPEAK = 5.0
 """Seconds that other ranks wait while rank 0 prints an error that all ranks have."""
 
@@ -128,9 +126,9 @@ def _torchrun(environment: Mapping[str, str]) -> LaunchedRank | None:
         _number(environment, "TORCHELASTIC_RESTART_COUNT", 0, None, 0),
         _number(environment, "TORCHELASTIC_MAX_RESTARTS", 0, None, 0),
         host,
-        _number(environment, "MASTER_PORT", 1, _LAST_PORT),
+        _number(environment, "MASTER_PORT", 1, 65_535),
         environment.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
-        f"RANK={rank} and WORLD_SIZE={world_size} are set, which {_start_alone('RANK', 'WORLD_SIZE')} is without",
+        f"RANK={rank} and WORLD_SIZE={world_size} are set, which {_TORCHRUN_ALONE} is without",
     )
 
 
@@ -138,7 +136,7 @@ def _slurm(environment: Mapping[str, str]) -> LaunchedRank | None:
     """Return the rank of a Slurm task; None in the shell of a batch script or of an interactive step."""
     if "SLURM_STEP_ID" not in environment:
         return None
-    tasks_variable = next((name for name in _SLURM_TASKS if environment.get(name)), _SLURM_TASKS[-1])
+    tasks_variable = "SLURM_STEP_NUM_TASKS" if environment.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
     world_size = _number(environment, tasks_variable, 1, None, 1)
     if world_size == 1:
         return None
@@ -149,12 +147,13 @@ def _slurm(environment: Mapping[str, str]) -> LaunchedRank | None:
         raise UserError(
             f"SLURM_STEP_ID and {tasks_variable}={world_size} say that this is a task of a Slurm job step, but there "
             f"is no {' and no '.join(missing)}; start the ranks with srun, which sets all of them, or run alone with "
-            f"{_start_alone('SLURM_STEP_ID')}."
+            f"{_SLURM_ALONE}."
         )
     step = _number(environment, "SLURM_JOB_ID", 0) * 31 + _number(environment, "SLURM_STEP_ID", 0)
     rank = _number(environment, "SLURM_PROCID", 0, world_size - 1)
     here = world_size
-    if tasks := next((each for each in _SLURM_TASKS_PER_NODE if environment.get(each)), ""):
+    per_node = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    if tasks := next((each for each in per_node if environment.get(each)), ""):
         try:
             here = tasks_on(environment[tasks], _number(environment, "SLURM_NODEID", 0, None, 0))
         except ValueError:
@@ -166,8 +165,7 @@ def _slurm(environment: Mapping[str, str]) -> LaunchedRank | None:
         here,
         host=first_host(hosts),
         port=_SLURM_PORTS[step % len(_SLURM_PORTS)],
-        variables=f"SLURM_PROCID={rank} and {tasks_variable}={world_size} are set, which "
-        f"{_start_alone('SLURM_STEP_ID')} is without",
+        variables=f"SLURM_PROCID={rank} and {tasks_variable}={world_size} are set, which {_SLURM_ALONE} is without",
     )
 
 
@@ -192,18 +190,13 @@ def _number(
 
 
 def _wrong(environment: Mapping[str, str], name: str, rule: str, nearest: str) -> UserError:
-    launcher, without = ("srun", ("SLURM_STEP_ID",)) if name.startswith("SLURM") else ("torchrun", _BY_HAND)
+    launcher, alone = ("srun", _SLURM_ALONE) if name.startswith("SLURM") else ("torchrun", _TORCHRUN_ALONE)
     text = environment.get(name, "")
     value = shown(text) if text.strip() else "empty"
     return UserError(
         f"The environment variable {name} is {value} but must be {rule}; set it to {nearest}, start the ranks with "
-        f"{launcher}, which sets it, or run alone with {_start_alone(*without)}."
+        f"{launcher}, which sets it, or run alone with {alone}."
     )
-
-
-def _start_alone(*names: str) -> str:
-    """Return a command line without a launcher's variables, for messages."""
-    return f"`env {' '.join(f'-u {name}' for name in names)} COMMAND`"
 
 
 def first_host(hosts: str) -> str:

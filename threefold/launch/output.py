@@ -118,7 +118,13 @@ def _tee(log: Path, prefix: str) -> tuple[int, int, int]:
 
     A process rather than a thread, so that no output is lost when this process is killed or crashes.
     """
-    source, target = _terminal() if os.isatty(1) and not prefix else os.pipe()
+    if os.isatty(1) and not prefix:  # a raw pseudo-terminal with the size of the one on standard output
+        source, target = pty.openpty()
+        tty.setraw(target)
+        with suppress(termios.error, OSError):
+            termios.tcsetwinsize(target, termios.tcgetwinsize(1))
+    else:
+        source, target = os.pipe()
     told, teller = os.pipe()
     copier = os.fork()
     if copier:
@@ -137,15 +143,6 @@ def _tee(log: Path, prefix: str) -> tuple[int, int, int]:
     except BaseException:
         traceback.print_exc()
     os._exit(status)
-
-
-def _terminal() -> tuple[int, int]:
-    """Open a raw pseudo-terminal with the size of the terminal on standard output."""
-    master, slave = pty.openpty()
-    tty.setraw(slave)
-    with suppress(termios.error, OSError):
-        termios.tcsetwinsize(slave, termios.tcgetwinsize(1))
-    return master, slave
 
 
 def _copy(source: int, told: int, path: Path, file: BinaryIO, prefix: bytes) -> None:

@@ -57,7 +57,8 @@ def fallbacks_of(config: Config) -> tuple[Fallback, ...]:
     batch, found = batch_sizes(config, largest=1).global_batch_size, []
     for text in config.parallel.fallbacks:
         with naming_fallback(config, text):
-            found.append(Fallback(parse(text), _composed(config, parse(text), batch)))
+            spec = parse(text)
+            found.append(Fallback(spec, _composed(config, spec, batch)))
             check_settings(found[-1].config)
     return tuple(found)
 

@@ -12,10 +12,9 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 from filelock import FileLock, Timeout
 
@@ -29,22 +28,12 @@ _POLL = 0.1
 _UNSUPPORTED = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
-@dataclass(frozen=True)
-class Holder:
-    """Process that holds a lock.
-
-    Attributes:
-        pid: process id on that host.
-        since: date and time at which it took the lock, as text.
-    """
+class Holder(NamedTuple):
+    """Process that holds a lock, and the date and time at which it took it."""
 
     host: str
     pid: int
     since: str
-
-    @classmethod
-    def this_process(cls) -> Self:
-        return cls(socket.gethostname(), os.getpid(), datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"))
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
@@ -59,12 +48,11 @@ class Holder:
         """Return whether the holder is a live process of this host."""
         if self.host != socket.gethostname():
             return False
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            pass
+        with suppress(PermissionError):
+            try:
+                os.kill(self.pid, 0)
+            except ProcessLookupError:
+                return False
         return True
 
     def __str__(self) -> str:
@@ -87,7 +75,9 @@ def run_lock(run_dir: Path) -> Iterator[None]:
         lock = FileLock(path, timeout=0, fallback_to_soft=False)
         locked = _acquire(lock, run_dir)
         if locked:
-            path.write_text(json.dumps(asdict(Holder.this_process())) + "\n", encoding="utf-8")
+            since = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
+            holder = Holder(socket.gethostname(), os.getpid(), since)
+            path.write_text(json.dumps(holder._asdict()) + "\n", encoding="utf-8")
     except OSError as error:
         raise cannot_write(run_dir, error) from error
     try:

@@ -24,7 +24,6 @@ Device = Literal["cpu", "cuda"]
 _LONGEST_WAIT: Final = timedelta(days=1)
 """Longest wait of a rank that makes progress, such as one that writes a large checkpoint to a slow disk; heartbeats
 find one that makes none. (Shared-memory waits count milliseconds in 32 bits.)"""
-_NCCL: Final = "cpu:gloo,cuda:nccl"
 _WAITS_ON_GPU: Final = 4  # timeouts that an NCCL collective may wait: the training thread is not seen to wait in one
 
 
@@ -137,7 +136,7 @@ def join(info: RankInfo, store: "Store", timeout: float = 0.0) -> None:
         torch.set_num_threads(threads_per_rank(info.local_world_size))
     backend, longest = "gloo", _LONGEST_WAIT if timeout else None  # None is torch's default
     if info.device == "cuda" and info.backend == "auto":
-        backend = _NCCL
+        backend = "cpu:gloo,cuda:nccl"
         if timeout:
             longest = timedelta(seconds=min(_WAITS_ON_GPU * timeout, _LONGEST_WAIT.total_seconds()))
     elif info.device == "cuda":
