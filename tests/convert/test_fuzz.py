@@ -6,8 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import megatron_expected, megatron_scripts
-from tests.support.foreign_configs import COLOSSAL, FLEET_BASE, FLEET_FLAGS, HYBRID_GPT, LLAMA, LOGGED_RUN, MEGATRON
+from tests.support.foreign_configs import (
+    COLOSSAL,
+    FLEET_BASE,
+    FLEET_FLAGS,
+    HYBRID_GPT,
+    LLAMA,
+    LOGGED_RUN,
+    MEGATRON,
+    MEGATRON_EXPECTED,
+    MEGATRON_SCRIPTS,
+)
 from threefold.config import load_config
 from threefold.convert import convert, unmapped_lines
 from threefold.errors import UserError
@@ -15,7 +24,7 @@ from threefold.errors import UserError
 DAMAGED_OF_EACH = 16
 _SEED = 10
 _SOURCES = {
-    **{f"{name}.sh": getattr(megatron_scripts, name) for name in megatron_expected.EXPECTED},
+    **{f"{name}.sh": MEGATRON_SCRIPTS[name] for name in MEGATRON_EXPECTED},
     "megatron.sh": MEGATRON,
     "llama.txt": LLAMA,
     "fleet.sh": FLEET_FLAGS,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import megatron_expected as expected
-from tests.support import megatron_scripts as scripts
+from tests.support.foreign_configs import MEGATRON_EXPECTED as EXPECTED
+from tests.support.foreign_configs import MEGATRON_SCRIPTS as SCRIPTS
 from threefold.config import load_config
 from threefold.convert import Converted, convert
 from threefold.convert.megatron import read
@@ -19,9 +19,9 @@ _MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 6
 
 
 def _written(folder: Path, name: str) -> Path:
-    file = folder / ("args.yaml" if name == "MODEL_ARGS" else "train.sh")
-    file.write_text(getattr(scripts, name))
-    (folder / "common.sh").write_text(scripts.COMMON)
+    file = folder / ("args.yaml" if name == "model_args" else "train.sh")
+    file.write_text(SCRIPTS[name])
+    (folder / "common.sh").write_text(SCRIPTS["common"])
     return file
 
 
@@ -36,19 +36,19 @@ def _convert(folder: Path, text: str) -> Converted:
     return convert(folder / "train.sh")
 
 
-@pytest.mark.parametrize("name", expected.EXPECTED)
+@pytest.mark.parametrize("name", EXPECTED)
 def test_a_script_is_converted(tmp_path: Path, name: str) -> None:
     found = convert(_written(tmp_path, name))
     assert (found.kind, found.invalid) == ("megatron", "")
-    assert _settings(found, tmp_path).items() >= expected.EXPECTED[name].items()
-    assert {note.key for note in found.unsupported} == expected.UNSUPPORTED.get(name, set())
+    assert _settings(found, tmp_path).items() >= EXPECTED[name]["settings"].items()
+    assert sorted(note.key for note in found.unsupported) == EXPECTED[name]["unsupported"]
 
 
-@pytest.mark.parametrize("name", expected.EXPECTED)
+@pytest.mark.parametrize("name", EXPECTED)
 def test_no_flag_is_lost(tmp_path: Path, name: str) -> None:
     """Each flag of the text is read, or a note names it: read flags are converted or noted, which `KeyMapping` sees to."""
     file = _written(tmp_path, name)
-    text = file.read_text() + (scripts.COMMON if name == "SOURCED" else "")
+    text = file.read_text() + (SCRIPTS["common"] if name == "sourced" else "")
     loops = text.index("while [[") if "while [[" in text else len(text)
     text = text[:loops] + text[text.index("done", loops) :] if loops < len(text) else text
     text = re.sub(r"^\s*echo.*$", "", _COMMENT.sub("", text), flags=re.MULTILINE)
@@ -80,8 +80,8 @@ def test_flags_appended_to_a_text_or_to_an_array(tmp_path: Path) -> None:
 
 
 def test_each_example_form_has_its_own_way_of_gathering_flags() -> None:
-    assert len(expected.EXPECTED) >= 12
-    assert any("+=(" in getattr(scripts, name) for name in expected.EXPECTED)
+    assert len(EXPECTED) >= 12
+    assert any("+=(" in SCRIPTS[name] for name in EXPECTED)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_reduced_gradients_in_bf16(tmp_path: Path) -> None:
 
 
 def test_branches_that_are_not_taken_are_told(tmp_path: Path) -> None:
-    found = convert(_written(tmp_path, "MIXTRAL"))
+    found = convert(_written(tmp_path, "mixtral"))
     (branch,) = (note for note in found.notes if note.value == "a branch")
     left_out = "left out: --wandb-project, --wandb-exp-name"
     assert branch.reason == f"not taken, as though WANDB_API_KEY were not set; {left_out}"
@@ -162,7 +162,7 @@ def test_without_its_extra_only_a_shell_script_is_refused(tmp_path: Path, monkey
     monkeypatch.setitem(sys.modules, "tree_sitter_bash", None)
     with pytest.raises(UserError, match=r"install it with pip install 'threefold\[convert\]'"):
         _convert(tmp_path, f"torchrun pretrain_gpt.py {_MODEL}\n")
-    assert convert(_written(tmp_path, "MODEL_ARGS")).sections["model"]["num_layers"] == 12
+    assert convert(_written(tmp_path, "model_args")).sections["model"]["num_layers"] == 12
 
 
 def test_a_variable_inside_a_word(tmp_path: Path) -> None:
