@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,14 @@ import pytest
 import yaml
 
 import threefold
-from tests.support.api_scenes import NAMES, SCENES
 from tests.train.support import Run
 from threefold.launch.worker_pool import WorkerPool
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/api.md"
 ALIASES = ("t3", "threefold")
+CODE = tomllib.loads(Path(__file__).with_name("api_scenes.toml").read_text())
+SCENES = CODE["scenes"]
 
 
 def examples() -> list[tuple[str, str]]:
@@ -68,9 +70,14 @@ def checked(code: str) -> str:
     return "\n".join(lines)
 
 
+def with_parts(code: str) -> str:
+    """Code in which a line `@part` stands for another part."""
+    return re.sub(r"^@(\w+)$", lambda part: with_parts(CODE["parts"][part[1]]), code, flags=re.MULTILINE)
+
+
 def script_of(heading: str, code: str) -> str:
-    scene = SCENES[heading]
-    return f"EXAMPLES = {str(ROOT / 'examples')!r}\n{NAMES}\n{scene.before}\n{checked(code)}\n{scene.after}\n"
+    before, after = (with_parts(SCENES[heading].get(place, "")) for place in ("before", "after"))
+    return f"EXAMPLES = {str(ROOT / 'examples')!r}\n{CODE['names']}\n{before}\n{checked(code)}\n{after}\n"
 
 
 def run_as_a_rank(script: str, folder: Path) -> None:
@@ -100,15 +107,15 @@ def test_every_example_runs_somewhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heading", "code"), [pytest.param(*each, id=each[0]) for each in examples() if SCENES[each[0]].ranks]
+    ("heading", "code"), [pytest.param(*each, id=each[0]) for each in examples() if SCENES[each[0]]["ranks"]]
 )
 def test_an_example_runs(pool: WorkerPool, folder: Path, heading: str, code: str) -> None:
-    pool.run(SCENES[heading].ranks, run_as_a_rank, script_of(heading, code), folder)
+    pool.run(SCENES[heading]["ranks"], run_as_a_rank, script_of(heading, code), folder)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("heading", "code"), [pytest.param(*each, id=each[0]) for each in examples() if not SCENES[each[0]].ranks]
+    ("heading", "code"), [pytest.param(*each, id=each[0]) for each in examples() if not SCENES[each[0]]["ranks"]]
 )
 def test_an_example_starts_its_ranks(folder: Path, heading: str, code: str) -> None:
     (folder / "example.py").write_text(script_of(heading, code))
