@@ -1,105 +1,17 @@
 """Tokenizers with chat templates in published styles, and conversations for them."""
 
+import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-CHATML = (
-    "{% for message in messages %}"
-    "{% if loop.first and message['role'] != 'system' %}<|im_start|>system\nYou are helpful.<|im_end|>\n{% endif %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-CHATML_MARKED = (
-    "{%- for message in messages %}"
-    "{%- if message['role'] == 'assistant' %}"
-    "{{ '<|im_start|>assistant\n' }}"
-    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
-    "{%- else %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{%- endif %}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
-)
-LLAMA3 = (
-    "{{- bos_token }}"
-    "{%- for message in messages %}"
-    "{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}"
-    "{%- if message.role == 'assistant' %}"
-    "{% generation %}{{ message['content'] | trim + '<|eot_id|>' }}{% endgeneration %}"
-    "{%- else %}{{- message['content'] | trim + '<|eot_id|>' }}{%- endif %}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
-)
-MISTRAL = (
-    "{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content'] %}{%- set rest = messages[1:] %}"
-    "{%- else %}{%- set system = '' %}{%- set rest = messages %}{%- endif %}"
-    "{{ bos_token }}"
-    "{%- for message in rest %}"
-    "{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{%- endif %}"
-    "{%- if message['role'] == 'user' %}"
-    "{{- '[INST] ' + (system + '\n\n' if loop.first and system else '') + message['content'] + '[/INST]' }}"
-    "{%- elif message['role'] == 'assistant' %}"
-    "{% generation %}{{- ' ' + message['content'] + eos_token }}{% endgeneration %}"
-    "{%- endif %}{%- endfor %}"
-)
-ZEPHYR = (
-    "{% for message in messages %}\n"
-    "{% if message['role'] == 'user' %}\n{{ '<|user|>\n' + message['content'] + eos_token }}\n"
-    "{% elif message['role'] == 'system' %}\n{{ '<|system|>\n' + message['content'] + eos_token }}\n"
-    "{% elif message['role'] == 'assistant' %}\n{{ '<|assistant|>\n' }}"
-    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{{ '\n' }}"
-    "{% endif %}\n"
-    "{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n"
-    "{% endfor %}"
-)
-GEMMA = (
-    "{{ bos_token }}"
-    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    "{% for message in messages %}"
-    "{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}"
-    "{{ '<start_of_turn>' + role + '\n' }}"
-    "{% if role == 'model' %}"
-    "{% generation %}{{ message['content'] | trim + '<end_of_turn>' }}{% endgeneration %}{{ '\n' }}"
-    "{% else %}{{ message['content'] | trim + '<end_of_turn>\n' }}{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
-)
-PHI = (
-    "{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}{{ '<|assistant|>\n' }}"
-    "{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}{{ '\n' }}"
-    "{% else %}{{ '<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
-)
-SPECIALS: dict[str, list[str]] = {
-    "chatml": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-    "llama3": ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
-    "mistral": ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"],
-    "zephyr": ["<unk>", "<s>", "</s>"],
-    "gemma": ["<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"],
-    "phi": ["<|endoftext|>", "<|assistant|>", "<|user|>", "<|system|>", "<|end|>"],
-}
-TEMPLATES: dict[str, str] = {
-    "chatml": CHATML_MARKED,
-    "llama3": LLAMA3,
-    "mistral": MISTRAL,
-    "zephyr": ZEPHYR,
-    "gemma": GEMMA,
-    "phi": PHI,
-}
-BOS = {"llama3": "<|begin_of_text|>", "mistral": "<s>", "zephyr": "<s>", "gemma": "<bos>"}
-EOS = {
-    "chatml": "<|im_end|>",
-    "llama3": "<|eot_id|>",
-    "mistral": "</s>",
-    "zephyr": "</s>",
-    "gemma": "<eos>",
-    "phi": "<|endoftext|>",
-}
-TURN_END = EOS | {"gemma": "<end_of_turn>", "phi": "<|end|>"}
+_FILE = tomllib.loads(Path(__file__).with_name("chat_templates.toml").read_text(encoding="utf-8"))
+STYLES: dict[str, dict[str, Any]] = _FILE["styles"]
+CHATML: str = _FILE["chatml_unmarked"]
+TEMPLATES: dict[str, str] = {name: style["template"] for name, style in STYLES.items()}
+TURN_END: dict[str, str] = {name: style["turn_end"] for name, style in STYLES.items()}
 
 
 def unmarked(template: str) -> str:
@@ -142,19 +54,16 @@ def make_tokenizer(style: str) -> Tokenizer:
     pieces = [f"<0x{byte:02X}>" for byte in range(256)] if style in ("mistral", "gemma") else []
     trainer = trainers.BpeTrainer(
         vocab_size=400 + len(pieces),
-        special_tokens=[*SPECIALS[style], *pieces],
+        special_tokens=[*STYLES[style]["specials"], *pieces],
         initial_alphabet=alphabet,
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     if pieces:  # bytes are not special tokens
-        import json
-
         stored = json.loads(tokenizer.to_str())
         stored["added_tokens"] = [one for one in stored["added_tokens"] if one["content"] not in set(pieces)]
         tokenizer = Tokenizer.from_str(json.dumps(stored))
-    if style in BOS:
-        bos = BOS[style]
+    if bos := STYLES[style].get("bos"):
         tokenizer.post_processor = processors.TemplateProcessing(
             f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
         )
@@ -165,7 +74,7 @@ def transformers_tokenizer(style: str, template: str | None = None) -> Any:
     """Make the same tokenizer in transformers, with its chat template."""
     import transformers
 
-    names = {"eos_token": EOS[style]} | ({"bos_token": BOS[style]} if style in BOS else {})
+    names = {f"{name}_token": STYLES[style][name] for name in ("eos", "bos") if name in STYLES[style]}
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=make_tokenizer(style), chat_template=template or TEMPLATES[style], **names
     )
