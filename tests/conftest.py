@@ -139,7 +139,7 @@ def _import_for_workers() -> None:
         for module in pkgutil.walk_packages(package.__path__, "threefold."):
             if not module.name.endswith(".__main__"):
                 importlib.import_module(module.name)
-        for name in ("matplotlib.figure", "matplotlib.backends.backend_agg"):
+        for name in ("matplotlib.figure", "matplotlib.backends.backend_agg", "torch._dynamo"):
             importlib.import_module(name)
         import_writer()
 

@@ -19,13 +19,15 @@ from threefold.train.state import load_weights, restore_engine
 HALF, WHOLE = 3, 6
 
 
-def broken_run(pool: WorkerPool, before: Run, after: Run, folder: Path) -> list[float]:
+def broken_run(
+    pool: WorkerPool, before: Run, after: Run, folder: Path, half: int = HALF, whole: int = WHOLE
+) -> list[float]:
     """Losses of a run that changes from one layout to another half-way; dropout and decay are on.
 
     It stops by itself after half the steps, so the settings that follow from `train.max_steps` are given in `Run`.
     """
-    pool.run(before.world_size, train_rank, before.but(steps=HALF), folder)
-    pool.run(after.world_size, train_rank, after.but(steps=WHOLE), folder, True)
+    pool.run(before.world_size, train_rank, before.but(steps=half), folder)
+    pool.run(after.world_size, train_rank, after.but(steps=whole), folder, True)
     return losses_of(folder)
 
 
@@ -39,9 +41,10 @@ def test_the_same_layout_goes_on_bit_equal(
 ) -> None:
     heads = (("model.num_attention_heads", 6), ("optimizer.name", optimizer))
     run = small_run.but(dp=dp, tp=tp, pp=pp, set=heads)
-    pool.run(run.world_size, train_rank, run.but(steps=WHOLE), tmp_path / "unbroken")
-    assert broken_run(pool, run, run, tmp_path / "broken") == losses_of(tmp_path / "unbroken")
-    last = Path("checkpoints") / f"step_{WHOLE:08d}"
+    half, whole = 2, 4
+    pool.run(run.world_size, train_rank, run.but(steps=whole), tmp_path / "unbroken")
+    assert broken_run(pool, run, run, tmp_path / "broken", half, whole) == losses_of(tmp_path / "unbroken")
+    last = Path("checkpoints") / f"step_{whole:08d}"
     files = sorted((tmp_path / "unbroken" / last).glob("*.bin"))
     assert files
     assert all(file.read_bytes() == (tmp_path / "broken" / last / file.name).read_bytes() for file in files)

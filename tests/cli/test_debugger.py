@@ -112,7 +112,7 @@ def test_one_rank_has_the_terminal(stopping: list[str], tmp_path: Path) -> None:
     """After `c` the run goes on to its end."""
     with terminal([*stopping, "--debug-rank", "1"], tmp_path) as screen:
         screen.read_until("(Pdb) ")
-        screen.type("p 1 + 1, __import__('time').sleep(4.5)")
+        screen.type("p 1 + 1, __import__('time').sleep(3)")
         screen.read_until("(2, None)")
         screen.read_until("(Pdb) ")
         screen.type("c")

@@ -205,6 +205,7 @@ os._exit(0)  # not after waiting for a rank that was forgotten
 
 
 def test_a_signal_while_a_rank_is_started_leaves_none(tmp_path: Path) -> None:
-    script = SIGNALLED.format(here=str(HERE), folder=str(tmp_path))
-    ended = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True, timeout=300)
+    script = tmp_path / "signalled.py"
+    script.write_text(SIGNALLED.format(here=str(HERE), folder=str(tmp_path)))
+    ended = ready.run([sys.executable, script])
     assert (ended.stdout, ended.stderr) == ("SIGTERM 0\n", "")

@@ -110,35 +110,27 @@ def test_the_run_ends_with_the_sentence(config_file: Path, listener: socket.sock
     assert not log_file(config_file.parent / "run", 0).exists()
 
 
-def test_a_signal_ends_the_waiting_after_the_line_that_says_why(config_file: Path) -> None:
-    """Torch's own wait, in native code, went on for half an hour."""
+def test_a_signal_ends_the_waiting_after_the_line_that_says_why(config_file: Path, tmp_path: Path) -> None:
+    """Torch's own wait, in native code, went on for half an hour. All wait at the same time."""
     ports = free_port(), free_port()
+    calls = "init_mesh()", "run(print, args=('met',))"
     with ExitStack() as stack:
-        started = [
-            stack.enter_context(ReadyProcess(train(config_file), env=leftover(rank, port), new_session=True))
-            for rank, port in enumerate(ports)
-        ]
+
+        def start(command: list[str], rank: int, port: int) -> ReadyProcess:
+            return stack.enter_context(ReadyProcess(command, env=leftover(rank, port), new_session=True))
+
+        started = [start(train(config_file), rank, port) for rank, port in enumerate(ports)]
+        scripts = [start(script(tmp_path, f"script{n}.py", call), 1, free_port()) for n, call in enumerate(calls)]
         for rank, (process, number) in enumerate(zip(started, (signal.SIGINT, signal.SIGTERM), strict=True)):
             line = said(process, number)
             assert line.startswith(f"Waiting: rank {rank} of 2 is at its rendezvous 127.0.0.1:{ports[rank]} but ")
             assert f"but {ABSENT[rank].removesuffix('(connection refused)')}" in line
             assert "`env -u RANK -u WORLD_SIZE COMMAND`" in line
         ended = [(process.communicate(timeout=100)[1], process.returncode) for process in started]
-    assert ended == [("", 130), ("", 0)]
-
-
-def test_a_script_that_waits_ends_with_ctrl_c(tmp_path: Path) -> None:
-    calls = "init_mesh()", "run(print, args=('met',))"
-    with ExitStack() as stack:
-        started = [
-            stack.enter_context(
-                ReadyProcess(script(tmp_path, f"script{n}.py", call), env=leftover(1, free_port()), new_session=True)
-            )
-            for n, call in enumerate(calls)
-        ]
-        for process in started:
+        assert ended == [("", 130), ("", 0)]
+        for process in scripts:
             assert said(process, signal.SIGINT).startswith("Waiting: rank 1 of 2 is at its rendezvous 127.0.0.1:")
-        for process in started:
+        for process in scripts:
             output, error = process.communicate(timeout=100)
             assert output == "alone\n"
             assert error.splitlines()[-1] == "KeyboardInterrupt"

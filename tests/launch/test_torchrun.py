@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import ready
 from threefold.launch.output import log_file
 
 HERE = Path(__file__).parent
@@ -28,7 +29,7 @@ def torchrun(folder: Path, worker: str, args: str) -> subprocess.CompletedProces
     script.write_text(RUN.format(folder=str(folder), worker=worker, args=args))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     environment = {**os.environ, "PYTHONPATH": str(HERE)}
-    return subprocess.run(command, env=environment, text=True, capture_output=True, timeout=300)
+    return ready.run(command, env=environment)
 
 
 def test_ranks_meet_and_log(tmp_path: Path) -> None:

@@ -51,8 +51,8 @@ def traces(case: Case, modes: list[tuple[str, int]]) -> list[Trace]:
     quick=(1, 6),
 )
 def test_gradients_keep_every_bit(pool, layout: tuple[int, int, int], changes: dict[str, Any]) -> None:
-    """Gradients, losses and weights after three steps with dropout, on every rank."""
-    case = Case(**{"dtype": "fp64", "dropout": 0.2, **changes}).with_layout(*layout)
+    """Gradients, losses and weights after two steps with dropout, on every rank."""
+    case = Case(**{"dtype": "fp64", "dropout": 0.2, "steps": 2, **changes}).with_layout(*layout)
     for plain, *others in pool.run(case.world_size, traces, case, MODES):
         for other in others:
             assert other.losses == plain.losses

@@ -15,7 +15,7 @@ from tests.support import ready
 from tests.support.processes import runs
 from tests.train.support import Run
 
-TIMEOUT = 8
+TIMEOUT = 6
 """Seconds of `train.timeout`: longer than an import takes on a busy machine."""
 DEADLINE = 240
 """Most seconds that a test waits for anything."""

@@ -19,7 +19,7 @@ def own_config(folder: Path, text: str = "") -> Path:
     path = folder / "own.yaml"
     path.write_text(
         "data: {path: tokens, sequence_length: 40}\n"
-        f"model: {{file: '{FILE}:Tiny', vocab_size: 1001{text}}}\n"
+        f"model: {{file: '{FILE}:Tiny', vocab_size: 1001, arguments: {{blocks: 3}}{text}}}\n"
         "train: {global_batch_size: 64}\n"
     )
     return path
