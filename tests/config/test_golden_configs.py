@@ -1,11 +1,64 @@
-"""Examples, presets and features mean what they meant when their resolved settings were recorded."""
+"""Examples, presets and features mean what they meant when their resolved settings were recorded.
 
-from typing import get_args
+After an intended change, record anew with `python -m tests.config.test_golden_configs`.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
-from tests.support.golden_configs import EXAMPLES, Settings, configs, read
+from threefold.config import Config, load_config, resolve
+from threefold.config.compatibility import FEATURES, config_with
+from threefold.config.loading import config_of
 from threefold.config.presets import PresetName
+
+FILE = Path(__file__).parent / "data" / "configs.json"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+Settings = dict[str, Any]
+"""Values by `section.key`, in the order of a stored config."""
+
+
+def configs() -> dict[str, Settings]:
+    """Resolve all examples, presets and features."""
+    made = {f"examples/{path.name}": resolve(load_config(path), 8192) for path in sorted(EXAMPLES.glob("*.yaml"))}
+    for preset in get_args(PresetName):
+        sections = {"model": {"preset": preset}, "data": {"path": "tokens", "sequence_length": 512}}
+        made[f"preset {preset}"] = resolve(config_of(sections), 1000)
+    for feature in FEATURES:
+        made[f"feature {feature.name}"] = config_with((feature,))
+    return {name: _flat(config) for name, config in made.items()}
+
+
+def read() -> dict[str, Settings]:
+    kept = json.loads(FILE.read_text(encoding="utf-8"))
+    return {
+        name: {key: {**kept["base"], **changes}[key] for key in kept["orders"][order]}
+        for name, (order, changes) in kept["configs"].items()
+    }
+
+
+def write(found: Mapping[str, Settings]) -> None:
+    """Write the golden file: settings of one config, differences of the others from it, and their orders."""
+    base = next(iter(found.values()))
+    orders = list(dict.fromkeys(tuple(settings) for settings in found.values()))
+    lines = []
+    for name, settings in found.items():
+        changes = {key: value for key, value in settings.items() if key not in base or value != base[key]}
+        lines.append(f"{json.dumps(name)}: {json.dumps([orders.index(tuple(settings)), changes])}")
+    text = ",\n".join(lines)
+    FILE.write_text(
+        f'{{"base": {json.dumps(base)},\n"orders": {json.dumps(orders)},\n"configs": {{\n{text}\n}}}}\n',
+        encoding="utf-8",
+    )
+
+
+def _flat(config: Config) -> Settings:
+    plain = json.loads(json.dumps(config.sections()))
+    return {f"{section}.{key}": value for section, values in plain.items() for key, value in values.items()}
+
 
 RECORDED = read()
 
@@ -17,7 +70,7 @@ def found() -> dict[str, Settings]:
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_config_resolves_to_the_recorded_settings(found: dict[str, Settings], name: str) -> None:
-    assert found[name] == RECORDED[name], "see tests/support/golden_configs.py for how to record anew"
+    assert found[name] == RECORDED[name], "python -m tests.config.test_golden_configs records anew"
     assert list(found[name]) == list(RECORDED[name]), "the order of the settings in a stored config has changed"
 
 
@@ -27,3 +80,7 @@ def test_every_example_and_preset_is_recorded() -> None:
     wanted |= {f"preset {preset}" for preset in get_args(PresetName)}
     assert wanted <= set(RECORDED)
     assert len(RECORDED) >= 70
+
+
+if __name__ == "__main__":
+    write(configs())

@@ -1,8 +1,9 @@
 """Small user models that keep state, draw random numbers, or depend on the local samples, and their data."""
 
 import random
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -86,38 +87,157 @@ def loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
 class Part(nn.Module):
     """Base of all parts, with a gain, so that there is a weight to compare.
 
-    Attributes:
-        ones: shapes of buffers of ones, by name.
+    Args:
+        name: name in the whole model.
+        compute: function of this part and the activation.
+        buffers: functions that make buffers, by name.
         plain: plain attributes, by name.
     """
 
-    ones: ClassVar[dict[str, tuple[int, ...]]] = {}
-    plain: ClassVar[dict[str, Any]] = {}
-
-    def __init__(self, name: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        compute: "Compute | None" = None,
+        buffers: Mapping[str, Callable[[], Tensor | None]] = {},
+        plain: Mapping[str, Any] = {},
+    ) -> None:
         super().__init__()
         self.gain = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
-        for buffer, shape in self.ones.items():
-            self.register_buffer(buffer, torch.ones(shape))
-        for attribute, value in self.plain.items():
+        self.compute = compute
+        for buffer, make in buffers.items():
+            self.register_buffer(buffer, make())
+        for attribute, value in plain.items():
             setattr(self, attribute, value)
 
     def forward(self, x: Tensor, samples: object) -> Tensor:
-        return self.compute(x * self.gain)
-
-    def compute(self, x: Tensor) -> Tensor:
-        return x
+        return x * self.gain if self.compute is None else self.compute(self, x)
 
 
-class Computed(Part):
-    """Part without state that computes a function of the scaled activation."""
+Compute = Callable[[Any, Tensor], Tensor]
+PARTS: dict[str, Callable[[str], nn.Module]] = {}
 
-    def __init__(self, name: str, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(name)
-        self.function = function
 
-    def compute(self, x: Tensor) -> Tensor:
-        return self.function(x)
+def part(kind: str, **state: Any) -> Callable[[Compute], Compute]:
+    """Add the part of a kind that a function computes, with the state that `Part` takes."""
+
+    def add(compute: Compute) -> Compute:
+        PARTS[kind] = partial(Part, compute=compute, **state)
+        return compute
+
+    return add
+
+
+def ones() -> Tensor:
+    return torch.ones(WIDTH)
+
+
+def one() -> Tensor:
+    return torch.ones(())
+
+
+@part("batch norm by hand")
+def normalize_by_hand(part: Any, x: Tensor) -> Tensor:
+    """Normalize by the mean and variance of the local samples."""
+    mean, variance = x.mean((0, 1)), x.var((0, 1), correction=0)
+    return (x - mean) / (variance + 1e-3).sqrt() * part.gain
+
+
+@part("running range", buffers={"largest": one})
+def scale_by_range(part: Any, x: Tensor) -> Tensor:
+    """Scale by the largest activation of all samples so far, which is no mean of the ranks' largest."""
+    part.largest = torch.maximum(part.largest, x.detach().abs().max())
+    return x * part.gain / part.largest
+
+
+@part("variance", buffers={"variance": one})
+def scale_evaluations(part: Any, x: Tensor) -> Tensor:
+    """Keep a running variance of each batch, for evaluations alone; it is no mean of the replicas' variances."""
+    if not part.training:
+        return x * part.gain / part.variance
+    with torch.no_grad():
+        part.variance.mul_(0.5).add_(0.5 * x.mean((1, 2)).var())
+    return x * part.gain
+
+
+@part("samples seen", buffers={"seen": lambda: torch.zeros((), dtype=torch.int64)})
+def count_samples(part: Any, x: Tensor) -> Tensor:
+    part.seen += (x[:, 0, 0] > 0).sum()
+    return x * part.gain
+
+
+@part("counter", plain={"calls": 0})
+def warm_up(part: Any, x: Tensor) -> Tensor:
+    """Warm up by a Python number."""
+    part.calls += 1
+    return x * part.gain * min(1.0, 0.1 * part.calls)
+
+
+@part("first batch", plain={"is_set": False})
+def set_by_first_batch(part: Any, x: Tensor) -> Tensor:
+    """Set a weight from the first batch, remembered in a plain attribute."""
+    if not part.is_set:
+        part.gain.data.copy_(1 / (0.1 + x.detach().std((0, 1))))
+        part.is_set = True
+    return x * part.gain
+
+
+@part("late buffer", buffers={"size": lambda: None})
+def create_buffer(part: Any, x: Tensor) -> Tensor:
+    """Create a buffer in the first forward pass."""
+    if part.size is None:
+        part.size = torch.ones(WIDTH)
+    scaled = x * part.gain / part.size
+    part.size = 0.9 * part.size + 0.1 * x.detach().abs().mean((0, 1))
+    return scaled
+
+
+@part("written data", buffers={"size": ones, "decayed": ones})
+def write_data(part: Any, x: Tensor) -> Tensor:
+    """Update running means in ways that autograd does not see."""
+    scaled = x * part.gain / (0.5 + part.size.clone()) * part.decayed.clone()
+    if part.training:
+        part.size.data.mul_(0.9).add_(0.1 * x.detach().abs().mean((0, 1)))
+        part.decayed.numpy()[:] *= 0.9
+    return scaled
+
+
+@part("rotated", buffers={"turns": lambda: torch.polar(torch.ones(WIDTH // 2), torch.rand(WIDTH // 2))})
+def rotate(part: Any, x: Tensor) -> Tensor:
+    """Rotate pairs of features by a complex buffer."""
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * part.turns).flatten(-2).to(x.dtype) * part.gain
+
+
+@part("normed weight")
+def normalize_weight(part: Any, x: Tensor) -> Tensor:
+    """Normalize a trained weight in place."""
+    with torch.no_grad():
+        part.gain.div_(part.gain.norm())
+    return x * part.gain
+
+
+@part("held tensor", plain={"held": None})
+def hold_mean(part: Any, x: Tensor) -> Tensor:
+    """Add a running mean kept in a plain attribute, which the first forward pass creates."""
+    before = torch.zeros(WIDTH) if part.held is None else part.held
+    part.held = 0.9 * before.to(x) + 0.1 * x.detach().mean((0, 1))
+    return x * part.gain + part.held
+
+
+@part("noted", plain={"calls": 0, "last": None})
+def note(part: Any, x: Tensor) -> Tensor:
+    """Count calls and keep the last result, without reading either."""
+    part.calls += 1
+    part.last = x.detach()
+    return x * part.gain
+
+
+@part("cached", plain={"table": None})
+def scale_by_table(part: Any, x: Tensor) -> Tensor:
+    """Keep a table computed in the first forward pass."""
+    if part.table is None or part.table.device != x.device:
+        part.table = torch.linspace(0.9, 1.1, WIDTH, device=x.device, dtype=x.dtype)
+    return x * part.gain * part.table
 
 
 class Wrapped(Part):
@@ -132,10 +252,8 @@ class Wrapped(Part):
 class Tracked(Part):
     """Scale by a running mean of the activations' size, which `forward` updates; drop by the samples' keys."""
 
-    ones: ClassVar = {"size": (WIDTH,)}
-
     def __init__(self, name: str) -> None:
-        super().__init__(name)
+        super().__init__(name, buffers={"size": ones})
         self.dropout = Dropout(0.1, name)
         self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
         self.register_buffer("scratch", torch.zeros(()), persistent=False)
@@ -146,57 +264,6 @@ class Tracked(Part):
             self.size.mul_(0.9).add_(0.1 * x.detach().abs().mean((0, 1)))
             self.updates = self.updates + 1
         return self.dropout(scaled, samples.keys)  # type: ignore[attr-defined]
-
-
-class HandMadeBatchNorm(Part):
-    """Normalize by the mean and variance of the local samples."""
-
-    def forward(self, x: Tensor, samples: object) -> Tensor:
-        mean, variance = x.mean((0, 1)), x.var((0, 1), correction=0)
-        return (x - mean) / (variance + 1e-3).sqrt() * self.gain
-
-
-class RunningRange(Part):
-    """Scale by the largest activation of all samples so far, which is no mean of the ranks' largest."""
-
-    ones: ClassVar = {"largest": ()}
-
-    def forward(self, x: Tensor, samples: object) -> Tensor:
-        self.largest = torch.maximum(self.largest, x.detach().abs().max())
-        return x * self.gain / self.largest
-
-
-class RunningVariance(Part):
-    """Keep a running variance of each batch, for evaluations alone; it is no mean of the replicas' variances."""
-
-    ones: ClassVar = {"variance": ()}
-
-    def forward(self, x: Tensor, samples: object) -> Tensor:
-        if self.training:
-            with torch.no_grad():
-                self.variance.mul_(0.5).add_(0.5 * x.mean((1, 2)).var())
-            return x * self.gain
-        return x * self.gain / self.variance
-
-
-class SamplesSeen(Part):
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: Tensor, samples: object) -> Tensor:
-        self.seen += (x[:, 0, 0] > 0).sum()
-        return x * self.gain
-
-
-class Counted(Part):
-    """Warm up by a Python number."""
-
-    plain: ClassVar = {"calls": 0}
-
-    def compute(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x * min(1.0, 0.1 * self.calls)
 
 
 class CountedGradients(Part):
@@ -233,33 +300,6 @@ class Scaled(torch.autograd.Function):
         return gradient * (1 + 0.1 * Scaled.calls)
 
 
-class FirstBatch(Part):
-    """Set a weight from the first batch, remembered in a plain attribute."""
-
-    plain: ClassVar = {"is_set": False}
-
-    def forward(self, x: Tensor, samples: object) -> Tensor:
-        if not self.is_set:
-            self.gain.data.copy_(1 / (0.1 + x.detach().std((0, 1))))
-            self.is_set = True
-        return x * self.gain
-
-
-class LateBuffer(Part):
-    """Create a buffer in the first forward pass."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.register_buffer("size", None)
-
-    def forward(self, x: Tensor, samples: object) -> Tensor:
-        if self.size is None:
-            self.size = torch.ones(WIDTH)
-        scaled = x * self.gain / self.size
-        self.size = 0.9 * self.size + 0.1 * x.detach().abs().mean((0, 1))
-        return scaled
-
-
 class Numbered(Part):
     """Divide by the number of instances created so far."""
 
@@ -286,19 +326,6 @@ class DrawnAttributes(Part):
         return x * self.gain * (1 + self.scale) * self.slopes + torch.tensor(self.shifts, dtype=x.dtype)
 
 
-class WrittenData(Part):
-    """Update running means in ways that autograd does not see."""
-
-    ones: ClassVar = {"size": (WIDTH,), "decayed": (WIDTH,)}
-
-    def forward(self, x: Tensor, samples: object) -> Tensor:
-        scaled = x * self.gain / (0.5 + self.size.clone()) * self.decayed.clone()
-        if self.training:
-            self.size.data.mul_(0.9).add_(0.1 * x.detach().abs().mean((0, 1)))
-            self.decayed.numpy()[:] *= 0.9
-        return scaled
-
-
 class Evaluated(Part):
     """Contain a part that the constructor sets to evaluation mode for good."""
 
@@ -315,38 +342,6 @@ class Trained(nn.Module):
         return 1.5 * x if self.training else x
 
 
-class Rotated(Part):
-    """Rotate pairs of features by a complex buffer."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.register_buffer("turns", torch.polar(torch.ones(WIDTH // 2), torch.rand(WIDTH // 2)))
-
-    def forward(self, x: Tensor, samples: object) -> Tensor:
-        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
-        return torch.view_as_real(pairs * self.turns).flatten(-2).to(x.dtype) * self.gain
-
-
-class NormedWeight(Part):
-    """Normalize a trained weight in place."""
-
-    def forward(self, x: Tensor, samples: object) -> Tensor:
-        with torch.no_grad():
-            self.gain.div_(self.gain.norm())
-        return x * self.gain
-
-
-class HeldTensor(Part):
-    """Add a running mean kept in a plain attribute, which the first forward pass creates."""
-
-    plain: ClassVar = {"held": None}
-
-    def forward(self, x: Tensor, samples: object) -> Tensor:
-        before = torch.zeros(WIDTH) if self.held is None else self.held
-        self.held = 0.9 * before.to(x) + 0.1 * x.detach().mean((0, 1))
-        return x * self.gain + self.held
-
-
 class KeptTensor(Part):
     """Add a tensor that the constructor keeps in a plain attribute."""
 
@@ -354,30 +349,8 @@ class KeptTensor(Part):
         super().__init__(name)
         self.held = torch.zeros(WIDTH)
 
-    def compute(self, x: Tensor) -> Tensor:
-        return x + self.held
-
-
-class Noted(Part):
-    """Count calls and keep the last result, without reading either."""
-
-    plain: ClassVar = {"calls": 0, "last": None}
-
     def forward(self, x: Tensor, samples: object) -> Tensor:
-        self.calls += 1
-        self.last = x.detach()
-        return x * self.gain
-
-
-class Cached(Part):
-    """Keep a table computed in the first forward pass."""
-
-    plain: ClassVar = {"table": None}
-
-    def compute(self, x: Tensor) -> Tensor:
-        if self.table is None or self.table.device != x.device:
-            self.table = torch.linspace(0.9, 1.1, WIDTH, device=x.device, dtype=x.dtype)
-        return x * self.table
+        return x * self.gain + self.held
 
 
 class DrawnWeights(Part):
@@ -418,35 +391,22 @@ def attention() -> nn.Module:
     return nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.1, batch_first=True)
 
 
-PARTS: dict[str, Callable[[str], nn.Module]] = {
+PARTS |= {
     "plain": Part,
     "tracked": Tracked,
-    "batch norm by hand": HandMadeBatchNorm,
-    "running range": RunningRange,
-    "samples seen": SamplesSeen,
-    "counter": Counted,
     "gradients counter": CountedGradients,
     "backward counter": lambda name: CountedGradients(name, backward=True),
-    "scaled gradients": lambda name: Computed(name, Scaled.apply),
-    "first batch": FirstBatch,
-    "late buffer": LateBuffer,
+    "scaled gradients": lambda name: Part(name, lambda part, x: Scaled.apply(x * part.gain)),
     "numbered": Numbered,
     "drawn attributes": DrawnAttributes,
-    "written data": WrittenData,
     "evaluated": Evaluated,
-    "rotated": Rotated,
-    "normed weight": NormedWeight,
     "own forward": Part,
-    "held tensor": HeldTensor,
     "kept tensor": KeptTensor,
-    "noted": Noted,
-    "cached": Cached,
-    "F.dropout": lambda name: Computed(name, lambda x: F.dropout(x, 0.1)),
-    "variance": RunningVariance,
+    "F.dropout": lambda name: Part(name, lambda part, x: F.dropout(x * part.gain, 0.1)),
     "unkeyed weights": lambda name: DrawnWeights(name, lambda: np.random.default_rng().random(WIDTH)),
     "split statistics": SplitStatistics,
-    "random": lambda name: Computed(name, lambda x: x * (0.9 + 0.2 * random.random())),
-    "numpy": lambda name: Computed(name, lambda x: x * (0.9 + 0.2 * np.random.rand())),
+    "random": lambda name: Part(name, lambda part, x: x * part.gain * (0.9 + 0.2 * random.random())),
+    "numpy": lambda name: Part(name, lambda part, x: x * part.gain * (0.9 + 0.2 * np.random.rand())),
     "numpy weights": lambda name: DrawnWeights(name, lambda: np.random.rand(WIDTH) + random.random()),
     "no dropout": lambda name: Wrapped(name, nn.Dropout(0.0)),
     "Dropout": lambda name: Wrapped(name, nn.Dropout(0.1)),

@@ -170,7 +170,7 @@ def test_an_edited_model_is_verified_again(pool, tmp_path: Path) -> None:
     run = of_file("plain", file, dp=2, steps=1)
     [printed, _] = pool.run(2, checked_rank, run, tmp_path / "run")
     assert "against one process" in printed
-    edited = file.read_text().replace("compute(x * self.gain)\n", "compute((x - x.mean(0)) * self.gain)\n", 1)
+    edited = file.read_text().replace("return x * self.gain if", "return (x - x.mean(0)) * self.gain if", 1)
     assert edited != file.read_text()
     file.write_text(edited)
     with pytest.raises(WorkerError) as told:

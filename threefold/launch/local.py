@@ -177,7 +177,8 @@ def _main(job: Job, info: RankInfo, port: int, report: Connection, parent: int, 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C too, and ends all ranks
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     asked = Asked() if stops else never
-    heartbeat, beats = Heartbeat(), nullcontext()
+    heartbeat = Heartbeat()
+    beats: AbstractContextManager[None] = nullcontext()
     if memory is not None:
         pages = _pages(memory)
         heartbeat = Heartbeat(pages[info.rank], lambda: [read(page) for page in pages])
