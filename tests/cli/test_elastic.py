@@ -6,7 +6,6 @@ The hosts are network namespaces, or loopback alone where those are not allowed.
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,7 +28,8 @@ from tests.cli.runs import (
     undisturbed,
     wait_for,
 )
-from tests.support.kills import assert_gone, beacon, moments, pids
+from tests.support.kills import beacon, moments, pids
+from tests.support.processes import assert_gone, free_port
 
 DEADLINE = 60.0
 """Seconds until a killed process has ended."""
@@ -147,11 +147,6 @@ def agent(node: int, host: Host | None, keeper: tuple[str, int], arguments: Sequ
     if host is None:
         return start(module)
     return start(host.command(*module), env={**os.environ, "GLOO_SOCKET_IFNAME": host.interface})
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def parent_of(pid: int) -> int:

@@ -20,7 +20,8 @@ from tests.cli.runs import (
     write_config,
 )
 from tests.support import ready
-from tests.support.kills import Killer, assert_gone, beacon, moments, pids
+from tests.support.kills import Killer, beacon, moments, pids
+from tests.support.processes import assert_gone
 from threefold.checkpoint.folder import complete
 from threefold.checkpoint.selection import check_whole
 

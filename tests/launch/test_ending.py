@@ -9,7 +9,7 @@ import pytest
 
 from tests.support import ready
 from tests.support.cpu_waits import CpuWaits
-from tests.support.processes import errors_of, runs
+from tests.support.processes import assert_gone, errors_of, pids_of
 from tests.support.sweep import sweep
 from threefold.launch.output import log_file
 
@@ -84,11 +84,10 @@ def test_all_ranks_end(tmp_path: Path, launcher: str, how: str, rank: int, other
     script.write_text(RUN.format(folder=str(tmp_path), rank=rank, how=how, others=others, ranks=RANKS))
     processes = started(launcher, script)
     with CpuWaits(*(process.pid for process in processes)) as waits:
-        errors = errors_of(processes, lambda: [int(file.read_text()) for file in tmp_path.glob("pid_*")])
+        errors = errors_of(processes, lambda: pids_of(tmp_path))
         assert waits.seconds_since(float((tmp_path / "failed_at").read_text())) <= LIMIT
-    pids = [int(file.read_text()) for file in tmp_path.glob("pid_*")]
-    assert len(pids) == RANKS
-    assert not any(runs(pid) for pid in pids)
+    assert len(pids_of(tmp_path)) == RANKS
+    assert_gone(pids_of(tmp_path))
     assert all(process.returncode for process in processes)
     told = [line for error in errors for line in error.splitlines() if line.startswith("RankFailed: ")]
     assert len(told) <= 1

@@ -6,16 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.faulty_runs import STOPPED, TIMEOUT, end, started, train_command, wait_until_stopped, write_config
+from tests.support.processes import free_port
 from tests.train.support import Run
 
 AGENT = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.create_server(("localhost", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from tests.cli.runs import check_checkpoints, record, restarts
 from tests.support.faulty_runs import DEADLINE, end, started, train_command, write_config
-from tests.support.processes import runs
+from tests.support.processes import assert_gone, pids_of
 from tests.train.support import Run
 
 SLOW, SWEEP = pytest.mark.slow, pytest.mark.sweep
@@ -42,7 +42,7 @@ def output_of(config: Path, folder: Path) -> str:
     arguments = [sys.executable, *train_command(config, folder)]
     ended = subprocess.run(arguments, text=True, capture_output=True, timeout=DEADLINE)
     assert (ended.returncode, ended.stderr) == (0, ""), ended.stdout
-    assert not any(runs(int(file.read_text())) for file in (folder / "run").glob("pid_*"))
+    assert_gone(pids_of(folder / "run"))
     return ended.stdout
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.support import ready
 from tests.support.cpu_waits import CpuWaits
-from tests.support.kills import assert_gone
+from tests.support.processes import assert_gone, pids_of
 from tests.support.sweep import sweep
 from threefold.errors import UserError
 from threefold.launch.failure import RankFailed
@@ -53,10 +53,6 @@ def spawned(folder: Path, worker: str, args: str, ranks: int, options: str = "")
 
 def log_of(folder: Path, rank: int) -> str:
     return log_file(folder / "run", rank).read_text()
-
-
-def pids_of(folder: Path) -> list[int]:
-    return [int(path.read_text()) for path in folder.glob("pid_*")]
 
 
 @sweep(("ranks", "options"), [(1, ""), (4, ""), (2, "start_method='spawn'")], quick=(1,))

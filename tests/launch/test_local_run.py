@@ -19,6 +19,7 @@ from tests.support.faulty_runs import (
     wait_until_stopped,
     write_config,
 )
+from tests.support.processes import pids_of
 from tests.train.support import Run
 
 LATEST = TIMEOUT + 2 + 3
@@ -152,7 +153,7 @@ def test_a_machine_that_sleeps_stops_the_clock(small_run: Run, tmp_path: Path) -
     config = write_config(small_run.but(dp=2), tmp_path, "HangAt", steps=100, rank=-1, step=1)
     with started([train_command(config, tmp_path)]) as (process,):
         assert any("step 2," in line for line in process.stdout or ())
-        pids = [process.pid, *(int(file.read_text()) for file in (tmp_path / "run").glob("pid_*"))]
+        pids = [process.pid, *pids_of(tmp_path / "run")]
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         threading.Event().wait(5 * TIMEOUT)

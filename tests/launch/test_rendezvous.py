@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import ready
+from tests.support.processes import free_port
 from tests.support.ready import ReadyProcess
 from threefold.errors import UserError
 from threefold.launch.environment import LaunchedRank, find_launched_rank, meet
@@ -36,11 +37,6 @@ def listener() -> Iterator[socket.socket]:
     """Something that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as made:
         yield made
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as made:
-        return int(made.getsockname()[1])
 
 
 def leftover(rank: int, port: int, world_size: int = 2) -> dict[str, str]:

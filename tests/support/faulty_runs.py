@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.support import ready
-from tests.support.processes import runs
+from tests.support.processes import assert_gone, pids_of
 from tests.train.support import Run
 
 TIMEOUT = 6
@@ -79,9 +79,9 @@ def wait_until_stopped(processes: Sequence[subprocess.Popen[str]], folder: Path,
 def end(processes: Sequence[subprocess.Popen[str]], folder: Path, ranks: int) -> str:
     """Wait until all processes have ended in failure with none left; return the only error line."""
     errors = "".join(process.communicate(timeout=DEADLINE)[1] for process in processes)
-    pids = [int(file.read_text()) for file in (folder / "run").glob("pid_*")]
+    pids = pids_of(folder / "run")
     assert len(pids) == ranks
-    assert not any(runs(pid) for pid in pids)
+    assert_gone(pids)
     assert all(process.returncode for process in processes)
     lines = [line for line in errors.splitlines() if line.startswith("Error: ")]
     assert len(lines) == 1, errors

@@ -5,11 +5,8 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-
-from tests.support.processes import runs
 
 LONGEST = 300.0
 """Seconds to wait for a moment before giving up."""
@@ -108,8 +105,3 @@ def ticks(pid: int) -> int:
 
 def pids(folder: Path) -> set[int]:
     return {moment.pid for path in folder.glob("moments_*") for moment in moments(folder, int(path.name[8:]))}
-
-
-def assert_gone(pids: Iterable[int]) -> None:
-    """Assert that no process of these ids runs (one may still be a zombie)."""
-    assert not any(map(runs, pids))

@@ -1,7 +1,7 @@
 """Patches that reintroduce silent mistakes of training systems; a comment at each says where it hides."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -239,14 +239,11 @@ def with_patches(patches: list[Patch], call: Callable[..., Any], *args: Any) -> 
 
 @contextmanager
 def patched(patches: list[Patch]) -> Iterator[None]:
-    if not patches:
-        yield
-        return
-    owner, name, new = patches[0]
-    with patch.object(owner, name, new), patched(patches[1:]):
+    with ExitStack() as stack:
+        for each in patches:
+            stack.enter_context(patch.object(*each))
         yield
 
 
 def with_mistake(mistake: Callable[[], list[Patch]], case: Case) -> Trace:
-    with patched(mistake()):
-        return in_layout(case)
+    return with_patches(mistake(), in_layout, case)

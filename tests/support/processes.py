@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +21,21 @@ def runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def pids_of(folder: Path) -> list[int]:
+    """Return the ids of the ranks that have written them to `pid_RANK` of a folder."""
+    return [int(file.read_text()) for file in folder.glob("pid_*")]
+
+
+def assert_gone(pids: Iterable[int]) -> None:
+    """Assert that no process of these ids runs (one may still be a zombie)."""
+    assert not any(map(runs, pids))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def errors_of(

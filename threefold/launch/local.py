@@ -24,9 +24,9 @@ from threefold.launch.hang_watch import LOOK, HangWatch, Stopwatch, beating
 from threefold.launch.output import log_file
 from threefold.launch.process import (
     NUMBERS,
-    Asked,
     StopSignals,
     die_with_parent,
+    note_signals,
     process_state,
     raise_on_second,
     require_room,
@@ -176,7 +176,7 @@ def _main(job: Job, info: RankInfo, port: int, report: Connection, parent: int, 
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C too, and ends all ranks
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    asked = Asked() if stops else never
+    asked = note_signals() if stops else never
     heartbeat = Heartbeat()
     beats: AbstractContextManager[None] = nullcontext()
     if memory is not None:

@@ -316,22 +316,20 @@ class StopSignals:
         self._take(number, again)
 
 
-class Asked:
-    """Record stop signals in a rank of a local run; calling the object returns the signal's number, 0 before.
+def note_signals() -> Callable[[], int]:
+    """Note stop signals in a rank of a local run; return a function that returns the signal's number, 0 before.
 
     The parent handles Ctrl-C and sends SIGTERM to the ranks; Slurm sends SIGUSR1 to all processes of a job step.
     """
+    noted = 0
 
-    def __init__(self) -> None:
-        self._number = 0
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._handle)
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal noted
+        noted = number
 
-    def __call__(self) -> int:
-        return self._number
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._number = number
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, note)
+    return lambda: noted
 
 
 @contextmanager
