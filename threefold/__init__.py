@@ -16,16 +16,14 @@ if TYPE_CHECKING:
     from threefold.api import callbacks, pipeline, types
     from threefold.api.checkpoint import load, save
     from threefold.api.inspect_model import inspect
-    from threefold.api.launch import notebook_launcher, run, spawn
-    from threefold.api.mesh import init_mesh
+    from threefold.api.launch import init_mesh, notebook_launcher, run, spawn
     from threefold.api.model import parallelize
     from threefold.api.optimizer import distributed_optimizer
     from threefold.api.pipeline import PipelineLayers
-    from threefold.api.prepared.grad_sync import backward
-    from threefold.api.prepared.loader import gather_for_metrics
-    from threefold.api.prepared.prepare import clip_grad_norm_, prepare
-    from threefold.api.trainer import Trainer
-    from threefold.api.verification import verify_model
+    from threefold.api.prepare import clip_grad_norm_, prepare
+    from threefold.api.prepared_loader import gather_for_metrics
+    from threefold.api.prepared_model import backward
+    from threefold.api.trainer import Trainer, verify_model
     from threefold.comm.mesh import Mesh
     from threefold.config import Config, load_config
     from threefold.data.map_dataset import DistributedDataLoader
@@ -126,22 +124,22 @@ _MODULES: Final = {
     "UserError": "errors",
     "Vocab": "models.sharding",
     "VocabParallelEmbedding": "parallel.tensor.layers",
-    "backward": "api.prepared.grad_sync",
-    "clip_grad_norm_": "api.prepared.prepare",
+    "backward": "api.prepared_model",
+    "clip_grad_norm_": "api.prepare",
     "distributed_optimizer": "api.optimizer",
-    "gather_for_metrics": "api.prepared.loader",
-    "init_mesh": "api.mesh",
+    "gather_for_metrics": "api.prepared_loader",
+    "init_mesh": "api.launch",
     "inspect": "api.inspect_model",
     "load": "api.checkpoint",
     "load_config": "config",
     "notebook_launcher": "api.launch",
     "parallelize": "api.model",
-    "prepare": "api.prepared.prepare",
+    "prepare": "api.prepare",
     "run": "api.launch",
     "sample_keys": "random.dropout",
     "save": "api.checkpoint",
     "spawn": "api.launch",
-    "verify_model": "api.verification",
+    "verify_model": "api.trainer",
 }
 """Public name → the module that defines it, relative to the package."""
 

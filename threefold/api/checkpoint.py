@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from threefold.api import prepare as prepared
 from threefold.api.model import DistributedModel
 from threefold.api.optimizer import ModelOptimizer
-from threefold.api.prepared import prepare as prepared
-from threefold.api.prepared.module import PreparedModule
-from threefold.api.prepared.optimizer import PreparedOptimizer
+from threefold.api.prepared_model import PreparedModule
+from threefold.api.prepared_optimizer import PreparedOptimizer
 from threefold.checkpoint.errors import MODEL, OPTIMIZER, DamagedCheckpoint
 from threefold.checkpoint.folder import LOOP, newest
 from threefold.checkpoint.manifest import Facts

@@ -10,10 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from threefold.api.mesh import mesh_of_all_ranks
+from threefold.api.launch import mesh_of_all_ranks
 from threefold.comm.mesh import Mesh
 from threefold.config import PrecisionConfig
-from threefold.dtypes import DTYPES
 from threefold.errors import UserError, naming_arguments
 from threefold.models.construct import told
 from threefold.models.loss_terms import LossFunction, LossSums
@@ -21,7 +20,7 @@ from threefold.models.plan import Plan
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.gradients import COMPRESSIONS
 from threefold.parallel.parameter import publish_
-from threefold.parallel.settings import TrainingSettings
+from threefold.parallel.settings import DTYPES, TrainingSettings
 from threefold.plugins import one_of
 from threefold.train.optim import LossScale
 from threefold.train.step import GradientStep

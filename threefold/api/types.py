@@ -3,10 +3,10 @@
 from threefold.api.inspect_model import InspectedModule, Inspection
 from threefold.api.model import DistributedModel
 from threefold.api.optimizer import ModelOptimizer
-from threefold.api.prepared.loader import PreparedLoader
-from threefold.api.prepared.module import PreparedModule
-from threefold.api.prepared.optimizer import PreparedOptimizer, PreparedScheduler
-from threefold.api.verification import VerifiedModel
+from threefold.api.prepared_loader import PreparedLoader
+from threefold.api.prepared_model import PreparedModule
+from threefold.api.prepared_optimizer import PreparedOptimizer, PreparedScheduler
+from threefold.api.trainer import VerifiedModel
 from threefold.comm.axis import Axis
 from threefold.comm.layout import Coordinates, Layout
 from threefold.models.loss_terms import LossFunction, LossSums

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from threefold.api.prepared.optimizer import WrappedOptimizer
+from threefold.api.prepared_optimizer import WrappedOptimizer
 from threefold.comm.axis import Axis, Recorder
-from threefold.dtypes import DTYPES
 from threefold.errors import UserError
 from threefold.parallel.gradients import COMPRESSIONS, buckets_by_dtype
+from threefold.parallel.settings import DTYPES
 from threefold.plugins import one_of
 
 __all__ = [

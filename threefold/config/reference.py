@@ -1,15 +1,22 @@
-"""Reference of all settings as Markdown, generated from the schema."""
+"""What can be set, and what can be combined: the reference of all settings, and all features with their pairs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
+from threefold.config.loading import config_of
 from threefold.config.presets import FAMILIES as PRESET_FAMILIES
-from threefold.config.schema import section_settings, section_types
+from threefold.config.resolve import resolve
+from threefold.config.schedules import SCHEDULES, TorchSchedule
+from threefold.config.schema import Config, section_settings, section_types
 from threefold.config.section import NameIn
+from threefold.errors import UserError
+from threefold.plugins import one_of
 
 _INTRODUCTION = """\
 # The settings of a run
@@ -56,9 +63,9 @@ def _sections() -> Iterator[str]:
     settings = section_settings()
     for name, section in section_types().items():
         yield f"## `{name}`\n\n{section.__doc__}\n\n| Setting | Value | Default | Meaning |\n|---|---|---|---|"
-        for key, field in settings[name].items():
-            meaning, _, default = " ".join((field.description or "").split()).partition(" Default: ")
-            yield f"| `{key}` | {_value(field)} | {_default(field, default)} | {meaning} |"
+        for key, setting in settings[name].items():
+            meaning, _, default = " ".join((setting.description or "").split()).partition(" Default: ")
+            yield f"| `{key}` | {_value(setting)} | {_default(setting, default)} | {meaning} |"
         yield ""
 
 
@@ -128,3 +135,237 @@ def _plain(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+Settings = dict[str, Any]
+"""`section.key` → value."""
+
+
+@dataclass(frozen=True, eq=False)
+class Feature:
+    """Feature that can be switched on.
+
+    Attributes:
+        name, title: short name in the tables, and description.
+        group: heading of the feature in the page.
+        settings: settings that switch the feature on.
+        needs: minimum settings that the feature requires; another feature may require larger ones.
+        part_of: other names under which rules refer to the feature: its kind, and features that it needs.
+    """
+
+    name: str
+    title: str
+    group: str
+    settings: Settings
+    needs: Settings = field(default_factory=dict)
+    part_of: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset((self.name, *self.part_of))
+
+    def excludes(self, other: "Feature") -> bool:
+        """Return whether both features are values of one setting, so that there is nothing to combine."""
+        return any(self.settings[key] != other.settings[key] for key in self.settings.keys() & other.settings.keys())
+
+
+def _schedule(row: TorchSchedule) -> Feature:
+    micro_batches = next(count for count in (2, 4) if row.accepts(2, count))
+    needs = {"parallel.pp": 2, "train.gradient_accumulation_steps": micro_batches}
+    deferring = ("zero-bubble",) if row.defers_weight_gradients and row.name != "zero-bubble" else ()
+    title = f"pipeline schedule `{row.name}`"
+    return Feature(row.name, title, "Pipeline schedules", {"parallel.schedule": row.name}, needs, ("pp", *deferring))
+
+
+def _zero(stage: int, shares: str) -> Feature:
+    return Feature(
+        f"zero{stage}",
+        f"ZeRO stage {stage}: {shares} shared",
+        "ZeRO",
+        {"parallel.zero": stage},
+        {"parallel.dp": 2},
+        ("dp", "zero"),
+    )
+
+
+FEATURES: tuple[Feature, ...] = (
+    Feature("dp", "data parallelism", "Axes", {"parallel.dp": 2}),
+    Feature("tp", "tensor parallelism", "Axes", {"parallel.tp": 2}),
+    Feature("pp", "pipeline parallelism, schedule `1f1b`", "Axes", {"parallel.pp": 2}),
+    Feature(
+        "cp",
+        "context parallelism, keys and values gathered",
+        "Axes",
+        {"parallel.cp_method": "all-gather"},
+        {"parallel.cp": 2},
+    ),
+    Feature(
+        "ring", "context parallelism as a ring", "Axes", {"parallel.cp_method": "ring"}, {"parallel.cp": 2}, ("cp",)
+    ),
+    Feature("sp", "sequence parallelism", "Axes", {"parallel.sequence_parallel": True}, {"parallel.tp": 2}, ("tp",)),
+    *(_schedule(row) for row in SCHEDULES.values() if row.name != "1f1b"),
+    _zero(1, "optimizer states"),
+    _zero(2, "optimizer states and gradients"),
+    _zero(3, "optimizer states, gradients and weights"),
+    Feature(
+        "hybrid",
+        "ZeRO among some of the replicas",
+        "ZeRO",
+        {"parallel.zero_shards": 2},
+        {"parallel.dp": 4, "parallel.zero": 1},
+        ("dp", "zero"),
+    ),
+    Feature(
+        "selective",
+        "attention computed again in the backward pass",
+        "Memory",
+        {"train.recompute": "selective"},
+        {},
+        ("recompute",),
+    ),
+    Feature(
+        "full", "blocks computed again in the backward pass", "Memory", {"train.recompute": "full"}, {}, ("recompute",)
+    ),
+    Feature("chunked", "the logits some columns at a time", "Memory", {"train.loss_chunk_size": 5}),
+    Feature(
+        "bf16", "bf16 with fp32 masters", "Precision", {"precision.dtype": "bf16", "precision.master_weights": True}
+    ),
+    Feature("fp16", "fp16 with a loss scale and fp32 masters", "Precision", {"precision.dtype": "fp16"}),
+    Feature(
+        "pure-bf16",
+        "bf16 without fp32 masters",
+        "Precision",
+        {"precision.dtype": "bf16", "precision.master_weights": False},
+    ),
+    Feature(
+        "compressed",
+        "gradients summed in 16 bits",
+        "Precision",
+        {"parallel.gradient_compression": "fp16"},
+        {"parallel.dp": 2, "precision.dtype": "fp32"},
+        ("dp", "compression"),
+    ),
+    Feature("compile", "compiled layers", "Compilation and accumulation", {"train.compile": True}),
+    Feature("tied", "tied embeddings", "Model", {"model.tie_embeddings": True}),
+    Feature("documents", "attention that stops at documents", "Model", {"data.separate_documents": True}),
+    Feature("rope", "rotary positions", "Model", {"model.position_embedding": "rope"}),
+    Feature(
+        "llama",
+        "GQA, QK-norm, a sliding window, SwiGLU",
+        "Model",
+        {"model.architecture": "llama"},
+        {"model.num_key_value_heads": 2, "model.sliding_window": 5, "model.qk_norm": True},
+    ),
+    Feature(
+        "experts",
+        "a mixture of experts with a capacity and its losses",
+        "Model",
+        {"model.num_experts": 4},
+        {
+            "model.architecture": "llama",
+            "model.expert_capacity_factor": 1.0,
+            "model.router_aux_loss": 0.1,
+            "model.router_z_loss": 0.1,
+        },
+    ),
+    Feature(
+        "ep",
+        "experts shared among replicas",
+        "Axes",
+        {"parallel.ep": 2},
+        {"parallel.dp": 2, "model.num_experts": 4, "model.architecture": "llama"},
+        ("dp", "experts"),
+    ),
+    Feature("dropout", "dropout", "Model", {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}),
+    Feature(
+        "accumulation",
+        "several micro-batches a step",
+        "Compilation and accumulation",
+        {"train.gradient_accumulation_steps": 2},
+    ),
+)
+SIXTEEN_BIT = ("bf16", "fp16", "pure-bf16", "compressed")
+"""Features that compute or sum in 16 bits, with results close to those of fp64 but not equal up to rounding."""
+
+_BASE: dict[str, Settings] = {
+    "data": {"path": "tokens", "sequence_length": 8},
+    "model": {
+        "num_layers": 4,
+        "hidden_size": 16,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 24,
+        "vocab_size": 37,
+        "max_position_embeddings": 9,
+        "initializer_range": 0.1,
+        "tie_embeddings": False,
+    },
+    "train": {"global_batch_size": 16, "gradient_accumulation_steps": 1, "device": "cpu", "seed": 3},
+    "precision": {"dtype": "fp64"},
+    "optimizer": {"warmup_steps": 0, "lr": 3e-3, "eps": 1e-5},
+}
+"""A small model without any feature."""
+
+
+def config_with(features: Iterable[Feature], further: Settings | None = None) -> Config:
+    """Return a small resolved config with these features; raise a `UserError` if they cannot be combined.
+
+    Args:
+        features: features to switch on.
+        further: settings that override those of the features.
+    """
+    chosen = tuple(features)
+    settings: Settings = {}
+    for feature in chosen:
+        for key, value in feature.needs.items():
+            settings[key] = max(value, settings.get(key, value))
+    for feature in chosen:
+        for key, value in feature.settings.items():
+            counts = isinstance(value, int) and not isinstance(value, bool) and key != "parallel.zero"
+            settings[key] = max(value, settings.get(key, value)) if counts else value
+    sections = {name: dict(values) for name, values in _BASE.items()}
+    for key, value in {**settings, **(further or {})}.items():
+        section, name = key.split(".")
+        sections.setdefault(section, {})[name] = value
+    return resolve(config_of(sections), vocab_size=1)
+
+
+def features_named(names: Sequence[str]) -> list[Feature]:
+    """Return the features with these names; raise a `UserError` for an unknown name."""
+    known = {feature.name: feature for feature in FEATURES}
+    for name in names:
+        if name not in known:
+            raise UserError(f"{name!r} is no feature but must be {one_of(name, list(known))}.")
+    return [known[name] for name in names]
+
+
+def answers(features: Sequence[Feature]) -> Iterator[str]:
+    """Yield what a single feature cannot be combined with, or whether several can be combined; a sentence each."""
+    if len(features) == 1:
+        (feature,) = features
+        others = (other for other in FEATURES if other is not feature and not feature.excludes(other))
+        refused = [(other, reason) for other in others if (reason := _obstacle((feature, other)))]
+        if not refused:
+            yield f"{feature.name} ({feature.title}) goes together with all other features."
+        yield from (f"not with {other.name}: {reason}" for other, reason in refused)
+        return
+    broken = 0
+    for first, second in combinations(features, 2):
+        if reason := _obstacle((first, second)):
+            broken += 1
+            yield f"{first.name} and {second.name} cannot be combined: {reason}"
+    if not broken:
+        reason = _obstacle(features)
+        together = " and ".join(feature.name for feature in features)
+        yield f"{together} cannot be combined: {reason}" if reason else f"{together} can be combined."
+
+
+def _obstacle(features: Sequence[Feature]) -> str:
+    for first, second in combinations(features, 2):
+        if first.excludes(second):
+            key = next(key for key in first.settings if first.settings[key] != second.settings.get(key))
+            return f"both are values of {key}; choose one."
+    try:
+        config_with(features)
+    except UserError as error:
+        return str(error)
+    return ""

@@ -12,16 +12,17 @@ from threefold.convert.key_mapping import (
     Same,
     Unmapped,
     alike,
+    constant,
     count,
     flat,
     foreign_text,
     number,
+    parsed,
     shortened,
     switch,
     text,
     whole,
 )
-from threefold.convert.python_values import constant, parsed
 from threefold.errors import UserError
 
 USED = "used by other settings"

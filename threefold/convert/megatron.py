@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from threefold.config.document import read_document
+from threefold.config.loading import read_document
 from threefold.convert.key_mapping import (
     KeyMapping,
     Same,

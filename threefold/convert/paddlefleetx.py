@@ -6,7 +6,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final
 
-from threefold.config.document import read_document
+from threefold.config.loading import read_document
 from threefold.convert.key_mapping import (
     KeyMapping,
     Same,

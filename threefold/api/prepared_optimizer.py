@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from threefold.api.prepared.grad_sync import GradSync
+from threefold.api.prepared_model import GradSync
 from threefold.comm.axis import Axis
 from threefold.errors import UserError
 from threefold.parallel.parameter import like, local, slice_of, stored, whole

@@ -10,20 +10,19 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from threefold.api.mesh import mesh_of_all_ranks
+from threefold.api.launch import mesh_of_all_ranks
 from threefold.api.model import PRECISIONS, require_one_of
-from threefold.api.prepared.grad_sync import GradSync
-from threefold.api.prepared.loader import CurrentBatch, PreparedLoader
-from threefold.api.prepared.module import KINDS, PreparedModule, use_global_statistics
-from threefold.api.prepared.optimizer import PreparedOptimizer, PreparedScheduler, require_matches
+from threefold.api.prepared_loader import CurrentBatch, PreparedLoader
+from threefold.api.prepared_model import KINDS, GradSync, PreparedModule, use_global_statistics
+from threefold.api.prepared_optimizer import PreparedOptimizer, PreparedScheduler, require_matches
 from threefold.comm.mesh import Mesh
 from threefold.config import PrecisionConfig
-from threefold.dtypes import DTYPES
 from threefold.errors import UserError
 from threefold.models.sharding import Column, Patterns, PerHead, Replicated, Row, Split, Vocab, matches
 from threefold.parallel.gradients import COMPRESSIONS, Gradients, buckets_by_dtype
 from threefold.parallel.parameter import like, local, longest_shard, stored
 from threefold.parallel.sequence import ShardingContext
+from threefold.parallel.settings import DTYPES
 from threefold.parallel.shard_modules import SHARDINGS
 from threefold.parallel.zero import ShardedGradients, make_zero_sharding, shard_values
 from threefold.train.optim import LossScale
