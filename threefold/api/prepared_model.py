@@ -3,8 +3,7 @@
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from math import isfinite, log2
 from typing import Any, Literal, NamedTuple, cast
@@ -28,14 +27,7 @@ from threefold.train.step import GradientNorm, clip_
 Reduction = Literal["mean", "sum"]
 
 _ORIGIN = "threefold.prepared"
-
-
-@dataclass(frozen=True)
-class _Origin:
-    """Origin of a model's output, attached to its node in the autograd graph."""
-
-    sync: "GradSync"
-    rows: BatchRows | None
+"""Key, in the metadata of an output's node in the autograd graph, of its `GradSync` and its batch's rows."""
 
 
 class GradSync:
@@ -58,6 +50,7 @@ class GradSync:
         leaves: trained tensors by name.
         updates: number of sets of complete gradients so far.
         overflowed: whether the complete gradients are not finite, so the update is skipped.
+        has_unused_gradients: whether the complete gradients wait for an optimizer.
     """
 
     def __init__(
@@ -88,7 +81,7 @@ class GradSync:
         self._arrived: set[str] = set()
         self._used: dict[str, bool] = {}
         self._mean_loss: Tensor | None = None
-        self._unused = False
+        self.has_unused_gradients = False
         self._from_first = from_first
         if sharded is None:
             for name, leaf in self.leaves.items():
@@ -115,10 +108,9 @@ class GradSync:
 
     def mark(self, outputs: Any) -> None:
         """Record on the model's outputs which batch they belong to."""
-        origin = _Origin(self, self.current.rows)
         for tensor in tensors_in(outputs):
             if tensor.grad_fn is not None:
-                _metadata(tensor.grad_fn)[_ORIGIN] = origin
+                _metadata(tensor.grad_fn)[_ORIGIN] = self, self.current.rows
 
     def backward(
         self, loss: Tensor, rows: BatchRows | None, reduction: Reduction, count: Tensor | float | None, retain: bool
@@ -131,13 +123,13 @@ class GradSync:
             )
         counted = self._weight_of(rows, reduction, count)
         weight = torch.as_tensor(counted, dtype=torch.float64, device=loss.device).detach()
-        scale = self._begin(weight, rows) if not self._passes else self._scale()
-        self._reduction = reduction
+        if not self._passes:
+            self._begin(weight)
+        scale, self._reduction = self._scale(), reduction
         self._arrived.clear()
-        nothing = not counted
-        # The mean over no rows, and so its gradient, may be NaN, which no factor turns into 0.
-        outputs = [node for node, origin in _origins_of(loss) if origin.sync is self] if nothing else []
-        hooks = [node.register_prehook(_zeros) for node in outputs]
+        hooks, nothing = [], not counted
+        if nothing:  # the mean over no rows, and so its gradient, may be NaN, which no factor turns into 0
+            hooks = [node.register_prehook(_zeros) for node, sync, _ in _origins_of(loss) if sync is self]
         try:
             (loss * (weight * scale).to(loss.dtype)).backward(retain_graph=retain)
         finally:
@@ -165,14 +157,6 @@ class GradSync:
             self._publish([parameter.grad is not None for parameter in self.parameters.values()])
         return norm
 
-    def weights_changed(self) -> None:
-        """Record that the weights were updated."""
-        self.gradients.weights_changed()
-
-    def gradients_used(self) -> None:
-        """Allow the next update to overwrite the complete gradients."""
-        self._unused = False
-
     def _weight_of(self, rows: BatchRows | None, reduction: Reduction, count: Tensor | float | None) -> Tensor | float:
         """Return the weight of a loss: the number of items that it averages, or 1 for a sum."""
         if rows is not None and rows.own == 0:
@@ -181,28 +165,23 @@ class GradSync:
             return count
         return 1.0 if reduction == "sum" or rows is None else float(rows.own)
 
-    def _begin(self, weight: Tensor, rows: BatchRows | None) -> float:
-        if self._unused and self._holds_gradients():
-            raise UserError(
-                "threefold.backward was called before the gradients of the backward pass before were used, which would "
-                "be lost; add the losses up and call it once, or call optimizer.step() or optimizer.zero_grad() first."
-            )
+    def _begin(self, weight: Tensor) -> None:
+        left = [local(each.grad) for each in self.parameters.values() if each.grad is not None]
+        # An optimizer that is not prepared removes or zeroes gradients itself, on all ranks alike.
+        if self.has_unused_gradients and left:
+            found = torch.stack([each.any() for each in left]).any()  # one rank's shards may happen to be zeros
+            if self.mesh.world.all_reduce(found.double()):
+                raise UserError(
+                    "threefold.backward was called before the gradients of the backward pass before were used, which "
+                    "would be lost; add the losses up and call it once, or call optimizer.step() or "
+                    "optimizer.zero_grad() first."
+                )
         self._weight = self._loss = torch.zeros_like(weight)
         if self._nominal is None:
             # Losses are divided by about the final divisor, as large values would overflow in fp16.
-            total = float(self.mesh.dp.all_reduce(weight)) * self.accumulate
-            self._nominal = _power_of_two(total)
+            self._nominal = _power_of_two(float(self.mesh.dp.all_reduce(weight)) * self.accumulate)
         self.gradients.begin(self.accumulate)
         self._used = dict.fromkeys(self.leaves, False)
-        return self._scale()
-
-    def _holds_gradients(self) -> bool:
-        """Return whether a gradient is left; an optimizer that is not prepared removes or zeroes gradients itself."""
-        left = [local(each.grad) for each in self.parameters.values() if each.grad is not None]
-        if not left:  # on all ranks alike
-            return False
-        found = torch.stack([each.any() for each in left]).any()  # one rank's shards may happen to be zeros
-        return bool(self.mesh.world.all_reduce(found.double()))
 
     def _scale(self) -> float:
         assert self._nominal is not None  # set by `_begin`
@@ -233,7 +212,7 @@ class GradSync:
             self.loss_scale.update(finite)
             self.overflowed = not finite
         self._publish([flag > 0 for flag in found])
-        self._unused = True
+        self.has_unused_gradients = True
         for buffer in self._from_first:
             self.mesh.dp.broadcast_(buffer, 0)
 
@@ -263,8 +242,7 @@ class GradSync:
 
 def _arrived(owner: "weakref.ref[GradSync]", name: str, _leaf: Tensor | None = None) -> None:
     """Note a gradient, from a hook; a weak reference, as garbage collection does not find a cycle through hooks."""
-    sync = owner()
-    if sync is not None:
+    if (sync := owner()) is not None:
         sync.note(name)
 
 
@@ -278,16 +256,16 @@ def _metadata(node: Node) -> dict[Any, Any]:
     return cast(dict[Any, Any], node.metadata)
 
 
-def _origins_of(loss: Tensor) -> Iterator[tuple[Node, _Origin]]:
-    """Yield the graph nodes and origins of the prepared models' outputs that a loss depends on, the nearest first."""
+def _origins_of(loss: Tensor) -> Iterator[tuple[Node, GradSync, BatchRows | None]]:
+    """Yield node, `GradSync` and rows of each output of a prepared model that a loss depends on, nearest first."""
     waiting, seen = deque([loss.grad_fn]), set()
     while waiting:
         node = waiting.popleft()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if isinstance(found := _metadata(node).get(_ORIGIN), _Origin):
-            yield node, found
+        if _ORIGIN in (found := _metadata(node)):
+            yield node, *found[_ORIGIN]
         waiting.extend(following for following, _ in node.next_functions)
 
 
@@ -330,13 +308,13 @@ def backward(
         raise UserError(f"loss has the shape {[*loss.shape]} but must be a scalar; use loss.mean().")
     if reduction not in ("mean", "sum"):
         raise UserError(f"reduction is {reduction!r} but must be 'mean' or 'sum'; use 'mean'.")
-    origin = next((origin for _, origin in _origins_of(loss)), None)
-    if origin is None:
+    _, sync, rows = next(_origins_of(loss), (None, None, None))
+    if sync is None:
         raise UserError(
             "The loss does not come from a model that prepare returned; compute it from the output of that one, with "
             "gradients enabled."
         )
-    origin.sync.backward(loss.reshape(()), origin.rows, reduction, count, retain_graph)
+    sync.backward(loss.reshape(()), rows, reduction, count, retain_graph)
 
 
 _NARROW = (torch.float16, torch.bfloat16)
@@ -376,9 +354,10 @@ class PreparedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the original's forward pass in the given precision; narrow outputs are widened to fp32."""
-        with self._precision(), self._same_dropout():
+        narrow = self._autocast is not None
+        with torch.autocast(self.mesh.device.type, self._autocast) if narrow else nullcontext(), self._same_dropout():
             outputs = self.module(*args, **kwargs)
-        if self._autocast is not None:
+        if narrow:
             outputs = map_tensors(outputs, lambda tensor: tensor.float() if tensor.dtype in _NARROW else tensor)
         if torch.is_grad_enabled():
             self.sync.mark(outputs)
@@ -405,6 +384,7 @@ class PreparedModule(nn.Module):
                 state[name] = whole(stored(parameters[name])).detach()
         return state
 
+    @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> LoadedKeys:
         """Load whole tensors; each rank keeps its shards.
 
@@ -420,11 +400,16 @@ class PreparedModule(nn.Module):
         if strict and (missing or unexpected):
             what = f"lacks {missing[0]!r}" if missing else f"has {unexpected[0]!r}, which the model has not"
             raise UserError(f"The state {what}; pass that of the same model, or strict=False.")
-        self.sync.weights_changed()
-        with torch.no_grad():
-            for name, tensor in own.items():
-                if name in state_dict:
-                    _load(name, parameters.get(name, tensor), state_dict[name])
+        self.sync.gradients.weights_changed()
+        for name in (name for name in own if name in state_dict):
+            into = stored(parameters[name]) if name in parameters else own[name]
+            value = state_dict[name]
+            if into.shape != value.shape:
+                raise UserError(
+                    f"The state has {name!r} of shape {[*value.shape]} but the model's has {[*into.shape]}; pass that "
+                    "of the same model."
+                )
+            local(into).detach().copy_(slice_of(into, value))
         return LoadedKeys(missing, unexpected)
 
     def __getattr__(self, name: str) -> Any:
@@ -435,35 +420,18 @@ class PreparedModule(nn.Module):
                 raise
             return getattr(self.module, name)
 
-    def _precision(self) -> AbstractContextManager[Any]:
-        if self._autocast is None:
-            return nullcontext()
-        return torch.autocast(self.mesh.device.type, dtype=self._autocast)
-
-    def _same_dropout(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def _same_dropout(self) -> Iterator[None]:
         """Draw the same random numbers on all tensor ranks, so that replicated activations stay equal."""
         if self.mesh.tp.size == 1 or not self.training:
-            return nullcontext()
+            yield
+            return
         self._forwards += 1
-        return _drawing_from(signed(stream_key("prepared", self._dropout_seed, self._forwards), 63), self.mesh.device)
-
-
-def _load(name: str, tensor: Tensor, value: Tensor) -> None:
-    into = stored(tensor) if isinstance(tensor, nn.Parameter) else tensor
-    if into.shape != value.shape:
-        raise UserError(
-            f"The state has {name!r} of shape {[*value.shape]} but the model's has {[*into.shape]}; pass that of the "
-            "same model."
-        )
-    local(into).detach().copy_(slice_of(into, value))
-
-
-@contextmanager
-def _drawing_from(seed: int, device: torch.device) -> Iterator[None]:
-    devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
-        torch.manual_seed(seed)
-        yield
+        device = self.mesh.device
+        on_cpu = device.type == "cpu"
+        with torch.random.fork_rng([] if on_cpu else [device], device_type="cuda" if on_cpu else device.type):
+            torch.manual_seed(signed(stream_key("prepared", self._dropout_seed, self._forwards), 63))
+            yield
 
 
 KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -542,8 +510,3 @@ def use_global_statistics(model: nn.Module, axis: Axis, current: CurrentBatch) -
                     made[child] = GlobalBatchNorm(child, axis, current)
                 setattr(module, name, made[child])
     return model
-
-
-def batch_norm_buffers(model: nn.Module) -> list[Tensor]:
-    """Return the running statistics of the model's batch normalizations."""
-    return [buffer for module in model.modules() if isinstance(module, KINDS) for buffer in module.buffers()]

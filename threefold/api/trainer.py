@@ -14,7 +14,7 @@ from threefold.config import Config, load_config
 from threefold.config.loading import config_of
 from threefold.config.model import OWN
 from threefold.data.dataset import vocabulary
-from threefold.errors import UserError
+from threefold.errors import UserError, require_whole
 from threefold.files import shown
 from threefold.launch.environment import find_launched_rank
 from threefold.launch.launcher import joined_rank
@@ -229,10 +229,8 @@ def verify_model(
     """
     if dtype not in ("fp64", "fp32"):
         raise UserError(f"dtype is {dtype!r} but must be fp64 or fp32; use fp64.")
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise UserError(f"steps is {steps!r} but must be a whole number of at least 1; use 3.")
-    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 2:
-        raise UserError(f"ranks is {ranks!r} but must be a whole number of at least 2; use 4.")
+    require_whole("steps", steps, use=3)
+    require_whole("ranks", ranks, least=2, use=4)
     given, source = own_run(
         config, model=model, plan=plan, loss=loss, arguments=arguments, optimizer=optimizer, dataset=dataset
     )

@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 
 from threefold.api.prepared_optimizer import WrappedOptimizer
 from threefold.comm.axis import Axis, Recorder
-from threefold.errors import UserError
+from threefold.errors import UserError, require_whole
 from threefold.parallel.gradients import COMPRESSIONS, buckets_by_dtype
 from threefold.parallel.settings import DTYPES
-from threefold.plugins import one_of
+from threefold.plugins import require_one_of
 
 __all__ = [
     "DistributedOptimizer",
@@ -178,13 +178,10 @@ class DistributedOptimizer(WrappedOptimizer):
                 f"optimizer is of the type {type(optimizer).__name__} but must be a torch.optim.Optimizer; pass "
                 "torch.optim.AdamW(model.parameters()), say."
             )
-        if compression not in COMPRESSIONS:
-            raise UserError(f"compression is {compression!r} but must be {one_of(compression, list(COMPRESSIONS))}.")
-        passes = backward_passes_per_step
-        if not isinstance(passes, int) or passes < 1:
-            raise UserError(f"backward_passes_per_step is {passes!r} but must be a whole number of at least 1; use 1.")
+        require_one_of("compression", compression, COMPRESSIONS)
+        require_whole("backward_passes_per_step", backward_passes_per_step)
         super().__init__(optimizer)
-        self.backward_passes_per_step = passes
+        self.backward_passes_per_step = backward_passes_per_step
         self._axis = _world()
         self._parameters = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in named_parameters or ()}
@@ -248,7 +245,8 @@ class DistributedOptimizer(WrappedOptimizer):
         """Load a state into the original optimizer."""
         self.optimizer.load_state_dict(dict(state_dict))
 
-    def _note(self, parameter: Tensor) -> None:
+    def note(self, parameter: Tensor) -> None:
+        """Count a parameter's gradient from autograd; raise a `UserError` if it is one too many for a step."""
         self._passes[parameter] += 1
         if self._passes[parameter] > self.backward_passes_per_step:
             name = self._names.get(parameter, "without a name")
@@ -260,9 +258,8 @@ class DistributedOptimizer(WrappedOptimizer):
 
 
 def _arrived(owner: "weakref.ref[DistributedOptimizer]", parameter: Tensor) -> None:
-    optimizer = owner()
-    if optimizer is not None:
-        optimizer._note(parameter)
+    if (optimizer := owner()) is not None:
+        optimizer.note(parameter)
 
 
 def _world() -> Axis:
