@@ -276,7 +276,7 @@ def shard_by_patterns(model: nn.Module, table: Mapping[str, Split], mesh: Mesh) 
             hint = f"; the nearest is {last[close[0]]!r}" if close else ""
             raise UserError(f"tensor_parallel has {pattern!r}, which is no module of the model{hint}.")
     patterns = Patterns(table)
-    rules = {name: table[pattern] for name in names if (pattern := patterns.naming(name)) is not None}
+    rules = {name: table[found] for name in names if (found := patterns.naming(name)) is not None}
     for name, rule in rules.items():
         _check_rule(name, modules, rule, mesh.tp.size)
     if mesh.tp.size == 1:

@@ -13,6 +13,7 @@ from threefold.comm.layout import parse_layouts
 from threefold.config import Config, load_config
 from threefold.config.loading import config_of
 from threefold.config.model import OWN
+from threefold.config.schema import section_types
 from threefold.data.dataset import vocabulary
 from threefold.errors import UserError, require_whole
 from threefold.files import shown
@@ -96,7 +97,15 @@ class Trainer:
     ) -> None:
         self.run_dir, self.callbacks = Path(run_dir), list(callbacks)
         for callback in self.callbacks:
-            _check_callback(callback)
+            if isinstance(callback, type) and issubclass(callback, Callback):
+                name = callback.__name__
+                raise UserError(f"callbacks has the class {name} but needs an object; write {name}().")
+            if not isinstance(callback, Callback):
+                raise UserError(
+                    f"callbacks has {shown(repr(callback))}, a {type(callback).__name__}, but each must be a "
+                    "threefold.Callback; make it a subclass."
+                )
+            require_packages(callback, f"callbacks has {type(callback).__name__}")
         self.config, self.source = own_run(
             config, model=model, plan=plan, loss=loss, arguments=arguments, optimizer=optimizer, dataset=dataset
         )
@@ -150,19 +159,6 @@ class Trainer:
         return stopped
 
 
-def _check_callback(callback: Any) -> None:
-    if isinstance(callback, type) and issubclass(callback, Callback):
-        raise UserError(
-            f"callbacks has the class {callback.__name__} but needs an object; write {callback.__name__}()."
-        )
-    if not isinstance(callback, Callback):
-        raise UserError(
-            f"callbacks has {shown(repr(callback))}, a {type(callback).__name__}, but each must be a "
-            "threefold.Callback; make it a subclass."
-        )
-    require_packages(callback, f"callbacks has {type(callback).__name__}")
-
-
 @dataclass(frozen=True)
 class VerifiedModel:
     """Results of `verify_model`; `str()` has a line for each layout.
@@ -182,7 +178,15 @@ class VerifiedModel:
         return iter(self.results)
 
     def __str__(self) -> str:
-        return "\n".join(map(_line, self.results))
+        lines = []
+        for result in self.results:
+            line = f"{result.spec}: {result.verdict}"
+            if result.worst is not None:
+                line += f", the largest relative error is {result.worst.relative:.1e}"
+            if result.first is not None:
+                line += f", the first departure is {result.first} ({result.first.where(result.spec.layout)})"
+            lines.append(line + (f", {result.message}" if result.message else ""))
+        return "\n".join(lines)
 
 
 def verify_model(
@@ -234,7 +238,13 @@ def verify_model(
     given, source = own_run(
         config, model=model, plan=plan, loss=loss, arguments=arguments, optimizer=optimizer, dataset=dataset
     )
-    _require_picklable(source)
+    try:
+        pickle.dumps(source)
+    except Exception as error:
+        raise UserError(
+            f"{shown(str(source))} with its plan and loss cannot be sent to other processes "
+            f"({' '.join(str(error).split())}); define them at the top of a module or of the script."
+        ) from None
     specs = parse_layouts([layouts] if isinstance(layouts, str) else list(layouts or ()))
     require_room(max((spec.world_size for spec in specs), default=ranks))
     base = prepare(given, dtype, vocabulary(given) or UNKNOWN_VOCABULARY)
@@ -247,25 +257,6 @@ def verify_model(
     with verifier(Verification(small, steps, rows, source, full), selection) as check:
         check.run_one_process()
         return VerifiedModel(tuple(check.verify(spec, selection.has_second_run(spec)) for spec in selection.specs))
-
-
-def _require_picklable(source: ModelSource) -> None:
-    try:
-        pickle.dumps(source)
-    except Exception as error:
-        raise UserError(
-            f"{shown(str(source))} with its plan and loss cannot be sent to other processes "
-            f"({' '.join(str(error).split())}); define them at the top of a module or of the script."
-        ) from None
-
-
-def _line(result: LayoutResult) -> str:
-    line = f"{result.spec}: {result.verdict}"
-    if result.worst is not None:
-        line += f", the largest relative error is {result.worst.relative:.1e}"
-    if result.first is not None:
-        line += f", the first departure is {result.first} ({result.first.where(result.spec.layout)})"
-    return line + (f", {result.message}" if result.message else "")
 
 
 def own_run(
@@ -299,8 +290,7 @@ def own_run(
     found = read_config(config, changes)
     source: ModelSource = ConfigSource()
     if model is not None:
-        layers = isinstance(model, list | tuple)
-        source = as_source(PipelineLayers(model) if layers else model, plan, loss)
+        source = as_source(PipelineLayers(model) if isinstance(model, list | tuple) else model, plan, loss)
         found = source.configured(found)
     if arguments is None:
         return found, source
@@ -325,16 +315,12 @@ def read_config(config: Any, changes: Mapping[str, Any]) -> Config:
         )
     for name, section in config.items():
         if not isinstance(section, Mapping):
-            owners = [key for key, field in Config.model_fields.items() if name in _settings_of(field.annotation)]
+            owners = [key for key, kind in section_types().items() if name in kind.model_fields]
             instead = f"{{{owners[0]!r}: {{{name!r}: {shown(repr(section))}}}}}" if owners else "{}"
             raise UserError(
                 f"config has {shown(repr(section))} for {name} but must have a mapping of settings; use {instead}."
             )
     return config_of({str(name): dict(section) for name, section in config.items()}, changes)
-
-
-def _settings_of(section: Any) -> Mapping[str, Any]:
-    return getattr(section, "model_fields", {})
 
 
 def changed(config: Config, section: str, changes: Mapping[str, Any]) -> Config:
