@@ -9,10 +9,10 @@ from typing import Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from threefold.config.loading import config_of
+from threefold.config.loading import config_of, parse_value
 from threefold.config.presets import FAMILIES as PRESET_FAMILIES
 from threefold.config.resolve import resolve
-from threefold.config.schedules import SCHEDULES, TorchSchedule
+from threefold.config.schedules import SCHEDULES
 from threefold.config.schema import Config, section_settings, section_types
 from threefold.config.section import NameIn
 from threefold.errors import UserError
@@ -169,119 +169,84 @@ class Feature:
         return any(self.settings[key] != other.settings[key] for key in self.settings.keys() & other.settings.keys())
 
 
-def _schedule(row: TorchSchedule) -> Feature:
-    micro_batches = next(count for count in (2, 4) if row.accepts(2, count))
-    needs = {"parallel.pp": 2, "train.gradient_accumulation_steps": micro_batches}
-    deferring = ("zero-bubble",) if row.defers_weight_gradients and row.name != "zero-bubble" else ()
-    title = f"pipeline schedule `{row.name}`"
-    return Feature(row.name, title, "Pipeline schedules", {"parallel.schedule": row.name}, needs, ("pp", *deferring))
-
-
-def _zero(stage: int, shares: str) -> Feature:
-    return Feature(
-        f"zero{stage}",
-        f"ZeRO stage {stage}: {shares} shared",
-        "ZeRO",
-        {"parallel.zero": stage},
-        {"parallel.dp": 2},
-        ("dp", "zero"),
+def _feature(group: str, name: str, title: str, settings: str, needs: str = "", part_of: str = "") -> Feature:
+    """Make a feature of settings in the form of overrides, `section.key=value` with the value in YAML."""
+    given, least = (
+        {key: parse_value(value, key) for key, _, value in (each.partition("=") for each in text.split())}
+        for text in (settings, needs)
     )
+    return Feature(name, title, group, given, least, tuple(part_of.split()))
 
 
+def _schedules() -> Iterator[Feature]:
+    for row in SCHEDULES.values():
+        if row.name != "1f1b":
+            count = next(count for count in (2, 4) if row.accepts(2, count))
+            needs = f"parallel.pp=2 train.gradient_accumulation_steps={count}"
+            deferring = " zero-bubble" * (row.defers_weight_gradients and row.name != "zero-bubble")
+            title, chosen = f"pipeline schedule `{row.name}`", f"parallel.schedule={row.name}"
+            yield _feature("Pipeline schedules", row.name, title, chosen, needs, f"pp{deferring}")
+
+
+_EXPERTS = "model.architecture=llama model.expert_capacity_factor=1.0 model.router_aux_loss=0.1 model.router_z_loss=0.1"
 FEATURES: tuple[Feature, ...] = (
-    Feature("dp", "data parallelism", "Axes", {"parallel.dp": 2}),
-    Feature("tp", "tensor parallelism", "Axes", {"parallel.tp": 2}),
-    Feature("pp", "pipeline parallelism, schedule `1f1b`", "Axes", {"parallel.pp": 2}),
-    Feature(
-        "cp",
-        "context parallelism, keys and values gathered",
-        "Axes",
-        {"parallel.cp_method": "all-gather"},
-        {"parallel.cp": 2},
+    _feature("Axes", "dp", "data parallelism", "parallel.dp=2"),
+    _feature("Axes", "tp", "tensor parallelism", "parallel.tp=2"),
+    _feature("Axes", "pp", "pipeline parallelism, schedule `1f1b`", "parallel.pp=2"),
+    _feature(
+        "Axes", "cp", "context parallelism, keys and values gathered", "parallel.cp_method=all-gather", "parallel.cp=2"
     ),
-    Feature(
-        "ring", "context parallelism as a ring", "Axes", {"parallel.cp_method": "ring"}, {"parallel.cp": 2}, ("cp",)
+    _feature("Axes", "ring", "context parallelism as a ring", "parallel.cp_method=ring", "parallel.cp=2", "cp"),
+    _feature("Axes", "sp", "sequence parallelism", "parallel.sequence_parallel=true", "parallel.tp=2", "tp"),
+    *_schedules(),
+    *(
+        _feature("ZeRO", f"zero{n}", f"ZeRO stage {n}: {what} shared", f"parallel.zero={n}", "parallel.dp=2", "dp zero")
+        for n, what in (
+            (1, "optimizer states"),
+            (2, "optimizer states and gradients"),
+            (3, "optimizer states, gradients and weights"),
+        )
     ),
-    Feature("sp", "sequence parallelism", "Axes", {"parallel.sequence_parallel": True}, {"parallel.tp": 2}, ("tp",)),
-    *(_schedule(row) for row in SCHEDULES.values() if row.name != "1f1b"),
-    _zero(1, "optimizer states"),
-    _zero(2, "optimizer states and gradients"),
-    _zero(3, "optimizer states, gradients and weights"),
-    Feature(
-        "hybrid",
-        "ZeRO among some of the replicas",
-        "ZeRO",
-        {"parallel.zero_shards": 2},
-        {"parallel.dp": 4, "parallel.zero": 1},
-        ("dp", "zero"),
+    _feature(
+        *("ZeRO", "hybrid", "ZeRO among some of the replicas"),
+        *("parallel.zero_shards=2", "parallel.dp=4 parallel.zero=1", "dp zero"),
     ),
-    Feature(
-        "selective",
-        "attention computed again in the backward pass",
-        "Memory",
-        {"train.recompute": "selective"},
-        {},
-        ("recompute",),
+    _feature(
+        *("Memory", "selective", "attention computed again in the backward pass"),
+        *("train.recompute=selective", "", "recompute"),
     ),
-    Feature(
-        "full", "blocks computed again in the backward pass", "Memory", {"train.recompute": "full"}, {}, ("recompute",)
+    _feature(
+        "Memory", "full", "blocks computed again in the backward pass", "train.recompute=full", part_of="recompute"
     ),
-    Feature("chunked", "the logits some columns at a time", "Memory", {"train.loss_chunk_size": 5}),
-    Feature(
-        "bf16", "bf16 with fp32 masters", "Precision", {"precision.dtype": "bf16", "precision.master_weights": True}
+    _feature("Memory", "chunked", "the logits some columns at a time", "train.loss_chunk_size=5"),
+    _feature("Precision", "bf16", "bf16 with fp32 masters", "precision.dtype=bf16 precision.master_weights=true"),
+    _feature("Precision", "fp16", "fp16 with a loss scale and fp32 masters", "precision.dtype=fp16"),
+    _feature(
+        "Precision", "pure-bf16", "bf16 without fp32 masters", "precision.dtype=bf16 precision.master_weights=false"
     ),
-    Feature("fp16", "fp16 with a loss scale and fp32 masters", "Precision", {"precision.dtype": "fp16"}),
-    Feature(
-        "pure-bf16",
-        "bf16 without fp32 masters",
-        "Precision",
-        {"precision.dtype": "bf16", "precision.master_weights": False},
+    _feature(
+        *("Precision", "compressed", "gradients summed in 16 bits", "parallel.gradient_compression=fp16"),
+        *("parallel.dp=2 precision.dtype=fp32", "dp compression"),
     ),
-    Feature(
-        "compressed",
-        "gradients summed in 16 bits",
-        "Precision",
-        {"parallel.gradient_compression": "fp16"},
-        {"parallel.dp": 2, "precision.dtype": "fp32"},
-        ("dp", "compression"),
+    _feature("Compilation and accumulation", "compile", "compiled layers", "train.compile=true"),
+    _feature("Model", "tied", "tied embeddings", "model.tie_embeddings=true"),
+    _feature("Model", "documents", "attention that stops at documents", "data.separate_documents=true"),
+    _feature("Model", "rope", "rotary positions", "model.position_embedding=rope"),
+    _feature(
+        *("Model", "llama", "GQA, QK-norm, a sliding window, SwiGLU", "model.architecture=llama"),
+        "model.num_key_value_heads=2 model.sliding_window=5 model.qk_norm=true",
     ),
-    Feature("compile", "compiled layers", "Compilation and accumulation", {"train.compile": True}),
-    Feature("tied", "tied embeddings", "Model", {"model.tie_embeddings": True}),
-    Feature("documents", "attention that stops at documents", "Model", {"data.separate_documents": True}),
-    Feature("rope", "rotary positions", "Model", {"model.position_embedding": "rope"}),
-    Feature(
-        "llama",
-        "GQA, QK-norm, a sliding window, SwiGLU",
-        "Model",
-        {"model.architecture": "llama"},
-        {"model.num_key_value_heads": 2, "model.sliding_window": 5, "model.qk_norm": True},
+    _feature(
+        "Model", "experts", "a mixture of experts with a capacity and its losses", "model.num_experts=4", _EXPERTS
     ),
-    Feature(
-        "experts",
-        "a mixture of experts with a capacity and its losses",
-        "Model",
-        {"model.num_experts": 4},
-        {
-            "model.architecture": "llama",
-            "model.expert_capacity_factor": 1.0,
-            "model.router_aux_loss": 0.1,
-            "model.router_z_loss": 0.1,
-        },
+    _feature(
+        *("Axes", "ep", "experts shared among replicas", "parallel.ep=2"),
+        *("parallel.dp=2 model.num_experts=4 model.architecture=llama", "dp experts"),
     ),
-    Feature(
-        "ep",
-        "experts shared among replicas",
-        "Axes",
-        {"parallel.ep": 2},
-        {"parallel.dp": 2, "model.num_experts": 4, "model.architecture": "llama"},
-        ("dp", "experts"),
-    ),
-    Feature("dropout", "dropout", "Model", {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}),
-    Feature(
-        "accumulation",
-        "several micro-batches a step",
-        "Compilation and accumulation",
-        {"train.gradient_accumulation_steps": 2},
+    _feature("Model", "dropout", "dropout", "model.hidden_dropout=0.1 model.attention_dropout=0.1"),
+    _feature(
+        *("Compilation and accumulation", "accumulation", "several micro-batches a step"),
+        "train.gradient_accumulation_steps=2",
     ),
 )
 SIXTEEN_BIT = ("bf16", "fp16", "pure-bf16", "compressed")
