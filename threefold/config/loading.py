@@ -73,18 +73,15 @@ def nearest_setting(key: str, known: Sequence[str], sections: Sequence[str]) -> 
         if close and not section:
             return close[0]
         section = close[0] if close else section
+    names = {key: key.split(".")[1] for key in known}
     meant = next((ours for ours, theirs in _ELSEWHERE.items() if name.lower() in theirs.split()), name)
-    same = [candidate for candidate in known if _name(candidate) == meant]
-    of_section = [candidate for candidate in known if candidate.split(".")[0] == section]
-    if same:
-        return next((candidate for candidate in same if candidate in of_section), same[0])
-    inside = get_close_matches(f"{section}.{name}", of_section, n=1)
-    anywhere = get_close_matches(name, [_name(candidate) for candidate in known], n=1, cutoff=0)
-    return (inside or [candidate for candidate in known if _name(candidate) == anywhere[0]])[0]
-
-
-def _name(key: str) -> str:
-    return key.split(".")[1]
+    of_section = [key for key in known if key.startswith(f"{section}.")]
+    if same := [key for key in known if names[key] == meant]:
+        return next((key for key in same if key in of_section), same[0])
+    if inside := get_close_matches(f"{section}.{name}", of_section, n=1):
+        return inside[0]
+    anywhere = get_close_matches(name, names.values(), n=1, cutoff=0)
+    return next(key for key in known if names[key] == anywhere[0])
 
 
 Overrides = Iterable[str] | Mapping[str, Any]
@@ -150,7 +147,12 @@ def _made(
     derived: Collection[str] = (),
 ) -> Config:
     """Apply overrides to the values and their places, and make the config; errors begin with a place or `where`."""
-    _apply_all(overrides, values, places)
+    for key, value, place in _applied(overrides):
+        section, name = key.split(".")
+        places[key] = place
+        chosen = values.setdefault(section, {})
+        if isinstance(chosen, dict):
+            chosen[name] = value
     try:
         return Config.model_validate(values, context=(origins, frozenset(derived)))
     except ValidationError as error:
@@ -163,38 +165,25 @@ def _named(values: Any) -> Any:
     return {shown(key) if isinstance(key, str) else _shown(key): value for key, value in values.items()}
 
 
-def _apply_all(overrides: Overrides, values: dict[Any, Any], origins: dict[str, str]) -> None:
+def _applied(overrides: Overrides) -> Iterator[tuple[str, Any, str]]:
+    """Yield the setting, the value and the place of each override; raise a `UserError` if it names no setting."""
     if isinstance(overrides, str):
         raise UserError(f"overrides is {shown(repr(overrides))} but must be a list or a mapping; use [{overrides!r}].")
-    if isinstance(overrides, Mapping):
-        for key, value in overrides.items():
-            where = f"overrides has {shown(str(key))}"
-            _require_setting(str(key), where)
-            _put(str(key), value, "", values, origins)
-        return
     for override in overrides:
-        key, equals, text = override.partition("=")
-        key, where = key.strip(), f"--set {shown(override)}"
-        if not equals or not key:
-            raise UserError(f"{where}: write it as section.key=value.")
-        _require_setting(key, where)
-        _put(key, parse_value(text, where), f"{where}: ", values, origins)
-
-
-def _require_setting(key: str, where: str) -> None:
-    if key in Config.model_fields:
-        first = next(each for each in known_keys() if each.startswith(f"{key}."))
-        raise UserError(f"{where}: {key} is a section; name a setting of it, such as {first}.")
-    if key not in known_keys():
-        raise UserError(f"{where}: {_unknown(key)}")
-
-
-def _put(key: str, value: Any, origin: str, values: dict[Any, Any], origins: dict[str, str]) -> None:
-    section, name = key.split(".")
-    origins[key] = origin
-    chosen = values.setdefault(section, {})
-    if isinstance(chosen, dict):
-        chosen[name] = value
+        if isinstance(overrides, Mapping):
+            key, value, where, place = str(override), overrides[override], f"overrides has {shown(str(override))}", ""
+        else:
+            key, equals, text = override.partition("=")
+            key, where = key.strip(), f"--set {shown(override)}"
+            place = f"{where}: "
+            if not equals or not key:
+                raise UserError(f"{where}: write it as section.key=value.")
+        if key in Config.model_fields:
+            first = next(each for each in known_keys() if each.startswith(f"{key}."))
+            raise UserError(f"{where}: {key} is a section; name a setting of it, such as {first}.")
+        if key not in known_keys():
+            raise UserError(f"{where}: {_unknown(key)}")
+        yield key, value if isinstance(overrides, Mapping) else parse_value(text, where), place
 
 
 def known_keys() -> list[str]:

@@ -5,7 +5,7 @@ Each system has a module with `read(path)` and `fill(mapping, world_size)`.
 
 import ast
 import re
-from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, get_args
 
@@ -13,7 +13,7 @@ from threefold.config.loading import config_of, known_keys
 from threefold.config.resolve import resolve
 from threefold.config.schema import Config, section_settings, to_yaml
 from threefold.convert import colossal, megatron, paddlefleetx
-from threefold.convert.key_mapping import KeyMapping, Unmapped, foreign_text, parsed, shortened
+from threefold.convert.key_mapping import Unmapped, foreign_text, parsed, shortened
 from threefold.errors import UserError
 
 Kind = Literal["fleet", "colossal", "megatron"]
@@ -44,8 +44,12 @@ def detected(path: Path) -> tuple[Kind, str]:
         return "megatron", f"its section {model_args[0].rstrip(': ')}"
     if not shell and (section := _FLEET_SECTION.search(text)):
         return "fleet", f"its section {section[1]}"
-    if not shell and (name := _colossal(text)):
-        return "colossal", f"its {name}"
+    if not shell:
+        with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+            statements = [each for each in ast.iter_child_nodes(parsed(text)) if isinstance(each, ast.Assign)]
+            names = [target.id for each in statements for target in each.targets if isinstance(target, ast.Name)]
+            if known := [name for name in names if name in _COLOSSAL_NAMES.split()]:
+                return "colossal", f"its setting {known[0]}"
     plain = _COMMENT.sub("", text)
     for pattern in (_FLEET_FLAG, _FLEET_OPTION, _FLEET_LAUNCH):
         if found := pattern.search(plain):
@@ -53,15 +57,6 @@ def detected(path: Path) -> tuple[Kind, str]:
     if flag := _FLAG.search(plain):
         return "megatron", f"its flags, such as {flag[0]}"
     return _ENDINGS.get(path.suffix.lower(), "megatron"), f"its name, {path.name}"
-
-
-def _colossal(text: str) -> str:
-    try:
-        statements = [each for each in ast.iter_child_nodes(parsed(text)) if isinstance(each, ast.Assign)]
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return ""
-    names = [target.id for each in statements for target in each.targets if isinstance(target, ast.Name)]
-    return next((f"setting {name}" for name in names if name in _COLOSSAL_NAMES.split()), "")
 
 
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
@@ -102,8 +97,8 @@ class Converted(NamedTuple):
 
     def to_yaml(self) -> str:
         """Format our settings as YAML for `load_config`, with comments at its head about what must still be set."""
-        head = "".join(f"# Still to be set: {key}: {what}.\n" for key, what in self.unset.items())
-        return head + to_yaml(self.sections)
+        head = (f"# Still to be set: {key}: {what}.\n" for key, what in self.unset.items())
+        return "".join(head) + to_yaml(self.sections)
 
 
 def convert(path: Path, kind: Kind | None = None, world_size: int | None = None) -> Converted:
@@ -135,9 +130,28 @@ def _converted(path: Path, kind: Kind | None, world_size: int | None) -> Convert
     if not {"data.path", "data.mixture"} & mapping.settings.keys():
         mapping.put("data.path", _PLACE_OF_DATA)
         mapping.note("data", "not given", f"data.path {_PLACE_OF_DATA} is a placeholder for your folder or token files")
-    config = _config(mapping)
-    differing = _differing(config, mapping.settings)
-    return Converted(kind, evidence, differing, mapping.notes, _why_invalid(config), _unset(config))
+    sections: dict[str, dict[str, Any]] = {}
+    for key in (key for key in known_keys() if key in mapping.settings):
+        section, name = key.split(".")
+        sections.setdefault(section, {})[name] = mapping.settings[key]
+    try:
+        config = config_of(sections)
+    except UserError as error:
+        raise UserError(f"{mapping.where}: {error}") from None
+    differing: dict[str, dict[str, Any]] = {}
+    for name, known in section_settings().items():
+        for key, value in getattr(config, name).settings().items():
+            default = known[key].default
+            if f"{name}.{key}" in mapping.settings and value != (
+                list(default) if isinstance(default, tuple) else default
+            ):
+                differing.setdefault(name, {})[key] = value
+    invalid = ""
+    try:
+        resolve(config, config.model.vocab_size or _USUAL_VOCABULARY)
+    except UserError as error:
+        invalid = str(error)
+    return Converted(kind, evidence, differing, mapping.notes, invalid, _unset(config))
 
 
 def unmapped_lines(converted: Converted, path: Path) -> list[str]:
@@ -156,46 +170,14 @@ def unmapped_lines(converted: Converted, path: Path) -> list[str]:
     return lines
 
 
-def _config(mapping: KeyMapping) -> Config:
-    sections: dict[str, dict[str, Any]] = {}
-    for key in known_keys():
-        if key in mapping.settings:
-            section, name = key.split(".")
-            sections.setdefault(section, {})[name] = mapping.settings[key]
-    try:
-        return config_of(sections)
-    except UserError as error:
-        raise UserError(f"{mapping.where}: {error}") from None
-
-
-def _differing(config: Config, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    differing: dict[str, dict[str, Any]] = {}
-    for name, known in section_settings().items():
-        for key, value in getattr(config, name).settings().items():
-            default = known[key].default
-            if f"{name}.{key}" in settings and value != (list(default) if isinstance(default, tuple) else default):
-                differing.setdefault(name, {})[key] = value
-    return differing
-
-
 def _unset(config: Config) -> dict[str, str]:
-    found: dict[str, str] = {}
     paths = list(config.data.corpora)
-    if paths == [_PLACE_OF_DATA]:
-        found["data.path"] = f"{_PLACE_OF_DATA} is a placeholder; name your folder or token files"
-        return found  # the data determines the vocabulary
-    open_paths = [path for path in paths if "$" in path or "<" in path]
-    if open_paths:
+    if paths == [_PLACE_OF_DATA]:  # whose data determines the vocabulary
+        return {"data.path": f"{_PLACE_OF_DATA} is a placeholder; name your folder or token files"}
+    found: dict[str, str] = {}
+    if open_paths := [path for path in paths if "$" in path or "<" in path]:
         key = "data.path" if config.data.mixture is None else "data.mixture"
         found[key] = f"{shortened(open_paths[0])} is not a path; put your own in its place"
     if config.model.vocab_size is None and config.data.tokenizer is None:
         found["model.vocab_size"] = "the number of token ids, which token files of other systems do not say"
     return found
-
-
-def _why_invalid(config: Config) -> str:
-    try:
-        resolve(config, config.model.vocab_size or _USUAL_VOCABULARY)
-    except UserError as error:
-        return str(error)
-    return ""

@@ -2,7 +2,6 @@
 
 import ast
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -176,8 +175,11 @@ class _Reader:
             whose = _MODEL_CALL if name == "model" else _OPTIMIZER_CALL
             if _MADE.fullmatch(name) and whose.search(made) and name not in self.values:
                 keywords = {part.arg: part.value for part in node.value.keywords if part.arg}
-                settings = {key: constant(value, self.values) for key, value in keywords.items()}
-                settings = {key: value for key, value in settings.items() if not _is_local(keywords[key], self.values)}
+                settings = {
+                    key: constant(value, self.values)
+                    for key, value in keywords.items()
+                    if not isinstance(value, ast.Name) or value.id in self.values  # no local variable
+                }
                 self.values[name] = {"type": made, **settings}
                 self.used.update(part.id for part in ast.walk(node.value) if isinstance(part, ast.Name))
                 self.notes.append(Unmapped(f"line {node.lineno}", _first_line(node), f"taken for {name}"))
@@ -185,10 +187,6 @@ class _Reader:
 
 _MODEL_CALL: Final = re.compile(r"(?i)gpt")
 _OPTIMIZER_CALL: Final = re.compile(r"(?i)adam|sgd|lamb|lars")
-
-
-def _is_local(node: ast.expr, names: Mapping[str, Any]) -> bool:
-    return isinstance(node, ast.Name) and node.id not in names
 
 
 def _first_line(statement: ast.stmt) -> str:
