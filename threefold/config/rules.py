@@ -209,25 +209,20 @@ def check_pipeline(config: Config) -> None:
 
 
 def check_micro_batches(config: Config) -> None:
-    """Check that the schedule accepts the number of micro-batches, or raise a `UserError`."""
-    parallel, schedule = config.parallel, config.parallel.pipeline_schedule
-    if parallel.pp > 1 and not schedule.accepts(parallel.pp, config.train.gradient_accumulation_steps):
-        raise problem(config, "train.gradient_accumulation_steps", _micro_batch_rule(config))
-
-
-def _micro_batch_rule(config: Config) -> str:
-    """Say what the schedule needs, and the nearest number of micro-batches, at the same global batch if possible."""
+    """Check that the schedule accepts the number of micro-batches, or raise a `UserError` with the nearest number."""
     train, schedule, pp, dp = config.train, config.parallel.pipeline_schedule, config.parallel.pp, config.parallel.dp
-    given, share = train.gradient_accumulation_steps, train.global_batch_size // dp
-    need = f"parallel.schedule {schedule.name} {schedule.micro_batch_rule(pp, given)}"
-    fitting = [count for count in divisors(share) if schedule.accepts(pp, count)]
-    if fitting:
-        return f"{need}; use {min(fitting, key=lambda count: (abs(count - given), count))}"
-    counts = [schedule.micro_batches] if schedule.micro_batches else range(given, 2 * pp + given)
-    larger = next((count for count in counts if schedule.accepts(pp, count)), None)
-    if larger is None:  # a schedule in Python may support few numbers
-        return f"{need}; use another number"
-    return f"{need}; use {larger} with train.global_batch_size {larger * train.micro_batch_size * dp}"
+    given = train.gradient_accumulation_steps
+    if pp == 1 or schedule.accepts(pp, given):
+        return
+    use = "another number"  # a schedule in Python may support few
+    if fitting := [count for count in divisors(train.global_batch_size // dp) if schedule.accepts(pp, count)]:
+        use = str(min(fitting, key=lambda count: (abs(count - given), count)))
+    else:
+        counts = [schedule.micro_batches] if schedule.micro_batches else range(given, 2 * pp + given)
+        if larger := next((count for count in counts if schedule.accepts(pp, count)), 0):
+            use = f"{larger} with train.global_batch_size {larger * train.micro_batch_size * dp}"
+    rule = f"parallel.schedule {schedule.name} {schedule.micro_batch_rule(pp, given)}; use {use}"
+    raise problem(config, "train.gradient_accumulation_steps", rule)
 
 
 LEAST_TIMEOUT = 2
@@ -290,10 +285,11 @@ def _check_zero(config: Config) -> None:
         nearest = nearest_divisor(parallel.zero_shards, parallel.dp)
         raise problem(config, "parallel.zero_shards", f"must divide parallel.dp {parallel.dp}; use {nearest}")
     if parallel.zero_shards % parallel.ep and parallel.ep % parallel.zero_shards:
-        rule = (
-            f"must be a multiple or a divisor of parallel.ep {parallel.ep}, whose replicas share a copy of the experts"
-        )
-        raise problem(config, "parallel.zero_shards", f"{rule}; use {_nearest_shards(config)}")
+        ep, given = parallel.ep, parallel.zero_shards
+        counts = [n for n in divisors(parallel.dp) if n % ep == 0 or (ep % n == 0 and n * parallel.cp > 1)]
+        rule = f"must be a multiple or a divisor of parallel.ep {ep}, whose replicas share a copy of the experts"
+        nearest = min(counts, key=lambda count: (abs(count - given), count))
+        raise problem(config, "parallel.zero_shards", f"{rule}; use {nearest}")
     if parallel.zero_shards * parallel.cp == 1:
         rule = f"zero_shards 1 disables sharding and parallel.zero is {parallel.zero}; use {parallel.dp}, or zero 0"
         raise problem(config, "parallel.zero_shards", rule)
@@ -306,15 +302,6 @@ def _check_zero(config: Config) -> None:
     if before_last and before_last * (rows := -(-vocab // parallel.tp)) >= vocab:  # fully_shard takes no empty tensor
         rule = f"parallel.tp {parallel.tp} leaves a rank without rows of the {vocab} of model.vocab_size"
         raise problem(config, "parallel.zero", f"{rule}; use 0 or model.vocab_size {before_last * rows + 1}")
-
-
-def _nearest_shards(config: Config) -> int:
-    """Return the valid number of replicas per copy nearest to `parallel.zero_shards`, with experts shared over ep."""
-    ep, cp, given = config.parallel.ep, config.parallel.cp, config.parallel.zero_shards
-    fitting = (
-        count for count in divisors(config.parallel.dp) if count % ep == 0 or (ep % count == 0 and count * cp > 1)
-    )
-    return min(fitting, key=lambda count: (abs(count - given), count))
 
 
 def _check_sequence(config: Config) -> None:

@@ -192,7 +192,8 @@ class _Rules:
             for _ in in_order(orders):
                 pass
         except StuckError as stuck:
-            needed = _as_written(stuck.missing, orders)
+            actions = (each for order in orders for each in order)
+            needed = next((each for each in actions if result_of(each) == stuck.missing), stuck.missing)
             rule = f"it needs {needed}, which comes later or waits for it; move {needed} before it"
             raise self.error(stuck.rank, f"{stuck.action} can never run, as {rule}") from None
         return orders
@@ -238,10 +239,6 @@ class _Rules:
                 if lacking:
                     rule = f"each stage needs F and B (or I and W) of all {micro_batches} micro-batches; add it"
                     raise self.error(self._rank_of[stage], f"{Action(stage, lacking, number)} is missing, and {rule}")
-
-
-def _as_written(result: Action, orders: Orders) -> Action:
-    return next((each for order in orders for each in order if result_of(each) == result), result)
 
 
 FILE_SUFFIX: Final = ".csv"
