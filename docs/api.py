@@ -415,9 +415,12 @@ def public_paths() -> Iterator[str]:
     yield from modules()
     listing = {**rooms, "compat.horovod": "compat.horovod", "compat.paddle": "compat.paddle"}
     for room in listing.keys() - {"compat"}:
-        names = literal(f"{PACKAGE}.{listing[room]}", "__all__")
-        assert isinstance(names, list)
-        yield from (f"{room}.{name}" for name in names if name not in modules())
+        module = f"{PACKAGE}.{listing[room]}"
+        imports = [node for node in parsed(file_of(module)).body if isinstance(node, ast.ImportFrom)]
+        shown = [each.name for node in imports for each in node.names if each.asname == each.name]
+        for name in shown or literal(module, "__all__"):
+            if name not in modules():
+                yield f"{room}.{name}"
 
 
 def problems() -> Iterator[str]:

@@ -7,8 +7,9 @@ import torch
 
 from tests.api.prepared_scripts import Script, Updates, plain, prepared, worst
 from tests.support.sweep import sweep
+from threefold.api.prepare import GlobalBatchNorm
 from threefold.api.prepared_loader import CurrentBatch
-from threefold.api.prepared_model import GlobalBatchNorm, GradSync
+from threefold.api.prepared_model import GradSync
 from threefold.comm.axis import reduce_from
 
 UNEVEN = Script("conv", "adamw", "float64", epochs=1)

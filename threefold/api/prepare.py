@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -13,8 +14,9 @@ from torch.utils.data import DataLoader
 from threefold.api.launch import mesh_of_all_ranks
 from threefold.api.model import PRECISIONS
 from threefold.api.prepared_loader import CurrentBatch, PreparedLoader
-from threefold.api.prepared_model import KINDS, GradSync, PreparedModule, use_global_statistics
+from threefold.api.prepared_model import GradSync, PreparedModule
 from threefold.api.prepared_optimizer import PreparedOptimizer, PreparedScheduler, require_matches
+from threefold.comm.axis import Axis, copy_to, reduce_from
 from threefold.comm.mesh import Mesh
 from threefold.config import PrecisionConfig
 from threefold.errors import UserError, require_whole
@@ -219,12 +221,18 @@ def _prepare_model(
         for tensor in (*model.parameters(), *model.buffers()):
             mesh.world.broadcast_(tensor.detach(), 0)
     partial = [] if tensor_parallel is None else shard_by_patterns(model, tensor_parallel, mesh)
-    norms = [module for module in model.modules() if isinstance(module, KINDS)]
+    norms = [module for module in model.modules() if isinstance(module, _NORMS)]
     if sync_batch_norm and mesh.dp.size > 1 and norms:
         # A process group of its own, as gradient sums may be in flight over dp.
         axis = mesh.new_axis("batch norm", mesh.layout.groups("dp"))
         assert axis is not None  # each rank is in one of them
-        model = use_global_statistics(model, axis, current)
+        made = {norm: GlobalBatchNorm(norm, axis, current) for norm in norms}
+        if model in made:
+            model = made[model]
+        for module in list(model.modules()):
+            for name, child in list(module.named_children()):
+                if child in made:
+                    setattr(module, name, made[child])
     buffers = [] if sync_batch_norm else [buffer for module in norms for buffer in module.buffers()]
     sharding = make_zero_sharding(mesh, zero, mesh.dp.size) if mesh.dp.size > 1 else None
     if sharding is not None:
@@ -337,3 +345,67 @@ def _check_rule(name: str, modules: Mapping[str, nn.Module], rule: Split, ranks:
         if heads % ranks:
             fits = max(each for each in range(1, ranks) if heads % each == 0)
             raise UserError(f"The mesh has tp {ranks} but it must divide the {heads} heads of {name!r}; use tp={fits}.")
+
+
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+class GlobalBatchNorm(nn.Module):
+    """`nn.BatchNorm1d`, `2d` or `3d` with the statistics of the global batch in training.
+
+    Args:
+        module: the original, whose parameters and buffers are reused under their names.
+        axis: axis of the replicas, with a process group of its own, as gradients may be in flight on another.
+        current: tells whether this replica's row is a filler, which counts for nothing.
+    """
+
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None
+
+    def __init__(self, module: Any, axis: Axis, current: CurrentBatch) -> None:
+        super().__init__()
+        self.axis, self._current = axis, current
+        self.eps, self.momentum = module.eps, module.momentum
+        self.track_running_stats = module.track_running_stats
+        self.weight, self.bias = module.weight, module.bias
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            self.register_buffer(name, getattr(module, name))
+        self.train(module.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize `x` [N, C, …], this replica's rows, over N and the dims after C."""
+        if not self.training and self.running_mean is not None:
+            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        dims = [0, *range(2, x.dim())]
+        shape = [1, -1, *[1] * (x.dim() - 2)]
+        counts = 0.0 if self._current.is_filler else 1.0
+        size = wide.new_full((1,), counts * x.numel() / x.shape[1])
+        totals = self._over_replicas(torch.cat([wide.sum(dims) * counts, size]))
+        number = totals[-1].detach()
+        mean = totals[:-1] / number
+        offset = wide - mean.view(shape)
+        variance = self._over_replicas(offset.square().sum(dims) * counts) / number
+        if self.training:
+            self._track(mean.detach(), variance.detach(), number)
+        out = offset * (variance + self.eps).rsqrt().view(shape)
+        if self.weight is not None:
+            out = out * self.weight.view(shape)
+        if self.bias is not None:
+            out = out + self.bias.view(shape)
+        return out.to(x.dtype)
+
+    def _over_replicas(self, x: Tensor) -> Tensor:
+        """Sum over the replicas; the backward pass sums too, since every replica's loss depends on the result."""
+        return copy_to(reduce_from(x, self.axis), self.axis)
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, variance: Tensor, number: Tensor) -> None:
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked.add_(1)
+        factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        unbiased = variance * (number / (number - 1))
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)

@@ -1,4 +1,4 @@
-"""Prepared models: precision, whole-tensor state, gradient synchronization and global batch normalization."""
+"""Prepared models: precision, whole-tensor state, gradient accumulation and synchronization."""
 
 import weakref
 from collections import deque
@@ -11,10 +11,8 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.nn import functional as F
 
 from threefold.api.prepared_loader import BatchRows, CurrentBatch, map_tensors, tensors_in
-from threefold.comm.axis import Axis, copy_to, reduce_from
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
 from threefold.parallel.gradients import Gradients
@@ -432,81 +430,3 @@ class PreparedModule(nn.Module):
         with torch.random.fork_rng([] if on_cpu else [device], device_type="cuda" if on_cpu else device.type):
             torch.manual_seed(signed(stream_key("prepared", self._dropout_seed, self._forwards), 63))
             yield
-
-
-KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-
-
-class GlobalBatchNorm(nn.Module):
-    """`nn.BatchNorm1d`, `2d` or `3d` with the statistics of the global batch in training.
-
-    Args:
-        module: the original, whose parameters and buffers are reused under their names.
-        axis: axis of the replicas, with a process group of its own, as gradients may be in flight on another.
-        current: tells whether this replica's row is a filler, which counts for nothing.
-    """
-
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    num_batches_tracked: Tensor | None
-
-    def __init__(self, module: Any, axis: Axis, current: CurrentBatch) -> None:
-        super().__init__()
-        self.axis, self._current = axis, current
-        self.eps, self.momentum = module.eps, module.momentum
-        self.track_running_stats = module.track_running_stats
-        self.weight, self.bias = module.weight, module.bias
-        for name in ("running_mean", "running_var", "num_batches_tracked"):
-            self.register_buffer(name, getattr(module, name))
-        self.train(module.training)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalize `x` [N, C, …], this replica's rows, over N and the dims after C."""
-        if not self.training and self.running_mean is not None:
-            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        dims = [0, *range(2, x.dim())]
-        shape = [1, -1, *[1] * (x.dim() - 2)]
-        counts = 0.0 if self._current.is_filler else 1.0
-        size = wide.new_full((1,), counts * x.numel() / x.shape[1])
-        totals = self._over_replicas(torch.cat([wide.sum(dims) * counts, size]))
-        number = totals[-1].detach()
-        mean = totals[:-1] / number
-        offset = wide - mean.view(shape)
-        variance = self._over_replicas(offset.square().sum(dims) * counts) / number
-        if self.training:
-            self._track(mean.detach(), variance.detach(), number)
-        out = offset * (variance + self.eps).rsqrt().view(shape)
-        if self.weight is not None:
-            out = out * self.weight.view(shape)
-        if self.bias is not None:
-            out = out + self.bias.view(shape)
-        return out.to(x.dtype)
-
-    def _over_replicas(self, x: Tensor) -> Tensor:
-        """Sum over the replicas; the backward pass sums too, since every replica's loss depends on the result."""
-        return copy_to(reduce_from(x, self.axis), self.axis)
-
-    @torch.no_grad()
-    def _track(self, mean: Tensor, variance: Tensor, number: Tensor) -> None:
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
-            return
-        self.num_batches_tracked.add_(1)
-        factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        unbiased = variance * (number / (number - 1))
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
-
-
-def use_global_statistics(model: nn.Module, axis: Axis, current: CurrentBatch) -> nn.Module:
-    """Replace each batch normalization of a model by a `GlobalBatchNorm`, and return the model."""
-    if isinstance(model, KINDS):
-        return GlobalBatchNorm(model, axis, current)
-    made: dict[nn.Module, nn.Module] = {}
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, KINDS):
-                if child not in made:
-                    made[child] = GlobalBatchNorm(child, axis, current)
-                setattr(module, name, made[child])
-    return model
