@@ -33,8 +33,11 @@ class Same(NamedTuple):
 
 
 def alike(section: str, kind: Callable[[Any], Any], names: str, default: Any = None, prefix: str = "") -> list[Same]:
-    """Return rows for foreign settings that only differ from ours in the prefix, and in dashes for underscores."""
-    return [Same(prefix + name, f"{section}.{name.replace('-', '_')}", kind, default) for name in names.split()]
+    """Return rows for foreign settings of one kind: `theirs=ours`, or one name if only dashes and the prefix differ."""
+    pairs = [
+        (theirs, ours or theirs.replace("-", "_")) for theirs, _, ours in (n.partition("=") for n in names.split())
+    ]
+    return [Same(prefix + theirs, f"{section}.{ours}", kind, default) for theirs, ours in pairs]
 
 
 class Unmapped(NamedTuple):
@@ -172,15 +175,15 @@ class KeyMapping:
             reasons: reason → patterns of the settings that need no counterpart.
             unsupported: reason → patterns of the settings that change the training and have no counterpart.
         """
+
+        def reason_of(key: str, table: Mapping[str, str]) -> str:
+            found = (why for why, patterns in table.items() if any(fnmatchcase(key, each) for each in patterns.split()))
+            return next(found, "")
+
         for key, value in self.given.items():
-            changing, harmless = _reason(key, unsupported or {}), _reason(key, reasons)
+            changing, harmless = reason_of(key, unsupported or {}), reason_of(key, reasons)
             self.note(key, value, changing or harmless or NOT_KNOWN, unsupported=bool(changing or not harmless))
         self.given.clear()
-
-
-def _reason(key: str, table: Mapping[str, str]) -> str:
-    found = (reason for reason, patterns in table.items() if any(fnmatchcase(key, each) for each in patterns.split()))
-    return next(found, "")
 
 
 def foreign_text(path: Path) -> str:
