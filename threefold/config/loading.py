@@ -256,17 +256,10 @@ def _expected(problem: Any) -> str:
     if kind == "literal_error":
         names = context["expected"].replace(" or ", ", ").split(", ")
         return one_of(problem["input"], [name.strip("'") for name in names])
-    limits = {
-        "greater_than_equal": ("at least", "ge"),
-        "greater_than": ("above", "gt"),
-        "less_than_equal": ("at most", "le"),
-        "less_than": ("below", "lt"),
-    }
-    if kind in limits:
-        words, name = limits[kind]
-        limit = context[name]
-        short = f"{limit:g}"
-        return f"{words} {short if isinstance(limit, float) and float(short) == limit else limit}"
+    for name, words in (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below")):
+        if kind.startswith(("greater_than", "less_than")) and name in context:
+            limit, short = context[name], f"{context[name]:g}"
+            return f"{words} {short if isinstance(limit, float) and float(short) == limit else limit}"
     if kind == "string_too_short":
         return "the name of a folder"
     return _EXPECTED.get(kind.split("_")[0], problem["msg"])

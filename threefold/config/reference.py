@@ -56,17 +56,14 @@ _TYPES: dict[Any, str] = {int: "whole number", float: "number", bool: "true or f
 
 def markdown() -> str:
     """Return the whole page: an introduction, a table for each section, the presets."""
-    return "\n".join([_INTRODUCTION, *_sections(), *_presets()])
-
-
-def _sections() -> Iterator[str]:
-    settings = section_settings()
+    lines, settings = [_INTRODUCTION], section_settings()
     for name, section in section_types().items():
-        yield f"## `{name}`\n\n{section.__doc__}\n\n| Setting | Value | Default | Meaning |\n|---|---|---|---|"
+        lines.append(f"## `{name}`\n\n{section.__doc__}\n\n| Setting | Value | Default | Meaning |\n|---|---|---|---|")
         for key, setting in settings[name].items():
             meaning, _, default = " ".join((setting.description or "").split()).partition(" Default: ")
-            yield f"| `{key}` | {_value(setting)} | {_default(setting, default)} | {meaning} |"
-        yield ""
+            lines.append(f"| `{key}` | {_value(setting)} | {_default(setting, default)} | {meaning} |")
+        lines.append("")
+    return "\n".join([*lines, *_presets()])
 
 
 def _value(field: FieldInfo) -> str:
@@ -84,15 +81,14 @@ def _value(field: FieldInfo) -> str:
         return "names and values" if get_args(kind)[1] is Any else "paths and numbers > 0"
     if get_origin(kind) is tuple:
         return "list of names or mappings" if Ellipsis in get_args(kind) else "list of two numbers"
-    signs = [(*_SIGNS[type(rule)], rule) for rule in field.metadata if type(rule) in _SIGNS]
-    limits = ", ".join(f"{sign} {_limit(getattr(rule, name))}" for sign, name, rule in signs)
-    return f"{_TYPES[kind]} {limits}".strip()
-
-
-def _limit(number: float) -> str:
-    """Format a limit for a narrow column, with powers of ten as such."""
-    power = len(str(number)) - 1
-    return f"10^{power}" if power >= 5 and number == 10**power else str(number)
+    limits = []
+    for rule in field.metadata:
+        if type(rule) in _SIGNS:
+            sign, name = _SIGNS[type(rule)]
+            limit = getattr(rule, name)
+            power = len(str(limit)) - 1  # for a narrow column
+            limits.append(f"{sign} {f'10^{power}' if power >= 5 and limit == 10**power else limit}")
+    return f"{_TYPES[kind]} {', '.join(limits)}".strip()
 
 
 def _default(field: FieldInfo, described: str) -> str:
@@ -114,21 +110,17 @@ def _presets() -> Iterator[str]:
     yield "`--set model.vocab_size=N` for another tokenizer. `data.sequence_length` is `max_position_embeddings` unless"
     yield "set. `threefold config size` counts the parameters; [models.md](models.md) says what the families are.\n"
     for title, family in PRESET_FAMILIES.items():
-        yield from _preset_table(title, family)
-
-
-def _preset_table(title: str, family: dict[str, dict[str, Any]]) -> Iterator[str]:
-    first, *rest = family.values()
-    keys = list(dict.fromkeys(key for sizes in family.values() for key in sizes))
-    same = [key for key in keys if all(key in sizes and sizes[key] == first.get(key) for sizes in rest)]
-    keys = [key for key in keys if key not in same]
-    common = ", ".join(f"`{key}` {_plain(first[key])}" for key in same)
-    yield f"### {title}\n\nAll have {common}.\n"
-    yield "| `model.preset` | " + " | ".join(f"`{key}`" for key in keys) + " |"
-    yield "|---|" + "---:|" * len(keys)
-    for name, sizes in family.items():
-        yield f"| `{name}` | " + " | ".join(_plain(sizes[key]) if key in sizes else "" for key in keys) + " |"
-    yield ""
+        first, *rest = family.values()
+        keys = list(dict.fromkeys(key for sizes in family.values() for key in sizes))
+        same = [key for key in keys if all(key in sizes and sizes[key] == first.get(key) for sizes in rest)]
+        keys = [key for key in keys if key not in same]
+        common = ", ".join(f"`{key}` {_plain(first[key])}" for key in same)
+        yield f"### {title}\n\nAll have {common}.\n"
+        yield "| `model.preset` | " + " | ".join(f"`{key}`" for key in keys) + " |"
+        yield "|---|" + "---:|" * len(keys)
+        for name, sizes in family.items():
+            yield f"| `{name}` | " + " | ".join(_plain(sizes[key]) if key in sizes else "" for key in keys) + " |"
+        yield ""
 
 
 def _plain(value: Any) -> str:
