@@ -1,7 +1,8 @@
-"""Safe reading of small files that a person or another program may have damaged.
+"""Files: safe reading of small ones, checksums of any, JSON that carries its own checksum, and sizes in bytes.
 
-Every reader of configs, manifests, metadata and indexes goes through here. A missing file, a folder, a FIFO, a device,
-an overlong path, text that is not UTF-8 and endlessly nested JSON each raise a one-sentence `UserError`; none hangs.
+Every reader of configs, manifests, metadata and indexes goes through here, as a person or another program may have
+damaged them. A missing file, a folder, a FIFO, a device, an overlong path, text that is not UTF-8 and endlessly nested
+JSON each raise a one-sentence `UserError`; none hangs.
 """
 
 import json

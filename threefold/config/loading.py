@@ -1,4 +1,8 @@
-"""Loading of a config from YAML and overrides, with one-sentence errors that suggest the nearest valid setting."""
+"""Loading of a config from YAML and overrides, with one-sentence errors that suggest the nearest valid setting.
+
+Configs may come from untrusted sources. Anything beyond plain values is refused with a one-sentence error: tags that
+name types, values that contain themselves, and aliases or nesting that grow without bound.
+"""
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

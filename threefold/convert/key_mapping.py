@@ -1,4 +1,7 @@
-"""Key mapping: takes the settings of another system one by one, and collects ours and notes on the unmapped rest."""
+"""Key mapping: takes the settings of another system one by one, and collects ours and notes on the unmapped rest.
+
+At the end, constant Python expressions, in which such settings may be written, are evaluated without running anything.
+"""
 
 import ast
 import operator
