@@ -45,8 +45,7 @@ def broadcast_parameters(parameters: Any, root_rank: int = 0) -> None:
         t3.compat.horovod.broadcast_parameters(model.state_dict(), root_rank=0)
         ```
     """
-    world = _world()
-    _check_root(root_rank, world)
+    world = _world(root_rank)
     pairs = parameters.items() if isinstance(parameters, Mapping) else parameters
     if isinstance(pairs, Tensor | nn.Module) or not isinstance(pairs, Iterable):
         raise UserError(
@@ -77,8 +76,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int = 0) -> None:
         t3.compat.horovod.broadcast_optimizer_state(optimizer, root_rank=0)
         ```
     """
-    world = _world()
-    _check_root(root_rank, world)
+    world = _world(root_rank)
     inner = optimizer.optimizer if isinstance(optimizer, DistributedOptimizer) else optimizer
     state = world.gather_objects(inner.state_dict() if world.index == root_rank else None)[root_rank]
     if world.index != root_rank:
@@ -103,8 +101,7 @@ def broadcast_object(value: Any, root_rank: int = 0) -> Any:
         first_epoch = t3.compat.horovod.broadcast_object(first_epoch, root_rank=0)
         ```
     """
-    world = _world()
-    _check_root(root_rank, world)
+    world = _world(root_rank)
     return world.gather_objects(value if world.index == root_rank else None)[root_rank]
 
 
@@ -262,16 +259,13 @@ def _arrived(owner: "weakref.ref[DistributedOptimizer]", parameter: Tensor) -> N
         optimizer.note(parameter)
 
 
-def _world() -> Axis:
-    """Return the axis of all ranks of the default process group."""
+def _world(root_rank: int = 0) -> Axis:
+    """Return the axis of all ranks of the default process group; raise a `UserError` if it lacks the root."""
     if not dist.is_initialized():
         raise UserError(
             "torch.distributed is not initialised, so there are no ranks; call threefold.init_mesh() first."
         )
     ranks = tuple(range(dist.get_world_size()))
+    if root_rank not in ranks:
+        raise UserError(f"root_rank is {root_rank!r} but the world has the ranks 0 to {ranks[-1]}; use 0.")
     return Axis("world", ranks, dist.get_rank(), dist.group.WORLD, Recorder())
-
-
-def _check_root(root_rank: int, world: Axis) -> None:
-    if root_rank not in range(world.size):
-        raise UserError(f"root_rank is {root_rank!r} but the world has the ranks 0 to {world.size - 1}; use 0.")

@@ -544,19 +544,14 @@ def _stages_of(order: Sequence[tuple[int, str, int]]) -> set[int]:
     return {stage for stage, _, _ in order}
 
 
-def is_schedule_file(name: str) -> bool:
-    """Return whether `parallel.schedule` names a CSV file."""
-    return name.lower().endswith(FILE_SUFFIX)
-
-
 def is_python_schedule(name: str) -> bool:
     """Return whether `parallel.schedule` names a Python function; nothing is imported."""
-    return not is_schedule_file(name) and is_import_path(name)
+    return not name.lower().endswith(FILE_SUFFIX) and is_import_path(name)
 
 
 def is_own_schedule(name: str) -> bool:
     """Return whether `parallel.schedule` names a CSV file or a Python function."""
-    return is_schedule_file(name) or is_import_path(name)
+    return name.lower().endswith(FILE_SUFFIX) or is_import_path(name)
 
 
 def schedule_name(given: str) -> str:
@@ -583,10 +578,10 @@ def find_schedule(name: str) -> Schedule:
         UserError: a file cannot be read or breaks a rule, or a function cannot be imported.
         ValueError: unknown schedule.
     """
-    if is_schedule_file(name):
-        return FileSchedule(name, read_schedule_file(name))
-    if is_import_path(name):
+    if is_python_schedule(name):
         return _of_python(name, load_path(name, "parallel.schedule"))
+    if is_own_schedule(name):
+        return FileSchedule(name, read_schedule_file(name))
     return SCHEDULES[schedule_name(name)]
 
 
