@@ -10,7 +10,6 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -190,6 +189,8 @@ def checksum_of_blocks(blocks: Iterable[bytes | memoryview]) -> str:
 
 def checksums(paths: Iterable[Path], advance: Callable[[int], None] = lambda size: None) -> list[str]:
     """Return the checksum of each file, in order, reading several files at a time."""
+    from concurrent.futures import ThreadPoolExecutor  # slow to import, and every command imports this module
+
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="threefold-checksum") as pool:
         return list(pool.map(lambda path: checksum(path, advance), paths))
 
