@@ -109,7 +109,21 @@ class PreparedLoader:
             )
         self.loader, self.mesh, self.currents = loader, mesh, [current]
         self.rows: BatchRows | None = None
-        self._inner = _remade(loader, mesh)
+        # A loader with the same data set, workers and collation that reads this replica's parts.
+        kept = "num_workers pin_memory timeout worker_init_fn multiprocessing_context generator persistent_workers"
+        options: dict[str, Any] = {name: getattr(loader, name) for name in kept.split()}
+        if loader.num_workers:
+            options["prefetch_factor"] = loader.prefetch_factor
+        parts: Any
+        if isinstance(loader.dataset, IterableDataset):
+            assert loader.batch_size is not None  # a batch_sampler and an IterableDataset exclude each other
+            parts = _StreamOfParts(loader.dataset, loader.batch_size, loader.drop_last, mesh.dp.index, mesh.dp.size)
+        else:
+            assert loader.batch_sampler is not None  # checked
+            parts = _DatasetOfParts(loader.dataset)
+            options["sampler"] = _PartSampler(loader.batch_sampler, mesh)
+        collate: Any = partial(_collated, loader.collate_fn)
+        self._inner: DataLoader = DataLoader(parts, batch_size=None, collate_fn=collate, **options)
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch, the same as on one process."""
@@ -179,22 +193,6 @@ def gather_for_metrics(values: Any, loader: Any) -> Any:
         return axis.all_gather(tensor.detach()[:own].contiguous(), dim=0)
 
     return map_tensors(values, gathered)
-
-
-def _remade(loader: DataLoader, mesh: Mesh) -> DataLoader:
-    """Return a loader with the same dataset, workers and collation that reads this replica's parts."""
-    kept = "num_workers pin_memory timeout worker_init_fn multiprocessing_context generator persistent_workers"
-    options = {name: getattr(loader, name) for name in kept.split()}
-    if loader.num_workers:
-        options["prefetch_factor"] = loader.prefetch_factor
-    collate: Any = partial(_collated, loader.collate_fn)
-    if isinstance(loader.dataset, IterableDataset):
-        assert loader.batch_size is not None  # a batch_sampler and an IterableDataset exclude each other
-        stream = _StreamOfParts(loader.dataset, loader.batch_size, loader.drop_last, mesh.dp.index, mesh.dp.size)
-        return DataLoader(stream, batch_size=None, collate_fn=collate, **options)
-    assert loader.batch_sampler is not None  # checked
-    parts = _PartSampler(loader.batch_sampler, mesh)
-    return DataLoader(_DatasetOfParts(loader.dataset), batch_size=None, sampler=parts, collate_fn=collate, **options)
 
 
 _Part = tuple[BatchRows, Sequence[Any]]
