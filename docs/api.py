@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from textwrap import dedent, indent
-from typing import Final
+from typing import Any, Final
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "api.md"
@@ -182,7 +182,7 @@ def find(module: str, name: str) -> Found:
     raise SystemExit(f"{module} defines no {name}")
 
 
-def literal(module: str, name: str) -> object:
+def literal(module: str, name: str) -> Any:
     """The value of a constant of a module."""
     for node in parsed(file_of(module)).body:
         target = (
@@ -386,12 +386,15 @@ def entry(name: str, found: Found, path: str) -> Iterator[str]:
             yield f"#### `{name}.{node.name}()`\n\n{signature}\n\n{text}"
 
 
+def modules() -> dict[str, str]:
+    """Public name → the module that defines it, relative to the package."""
+    return {name: module for module, names in literal(PACKAGE, "_NAMES").items() for name in names.split()}
+
+
 def public(path: str) -> Found:
     """The definition of a public name, such as `Plan` or `pipeline.partition_uniform`."""
     *rooms, name = path.split(".")
-    modules = literal(PACKAGE, "_ROOMS" if rooms else "_MODULES")
-    assert isinstance(modules, dict)
-    module = modules[rooms[0]] if rooms else modules[name]
+    module = literal(PACKAGE, "_ROOMS")[rooms[0]] if rooms else modules()[name]
     return find(".".join([PACKAGE, module, *rooms[1:]]), name)
 
 
@@ -408,15 +411,16 @@ def page() -> str:
 
 def public_paths() -> Iterator[str]:
     """Each public name, and those that a room lists, except the ones that the package itself has."""
-    modules, rooms = literal(PACKAGE, "_MODULES"), literal(PACKAGE, "_ROOMS")
-    assert isinstance(modules, dict)
-    assert isinstance(rooms, dict)
-    yield from modules
+    rooms = literal(PACKAGE, "_ROOMS")
+    yield from modules()
     listing = {**rooms, "compat.horovod": "compat.horovod", "compat.paddle": "compat.paddle"}
     for room in listing.keys() - {"compat"}:
-        names = literal(f"{PACKAGE}.{listing[room]}", "__all__")
-        assert isinstance(names, list)
-        yield from (f"{room}.{name}" for name in names if name not in modules)
+        module = f"{PACKAGE}.{listing[room]}"
+        imports = [node for node in parsed(file_of(module)).body if isinstance(node, ast.ImportFrom)]
+        shown = [each.name for node in imports for each in node.names if each.asname == each.name]
+        for name in shown or literal(module, "__all__"):
+            if name not in modules():
+                yield f"{room}.{name}"
 
 
 def problems() -> Iterator[str]:

@@ -6,7 +6,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from threefold.config.compatibility import FEATURES, Feature, Settings, config_with
+from threefold.config.reference import FEATURES, Feature, Settings, config_with
 from threefold.config.rules import RULES, Rule
 from threefold.errors import UserError
 
@@ -15,7 +15,7 @@ PAGE = Path(__file__).with_suffix(".md")
 _INTRODUCTION = """\
 # Compatibility of features
 
-<!-- Written by `make docs` from threefold/config/rules.py and threefold/config/compatibility.py. -->
+<!-- Written by `make docs` from threefold/config/rules.py and threefold/config/reference.py. -->
 
 **Any two of these {features} features can be combined, but those of the first table.** Combined, they give the results
 of one process, up to rounding: the test suite runs each of the {pairs} pairs. What cannot be combined is refused before

@@ -2,7 +2,7 @@
 
 import pytest
 
-from threefold.byte_sizes import format_bytes, parse_bytes
+from threefold.files import format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(

@@ -12,177 +12,106 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from threefold import compat
-    from threefold.api import callbacks, pipeline, types
-    from threefold.api.checkpoint import load, save
-    from threefold.api.inspect_model import inspect
-    from threefold.api.launch import notebook_launcher, run, spawn
-    from threefold.api.mesh import init_mesh
-    from threefold.api.model import parallelize
-    from threefold.api.optimizer import distributed_optimizer
-    from threefold.api.pipeline import PipelineLayers
-    from threefold.api.prepared.grad_sync import backward
-    from threefold.api.prepared.loader import gather_for_metrics
-    from threefold.api.prepared.prepare import clip_grad_norm_, prepare
-    from threefold.api.trainer import Trainer
-    from threefold.api.verification import verify_model
-    from threefold.comm.mesh import Mesh
-    from threefold.config import Config, load_config
-    from threefold.data.map_dataset import DistributedDataLoader
-    from threefold.errors import UserError
-    from threefold.launch.failure import RankFailed
-    from threefold.models.loss_terms import CountedLoss, LossTerm
-    from threefold.models.plan import Plan
-    from threefold.models.sharding import Column, Constant, Normal, PerHead, Replicated, Row, Sharded, Vocab
-    from threefold.parallel.tensor.layers import (
-        ColumnParallelLinear,
-        ParallelCrossEntropy,
-        RowParallelLinear,
-        VocabParallelEmbedding,
-    )
-    from threefold.random.dropout import Dropout, sample_keys
-    from threefold.random.rng import RandomStreams
-    from threefold.train.callbacks.base import Callback
-    from threefold.train.stop import Stopped
+    from threefold import compat as compat
+    from threefold.api import callbacks as callbacks
+    from threefold.api import pipeline as pipeline
+    from threefold.api import types as types
+    from threefold.api.checkpoint import load as load
+    from threefold.api.checkpoint import save as save
+    from threefold.api.inspect_model import inspect as inspect
+    from threefold.api.launch import init_mesh as init_mesh
+    from threefold.api.launch import notebook_launcher as notebook_launcher
+    from threefold.api.launch import run as run
+    from threefold.api.launch import spawn as spawn
+    from threefold.api.model import parallelize as parallelize
+    from threefold.api.optimizer import distributed_optimizer as distributed_optimizer
+    from threefold.api.pipeline import PipelineLayers as PipelineLayers
+    from threefold.api.prepare import clip_grad_norm_ as clip_grad_norm_
+    from threefold.api.prepare import prepare as prepare
+    from threefold.api.prepared_loader import gather_for_metrics as gather_for_metrics
+    from threefold.api.prepared_model import backward as backward
+    from threefold.api.trainer import Trainer as Trainer
+    from threefold.api.trainer import verify_model as verify_model
+    from threefold.comm.mesh import Mesh as Mesh
+    from threefold.config import Config as Config
+    from threefold.config import load_config as load_config
+    from threefold.data.map_dataset import DistributedDataLoader as DistributedDataLoader
+    from threefold.errors import UserError as UserError
+    from threefold.launch.failure import RankFailed as RankFailed
+    from threefold.models.loss_terms import CountedLoss as CountedLoss
+    from threefold.models.loss_terms import LossTerm as LossTerm
+    from threefold.models.plan import Plan as Plan
+    from threefold.models.sharding import Column as Column
+    from threefold.models.sharding import Constant as Constant
+    from threefold.models.sharding import Normal as Normal
+    from threefold.models.sharding import PerHead as PerHead
+    from threefold.models.sharding import Replicated as Replicated
+    from threefold.models.sharding import Row as Row
+    from threefold.models.sharding import Sharded as Sharded
+    from threefold.models.sharding import Vocab as Vocab
+    from threefold.parallel.tensor.layers import ColumnParallelLinear as ColumnParallelLinear
+    from threefold.parallel.tensor.layers import ParallelCrossEntropy as ParallelCrossEntropy
+    from threefold.parallel.tensor.layers import RowParallelLinear as RowParallelLinear
+    from threefold.parallel.tensor.layers import VocabParallelEmbedding as VocabParallelEmbedding
+    from threefold.random.dropout import Dropout as Dropout
+    from threefold.random.dropout import sample_keys as sample_keys
+    from threefold.random.rng import RandomStreams as RandomStreams
+    from threefold.train.callbacks.base import Callback as Callback
+    from threefold.train.stop import Stopped as Stopped
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "Callback",
-    "Column",
-    "ColumnParallelLinear",
-    "Config",
-    "Constant",
-    "CountedLoss",
-    "DistributedDataLoader",
-    "Dropout",
-    "LossTerm",
-    "Mesh",
-    "Normal",
-    "ParallelCrossEntropy",
-    "PerHead",
-    "PipelineLayers",
-    "Plan",
-    "RandomStreams",
-    "RankFailed",
-    "Replicated",
-    "Row",
-    "RowParallelLinear",
-    "Sharded",
-    "Stopped",
-    "Trainer",
-    "UserError",
-    "Vocab",
-    "VocabParallelEmbedding",
-    "backward",
-    "callbacks",
-    "clip_grad_norm_",
-    "compat",
-    "distributed_optimizer",
-    "gather_for_metrics",
-    "init_mesh",
-    "inspect",
-    "load",
-    "load_config",
-    "notebook_launcher",
-    "parallelize",
-    "pipeline",
-    "prepare",
-    "run",
-    "sample_keys",
-    "save",
-    "spawn",
-    "types",
-    "verify_model",
-]
 
 _ROOMS: Final = {"callbacks": "api.callbacks", "compat": "compat", "pipeline": "api.pipeline", "types": "api.types"}
 """Room → its module, relative to the package."""
 
-_MODULES: Final = {
-    "Callback": "train.callbacks.base",
-    "Column": "models.sharding",
-    "ColumnParallelLinear": "parallel.tensor.layers",
-    "Config": "config",
-    "Constant": "models.sharding",
-    "CountedLoss": "models.loss_terms",
-    "DistributedDataLoader": "data.map_dataset",
-    "Dropout": "random.dropout",
-    "LossTerm": "models.loss_terms",
-    "Mesh": "comm.mesh",
-    "Normal": "models.sharding",
-    "ParallelCrossEntropy": "parallel.tensor.layers",
-    "PerHead": "models.sharding",
-    "PipelineLayers": "api.pipeline",
-    "Plan": "models.plan",
-    "RandomStreams": "random.rng",
-    "RankFailed": "launch.failure",
-    "Replicated": "models.sharding",
-    "Row": "models.sharding",
-    "RowParallelLinear": "parallel.tensor.layers",
-    "Sharded": "models.sharding",
-    "Stopped": "train.stop",
-    "Trainer": "api.trainer",
-    "UserError": "errors",
-    "Vocab": "models.sharding",
-    "VocabParallelEmbedding": "parallel.tensor.layers",
-    "backward": "api.prepared.grad_sync",
-    "clip_grad_norm_": "api.prepared.prepare",
-    "distributed_optimizer": "api.optimizer",
-    "gather_for_metrics": "api.prepared.loader",
-    "init_mesh": "api.mesh",
-    "inspect": "api.inspect_model",
-    "load": "api.checkpoint",
-    "load_config": "config",
-    "notebook_launcher": "api.launch",
-    "parallelize": "api.model",
-    "prepare": "api.prepared.prepare",
-    "run": "api.launch",
-    "sample_keys": "random.dropout",
-    "save": "api.checkpoint",
-    "spawn": "api.launch",
-    "verify_model": "api.verification",
+_NAMES: Final = {
+    "api.checkpoint": "load save",
+    "api.inspect_model": "inspect",
+    "api.launch": "init_mesh notebook_launcher run spawn",
+    "api.model": "parallelize",
+    "api.optimizer": "distributed_optimizer",
+    "api.pipeline": "PipelineLayers",
+    "api.prepare": "clip_grad_norm_ prepare",
+    "api.prepared_loader": "gather_for_metrics",
+    "api.prepared_model": "backward",
+    "api.trainer": "Trainer verify_model",
+    "comm.mesh": "Mesh",
+    "config": "Config load_config",
+    "data.map_dataset": "DistributedDataLoader",
+    "errors": "UserError",
+    "launch.failure": "RankFailed",
+    "models.loss_terms": "CountedLoss LossTerm",
+    "models.plan": "Plan",
+    "models.sharding": "Column Constant Normal PerHead Replicated Row Sharded Vocab",
+    "parallel.tensor.layers": "ColumnParallelLinear ParallelCrossEntropy RowParallelLinear VocabParallelEmbedding",
+    "random.dropout": "Dropout sample_keys",
+    "random.rng": "RandomStreams",
+    "train.callbacks.base": "Callback",
+    "train.stop": "Stopped",
 }
-"""Public name → the module that defines it, relative to the package."""
+"""Module, relative to the package → the public names that it defines."""
 
-_MOVED: Final = {
-    "Axis": "types.Axis",
-    "Coordinates": "types.Coordinates",
-    "DataLoader": "DistributedDataLoader",
-    "DistributedBatchSampler": "compat.paddle.DistributedBatchSampler",
-    "DistributedModel": "types.DistributedModel",
-    "DistributedOptimizer": "compat.horovod.DistributedOptimizer",
-    "EvaluationRecord": "callbacks.EvaluationRecord",
-    "Initializer": "types.Initializer",
-    "InspectedModule": "types.InspectedModule",
-    "Inspection": "types.Inspection",
-    "Layout": "types.Layout",
-    "LossFunction": "types.LossFunction",
-    "LossSums": "types.LossSums",
-    "ModelOptimizer": "types.ModelOptimizer",
-    "ModelPlan": "types.ModelPlan",
-    "PreparedLoader": "types.PreparedLoader",
-    "PreparedModule": "types.PreparedModule",
-    "PreparedOptimizer": "types.PreparedOptimizer",
-    "PreparedScheduler": "types.PreparedScheduler",
-    "RunContext": "callbacks.RunContext",
-    "Shard": "Sharded",
-    "Split": "types.Split",
-    "Splitter": "compat.paddle.Splitter",
-    "StepRecord": "callbacks.StepRecord",
-    "VerifiedModel": "types.VerifiedModel",
-    "allreduce": "compat.horovod.allreduce",
-    "broadcast_object": "compat.horovod.broadcast_object",
-    "broadcast_optimizer_state": "compat.horovod.broadcast_optimizer_state",
-    "broadcast_parameters": "compat.horovod.broadcast_parameters",
-    "layers_by_rank": "pipeline.layers_by_rank",
-    "partition_by_class": "pipeline.partition_by_class",
-    "partition_by_cost": "pipeline.partition_by_cost",
-    "partition_uniform": "pipeline.partition_uniform",
-    "partition_uniform_chunks": "pipeline.partition_uniform_chunks",
-    "split": "compat.paddle.split",
+_MOVED_TO: Final = {
+    "callbacks": "EvaluationRecord RunContext StepRecord",
+    "compat.horovod": "DistributedOptimizer allreduce broadcast_object broadcast_optimizer_state broadcast_parameters",
+    "compat.paddle": "DistributedBatchSampler Splitter split",
+    "pipeline": "layers_by_rank partition_by_class partition_by_cost partition_uniform partition_uniform_chunks",
+    "types": (
+        "Axis Coordinates DistributedModel Initializer InspectedModule Inspection Layout LossFunction LossSums "
+        "ModelOptimizer ModelPlan PreparedLoader PreparedModule PreparedOptimizer PreparedScheduler Split "
+        "VerifiedModel"
+    ),
 }
-"""Name that was public once → where it is now; the old one keeps working."""
+"""Room → the names that the package itself had once; they keep working."""
+
+_MODULES: Final = {name: module for module, names in _NAMES.items() for name in names.split()}
+_MOVED: Final = {
+    **{name: f"{room}.{name}" for room, names in _MOVED_TO.items() for name in names.split()},
+    "DataLoader": "DistributedDataLoader",
+    "Shard": "Sharded",
+}
+"""Name that was public once → where it is now."""
+__all__ = sorted([*_ROOMS, *_MODULES])
 
 
 def __getattr__(name: str) -> Any:

@@ -44,6 +44,13 @@ CLOSED_OUTPUT = "Standard output was closed by the program that read it."
 """Message of an `OutputLost` that ends the command silently, as a closed pipe ends other programs."""
 
 
+def require_whole(name: str, value: object, least: int = 1, use: int | None = None) -> None:
+    """Raise a `UserError` unless an argument is a whole number of at least `least`; `use` is a value that works."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        works = least if use is None else use
+        raise UserError(f"{name} is {value!r} but must be a whole number of at least {least}; use {works}.")
+
+
 _SECTION = re.compile(r"\b(?:parallel|train|precision|optimizer)\.(?=[a-z_])")
 
 

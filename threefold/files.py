@@ -1,17 +1,21 @@
-"""Safe reading of small files that a person or another program may have damaged.
+"""Files: safe reading of small ones, checksums of any, JSON that carries its own checksum, and sizes in bytes.
 
-Every reader of configs, manifests, metadata and indexes goes through here. A missing file, a folder, a FIFO, a device,
-an overlong path, text that is not UTF-8 and endlessly nested JSON each raise a one-sentence `UserError`; none hangs.
+Every reader of configs, manifests, metadata and indexes goes through here, as a person or another program may have
+damaged them. A missing file, a folder, a FIFO, a device, an overlong path, text that is not UTF-8 and endlessly nested
+JSON each raise a one-sentence `UserError`; none hangs.
 """
 
 import json
 import os
+import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Final, TypeVar
+
+import xxhash
 
 from threefold.errors import UserError
 
@@ -147,3 +151,95 @@ def shown(path: Path | str) -> str:
 def told(error: Exception) -> str:
     """Return the type and the message of an error in a user's code, on one line and without its full stop."""
     return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(".")
+
+
+ALGORITHM: Final = "xxh3_128"
+_BLOCK: Final = 8 << 20
+_THREADS: Final = 4
+
+
+def checksum(path: Path, advance: Callable[[int], None] = lambda size: None) -> str:
+    """Return the checksum of a file's content as `xxh3_128:` and 32 hexadecimal digits.
+
+    Args:
+        advance: called with the size of each block read.
+    """
+    digest = xxhash.xxh3_128()
+    buffer = bytearray(_BLOCK)
+    view = memoryview(buffer)
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(buffer):
+            digest.update(view[:size])
+            advance(size)
+    return f"{ALGORITHM}:{digest.hexdigest()}"
+
+
+def checksum_of(content: bytes | memoryview) -> str:
+    """Return the checksum of bytes in memory, in the form of `checksum`."""
+    return f"{ALGORITHM}:{xxhash.xxh3_128_hexdigest(content)}"
+
+
+def checksum_of_blocks(blocks: Iterable[bytes | memoryview]) -> str:
+    """Return the checksum of concatenated blocks, in the form of `checksum`."""
+    digest = xxhash.xxh3_128()
+    for block in blocks:
+        digest.update(block)
+    return f"{ALGORITHM}:{digest.hexdigest()}"
+
+
+def checksums(paths: Iterable[Path], advance: Callable[[int], None] = lambda size: None) -> list[str]:
+    """Return the checksum of each file, in order, reading several files at a time."""
+    from concurrent.futures import ThreadPoolExecutor  # slow to import, and every command imports this module
+
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="threefold-checksum") as pool:
+        return list(pool.map(lambda path: checksum(path, advance), paths))
+
+
+_MARK: Final = '  "checksum": "'
+
+
+def seal(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the members of a JSON object with their checksum, which is independent of their order, appended."""
+    return {**facts, "checksum": _checksum(facts)}
+
+
+def unseal(facts: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the members without their checksum, or None if it is missing or wrong."""
+    members = {name: value for name, value in facts.items() if name != "checksum"}
+    return members if facts.get("checksum") == _checksum(members) else None
+
+
+def seal_text(document: str) -> str:
+    """Append a checksum to the text of a JSON object, as its last member on a line of its own."""
+    body = document.rstrip().removesuffix("}").rstrip() + ",\n"
+    return f'{body}{_MARK}{checksum_of(body.encode())}"\n}}\n'
+
+
+def is_intact(text: str) -> bool:
+    """Return whether a text is exactly what `seal_text` returned."""
+    body, mark, end = text.rpartition(_MARK)
+    return bool(mark) and end == f'{checksum_of(body.encode())}"\n}}\n'
+
+
+def _checksum(facts: Mapping[str, Any]) -> str:
+    return checksum_of(json.dumps(facts, sort_keys=True).encode())
+
+
+_UNITS: Final = {"GB": 10**9, "MB": 10**6, "kB": 10**3}
+
+
+def format_bytes(count: int, one: str = "bytes") -> str:
+    """Format a size in the largest decimal unit that it fills, such as `1.5 MB`, or in the unit `one` below 1 kB."""
+    for unit, scale in _UNITS.items():
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count} {one}"
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes of a size such as `500MB`, `1.5 gb` or `4096`; raise ValueError for other text, or zero."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]B)?", text.strip().upper())
+    if not match or not float(match[1]):
+        raise ValueError(f"{text!r} is not a size such as 500MB or 5GB")
+    scales = {unit.upper(): scale for unit, scale in _UNITS.items()}
+    return max(1, int(float(match[1]) * scales.get(match[2], 1)))

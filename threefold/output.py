@@ -58,22 +58,10 @@ Listing = Callable[[Path], Collection[str] | None]
 """Function from a folder to the relative paths of the files that this program wrote there; None if it wrote none."""
 
 
-def write_marker(folder: Path) -> None:
-    """Write a folder's marker file, which lists all files in the folder."""
-    names = sorted(_files(folder))
-    (folder / MARKER).write_text(_marker(names), encoding="utf-8")
-
-
 def list_marked(folder: Path) -> Collection[str] | None:
     """Return the files listed in a folder's marker, and the marker itself; None without a valid marker."""
     names = _read_marker(folder / MARKER)
     return None if names is None else {*names, MARKER}
-
-
-def write_pair_marker(prefix: Path, files: Sequence[Path]) -> None:
-    """Write the marker of an output made of several files with one prefix: their names and sizes in bytes."""
-    sizes = {path.name: path.stat().st_size for path in files}
-    marker_of(prefix).write_text(_marker(sizes), encoding="utf-8")
 
 
 def marker_of(prefix: Path) -> Path:
@@ -81,8 +69,10 @@ def marker_of(prefix: Path) -> Path:
     return prefix.with_name(f".{prefix.name}{MARKER}")
 
 
-def _marker(files: Collection[str]) -> str:
-    return json.dumps({"format": _FORMAT, "version": 1, "files": files}, indent=1, ensure_ascii=False) + "\n"
+def _write_marker(path: Path, files: Collection[str]) -> None:
+    """Write a marker: the paths of a folder's files, or the names of files with one prefix and their sizes in bytes."""
+    facts = {"format": _FORMAT, "version": 1, "files": files}
+    path.write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _read_marker(path: Path) -> Any:
@@ -115,7 +105,10 @@ def check_replaceable(
     for path in inputs:
         if problem := _overlap(out, path):
             raise UserError(f"{place} {shown(out)} {problem}; choose a folder apart from what is read")
-    entries = _listed(out, place)
+    try:
+        entries = sorted(os.listdir(out))
+    except OSError as error:
+        raise UserError(f"{place} {shown(out)} cannot be read ({error.strerror}); choose another") from None
     if not entries:
         return
     if not overwrite:
@@ -198,13 +191,6 @@ def _overlap(out: Path, source: Path) -> str:
     return f"is inside {shown(source)}, which is read" if read in real.parents else ""
 
 
-def _listed(folder: Path, place: str) -> list[str]:
-    try:
-        return sorted(os.listdir(folder))
-    except OSError as error:
-        raise UserError(f"{place} {shown(folder)} cannot be read ({error.strerror}); choose another") from None
-
-
 def _files(folder: Path) -> list[str]:
     """List everything in a folder tree except folders (links to folders included), as relative paths."""
     found = []
@@ -270,7 +256,7 @@ def staged_directory(
     with _staging(final, place, check) as staging:
         yield staging / NEW
         if marked:
-            write_marker(staging / NEW)
+            _write_marker(staging / NEW / MARKER, sorted(_files(staging / NEW)))
         _sync_tree(staging)
         check()  # again, as writing may have taken hours
         _commit(staging, final)
@@ -297,7 +283,8 @@ def staged_files(prefix: Path, names: Sequence[str], *, inputs: Sequence[Path], 
 
     with _staging(prefix, "--out", check) as staging:
         yield staging / NEW
-        write_pair_marker(staging / NEW / prefix.name, [staging / NEW / name for name in names])
+        sizes = {name: (staging / NEW / name).stat().st_size for name in names}
+        _write_marker(marker_of(staging / NEW / prefix.name), sizes)
         _sync_tree(staging)
         check()
         (staging / COMMIT).touch()
@@ -315,7 +302,14 @@ def _staging(final: Path, place: str, check: Callable[[], None]) -> Iterator[Pat
             stack.callback(_unlock, final, _lock(final, place))
             _recover(final)
             check()
-            staging = _stage(final)
+            staging = _beside(final, secrets.token_hex(8))
+            try:
+                staging.mkdir()
+                (staging / STAGING).touch()
+                (staging / NEW).mkdir()
+            except BaseException:
+                _remove(staging)
+                raise
         except OSError as error:
             raise UserError(f"{shown(final)} cannot be made ({error.strerror}); choose another {place}") from None
         try:
@@ -360,18 +354,6 @@ def _unlock(final: Path, lock: int) -> None:
     with suppress(OSError):
         _beside(final, "lock").unlink(missing_ok=True)
     os.close(lock)
-
-
-def _stage(final: Path) -> Path:
-    staging = _beside(final, secrets.token_hex(8))
-    try:
-        staging.mkdir()
-        (staging / STAGING).touch()
-        (staging / NEW).mkdir()
-    except BaseException:
-        _remove(staging)
-        raise
-    return staging
 
 
 def _recover(final: Path) -> None:

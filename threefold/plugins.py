@@ -16,7 +16,7 @@ not be installed.
 import ast
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -253,6 +253,12 @@ def one_of(given: object, names: list[str]) -> str:
     """Return the end of a sentence about a wrong value: the names it may have, and the nearest of them."""
     close = get_close_matches(str(given)[:_LONGEST_NAME].lower(), names, n=1, cutoff=0)
     return f"one of {', '.join(names)}; the nearest is {close[0]}"
+
+
+def require_one_of(name: str, given: Any, choices: Sequence[str]) -> None:
+    """Raise a `UserError` unless the argument `name` is one of the choices."""
+    if given not in choices:
+        raise UserError(f"{name} is {given!r} but must be {one_of(given, list(choices))}.")
 
 
 def _origin(point: "EntryPoint") -> str:

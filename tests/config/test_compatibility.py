@@ -15,7 +15,7 @@ import pytest
 from docs.compatibility import CONDITIONS, Cell, Condition, cells, markdown, refusals
 from tests.support.compiled import traced
 from threefold.config import Config
-from threefold.config.compatibility import FEATURES, SIXTEEN_BIT, Feature, answers, config_with, features_named
+from threefold.config.reference import FEATURES, SIXTEEN_BIT, Feature, answers, config_with, features_named
 from threefold.config.rules import RULES
 from threefold.errors import UserError
 from threefold.models.source import ConfigSource

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.damaged_configs import damaged_config
 from threefold.config import load_config
-from threefold.config.document import LARGEST_DOCUMENT
+from threefold.config.loading import LARGEST_DOCUMENT
 from threefold.config.resolve import check_settings
 from threefold.config.section import divisors, nearest_divisor
 from threefold.errors import UserError

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from threefold.config import load_config, resolve
-from threefold.config.document import parse_value
-from threefold.config.loading import known_keys
+from threefold.config.loading import known_keys, parse_value
 from threefold.config.model import FOR_SCALED_ROPE, ModelConfig
 from threefold.config.optimizer import HYPER_PARAMETERS, hyper_parameters
 from threefold.errors import UserError

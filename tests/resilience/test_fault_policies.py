@@ -9,8 +9,8 @@ import pytest
 from tests.support.faults import Fault, train_with
 from tests.support.plugin_package import write_package
 from tests.train.support import Run, steps_of
-from threefold.config.fault_policies import check_fault_policies
 from threefold.config.loading import config_of
+from threefold.config.schema import check_fault_policies
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.resilience.anomalies import AnomalyPolicy

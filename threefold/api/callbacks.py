@@ -1,20 +1,15 @@
 """Optional callbacks for a run, in addition to the built-in ones; exported as `threefold.callbacks`."""
 
-from threefold.train.callbacks.base import Callback, CallbackFailed, EvaluationRecord, RunContext, StepRecord
-from threefold.train.callbacks.early_stopping import EarlyStopping
-from threefold.train.callbacks.metrics import CSVLog, EpochMetrics, PhaseTimers
-from threefold.train.callbacks.trackers import MLflowRun, WeightsAndBiases
+from threefold.train.callbacks.base import Callback as Callback
+from threefold.train.callbacks.base import CallbackFailed as CallbackFailed
+from threefold.train.callbacks.base import EvaluationRecord as EvaluationRecord
+from threefold.train.callbacks.base import RunContext as RunContext
+from threefold.train.callbacks.base import StepRecord as StepRecord
+from threefold.train.callbacks.early_stopping import EarlyStopping as EarlyStopping
+from threefold.train.callbacks.metrics import CSVLog as CSVLog
+from threefold.train.callbacks.metrics import EpochMetrics as EpochMetrics
+from threefold.train.callbacks.metrics import PhaseTimers as PhaseTimers
+from threefold.train.callbacks.trackers import MLflowRun as MLflowRun
+from threefold.train.callbacks.trackers import WeightsAndBiases as WeightsAndBiases
 
-__all__ = [
-    "CSVLog",
-    "Callback",
-    "CallbackFailed",
-    "EarlyStopping",
-    "EpochMetrics",
-    "EvaluationRecord",
-    "MLflowRun",
-    "PhaseTimers",
-    "RunContext",
-    "StepRecord",
-    "WeightsAndBiases",
-]
+__all__ = [name for name in dir() if not name.startswith("_")]

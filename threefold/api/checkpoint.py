@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from threefold.api.model import DistributedModel
 from threefold.api.optimizer import ModelOptimizer
-from threefold.api.prepared import prepare as prepared
-from threefold.api.prepared.module import PreparedModule
-from threefold.api.prepared.optimizer import PreparedOptimizer
+from threefold.api.prepared_model import PreparedModule
+from threefold.api.prepared_optimizer import PreparedOptimizer
 from threefold.checkpoint.errors import MODEL, OPTIMIZER, DamagedCheckpoint
 from threefold.checkpoint.folder import LOOP, newest
 from threefold.checkpoint.manifest import Facts
@@ -20,10 +19,10 @@ from threefold.checkpoint.save import save_checkpoint
 from threefold.checkpoint.selection import from_first
 from threefold.checkpoint.tensors import load_tensors, stored_names, stored_tensors
 from threefold.checkpoint.writer import WRITER, record_of_layout
-from threefold.errors import UserError
+from threefold.errors import UserError, require_whole
 from threefold.files import parse_json, read_text
 from threefold.parallel.moving_buffers import stored_buffers
-from threefold.parallel.parameter import like
+from threefold.parallel.parameter import like, local, stored
 from threefold.train.optim import LossScale
 
 if TYPE_CHECKING:
@@ -64,10 +63,10 @@ def save(
         >>> threefold.save("ckpt", step, model=model, optimizer=optimizer, loader=loader)
     """
     _check(model, optimizer, loader)
-    if not isinstance(step, int) or step < 0:
-        raise UserError(f"step is {step!r} but must be a whole number of at least 0; use 0.")
+    require_whole("step", step, least=0)
     run_dir, world = Path(folder), model.mesh.world
-    tensors = _weights(model)
+    weights, buffers = _stored(model)
+    tensors, seed = weights | buffers, 0
     state: dict[str, Any] = {"loader": None if loader is None else loader.state_dict(), "groups": None}
     if isinstance(model, DistributedModel):
         if model.gradient_step.streams.used:
@@ -75,13 +74,16 @@ def save(
                 "The model draws from random streams in sequence, which threefold.save does not keep; use keys."
             )
         state["updates"], seed = model.updates, model.gradient_step.settings.seed
-    else:
-        seed = 0
     if (scale := _loss_scale(model)) is not None:
         state["loss_scale"] = [scale.value, scale.good_steps]
     if optimizer is not None:
         state["groups"] = [_options(group) for group in optimizer.param_groups]
-        state["numbers"] = _add_states(optimizer, tensors, model)
+        numbers: dict[str, str] = {}
+        for weight, name, value, tensor in list(optimizer.states()):
+            if not isinstance(value, Tensor) and type(value).__name__ in _NUMBERS:
+                numbers[f"{weight}.{name}"] = type(value).__name__
+            tensors[f"{OPTIMIZER}{weight}.{name}"] = tensor.detach()
+        state["numbers"] = {name: kind for part in world.gather_objects(numbers) for name, kind in part.items()}
     if world.is_first:
         run_dir.mkdir(parents=True, exist_ok=True)
     world.barrier()
@@ -126,11 +128,11 @@ def load(
 
     path, step, state = from_first(model.mesh.world, find)
     try:
-        wanted, stored = _weights(model), stored_names(path)
-        lacking = {MODEL + name for name in _buffers(model)} - stored  # checkpoints of older versions
-        load_tensors({name: tensor for name, tensor in wanted.items() if name not in lacking}, path)
+        weights, buffers = _stored(model)
+        found = stored_names(path)  # checkpoints of older versions have no buffers
+        load_tensors(weights | {name: each for name, each in buffers.items() if name in found}, path)
         if optimizer is not None:
-            _load_states(optimizer, path, state, model)
+            _load_states(optimizer, path, state)
     except DamagedCheckpoint as damage:
         raise UserError(f"{damage.path} is damaged: {damage.reason}; remove it to load the one before it.") from None
     if loader is not None:
@@ -142,9 +144,9 @@ def load(
         scale.value, scale.good_steps = float(saved[0]), int(saved[1])
     if isinstance(model, DistributedModel):
         model.publish()
-        model.updated(int(state.get("updates", 0)))
+        model.updates, model.has_gradients = int(state.get("updates", 0)), False
     else:
-        model.sync.weights_changed()
+        model.sync.gradients.weights_changed()
     return step
 
 
@@ -168,41 +170,28 @@ def _loss_scale(model: DistributedModel | PreparedModule) -> LossScale | None:
     return model.loss_scale if isinstance(model, DistributedModel) else model.sync.loss_scale
 
 
-def _weights(model: DistributedModel | PreparedModule) -> dict[str, Tensor]:
-    """Return weights and persistent buffers under their stored names, sharing memory."""
-    if isinstance(model, PreparedModule):
-        return {MODEL + name: tensor for name, tensor in prepared.tensors_of(model).items()}
-    weights = model.gradient_step.model.weights
-    found = {MODEL + weight.name: like(weight.parameter, weight.master.detach()) for weight in weights}
-    return found | {MODEL + name: buffer for name, buffer in _buffers(model).items()}
+def _stored(model: DistributedModel | PreparedModule) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return weights and persistent buffers under their stored names, as global tensors that share memory."""
+    if isinstance(model, DistributedModel):
+        weights = model.gradient_step.model.weights
+        found = {MODEL + weight.name: like(weight.parameter, weight.master.detach()) for weight in weights}
+        buffers = stored_buffers(model.gradient_step.stages)
+        return found, {MODEL + name: buffer for name, buffer in buffers.items()}
+    found = {}
+    seen: set[int] = set()
+    for name, value in model.module.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor) or id(value) in seen:  # keep a tied weight once
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Parameter):
+            whole = stored(value)
+            found[MODEL + name] = like(whole, local(whole).detach())
+        else:
+            found[MODEL + name] = value.detach()
+    return found, {}
 
 
-def _buffers(model: DistributedModel | PreparedModule) -> dict[str, Tensor]:
-    return stored_buffers(model.gradient_step.stages) if isinstance(model, DistributedModel) else {}
-
-
-def _add_states(
-    optimizer: ModelOptimizer | PreparedOptimizer, tensors: dict[str, Tensor], model: DistributedModel | PreparedModule
-) -> dict[str, str]:
-    """Add the optimizer state to the tensors, and return the types of states that are plain numbers, by name."""
-    numbers: dict[str, str] = {}
-    if isinstance(optimizer, PreparedOptimizer):
-        found = list(prepared.states_of(optimizer))
-    else:
-        found = [(entry.name, *each) for entry in optimizer.entries for each in optimizer.states(entry)]
-    for weight, name, value, stored in found:
-        if not isinstance(value, Tensor) and type(value).__name__ in _NUMBERS:
-            numbers[f"{weight}.{name}"] = type(value).__name__
-        tensors[f"{OPTIMIZER}{weight}.{name}"] = stored.detach()
-    return {name: kind for part in model.mesh.world.gather_objects(numbers) for name, kind in part.items()}
-
-
-def _load_states(
-    optimizer: ModelOptimizer | PreparedOptimizer,
-    path: Path,
-    state: Mapping[str, Any],
-    model: DistributedModel | PreparedModule,
-) -> None:
+def _load_states(optimizer: ModelOptimizer | PreparedOptimizer, path: Path, state: Mapping[str, Any]) -> None:
     """Fill the state of an optimizer, even before its first step; raise UserError if the checkpoint's does not fit."""
     groups: list[dict[str, Any]] | None = state.get("groups")
     if groups is None:
@@ -215,15 +204,10 @@ def _load_states(
     index = {name: found for name, found in stored_tensors(path).items() if name.startswith(OPTIMIZER)}
     kinds: Mapping[str, str] = state.get("numbers") or {}
     wanted: dict[str, Tensor] = {}
-    weights: list[tuple[str, Tensor, Tensor | None]]
-    if isinstance(optimizer, PreparedOptimizer):
-        weights = [(name, weight, None) for name, weight in prepared.weights_of(optimizer)]
-    else:
-        weights = [(entry.name, entry.parameter, entry.master) for entry in optimizer.entries]
     shards: dict[str, dict[str, Tensor]] = {}
-    whole: dict[str, dict[str, Tensor]] = {}
-    for name, parameter, master in weights:
-        shards[name], whole[name] = {}, {}
+    others: dict[str, dict[str, Any]] = {}
+    for name, parameter, master in optimizer.parts():
+        shards[name], others[name] = {}, {}
         prefix = f"{OPTIMIZER}{name}."
         for stored_name, (shape, dtype) in index.items():
             key = stored_name.removeprefix(prefix)
@@ -233,20 +217,13 @@ def _load_states(
                 shards[name][key] = torch.zeros_like(master, dtype=dtype, requires_grad=False)
                 wanted[stored_name] = like(parameter, shards[name][key])
             else:
-                wanted[stored_name] = whole[name][key] = torch.zeros(shape, dtype=dtype)
+                wanted[stored_name] = others[name][key] = torch.zeros(shape, dtype=dtype)
     load_tensors(wanted, path)
-    others: dict[str, dict[str, Any]] = {
-        name: {
-            key: _NUMBERS[kinds[f"{name}.{key}"]](value.item()) if f"{name}.{key}" in kinds else value
-            for key, value in values.items()
-        }
-        for name, values in whole.items()
-    }
-    if isinstance(optimizer, PreparedOptimizer):
-        prepared.fill(optimizer, others)
-    else:
-        for entry in optimizer.entries:
-            optimizer.fill_state(entry, shards[entry.name], others[entry.name])
+    for name, values in others.items():
+        for key, value in values.items():
+            if kind := kinds.get(f"{name}.{key}"):
+                values[key] = _NUMBERS[kind](value.item())
+    optimizer.fill_states(shards, others)
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         group.update(saved)
 

@@ -14,7 +14,7 @@ from torch import nn
 from threefold.api.model import with_arguments
 from threefold.errors import UserError
 from threefold.models.plan import Plan, as_pattern
-from threefold.models.proposal import Proposal, propose
+from threefold.models.proposal import propose
 from threefold.models.sharding import ModelPlan, Split
 from threefold.parallel.plan_check import check_plan, check_tensor_axis
 from threefold.parallel.shard_shapes import ShardCoordinates, ShardIndex, local_shape
@@ -89,12 +89,10 @@ class Inspection:
         text = StringIO()
         Console(file=text, width=_WIDTH, highlight=False, no_color=True).print(table)
         lines = [line.rstrip() for line in text.getvalue().splitlines()]
-        lines.append(f"layers: {_run(self.layers)}")
-        for each in self.modules:
-            if each.undecided:
-                lines.append(f"undecided: {each.pattern}: {each.undecided}.")
-        if self.problem:
-            lines.append(f"problem: {self.problem}")
+        names, first = self.layers, ", ".join(self.layers[:3])
+        lines.append(f"layers: {', '.join(names) if len(names) <= 8 else f'{first}, … {names[-1]} ({len(names)})'}")
+        lines += [f"undecided: {each.pattern}: {each.undecided}." for each in self.modules if each.undecided]
+        lines += [f"problem: {self.problem}"] * bool(self.problem)
         return "\n".join([*lines, *(["", self.proposal] if self.proposal else [])])
 
 
@@ -142,76 +140,50 @@ def inspect(
 
 def inspect_made(model: nn.Module, plan: Plan | ModelPlan | None, tp: int) -> Inspection:
     """Inspect a model that already exists; see `inspect`."""
-    if plan is None:
-        return _of_proposal(model, propose(model), tp)
-    complete = plan.build(model) if isinstance(plan, Plan) else plan
-    check_plan(model, complete)
-    check_tensor_axis(complete, tp, "tp")
-
-    def rule_of(name: str) -> Split:
-        rule = complete.split_of(name)
-        assert rule is not None  # ensured by `check_plan`
-        return rule
-
-    def label_of(name: str) -> tuple[str, bool]:
-        is_bare = complete.is_bare(name)
-        return as_pattern(name if is_bare else name.rpartition(".")[0]), is_bare
-
-    return Inspection(tuple(_modules(model, rule_of, label_of, tp)), tp, tuple(plan.layers))
-
-
-def _of_proposal(model: nn.Module, proposal: Proposal, tp: int) -> Inspection:
-    problem = ""
+    proposal, problem = propose(model) if plan is None else None, ""
+    known = plan if proposal is None else proposal.plan
+    assert known is not None
+    complete = None
     try:
-        complete = proposal.plan.build(model)
+        complete = known.build(model) if isinstance(known, Plan) else known
         check_plan(model, complete)
     except UserError as error:
+        if proposal is None:
+            raise
         problem = str(error)
-    else:
+    if complete is not None and not problem:
         check_tensor_axis(complete, tp, "tp")
-
-    def label_of(name: str) -> tuple[str, bool]:
-        is_bare = proposal.label(name) in (proposal.plan.shard or {})
-        return proposal.label(name if is_bare else name.rpartition(".")[0]), is_bare
-
-    modules = _modules(model, proposal.rule, label_of, tp, proposal.undecided)
-    return Inspection(tuple(modules), tp, tuple(proposal.plan.layers), proposal.source(), problem)
-
-
-def _modules(
-    model: nn.Module,
-    rule_of: Callable[[str], Split],
-    label_of: Callable[[str], tuple[str, bool]],
-    tp: int,
-    undecided: Mapping[str, str] | None = None,
-) -> list[InspectedModule]:
-    """Return the modules that have parameters.
-
-    Args:
-        rule_of: returns the rule of a parameter, given its name.
-        label_of: returns the pattern to list a parameter under, and whether it is bare.
-        undecided: pattern → why no rule could be decided.
-    """
-    found: dict[tuple[str, str, str], InspectedModule] = {}
-    owners: dict[tuple[str, str, str], set[str]] = {}
+    found: dict[tuple[str, str, str], list[tuple[str, int, int]]] = {}
     for name, parameter in model.named_parameters():  # tied weights appear once
         owner, _, own = name.rpartition(".")
-        rule, (pattern, is_bare) = rule_of(name), label_of(name)
-        kind = "Parameter" if is_bare else type(model.get_submodule(owner)).__name__
-        key = pattern, kind, _told(rule)
-        owners.setdefault(key, set()).add(name if is_bare else owner)
-        before = found.get(key)
+        if proposal is not None:
+            rule: Split | None = proposal.rule(name)
+            is_bare = proposal.label(name) in (proposal.plan.shard or {})
+            pattern = proposal.label(name if is_bare else owner)
+        else:
+            assert complete is not None
+            rule, is_bare = complete.split_of(name), complete.is_bare(name)
+            pattern = as_pattern(name if is_bare else owner)
+        assert rule is not None  # ensured by `check_plan`
         held = prod(local_shape(tuple(parameter.shape), rule, own, ShardCoordinates(tp=ShardIndex(0, tp))))
-        found[key] = InspectedModule(
-            pattern,
-            kind,
-            len(owners[key]),
-            parameter.numel() + (before.parameters if before else 0),
-            held + (before.per_rank if before else 0),
-            key[2],
-            (undecided or {}).get(pattern, ""),
+        kind = "Parameter" if is_bare else type(model.get_submodule(owner)).__name__
+        parts = found.setdefault((pattern, kind, _told(rule)), [])
+        parts.append((name if is_bare else owner, parameter.numel(), held))
+    undecided = {} if proposal is None else proposal.undecided
+    modules = tuple(
+        InspectedModule(
+            pattern=pattern,
+            kind=kind,
+            count=len({owner for owner, _, _ in parts}),
+            parameters=sum(whole for _, whole, _ in parts),
+            per_rank=sum(held for _, _, held in parts),
+            rule=rule_name,
+            undecided=undecided.get(pattern, ""),
         )
-    return list(found.values())
+        for (pattern, kind, rule_name), parts in found.items()
+    )
+    source = "" if proposal is None else proposal.source()
+    return Inspection(modules, tp, tuple(known.layers), source, problem)
 
 
 def _told(rule: Split) -> str:
@@ -219,7 +191,3 @@ def _told(rule: Split) -> str:
     of_groups = f" in {groups} groups" if groups and groups > 1 else ""
     along = "" if dim is None else f" of dim {dim}"
     return f"{type(rule).__name__}{along}{of_groups}{f' by {heads} heads' if heads else ''}"
-
-
-def _run(layers: tuple[str, ...]) -> str:
-    return ", ".join(layers) if len(layers) <= 8 else f"{', '.join(layers[:3])}, … {layers[-1]} ({len(layers)})"

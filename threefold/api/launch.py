@@ -1,17 +1,23 @@
-"""Starting ranks from a script or a notebook: `run`, `spawn` and `notebook_launcher`."""
+"""Start ranks from a script or a notebook (`run`, `spawn`, `notebook_launcher`), and make their mesh (`init_mesh`)."""
 
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from threefold.errors import UserError, naming_arguments
+from threefold.comm.layout import Layout
+from threefold.comm.staged_group import BACKEND
+from threefold.errors import UserError, naming_arguments, require_whole
 from threefold.launch.device import choose_device, gpu_count
-from threefold.launch.environment import LaunchedRank, find_launched_rank, meet
+from threefold.launch.environment import LaunchedRank, find_launched_rank, meet, missing_variables
 from threefold.launch.failure import RankFailed, cause
 from threefold.launch.launcher import run_in_process
 from threefold.launch.local import StartMethod, collect_local
-from threefold.launch.process import has_group, require_room
-from threefold.launch.worker import Device, Job, RankInfo, join
+from threefold.launch.process import has_group, lasting_imports, prepare_fork, require_room
+from threefold.launch.worker import Device, Job, RankInfo, join, stay_on_loopback
+
+if TYPE_CHECKING:
+    from threefold.comm.mesh import Mesh
+
 
 DeviceSetting = Literal["auto", "cpu", "cuda"]
 
@@ -46,16 +52,34 @@ def run(
         >>> losses = threefold.run(train, ranks=8)
     """
     launched = find_launched_rank()
-    if launched is None:
-        ranks = gpu_count() or 1 if ranks is None else ranks
-        _check(fn, ranks, args)
-        if ranks == 1 and start_method == "fork":
-            return [_run_alone(fn, args, device)]
-        return spawn(fn, ranks, args, device=device, start_method=start_method)
-    _check(fn, launched.world_size if ranks is None else ranks, args)
-    if ranks not in (None, launched.world_size):
+    wanted = ranks if ranks is not None else launched.world_size if launched else gpu_count() or 1
+    _check(fn, wanted, args)
+    if launched is None and (wanted > 1 or start_method != "fork"):
+        return spawn(fn, wanted, args, device=device, start_method=start_method)
+    import torch
+    import torch.distributed as dist
+
+    from threefold.comm.pickling import dumps
+
+    if launched is None:  # the only rank, whose process group and thread count do not outlast the call
+        chosen = device_of(device, 1)
+        if dist.is_initialized():
+            raise has_group()
+        threads = torch.get_num_threads()
+        try:
+            return [run_in_process(lambda _, fn, args: fn(*args), (fn, args), 1, device=chosen)]
+        finally:
+            torch.set_num_threads(threads)
+    if wanted != launched.world_size:
         raise UserError(f"ranks is {ranks} but the launcher started {launched.world_size}; use {launched.world_size}.")
-    return _run_here(fn, args, launched, device)
+    join_launched(launched, device)
+    value = fn(*args)
+    if not dist.is_initialized():
+        raise UserError("The function destroyed the process group, so the ranks' values cannot be gathered; leave it.")
+    values: list[Any] = [None] * wanted
+    dist.all_gather_object(values, dumps(value))
+    dist.destroy_process_group()
+    return [pickle.loads(result) for result in values]
 
 
 def spawn(
@@ -102,14 +126,19 @@ def spawn(
     chosen = device_of(device, ranks)
     one_thread = False
     if start_method == "fork":
-        from threefold.launch.process import lasting_imports, prepare_fork
-
         with lasting_imports():  # once here instead of on every forked rank, saving 0.8 s
             import threefold.comm.mesh  # noqa: F401
 
         one_thread = not prepare_fork()
     elif start_method == "spawn":
-        _require_picklable(fn, args)
+        try:
+            pickle.dumps((fn, args))
+        except Exception as error:
+            name = getattr(fn, "__qualname__", repr(fn))
+            raise UserError(
+                f"start_method is spawn but {name} and its arguments cannot be sent to another process ({error}); "
+                "define them in a module, or use fork."
+            ) from None
     else:
         raise UserError(f"start_method is {start_method!r} but must be fork or spawn; use fork.")
     job = Job(_call, (fn, args, one_thread), chosen, None, tuple(range(ranks)), prints_traceback=False)
@@ -154,21 +183,9 @@ def notebook_launcher(
 def _check(fn: Any, ranks: Any, args: Any) -> None:
     if not callable(fn):
         raise UserError(f"fn is {fn!r} but must be a function that each rank calls; pass the function itself.")
-    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
-        raise UserError(f"ranks is {ranks!r} but must be a whole number of at least 1; use 1.")
+    require_whole("ranks", ranks)
     if not isinstance(args, Sequence) or isinstance(args, str | bytes):
         raise UserError(f"args is {args!r} but must be a tuple of the arguments; use ({args!r},).")
-
-
-def _require_picklable(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    try:
-        pickle.dumps((fn, args))
-    except Exception as error:
-        name = getattr(fn, "__qualname__", repr(fn))
-        raise UserError(
-            f"start_method is spawn but {name} and its arguments cannot be sent to another process ({error}); define "
-            "them in a module, or use fork."
-        ) from None
 
 
 def _call(info: RankInfo, fn: Callable[..., Any], args: tuple[Any, ...], one_thread: bool) -> bytes:
@@ -191,43 +208,6 @@ def _call(info: RankInfo, fn: Callable[..., Any], args: tuple[Any, ...], one_thr
         ) from None
 
 
-def _run_alone(fn: Callable[..., Any], args: tuple[Any, ...], device: DeviceSetting) -> Any:
-    """Call `fn` as the only rank, in this process, and restore its process group and thread count afterwards."""
-    import torch
-    import torch.distributed as dist
-
-    chosen = device_of(device, 1)
-    if dist.is_initialized():
-        raise has_group()
-    threads = torch.get_num_threads()
-    try:
-        return run_in_process(_call_alone, (fn, args), 1, device=chosen)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _call_alone(info: RankInfo, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    return fn(*args)
-
-
-def _run_here(
-    fn: Callable[..., Any], args: tuple[Any, ...], launched: LaunchedRank, device: DeviceSetting
-) -> list[Any]:
-    """Call `fn` as a rank that a launcher started, and gather the values."""
-    import torch.distributed as dist
-
-    from threefold.comm.pickling import dumps
-
-    join_launched(launched, device)
-    value = fn(*args)
-    if not dist.is_initialized():
-        raise UserError("The function destroyed the process group, so the ranks' values cannot be gathered; leave it.")
-    values: list[Any] = [None] * launched.world_size
-    dist.all_gather_object(values, dumps(value))
-    dist.destroy_process_group()
-    return [pickle.loads(result) for result in values]
-
-
 def join_launched(launched: LaunchedRank, device: DeviceSetting) -> None:
     """Initialise the process group of launched ranks; raise UserError if there are fewer GPUs than ranks."""
     chosen = device_of(device, launched.local_world_size)
@@ -241,3 +221,103 @@ def device_of(setting: DeviceSetting, local_world_size: int) -> Device:
         raise UserError(f"device is {setting!r} but must be auto, cpu or cuda; use auto.")
     with naming_arguments():
         return choose_device(setting, "fp32", local_world_size)
+
+
+_LAYOUT = "threefold/layout"
+"""Key in the process group's store under which ranks keep the layout of the first call."""
+
+
+def init_mesh(
+    dp: int | None = None,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    *,
+    device: DeviceSetting = "auto",
+) -> "Mesh":
+    """Initialise `torch.distributed` if needed, and return the mesh of its ranks.
+
+    The ranks are those of `torchrun`, Slurm's `srun`, `threefold.run` or an existing process group; otherwise this
+    process alone. The rank at (dp, pp, cp, tp) is ((dp · PP + pp) · CP + cp) · TP + tp. Collective: every rank calls it
+    with the same arguments.
+
+    Args:
+        dp: data-parallel replicas; None for as many as fill the world.
+        tp: tensor-parallel shards of each weight.
+        pp: pipeline stages.
+        cp: context-parallel parts of each sequence.
+        ep: neighbouring replicas that share the experts of a layer; a divisor of dp, not a further factor of the world
+            size.
+        device: device of the computation; `auto` uses CUDA if there is a GPU for each rank of the host. Ignored for an
+            existing process group, whose backend decides.
+
+    Returns:
+        the mesh. Its axes `dp`, `pp`, `cp`, `tp` and `ep` have this rank's `index`, the `size`, the global ranks
+        `first`, `last`, `previous` and `next`, and the collectives. `rank` is the global rank, `local_rank` the rank on
+        this host, and `check_group` the ranks that hold one copy of the model.
+
+    Raises:
+        UserError: the sizes do not make up the world, an earlier call or another rank gave others, the launcher's
+            variables are incomplete, or there are fewer GPUs than ranks.
+
+    Example:
+        >>> mesh = threefold.init_mesh(dp=2, tp=2, pp=2)
+        >>> mesh.tp.index, mesh.tp.size, mesh.pp.next, mesh.is_last_stage
+    """
+    import torch
+    import torch.distributed as dist
+
+    from threefold.comm.mesh import Mesh
+    from threefold.torch_private.distributed import default_store
+
+    for name, size in (("dp", dp), ("tp", tp), ("pp", pp), ("cp", cp), ("ep", ep)):
+        if (not isinstance(size, int) or isinstance(size, bool)) and not (name == "dp" and size is None):
+            raise UserError(f"{name} is {size!r} but must be a whole number of ranks; use {name}=1.")
+    launched = None
+    if dist.is_initialized():
+        world_size, because = dist.get_world_size(), ""
+    elif launched := find_launched_rank():
+        world_size, because = launched.world_size, launched.variables
+    elif missing := missing_variables():
+        raise UserError(
+            f"The environment has a rank of a launcher but no {' and no '.join(missing)}; start the ranks with "
+            "torchrun or srun, which set all of them, or unset RANK and WORLD_SIZE to run alone."
+        )
+    else:
+        world_size, because = 1, ""
+    with naming_arguments():
+        replicas = max(1, world_size // Layout(1, tp, pp, cp).world_size) if dp is None else dp
+        layout = Layout(replicas, tp, pp, cp, ep)
+        if not dist.is_initialized() and launched is None and layout.world_size > 1:
+            raise UserError(
+                f"The layout {layout} needs {layout.world_size} ranks but this process is alone; start it with "
+                f"`torchrun --nproc-per-node {layout.world_size} SCRIPT.py`, or call threefold.run(FUNCTION, "
+                f"ranks={layout.world_size})."
+            )
+        layout.require_world(world_size, because)
+        if launched is not None:
+            join_launched(launched, device)
+        elif not dist.is_initialized():
+            stay_on_loopback()
+            join(RankInfo(0, 1, 0, 1, device_of(device, 1)), dist.HashStore())
+    first = default_store().compare_set(_LAYOUT, "", str(layout)).decode()
+    if first != str(layout):
+        raise UserError(
+            f"init_mesh is called with {layout} on rank {dist.get_rank()} and was called with {first} before; the "
+            "ranks have one layout: give the same in every call and on every rank."
+        )
+    backend = dist.get_backend_config()
+    on_gpu = ("nccl" in backend or BACKEND in backend) and torch.cuda.is_available()
+    mesh = Mesh(layout, torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu")
+    _ = mesh.check_group, mesh.local_rank  # created here because it is collective
+    return mesh
+
+
+def mesh_of_all_ranks() -> "Mesh":
+    """Return a mesh with one replica per rank, or the mesh of this process alone if there are no other ranks."""
+    import torch.distributed as dist
+
+    from threefold.comm.mesh import Mesh
+
+    return init_mesh() if dist.is_initialized() or find_launched_rank() is not None else Mesh.alone()

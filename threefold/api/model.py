@@ -1,7 +1,8 @@
 """Parallel models for custom training loops: `parallelize` and its `DistributedModel`."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
@@ -10,19 +11,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from threefold.api.mesh import mesh_of_all_ranks
+from threefold.api.launch import mesh_of_all_ranks
 from threefold.comm.mesh import Mesh
 from threefold.config import PrecisionConfig
-from threefold.dtypes import DTYPES
-from threefold.errors import UserError, naming_arguments
+from threefold.errors import UserError, naming_arguments, require_whole
 from threefold.models.construct import told
 from threefold.models.loss_terms import LossFunction, LossSums
 from threefold.models.plan import Plan
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.gradients import COMPRESSIONS
 from threefold.parallel.parameter import publish_
-from threefold.parallel.settings import TrainingSettings
-from threefold.plugins import one_of
+from threefold.parallel.settings import DTYPES, TrainingSettings
+from threefold.plugins import require_one_of
 from threefold.train.optim import LossScale
 from threefold.train.step import GradientStep
 
@@ -110,8 +110,7 @@ class DistributedModel:
                 "train_batch is called before the optimizer has used the gradients of the batch before, which would be "
                 "lost; call optimizer.step() or optimizer.zero_grad() first."
             )
-        _check_loss(loss_fn)
-        with naming_arguments():
+        with _checked(loss_fn):
             self.last = self.gradient_step.train_batch(batch, self.updates, loss_fn)
         self.has_gradients = True
         return self.last.loss
@@ -130,8 +129,7 @@ class DistributedModel:
         Raises:
             UserError: batch, model and loss do not fit together.
         """
-        _check_loss(loss_fn)
-        with naming_arguments():
+        with _checked(loss_fn):
             self.last = self.gradient_step.eval_batch(batch, loss_fn)
         return self.last.loss
 
@@ -139,15 +137,6 @@ class DistributedModel:
         """Round the weights into the tensors that the model computes with, after a change of `parameters()`."""
         publish_(self.gradient_step.model.weights, self.gradient_step.gradients)
         self.publications += 1
-
-    def drop_gradients(self) -> None:
-        """Discard the gradients, so that the next batch starts anew."""
-        self.has_gradients = False
-
-    def updated(self, updates: int | None = None) -> None:
-        """Record that an optimizer has used the gradients, or that a checkpoint after `updates` updates was loaded."""
-        self.updates = self.updates + 1 if updates is None else updates
-        self.has_gradients = False
 
 
 def parallelize(
@@ -233,8 +222,8 @@ def parallelize(
         )
     if zero_shards is not None and (zero_shards < 1 or mesh.dp.size % zero_shards):
         raise UserError(f"zero_shards is {zero_shards} but must divide dp {mesh.dp.size}; use {mesh.dp.size}.")
-    if micro_batches is not None and (not isinstance(micro_batches, int) or micro_batches < 1):
-        raise UserError(f"micro_batches is {micro_batches!r} but must be a whole number of at least 1; use 1.")
+    if micro_batches is not None:
+        require_whole("micro_batches", micro_batches)
     settings = TrainingSettings(
         seed=seed,
         micro_batches=micro_batches or 1,
@@ -256,20 +245,21 @@ def parallelize(
                 counts = range(1, _MOST_FOR_A_STAGE * pp + 1)
                 settings = replace(settings, micro_batches=next((each for each in counts if accepts(pp, each)), 1))
             scale = LossScale.of(PrecisionConfig(dtype="fp16")) if dtype == torch.float16 else None
-            step = GradientStep(made, _complete(model, plan, made), mesh, settings, loss_scale=scale)
+            step = GradientStep(made, _plan_of(model, plan, made), mesh, settings, loss_scale=scale)
         except ValueError as error:  # unknown schedule
             raise UserError(f"{str(error).rstrip('.')}.") from error
     return DistributedModel(step)
 
 
-def _complete(model: Callable[..., nn.Module], plan: Any, make: Callable[[], nn.Module]) -> ModelPlan:
+def _plan_of(model: Callable[..., nn.Module], plan: Any, make: Callable[[], nn.Module]) -> ModelPlan:
     """Return the complete plan that was given, or the model's own."""
+    owner = model.func if isinstance(model, partial) else model
+    name = getattr(owner, "__name__", None)
     if plan is None:
-        owner = model.func if isinstance(model, partial) else model
         plan = owner if hasattr(owner, "build") else getattr(owner, "plan", None)
         if plan is None:
             raise UserError(
-                f"plan is missing and {getattr(owner, '__name__', owner)} has none; give plan=threefold.Plan(…), which "
+                f"plan is missing and {name or owner} has none; give plan=threefold.Plan(…), which "
                 "threefold.inspect proposes, or give the class the attribute plan."
             )
     if isinstance(plan, ModelPlan):
@@ -284,19 +274,13 @@ def _complete(model: Callable[..., nn.Module], plan: Any, make: Callable[[], nn.
     except (RuntimeError, NotImplementedError) as error:
         if "meta" not in str(error):
             raise
-        name = getattr(model.func if isinstance(model, partial) else model, "__name__", "The model")
         raise UserError(
-            f"{name} cannot be made on the meta device, on which ranks make their parts of it ({told(error)}); have "
-            "its constructor read no values of tensors, and give initial values that need them in Plan(initial=…)."
+            f"{name or 'The model'} cannot be made on the meta device, on which ranks make their parts of it "
+            f"({told(error)}); have its constructor read no values of tensors, and give initial values that need them "
+            "in Plan(initial=…)."
         ) from error
     built: ModelPlan = plan.build(made)
     return built
-
-
-def require_one_of(name: str, given: Any, choices: Sequence[str]) -> None:
-    """Raise a `UserError` unless the argument `name` is one of the choices."""
-    if given not in choices:
-        raise UserError(f"{name} is {given!r} but must be {one_of(given, list(choices))}.")
 
 
 def _dtype(dtype: Any, precision: Any) -> torch.dtype:
@@ -315,6 +299,7 @@ def _dtype(dtype: Any, precision: Any) -> torch.dtype:
     return dtype
 
 
-def _check_loss(loss_fn: Any) -> None:
+def _checked(loss_fn: Any) -> AbstractContextManager[None]:
     if loss_fn is not None and not callable(loss_fn):
         raise UserError(f"loss_fn is {loss_fn!r} but must be a function of the output and the batch; give one.")
+    return naming_arguments()

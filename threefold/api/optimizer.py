@@ -39,28 +39,26 @@ class ModelOptimizer:
         self.grad_norm: float | None = None
         self.step_was_skipped = False
         step = model.gradient_step
-        axes = step.parallelism.sharding_axes
-        owner = {id(each): number for number, of in enumerate(self.optimizers) for each in _parameters(of)}
-        whole = [needs_whole_weights(each) for each in self.optimizers]
-        self.entries: list[Entry] = []
-        self._optimizer_of: dict[str, int] = {}
-        for weight in step.model.trained:
-            number = owner[id(weight.master)]
-            matrix = ShardedMatrix(weight.parameter, axes, every_dim=whole[number])
-            entry = Entry(weight.name, weight.parameter, weight.leaf, weight.master, step.gradients, matrix)
-            self.entries.append(entry)
-            self._optimizer_of[entry.name] = number
-        self._updated = [
-            UpdatedWeights([each for each in self.entries if self._optimizer_of[each.name] == number], gathers)
-            for number, gathers in enumerate(whole)
-        ]
-        entries = {id(entry.master): entry for entry in self.entries}
-        for optimizer, updated in zip(self.optimizers, self._updated, strict=True):
+        self._pairs: list[tuple[torch.optim.Optimizer, UpdatedWeights]] = []
+        self._of: dict[str, tuple[torch.optim.Optimizer, UpdatedWeights]] = {}
+        found: dict[str, Entry] = {}
+        for optimizer in self.optimizers:
+            own, gathers = {id(each) for each in _parameters(optimizer)}, needs_whole_weights(optimizer)
+            entries: dict[int, Entry] = {}
+            for weight in step.model.trained:
+                if id(weight.master) in own:
+                    matrix = ShardedMatrix(weight.parameter, step.parallelism.sharding_axes, every_dim=gathers)
+                    entry = Entry(weight.name, weight.parameter, weight.leaf, weight.master, step.gradients, matrix)
+                    entries[id(weight.master)] = found[weight.name] = entry
+            updated = UpdatedWeights(list(entries.values()), gathers)
             for group in optimizer.param_groups:
                 group["params"] = [
                     updated.of(entries[id(each)]) if id(each) in entries else each  # a frozen one, without a gradient
                     for each in group["params"]
                 ]
+            self._pairs.append((optimizer, updated))
+            self._of |= dict.fromkeys((entry.name for entry in entries.values()), self._pairs[-1])
+        self.entries = [found[weight.name] for weight in step.model.trained]
         self._norm = GradientNorm(step.gradients, self.entries, model.mesh, step.model.tied)
         self._seen = model.publications
 
@@ -108,43 +106,47 @@ class ModelOptimizer:
             ),
         )
         self.grad_norm, self.step_was_skipped = norm, not isfinite(norm)
-        model.updated()
+        model.updates += 1
+        model.has_gradients = False
         return norm
 
     def zero_grad(self) -> None:
         """Discard the gradients; each step does so by itself."""
-        self.model.drop_gradients()
+        self.model.has_gradients = False
 
-    def states(self, entry: Entry) -> Iterator[tuple[str, Any, Tensor]]:
-        """Yield the optimizer state of a weight: its name, the optimizer's value, and a global tensor of the value."""
-        number = self._optimizer_of[entry.name]
-        updated = self._updated[number]
-        for name, value in self.optimizers[number].state.get(updated.of(entry), {}).items():
-            if value is None:
-                continue
-            tensor = torch.as_tensor(value)
-            part = updated.shard_of_state(entry, tensor)
-            yield name, value, part if updated.is_replicated(entry, tensor.shape) else entry.stored(part)
+    def parts(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+        """Yield the name of each trained weight, the weight, and this rank's shard of it."""
+        return ((entry.name, entry.parameter, entry.master) for entry in self.entries)
 
-    def fill_state(self, entry: Entry, parts: Mapping[str, Tensor], others: Mapping[str, Any]) -> None:
-        """Set the optimizer state of a weight. Collective over the axes that shard it.
+    def states(self) -> Iterator[tuple[str, str, Any, Tensor]]:
+        """Yield the optimizer state: weight name, state name, value, and the value as a global tensor."""
+        for entry in self.entries:
+            optimizer, updated = self._of[entry.name]
+            for name, value in optimizer.state.get(updated.of(entry), {}).items():
+                if value is None:
+                    continue
+                tensor = torch.as_tensor(value)
+                part = updated.shard_of_state(entry, tensor)
+                whole = part if updated.is_replicated(entry, tensor.shape) else entry.stored(part)
+                yield entry.name, name, value, whole
+
+    def fill_states(self, shards: Mapping[str, Mapping[str, Tensor]], others: Mapping[str, Mapping[str, Any]]) -> None:
+        """Set the optimizer state of each trained weight. Collective over the axes that shard the weights.
 
         Args:
-            entry: entry of the weight.
-            parts: this rank's part of each state that has the weight's shape.
-            others: numbers, and tensors that are equal on all ranks.
+            shards: weight name → state name → this rank's part of a state that has the weight's shape.
+            others: weight name → state name → number, or tensor that is equal on all ranks.
         """
-        number = self._optimizer_of[entry.name]
-        updated = self._updated[number]
-        shape = updated.of(entry).shape
-        self.optimizers[number].state[updated.of(entry)] = {
-            **{name: updated.whole_state(entry, part, shape) for name, part in parts.items()},
-            **others,
-        }
+        for entry in self.entries:
+            optimizer, updated = self._of[entry.name]
+            weight = updated.of(entry)
+            parts = shards[entry.name].items()
+            whole = {name: updated.whole_state(entry, part, weight.shape) for name, part in parts}
+            optimizer.state[weight] = {**whole, **others[entry.name]}
 
     def _update(self) -> None:
         changed = self._seen != self.model.publications
-        for optimizer, updated in zip(self.optimizers, self._updated, strict=True):
+        for optimizer, updated in self._pairs:
             if changed:
                 updated.gather_again()
             updated.step(optimizer)
@@ -195,7 +197,17 @@ def distributed_optimizer(
                 f"optimizer is a {type(each).__name__} but must be a torch.optim.Optimizer of model.parameters(); "
                 "make one."
             )
-        _check_kind(each)
+        name = type(each).__name__
+        if isinstance(each, torch.optim.LBFGS):
+            raise UserError(
+                f"optimizer is {name}, which computes the loss several times in a step; use one that takes gradients, "
+                "such as AdamW."
+            )
+        if needs_whole_weights(each) and each.state:
+            raise UserError(
+                f"optimizer is {name}, which needs whole weights, and has a state of this rank's shards already; pass "
+                "it before its first step."
+            )
     _check_parameters(optimizers, model)
     if clip_grad_norm is not None and not clip_grad_norm > 0:
         raise UserError(f"clip_grad_norm is {clip_grad_norm} but must be above 0; use None for no limit.")
@@ -206,20 +218,6 @@ def needs_whole_weights(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer computes an element's update from other elements of the weight."""
     known = isinstance(optimizer, torch.optim.Muon | torch.optim.Adafactor)
     return known or bool(getattr(optimizer, "needs_whole_matrices", False))
-
-
-def _check_kind(optimizer: torch.optim.Optimizer) -> None:
-    name = type(optimizer).__name__
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UserError(
-            f"optimizer is {name}, which computes the loss several times in a step; use one that takes gradients, such "
-            "as AdamW."
-        )
-    if needs_whole_weights(optimizer) and optimizer.state:
-        raise UserError(
-            f"optimizer is {name}, which needs whole weights, and has a state of this rank's shards already; pass it "
-            "before its first step."
-        )
 
 
 def _check_parameters(optimizers: Sequence[torch.optim.Optimizer], model: DistributedModel) -> None:

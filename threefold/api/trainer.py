@@ -1,27 +1,45 @@
-"""Training runs from Python (`Trainer`), like `threefold train` but with Python objects."""
+"""Runs from Python with Python objects: training (`Trainer`) and verification (`verify_model`)."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from threefold.api.own_parts import AnyConfig, changed, own_run
+from threefold.api.pipeline import PipelineLayers
 from threefold.checkpoint.resume import Resume
-from threefold.errors import UserError
+from threefold.comm.layout import parse_layouts
+from threefold.config import Config, load_config
+from threefold.config.loading import config_of
+from threefold.config.model import OWN
+from threefold.config.schema import section_types
+from threefold.data.dataset import vocabulary
+from threefold.errors import UserError, require_whole
 from threefold.files import shown
 from threefold.launch.environment import find_launched_rank
 from threefold.launch.launcher import joined_rank
-from threefold.launch.process import StopSignals
+from threefold.launch.process import StopSignals, prepare_fork, require_room
 from threefold.launch.training_run import explain_stop, prepare_training
 from threefold.models.loss_terms import LossFunction
+from threefold.models.source import ConfigSource, ModelSource, as_source
+from threefold.parallel.forward_check import layout_check
+from threefold.plugins import import_path_of
 from threefold.train.callbacks.base import Callback, say
 from threefold.train.callbacks.registry import require_packages
+from threefold.verify.layout_selection import asked_for, covering, possible
+from threefold.verify.report import EQUAL, LayoutResult
 from threefold.verify.self_check import self_check
+from threefold.verify.shrunk_config import UNKNOWN_VOCABULARY, prepare, shrink
+from threefold.verify.verifier import Verification, choose_batches, verifier
 
 if TYPE_CHECKING:
     import torch
 
     from threefold.train.stop import Stopped
+
+AnyConfig = Config | Path | str | Mapping[str, Mapping[str, Any]]
+"""A `Config` from `load_config`, the path of a YAML file, or a mapping of sections."""
 
 
 class Trainer:
@@ -79,7 +97,15 @@ class Trainer:
     ) -> None:
         self.run_dir, self.callbacks = Path(run_dir), list(callbacks)
         for callback in self.callbacks:
-            _check_callback(callback)
+            if isinstance(callback, type) and issubclass(callback, Callback):
+                name = callback.__name__
+                raise UserError(f"callbacks has the class {name} but needs an object; write {name}().")
+            if not isinstance(callback, Callback):
+                raise UserError(
+                    f"callbacks has {shown(repr(callback))}, a {type(callback).__name__}, but each must be a "
+                    "threefold.Callback; make it a subclass."
+                )
+            require_packages(callback, f"callbacks has {type(callback).__name__}")
         self.config, self.source = own_run(
             config, model=model, plan=plan, loss=loss, arguments=arguments, optimizer=optimizer, dataset=dataset
         )
@@ -133,14 +159,218 @@ class Trainer:
         return stopped
 
 
-def _check_callback(callback: Any) -> None:
-    if isinstance(callback, type) and issubclass(callback, Callback):
+@dataclass(frozen=True)
+class VerifiedModel:
+    """Results of `verify_model`; `str()` has a line for each layout.
+
+    Attributes:
+        results: results of the layouts, in order.
+    """
+
+    results: tuple[LayoutResult, ...]
+
+    @property
+    def all_equal(self) -> bool:
+        """Whether every layout computes the same as a single process."""
+        return all(result.verdict == EQUAL for result in self.results)
+
+    def __iter__(self) -> Iterator[LayoutResult]:
+        return iter(self.results)
+
+    def __str__(self) -> str:
+        lines = []
+        for result in self.results:
+            line = f"{result.spec}: {result.verdict}"
+            if result.worst is not None:
+                line += f", the largest relative error is {result.worst.relative:.1e}"
+            if result.first is not None:
+                line += f", the first departure is {result.first} ({result.first.where(result.spec.layout)})"
+            lines.append(line + (f", {result.message}" if result.message else ""))
+        return "\n".join(lines)
+
+
+def verify_model(
+    config: AnyConfig,
+    layouts: Sequence[str] | str | None = None,
+    *,
+    model: Any = None,
+    plan: Any = None,
+    loss: LossFunction | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    optimizer: "Callable[..., torch.optim.Optimizer] | None" = None,
+    dataset: Any = None,
+    ranks: int = 4,
+    steps: int = 3,
+    dtype: Literal["fp64", "fp32"] = "fp64",
+    full: bool = False,
+) -> VerifiedModel:
+    """Train a few steps in a single process and in each layout, on processes of this host, and compare the results.
+
+    Initial weights, and each step's loss, gradient norm, gradients and updated weights must be equal up to rounding.
+    The config's own layout is ignored.
+
+    Args:
+        config, model, plan, loss, arguments, optimizer, dataset: as in `Trainer`; classes and functions must be defined
+            in a module or the script, where processes look them up. A custom optimizer keeps its `eps`: with 1e-8 Adam
+            amplifies gradients that are pure rounding, such as a key bias's, which then differ; use for example
+            `functools.partial(torch.optim.NAdam, eps=1e-5)`.
+        layouts: layouts such as `["dp2·tp2", "pp2 zero1"]`; None for a selection that covers all kinds of parallelism.
+        ranks: number of ranks of the selected layouts.
+        steps: optimizer steps to compare.
+        dtype: precision; the tolerance is 1e-12 for fp64, 1e-5 for fp32.
+        full: whether a model of the config keeps its full size instead of fewer and narrower layers. A custom model on
+            data that are not tokens always does.
+
+    Returns:
+        a result for each layout.
+
+    Raises:
+        UserError: an argument is wrong, the model does not fit its plan, or the data cannot be read.
+
+    Example:
+        >>> verified = threefold.verify_model(config, ["dp2·tp2"], model=MyModel, loss=loss, dataset=MyData)
+        >>> assert verified.all_equal, verified
+    """
+    if dtype not in ("fp64", "fp32"):
+        raise UserError(f"dtype is {dtype!r} but must be fp64 or fp32; use fp64.")
+    require_whole("steps", steps, use=3)
+    require_whole("ranks", ranks, least=2, use=4)
+    given, source = own_run(
+        config, model=model, plan=plan, loss=loss, arguments=arguments, optimizer=optimizer, dataset=dataset
+    )
+    try:
+        pickle.dumps(source)
+    except Exception as error:
         raise UserError(
-            f"callbacks has the class {callback.__name__} but needs an object; write {callback.__name__}()."
-        )
-    if not isinstance(callback, Callback):
+            f"{shown(str(source))} with its plan and loss cannot be sent to other processes "
+            f"({' '.join(str(error).split())}); define them at the top of a module or of the script."
+        ) from None
+    specs = parse_layouts([layouts] if isinstance(layouts, str) else list(layouts or ()))
+    require_room(max((spec.world_size for spec in specs), default=ranks))
+    base = prepare(given, dtype, vocabulary(given) or UNKNOWN_VOCABULARY)
+    rows = choose_batches(given, source.loss(base))
+    wanted = specs or possible(ranks, given.model.num_experts)
+    small = base if full else shrink(base, wanted, batch_alone=rows.is_nested)
+    suits = layout_check(source, small)
+    selection = asked_for(small, specs, suits) if specs else covering(small, ranks, suits)
+    prepare_fork()
+    with verifier(Verification(small, steps, rows, source, full), selection) as check:
+        check.run_one_process()
+        return VerifiedModel(tuple(check.verify(spec, selection.has_second_run(spec)) for spec in selection.specs))
+
+
+def own_run(
+    config: Any,
+    *,
+    model: Any = None,
+    plan: Any = None,
+    loss: Any = None,
+    arguments: Mapping[str, Any] | None = None,
+    optimizer: Any = None,
+    dataset: Any = None,
+) -> tuple[Config, ModelSource]:
+    """Return the unresolved config of a run, and the source of its model; arguments as in `Trainer`.
+
+    Raises:
+        UserError: an argument is not of a supported kind.
+    """
+    changes: dict[str, Any] = {}
+    if dataset is not None:
+        changes |= {"data.path": _dataset_path(dataset), "data.mixture": None}
+    if optimizer is not None:
+        changes |= _optimizer_settings(optimizer)
+    if arguments is not None and not isinstance(arguments, Mapping):
         raise UserError(
-            f"callbacks has {shown(repr(callback))}, a {type(callback).__name__}, but each must be a "
-            "threefold.Callback; make it a subclass."
+            f"arguments is {shown(repr(arguments))} but must be a mapping from the names of the model's arguments to "
+            "their values; use {}."
         )
-    require_packages(callback, f"callbacks has {type(callback).__name__}")
+    for name, part in (("plan", plan), ("loss", loss)):
+        if model is None and part is not None:
+            raise UserError(f"{name} is given without model; give the model too, or leave {name} out.")
+    found = read_config(config, changes)
+    source: ModelSource = ConfigSource()
+    if model is not None:
+        source = as_source(PipelineLayers(model) if isinstance(model, list | tuple) else model, plan, loss)
+        found = source.configured(found)
+    if arguments is None:
+        return found, source
+    if found.model.architecture != OWN:
+        raise UserError("arguments is given without model, whose constructor takes them; give the model too.")
+    return changed(found, "model", {"arguments": dict(arguments)}), source
+
+
+def read_config(config: Any, changes: Mapping[str, Any]) -> Config:
+    """Return an `AnyConfig` with changes by `section.key` (None: the default); raise UserError if one is wrong."""
+    if isinstance(config, str | Path):
+        return load_config(config, changes)
+    if isinstance(config, Config):
+        for key, value in changes.items():
+            section, name = key.split(".")
+            config = changed(config, section, {name: value})
+        return config
+    if not isinstance(config, Mapping):
+        raise UserError(
+            f"config is a {type(config).__name__} but must be what load_config returns, the path of a YAML file, or a "
+            "mapping of sections such as {'data': {'path': 'tokens'}}."
+        )
+    for name, section in config.items():
+        if not isinstance(section, Mapping):
+            owners = [key for key, kind in section_types().items() if name in kind.model_fields]
+            instead = f"{{{owners[0]!r}: {{{name!r}: {shown(repr(section))}}}}}" if owners else "{}"
+            raise UserError(
+                f"config has {shown(repr(section))} for {name} but must have a mapping of settings; use {instead}."
+            )
+    return config_of({str(name): dict(section) for name, section in config.items()}, changes)
+
+
+def changed(config: Config, section: str, changes: Mapping[str, Any]) -> Config:
+    """Return the config with other settings in a section, removing those that are None.
+
+    Raises:
+        UserError: a value is of the wrong type.
+    """
+    given = config.given()
+    given[section] = {key: value for key, value in {**given[section], **changes}.items() if value is not None}
+    origins = {key: where for key, where in config.origins.items() if key.partition(".")[2] not in changes}
+    return config_of(given, origins=origins)
+
+
+def _dataset_path(dataset: Any) -> str:
+    """Return the `data.path` of a data set, or of a function or class that makes one."""
+    if hasattr(dataset, "batch_sampler"):
+        raise UserError(
+            f"dataset is a {type(dataset).__name__} but must be the data set that it reads, as the run makes its own "
+            "batches; give that, with the size of a batch as train.global_batch_size."
+        )
+    path = dataset if isinstance(dataset, str) else import_path_of(dataset)
+    if path is None:
+        raise UserError(
+            f"dataset is a {type(dataset).__name__} that has no name in a module, so that no resumed run would find "
+            "it; bind it to a name at the top of the script, or give a function of a module that makes it."
+        )
+    return path
+
+
+def _optimizer_settings(optimizer: Any) -> dict[str, Any]:
+    """Return `optimizer.name` and `optimizer.arguments` of a class, a function, or a `functools.partial` of one."""
+    made: Any = optimizer
+    arguments: dict[str, Any] = {}
+    while isinstance(made, partial):
+        if made.args:
+            raise UserError(f"optimizer is {shown(repr(optimizer))}; give its arguments by their names.")
+        arguments = {**made.keywords, **arguments}
+        made = made.func
+    if isinstance(made, str):
+        return {"optimizer.name": made}
+    if not callable(made):
+        raise UserError(
+            f"optimizer is a {type(made).__name__} object but must be a class, or a function that makes one, as each "
+            "rank makes it of its own shards."
+        )
+    path = import_path_of(made)
+    if path is None:
+        raise UserError(
+            f"optimizer is {shown(repr(made))}, which has no name in a module, so that no resumed run would find it; "
+            "define it at the top of a module, its arguments given with functools.partial."
+        )
+    return {"optimizer.name": path, "optimizer.arguments": arguments or None}

@@ -1,34 +1,21 @@
 """Types of what the public functions take and return, for annotations; exported as `threefold.types`."""
 
-from threefold.api.inspect_model import InspectedModule, Inspection
-from threefold.api.model import DistributedModel
-from threefold.api.optimizer import ModelOptimizer
-from threefold.api.prepared.loader import PreparedLoader
-from threefold.api.prepared.module import PreparedModule
-from threefold.api.prepared.optimizer import PreparedOptimizer, PreparedScheduler
-from threefold.api.verification import VerifiedModel
-from threefold.comm.axis import Axis
-from threefold.comm.layout import Coordinates, Layout
-from threefold.models.loss_terms import LossFunction, LossSums
-from threefold.models.sharding import ModelPlan, Split
-from threefold.parallel.tensor.layers import Initializer
+from threefold.api.inspect_model import InspectedModule as InspectedModule
+from threefold.api.inspect_model import Inspection as Inspection
+from threefold.api.model import DistributedModel as DistributedModel
+from threefold.api.optimizer import ModelOptimizer as ModelOptimizer
+from threefold.api.prepared_loader import PreparedLoader as PreparedLoader
+from threefold.api.prepared_model import PreparedModule as PreparedModule
+from threefold.api.prepared_optimizer import PreparedOptimizer as PreparedOptimizer
+from threefold.api.prepared_optimizer import PreparedScheduler as PreparedScheduler
+from threefold.api.trainer import VerifiedModel as VerifiedModel
+from threefold.comm.axis import Axis as Axis
+from threefold.comm.layout import Coordinates as Coordinates
+from threefold.comm.layout import Layout as Layout
+from threefold.models.loss_terms import LossFunction as LossFunction
+from threefold.models.loss_terms import LossSums as LossSums
+from threefold.models.sharding import ModelPlan as ModelPlan
+from threefold.models.sharding import Split as Split
+from threefold.parallel.tensor.layers import Initializer as Initializer
 
-__all__ = [
-    "Axis",
-    "Coordinates",
-    "DistributedModel",
-    "Initializer",
-    "InspectedModule",
-    "Inspection",
-    "Layout",
-    "LossFunction",
-    "LossSums",
-    "ModelOptimizer",
-    "ModelPlan",
-    "PreparedLoader",
-    "PreparedModule",
-    "PreparedOptimizer",
-    "PreparedScheduler",
-    "Split",
-    "VerifiedModel",
-]
+__all__ = [name for name in dir() if not name.startswith("_")]

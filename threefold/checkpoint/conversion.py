@@ -26,11 +26,11 @@ from threefold.checkpoint.manifest import Manifest, read_manifest, write_manifes
 from threefold.checkpoint.summary import choose, group_of
 from threefold.checkpoint.tensors import ALIGNMENT, PiecedTensor, TensorPiece, read_chunk, save_tensors_alone
 from threefold.checkpoint.writer import WRITER, read_writer
-from threefold.dtypes import DTYPES
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.host import return_freed_memory
 from threefold.output import Progress, check_replaceable, staged_directory, write_durably
+from threefold.parallel.settings import DTYPES
 
 Format = Literal["threefold", "safetensors", "torch", "dcp"]
 

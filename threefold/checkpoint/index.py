@@ -12,9 +12,8 @@ import numpy as np
 import torch
 
 from threefold.checkpoint.errors import DamagedCheckpoint, is_plain_name, whole
-from threefold.checksums import is_intact, seal_text
 from threefold.errors import UserError
-from threefold.files import FileRecord, parse_json, read_text, require_file, shown
+from threefold.files import FileRecord, is_intact, parse_json, read_text, require_file, seal_text, shown
 
 INDEX: Final = "tensors.json"
 FORMAT: Final = "threefold-tensors"

@@ -16,10 +16,9 @@ from threefold.checkpoint.listing import ListedCheckpoint, Named, check, checkpo
 from threefold.checkpoint.manifest import PARTIAL, VERSION, Manifest, read_manifest
 from threefold.checkpoint.selection import Damaged, newest_valid
 from threefold.checkpoint.tensors import read_chunk
-from threefold.checksums import checksum
 from threefold.config import Config
 from threefold.errors import UserError
-from threefold.files import shown
+from threefold.files import checksum, shown
 from threefold.output import Progress
 
 

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from threefold.byte_sizes import format_bytes
 from threefold.cli.options import ConfigFile, ModelFile, Overrides, TrustCode, read_config, read_without_data
 from threefold.cli.terminal import counted, first_to_last, print_table
 from threefold.errors import UserError
+from threefold.files import format_bytes
 
 if TYPE_CHECKING:
     from threefold.config import Config
@@ -106,7 +106,7 @@ FeatureNames = Annotated[
 @app.command()
 def compatibility(features: FeatureNames = None) -> None:
     """Print whether FEATUREs can be combined and, if not, why and what to use instead; for one, what it excludes."""
-    from threefold.config.compatibility import FEATURES, answers, features_named
+    from threefold.config.reference import FEATURES, answers, features_named
 
     listed = (f"{feature.name}: {feature.title}" for feature in FEATURES)
     for line in answers(features_named(features)) if features else listed:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from threefold.byte_sizes import format_bytes
 from threefold.cli.terminal import Bars, print_table
+from threefold.files import format_bytes
 from threefold.host import usable_cores
 
 if TYPE_CHECKING:

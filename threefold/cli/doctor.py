@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from threefold.byte_sizes import format_bytes
 from threefold.cli.terminal import Steps, print_table
 from threefold.errors import UserError
-from threefold.files import shown
+from threefold.files import format_bytes, shown
 
 if TYPE_CHECKING:
     from threefold.planner.doctor.examination import Examination

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from threefold.byte_sizes import format_bytes
 from threefold.cli.options import (
     ConfigFile,
     ModelFile,
@@ -22,6 +21,7 @@ from threefold.cli.options import (
 )
 from threefold.cli.terminal import Steps, counted, first_to_last, print_table
 from threefold.errors import UserError
+from threefold.files import format_bytes
 
 if TYPE_CHECKING:
     from threefold.config import Config

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from threefold.byte_sizes import format_bytes
 from threefold.cli.options import ConfigFile, Overrides, TrustCode, check_picture_file, read_without_data
 from threefold.cli.terminal import print_table
 from threefold.errors import UserError
+from threefold.files import format_bytes
 
 if TYPE_CHECKING:
     from threefold.planner.estimate import Estimate

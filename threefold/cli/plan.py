@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from threefold.byte_sizes import format_bytes
 from threefold.cli.estimate import AsJson, HardwareName, chosen_hardware
 from threefold.cli.options import ConfigFile, Overrides, TrustCode, check_picture_file, read_config, whole_number
 from threefold.cli.terminal import table
 from threefold.errors import UserError
+from threefold.files import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
 import typer
 
-from threefold.byte_sizes import format_bytes
 from threefold.cli.options import ConfigFile, Overrides, TrustCode, read_config
+from threefold.files import format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from threefold.api.prepared.optimizer import WrappedOptimizer
+from threefold.api.prepared_optimizer import WrappedOptimizer
 from threefold.comm.axis import Axis, Recorder
-from threefold.dtypes import DTYPES
-from threefold.errors import UserError
+from threefold.errors import UserError, require_whole
 from threefold.parallel.gradients import COMPRESSIONS, buckets_by_dtype
-from threefold.plugins import one_of
+from threefold.parallel.settings import DTYPES
+from threefold.plugins import require_one_of
 
 __all__ = [
     "DistributedOptimizer",
@@ -45,8 +45,7 @@ def broadcast_parameters(parameters: Any, root_rank: int = 0) -> None:
         t3.compat.horovod.broadcast_parameters(model.state_dict(), root_rank=0)
         ```
     """
-    world = _world()
-    _check_root(root_rank, world)
+    world = _world(root_rank)
     pairs = parameters.items() if isinstance(parameters, Mapping) else parameters
     if isinstance(pairs, Tensor | nn.Module) or not isinstance(pairs, Iterable):
         raise UserError(
@@ -77,8 +76,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int = 0) -> None:
         t3.compat.horovod.broadcast_optimizer_state(optimizer, root_rank=0)
         ```
     """
-    world = _world()
-    _check_root(root_rank, world)
+    world = _world(root_rank)
     inner = optimizer.optimizer if isinstance(optimizer, DistributedOptimizer) else optimizer
     state = world.gather_objects(inner.state_dict() if world.index == root_rank else None)[root_rank]
     if world.index != root_rank:
@@ -103,8 +101,7 @@ def broadcast_object(value: Any, root_rank: int = 0) -> Any:
         first_epoch = t3.compat.horovod.broadcast_object(first_epoch, root_rank=0)
         ```
     """
-    world = _world()
-    _check_root(root_rank, world)
+    world = _world(root_rank)
     return world.gather_objects(value if world.index == root_rank else None)[root_rank]
 
 
@@ -178,13 +175,10 @@ class DistributedOptimizer(WrappedOptimizer):
                 f"optimizer is of the type {type(optimizer).__name__} but must be a torch.optim.Optimizer; pass "
                 "torch.optim.AdamW(model.parameters()), say."
             )
-        if compression not in COMPRESSIONS:
-            raise UserError(f"compression is {compression!r} but must be {one_of(compression, list(COMPRESSIONS))}.")
-        passes = backward_passes_per_step
-        if not isinstance(passes, int) or passes < 1:
-            raise UserError(f"backward_passes_per_step is {passes!r} but must be a whole number of at least 1; use 1.")
+        require_one_of("compression", compression, COMPRESSIONS)
+        require_whole("backward_passes_per_step", backward_passes_per_step)
         super().__init__(optimizer)
-        self.backward_passes_per_step = passes
+        self.backward_passes_per_step = backward_passes_per_step
         self._axis = _world()
         self._parameters = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in named_parameters or ()}
@@ -248,7 +242,8 @@ class DistributedOptimizer(WrappedOptimizer):
         """Load a state into the original optimizer."""
         self.optimizer.load_state_dict(dict(state_dict))
 
-    def _note(self, parameter: Tensor) -> None:
+    def note(self, parameter: Tensor) -> None:
+        """Count a parameter's gradient from autograd; raise a `UserError` if it is one too many for a step."""
         self._passes[parameter] += 1
         if self._passes[parameter] > self.backward_passes_per_step:
             name = self._names.get(parameter, "without a name")
@@ -260,21 +255,17 @@ class DistributedOptimizer(WrappedOptimizer):
 
 
 def _arrived(owner: "weakref.ref[DistributedOptimizer]", parameter: Tensor) -> None:
-    optimizer = owner()
-    if optimizer is not None:
-        optimizer._note(parameter)
+    if (optimizer := owner()) is not None:
+        optimizer.note(parameter)
 
 
-def _world() -> Axis:
-    """Return the axis of all ranks of the default process group."""
+def _world(root_rank: int = 0) -> Axis:
+    """Return the axis of all ranks of the default process group; raise a `UserError` if it lacks the root."""
     if not dist.is_initialized():
         raise UserError(
             "torch.distributed is not initialised, so there are no ranks; call threefold.init_mesh() first."
         )
     ranks = tuple(range(dist.get_world_size()))
+    if root_rank not in ranks:
+        raise UserError(f"root_rank is {root_rank!r} but the world has the ranks 0 to {ranks[-1]}; use 0.")
     return Axis("world", ranks, dist.get_rank(), dist.group.WORLD, Recorder())
-
-
-def _check_root(root_rank: int, world: Axis) -> None:
-    if root_rank not in range(world.size):
-        raise UserError(f"root_rank is {root_rank!r} but the world has the ranks 0 to {world.size - 1}; use 0.")

@@ -128,8 +128,7 @@ class Splitter(nn.Module):
             UserError: the operation is unknown, its sizes or the input do not fit it, or the name is missing or belongs
                 to another operation.
         """
-        self._check(size, operation, axis, num_partitions, name)
-        _check_input(x, size, operation, axis, self.over)
+        self._check(x, size, operation, axis, num_partitions, name)
         assert name is not None  # checked
         partial = operation == "linear" and axis == 0 and not gather_out
         bias = operation == "linear" and bias_attr is not False and not partial
@@ -150,7 +149,9 @@ class Splitter(nn.Module):
         out: Tensor = layer.partial_sum(x) if partial else layer(x)  # type: ignore[operator]
         return out
 
-    def _check(self, size: tuple[int, int], operation: str, axis: int, num_partitions: int, name: str | None) -> None:
+    def _check(
+        self, x: Any, size: tuple[int, int], operation: str, axis: int, num_partitions: int, name: str | None
+    ) -> None:
         if operation not in _OPERATIONS:
             raise UserError(f"operation is {operation!r} but must be one of {' and '.join(_OPERATIONS)}; use linear.")
         if not isinstance(size, tuple | list) or len(size) != 2:
@@ -168,6 +169,19 @@ class Splitter(nn.Module):
             )
         if not name:
             raise UserError("name is missing, by which the weights are found again at the next call; give one.")
+        if not isinstance(x, Tensor):
+            raise UserError(f"x is a {type(x).__name__} but must be a tensor; give one.")
+        if operation != "linear":
+            if x.is_floating_point():
+                raise UserError(f"x is a tensor of {x.dtype} but an embedding looks up whole numbers; use x.long().")
+            return
+        start, end = shard_bounds(size[0], self.over.size, self.over.index)
+        features = x.shape[-1] if x.dim() else 0
+        if features != size[0] and (axis == 1 or features != end - start):
+            part = "" if axis == 1 else f", or this rank's {end - start} of them"
+            raise UserError(
+                f"x has {features} features but size is {tuple(size)}, which takes {size[0]}{part}; give those."
+            )
 
     def _make(
         self, call: _Call, name: str, weight_init: Initializer | None, bias_init: Initializer | None
@@ -229,23 +243,6 @@ def split(
     arguments = (x, size, operation, axis, num_partitions, gather_out, weight_attr, bias_attr, called)
     out: Tensor = splitter(*arguments, weight_init=weight_init, bias_init=bias_init)
     return out
-
-
-def _check_input(x: Any, size: tuple[int, int], operation: str, axis: int, over: Axis) -> None:
-    """Check that the input is a tensor with the features that the operation takes."""
-    if not isinstance(x, Tensor):
-        raise UserError(f"x is a {type(x).__name__} but must be a tensor; give one.")
-    if operation != "linear":
-        if x.is_floating_point():
-            raise UserError(f"x is a tensor of {x.dtype} but an embedding looks up whole numbers; use x.long().")
-        return
-    start, end = shard_bounds(size[0], over.size, over.index)
-    features = x.shape[-1] if x.dim() else 0
-    if features != size[0] and (axis == 1 or features != end - start):
-        part = "" if axis == 1 else f", or this rank's {end - start} of them"
-        raise UserError(
-            f"x has {features} features but size is {tuple(size)}, which takes {size[0]}{part}; give those."
-        )
 
 
 def _fill_(layer: nn.Module, call: _Call, weight: Tensor | None, bias: bool | Tensor | None) -> None:

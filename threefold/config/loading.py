@@ -1,16 +1,21 @@
-"""Loading of a config from YAML and overrides, with one-sentence errors that suggest the nearest valid setting."""
+"""Loading of a config from YAML and overrides, with one-sentence errors that suggest the nearest valid setting.
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+Configs may come from untrusted sources. Anything beyond plain values is refused with a one-sentence error: tags that
+name types, values that contain themselves, and aliases or nesting that grow without bound.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import yaml
 from pydantic import ValidationError
 
-from threefold.config.document import parse_value, read_document
 from threefold.config.schema import Config, section_settings
 from threefold.errors import UserError
-from threefold.files import shown
+from threefold.files import read_text, shown
 from threefold.plugins import one_of
 
 _UNSET = object()
@@ -72,18 +77,15 @@ def nearest_setting(key: str, known: Sequence[str], sections: Sequence[str]) -> 
         if close and not section:
             return close[0]
         section = close[0] if close else section
+    names = {key: key.split(".")[1] for key in known}
     meant = next((ours for ours, theirs in _ELSEWHERE.items() if name.lower() in theirs.split()), name)
-    same = [candidate for candidate in known if _name(candidate) == meant]
-    of_section = [candidate for candidate in known if candidate.split(".")[0] == section]
-    if same:
-        return next((candidate for candidate in same if candidate in of_section), same[0])
-    inside = get_close_matches(f"{section}.{name}", of_section, n=1)
-    anywhere = get_close_matches(name, [_name(candidate) for candidate in known], n=1, cutoff=0)
-    return (inside or [candidate for candidate in known if _name(candidate) == anywhere[0]])[0]
-
-
-def _name(key: str) -> str:
-    return key.split(".")[1]
+    of_section = [key for key in known if key.startswith(f"{section}.")]
+    if same := [key for key in known if names[key] == meant]:
+        return next((key for key in same if key in of_section), same[0])
+    if inside := get_close_matches(f"{section}.{name}", of_section, n=1):
+        return inside[0]
+    anywhere = get_close_matches(name, names.values(), n=1, cutoff=0)
+    return next(key for key in known if names[key] == anywhere[0])
 
 
 Overrides = Iterable[str] | Mapping[str, Any]
@@ -149,7 +151,12 @@ def _made(
     derived: Collection[str] = (),
 ) -> Config:
     """Apply overrides to the values and their places, and make the config; errors begin with a place or `where`."""
-    _apply_all(overrides, values, places)
+    for key, value, place in _applied(overrides):
+        section, name = key.split(".")
+        places[key] = place
+        chosen = values.setdefault(section, {})
+        if isinstance(chosen, dict):
+            chosen[name] = value
     try:
         return Config.model_validate(values, context=(origins, frozenset(derived)))
     except ValidationError as error:
@@ -162,38 +169,25 @@ def _named(values: Any) -> Any:
     return {shown(key) if isinstance(key, str) else _shown(key): value for key, value in values.items()}
 
 
-def _apply_all(overrides: Overrides, values: dict[Any, Any], origins: dict[str, str]) -> None:
+def _applied(overrides: Overrides) -> Iterator[tuple[str, Any, str]]:
+    """Yield the setting, the value and the place of each override; raise a `UserError` if it names no setting."""
     if isinstance(overrides, str):
         raise UserError(f"overrides is {shown(repr(overrides))} but must be a list or a mapping; use [{overrides!r}].")
-    if isinstance(overrides, Mapping):
-        for key, value in overrides.items():
-            where = f"overrides has {shown(str(key))}"
-            _require_setting(str(key), where)
-            _put(str(key), value, "", values, origins)
-        return
     for override in overrides:
-        key, equals, text = override.partition("=")
-        key, where = key.strip(), f"--set {shown(override)}"
-        if not equals or not key:
-            raise UserError(f"{where}: write it as section.key=value.")
-        _require_setting(key, where)
-        _put(key, parse_value(text, where), f"{where}: ", values, origins)
-
-
-def _require_setting(key: str, where: str) -> None:
-    if key in Config.model_fields:
-        first = next(each for each in known_keys() if each.startswith(f"{key}."))
-        raise UserError(f"{where}: {key} is a section; name a setting of it, such as {first}.")
-    if key not in known_keys():
-        raise UserError(f"{where}: {_unknown(key)}")
-
-
-def _put(key: str, value: Any, origin: str, values: dict[Any, Any], origins: dict[str, str]) -> None:
-    section, name = key.split(".")
-    origins[key] = origin
-    chosen = values.setdefault(section, {})
-    if isinstance(chosen, dict):
-        chosen[name] = value
+        if isinstance(overrides, Mapping):
+            key, value, where, place = str(override), overrides[override], f"overrides has {shown(str(override))}", ""
+        else:
+            key, equals, text = override.partition("=")
+            key, where = key.strip(), f"--set {shown(override)}"
+            place = f"{where}: "
+            if not equals or not key:
+                raise UserError(f"{where}: write it as section.key=value.")
+        if key in Config.model_fields:
+            first = next(each for each in known_keys() if each.startswith(f"{key}."))
+            raise UserError(f"{where}: {key} is a section; name a setting of it, such as {first}.")
+        if key not in known_keys():
+            raise UserError(f"{where}: {_unknown(key)}")
+        yield key, value if isinstance(overrides, Mapping) else parse_value(text, where), place
 
 
 def known_keys() -> list[str]:
@@ -266,17 +260,149 @@ def _expected(problem: Any) -> str:
     if kind == "literal_error":
         names = context["expected"].replace(" or ", ", ").split(", ")
         return one_of(problem["input"], [name.strip("'") for name in names])
-    limits = {
-        "greater_than_equal": ("at least", "ge"),
-        "greater_than": ("above", "gt"),
-        "less_than_equal": ("at most", "le"),
-        "less_than": ("below", "lt"),
-    }
-    if kind in limits:
-        words, name = limits[kind]
-        limit = context[name]
-        short = f"{limit:g}"
-        return f"{words} {short if isinstance(limit, float) and float(short) == limit else limit}"
+    for name, words in (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below")):
+        if kind.startswith(("greater_than", "less_than")) and name in context:
+            limit, short = context[name], f"{context[name]:g}"
+            return f"{words} {short if isinstance(limit, float) and float(short) == limit else limit}"
     if kind == "string_too_short":
         return "the name of a folder"
     return _EXPECTED.get(kind.split("_")[0], problem["msg"])
+
+
+LARGEST_DOCUMENT: Final = 256 << 10
+"""Size limit of a config in bytes; a config that sets everything has less than 10 KiB."""
+MOST_VALUES: Final = 20_000
+"""Limit on the keys and values of a document, with aliases expanded."""
+_TOO_MANY: Final = f"it holds more than {MOST_VALUES:,} values, with aliases (*) expanded"
+_DEEPEST: Final = 20
+_LONGEST_NUMBER: Final = 400
+"""Limit on the characters of a number; the largest double has 309 digits."""
+_PREFIX: Final = "tag:yaml.org,2002:"
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 with the numbers of YAML 1.2: 1e-3 is a number, nothing is a date or base 60, and `=` is text."""
+
+    _depth = _count = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Compose a node like the base class, within bounds on depth and size that keep stack and time finite."""
+        if self._depth > _DEEPEST:
+            raise RecursionError
+        if self._count > MOST_VALUES:
+            raise yaml.composer.ComposerError(None, None, _TOO_MANY, parent.start_mark if parent else None)
+        self._depth, self._count = self._depth + 1, self._count + 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+
+_FLOAT = r"^[-+]?(?:(?:[0-9][0-9_]*)?\.?[0-9][0-9_]*\.?(?:[eE][-+]?[0-9]+)?|\.inf|\.nan)$"
+"""Numbers of YAML 1.2; tried after whole numbers."""
+_INT = r"^[-+]?(?:0|[1-9][0-9_]*)$"
+
+
+_NO_NUMBERS: Final = {f"{_PREFIX}{name}" for name in ("float", "int", "timestamp", "value")}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in rules if tag not in _NO_NUMBERS]
+    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(f"{_PREFIX}int", re.compile(_INT), list("-+0123456789"))
+_Loader.add_implicit_resolver(f"{_PREFIX}float", re.compile(_FLOAT), list("-+.0123456789"))
+
+
+def parse_value(text: str, where: str) -> Any:
+    """Parse the value of an override; raise a `UserError` if it is not YAML, or more than plain values."""
+    if len(text) > LARGEST_DOCUMENT:
+        raise UserError(f"{where}: its value has {len(text):,} characters and {LARGEST_DOCUMENT:,} are allowed.")
+    return _parse(text, where)[0]
+
+
+def read_document(path: Path, called: str = "the config ") -> tuple[Any, dict[tuple[str, ...], int]]:
+    """Read the values of a YAML file, and the line (from 1) of each key by its path of names.
+
+    Args:
+        path: path of the file.
+        called: description of the file for error messages, written before its path.
+
+    Raises:
+        UserError: the file cannot be read, is not YAML, holds more than plain values, or sets a key twice.
+    """
+    value, keys = _parse(read_text(path, called, LARGEST_DOCUMENT), shown(path))
+    lines: dict[tuple[str, ...], int] = {}
+    for name, line in keys:
+        if name in lines:
+            key = shown(".".join(name))
+            raise UserError(f"{shown(path)}, line {line}: {key} is set twice, first on line {lines[name]}.")
+        lines[name] = line
+    return value, lines
+
+
+def _parse(text: str, where: str) -> tuple[Any, list[tuple[tuple[str, ...], int]]]:
+    try:
+        loader = _Loader(text)
+    except yaml.reader.ReaderError as error:
+        at, letter = f"{where}, line {text.count(chr(10), 0, error.position) + 1}", ord(text[error.position])
+        raise UserError(f"{at}: not valid YAML, the character U+{letter:04X} is not allowed.") from None
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None, []
+        _require_plain(loader, node, where)
+        keys = list(_keys(node, ()))  # before merge keys are expanded
+        return loader.construct_document(node), keys
+    except RecursionError:
+        raise UserError(f"{where}: its values are nested too deeply; a setting needs at most two levels.") from None
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"{where}{line}: not valid YAML, {shown(str(error.problem))}.") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{where}: not valid YAML, {shown(' '.join(str(error).split()))}.") from None
+    finally:
+        loader.dispose()
+
+
+def _require_plain(loader: _Loader, node: yaml.Node, where: str) -> None:
+    """Check that a document is text, numbers, true, false, null, lists and mappings of bounded size."""
+    sizes: dict[yaml.Node, int | None] = {}
+
+    def size(node: yaml.Node) -> int:
+        at = f"{where}, line {node.start_mark.line + 1}"
+        if node in sizes:
+            known = sizes[node]
+            if known is None:
+                raise UserError(f"{at}: the value contains itself by an alias (*); write it without.")
+            return known
+        sizes[node] = None
+        _require_plain_tag(loader, node, at)
+        if isinstance(node, yaml.MappingNode):
+            total = 1 + sum(size(key) + size(value) for key, value in node.value)
+        else:
+            total = 1 + (sum(map(size, node.value)) if isinstance(node, yaml.SequenceNode) else 0)
+        if total > MOST_VALUES:
+            raise UserError(f"{at}: {_TOO_MANY}.")
+        sizes[node] = total
+        return total
+
+    size(node)
+
+
+def _require_plain_tag(loader: _Loader, node: yaml.Node, at: str) -> None:
+    natural = f"{_PREFIX}map" if isinstance(node, yaml.MappingNode) else f"{_PREFIX}seq"
+    if isinstance(node, yaml.ScalarNode):
+        natural = loader.resolve(yaml.ScalarNode, node.value, (node.style is None, node.style is not None))
+        if node.tag == f"{_PREFIX}str":
+            natural = node.tag
+        if node.tag != f"{_PREFIX}str" and len(node.value) > _LONGEST_NUMBER:
+            raise UserError(f"{at}: {shown(node.value)} is too long for a number.")
+    if node.tag != natural:
+        tag = shown(node.tag.replace(_PREFIX, "!!"))
+        raise UserError(f"{at}: the tag {tag} is not allowed in a config; write a plain value.")
+
+
+def _keys(node: yaml.Node, prefix: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int]]:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            name = (*prefix, str(key.value))
+            yield name, key.start_mark.line + 1
+            yield from _keys(value, name)

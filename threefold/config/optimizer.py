@@ -57,12 +57,7 @@ OPTIMIZERS: Final = Registry(
 LR_SCHEDULES: Final = Registry(
     "optimizer.decay",
     "threefold.lr_schedules",
-    {
-        "cosine": "threefold.train.optim:cosine",
-        "linear": "threefold.train.optim:linear",
-        "constant": "threefold.train.optim:constant",
-        "wsd": "threefold.train.optim:wsd",
-    },
+    {name: f"threefold.train.optim:{name}" for name in ("cosine", "linear", "constant", "wsd")},
 )
 
 

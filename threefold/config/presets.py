@@ -34,54 +34,33 @@ def _llama(layers: int, hidden: int, heads: tuple[int, int], ffn: int, **others:
     }
 
 
-_LLAMA_2 = {
-    "max_position_embeddings": 4096,
-    "vocab_size": 32000,
-    "rope_theta": 10000.0,
-    "norm_eps": 1e-5,
-    "tie_embeddings": False,
-}
-_LLAMA_3 = {**_LLAMA_2, "max_position_embeddings": 8192, "vocab_size": 128256, "rope_theta": 500000.0}
-_LLAMA_3_1 = {
-    **_LLAMA_3,
-    "max_position_embeddings": 131072,
-    "rope_scaling": "llama3",
-    "rope_factor": 8.0,
-    "rope_original_positions": 8192,
-    "rope_low_frequency_factor": 1.0,
-    "rope_high_frequency_factor": 4.0,
-}
+def _common(positions: int, vocabulary: int, theta: float, eps: float, tied: bool = False, **others: Any) -> Sizes:
+    """Build what the models of a family have in common."""
+    return {
+        "max_position_embeddings": positions,
+        "vocab_size": vocabulary,
+        "rope_theta": theta,
+        "norm_eps": eps,
+        **others,
+        "tie_embeddings": tied,
+    }
+
+
+_ROPE_3 = {"rope_scaling": "llama3", "rope_factor": 8.0, "rope_original_positions": 8192}
+_ROPE_3 |= {"rope_low_frequency_factor": 1.0, "rope_high_frequency_factor": 4.0}
+_LLAMA_2 = _common(4096, 32000, 10000.0, 1e-5)
+_LLAMA_3 = _common(8192, 128256, 500000.0, 1e-5)
+_LLAMA_3_1 = {**_LLAMA_3, "max_position_embeddings": 131072, **_ROPE_3}
 _LLAMA_3_2 = {**_LLAMA_3_1, "rope_factor": 32.0, "tie_embeddings": True}
-_QWEN_2 = {
-    "max_position_embeddings": 131072,
-    "vocab_size": 151936,
-    "rope_theta": 1000000.0,
-    "norm_eps": 1e-6,
-    "qkv_bias": True,
-    "tie_embeddings": True,
-}
+_QWEN_2 = _common(131072, 151936, 1000000.0, 1e-6, tied=True, qkv_bias=True)
 _QWEN_2_7B = {**_QWEN_2, "vocab_size": 152064, "tie_embeddings": False}
-_QWEN_3 = {
-    "max_position_embeddings": 40960,
-    "vocab_size": 151936,
-    "rope_theta": 1000000.0,
-    "norm_eps": 1e-6,
-    "qk_norm": True,
-    "tie_embeddings": True,
-}
+_QWEN_3 = _common(40960, 151936, 1000000.0, 1e-6, tied=True, qk_norm=True)
 _QWEN_3_UNTIED = {**_QWEN_3, "tie_embeddings": False}
-_MISTRAL = {
-    "max_position_embeddings": 32768,
-    "vocab_size": 32768,
-    "rope_theta": 1000000.0,
-    "norm_eps": 1e-5,
-    "tie_embeddings": False,
-}
+_MISTRAL = _common(32768, 32768, 1000000.0, 1e-5)
+_MISTRAL_1 = _common(32768, 32000, 10000.0, 1e-5)
 _MIXTRAL = {**_MISTRAL, "vocab_size": 32000, "num_experts": 8, "experts_per_token": 2, "normalize_expert_weights": True}
 _QWEN_1_5_MOE = {
-    **_QWEN_2,
-    "max_position_embeddings": 8192,
-    "tie_embeddings": False,
+    **_common(8192, 151936, 1000000.0, 1e-6, qkv_bias=True),
     "num_experts": 60,
     "experts_per_token": 4,
     "expert_ffn_hidden_size": 1408,
@@ -89,13 +68,8 @@ _QWEN_1_5_MOE = {
     "shared_expert_gate": True,
     "normalize_expert_weights": False,
 }
-_QWEN_3_MOE = {
-    **_QWEN_3_UNTIED,
-    "num_experts": 128,
-    "experts_per_token": 8,
-    "expert_ffn_hidden_size": 768,
-    "normalize_expert_weights": True,
-}
+_QWEN_3_MOE = {**_QWEN_3_UNTIED, "num_experts": 128, "experts_per_token": 8, "expert_ffn_hidden_size": 768}
+_QWEN_3_MOE |= {"normalize_expert_weights": True}
 
 FAMILIES: dict[str, dict[str, Sizes]] = {
     "GPT-2 and GPT-3": {
@@ -140,9 +114,7 @@ FAMILIES: dict[str, dict[str, Sizes]] = {
         "qwen3-32b": _llama(64, 5120, (64, 8), 25600, **_QWEN_3_UNTIED),
     },
     "Mistral": {
-        "mistral-7b-v0.1": _llama(
-            32, 4096, (32, 8), 14336, **{**_MISTRAL, "vocab_size": 32000, "rope_theta": 10000.0}, sliding_window=4096
-        ),
+        "mistral-7b-v0.1": _llama(32, 4096, (32, 8), 14336, **_MISTRAL_1, sliding_window=4096),
         "mistral-7b-v0.3": _llama(32, 4096, (32, 8), 14336, **_MISTRAL),
     },
     "Mixtures of experts": {

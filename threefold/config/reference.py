@@ -1,15 +1,22 @@
-"""Reference of all settings as Markdown, generated from the schema."""
+"""What can be set, and what can be combined: the reference of all settings, and all features with their pairs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
+from threefold.config.loading import config_of, parse_value
 from threefold.config.presets import FAMILIES as PRESET_FAMILIES
-from threefold.config.schema import section_settings, section_types
+from threefold.config.resolve import resolve
+from threefold.config.schedules import SCHEDULES
+from threefold.config.schema import Config, section_settings, section_types
 from threefold.config.section import NameIn
+from threefold.errors import UserError
+from threefold.plugins import one_of
 
 _INTRODUCTION = """\
 # The settings of a run
@@ -49,17 +56,14 @@ _TYPES: dict[Any, str] = {int: "whole number", float: "number", bool: "true or f
 
 def markdown() -> str:
     """Return the whole page: an introduction, a table for each section, the presets."""
-    return "\n".join([_INTRODUCTION, *_sections(), *_presets()])
-
-
-def _sections() -> Iterator[str]:
-    settings = section_settings()
+    lines, settings = [_INTRODUCTION], section_settings()
     for name, section in section_types().items():
-        yield f"## `{name}`\n\n{section.__doc__}\n\n| Setting | Value | Default | Meaning |\n|---|---|---|---|"
-        for key, field in settings[name].items():
-            meaning, _, default = " ".join((field.description or "").split()).partition(" Default: ")
-            yield f"| `{key}` | {_value(field)} | {_default(field, default)} | {meaning} |"
-        yield ""
+        lines.append(f"## `{name}`\n\n{section.__doc__}\n\n| Setting | Value | Default | Meaning |\n|---|---|---|---|")
+        for key, setting in settings[name].items():
+            meaning, _, default = " ".join((setting.description or "").split()).partition(" Default: ")
+            lines.append(f"| `{key}` | {_value(setting)} | {_default(setting, default)} | {meaning} |")
+        lines.append("")
+    return "\n".join([*lines, *_presets()])
 
 
 def _value(field: FieldInfo) -> str:
@@ -77,15 +81,14 @@ def _value(field: FieldInfo) -> str:
         return "names and values" if get_args(kind)[1] is Any else "paths and numbers > 0"
     if get_origin(kind) is tuple:
         return "list of names or mappings" if Ellipsis in get_args(kind) else "list of two numbers"
-    signs = [(*_SIGNS[type(rule)], rule) for rule in field.metadata if type(rule) in _SIGNS]
-    limits = ", ".join(f"{sign} {_limit(getattr(rule, name))}" for sign, name, rule in signs)
-    return f"{_TYPES[kind]} {limits}".strip()
-
-
-def _limit(number: float) -> str:
-    """Format a limit for a narrow column, with powers of ten as such."""
-    power = len(str(number)) - 1
-    return f"10^{power}" if power >= 5 and number == 10**power else str(number)
+    limits = []
+    for rule in field.metadata:
+        if type(rule) in _SIGNS:
+            sign, name = _SIGNS[type(rule)]
+            limit = getattr(rule, name)
+            power = len(str(limit)) - 1  # for a narrow column
+            limits.append(f"{sign} {f'10^{power}' if power >= 5 and limit == 10**power else limit}")
+    return f"{_TYPES[kind]} {', '.join(limits)}".strip()
 
 
 def _default(field: FieldInfo, described: str) -> str:
@@ -107,24 +110,219 @@ def _presets() -> Iterator[str]:
     yield "`--set model.vocab_size=N` for another tokenizer. `data.sequence_length` is `max_position_embeddings` unless"
     yield "set. `threefold config size` counts the parameters; [models.md](models.md) says what the families are.\n"
     for title, family in PRESET_FAMILIES.items():
-        yield from _preset_table(title, family)
-
-
-def _preset_table(title: str, family: dict[str, dict[str, Any]]) -> Iterator[str]:
-    first, *rest = family.values()
-    keys = list(dict.fromkeys(key for sizes in family.values() for key in sizes))
-    same = [key for key in keys if all(key in sizes and sizes[key] == first.get(key) for sizes in rest)]
-    keys = [key for key in keys if key not in same]
-    common = ", ".join(f"`{key}` {_plain(first[key])}" for key in same)
-    yield f"### {title}\n\nAll have {common}.\n"
-    yield "| `model.preset` | " + " | ".join(f"`{key}`" for key in keys) + " |"
-    yield "|---|" + "---:|" * len(keys)
-    for name, sizes in family.items():
-        yield f"| `{name}` | " + " | ".join(_plain(sizes[key]) if key in sizes else "" for key in keys) + " |"
-    yield ""
+        first, *rest = family.values()
+        keys = list(dict.fromkeys(key for sizes in family.values() for key in sizes))
+        same = [key for key in keys if all(key in sizes and sizes[key] == first.get(key) for sizes in rest)]
+        keys = [key for key in keys if key not in same]
+        common = ", ".join(f"`{key}` {_plain(first[key])}" for key in same)
+        yield f"### {title}\n\nAll have {common}.\n"
+        yield "| `model.preset` | " + " | ".join(f"`{key}`" for key in keys) + " |"
+        yield "|---|" + "---:|" * len(keys)
+        for name, sizes in family.items():
+            yield f"| `{name}` | " + " | ".join(_plain(sizes[key]) if key in sizes else "" for key in keys) + " |"
+        yield ""
 
 
 def _plain(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+Settings = dict[str, Any]
+"""`section.key` → value."""
+
+
+@dataclass(frozen=True, eq=False)
+class Feature:
+    """Feature that can be switched on.
+
+    Attributes:
+        name, title: short name in the tables, and description.
+        group: heading of the feature in the page.
+        settings: settings that switch the feature on.
+        needs: minimum settings that the feature requires; another feature may require larger ones.
+        part_of: other names under which rules refer to the feature: its kind, and features that it needs.
+    """
+
+    name: str
+    title: str
+    group: str
+    settings: Settings
+    needs: Settings = field(default_factory=dict)
+    part_of: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset((self.name, *self.part_of))
+
+    def excludes(self, other: "Feature") -> bool:
+        """Return whether both features are values of one setting, so that there is nothing to combine."""
+        return any(self.settings[key] != other.settings[key] for key in self.settings.keys() & other.settings.keys())
+
+
+def _feature(group: str, name: str, title: str, settings: str, needs: str = "", part_of: str = "") -> Feature:
+    """Make a feature of settings in the form of overrides, `section.key=value` with the value in YAML."""
+    given, least = (
+        {key: parse_value(value, key) for key, _, value in (each.partition("=") for each in text.split())}
+        for text in (settings, needs)
+    )
+    return Feature(name, title, group, given, least, tuple(part_of.split()))
+
+
+def _schedules() -> Iterator[Feature]:
+    for row in SCHEDULES.values():
+        if row.name != "1f1b":
+            count = next(count for count in (2, 4) if row.accepts(2, count))
+            needs = f"parallel.pp=2 train.gradient_accumulation_steps={count}"
+            deferring = " zero-bubble" * (row.defers_weight_gradients and row.name != "zero-bubble")
+            title, chosen = f"pipeline schedule `{row.name}`", f"parallel.schedule={row.name}"
+            yield _feature("Pipeline schedules", row.name, title, chosen, needs, f"pp{deferring}")
+
+
+_EXPERTS = "model.architecture=llama model.expert_capacity_factor=1.0 model.router_aux_loss=0.1 model.router_z_loss=0.1"
+FEATURES: tuple[Feature, ...] = (
+    _feature("Axes", "dp", "data parallelism", "parallel.dp=2"),
+    _feature("Axes", "tp", "tensor parallelism", "parallel.tp=2"),
+    _feature("Axes", "pp", "pipeline parallelism, schedule `1f1b`", "parallel.pp=2"),
+    _feature(
+        "Axes", "cp", "context parallelism, keys and values gathered", "parallel.cp_method=all-gather", "parallel.cp=2"
+    ),
+    _feature("Axes", "ring", "context parallelism as a ring", "parallel.cp_method=ring", "parallel.cp=2", "cp"),
+    _feature("Axes", "sp", "sequence parallelism", "parallel.sequence_parallel=true", "parallel.tp=2", "tp"),
+    *_schedules(),
+    *(
+        _feature("ZeRO", f"zero{n}", f"ZeRO stage {n}: {what} shared", f"parallel.zero={n}", "parallel.dp=2", "dp zero")
+        for n, what in (
+            (1, "optimizer states"),
+            (2, "optimizer states and gradients"),
+            (3, "optimizer states, gradients and weights"),
+        )
+    ),
+    _feature(
+        *("ZeRO", "hybrid", "ZeRO among some of the replicas"),
+        *("parallel.zero_shards=2", "parallel.dp=4 parallel.zero=1", "dp zero"),
+    ),
+    _feature(
+        *("Memory", "selective", "attention computed again in the backward pass"),
+        *("train.recompute=selective", "", "recompute"),
+    ),
+    _feature(
+        "Memory", "full", "blocks computed again in the backward pass", "train.recompute=full", part_of="recompute"
+    ),
+    _feature("Memory", "chunked", "the logits some columns at a time", "train.loss_chunk_size=5"),
+    _feature("Precision", "bf16", "bf16 with fp32 masters", "precision.dtype=bf16 precision.master_weights=true"),
+    _feature("Precision", "fp16", "fp16 with a loss scale and fp32 masters", "precision.dtype=fp16"),
+    _feature(
+        "Precision", "pure-bf16", "bf16 without fp32 masters", "precision.dtype=bf16 precision.master_weights=false"
+    ),
+    _feature(
+        *("Precision", "compressed", "gradients summed in 16 bits", "parallel.gradient_compression=fp16"),
+        *("parallel.dp=2 precision.dtype=fp32", "dp compression"),
+    ),
+    _feature("Compilation and accumulation", "compile", "compiled layers", "train.compile=true"),
+    _feature("Model", "tied", "tied embeddings", "model.tie_embeddings=true"),
+    _feature("Model", "documents", "attention that stops at documents", "data.separate_documents=true"),
+    _feature("Model", "rope", "rotary positions", "model.position_embedding=rope"),
+    _feature(
+        *("Model", "llama", "GQA, QK-norm, a sliding window, SwiGLU", "model.architecture=llama"),
+        "model.num_key_value_heads=2 model.sliding_window=5 model.qk_norm=true",
+    ),
+    _feature(
+        "Model", "experts", "a mixture of experts with a capacity and its losses", "model.num_experts=4", _EXPERTS
+    ),
+    _feature(
+        *("Axes", "ep", "experts shared among replicas", "parallel.ep=2"),
+        *("parallel.dp=2 model.num_experts=4 model.architecture=llama", "dp experts"),
+    ),
+    _feature("Model", "dropout", "dropout", "model.hidden_dropout=0.1 model.attention_dropout=0.1"),
+    _feature(
+        *("Compilation and accumulation", "accumulation", "several micro-batches a step"),
+        "train.gradient_accumulation_steps=2",
+    ),
+)
+SIXTEEN_BIT = ("bf16", "fp16", "pure-bf16", "compressed")
+"""Features that compute or sum in 16 bits, with results close to those of fp64 but not equal up to rounding."""
+
+_BASE: dict[str, Settings] = {
+    "data": {"path": "tokens", "sequence_length": 8},
+    "model": {
+        "num_layers": 4,
+        "hidden_size": 16,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 24,
+        "vocab_size": 37,
+        "max_position_embeddings": 9,
+        "initializer_range": 0.1,
+        "tie_embeddings": False,
+    },
+    "train": {"global_batch_size": 16, "gradient_accumulation_steps": 1, "device": "cpu", "seed": 3},
+    "precision": {"dtype": "fp64"},
+    "optimizer": {"warmup_steps": 0, "lr": 3e-3, "eps": 1e-5},
+}
+"""A small model without any feature."""
+
+
+def config_with(features: Iterable[Feature], further: Settings | None = None) -> Config:
+    """Return a small resolved config with these features; raise a `UserError` if they cannot be combined.
+
+    Args:
+        features: features to switch on.
+        further: settings that override those of the features.
+    """
+    chosen = tuple(features)
+    settings: Settings = {}
+    for feature in chosen:
+        for key, value in feature.needs.items():
+            settings[key] = max(value, settings.get(key, value))
+    for feature in chosen:
+        for key, value in feature.settings.items():
+            counts = isinstance(value, int) and not isinstance(value, bool) and key != "parallel.zero"
+            settings[key] = max(value, settings.get(key, value)) if counts else value
+    sections = {name: dict(values) for name, values in _BASE.items()}
+    for key, value in {**settings, **(further or {})}.items():
+        section, name = key.split(".")
+        sections.setdefault(section, {})[name] = value
+    return resolve(config_of(sections), vocab_size=1)
+
+
+def features_named(names: Sequence[str]) -> list[Feature]:
+    """Return the features with these names; raise a `UserError` for an unknown name."""
+    known = {feature.name: feature for feature in FEATURES}
+    for name in names:
+        if name not in known:
+            raise UserError(f"{name!r} is no feature but must be {one_of(name, list(known))}.")
+    return [known[name] for name in names]
+
+
+def answers(features: Sequence[Feature]) -> Iterator[str]:
+    """Yield what a single feature cannot be combined with, or whether several can be combined; a sentence each."""
+    if len(features) == 1:
+        (feature,) = features
+        others = (other for other in FEATURES if other is not feature and not feature.excludes(other))
+        refused = [(other, reason) for other in others if (reason := _obstacle((feature, other)))]
+        if not refused:
+            yield f"{feature.name} ({feature.title}) goes together with all other features."
+        yield from (f"not with {other.name}: {reason}" for other, reason in refused)
+        return
+    broken = 0
+    for first, second in combinations(features, 2):
+        if reason := _obstacle((first, second)):
+            broken += 1
+            yield f"{first.name} and {second.name} cannot be combined: {reason}"
+    if not broken:
+        reason = _obstacle(features)
+        together = " and ".join(feature.name for feature in features)
+        yield f"{together} cannot be combined: {reason}" if reason else f"{together} can be combined."
+
+
+def _obstacle(features: Sequence[Feature]) -> str:
+    for first, second in combinations(features, 2):
+        if first.excludes(second):
+            key = next(key for key in first.settings if first.settings[key] != second.settings.get(key))
+            return f"both are values of {key}; choose one."
+    try:
+        config_with(features)
+    except UserError as error:
+        return str(error)
+    return ""

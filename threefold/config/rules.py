@@ -98,35 +98,24 @@ def batch_sizes(config: Config, largest: int) -> BatchSizes:
         rule = f"must be a multiple of parallel.dp {dp}; use {nearest_multiple(total, dp)}"
         raise problem(config, "train.global_batch_size", rule, value=total)
     share = total // dp
-    if micro:
-        return BatchSizes(total, micro, _quotient(config, share, "train.micro_batch_size"))
-    if steps:
-        return BatchSizes(total, _quotient(config, share, "train.gradient_accumulation_steps"), steps)
-    sizes = _default_micro_batches(config, share)
+    if factor := micro or steps:
+        if share % factor:
+            rule = f"must divide global_batch_size {total} / dp {dp} = {share}; use {nearest_divisor(factor, share)}"
+            raise problem(config, f"train.{'micro_batch_size' if micro else 'gradient_accumulation_steps'}", rule)
+        return BatchSizes(total, micro or share // factor, steps or share // factor)
+    sizes = default_micro_batches(config, share)
     micro = next((size for size in sizes if size <= largest), sizes[-1])
     return BatchSizes(total, micro, share // micro)
 
 
-def default_micro_batches(config: Config) -> list[int]:
-    """Return the possible default micro-batch sizes of a resolved config, largest first."""
-    return _default_micro_batches(config, config.train.global_batch_size // config.parallel.dp)
+def default_micro_batches(config: Config, share: int | None = None) -> list[int]:
+    """Return the possible default micro-batch sizes, largest first.
 
-
-def _quotient(config: Config, share: int, key: str) -> int:
-    factor = int(getattr(config.train, key.split(".")[1]))
-    if share % factor:
-        total = share * config.parallel.dp
-        rule = (
-            f"must divide global_batch_size {total} / dp {config.parallel.dp} = {share}; "
-            f"use {nearest_divisor(factor, share)}"
-        )
-        raise problem(config, key, rule)
-    return share // factor
-
-
-def _default_micro_batches(config: Config, share: int) -> list[int]:
-    """Return divisors of a replica's share that fit the schedule and keep it busy, largest first; else the smallest."""
+    They divide a replica's share of the batch (None: that of a resolved config), fit the schedule and keep it busy;
+    otherwise there is only the smallest.
+    """
     parallel, schedule = config.parallel, config.parallel.pipeline_schedule
+    share = share or config.train.global_batch_size // parallel.dp
     wanted = 2 * parallel.pp if parallel.pp > 1 else 1
     counts = divisors(share)
     taken = [count for count in counts if schedule.accepts(parallel.pp, count)] or counts
@@ -136,28 +125,23 @@ def _default_micro_batches(config: Config, share: int) -> list[int]:
 
 def check_division(config: Config) -> None:
     """Check that tp and ep divide what the family's sharding table shards over them, or raise a `UserError`."""
-    model, parallel = config.model, config.parallel
-    if model.architecture == OWN:  # importing the model takes seconds; `parallel.plan_check` checks it later
-        return _check_expert_axis(config)
-    plan = FAMILIES.load(model.architecture).make_plan(model, 1)
-    units = plan.units("tp")
-    heads = [key for key in units if key.endswith("_heads")]
-    for key, unit in units.items():
-        if unit.fits(parallel.tp):
-            continue
-        if key in heads:
-            multiple = " or be a multiple of it" if unit.repeated else ""
-            nearest = plan.nearest_size("tp", parallel.tp, heads)
-            raise problem(config, "parallel.tp", f"must divide model.{key} {unit.count}{multiple}; use {nearest}")
-        nearest = nearest_multiple(unit.count, parallel.tp)
-        rule = f"must be a multiple of parallel.tp {parallel.tp}; use {nearest}"
-        raise problem(config, f"model.{key}", rule)
-    if parallel.tp > model.vocab_size:
-        raise problem(config, "parallel.tp", f"model.vocab_size is {model.vocab_size}; use at most {model.vocab_size}")
-    _check_expert_axis(config)
-
-
-def _check_expert_axis(config: Config) -> None:
+    model, tp = config.model, config.parallel.tp
+    if model.architecture != OWN:  # importing that takes seconds; `parallel.plan_check` checks it later
+        plan = FAMILIES.load(model.architecture).make_plan(model, 1)
+        units = plan.units("tp")
+        heads = [key for key in units if key.endswith("_heads")]
+        for key, unit in units.items():
+            if unit.fits(tp):
+                continue
+            if key in heads:
+                multiple = " or be a multiple of it" if unit.repeated else ""
+                nearest = plan.nearest_size("tp", tp, heads)
+                raise problem(config, "parallel.tp", f"must divide model.{key} {unit.count}{multiple}; use {nearest}")
+            rule = f"must be a multiple of parallel.tp {tp}; use {nearest_multiple(unit.count, tp)}"
+            raise problem(config, f"model.{key}", rule)
+        if tp > model.vocab_size:
+            rule = f"model.vocab_size is {model.vocab_size}; use at most {model.vocab_size}"
+            raise problem(config, "parallel.tp", rule)
     ep, dp, experts = config.parallel.ep, config.parallel.dp, config.model.num_experts
     if ep == 1:
         return
@@ -209,25 +193,20 @@ def check_pipeline(config: Config) -> None:
 
 
 def check_micro_batches(config: Config) -> None:
-    """Check that the schedule accepts the number of micro-batches, or raise a `UserError`."""
-    parallel, schedule = config.parallel, config.parallel.pipeline_schedule
-    if parallel.pp > 1 and not schedule.accepts(parallel.pp, config.train.gradient_accumulation_steps):
-        raise problem(config, "train.gradient_accumulation_steps", _micro_batch_rule(config))
-
-
-def _micro_batch_rule(config: Config) -> str:
-    """Say what the schedule needs, and the nearest number of micro-batches, at the same global batch if possible."""
+    """Check that the schedule accepts the number of micro-batches, or raise a `UserError` with the nearest number."""
     train, schedule, pp, dp = config.train, config.parallel.pipeline_schedule, config.parallel.pp, config.parallel.dp
-    given, share = train.gradient_accumulation_steps, train.global_batch_size // dp
-    need = f"parallel.schedule {schedule.name} {schedule.micro_batch_rule(pp, given)}"
-    fitting = [count for count in divisors(share) if schedule.accepts(pp, count)]
-    if fitting:
-        return f"{need}; use {min(fitting, key=lambda count: (abs(count - given), count))}"
-    counts = [schedule.micro_batches] if schedule.micro_batches else range(given, 2 * pp + given)
-    larger = next((count for count in counts if schedule.accepts(pp, count)), None)
-    if larger is None:  # a schedule in Python may support few numbers
-        return f"{need}; use another number"
-    return f"{need}; use {larger} with train.global_batch_size {larger * train.micro_batch_size * dp}"
+    given = train.gradient_accumulation_steps
+    if pp == 1 or schedule.accepts(pp, given):
+        return
+    use = "another number"  # a schedule in Python may support few
+    if fitting := [count for count in divisors(train.global_batch_size // dp) if schedule.accepts(pp, count)]:
+        use = str(min(fitting, key=lambda count: (abs(count - given), count)))
+    else:
+        counts = [schedule.micro_batches] if schedule.micro_batches else range(given, 2 * pp + given)
+        if larger := next((count for count in counts if schedule.accepts(pp, count)), 0):
+            use = f"{larger} with train.global_batch_size {larger * train.micro_batch_size * dp}"
+    rule = f"parallel.schedule {schedule.name} {schedule.micro_batch_rule(pp, given)}; use {use}"
+    raise problem(config, "train.gradient_accumulation_steps", rule)
 
 
 LEAST_TIMEOUT = 2
@@ -264,9 +243,8 @@ def rules() -> tuple[Callable[[Config], None], ...]:
         _check_precision,
         _check_recompute,
         _check_checkpoints,
-        _check_timeout,
+        _check_machine,
         _check_together,
-        _check_device,
     )
 
 
@@ -290,10 +268,11 @@ def _check_zero(config: Config) -> None:
         nearest = nearest_divisor(parallel.zero_shards, parallel.dp)
         raise problem(config, "parallel.zero_shards", f"must divide parallel.dp {parallel.dp}; use {nearest}")
     if parallel.zero_shards % parallel.ep and parallel.ep % parallel.zero_shards:
-        rule = (
-            f"must be a multiple or a divisor of parallel.ep {parallel.ep}, whose replicas share a copy of the experts"
-        )
-        raise problem(config, "parallel.zero_shards", f"{rule}; use {_nearest_shards(config)}")
+        ep, given = parallel.ep, parallel.zero_shards
+        counts = [n for n in divisors(parallel.dp) if n % ep == 0 or (ep % n == 0 and n * parallel.cp > 1)]
+        rule = f"must be a multiple or a divisor of parallel.ep {ep}, whose replicas share a copy of the experts"
+        nearest = min(counts, key=lambda count: (abs(count - given), count))
+        raise problem(config, "parallel.zero_shards", f"{rule}; use {nearest}")
     if parallel.zero_shards * parallel.cp == 1:
         rule = f"zero_shards 1 disables sharding and parallel.zero is {parallel.zero}; use {parallel.dp}, or zero 0"
         raise problem(config, "parallel.zero_shards", rule)
@@ -306,15 +285,6 @@ def _check_zero(config: Config) -> None:
     if before_last and before_last * (rows := -(-vocab // parallel.tp)) >= vocab:  # fully_shard takes no empty tensor
         rule = f"parallel.tp {parallel.tp} leaves a rank without rows of the {vocab} of model.vocab_size"
         raise problem(config, "parallel.zero", f"{rule}; use 0 or model.vocab_size {before_last * rows + 1}")
-
-
-def _nearest_shards(config: Config) -> int:
-    """Return the valid number of replicas per copy nearest to `parallel.zero_shards`, with experts shared over ep."""
-    ep, cp, given = config.parallel.ep, config.parallel.cp, config.parallel.zero_shards
-    fitting = (
-        count for count in divisors(config.parallel.dp) if count % ep == 0 or (ep % count == 0 and count * cp > 1)
-    )
-    return min(fitting, key=lambda count: (abs(count - given), count))
 
 
 def _check_sequence(config: Config) -> None:
@@ -411,12 +381,9 @@ def _check_together(config: Config) -> None:
             raise problem(config, rule.key, rule.reason.format(config=config))
 
 
-def _check_timeout(config: Config) -> None:
+def _check_machine(config: Config) -> None:
     if 0 < config.train.timeout < LEAST_TIMEOUT:
         raise problem(config, "train.timeout", f"must be at least {LEAST_TIMEOUT} seconds, or 0; use {LEAST_TIMEOUT}")
-
-
-def _check_device(config: Config) -> None:
     if config.precision.dtype == "fp64" and config.train.device == "cuda":
         raise problem(config, "precision.dtype", "works on the CPU only; use fp32 or bf16, or set train.device to cpu")
 

@@ -192,7 +192,8 @@ class _Rules:
             for _ in in_order(orders):
                 pass
         except StuckError as stuck:
-            needed = _as_written(stuck.missing, orders)
+            actions = (each for order in orders for each in order)
+            needed = next((each for each in actions if result_of(each) == stuck.missing), stuck.missing)
             rule = f"it needs {needed}, which comes later or waits for it; move {needed} before it"
             raise self.error(stuck.rank, f"{stuck.action} can never run, as {rule}") from None
         return orders
@@ -238,10 +239,6 @@ class _Rules:
                 if lacking:
                     rule = f"each stage needs F and B (or I and W) of all {micro_batches} micro-batches; add it"
                     raise self.error(self._rank_of[stage], f"{Action(stage, lacking, number)} is missing, and {rule}")
-
-
-def _as_written(result: Action, orders: Orders) -> Action:
-    return next((each for order in orders for each in order if result_of(each) == result), result)
 
 
 FILE_SUFFIX: Final = ".csv"
@@ -547,19 +544,14 @@ def _stages_of(order: Sequence[tuple[int, str, int]]) -> set[int]:
     return {stage for stage, _, _ in order}
 
 
-def is_schedule_file(name: str) -> bool:
-    """Return whether `parallel.schedule` names a CSV file."""
-    return name.lower().endswith(FILE_SUFFIX)
-
-
 def is_python_schedule(name: str) -> bool:
     """Return whether `parallel.schedule` names a Python function; nothing is imported."""
-    return not is_schedule_file(name) and is_import_path(name)
+    return not name.lower().endswith(FILE_SUFFIX) and is_import_path(name)
 
 
 def is_own_schedule(name: str) -> bool:
     """Return whether `parallel.schedule` names a CSV file or a Python function."""
-    return is_schedule_file(name) or is_import_path(name)
+    return name.lower().endswith(FILE_SUFFIX) or is_import_path(name)
 
 
 def schedule_name(given: str) -> str:
@@ -586,10 +578,10 @@ def find_schedule(name: str) -> Schedule:
         UserError: a file cannot be read or breaks a rule, or a function cannot be imported.
         ValueError: unknown schedule.
     """
-    if is_schedule_file(name):
-        return FileSchedule(name, read_schedule_file(name))
-    if is_import_path(name):
+    if is_python_schedule(name):
         return _of_python(name, load_path(name, "parallel.schedule"))
+    if is_own_schedule(name):
+        return FileSchedule(name, read_schedule_file(name))
     return SCHEDULES[schedule_name(name)]
 
 

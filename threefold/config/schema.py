@@ -5,7 +5,7 @@
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Final, Literal, cast
 
 import yaml
 from pydantic import BeforeValidator, Field, PrivateAttr
@@ -13,7 +13,6 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from threefold.config.data import DataConfig
-from threefold.config.fault_policies import ON_NAN, ON_SPIKE
 from threefold.config.model import MOST_LAYERS, ModelConfig, model_settings
 from threefold.config.optimizer import OptimizerConfig
 from threefold.config.schedules import SCHEDULES, Schedule, find_schedule, schedule_name
@@ -29,6 +28,28 @@ from threefold.config.section import (
     Section,
     derived,
 )
+from threefold.errors import UserError
+from threefold.files import shown
+from threefold.plugins import Registry
+
+_FAULT_POLICIES: Final = {name: f"threefold.resilience.anomalies:{name}" for name in ("stop", "skip", "rollback")}
+ON_NAN: Final = Registry("train.on_nan", "threefold.fault_policies", _FAULT_POLICIES, takes_paths=True)
+ON_SPIKE: Final = Registry("train.on_spike", "threefold.fault_policies", _FAULT_POLICIES, takes_paths=True)
+"""Fault policies: one function in `resilience/anomalies.py` and one name above, an entry point, or an import path."""
+
+
+def check_fault_policies(on_nan: str, on_spike: str) -> None:
+    """Check before any process starts that policies of other packages are functions.
+
+    Raises:
+        UserError: one cannot be imported, or cannot be called.
+    """
+    for registry, name in ((ON_NAN, on_nan), (ON_SPIKE, on_spike)):
+        if name not in _FAULT_POLICIES and not callable(found := registry.load(name)):
+            raise UserError(
+                f"{registry.setting} is {shown(name)}, which is declared as {found!r} but must be a function that gets "
+                "a Fault and returns stop, skip or rollback."
+            )
 
 
 def _schedule_name(given: Any) -> str:

@@ -2,7 +2,6 @@
 
 import ast
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,16 +11,17 @@ from threefold.convert.key_mapping import (
     Same,
     Unmapped,
     alike,
+    constant,
     count,
     flat,
     foreign_text,
     number,
+    parsed,
     shortened,
     switch,
     text,
     whole,
 )
-from threefold.convert.python_values import constant, parsed
 from threefold.errors import UserError
 
 USED = "used by other settings"
@@ -30,16 +30,12 @@ USED = "used by other settings"
 TABLE = (
     Same("seed", "train.seed", whole, 1024),
     Same("SEQ_LEN", "data.sequence_length", count),
-    Same("VOCAB_SIZE", "model.vocab_size", whole),
-    Same("HIDDEN_SIZE", "model.hidden_size", whole),
-    Same("NUM_LAYERS", "model.num_layers", whole),
-    Same("NUM_ATTENTION_HEADS", "model.num_attention_heads", whole),
+    *alike("model", whole, "VOCAB_SIZE=vocab_size HIDDEN_SIZE=hidden_size NUM_LAYERS=num_layers"),
+    *alike("model", whole, "NUM_ATTENTION_HEADS=num_attention_heads"),
     *alike("model", whole, "vocab_size hidden_size num_layers num_attention_heads", prefix="model."),
     *alike("model", whole, "max_position_embeddings", prefix="model."),
-    Same("model.drop_rate", "model.hidden_dropout", number),
-    Same("model.attn_drop_rate", "model.attention_dropout", number),
-    Same("model.embed_drop_rate", "model.embedding_dropout", number),
-    Same("model.layer_norm_epsilon", "model.norm_eps", number),
+    *alike("model", number, "drop_rate=hidden_dropout attn_drop_rate=attention_dropout", prefix="model."),
+    *alike("model", number, "embed_drop_rate=embedding_dropout layer_norm_epsilon=norm_eps", prefix="model."),
     Same("optimizer.lr", "optimizer.lr", number),
     Same("optimizer.weight_decay", "optimizer.weight_decay", number, 0.0),
     Same("optimizer.eps", "optimizer.eps", number),
@@ -175,8 +171,11 @@ class _Reader:
             whose = _MODEL_CALL if name == "model" else _OPTIMIZER_CALL
             if _MADE.fullmatch(name) and whose.search(made) and name not in self.values:
                 keywords = {part.arg: part.value for part in node.value.keywords if part.arg}
-                settings = {key: constant(value, self.values) for key, value in keywords.items()}
-                settings = {key: value for key, value in settings.items() if not _is_local(keywords[key], self.values)}
+                settings = {
+                    key: constant(value, self.values)
+                    for key, value in keywords.items()
+                    if not isinstance(value, ast.Name) or value.id in self.values  # no local variable
+                }
                 self.values[name] = {"type": made, **settings}
                 self.used.update(part.id for part in ast.walk(node.value) if isinstance(part, ast.Name))
                 self.notes.append(Unmapped(f"line {node.lineno}", _first_line(node), f"taken for {name}"))
@@ -184,10 +183,6 @@ class _Reader:
 
 _MODEL_CALL: Final = re.compile(r"(?i)gpt")
 _OPTIMIZER_CALL: Final = re.compile(r"(?i)adam|sgd|lamb|lars")
-
-
-def _is_local(node: ast.expr, names: Mapping[str, Any]) -> bool:
-    return isinstance(node, ast.Name) and node.id not in names
 
 
 def _first_line(statement: ast.stmt) -> str:

@@ -1,10 +1,16 @@
-"""Key mapping: takes the settings of another system one by one, and collects ours and notes on the unmapped rest."""
+"""Key mapping: takes the settings of another system one by one, and collects ours and notes on the unmapped rest.
 
+At the end, constant Python expressions, in which such settings may be written, are evaluated without running anything.
+"""
+
+import ast
+import operator
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from math import isfinite, nan
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from threefold.errors import UserError
 from threefold.files import read_text
@@ -30,8 +36,11 @@ class Same(NamedTuple):
 
 
 def alike(section: str, kind: Callable[[Any], Any], names: str, default: Any = None, prefix: str = "") -> list[Same]:
-    """Return rows for foreign settings that only differ from ours in the prefix, and in dashes for underscores."""
-    return [Same(prefix + name, f"{section}.{name.replace('-', '_')}", kind, default) for name in names.split()]
+    """Return rows for foreign settings of one kind: `theirs=ours`, or one name if only dashes and the prefix differ."""
+    pairs = [
+        (theirs, ours or theirs.replace("-", "_")) for theirs, _, ours in (n.partition("=") for n in names.split())
+    ]
+    return [Same(prefix + theirs, f"{section}.{ours}", kind, default) for theirs, ours in pairs]
 
 
 class Unmapped(NamedTuple):
@@ -169,15 +178,15 @@ class KeyMapping:
             reasons: reason → patterns of the settings that need no counterpart.
             unsupported: reason → patterns of the settings that change the training and have no counterpart.
         """
+
+        def reason_of(key: str, table: Mapping[str, str]) -> str:
+            found = (why for why, patterns in table.items() if any(fnmatchcase(key, each) for each in patterns.split()))
+            return next(found, "")
+
         for key, value in self.given.items():
-            changing, harmless = _reason(key, unsupported or {}), _reason(key, reasons)
+            changing, harmless = reason_of(key, unsupported or {}), reason_of(key, reasons)
             self.note(key, value, changing or harmless or NOT_KNOWN, unsupported=bool(changing or not harmless))
         self.given.clear()
-
-
-def _reason(key: str, table: Mapping[str, str]) -> str:
-    found = (reason for reason, patterns in table.items() if any(fnmatchcase(key, each) for each in patterns.split()))
-    return next(found, "")
 
 
 def foreign_text(path: Path) -> str:
@@ -261,3 +270,89 @@ def flat(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         else:
             found[name] = value
     return found
+
+
+_LARGEST: Final = 10**18
+_LARGEST_IN_POWER: Final = 64
+_MOST_PARTS: Final = 10_000
+"""Limit on the elements of a list or dict, including nested ones; a larger one stays source text."""
+_OPERATORS: Final[dict[type[ast.operator], Callable[[Any, Any], Any]]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+_FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {"int": int, "float": float, "min": min, "max": max, "round": round}
+
+
+def parsed(text: str, expression: bool = False) -> ast.AST:
+    """Parse foreign Python code, which may be invalid or too deeply nested, without Python's warnings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(text, mode="eval" if expression else "exec")
+
+
+def constant(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    """Evaluate numbers, names, arithmetic, lists and `dict(…)`; anything else stays source text."""
+    try:
+        return _value(node, names)
+    except (ArithmeticError, LookupError, TypeError, ValueError):
+        return ast.unparse(node)
+
+
+def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    """Evaluate an expression; raise an error of Python's if it is not constant or its value is too large."""
+    match node:
+        case ast.Constant(value=value):
+            return value
+        case ast.Name(id=name):
+            return names[name]
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_number(operand, names)
+        case ast.BinOp(left=left, op=op, right=right):
+            sides = [_number(side, names) for side in (left, right)]
+            if isinstance(op, ast.Pow) and max(map(abs, sides)) > _LARGEST_IN_POWER:
+                raise ValueError
+            return _limited(_OPERATORS[type(op)](*sides))
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS and args:
+            return _limited(_FUNCTIONS[name](*(_number(part, names) for part in args)))
+        case ast.List(elts=parts) | ast.Tuple(elts=parts):
+            return _bounded([constant(part, names) for part in parts])
+        case ast.Dict(keys=keys, values=values) if all(isinstance(key, ast.Constant) for key in keys):
+            found = zip((key.value for key in keys if isinstance(key, ast.Constant)), values, strict=True)
+            return _bounded({str(key): constant(value, names) for key, value in found})
+        case ast.Call(func=ast.Name(id="dict"), args=[], keywords=keywords) if all(part.arg for part in keywords):
+            return _bounded({str(part.arg): constant(part.value, names) for part in keywords})
+        case ast.Subscript(value=container, slice=place):
+            whole, key = constant(container, names), constant(place, names)
+            if isinstance(whole, dict | list) and isinstance(key, str if isinstance(whole, dict) else int):
+                return whole[key]  # type: ignore[index]  # the type of key goes with that of whole
+    raise ValueError
+
+
+def _number(node: ast.expr, names: Mapping[str, Any]) -> int | float:
+    value = constant(node, names)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value
+    raise ValueError
+
+
+def _limited(result: Any) -> int | float:
+    if isinstance(result, int | float) and abs(result) <= _LARGEST:
+        return result
+    raise ValueError
+
+
+def _bounded(value: Any) -> Any:
+    """Return a list or dict whose names do not expand to more than `_MOST_PARTS` elements."""
+    waiting, count = [value], 0
+    while waiting:
+        part = waiting.pop()
+        count += 1
+        if count > _MOST_PARTS:
+            raise ValueError
+        waiting += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+    return value

@@ -13,6 +13,8 @@ from threefold.errors import UserError
 _TRAINS: Final = re.compile(r"train|finetune|gpt|llama|mixtral|run_", re.IGNORECASE)
 _PREPARES: Final = re.compile(r"preprocess|convert|merge|tokenize|download|generat|evaluat|export", re.IGNORECASE)
 _UNSET: Final = re.compile(r"\$(?:\{[^}]*\}|\([^)]*\)|[A-Za-z_]\w*|[0-9@*#?!])|`[^`]*`")
+_PIECE: Final = re.compile(r"(?:<[A-Za-z][^<>]*>|'[^']*'|\"[^\"]*\"|\S)+")
+"""Part of a flag and its value written as one quoted word, as is common in arrays."""
 _VARIABLE: Final = re.compile(r"\$\{?([A-Za-z_]\w*|\d+)")
 
 
@@ -56,10 +58,20 @@ def launch_of(
     script = Script(text, path)
     notes = [Unmapped(f"line {line}, {what}", "a branch", reason) for line, what, reason in script.remarks]
     command = _training(script, notes)
-    words = command.words if command else _loose(script)
+    words = command.words if command else [word for each in script.commands for word in each.words]
+    if not command and not any(word.startswith("--") for word in words):  # a script that only sets variables
+        values = ([piece for item in items for piece in item.split()] for items in script.scope.variables.values())
+        words = [word for pieces in values if any(each.startswith("--") for each in pieces) for word in pieces]
     place = _start(words)
     given = [renamed.get(word, word) for word in words[place:]]
-    _check_missing(script, given, str(path), found=any(word.startswith("--") for word in given))
+    if script.missing:
+        line, name = script.missing[0]
+        used = [word for word in given if (found := _VARIABLE.search(word)) and not found[1].isdecimal()]
+        if used or not any(word.startswith("--") for word in given):
+            needs = f"{used[0]} is used and nothing else sets it" if used else "no flags are found without it"
+            raise UserError(
+                f"{path}, line {line}: it reads {name}, which is not there, and {needs}; put the file there."
+            )
     if not any(word.startswith("--") for word in words):
         raise UserError(
             f"{path} has no flags such as --num-layers 24, so it is not Megatron-LM's; say whose it is with --from."
@@ -104,36 +116,12 @@ def _start(words: list[str]) -> int:
     return modules[-1] + 1 if modules else 0
 
 
-def _loose(script: Script) -> list[str]:
-    """Return the flags of a text that is not a script, or of a script that only sets variables."""
-    words = [word for command in script.commands for word in command.words]
-    if any(word.startswith("--") for word in words):
-        return words
-    found: list[str] = []
-    for items in script.scope.variables.values():
-        pieces = [piece for item in items for piece in item.split()]
-        if any(piece.startswith("--") for piece in pieces):
-            found += pieces
-    return found
-
-
-def _check_missing(script: Script, words: list[str], where: str, found: bool) -> None:
-    """Check that no missing file would set variables that the flags use."""
-    if not script.missing:
-        return
-    line, name = script.missing[0]
-    unset = [word for word in words if _VARIABLE.search(word) and not _VARIABLE.search(word)[1].isdecimal()]  # type: ignore[index]
-    if not found or unset:
-        needs = f"{unset[0]} is used and nothing else sets it" if unset else "no flags are found without it"
-        raise UserError(f"{where}, line {line}: it reads {name}, which is not there, and {needs}; put the file there.")
-
-
 def _collected(
     words: list[str], switches: Collection[str], several: Collection[str]
 ) -> tuple[dict[str, Any], list[str]]:
     """Return flags with their values, and the words that belong to no flag."""
     found: list[tuple[str, list[str]]] = [("", [])]
-    for word in [piece for each in words for piece in _pieces(each)]:
+    for word in [piece for each in words for piece in (_PIECE.findall(each) if each.startswith("--") else [each])]:
         if word.startswith("--") and word != "--":
             name, equals, value = word[2:].partition("=")
             found.append((name, [_unquoted(value)] if equals else []))
@@ -150,11 +138,6 @@ def _collected(
         else:
             flags[name] = True if not values else values[0] if len(values) == 1 else values
     return flags, unread
-
-
-def _pieces(word: str) -> list[str]:
-    """Split a flag and its value written as one quoted word, as is common in arrays; other words stay whole."""
-    return re.findall(r"(?:<[A-Za-z][^<>]*>|'[^']*'|\"[^\"]*\"|\S)+", word) if word.startswith("--") else [word]
 
 
 def _unquoted(word: str) -> str:

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from threefold.config.document import read_document
+from threefold.config.loading import read_document
 from threefold.convert.key_mapping import (
     KeyMapping,
     Same,
@@ -25,9 +25,7 @@ from threefold.errors import UserError
 MODEL_TABLE = (
     *alike("model", whole, "num-layers hidden-size num-attention-heads max-position-embeddings"),
     *alike("model", number, "hidden-dropout attention-dropout", 0.1),
-    Same("init-method-std", "model.initializer_range", number),
-    Same("norm-epsilon", "model.norm_eps", number),
-    Same("rotary-base", "model.rope_theta", number),
+    *alike("model", number, "init-method-std=initializer_range norm-epsilon=norm_eps rotary-base=rope_theta"),
 )
 FOR_LLAMA = (
     Same("kv-channels", "model.head_dim", whole),
@@ -40,9 +38,8 @@ FOR_EXPERTS = (
     Same("moe-ffn-hidden-size", "model.expert_ffn_hidden_size", whole),
     Same("moe-shared-expert-intermediate-size", "model.shared_expert_ffn_hidden_size", whole),
     Same("moe-shared-expert-gate", "model.shared_expert_gate", switch),
-    Same("moe-aux-loss-coeff", "model.router_aux_loss", number),
-    Same("moe-z-loss-coeff", "model.router_z_loss", number),
-    Same("moe-expert-capacity-factor", "model.expert_capacity_factor", number),
+    *alike("model", number, "moe-aux-loss-coeff=router_aux_loss moe-z-loss-coeff=router_z_loss"),
+    *alike("model", number, "moe-expert-capacity-factor=expert_capacity_factor"),
 )
 _LLAMA_ONLY = "only architecture llama has it, which needs --normalization RMSNorm and --swiglu"
 _NO_EXPERTS = "--num-experts is not given, so there are none"
@@ -176,10 +173,8 @@ TABLE = (
     Same("weight-decay", "optimizer.weight_decay", number, 0.01),
     Same("adam-eps", "optimizer.eps", number),
     Same("clip-grad", "optimizer.clip_grad_norm", number, 1.0),
-    Same("tensor-model-parallel-size", "parallel.tp", count),
-    Same("pipeline-model-parallel-size", "parallel.pp", count),
-    Same("context-parallel-size", "parallel.cp", count),
-    Same("expert-model-parallel-size", "parallel.ep", count),
+    *alike("parallel", count, "tensor-model-parallel-size=tp pipeline-model-parallel-size=pp"),
+    *alike("parallel", count, "context-parallel-size=cp expert-model-parallel-size=ep"),
 )
 OLD_NAMES = {
     "model-parallel-size": "tensor-model-parallel-size",

@@ -6,11 +6,12 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final
 
-from threefold.config.document import read_document
+from threefold.config.loading import read_document
 from threefold.convert.key_mapping import (
     KeyMapping,
     Same,
     Unmapped,
+    alike,
     anything,
     count,
     flat,
@@ -90,11 +91,6 @@ _SCRIPT: Final = re.compile(r"^#!|(?<![\w-])--[A-Za-z]\w*|\bpaddle\.distributed\
 _SECTION: Final = re.compile(r"^(?:Global|Engine|Model|Distributed|Data|Optimizer|_base_)[ \t]*:", re.MULTILINE)
 
 
-def is_script(text: str) -> bool:
-    """Return whether a text is a script with flags, not YAML."""
-    return bool(_SCRIPT.search(text)) and (text.startswith("#!") or not _SECTION.search(text))
-
-
 def _read_flags(path: Path) -> KeyMapping:
     """Read the flags of a script as keys of Fleet's YAML, or the YAML of its `-c` with each `-o` applied."""
     launch = launch_of(foreign_text(path), path, renamed={"-c": "--config", "-o": "--override"}, several=("override",))
@@ -102,14 +98,30 @@ def _read_flags(path: Path) -> KeyMapping:
     settings = _of_overrides(flags, path, notes)
     if settings is None:
         settings = dict(DEFAULTS)
-        _put_sizes(flags, settings, notes)
+        flags.pop("model_type", None)
+        name = flags.pop("model_name_or_path", None)
+        if isinstance(name, str) and name in _SIZES:
+            sizes = dict(zip(_SIZE_KEYS, _SIZES[name], strict=True))
+            settings |= {f"Model.{key}": value for key, value in sizes.items()}
+            shown = ", ".join(f"{key} {value}" for key, value in sizes.items())
+            notes.append(Unmapped("model_name_or_path", name, f"its sizes are PaddleNLP's: {shown}"))
+        elif name is not None:
+            reason = "its sizes are in its own code; set those of model"
+            notes.append(Unmapped("model_name_or_path", name, reason, unsupported=True))
         notes += [Unmapped(word, "a word", "belongs to no flag", unsupported=True) for word in launch.unread]
     for name, value in flags.items():
         key = KEYS.get(name, name)
         settings[key], spelled[key] = _typed(key, value), name
     if settings.get(f"{_PRECISION}.use_pure_fp16") and settings.get(f"{_PRECISION}.enable") is None:
         settings[f"{_PRECISION}.enable"] = True
-    _accumulate(settings, notes)
+    # PaddleNLP's newer names: micro-batch size per device, and gradient accumulation steps.
+    micro, steps = (settings.pop(key, None) for key in ("per_device_train_batch_size", "gradient_accumulation_steps"))
+    if micro is not None:
+        settings["Global.micro_batch_size"] = micro
+        if str(micro).isdecimal() and str(steps or 1).isdecimal():
+            settings["Global.local_batch_size"] = int(micro) * int(steps or 1)
+    elif steps is not None:
+        notes.append(Unmapped("gradient_accumulation_steps", steps, "follows from the batch sizes"))
     if launch.world is not None and "Distributed.dp_degree" not in settings:
         degrees = ("Distributed.mp_degree", "Distributed.pp_degree", "Distributed.sharding.sharding_degree")
         one = prod(int(degree) or 1 for key in degrees if (degree := str(settings.get(key))).isdecimal())
@@ -140,39 +152,12 @@ def _of_overrides(flags: dict[str, Any], path: Path, notes: list[Unmapped]) -> d
     return settings
 
 
-def _put_sizes(flags: dict[str, Any], settings: dict[str, Any], notes: list[Unmapped]) -> None:
-    flags.pop("model_type", None)
-    name = flags.pop("model_name_or_path", None)
-    if name is None:
-        return
-    sizes = _SIZES.get(name) if isinstance(name, str) else None
-    if sizes is None:
-        reason = "its sizes are in its own code; set those of model"
-        notes.append(Unmapped("model_name_or_path", name, reason, unsupported=True))
-        return
-    settings.update({f"Model.{key}": value for key, value in zip(_SIZE_KEYS, sizes, strict=True)})
-    shown = ", ".join(f"{key} {value}" for key, value in zip(_SIZE_KEYS, sizes, strict=True))
-    notes.append(Unmapped("model_name_or_path", name, f"its sizes are PaddleNLP's: {shown}"))
-
-
 def _typed(key: str, value: Any) -> Any:
     if key.startswith(f"{_PRECISION}.") and not key.endswith("scale_loss") and not key.endswith("dtype"):
         return value is True or value in _SWITCHED
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
     return value if value not in ("", "None", "none") else None
-
-
-def _accumulate(settings: dict[str, Any], notes: list[Unmapped]) -> None:
-    """Map PaddleNLP's newer names: micro-batch size per device, and gradient accumulation steps."""
-    micro = settings.pop("per_device_train_batch_size", None)
-    steps = settings.pop("gradient_accumulation_steps", None)
-    if micro is not None:
-        settings["Global.micro_batch_size"] = micro
-        if str(micro).isdecimal() and str(steps or 1).isdecimal():
-            settings["Global.local_batch_size"] = int(micro) * int(steps or 1)
-    elif steps is not None:
-        notes.append(Unmapped("gradient_accumulation_steps", steps, "follows from the batch sizes"))
 
 
 END_OF_TEXT = 50256
@@ -187,13 +172,11 @@ TABLE = (
     Same("Global.seed", "train.seed", whole, 1024),
     Same("Engine.max_steps", "train.max_steps", whole, 500000),
     Same("Engine.logging_freq", "log.every", whole, 1),
-    Same("Engine.eval_freq", "train.eval_every", whole),
-    Same("Engine.eval_iters", "train.eval_batches", whole),
+    *alike("train", whole, "eval_freq=eval_every eval_iters=eval_batches", prefix="Engine."),
     Same("Engine.save_load.save_steps", "checkpoint.every", whole),
     Same("Model.vocab_size", "model.vocab_size", whole, 50304),
     Same("Model.hidden_size", "model.hidden_size", whole, 768),
-    Same("Model.num_layers", "model.num_layers", whole, 12),
-    Same("Model.num_attention_heads", "model.num_attention_heads", whole, 12),
+    *alike("model", whole, "num_layers num_attention_heads", 12, "Model."),
     Same("Model.ffn_hidden_size", "model.ffn_hidden_size", whole),
     Same("Model.hidden_dropout_prob", "model.hidden_dropout", number, 0.1),
     Same("Model.attention_probs_dropout_prob", "model.attention_dropout", number, 0.1),
@@ -204,8 +187,7 @@ TABLE = (
     Same("Data.Train.dataset.max_seq_len", "data.sequence_length", whole, 1024),
     Same("Optimizer.weight_decay", "optimizer.weight_decay", number),
     Same("Optimizer.epsilon", "optimizer.eps", number),
-    Same("Optimizer.lr.max_lr", "optimizer.lr", number),
-    Same("Optimizer.lr.min_lr", "optimizer.min_lr", number),
+    *alike("optimizer", number, "max_lr=lr min_lr", prefix="Optimizer.lr."),
 )
 OLD_NAMES = {
     "Data.batch_size.": "Global.",
@@ -265,7 +247,8 @@ def read(path: Path) -> KeyMapping:
     Raises:
         UserError: not YAML, not a mapping, a missing or circular base file; or no flags.
     """
-    if is_script(foreign_text(path)):
+    text = foreign_text(path)
+    if _SCRIPT.search(text) and (text.startswith("#!") or not _SECTION.search(text)):
         return _read_flags(path)
     return KeyMapping(path, _of_yaml(path))
 
@@ -298,8 +281,18 @@ def _over(base: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
 
 def fill(mapping: KeyMapping, world: int | None) -> None:
     """Convert a Fleet config."""
-    _rename(mapping)
-    _skip_implied(mapping)
+    given = mapping.given
+    for old, new in OLD_NAMES.items():
+        for key in [key for key in given if key.startswith(old)]:
+            given[new + key.removeprefix(old)] = given.pop(key)
+    if "Optimizer.grad_clip" in given:
+        given["Optimizer.grad_clip.clip_norm"] = given.pop("Optimizer.grad_clip")
+    for key, values in IMPLIED.items():
+        if given.get(key) in values:
+            del given[key]
+    for key in [key for key in given if key.startswith("Data.Eval.")]:
+        if given[key] == given.get(key.replace("Eval", "Train", 1)) or key == "Data.Eval.dataset.name":
+            del given[key]
     mapping.move(TABLE)
     mapping.put_activation("Model.hidden_act", ACTIVATIONS)
     _layout(mapping, world)
@@ -311,23 +304,6 @@ def fill(mapping: KeyMapping, world: int | None) -> None:
         mapping.put("data.eod", END_OF_TEXT)
     mapping.put("checkpoint.keep", 0)
     mapping.leave(REASONS)
-
-
-def _rename(mapping: KeyMapping) -> None:
-    for old, new in OLD_NAMES.items():
-        for key in [key for key in mapping.given if key.startswith(old)]:
-            mapping.given[new + key.removeprefix(old)] = mapping.given.pop(key)
-    if "Optimizer.grad_clip" in mapping.given:
-        mapping.given["Optimizer.grad_clip.clip_norm"] = mapping.given.pop("Optimizer.grad_clip")
-
-
-def _skip_implied(mapping: KeyMapping) -> None:
-    for key, values in IMPLIED.items():
-        if mapping.given.get(key) in values:
-            del mapping.given[key]
-    for key in [key for key in mapping.given if key.startswith("Data.Eval.")]:
-        if mapping.given[key] == mapping.given.get(key.replace("Eval", "Train", 1)) or key == "Data.Eval.dataset.name":
-            del mapping.given[key]
 
 
 def _layout(mapping: KeyMapping, world: int | None) -> None:

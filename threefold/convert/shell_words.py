@@ -10,7 +10,7 @@ from fnmatch import translate
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
-from threefold.convert.python_values import constant, parsed
+from threefold.convert.key_mapping import constant, parsed
 from threefold.errors import UserError
 
 if TYPE_CHECKING:

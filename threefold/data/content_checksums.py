@@ -7,11 +7,10 @@ from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 
-from threefold.checksums import checksum_of, checksum_of_blocks
 from threefold.data.corpus import Corpus, TokenArray
 from threefold.data.formats.jsonl import EncodedLines
 from threefold.data.stored_array import DOCUMENT_DTYPE, LOSS_MASK_FILE, TOKENS_FILE
-from threefold.files import STRICT
+from threefold.files import STRICT, checksum_of, checksum_of_blocks
 
 TokenDtype = Literal["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 _BLOCK: Final = 8 << 20

@@ -15,10 +15,10 @@ from threefold.checkpoint.remote import look_at_remote
 from threefold.checkpoint.resume import Resume, continues, find_resumption, find_warm_start, has_all_steps
 from threefold.comm.layout import Layout
 from threefold.config import Config, resolve
-from threefold.config.fault_policies import check_fault_policies
 from threefold.config.model import OWN
 from threefold.config.optimizer import BUILT_IN
 from threefold.config.resolve import check_settings
+from threefold.config.schema import check_fault_policies
 from threefold.data.dataset import open_dataset
 from threefold.errors import UserError
 from threefold.files import shown

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from threefold.comm.axis import Axis, local_part
-from threefold.dtypes import DTYPES
 from threefold.models.construct import ConstructedModel, skeleton
 from threefold.models.layers.decoder import LinearCrossEntropy
 from threefold.models.sharding import ModelPlan
@@ -31,7 +30,7 @@ from threefold.parallel.parameter import (
 from threefold.parallel.pipeline.stage import DeferredGradients, Stage, TiedWeights, whole_parameters
 from threefold.parallel.plan_check import check_cut_modules, check_plan, check_sharded_parameters, check_tensor_axis
 from threefold.parallel.recompute import apply_recompute, compile_layers, unwrapped
-from threefold.parallel.settings import Parallelism, TrainingSettings
+from threefold.parallel.settings import DTYPES, Parallelism, TrainingSettings
 from threefold.parallel.shard_modules import bare_cut, shard_modules
 from threefold.parallel.zero import ShardedGradients, shard_parameters
 from threefold.random.rng import RandomStreams, give_streams

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Final
 
 import torch
 
@@ -10,13 +11,15 @@ from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.config.schedules import Schedule, find_schedule
 from threefold.constants import LOGITS_AT_ONCE
-from threefold.dtypes import DTYPES
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.gradients import BUCKET_BYTES
 from threefold.parallel.pipeline.partition import StageMap, partitioned
 from threefold.parallel.pipeline.stage import DeferredGradients
 from threefold.parallel.sequence import ShardingContext
 from threefold.parallel.zero import ZeroSharding, make_zero_sharding
+
+DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+"""Floating-point dtypes by their names in the config (`precision.dtype`, `parallel.gradient_compression`)."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
-from threefold.config.document import read_document
+from threefold.config.loading import read_document
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.host import usable_cores

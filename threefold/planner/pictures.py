@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from threefold.byte_sizes import format_bytes
+from threefold.files import format_bytes
 from threefold.planner import timeline as style
 from threefold.planner.search.bounds import Evaluated
 from threefold.planner.search.planning import SearchAnswer

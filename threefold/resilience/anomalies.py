@@ -1,7 +1,7 @@
 """Bad steps (non-finite loss or gradient, or a spike): detect them, find their origin, and stop, skip or roll back.
 
 A *fault policy* chooses among the three: a function that gets a `Fault` and returns an `Action`. It is one function
-here and one row in `config/fault_policies.py`, or an entry point of the group `threefold.fault_policies` in another
+here and one row in `config/schema.py`, or an entry point of the group `threefold.fault_policies` in another
 package, or an import path. All ranks call it with equal values and must get the same answer.
 """
 
@@ -14,7 +14,7 @@ from typing import Literal
 from threefold.checkpoint.manifest import AnomalyFacts
 from threefold.config import Config
 from threefold.config.data import StepRanges
-from threefold.config.fault_policies import ON_NAN, ON_SPIKE
+from threefold.config.schema import ON_NAN, ON_SPIKE
 from threefold.data.loader import Loader
 from threefold.data.samples import ConsumedSamples
 from threefold.errors import DivergenceError, HardwareFault, UserError

@@ -13,9 +13,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Final, Self
 
-from threefold.checksums import is_intact, seal_text
 from threefold.errors import UserError
-from threefold.files import read_text
+from threefold.files import is_intact, read_text, seal_text
 
 COPIES: Final = 2
 """Number of copies of a rank's state in memory: one stays whole while the other is written."""

@@ -20,7 +20,6 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 import numpy as np
 from pydantic import Field
 
-from threefold.checksums import checksum, checksums, seal, unseal
 from threefold.data.chat_template import ChatTemplate
 from threefold.data.corpus import Corpus, StoredTokens
 from threefold.data.stored_array import (
@@ -36,7 +35,18 @@ from threefold.data.stored_array import (
 )
 from threefold.data.tokenizer import BEFORE_RULES, SpecialTokens, TextRule
 from threefold.errors import UserError
-from threefold.files import STRICT, WrongFact, parse_facts, read_json, require_file, shown
+from threefold.files import (
+    STRICT,
+    WrongFact,
+    checksum,
+    checksums,
+    parse_facts,
+    read_json,
+    require_file,
+    seal,
+    shown,
+    unseal,
+)
 
 FORMAT: Final = "threefold-tokens"
 VERSION: Final = 2

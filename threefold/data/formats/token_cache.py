@@ -13,10 +13,9 @@ from typing import Any, Final
 
 from platformdirs import user_cache_path
 
-from threefold.checksums import checksum, checksums, seal, unseal
 from threefold.data.stored_array import TOKENS_FILE
 from threefold.errors import UserError
-from threefold.files import read_json, require_file
+from threefold.files import checksum, checksums, read_json, require_file, seal, unseal
 from threefold.output import staged_directory
 
 CACHE_ENDING: Final = ".cache"

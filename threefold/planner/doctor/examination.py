@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any, Final, Literal
 
-from threefold.byte_sizes import format_bytes
 from threefold.errors import UserError
+from threefold.files import format_bytes
 from threefold.models.block import describe_model
 from threefold.planner.block_cost import block_seconds, cost_block
 from threefold.planner.doctor.machine import (

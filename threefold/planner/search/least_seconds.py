@@ -7,10 +7,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from threefold.byte_sizes import format_bytes
 from threefold.config.resolve import is_derived, logits_chunk
 from threefold.config.schema import Config
 from threefold.config.section import divisors
+from threefold.files import format_bytes
 from threefold.models.block import describe_model
 from threefold.planner.block_cost import Passes, axis_group, block_passes, cost_block, embedding_passes, head_passes
 from threefold.planner.collective_cost import bubble_seconds, send_seconds, send_waits

@@ -10,16 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from threefold.byte_sizes import format_bytes
-from threefold.config.document import parse_value
-from threefold.config.loading import config_of
+from threefold.config.loading import config_of, parse_value
 from threefold.config.model import OWN
 from threefold.config.schedules import SCHEDULES, is_own_schedule
 from threefold.config.schema import Config, to_yaml
 from threefold.config.section import MOST_STEPS, divisors, nearest_multiple
 from threefold.data.dataset import resolve_without_data
 from threefold.errors import UserError
-from threefold.files import shown
+from threefold.files import format_bytes, shown
 from threefold.models.family import model_plan
 from threefold.planner.block import described_blocks
 from threefold.planner.estimate import own_system

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from threefold.byte_sizes import format_bytes
+from threefold.files import format_bytes
 from threefold.train.attempt import GOODPUT_FILE, Goodput
 from threefold.train.callbacks import loss_curve, metrics, trackers
 from threefold.train.callbacks.base import (

@@ -1,6 +1,6 @@
 """Prepared optimizers and learning-rate schedules, around the originals."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from threefold.api.prepared.grad_sync import GradSync
+from threefold.api.prepared_model import GradSync
 from threefold.comm.axis import Axis
 from threefold.errors import UserError
 from threefold.parallel.parameter import like, local, slice_of, stored, whole
@@ -23,21 +23,6 @@ class WrappedOptimizer(Optimizer):
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Parameter groups of the original."""
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """State of the original."""
-        return self.optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Defaults of the original."""
-        return self.optimizer.defaults
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # not set yet, as during copying
@@ -62,18 +47,21 @@ class OwnedWeights:
     def __init__(self, optimizer: Optimizer, groups: Sequence[Sequence[Tensor]], ranks: Axis) -> None:
         self._optimizer, self._ranks = optimizer, ranks
         self._weights = [weight for group in groups for weight in group]
-        self._owners = _owners([weight.numel() for weight in self._weights], ranks.size)
-        self._owned: dict[int, nn.Parameter] = {}
-        number = 0
+        # The largest weights first, each to the rank with the least load.
+        load, self._owners = [0] * ranks.size, [0] * len(self._weights)
+        for number, weight in sorted(enumerate(self._weights), key=lambda each: (-each[1].numel(), each[0])):
+            self._owners[number] = load.index(min(load))
+            load[self._owners[number]] += weight.numel()
+        self._owned = {
+            number: nn.Parameter(torch.empty(weight.shape, dtype=weight.dtype, device=local(weight).device))
+            for number, weight in enumerate(self._weights)
+            if self._owners[number] == ranks.index
+        }
+        self._numbers: list[range] = []
         for group, weights in zip(optimizer.param_groups, groups, strict=True):
-            group["params"] = []
-            for weight in weights:
-                if self._owners[number] == ranks.index:
-                    empty = torch.empty(weight.shape, dtype=weight.dtype, device=local(weight).device)
-                    self._owned[number] = nn.Parameter(empty)
-                    group["params"].append(self._owned[number])
-                number += 1
-        self._sizes = [len(weights) for weights in groups]
+            start = self._numbers[-1].stop if self._numbers else 0
+            self._numbers.append(range(start, start + len(weights)))
+            group["params"] = [self._owned[number] for number in self._numbers[-1] if number in self._owned]
 
     @torch.no_grad()
     def step(self) -> None:
@@ -101,10 +89,8 @@ class OwnedWeights:
         numbers = sorted(self._owned)
         parts = self._ranks.gather_objects({numbers[place]: state for place, state in own["state"].items()})
         state = {number: each for part in parts for number, each in part.items()}
-        groups, start = [], 0
-        for group, size in zip(own["param_groups"], self._sizes, strict=True):
-            groups.append({**group, "params": list(range(start, start + size))})
-            start += size
+        pairs = zip(own["param_groups"], self._numbers, strict=True)
+        groups = [{**group, "params": list(numbers)} for group, numbers in pairs]
         return {**own, "state": dict(sorted(state.items())), "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -118,27 +104,9 @@ class OwnedWeights:
         self._optimizer.load_state_dict({**state_dict, "state": state, "param_groups": groups})
 
 
-def _owners(sizes: Sequence[int], ranks: int) -> list[int]:
-    """Return the owner of each weight: the largest weights first, each to the rank with the least load."""
-    load, owners = [0] * ranks, [0] * len(sizes)
-    for number in sorted(range(len(sizes)), key=lambda each: (-sizes[each], each)):
-        owners[number] = load.index(min(load))
-        load[owners[number]] += sizes[number]
-    return owners
-
-
-ELEMENTWISE = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adamax,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.ASGD,
+ELEMENTWISE = tuple(
+    getattr(torch.optim, name)
+    for name in ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"]
 )
 """Optimizers that treat elements of a weight independently, so updating a shard equals updating the whole."""
 
@@ -202,17 +170,14 @@ class PreparedOptimizer(WrappedOptimizer):
                 "loss.backward() before it."
             )
         self._seen_updates = self.sync.updates
-        self.sync.gradients_used()
+        self.zero_grad()
         if not self.sync.overflowed:
-            if self._owned is not None:
-                self._owned.step()
-            else:
-                self.optimizer.step()
-            self.sync.weights_changed()
+            (self._owned or self.optimizer).step()
+            self.sync.gradients.weights_changed()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Allow the gradients to be overwritten; they are cleared when the next update begins."""
-        self.sync.gradients_used()
+        self.sync.has_unused_gradients = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise UserError: the gradients of an added group would not be summed."""
@@ -222,16 +187,45 @@ class PreparedOptimizer(WrappedOptimizer):
         """Return the state as on one process, with whole tensors. Collective if the state is sharded."""
         if self._owned is not None:
             return self._owned.state_dict()
-        state, held = self.optimizer.state_dict(), self.weights
-        return {**state, "state": {index: _joined(held[index], each) for index, each in state["state"].items()}}
+        own = self.optimizer.state_dict()
+        state = {number: _mapped(self.weights[number], values, joins=True) for number, values in own["state"].items()}
+        return {**own, "state": state}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load whole tensors; each rank keeps its shards."""
         if self._owned is not None:
             return self._owned.load_state_dict(state_dict)
-        given, held = state_dict["state"].items(), self.weights
-        state = {index: _cut(held[index], each) for index, each in given if index < len(held)}
+        given = state_dict["state"]
+        state = {n: _mapped(weight, given[n], joins=False) for n, weight in enumerate(self.weights) if n in given}
         self.optimizer.load_state_dict({**state_dict, "state": state})
+
+    def parts(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+        """Yield the name of each weight, the weight, and None, as its states are stored whole."""
+        return ((name, weight, None) for name, weight in zip(self.names, self.weights, strict=True))
+
+    def states(self) -> Iterator[tuple[str, str, Any, Tensor]]:
+        """Yield the optimizer state: weight name, state name, value, and the value as a global tensor. Collective."""
+        for number, state in self.state_dict()["state"].items():
+            for name, value in state.items():
+                if value is not None:
+                    yield self.names[number], name, value, torch.as_tensor(value)
+
+    def fill_states(self, shards: Mapping[str, Mapping[str, Tensor]], others: Mapping[str, Mapping[str, Any]]) -> None:
+        """Set the optimizer state from `others`: weight name → state name → value or whole tensor."""
+        found = {number: dict(others[name]) for number, name in enumerate(self.names) if others.get(name)}
+        self.load_state_dict({**self.state_dict(), "state": found})
+
+
+def _mapped(weight: Tensor, state: Mapping[str, Any], joins: bool) -> dict[str, Any]:
+    """Return a weight's state with each tensor of the weight's shape joined from the ranks' shards, or cut to one."""
+    shape = (local(weight) if joins else weight).shape
+
+    def mapped(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != shape:
+            return value
+        return whole(like(weight, value)) if joins else slice_of(weight, value).clone()
+
+    return {name: mapped(value) for name, value in state.items()}
 
 
 class PreparedScheduler:
@@ -277,18 +271,3 @@ def require_matches(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]
             "The optimizer has stepped already, so that its state is of whole weights; prepare it before its first "
             "step, and load a state after that."
         )
-
-
-def _joined(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
-    shape = local(parameter).shape
-    return {name: whole(like(parameter, each)) if _is_of(each, shape) else each for name, each in state.items()}
-
-
-def _cut(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
-    shape = parameter.shape
-    return {name: slice_of(parameter, each).clone() if _is_of(each, shape) else each for name, each in state.items()}
-
-
-def _is_of(value: Any, shape: torch.Size) -> bool:
-    """Return whether a state has a value for each element of a weight of this shape."""
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == shape

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.api.prepared.scripts import Script, Updates, plain, prepared, worst
+from tests.api.prepared_scripts import Script, Updates, plain, prepared, worst
 from tests.support.sweep import sweep
-from threefold.api.prepared.grad_sync import GradSync
-from threefold.api.prepared.loader import CurrentBatch
-from threefold.api.prepared.module import GlobalBatchNorm
+from threefold.api.prepare import GlobalBatchNorm
+from threefold.api.prepared_loader import CurrentBatch
+from threefold.api.prepared_model import GradSync
 from threefold.comm.axis import reduce_from
 
 UNEVEN = Script("conv", "adamw", "float64", epochs=1)

@@ -1,37 +1,31 @@
-"""Gradient accumulation and synchronization of prepared models, and their `backward`."""
+"""Prepared models: precision, whole-tensor state, gradient accumulation and synchronization."""
 
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from math import isfinite, log2
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from threefold.api.prepared.loader import BatchRows, CurrentBatch, tensors_in
+from threefold.api.prepared_loader import BatchRows, CurrentBatch, map_tensors, tensors_in
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
 from threefold.parallel.gradients import Gradients
-from threefold.parallel.parameter import Weight, like, local, stored
+from threefold.parallel.parameter import Weight, like, local, slice_of, stored, whole
 from threefold.parallel.zero import report_gradients
+from threefold.random.rng import signed, stream_key
 from threefold.train.optim import LossScale
 from threefold.train.step import GradientNorm, clip_
 
 Reduction = Literal["mean", "sum"]
 
 _ORIGIN = "threefold.prepared"
-
-
-@dataclass(frozen=True)
-class _Origin:
-    """Origin of a model's output, attached to its node in the autograd graph."""
-
-    sync: "GradSync"
-    rows: BatchRows | None
+"""Key, in the metadata of an output's node in the autograd graph, of its `GradSync` and its batch's rows."""
 
 
 class GradSync:
@@ -54,6 +48,7 @@ class GradSync:
         leaves: trained tensors by name.
         updates: number of sets of complete gradients so far.
         overflowed: whether the complete gradients are not finite, so the update is skipped.
+        has_unused_gradients: whether the complete gradients wait for an optimizer.
     """
 
     def __init__(
@@ -84,7 +79,7 @@ class GradSync:
         self._arrived: set[str] = set()
         self._used: dict[str, bool] = {}
         self._mean_loss: Tensor | None = None
-        self._unused = False
+        self.has_unused_gradients = False
         self._from_first = from_first
         if sharded is None:
             for name, leaf in self.leaves.items():
@@ -111,10 +106,9 @@ class GradSync:
 
     def mark(self, outputs: Any) -> None:
         """Record on the model's outputs which batch they belong to."""
-        origin = _Origin(self, self.current.rows)
         for tensor in tensors_in(outputs):
             if tensor.grad_fn is not None:
-                _metadata(tensor.grad_fn)[_ORIGIN] = origin
+                _metadata(tensor.grad_fn)[_ORIGIN] = self, self.current.rows
 
     def backward(
         self, loss: Tensor, rows: BatchRows | None, reduction: Reduction, count: Tensor | float | None, retain: bool
@@ -127,13 +121,13 @@ class GradSync:
             )
         counted = self._weight_of(rows, reduction, count)
         weight = torch.as_tensor(counted, dtype=torch.float64, device=loss.device).detach()
-        scale = self._begin(weight, rows) if not self._passes else self._scale()
-        self._reduction = reduction
+        if not self._passes:
+            self._begin(weight)
+        scale, self._reduction = self._scale(), reduction
         self._arrived.clear()
-        nothing = not counted
-        # The mean over no rows, and so its gradient, may be NaN, which no factor turns into 0.
-        outputs = [node for node, origin in _origins_of(loss) if origin.sync is self] if nothing else []
-        hooks = [node.register_prehook(_zeros) for node in outputs]
+        hooks, nothing = [], not counted
+        if nothing:  # the mean over no rows, and so its gradient, may be NaN, which no factor turns into 0
+            hooks = [node.register_prehook(_zeros) for node, sync, _ in _origins_of(loss) if sync is self]
         try:
             (loss * (weight * scale).to(loss.dtype)).backward(retain_graph=retain)
         finally:
@@ -161,14 +155,6 @@ class GradSync:
             self._publish([parameter.grad is not None for parameter in self.parameters.values()])
         return norm
 
-    def weights_changed(self) -> None:
-        """Record that the weights were updated."""
-        self.gradients.weights_changed()
-
-    def gradients_used(self) -> None:
-        """Allow the next update to overwrite the complete gradients."""
-        self._unused = False
-
     def _weight_of(self, rows: BatchRows | None, reduction: Reduction, count: Tensor | float | None) -> Tensor | float:
         """Return the weight of a loss: the number of items that it averages, or 1 for a sum."""
         if rows is not None and rows.own == 0:
@@ -177,28 +163,23 @@ class GradSync:
             return count
         return 1.0 if reduction == "sum" or rows is None else float(rows.own)
 
-    def _begin(self, weight: Tensor, rows: BatchRows | None) -> float:
-        if self._unused and self._holds_gradients():
-            raise UserError(
-                "threefold.backward was called before the gradients of the backward pass before were used, which would "
-                "be lost; add the losses up and call it once, or call optimizer.step() or optimizer.zero_grad() first."
-            )
+    def _begin(self, weight: Tensor) -> None:
+        left = [local(each.grad) for each in self.parameters.values() if each.grad is not None]
+        # An optimizer that is not prepared removes or zeroes gradients itself, on all ranks alike.
+        if self.has_unused_gradients and left:
+            found = torch.stack([each.any() for each in left]).any()  # one rank's shards may happen to be zeros
+            if self.mesh.world.all_reduce(found.double()):
+                raise UserError(
+                    "threefold.backward was called before the gradients of the backward pass before were used, which "
+                    "would be lost; add the losses up and call it once, or call optimizer.step() or "
+                    "optimizer.zero_grad() first."
+                )
         self._weight = self._loss = torch.zeros_like(weight)
         if self._nominal is None:
             # Losses are divided by about the final divisor, as large values would overflow in fp16.
-            total = float(self.mesh.dp.all_reduce(weight)) * self.accumulate
-            self._nominal = _power_of_two(total)
+            self._nominal = _power_of_two(float(self.mesh.dp.all_reduce(weight)) * self.accumulate)
         self.gradients.begin(self.accumulate)
         self._used = dict.fromkeys(self.leaves, False)
-        return self._scale()
-
-    def _holds_gradients(self) -> bool:
-        """Return whether a gradient is left; an optimizer that is not prepared removes or zeroes gradients itself."""
-        left = [local(each.grad) for each in self.parameters.values() if each.grad is not None]
-        if not left:  # on all ranks alike
-            return False
-        found = torch.stack([each.any() for each in left]).any()  # one rank's shards may happen to be zeros
-        return bool(self.mesh.world.all_reduce(found.double()))
 
     def _scale(self) -> float:
         assert self._nominal is not None  # set by `_begin`
@@ -229,7 +210,7 @@ class GradSync:
             self.loss_scale.update(finite)
             self.overflowed = not finite
         self._publish([flag > 0 for flag in found])
-        self._unused = True
+        self.has_unused_gradients = True
         for buffer in self._from_first:
             self.mesh.dp.broadcast_(buffer, 0)
 
@@ -259,8 +240,7 @@ class GradSync:
 
 def _arrived(owner: "weakref.ref[GradSync]", name: str, _leaf: Tensor | None = None) -> None:
     """Note a gradient, from a hook; a weak reference, as garbage collection does not find a cycle through hooks."""
-    sync = owner()
-    if sync is not None:
+    if (sync := owner()) is not None:
         sync.note(name)
 
 
@@ -274,16 +254,16 @@ def _metadata(node: Node) -> dict[Any, Any]:
     return cast(dict[Any, Any], node.metadata)
 
 
-def _origins_of(loss: Tensor) -> Iterator[tuple[Node, _Origin]]:
-    """Yield the graph nodes and origins of the prepared models' outputs that a loss depends on, the nearest first."""
+def _origins_of(loss: Tensor) -> Iterator[tuple[Node, GradSync, BatchRows | None]]:
+    """Yield node, `GradSync` and rows of each output of a prepared model that a loss depends on, nearest first."""
     waiting, seen = deque([loss.grad_fn]), set()
     while waiting:
         node = waiting.popleft()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if isinstance(found := _metadata(node).get(_ORIGIN), _Origin):
-            yield node, found
+        if _ORIGIN in (found := _metadata(node)):
+            yield node, *found[_ORIGIN]
         waiting.extend(following for following, _ in node.next_functions)
 
 
@@ -326,10 +306,127 @@ def backward(
         raise UserError(f"loss has the shape {[*loss.shape]} but must be a scalar; use loss.mean().")
     if reduction not in ("mean", "sum"):
         raise UserError(f"reduction is {reduction!r} but must be 'mean' or 'sum'; use 'mean'.")
-    origin = next((origin for _, origin in _origins_of(loss)), None)
-    if origin is None:
+    _, sync, rows = next(_origins_of(loss), (None, None, None))
+    if sync is None:
         raise UserError(
             "The loss does not come from a model that prepare returned; compute it from the output of that one, with "
             "gradients enabled."
         )
-    origin.sync.backward(loss.reshape(()), origin.rows, reduction, count, retain_graph)
+    sync.backward(loss.reshape(()), rows, reduction, count, retain_graph)
+
+
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+class LoadedKeys(NamedTuple):
+    """Result of `load_state_dict`, as in `nn.Module`."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+class PreparedModule(nn.Module):
+    """An `nn.Module` returned by `prepare`.
+
+    Calls, attributes, parameter names and `state_dict` are those of the original. The state has whole tensors in any
+    layout, so saving it is collective with ZeRO or tensor parallelism.
+
+    Attributes:
+        module: the original; its parameters are now this rank's.
+        sync: gradient synchronization.
+        mesh: mesh of the ranks.
+    """
+
+    module: nn.Module
+
+    def __init__(self, module: nn.Module, sync: GradSync, mesh: Mesh, autocast: torch.dtype | None) -> None:
+        super().__init__()
+        self.module = module
+        self.sync, self.mesh, self._autocast = sync, mesh, autocast
+        self._forwards = 0
+        self._dropout_seed = 0
+        if mesh.tp.size > 1:
+            # Derived from the generator's seed: drawing would make the order of a shuffling loader depend on tp.
+            seed = torch.tensor([stream_key("prepared", torch.initial_seed(), mesh.dp.index)], device=mesh.device)
+            self._dropout_seed = int(mesh.tp.broadcast_(seed, 0))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the original's forward pass in the given precision; narrow outputs are widened to fp32."""
+        narrow = self._autocast is not None
+        with torch.autocast(self.mesh.device.type, self._autocast) if narrow else nullcontext(), self._same_dropout():
+            outputs = self.module(*args, **kwargs)
+        if narrow:
+            outputs = map_tensors(outputs, lambda tensor: tensor.float() if tensor.dtype in _NARROW else tensor)
+        if torch.is_grad_enabled():
+            self.sync.mark(outputs)
+        return outputs
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return the original's parameters under its names."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Return the original's buffers under its names."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the original's state with whole tensors. Collective if they are sharded."""
+        state = self.module.state_dict(*args, **kwargs)
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        for name in state:
+            if name in parameters:
+                state[name] = whole(stored(parameters[name])).detach()
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> LoadedKeys:
+        """Load whole tensors; each rank keeps its shards.
+
+        Raises:
+            UserError: shapes differ, or `strict` is set and names are missing or unknown.
+        """
+        if assign:
+            raise UserError("assign is true but a prepared model keeps its own tensors; use false.")
+        own = self.module.state_dict()
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        missing = [name for name in own if name not in state_dict]
+        unexpected = [name for name in state_dict if name not in own]
+        if strict and (missing or unexpected):
+            what = f"lacks {missing[0]!r}" if missing else f"has {unexpected[0]!r}, which the model has not"
+            raise UserError(f"The state {what}; pass that of the same model, or strict=False.")
+        self.sync.gradients.weights_changed()
+        for name in (name for name in own if name in state_dict):
+            into = stored(parameters[name]) if name in parameters else own[name]
+            value = state_dict[name]
+            if into.shape != value.shape:
+                raise UserError(
+                    f"The state has {name!r} of shape {[*value.shape]} but the model's has {[*into.shape]}; pass that "
+                    "of the same model."
+                )
+            local(into).detach().copy_(slice_of(into, value))
+        return LoadedKeys(missing, unexpected)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    @contextmanager
+    def _same_dropout(self) -> Iterator[None]:
+        """Draw the same random numbers on all tensor ranks, so that replicated activations stay equal."""
+        if self.mesh.tp.size == 1 or not self.training:
+            yield
+            return
+        self._forwards += 1
+        device = self.mesh.device
+        on_cpu = device.type == "cpu"
+        with torch.random.fork_rng([] if on_cpu else [device], device_type="cuda" if on_cpu else device.type):
+            torch.manual_seed(signed(stream_key("prepared", self._dropout_seed, self._forwards), 63))
+            yield

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from threefold.comm.axis import Axis
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
 
@@ -108,57 +107,47 @@ class PreparedLoader:
                 "The DataLoader has a DistributedSampler, which would divide its batches a second time; make it with "
                 "shuffle=True or another sampler instead."
             )
-        self.loader = loader
-        self._mesh, self._currents = mesh, [current]
-        self._rows: BatchRows | None = None
-        self._inner = _remade(loader, mesh)
-
-    def announce_to(self, current: CurrentBatch) -> None:
-        """Also update another object with the batch in progress."""
-        self._currents.append(current)
+        self.loader, self.mesh, self.currents = loader, mesh, [current]
+        self.rows: BatchRows | None = None
+        # A loader with the same data set, workers and collation that reads this replica's parts.
+        kept = "num_workers pin_memory timeout worker_init_fn multiprocessing_context generator persistent_workers"
+        options: dict[str, Any] = {name: getattr(loader, name) for name in kept.split()}
+        if loader.num_workers:
+            options["prefetch_factor"] = loader.prefetch_factor
+        parts: Any
+        if isinstance(loader.dataset, IterableDataset):
+            assert loader.batch_size is not None  # a batch_sampler and an IterableDataset exclude each other
+            parts = _StreamOfParts(loader.dataset, loader.batch_size, loader.drop_last, mesh.dp.index, mesh.dp.size)
+        else:
+            assert loader.batch_sampler is not None  # checked
+            parts = _DatasetOfParts(loader.dataset)
+            options["sampler"] = _PartSampler(loader.batch_sampler, mesh)
+        collate: Any = partial(_collated, loader.collate_fn)
+        self._inner: DataLoader = DataLoader(parts, batch_size=None, collate_fn=collate, **options)
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch, the same as on one process."""
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        ahead: tuple[BatchRows, Any] | None = None
+        device, arriving = self.mesh.device, iter(self._inner)
+        ahead = next(arriving, None)
         try:
-            for arrived in self._inner:
-                if ahead is not None:
-                    yield self._deliver(*ahead)
-                ahead = arrived
-            if ahead is not None:
-                rows, batch = ahead
-                yield self._deliver(rows._replace(last=True), batch)
+            while ahead is not None:
+                (rows, batch), ahead = ahead, next(arriving, None)
+                self.rows = rows._replace(last=ahead is None)
+                for current in self.currents:
+                    current.rows = self.rows
+                moves = device.type != "cpu"
+                yield map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True)) if moves else batch
         finally:
-            self._announce(None)
-
-    def gather(self, values: Any) -> Any:
-        """Gather values over the replicas; see `gather_for_metrics`."""
-        rows = self._rows
-        if rows is None:
-            raise UserError(
-                "gather_for_metrics was called before the loader yielded a batch; call it inside the loop over it."
-            )
-        return map_tensors(values, lambda tensor: _gathered(tensor, rows, self._mesh.dp))
+            for current in self.currents:
+                current.rows = None
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # not set yet, as during copying
             raise AttributeError(name)
         return getattr(self.loader, name)
-
-    def _deliver(self, rows: BatchRows, batch: Any) -> Any:
-        self._rows = rows
-        self._announce(rows)
-        device = self._mesh.device
-        if device.type == "cpu":
-            return batch
-        return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
-
-    def _announce(self, rows: BatchRows | None) -> None:
-        for current in self._currents:
-            current.rows = rows
 
 
 def gather_for_metrics(values: Any, loader: Any) -> Any:
@@ -188,40 +177,22 @@ def gather_for_metrics(values: Any, loader: Any) -> Any:
         raise UserError(
             f"loader is of the type {type(loader).__name__} but gather_for_metrics needs the one that prepare returned."
         )
-    return loader.gather(values)
-
-
-def _gathered(tensor: Tensor, rows: BatchRows, axis: Axis) -> Tensor:
-    held = max(rows.own, 1)
-    if tensor.dim() == 0 or tensor.shape[0] != held:
+    rows, axis = loader.rows, loader.mesh.dp
+    if rows is None:
         raise UserError(
-            f"A tensor of shape {[*tensor.shape]} does not have one value for each of the replica's {held} rows; pass "
-            "values by row, such as losses with reduction='none'."
+            "gather_for_metrics was called before the loader yielded a batch; call it inside the loop over it."
         )
-    return axis.all_gather(tensor.detach()[: rows.own].contiguous(), dim=0)
+    own, held = rows.own, max(rows.own, 1)
 
+    def gathered(tensor: Tensor) -> Tensor:
+        if tensor.dim() == 0 or tensor.shape[0] != held:
+            raise UserError(
+                f"A tensor of shape {[*tensor.shape]} does not have one value for each of the replica's {held} rows; "
+                "pass values by row, such as losses with reduction='none'."
+            )
+        return axis.all_gather(tensor.detach()[:own].contiguous(), dim=0)
 
-def _remade(loader: DataLoader, mesh: Mesh) -> DataLoader:
-    """Return a loader with the same dataset, workers and collation that reads this replica's parts."""
-    options: dict[str, Any] = {
-        "num_workers": loader.num_workers,
-        "pin_memory": loader.pin_memory,
-        "timeout": loader.timeout,
-        "worker_init_fn": loader.worker_init_fn,
-        "multiprocessing_context": loader.multiprocessing_context,
-        "generator": loader.generator,
-        "persistent_workers": loader.persistent_workers,
-    }
-    if loader.num_workers:
-        options["prefetch_factor"] = loader.prefetch_factor
-    collate: Any = partial(_collated, loader.collate_fn)
-    if isinstance(loader.dataset, IterableDataset):
-        assert loader.batch_size is not None  # a batch_sampler and an IterableDataset exclude each other
-        stream = _StreamOfParts(loader.dataset, loader.batch_size, loader.drop_last, mesh.dp.index, mesh.dp.size)
-        return DataLoader(stream, batch_size=None, collate_fn=collate, **options)
-    assert loader.batch_sampler is not None  # checked
-    parts = _PartSampler(loader.batch_sampler, mesh)
-    return DataLoader(_DatasetOfParts(loader.dataset), batch_size=None, sampler=parts, collate_fn=collate, **options)
+    return map_tensors(values, gathered)
 
 
 _Part = tuple[BatchRows, Sequence[Any]]

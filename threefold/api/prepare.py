@@ -1,31 +1,33 @@
 """One-call distribution of a model, its optimizer and its data loader (`prepare`), in the style of `accelerate`."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from threefold.api.mesh import mesh_of_all_ranks
-from threefold.api.model import PRECISIONS, require_one_of
-from threefold.api.prepared.grad_sync import GradSync
-from threefold.api.prepared.loader import CurrentBatch, PreparedLoader
-from threefold.api.prepared.module import KINDS, PreparedModule, use_global_statistics
-from threefold.api.prepared.optimizer import PreparedOptimizer, PreparedScheduler, require_matches
+from threefold.api.launch import mesh_of_all_ranks
+from threefold.api.model import PRECISIONS
+from threefold.api.prepared_loader import CurrentBatch, PreparedLoader
+from threefold.api.prepared_model import GradSync, PreparedModule
+from threefold.api.prepared_optimizer import PreparedOptimizer, PreparedScheduler, require_matches
+from threefold.comm.axis import Axis, copy_to, reduce_from
 from threefold.comm.mesh import Mesh
 from threefold.config import PrecisionConfig
-from threefold.dtypes import DTYPES
-from threefold.errors import UserError
+from threefold.errors import UserError, require_whole
 from threefold.models.sharding import Column, Patterns, PerHead, Replicated, Row, Split, Vocab, matches
 from threefold.parallel.gradients import COMPRESSIONS, Gradients, buckets_by_dtype
-from threefold.parallel.parameter import like, local, longest_shard, stored
+from threefold.parallel.parameter import local, longest_shard
 from threefold.parallel.sequence import ShardingContext
+from threefold.parallel.settings import DTYPES
 from threefold.parallel.shard_modules import SHARDINGS
 from threefold.parallel.zero import ShardedGradients, make_zero_sharding, shard_values
+from threefold.plugins import require_one_of
 from threefold.train.optim import LossScale
 
 _TAKEN: Final = (Optimizer, DataLoader, LRScheduler, PreparedLoader, PreparedScheduler)
@@ -88,8 +90,7 @@ def prepare(
     require_one_of("compress", compress, COMPRESSIONS)
     if zero not in (0, 1, 2, 3):
         raise UserError(f"zero is {zero!r} but must be 0, 1, 2 or 3; use {1 if not isinstance(zero, int) else 3}.")
-    if not isinstance(accumulate, int) or accumulate < 1:
-        raise UserError(f"accumulate is {accumulate!r} but must be a whole number of at least 1; use 1.")
+    require_whole("accumulate", accumulate)
     model = _model_among(objects)
     if isinstance(model, PreparedModule):
         if (precision, zero, accumulate, compress) != ("fp32", 0, 1, "none"):
@@ -119,7 +120,7 @@ def prepare(
         if isinstance(each, nn.Module):
             return model
         if isinstance(each, PreparedLoader):
-            each.announce_to(current)
+            each.currents.append(current)
             return each
         if isinstance(each, DataLoader):
             return PreparedLoader(each, mesh, current)
@@ -183,14 +184,15 @@ def _model_among(objects: Sequence[Any]) -> nn.Module | None:
         raise UserError(
             f"prepare got {len(models)} models but takes one; call it once for each, or put them into one nn.Module."
         )
-    if not models:
-        for each in objects:
-            if isinstance(each, Optimizer | LRScheduler) and not isinstance(each, PreparedOptimizer):
-                raise UserError(
-                    f"prepare got a {type(each).__name__} without its model; pass the model, or what prepare returned "
-                    "for it, in the same call."
-                )
-    return models[0] if models else None
+    if models:
+        return models[0]
+    for each in objects:
+        if isinstance(each, Optimizer | LRScheduler) and not isinstance(each, PreparedOptimizer):
+            raise UserError(
+                f"prepare got a {type(each).__name__} without its model; pass the model, or what prepare returned for "
+                "it, in the same call."
+            )
+    return None
 
 
 def _prepare_model(
@@ -219,12 +221,18 @@ def _prepare_model(
         for tensor in (*model.parameters(), *model.buffers()):
             mesh.world.broadcast_(tensor.detach(), 0)
     partial = [] if tensor_parallel is None else shard_by_patterns(model, tensor_parallel, mesh)
-    norms = [module for module in model.modules() if isinstance(module, KINDS)]
+    norms = [module for module in model.modules() if isinstance(module, _NORMS)]
     if sync_batch_norm and mesh.dp.size > 1 and norms:
         # A process group of its own, as gradient sums may be in flight over dp.
         axis = mesh.new_axis("batch norm", mesh.layout.groups("dp"))
         assert axis is not None  # each rank is in one of them
-        model = use_global_statistics(model, axis, current)
+        made = {norm: GlobalBatchNorm(norm, axis, current) for norm in norms}
+        if model in made:
+            model = made[model]
+        for module in list(model.modules()):
+            for name, child in list(module.named_children()):
+                if child in made:
+                    setattr(module, name, made[child])
     buffers = [] if sync_batch_norm else [buffer for module in norms for buffer in module.buffers()]
     sharding = make_zero_sharding(mesh, zero, mesh.dp.size) if mesh.dp.size > 1 else None
     if sharding is not None:
@@ -261,14 +269,38 @@ def shard_by_patterns(model: nn.Module, table: Mapping[str, Split], mesh: Mesh) 
     Raises:
         UserError: the table does not fit the model, or the axis does not divide the heads.
     """
-    rules = _rules_by_name(model, table)
+    for pattern, rule in table.items():
+        if not isinstance(rule, _RULES):
+            raise UserError(
+                f"tensor_parallel has {rule!r} for {pattern!r} but takes "
+                f"{', '.join(f'{kind.__name__}()' for kind in _RULES)}; use one of them."
+            )
     modules = dict(model.named_modules(remove_duplicate=False))
+    names = [name for name in modules if name]
+    for pattern in table:
+        if not any(matches(name, pattern) for name in names):
+            last = {name.rpartition(".")[2]: name for name in reversed(names)}
+            close = get_close_matches(pattern.rpartition(".")[2], last, n=1, cutoff=0)
+            hint = f"; the nearest is {last[close[0]]!r}" if close else ""
+            raise UserError(f"tensor_parallel has {pattern!r}, which is no module of the model{hint}.")
+    patterns = Patterns(table)
+    rules = {name: table[found] for name in names if (found := patterns.naming(name)) is not None}
     for name, rule in rules.items():
         _check_rule(name, modules, rule, mesh.tp.size)
     if mesh.tp.size == 1:
         return []
-    ties = _tied_weights(model)
-    _check_ties(ties, rules)
+    users: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        users.setdefault(parameter, []).append(name)
+    ties = [each for each in users.values() if len(each) > 1]
+    for tied in ties:
+        given = {name: rules.get(name.rpartition(".")[0]) for name in tied}
+        if len({type(rule) for rule in given.values()}) > 1:
+            one = next(name for name, rule in given.items() if rule is not None)
+            others = " and ".join(repr(name) for name in tied if name != one)
+            raise UserError(
+                f"tensor_parallel has a rule for {one!r}, the same weight as {others}; give their modules one rule."
+            )
     context = ShardingContext(mesh.tp, mesh.cp, mesh.ep)
     made: dict[nn.Module, nn.Module] = {}
     partial: list[str] = []
@@ -282,31 +314,12 @@ def shard_by_patterns(model: nn.Module, table: Mapping[str, Split], mesh: Mesh) 
             made[module] = SHARDINGS[type(rule)].make(rule, module, context)
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, made[module])
-    for first, *others in ties:
-        owner = model.get_submodule(first.rpartition(".")[0])
-        for other in others:
-            parent, _, attribute = other.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, getattr(owner, first.rpartition(".")[2]))
+    for first, *others_of in ties:
+        owner, _, attribute = first.rpartition(".")
+        for user in others_of:
+            parent, _, own = user.rpartition(".")
+            setattr(model.get_submodule(parent), own, getattr(model.get_submodule(owner), attribute))
     return partial
-
-
-def _rules_by_name(model: nn.Module, table: Mapping[str, Split]) -> dict[str, Split]:
-    for pattern, rule in table.items():
-        if not isinstance(rule, _RULES):
-            raise UserError(
-                f"tensor_parallel has {rule!r} for {pattern!r} but takes "
-                f"{', '.join(f'{kind.__name__}()' for kind in _RULES)}; use one of them."
-            )
-    patterns = Patterns(table)
-    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
-    for pattern in table:
-        if not any(matches(name, pattern) for name in names):
-            last = {name.rpartition(".")[2]: name for name in reversed(names)}
-            close = get_close_matches(pattern.rpartition(".")[2], last, n=1, cutoff=0)
-            hint = f"; the nearest is {last[close[0]]!r}" if close else ""
-            raise UserError(f"tensor_parallel has {pattern!r}, which is no module of the model{hint}.")
-    found = ((name, patterns.naming(name)) for name in names)
-    return {name: table[pattern] for name, pattern in found if pattern is not None}
 
 
 def _check_rule(name: str, modules: Mapping[str, nn.Module], rule: Split, ranks: int) -> None:
@@ -320,9 +333,7 @@ def _check_rule(name: str, modules: Mapping[str, nn.Module], rule: Split, ranks:
         )
     if not isinstance(module, nn.Linear) or not isinstance(rule, Column | Row):
         return
-    model = modules[""]
-    output = getattr(model, "get_output_embeddings", lambda: None)()
-    if module is output:
+    if module is getattr(modules[""], "get_output_embeddings", lambda: None)():
         raise UserError(
             f"tensor_parallel has {type(rule).__name__}() for {name!r}, which gives the model's logits; use Vocab(), "
             "which gathers them."
@@ -336,60 +347,65 @@ def _check_rule(name: str, modules: Mapping[str, nn.Module], rule: Split, ranks:
             raise UserError(f"The mesh has tp {ranks} but it must divide the {heads} heads of {name!r}; use tp={fits}.")
 
 
-def _tied_weights(model: nn.Module) -> list[list[str]]:
-    """Return the groups of names that share one parameter."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return [each for each in names.values() if len(each) > 1]
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-def _check_ties(ties: list[list[str]], rules: Mapping[str, Split]) -> None:
-    for names in ties:
-        found = [rules.get(name.rpartition(".")[0]) for name in names]
-        if any(type(each) is not type(found[0]) for each in found):
-            one = next(name for name, rule in zip(names, found, strict=True) if rule is not None)
-            others = " and ".join(repr(name) for name in names if name != one)
-            raise UserError(
-                f"tensor_parallel has a rule for {one!r}, the same weight as {others}; give their modules one rule."
-            )
+class GlobalBatchNorm(nn.Module):
+    """`nn.BatchNorm1d`, `2d` or `3d` with the statistics of the global batch in training.
 
+    Args:
+        module: the original, whose parameters and buffers are reused under their names.
+        axis: axis of the replicas, with a process group of its own, as gradients may be in flight on another.
+        current: tells whether this replica's row is a filler, which counts for nothing.
+    """
 
-def tensors_of(model: PreparedModule) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name, as global tensors that share memory with the model."""
-    kept = model.module.state_dict(keep_vars=True)
-    found: dict[str, Tensor] = {}
-    parameters = {id(parameter): parameter for parameter in model.module.parameters()}
-    seen: set[int] = set()
-    for name, value in kept.items():
-        if not isinstance(value, Tensor) or id(value) in seen:  # keep a tied weight once
-            continue
-        seen.add(id(value))
-        parameter = parameters.get(id(value))
-        if parameter is None:
-            found[name] = value.detach()
-        else:
-            whole = stored(parameter)
-            found[name] = like(whole, local(whole).detach())
-    return found
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None
 
+    def __init__(self, module: Any, axis: Axis, current: CurrentBatch) -> None:
+        super().__init__()
+        self.axis, self._current = axis, current
+        self.eps, self.momentum = module.eps, module.momentum
+        self.track_running_stats = module.track_running_stats
+        self.weight, self.bias = module.weight, module.bias
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            self.register_buffer(name, getattr(module, name))
+        self.train(module.training)
 
-def weights_of(optimizer: PreparedOptimizer) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of an optimizer with their names, in the order of its groups."""
-    yield from zip(optimizer.names, optimizer.weights, strict=True)
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize `x` [N, C, …], this replica's rows, over N and the dims after C."""
+        if not self.training and self.running_mean is not None:
+            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        dims = [0, *range(2, x.dim())]
+        shape = [1, -1, *[1] * (x.dim() - 2)]
+        counts = 0.0 if self._current.is_filler else 1.0
+        size = wide.new_full((1,), counts * x.numel() / x.shape[1])
+        totals = self._over_replicas(torch.cat([wide.sum(dims) * counts, size]))
+        number = totals[-1].detach()
+        mean = totals[:-1] / number
+        offset = wide - mean.view(shape)
+        variance = self._over_replicas(offset.square().sum(dims) * counts) / number
+        if self.training:
+            self._track(mean.detach(), variance.detach(), number)
+        out = offset * (variance + self.eps).rsqrt().view(shape)
+        if self.weight is not None:
+            out = out * self.weight.view(shape)
+        if self.bias is not None:
+            out = out + self.bias.view(shape)
+        return out.to(x.dtype)
 
+    def _over_replicas(self, x: Tensor) -> Tensor:
+        """Sum over the replicas; the backward pass sums too, since every replica's loss depends on the result."""
+        return copy_to(reduce_from(x, self.axis), self.axis)
 
-def states_of(optimizer: PreparedOptimizer) -> Iterator[tuple[str, str, Any, Tensor]]:
-    """Yield the optimizer state: weight name, state name, value, and the value as a global tensor. Collective."""
-    names = optimizer.names
-    for number, state in optimizer.state_dict()["state"].items():
-        for name, value in state.items():
-            if value is not None:
-                yield names[number], name, value, torch.as_tensor(value)
-
-
-def fill(optimizer: PreparedOptimizer, states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Set the state of a prepared optimizer from whole-tensor states by weight name and state name."""
-    own = optimizer.state_dict()
-    found = {number: dict(states[name]) for number, name in enumerate(optimizer.names) if states.get(name)}
-    optimizer.load_state_dict({**own, "state": found})
+    @torch.no_grad()
+    def _track(self, mean: Tensor, variance: Tensor, number: Tensor) -> None:
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked.add_(1)
+        factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        unbiased = variance * (number / (number - 1))
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)

@@ -1,1 +1,0 @@
-"""Distribution of any `nn.Module`, its optimizer and its `DataLoader` in one call (`prepare`)."""
