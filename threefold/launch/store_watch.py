@@ -51,13 +51,13 @@ class StoreWatch:
         tell: Tell,
         on_hang: Callable[[], None] = lambda: None,
     ) -> None:
-        self.heartbeat = Heartbeat(everyone=lambda: self._places)
+        self._places: list[RankState | None] = [None] * ranks
+        self.heartbeat = Heartbeat(everyone=self._places.copy)
         self._process = identify_process(os.getpid())
         self.heartbeat.identify(self._process)
         self._store, self._rank, self._ranks, self._timeout, self._tell = store, rank, ranks, timeout, tell
         self._on_hang = on_hang
         self._interval = max(BEAT, ranks / _RANKS_PER_SECOND)
-        self._places: list[RankState | None] = [None] * ranks
         self._watch = HangWatch(ranks, timeout, self._state, _worked, delayed=True)
         self._lost = LostStore(rank, timeout)
         self._exchanges, self._judges = 0, False
@@ -118,7 +118,7 @@ class StoreWatch:
             if store.check([_VERDICT]):
                 self._end(json.loads(store.get(_VERDICT)))
             if judges:
-                self._places = [_place(page) for page in store.multi_get(keys)]
+                self._places[:] = [_place(page) for page in store.multi_get(keys)]
                 if hang := self._watch.observe(self._places, stopwatch.passed()):
                     self._judge(store, hang)
             self._exchanges += 1

@@ -146,6 +146,7 @@ class Optimizer:
             parameter = weight.parameter
             whole, hidden = ShardedMatrix(parameter, axes), plan.is_hidden_matrix(weight.name, parameter.dim())
             self.entries.append(Entry(weight.name, parameter, weight.leaf, weight.master, gradients, whole, hidden))
+        self._narrow = [weight for weight in self._trained if weight.master is not weight.leaf]
         self.rule = rule(self.entries, config)
         self.restorations = 0
 
@@ -153,7 +154,10 @@ class Optimizer:
     def step(self, lr: float) -> None:
         """Update the weights once with learning rate `lr`."""
         self.rule.step(lr)
-        publish_(self._trained, self._gradients)
+        if self._narrow:
+            publish_(self._narrow, self._gradients)
+        else:
+            self._gradients.weights_changed()
 
     @torch.no_grad()
     def restored(self) -> None:

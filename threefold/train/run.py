@@ -116,7 +116,8 @@ def train(
         verify(config, run_dir, source, mesh)
 
     background = BackgroundSaver(mesh) if config.checkpoint.async_save else None
-    clock, is_first = RunClock(config, began, lambda: background is not None and background.is_done), mesh.rank == 0
+    is_first = mesh.rank == 0
+    clock = RunClock(config, began, None if background is None else lambda: background.is_done)
     stop = Stop(asked, run_dir, watches=is_first, clock=clock if is_first else None)
 
     mesh.heartbeat.activity(Activity.DATA)
@@ -153,8 +154,8 @@ def train(
 
         # All callbacks of the run, in the order in which they are called at each moment.
         all_callbacks: list[Callback | None] = [
-            StateKeeper(kept, checkpoints),
-            DataCheck(mesh, config.log.every, loader.share.rows.tolist()),
+            StateKeeper(kept, checkpoints) if kept.copies else None,
+            DataCheck(mesh, config.log.every, loader.share.rows.tolist()) if mesh.world.size > 1 else None,
             tokens,
             *reports,  # goodput, console, metrics, TensorBoard, log, stragglers, curve, summary; then the user's
             profiler,

@@ -136,7 +136,8 @@ class GradientStep:
             # 2. Forward and backward passes. Buckets of gradients start their sums over the replicas as they fill; CPU
             # ranks that share memory make them in `finish`.
             self.gradients.begin(self.runner.arrivals)
-            self.buffers.begin()
+            if not self.buffers.is_idle:
+                self.buffers.begin()
             term = self.runner.forward_backward(local, self._batch.factor)
             if self._is_first and self.plan.constructed:
                 self._require_unchanged_weights()
@@ -145,7 +146,8 @@ class GradientStep:
         # all-reduces, or with ZeRO the reduce-scatters.
         self.mesh.heartbeat.activity(Activity.GRADIENT_SUM)
         self.gradients.finish()
-        self.buffers.finish(self._batch.share)
+        if not self.buffers.is_idle:
+            self.buffers.finish(self._batch.share)
         # Over tp: with sequence parallelism, or for per-head norms, the gradients of replicated weights are partial.
         # All other replicated weights already have equal gradients.
         if self._partial:

@@ -57,14 +57,14 @@ class RunClock:
     Args:
         config: resolved config.
         began: start of the run in `time.time` seconds.
-        save_ended: returns whether the checkpoint written in the background is complete or has failed.
+        save_ended: returns whether the checkpoint written in the background is complete or has failed; None if none is.
 
     Attributes:
         limit: the setting that ends the run, with its value.
         longest_save: seconds of the longest save, updated by `saved`.
     """
 
-    def __init__(self, config: Config, began: float, save_ended: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, config: Config, began: float, save_ended: Callable[[], bool] | None = None) -> None:
         self._every, seconds = config.checkpoint.every_seconds, config.train.max_seconds
         self.limit = f"train.max_seconds {seconds:g}" if seconds else ""
         self._end = None if seconds is None else time.monotonic() + seconds - (time.time() - began)
@@ -149,7 +149,8 @@ class Stop:
         if (clock := self._clock) is not None:
             term += _SAVE_DUE if not self.save_is_due and clock.save_is_due() else 0.0
             term += _TIME_UP if clock.time_is_up() else 0.0
-            term += _SAVED if not self.save_ended and clock.save_ended() else 0.0
+            if clock.save_ended is not None and not self.save_ended and clock.save_ended():
+                term += _SAVED
         return term
 
     def receive(self, requests: float) -> None:

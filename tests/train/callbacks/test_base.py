@@ -30,7 +30,7 @@ class Recorder(Callback):
         self.failing = failing
 
     def __getattribute__(self, name: str) -> Any:
-        if name not in vars(Callback) or name.startswith("_") or name == "setup":
+        if not callable(vars(Callback).get(name)) or name.startswith("_") or name == "setup":
             return object.__getattribute__(self, name)
 
         def call(*arguments: Any) -> None:

@@ -167,6 +167,8 @@ class Callback:
         ranks: "first" if only global rank 0 has the callback, so that it is called once per run; "all" if every rank
             has one of its own. A callback that calls a collective must be on all ranks of the collective's group.
         packages: packages that must be importable, beyond those that Threefold installs.
+        step_interval: before_step and after_step are called in each step whose number is a multiple of this; 0 for no
+            step.
 
     Example:
         >>> class StopAtLoss(threefold.Callback):
@@ -177,6 +179,7 @@ class Callback:
 
     ranks: ClassVar[Literal["first", "all"]] = "first"
     packages: ClassVar[tuple[str, ...]] = ()
+    step_interval: int = 1
     _stop_reason: str | None = None
 
     @classmethod
