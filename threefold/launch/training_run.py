@@ -151,7 +151,7 @@ def _checked(config: Config, progress: Progress) -> _Checked:
     check_names(config.train.callbacks or ())
     check_fault_policies(config.train.on_nan, config.train.on_spike)
     if config.optimizer.name not in BUILT_IN:
-        from threefold.train.optimizers.own import check_optimizer  # imports torch, as the optimizer does
+        from threefold.train.optimizers import check_optimizer  # imports torch, as the optimizer does
 
         check_optimizer(config.optimizer)
     launched, named, fallbacks = joined_rank() or find_launched_rank(), "", fallbacks_of(config)

@@ -47,7 +47,7 @@ from threefold.train.callbacks.registry import import_always, make_callbacks
 from threefold.train.data_checks import DataCheck, TokenCheck, agree_on_micro_batch
 from threefold.train.loop import TrainingLoop
 from threefold.train.optim import learning_rate
-from threefold.train.optimizers.own import update_rule
+from threefold.train.optimizers import update_rule
 from threefold.train.profiling import Profiler, ProfileRequest, SpanRecorder
 from threefold.train.saving import Checkpoints, SafeSaving, StartingPoint
 from threefold.train.state import load_weights, restore_engine

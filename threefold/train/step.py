@@ -45,7 +45,7 @@ from threefold.random.rng import ProcessGenerators, generators_preserved
 from threefold.torch_private.fake import FakeTensor
 from threefold.torch_private.tensors import foreach_norm
 from threefold.train.optim import LossScale, Optimizer, learning_rate
-from threefold.train.optimizers.own import update_rule
+from threefold.train.optimizers import update_rule
 from threefold.train.step_batch import BatchFacts, BatchPreparation
 from threefold.train.stop import Stop
 
