@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     )
     from threefold.random.dropout import Dropout, sample_keys
     from threefold.random.rng import RandomStreams
+    from threefold.train.attempt import Stopped
     from threefold.train.callbacks.base import Callback
-    from threefold.train.stop import Stopped
 
 __version__ = "0.1.0"
 
@@ -121,7 +121,7 @@ _MODULES: Final = {
     "Row": "models.sharding",
     "RowParallelLinear": "parallel.tensor.layers",
     "Sharded": "models.sharding",
-    "Stopped": "train.stop",
+    "Stopped": "train.attempt",
     "Trainer": "api.trainer",
     "UserError": "errors",
     "Vocab": "models.sharding",

@@ -13,8 +13,7 @@ from threefold.comm.layout import Layout
 from threefold.data.loader import Batch, Share
 from threefold.errors import HardwareFault
 from threefold.launch.worker_pool import WorkerPool
-from threefold.resilience.corruption import CorruptionWatch
-from threefold.resilience.gradient_check import Disagreement, GradientCheck, disagreement
+from threefold.resilience.corruption import CorruptionWatch, Disagreement, GradientCheck, disagreement
 
 
 class CaseLoader:

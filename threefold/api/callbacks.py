@@ -1,9 +1,14 @@
 """Optional callbacks for a run, in addition to the built-in ones; exported as `threefold.callbacks`."""
 
 from threefold.train.callbacks.base import Callback, CallbackFailed, EvaluationRecord, RunContext, StepRecord
-from threefold.train.callbacks.early_stopping import EarlyStopping
-from threefold.train.callbacks.metrics import CSVLog, EpochMetrics, PhaseTimers
-from threefold.train.callbacks.trackers import MLflowRun, WeightsAndBiases
+from threefold.train.callbacks.optional import (
+    CSVLog,
+    EarlyStopping,
+    EpochMetrics,
+    MLflowRun,
+    PhaseTimers,
+    WeightsAndBiases,
+)
 
 __all__ = [
     "CSVLog",

@@ -21,7 +21,7 @@ from threefold.verify.self_check import self_check
 if TYPE_CHECKING:
     import torch
 
-    from threefold.train.stop import Stopped
+    from threefold.train.attempt import Stopped
 
 
 class Trainer:

@@ -30,8 +30,7 @@ from threefold.comm.axis import Axis
 from threefold.config import Config
 from threefold.data.samples import ConsumedSamples
 from threefold.train.callbacks.base import Callback, reason_of, say
-from threefold.train.saving import Checkpoints, StartingPoint
-from threefold.train.state import checkpoint_tensors, engine_tensors, loss_scale_facts
+from threefold.train.saving import Checkpoints, StartingPoint, checkpoint_tensors, engine_tensors, loss_scale_facts
 from threefold.train.step import Engine
 
 ALIGNMENT: Final = 64

@@ -24,6 +24,7 @@ from threefold.data.samples import ConsumedSamples
 from threefold.errors import UserError
 from threefold.models.block import model_flops_per_token
 from threefold.models.loss_terms import LOSS, LossSums
+from threefold.train.attempt import Stopped
 from threefold.train.callbacks.base import (
     Callback,
     CallbackFailed,
@@ -36,7 +37,6 @@ from threefold.train.callbacks.base import (
 from threefold.train.optim import learning_rate
 from threefold.train.saving import SafeSaving
 from threefold.train.step import Engine, NonFiniteStep
-from threefold.train.stop import Stopped
 
 _PATIENCE: Final = 60.0
 """Seconds that a failed run waits for background writes to complete."""

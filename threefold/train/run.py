@@ -38,10 +38,9 @@ from threefold.models.source import ConfigSource, MakeModel, ModelSource, file_s
 from threefold.parallel.forward_check import check_layout, check_source
 from threefold.parallel.pipeline.partition import StageMap, stage_map
 from threefold.resilience.anomalies import AnomalyPolicy, BadSteps
-from threefold.resilience.corruption import CorruptionWatch
-from threefold.resilience.gradient_check import GradientCheck
+from threefold.resilience.corruption import CorruptionWatch, GradientCheck
 from threefold.resilience.memory_copy import KeptStates, StateKeeper
-from threefold.train.attempt import Attempt
+from threefold.train.attempt import Attempt, RunClock, Stop, Stopped
 from threefold.train.callbacks.base import Callback, RunContext, say
 from threefold.train.callbacks.registry import import_always, make_callbacks
 from threefold.train.data_checks import DataCheck, TokenCheck, agree_on_micro_batch
@@ -49,10 +48,8 @@ from threefold.train.loop import TrainingLoop
 from threefold.train.optim import learning_rate
 from threefold.train.optimizers import update_rule
 from threefold.train.profiling import Profiler, ProfileRequest, SpanRecorder
-from threefold.train.saving import Checkpoints, SafeSaving, StartingPoint
-from threefold.train.state import load_weights, restore_engine
+from threefold.train.saving import Checkpoints, SafeSaving, StartingPoint, load_weights, restore_engine
 from threefold.train.step import Engine
-from threefold.train.stop import RunClock, Stop, Stopped
 
 SelfCheck = Callable[[Config, Path, ModelSource, Mesh], None]
 """Check of a run's layout, called on all its ranks; raises a `UserError` on every rank."""

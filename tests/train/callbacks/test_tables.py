@@ -11,7 +11,8 @@ from tests.train.support import Run, steps_of, train, train_rank
 from threefold.data.dataset import open_dataset
 from threefold.launch.worker_pool import WorkerPool
 from threefold.train.callbacks.base import Callback, StepRecord
-from threefold.train.callbacks.metrics import Table, read_metrics
+from threefold.train.callbacks.metrics import read_metrics
+from threefold.train.callbacks.optional import Table
 
 
 def rows(path: Path) -> list[dict[str, str]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from threefold.byte_sizes import format_bytes
 from threefold.train.attempt import GOODPUT_FILE, Goodput
-from threefold.train.callbacks import loss_curve, metrics, trackers
+from threefold.train.callbacks import loss_curve, metrics
 from threefold.train.callbacks.base import (
     Callback,
     EvaluationRecord,
@@ -240,7 +240,7 @@ class Summary(Callback):
 
     @classmethod
     def for_run(cls, run: RunContext) -> Callback:
-        files = {"loss curve": loss_curve.FILE, "metrics": metrics.FILE, "TensorBoard": trackers.FOLDER}
+        files = {"loss curve": loss_curve.FILE, "metrics": metrics.FILE, "TensorBoard": metrics.TENSORBOARD_FOLDER}
         return cls({name: run.run_dir / file for name, file in files.items()}, run.run_dir / GOODPUT_FILE)
 
     def __init__(self, places: dict[str, Path], ledger: Path | None = None) -> None:

@@ -16,10 +16,10 @@ from threefold.plugins import Registry, one_of
 from threefold.train.callbacks.base import Callback, RunContext
 
 _ALWAYS: Final = {
-    "goodput": "threefold.resilience.goodput:GoodputLedger",
+    "goodput": "threefold.train.callbacks.metrics:GoodputLedger",
     "live_line": "threefold.train.callbacks.console:LiveLine",
     "metrics": "threefold.train.callbacks.metrics:MetricsFile",
-    "tensorboard": "threefold.train.callbacks.trackers:TensorBoard",
+    "tensorboard": "threefold.train.callbacks.metrics:TensorBoard",
     "step_log": "threefold.train.callbacks.console:StepLog",
     "stragglers": "threefold.resilience.stragglers:StragglerReport",
     "loss_curve": "threefold.train.callbacks.loss_curve:LossCurve",
@@ -27,12 +27,12 @@ _ALWAYS: Final = {
 }
 """Callbacks of every run, in calling order."""
 _CHOSEN: Final = {
-    "early_stopping": "threefold.train.callbacks.early_stopping:EarlyStopping",
-    "csv_log": "threefold.train.callbacks.metrics:CSVLog",
-    "epoch_metrics": "threefold.train.callbacks.metrics:EpochMetrics",
-    "phase_timers": "threefold.train.callbacks.metrics:PhaseTimers",
-    "wandb": "threefold.train.callbacks.trackers:WeightsAndBiases",
-    "mlflow": "threefold.train.callbacks.trackers:MLflowRun",
+    "early_stopping": "threefold.train.callbacks.optional:EarlyStopping",
+    "csv_log": "threefold.train.callbacks.optional:CSVLog",
+    "epoch_metrics": "threefold.train.callbacks.optional:EpochMetrics",
+    "phase_timers": "threefold.train.callbacks.optional:PhaseTimers",
+    "wandb": "threefold.train.callbacks.optional:WeightsAndBiases",
+    "mlflow": "threefold.train.callbacks.optional:MLflowRun",
 }
 """Callbacks of a run that names them in `train.callbacks`."""
 CALLBACKS: Final = Registry("train.callbacks", "threefold.callbacks", {**_ALWAYS, **_CHOSEN}, takes_paths=True)
