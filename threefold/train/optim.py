@@ -39,11 +39,6 @@ class Entry(Weight):
     is_hidden: bool = False
 
     @property
-    def hidden_matrix(self) -> ShardedMatrix | None:
-        """`whole` for a hidden matrix; None for all other weights."""
-        return self.whole if self.is_hidden else None
-
-    @property
     def gradient(self) -> Tensor:
         """Gradient of the weight, with the dtype and shape of the master."""
         return self.gradients[self.leaf]
@@ -58,7 +53,7 @@ class UpdateRule(ABC):
     """Base class of optimizers: updates this rank's shards, given their complete gradients.
 
     The update must be the same in every layout. This holds for a rule that treats elements independently; a rule that
-    needs whole matrices gathers them through `Entry.hidden_matrix`.
+    needs whole matrices gathers them through `Entry.whole`.
 
     Args:
         entries: this rank's parameters, the same and in the same order on all ranks that shard them. A shard may be
@@ -108,11 +103,6 @@ class UpdateRule(ABC):
     def weight_decay(self, entry: Entry) -> float:
         """Return the weight decay of an entry: the setting, or 0."""
         return self.config.weight_decay if entry.decays else 0.0
-
-
-def zeros(master: Tensor) -> Tensor:
-    """Return a zero tensor of optimizer state with a master's shape."""
-    return torch.zeros_like(master, requires_grad=False)
 
 
 class Optimizer:
@@ -167,12 +157,6 @@ class Optimizer:
         publish_(self._weights, self._gradients)
         self.restorations += 1
 
-    def stored_states(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield `states` as global tensors for a checkpoint: sharded like the parameter, or replicated."""
-        for entry in self.entries:
-            for state, value in self.rule.state(entry).items():
-                yield entry.name, state, value if self.rule.is_replicated(entry, state, value) else entry.stored(value)
-
     def states(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield the optimizer state: parameter name, state name, local tensor (scalars are equal on every rank)."""
         for entry in self.entries:
@@ -192,48 +176,36 @@ class AdamW(UpdateRule):
 
     def __init__(self, entries: Sequence[Entry], config: OptimizerConfig) -> None:
         super().__init__(entries, config)
-        by_decay: dict[float, list[Entry]] = {}
-        for entry in self.entries:
-            by_decay.setdefault(self.weight_decay(entry), []).append(entry)
-        self._groups = [_Group(decay, group) for decay, group in by_decay.items()]
-        self._states = {
-            entry.name: {"step": step, "exp_avg": mean, "exp_avg_sq": square}
-            for group in self._groups
-            for entry, step, mean, square in zip(group.entries, group.steps, group.means, group.squares, strict=True)
-        }
+        self._states: dict[str, dict[str, Tensor]] = {}
+        self._groups: list[tuple[float, list[Entry], Tensor, dict[str, Sequence[Tensor]]]] = []
+        """Weight decay, entries with it, their counts of updates as one tensor, and states; `step` views the counts."""
+        for decay in dict.fromkeys(map(self.weight_decay, self.entries)):
+            group = [entry for entry in self.entries if self.weight_decay(entry) == decay]
+            counts = torch.zeros(len(group), dtype=torch.float32, device=group[0].master.device)
+            means, squares = ([torch.zeros_like(entry.master) for entry in group] for _ in range(2))
+            states: dict[str, Sequence[Tensor]] = {"step": counts.unbind(), "exp_avg": means, "exp_avg_sq": squares}
+            self._groups.append((decay, group, counts, states))
+            for place, entry in enumerate(group):
+                self._states[entry.name] = {name: values[place] for name, values in states.items()}
 
     def step(self, lr: float) -> None:
-        for group in self._groups:
-            group.counts.add_(1)
+        for decay, entries, counts, states in self._groups:
+            counts.add_(1)
             fused_adam_(
-                group.masters,
-                [entry.gradient for entry in group.entries],
-                group.means,
-                group.squares,
-                group.steps,
+                [entry.master for entry in entries],
+                [entry.gradient for entry in entries],
+                states["exp_avg"],
+                states["exp_avg_sq"],
+                states["step"],
                 self.decoupled,
                 lr=lr,
                 betas=self.config.betas,
-                weight_decay=group.decay,
+                weight_decay=decay,
                 eps=self.config.eps,
             )
 
     def state(self, entry: Entry) -> Mapping[str, Tensor]:
         return self._states[entry.name]
-
-
-class _Group:
-    """Entries with one weight decay and their states; the counts of updates are views of one tensor."""
-
-    def __init__(self, decay: float, entries: Sequence[Entry]) -> None:
-        self.decay, self.entries = decay, entries
-        self.masters = [entry.master for entry in entries]
-        self.means, self.squares = (
-            [zeros(master) for master in self.masters],
-            [zeros(master) for master in self.masters],
-        )
-        self.counts = torch.zeros(len(entries), dtype=torch.float32, device=self.masters[0].device)
-        self.steps = self.counts.unbind()
 
 
 class Adam(AdamW):

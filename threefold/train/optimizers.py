@@ -22,7 +22,7 @@ from threefold.config.optimizer import OPTIMIZERS
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.plugins import one_of
-from threefold.train.optim import AdamW, Entry, UpdateRule, zeros
+from threefold.train.optim import AdamW, Entry, UpdateRule
 
 
 class UpdatedWeights:
@@ -116,7 +116,7 @@ class SGD(TorchRule):
         super().__init__(entries, config)
         if self._torch is not None and config.momentum:
             for entry in self.entries:  # now and not in the first step, so that a checkpoint always finds the state
-                self._torch.state[entry.master] = {"momentum_buffer": zeros(entry.master)}
+                self._torch.state[entry.master] = {"momentum_buffer": torch.zeros_like(entry.master)}
 
     def make(self, groups: Sequence[tuple[list[Tensor], float]]) -> torch.optim.Optimizer:
         config = self.config
@@ -136,7 +136,7 @@ class Lion(UpdateRule):
 
     def __init__(self, entries: Sequence[Entry], config: OptimizerConfig) -> None:
         super().__init__(entries, config)
-        self._averages = {entry.name: zeros(entry.master) for entry in self.entries}
+        self._averages = {entry.name: torch.zeros_like(entry.master) for entry in self.entries}
 
     def step(self, lr: float) -> None:
         in_update, kept = self.config.betas
@@ -180,16 +180,13 @@ class Muon(UpdateRule):
 
     def __init__(self, entries: Sequence[Entry], config: OptimizerConfig) -> None:
         super().__init__(entries, config)
-        self._momentum = {entry.name: zeros(entry.master) for entry in self.entries if entry.hidden_matrix}
-        self._others = AdamW([entry for entry in self.entries if not entry.hidden_matrix], config)
+        self._momentum = {entry.name: torch.zeros_like(entry.master) for entry in self.entries if entry.is_hidden}
+        self._others = AdamW([entry for entry in self.entries if not entry.is_hidden], config)
 
     def step(self, lr: float) -> None:
         config = self.config
-        for entry in self.entries:
-            matrix = entry.hidden_matrix
-            if matrix is None:
-                continue
-            gradient, momentum = entry.gradient, self._momentum[entry.name]
+        for entry in (each for each in self.entries if each.is_hidden):
+            matrix, gradient, momentum = entry.whole, entry.gradient, self._momentum[entry.name]
             momentum.lerp_(gradient, 1 - config.momentum)
             update = gradient.lerp(momentum, config.momentum) if config.nesterov else momentum
             whole = newton_schulz(matrix.gather(update), config.newton_schulz_steps)
@@ -201,7 +198,7 @@ class Muon(UpdateRule):
             self._others.step(lr)
 
     def state(self, entry: Entry) -> Mapping[str, Tensor]:
-        return {"momentum_buffer": self._momentum[entry.name]} if entry.hidden_matrix else self._others.state(entry)
+        return {"momentum_buffer": self._momentum[entry.name]} if entry.is_hidden else self._others.state(entry)
 
 
 def newton_schulz(matrices: Tensor, steps: int) -> Tensor:

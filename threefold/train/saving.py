@@ -426,9 +426,11 @@ def engine_tensors(engine: Engine) -> dict[str, Tensor]:
 
     Tied embeddings on two stages have the same name and value on both, so they are stored once.
     """
-    tensors = model_tensors(engine)
-    for name, state, value in engine.optimizer.stored_states():
-        tensors[f"{OPTIMIZER}{name}.{state}"] = value
+    tensors, rule = model_tensors(engine), engine.optimizer.rule
+    for entry in engine.optimizer.entries:
+        for state, value in rule.state(entry).items():
+            whole = value if rule.is_replicated(entry, state, value) else entry.stored(value)
+            tensors[f"{OPTIMIZER}{entry.name}.{state}"] = whole
     return tensors
 
 

@@ -142,5 +142,5 @@ def test_states_per_element_counts_the_states() -> None:
             rule, _ = rule_of(weights(0), **settings, **momentum)
             for entry in rule.entries:
                 states = [state for state in rule.state(entry).values() if state.shape == entry.master.shape]
-                hidden = entry.hidden_matrix is not None
+                hidden = entry.is_hidden
                 assert len(states) == rule.states_per_element(rule.config, hidden), (settings, entry.name)
