@@ -29,8 +29,18 @@ from threefold.checksums import checksum_of, checksum_of_blocks
 from threefold.comm.axis import Axis
 from threefold.config import Config
 from threefold.data.samples import ConsumedSamples
+from threefold.files import parse_facts
 from threefold.train.callbacks.base import Callback, reason_of, say
-from threefold.train.saving import Checkpoints, StartingPoint, checkpoint_tensors, engine_tensors, loss_scale_facts
+from threefold.train.saving import (
+    Checkpoints,
+    StartingPoint,
+    checkpoint_tensors,
+    engine_tensors,
+    loss_scale_facts,
+    random_states,
+    restore_loss_scale,
+    restore_random_states,
+)
 from threefold.train.step import Engine
 
 ALIGNMENT: Final = 64
@@ -173,22 +183,14 @@ class KeptStates:
 
     def restore(self, step: int, engine: Engine, run_dir: Path, is_unsaved: bool) -> StartingPoint:
         """Fill the engine from the state after `step` updates, which `newest` found whole."""
-        streams, shape, config = engine.streams, engine.mesh.layout.shape, engine.config
-        copy = next(copy for copy in self.copies if copy.step == step)
-        tensors = engine_tensors(engine)
-        drawn, generators = streams.stored(shape), engine.generators.places(shape)
-        filled = copy.read(_locals(tensors | drawn | generators))
+        config, copy = engine.config, next(copy for copy in self.copies if copy.step == step)
+        states = random_states(engine)
+        filled = copy.read(_locals(engine_tensors(engine) | states))
         engine.optimizer.restored()
-        if any(name in drawn for name in filled):
-            streams.load_stored(drawn, shape)
-        engine.generators.load_stored({name: state for name, state in generators.items() if name in filled}, shape)
-        facts, scale = copy.facts(), engine.loss_scale
-        if scale is not None:
-            scale.value, scale.good_steps = facts["loss_scale"], facts["good_steps"]
-        carried, anomalies = None, None
-        if (stored := facts["anomalies"]) is not None:
-            pairs = {name: tuple(map(tuple, stored[name])) for name in ("skipped", "recent")}  # JSON turned into lists
-            anomalies = AnomalyFacts(**{**stored, **pairs})
+        restore_random_states(engine, {name: state for name, state in states.items() if name in filled})
+        facts, carried = copy.facts(), None
+        restore_loss_scale(engine, facts["loss_scale"], facts["good_steps"])
+        anomalies = None if facts["anomalies"] is None else parse_facts(AnomalyFacts, facts["anomalies"])
         if engine.mesh.world.is_first:
             carried = newest(run_dir) or getattr(find_warm_start(config), "checkpoint", None)
         return StartingPoint(

@@ -461,10 +461,39 @@ def restore_engine(engine: Engine, checkpoint: Checkpoint) -> None:
     """
     _load(engine, engine_tensors(engine), checkpoint.path)
     engine.optimizer.restored()
-    facts, scale = checkpoint.facts, engine.loss_scale
-    if scale is not None and facts.loss_scale is not None:
-        scale.value, scale.good_steps = facts.loss_scale, facts.good_steps
-    _restore_streams(engine, checkpoint)
+    restore_loss_scale(engine, checkpoint.facts.loss_scale, checkpoint.facts.good_steps)
+    names = {name for name in stored_names(checkpoint.path) if name.startswith(STREAMS)}
+    if any(name.startswith(stored_as(engine.mesh.layout.shape)) for name in names):
+        mine = {name: state for name, state in random_states(engine).items() if name in names}
+        load_tensors(mine, checkpoint.path, engine.mesh.world)
+        restore_random_states(engine, mine)
+        return
+    # In another layout, random streams and generators start again from the seed and the step.
+    of_process = {name for name in names if is_of_process(name)}
+    if names - of_process:
+        engine.streams.reseed("after", checkpoint.step)
+    if of_process:
+        engine.generators.reseed(engine.settings.seed, "after", checkpoint.step)
+
+
+def restore_loss_scale(engine: Engine, value: float | None, good_steps: int) -> None:
+    """Set the loss scale from `loss_scale_facts`, of a run that may have had none."""
+    if engine.loss_scale is not None and value is not None:
+        engine.loss_scale.value, engine.loss_scale.good_steps = value, good_steps
+
+
+def random_states(engine: Engine) -> dict[str, Tensor]:
+    """Return tensors to fill with the states of this rank's random streams and generators, by stored name."""
+    shape = engine.mesh.layout.shape
+    return engine.streams.stored(shape) | engine.generators.places(shape)
+
+
+def restore_random_states(engine: Engine, states: Mapping[str, Tensor]) -> None:
+    """Continue from those of `random_states` that were filled."""
+    shape = engine.mesh.layout.shape
+    if drawn := {name: state for name, state in states.items() if not is_of_process(name)}:
+        engine.streams.load_stored(drawn, shape)  # otherwise this rank's stage never drew
+    engine.generators.load_stored(states, shape)
 
 
 def load_weights(engine: Engine, checkpoint: Checkpoint) -> None:
@@ -478,22 +507,3 @@ def _load(engine: Engine, tensors: Mapping[str, Tensor], path: Path) -> None:
     lacking = {MODEL + name for name in stored_buffers(engine.stages)} - stored_names(path)
     wanted = {name: tensor for name, tensor in tensors.items() if name not in lacking}
     load_tensors(wanted, path, engine.mesh.world)
-
-
-def _restore_streams(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Restore this rank's random streams and generators; in another layout, reseed them from the seed and the step."""
-    layout = engine.mesh.layout
-    names = {name for name in stored_names(checkpoint.path) if name.startswith(STREAMS)}
-    if any(name.startswith(stored_as(layout.shape)) for name in names):
-        streams, generators = engine.streams.stored(layout.shape), engine.generators.places(layout.shape)
-        mine = {name: state for name, state in (streams | generators).items() if name in names}
-        load_tensors(mine, checkpoint.path, engine.mesh.world)
-        if drawn := {name: state for name, state in mine.items() if name in streams}:
-            engine.streams.load_stored(drawn, layout.shape)  # otherwise this rank's stage never drew
-        engine.generators.load_stored(mine, layout.shape)
-        return
-    of_process = {name for name in names if is_of_process(name)}
-    if names - of_process:
-        engine.streams.reseed("after", checkpoint.step)
-    if of_process:
-        engine.generators.reseed(engine.settings.seed, "after", checkpoint.step)

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from itertools import count
 from math import isfinite
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 from threefold.output import replace_link, sync
 from threefold.train.attempt import GOODPUT_FILE, LEDGER_SIZE, Attempt, Goodput
 from threefold.train.callbacks.base import (
     Callback,
     EvaluationRecord,
-    Performance,
     RunContext,
     StepRecord,
     WriteFailures,
@@ -157,8 +156,13 @@ class MetricsFile(RunFile):
         }
         if record.phases:
             values["phases"] = {phase: round(seconds, 6) for phase, seconds in record.phases.items()}
-        if record.performance is not None:
-            values |= _of_hardware(record.performance)
+        if (used := record.performance) is not None:
+            if used.flops_per_second is not None:
+                values["tflops"] = float(f"{used.flops_per_second / 1e12:.4g}")
+            if used.mfu is not None:
+                values["mfu"] = float(f"{used.mfu:.4g}")
+            values |= {name: getattr(used, name) for name in ("memory", "largest_memory", "largest_rank")}
+            values |= {"waited": round(used.waited, 6), "wall_clock": round(used.wall_clock, 3)}
         if record.loss_scale is not None:
             values |= {"loss_scale": record.loss_scale, "skipped": record.skipped}
         if record.reason:
@@ -187,21 +191,6 @@ class MetricsFile(RunFile):
         if self.ledger is not None and (found := Goodput.read(self.ledger)):
             values = {"step": step, "goodput": round(found.share, 6), "seconds": found.seconds()}
             self.file.write(json.dumps({**values, "restarts": found.restarts}))
-
-
-def _of_hardware(used: Performance) -> dict[str, Any]:
-    rates: dict[str, Any] = {}
-    if used.flops_per_second is not None:
-        rates["tflops"] = float(f"{used.flops_per_second / 1e12:.4g}")
-    if used.mfu is not None:
-        rates["mfu"] = float(f"{used.mfu:.4g}")
-    return rates | {
-        "memory": used.memory,
-        "largest_memory": used.largest_memory,
-        "largest_rank": used.largest_rank,
-        "waited": round(used.waited, 6),
-        "wall_clock": round(used.wall_clock, 3),
-    }
 
 
 def _number(value: float) -> float | None:
@@ -464,7 +453,48 @@ _TAGS: Final = {
 """Tag in TensorBoard of a value, or of all values whose names begin so."""
 
 
-class TensorBoard(Callback):
+class Tracker(Callback):
+    """Base class of callbacks that send the values of each step and evaluation somewhere.
+
+    A failure to send is reported once, and the training continues without.
+
+    Attributes:
+        service: what is warned of, such as `MLflow cannot log`.
+        connection: object that is sent to; None before it is made, and when it is closed or has failed.
+    """
+
+    service: str
+    connection: Any = None
+
+    def send(self, step: int, values: dict[str, float]) -> None:
+        """Send the values after `step`."""
+        raise NotImplementedError
+
+    def after_step(self, record: StepRecord) -> None:
+        self.log(record.step, step_values(record))
+
+    def after_evaluation(self, record: EvaluationRecord) -> None:
+        self.log(record.step, evaluation_values(record))
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Send the values unless the connection has failed."""
+        if self.connection is not None:
+            with self.failures_reported():
+                self.send(step, values)
+
+    @contextmanager
+    def failures_reported(self) -> Iterator[None]:
+        """Report a failure inside the block, and drop the connection."""
+        try:
+            yield
+        except Exception as error:  # a network or disk failure is no reason to end a training
+            lost, self.connection = self.connection, None
+            with suppress(Exception):
+                lost.close()
+            say(f"Warning: {self.service} ({reason_of(error)}); training continues without it.")
+
+
+class TensorBoard(Tracker):
     """Write event files; in TensorBoard, repeated steps of a resumed run replace the earlier ones.
 
     This uses TensorBoard's messages, but neither its `SummaryWriter`, whose thread would print a traceback on a full
@@ -477,25 +507,24 @@ class TensorBoard(Callback):
         return cls(run.run_dir / TENSORBOARD_FOLDER)
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._file: BinaryIO | None = None
+        self.folder, self.service = folder, f"{folder} cannot be written"
         self._flushed = 0.0
 
     def before_fit(self, start: int) -> None:
-        with self._failures_reported():
+        with self.failures_reported():
             # Import only on the rank that writes.
             from tensorboard.compat.proto.event_pb2 import Event
 
             self.folder.mkdir(parents=True, exist_ok=True)
             begins = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
             names = (self.folder / f"{begins}.{number}" for number in count())  # TensorBoard sorts the newest last
-            self._file = next(name for name in names if not os.path.lexists(name)).open("xb")
+            self.connection = next(name for name in names if not os.path.lexists(name)).open("xb")
             self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
             self._begin_after(start)
 
     def after_rollback(self, step: int, start: int, reason: str) -> None:
-        if self._file is not None:
-            with self._failures_reported():
+        if self.connection is not None:
+            with self.failures_reported():
                 self._begin_after(start)
 
     def _begin_after(self, start: int) -> None:
@@ -513,47 +542,26 @@ class TensorBoard(Callback):
         if record.performance is not None:
             values["seconds/wall_clock"] = record.performance.wall_clock
             values["seconds/waited"] = record.performance.waited
-        self._write(record.step, values)
-
-    def after_evaluation(self, record: EvaluationRecord) -> None:
-        self._write(record.step, evaluation_values(record))
+        self.log(record.step, values)
 
     def close(self) -> None:
-        if self._file is not None:
-            with self._failures_reported():
-                self._file.close()
-            self._file = None
+        if self.connection is not None:
+            with self.failures_reported():
+                self.connection.close()
+            self.connection = None
 
-    def _write(self, step: int, values: dict[str, float]) -> None:
-        if self._file is None:
-            return
+    def send(self, step: int, values: dict[str, float]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        with self._failures_reported():
-            summary = Summary(
-                value=[Summary.Value(tag=_tag(name), simple_value=value) for name, value in values.items()]
-            )
-            self._add(Event(wall_time=time.time(), step=step, summary=summary))
+        summary = Summary(value=[Summary.Value(tag=_tag(name), simple_value=value) for name, value in values.items()])
+        self._add(Event(wall_time=time.time(), step=step, summary=summary))
 
     def _add(self, event: Any) -> None:
-        if self._file is None:
-            return
-        self._file.write(framed(event.SerializeToString()))
+        self.connection.write(framed(event.SerializeToString()))
         if time.monotonic() - self._flushed > SECONDS_BETWEEN_FLUSHES:
-            self._file.flush()
+            self.connection.flush()
             self._flushed = time.monotonic()
-
-    @contextmanager
-    def _failures_reported(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            if self._file is not None:
-                with suppress(OSError):
-                    self._file.close()
-            self._file = None
-            say(f"Warning: {self.folder} cannot be written ({reason_of(error)}); training continues without it.")
 
 
 def _tag(name: str) -> str:

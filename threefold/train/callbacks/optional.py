@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import inf, isfinite
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from threefold.errors import UserError
 from threefold.output import replace_link
@@ -28,7 +28,7 @@ from threefold.train.callbacks.base import (
     say,
     step_values,
 )
-from threefold.train.callbacks.metrics import FILE, LineFile, RunFile, read_metrics
+from threefold.train.callbacks.metrics import FILE, LineFile, RunFile, Tracker, read_metrics
 
 _OF_STEPS = ("loss", "grad_norm")
 
@@ -366,38 +366,6 @@ class PhaseTimers(Callback):
             say(f"Warning: {self.path} cannot be written ({reason_of(error)}).")
 
 
-class Tracker(Callback):
-    """Base class of callbacks that send the values of each step and evaluation to a service.
-
-    A failure to send is reported once, and the training continues without the service.
-
-    Attributes:
-        service: name of the service.
-        connection: object that `setup` connects and `send` uses; None when it is closed or has failed.
-    """
-
-    service: ClassVar[str]
-    connection: Any = None
-
-    def send(self, step: int, values: dict[str, float]) -> None:
-        """Send the values after `step`."""
-        raise NotImplementedError
-
-    def after_step(self, record: StepRecord) -> None:
-        self._send(record.step, step_values(record))
-
-    def after_evaluation(self, record: EvaluationRecord) -> None:
-        self._send(record.step, evaluation_values(record))
-
-    def _send(self, step: int, values: dict[str, float]) -> None:
-        if self.connection is not None:
-            try:
-                self.send(step, values)
-            except Exception as error:  # a network or disk failure is no reason to end a training
-                say(f"Warning: {self.service} cannot log ({reason_of(error)}); training continues without it.")
-                self.connection = None
-
-
 _LONGEST_PARAMETER = 500
 """Maximum number of characters of a parameter's value in every version of MLflow."""
 
@@ -415,7 +383,7 @@ class MLflowRun(Tracker):
         run_id: MLflow run to append to.
     """
 
-    service, packages = "MLflow", ("mlflow",)
+    service, packages = "MLflow cannot log", ("mlflow",)
 
     def __init__(
         self,
@@ -479,7 +447,7 @@ class WeightsAndBiases(Tracker):
         options: further arguments of `wandb.init`, such as `entity`, `tags`, `id` and `resume`.
     """
 
-    service, packages = "Weights & Biases", ("wandb",)
+    service, packages = "Weights & Biases cannot log", ("wandb",)
 
     def __init__(
         self, project: str = "threefold", run_name: str | None = None, mode: str | None = None, **options: Any
