@@ -268,38 +268,30 @@ class TrainingLoop:
             error, result = found.with_traceback(None), found.result  # no cycle keeps the batch alive
             self._ask_guards("after_divergence", done)
         reason = ""
-        if error is not None or result.refused:
+        if error is not None or result.reason:
             self._finish_saving()
-            response = self._ask_guards("respond", BadStep(step, result.refused, error, batch, loss, streams))
+            response = self._ask_guards("respond", BadStep(step, result.reason, error, batch, loss, streams))
             if response is None:
-                raise error or UserError(f"Training was stopped at step {step}: {result.refused}.")
+                raise error or UserError(f"Training was stopped at step {step}: {result.reason}.")
             if response.start is not None:
                 return self._rolled_back(step, response)
             reason = response.reason
         self._ask_guards("after_update", step)
         ended = time.perf_counter()
         length = 1 if self.loader.is_nested else self.config.data.sequence_length
+        times = {
+            "data": read - started,
+            "callbacks": begun - read,
+            "forward_backward": computed - begun,
+            "update": ended - computed,
+        }
         record = StepRecord(
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            lr=result.lr,
-            tokens=result.tokens,
+            **vars(result) | self._place(step) | {"terms": several(result.terms), "reason": reason},
             tokens_read=self.config.train.global_batch_size * length - result.padding,
-            padding=result.padding,
-            reader_cost=read - started,
+            reader_cost=times["data"],
             seconds=ended - started,
-            skipped=result.skipped,
-            loss_scale=result.loss_scale,
-            phases={
-                "data": read - started,
-                "callbacks": begun - read,
-                "forward_backward": computed - begun,
-                "update": ended - computed,
-            },
-            terms=several(result.terms),
-            reason=reason,
+            phases=times,
             performance=self.meter.after_step(ended - started),
-            **self._place(step),
         )
         if not result.skipped:
             self._updated = step
@@ -550,7 +542,10 @@ def evaluate(engine: Engine, loader: Loader, batches: int, step: int) -> Evaluat
         measured = _sums(engine, loader.eval_batches(count, part.samples), part.name)
         if measured is None:
             return None
-        loss, tokens = loss + part.weight * measured.loss, tokens + _counted(measured)
+        # Valid tokens, or the count of the only term; samples for several terms.
+        (only, *others) = measured.counts.values()
+        tokens += measured.samples if others else int(only)
+        loss += part.weight * measured.loss
         by_corpus[part.name] = measured.loss
         for name, mean in several(measured.terms).items():
             terms[name] = terms.get(name, 0.0) + part.weight * mean
@@ -561,12 +556,6 @@ def evaluate(engine: Engine, loader: Loader, batches: int, step: int) -> Evaluat
 def several(terms: Mapping[str, float]) -> dict[str, float]:
     """Return the terms of a loss; none for a loss that is a single mean."""
     return {} if set(terms) <= {LOSS} else dict(terms)
-
-
-def _counted(sums: LossSums) -> int:
-    """Return the number of valid tokens, or the count of the only term; the number of samples for several terms."""
-    (only, *others) = sums.counts.values()
-    return sums.samples if others else int(only)
 
 
 def _sums(engine: Engine, batches: Iterator[Any], name: str) -> LossSums | None:

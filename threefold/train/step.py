@@ -96,7 +96,15 @@ class GradientStep:
         self.generators = ProcessGenerators(mesh.coordinates, mesh.device)
         self.runner = _make_runner(self.model, settings, activation)
         self._batches = BatchPreparation(self.model, settings, self.runner, self.preserved)
-        self._trained, self._partial = self.model.trained, partial_over_tensor_ranks(self.model)
+        self._trained = self.model.trained
+        # Leaves that tensor ranks hold whole but use on their own positions or heads alone.
+        self._partial = [
+            weight.leaf
+            for weight in self._trained
+            if mesh.tp.size > 1
+            and not is_split(weight.parameter)
+            and (self.parallelism.sequence_parallel or self.model.plan.has_partial_gradient(weight.name))
+        ]
         self._in_order = any(has_uneven_shards(weight.parameter) for weight in self.model.weights)
         self._is_first = True
         self._batch: BatchFacts | None = None
@@ -238,7 +246,7 @@ class StepResult:
         loss_scale: factor of the loss in the backward pass; None without loss scaling.
         padding: padding tokens of the global batch.
         terms: unweighted mean of each term of the user's loss.
-        refused: reason why the step was refused; empty if it was not.
+        reason: why the step was refused; empty if it was not.
     """
 
     loss: float
@@ -249,7 +257,7 @@ class StepResult:
     loss_scale: float | None = None
     padding: int = 0
     terms: Mapping[str, float] = field(default_factory=dict)
-    refused: str = ""
+    reason: str = ""
 
 
 class NonFiniteStep(DivergenceError):
@@ -263,13 +271,6 @@ class NonFiniteStep(DivergenceError):
     what: str
     advice: str
     result: StepResult
-
-    @classmethod
-    def of(cls, step: int, what: str, advice: str, result: StepResult) -> "NonFiniteStep":
-        """Make the error of a step, 1 for the first."""
-        error = cls(f"Training diverged at step {step}: {what}; {advice}.")  # a single argument keeps it picklable
-        error.what, error.advice, error.result = what, advice, result
-        return error
 
 
 class Engine(GradientStep):
@@ -356,8 +357,12 @@ class Engine(GradientStep):
         result = StepResult(loss, norm, lr, tokens, skipped, used, self._batch.padding, terms, refused)
 
         def diverged() -> NonFiniteStep:
-            what, rate = f"the loss is {loss:g} and the gradient norm {norm:g}", config.lr
-            return NonFiniteStep.of(step + 1, what, f"lower optimizer.lr ({rate:g}), to {rate / 2:g} say", result)
+            what = f"the loss is {loss:g} and the gradient norm {norm:g}"
+            advice = f"lower optimizer.lr ({config.lr:g}), to {config.lr / 2:g} say"
+            # A single argument keeps it picklable.
+            error = NonFiniteStep(f"Training diverged at step {step + 1}: {what}; {advice}.")
+            error.what, error.advice, error.result = what, advice, result
+            return error
 
         # 5. Clip and update.
         clip_and_update(
@@ -521,18 +526,6 @@ def clip_and_update(
     if finite and not refused:
         clip_(gradients, norm, limit)
         update()
-
-
-def partial_over_tensor_ranks(model: TrainableModel) -> list[Tensor]:
-    """Return the leaves that tensor ranks hold whole but use on their own positions or heads alone."""
-    how = model.parallelism
-    return [
-        weight.leaf
-        for weight in model.trained
-        if how.mesh.tp.size > 1
-        and not is_split(weight.parameter)
-        and (how.sequence_parallel or model.plan.has_partial_gradient(weight.name))
-    ]
 
 
 def _make_runner(model: TrainableModel, settings: TrainingSettings, activation: tuple[int, int, int] | None) -> Runner:
