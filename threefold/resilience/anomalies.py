@@ -167,11 +167,6 @@ class AnomalyPolicy:
         """Return the first step from `step` on that is not skipped."""
         return self._skipped.next_outside(step) if self._skipped.ranges else step
 
-    @property
-    def may_roll_back(self) -> bool:
-        """Whether a state that is not finite may lead to a rollback."""
-        return self._train.on_nan not in ("stop", "skip")
-
     def action(self, kind: Kind, step: int, reason: str, is_reproducible: bool = True, updated: bool = False) -> Action:
         """Return what the chosen policy answers to a bad step; raise a `UserError` if that is no action."""
         counts = self._skips, self._consecutive, self._rollbacks
@@ -230,7 +225,7 @@ class BadSteps(Guard):
 
     def __init__(self, engine: Engine, loader: Loader, saving: SafeSaving, policy: AnomalyPolicy) -> None:
         self._engine, self._loader, self._saving, self._policy = engine, loader, saving, policy
-        self.checks_state = policy.may_roll_back
+        self.checks_state = engine.config.train.on_nan not in ("stop", "skip")  # the others may roll back
 
     def skipped_for(self, step: int) -> str:
         return self._policy.skipped_for(step)

@@ -17,10 +17,9 @@ number generators", OOPSLA 2014).
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from socket import gethostname
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,14 +76,10 @@ def combined(hashes: Tensor) -> Tensor:
 def factors(start: int, count: int, device: torch.device) -> Tensor:
     """Return the odd factors of `count` positions from `start` on, int64 [count]."""
     mixed = torch.arange(start + 1, start + count + 1, device=device) * _GOLDEN
-    for shift, factor in ((30, _FIRST), (27, _SECOND)):
-        mixed = (mixed ^ _shifted(mixed, shift)) * factor
-    return (mixed ^ _shifted(mixed, 31)) | 1
-
-
-def _shifted(values: Tensor, bits: int) -> Tensor:
-    """Shift right, filling with zeros from the left."""
-    return (values >> bits) & ((1 << (64 - bits)) - 1)
+    for bits, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
+        shifted = (mixed >> bits) & ((1 << (64 - bits)) - 1)  # with zeros from the left
+        mixed = (mixed ^ shifted) * factor
+    return mixed | 1
 
 
 _GOLDEN, _FIRST, _SECOND = (
@@ -92,16 +87,17 @@ _GOLDEN, _FIRST, _SECOND = (
 )
 
 
-@dataclass(frozen=True)
-class Disagreement:
-    """Ranks that computed different gradients of the same samples.
+class Verdict(NamedTuple):
+    """Ranks whose copies of a tensor, or whose gradients of the same samples, are wrong.
 
     Attributes:
-        ranks: the rank at fault, or several suspects, one of which is.
-        others: ranks that computed the same samples without them.
+        ranks: in ascending order, the wrong ranks if `is_certain`; otherwise the suspects, one of which is wrong.
+        is_certain: whether the wrong ranks are known, as by a majority.
+        others: further ranks with a copy, or with the same samples.
     """
 
     ranks: tuple[int, ...]
+    is_certain: bool
     others: tuple[int, ...]
 
 
@@ -129,7 +125,7 @@ class GradientCheck:
         self._checked = self._computed(self._next, step)
         self._observe()
 
-    def compare(self, step: int) -> Disagreement | None:
+    def compare(self, step: int) -> Verdict | None:
         """Compare the gradients once the step's own have been computed; None if they agree."""
         own, replica = self._observed(), self._engine.mesh.dp.index
         table, layout = self._exchanged(own, self._checked), self._engine.mesh.layout
@@ -147,8 +143,7 @@ class GradientCheck:
 
     def _exchanged(self, own: Tensor, checked: Tensor) -> list[list[int]]:
         row = torch.stack([own, checked]).view(1, 2)
-        found: list[list[int]] = self._engine.mesh.world.all_gather_equal(row, 0).tolist()
-        return found
+        return list(self._engine.mesh.world.all_gather_equal(row, 0).tolist())
 
     def _computed(self, replica: int, step: int) -> Tensor:
         """Return the hash of this rank's part of the gradients of a replica's samples."""
@@ -171,7 +166,7 @@ class GradientCheck:
         return self._sum
 
 
-def disagreement(pairs: Sequence[tuple[int, int]], unstable: Sequence[int], layout: Layout) -> Disagreement:
+def disagreement(pairs: Sequence[tuple[int, int]], unstable: Sequence[int], layout: Layout) -> Verdict:
     """Find the ranks at fault, from the (checker, owner) pairs that disagree (at least one).
 
     Ranks are `unstable` if their second computation gave different results.
@@ -185,22 +180,7 @@ def disagreement(pairs: Sequence[tuple[int, int]], unstable: Sequence[int], layo
         times = Counter(place for pair in met for place in pair)
         most = max(times.values())
         ranks = {rank for rank in everyone if times[replica[rank]] == most}
-    return Disagreement(tuple(sorted(ranks)), tuple(sorted(everyone - ranks)))
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Ranks whose copies of a tensor are wrong.
-
-    Attributes:
-        ranks: in ascending order, the wrong ranks if `is_certain`; otherwise the suspects, one of which is wrong.
-        is_certain: whether a majority decided.
-        others: further ranks with a copy.
-    """
-
-    ranks: tuple[int, ...]
-    is_certain: bool
-    others: tuple[int, ...]
+    return Verdict(tuple(sorted(ranks)), len(ranks) == 1, tuple(sorted(everyone - ranks)))
 
 
 def compare(hashes: Mapping[int, int], column: Callable[[int], Hashable]) -> Verdict | None:
@@ -245,44 +225,40 @@ _NAMED: Final = 3
 """Maximum number of tensors that a message names."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Differences that a watch has found after `step` updates.
+def explain(
+    step: int,
+    update: int,
+    at_rest: Mapping[int, Sequence[str]],
+    copies: Mapping[str, Verdict],
+    hosts: Sequence[str],
+    newest: Path | None,
+) -> HardwareFault:
+    """Return the error that ends the run after `step` updates.
 
-    Attributes:
+    A tensor that changed at rest names its rank with certainty, and so does a majority of copies; two copies alone do
+    not. Among tensors without a majority, those with the fewest suspects are named, as a fault spreads to others.
+
+    Args:
         update: number of the last watched update, made or not.
         at_rest: by rank, the tensors that changed between the previous update and that one.
         copies: by tensor, its wrong copies.
         hosts: host names of all ranks.
-    """
-
-    step: int
-    update: int
-    at_rest: Mapping[int, Sequence[str]]
-    copies: Mapping[str, Verdict]
-    hosts: Sequence[str]
-
-
-def explain(finding: Finding, newest: Path | None) -> HardwareFault:
-    """Return the error that ends the run; `newest` is the newest checkpoint, whose weights have been compared.
-
-    A tensor that changed at rest names its rank with certainty, and so does a majority of copies; two copies alone do
-    not. Among tensors without a majority, those with the fewest suspects are named, as a fault spreads to others.
+        newest: newest checkpoint, whose weights have been compared.
     """
     resumed = f"--resume starts from {newest}, from before it" if newest else _NOTHING_SAVED
-    if finding.at_rest:
-        ranks = tuple(sorted(finding.at_rest))
-        what = _listed(label for rank in ranks for label in finding.at_rest[rank])
+    if at_rest:
+        ranks = tuple(sorted(at_rest))
+        what = _listed(label for rank in ranks for label in at_rest[rank])
         sentence = (
-            f"On {_ranks(ranks, finding.hosts)} {what} changed before the update of step {finding.update}, when "
+            f"On {_ranks(ranks, hosts)} {what} changed before the update of step {update}, when "
             "nothing writes to it, so memory has failed, or a callback wrote to it"
         )
-        return HardwareFault(f"{sentence}; {resumed}.", ranks, finding.step)
-    certain = {label: verdict for label, verdict in finding.copies.items() if verdict.is_certain}
-    fewest = min((len(verdict.ranks) for verdict in finding.copies.values()), default=0)
-    chosen = certain or {label: verdict for label, verdict in finding.copies.items() if len(verdict.ranks) == fewest}
+        return HardwareFault(f"{sentence}; {resumed}.", ranks, step)
+    certain = {label: verdict for label, verdict in copies.items() if verdict.is_certain}
+    fewest = min((len(verdict.ranks) for verdict in copies.values()), default=0)
+    chosen = certain or {label: verdict for label, verdict in copies.items() if len(verdict.ranks) == fewest}
     ranks = tuple(sorted({rank for verdict in chosen.values() for rank in verdict.ranks}))
-    named, what = _ranks(ranks, finding.hosts), _listed(chosen)
+    named, what = _ranks(ranks, hosts), _listed(chosen)
     if certain:
         others = sorted({rank for verdict in chosen.values() for rank in verdict.others} - set(ranks))
         sentence = (
@@ -294,16 +270,16 @@ def explain(finding: Finding, newest: Path | None) -> HardwareFault:
             f"have different bits in {what}, of which they hold copies, so memory or arithmetic of one of them has "
             "failed, and there is no majority to say of which"
         )
-    return HardwareFault(f"After step {finding.step} {named} {sentence}; {resumed}.", ranks, finding.step)
+    return HardwareFault(f"After step {step} {named} {sentence}; {resumed}.", ranks, step)
 
 
 def explain_gradients(
-    step: int, found: Disagreement, hosts: Sequence[str], newest: Path | None, agreed: int
+    step: int, found: Verdict, hosts: Sequence[str], newest: Path | None, agreed: int
 ) -> HardwareFault:
     """Return the error about gradients of update `step` that differ; compared ones last agreed in step `agreed`."""
     named = _ranks(found.ranks, hosts)
     others = f" than {_ranks(found.others)}" if found.others else ", computed twice"
-    fault = named if len(found.ranks) == 1 else "one of them"
+    fault = named if found.is_certain else "one of them"
     resumed = f"--resume starts from {newest}, and gradients agreed in step {agreed} last" if newest else _NOTHING_SAVED
     return HardwareFault(
         f"In step {step} {named} computed other gradients of the same samples{others}, so arithmetic or memory of "
@@ -330,8 +306,7 @@ def _joined(names: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
-@dataclass(frozen=True)
-class Watched:
+class Watched(NamedTuple):
     """Tensor that must stay unchanged between updates.
 
     Attributes:
@@ -499,7 +474,9 @@ class CorruptionWatch(Guard):
             row[0, 1 + 2 * place] = int.from_bytes(digest, "little") >> 1 or 1  # 0 is no group
             row[0, 2 + 2 * place] = combined(hashes[torch.tensor(members, device=device)])
         table = self._engine.mesh.world.all_gather_equal(row, 0).tolist()
-        if any(row[0] for row in table) or _differ(table):
+        known: dict[int, int] = {}  # hash of each group of copies
+        pairs = [(row[place], row[place + 1]) for row in table for place in range(1, len(row), 2) if row[place]]
+        if any(row[0] for row in table) or any(known.setdefault(group, value) != value for group, value in pairs):
             raise self._fault(step, watched, hashes)
         self._compared = step
         return hashes
@@ -519,18 +496,11 @@ class CorruptionWatch(Guard):
                 by_identity.setdefault(identity, {})[rank] = value
         names = {identity: label for _, known, *_ in found for identity, label in known.items()}
         verdicts = {identity: compare(values, columns.__getitem__) for identity, values in by_identity.items()}
-        finding = Finding(
+        return explain(
             step,
             self._update,
-            at_rest={rank: changed for rank, (_, _, changed, _) in enumerate(found) if changed},
-            copies={names[identity]: verdict for identity, verdict in verdicts.items() if verdict is not None},
-            hosts=[host for *_, host in found],
+            {rank: changed for rank, (_, _, changed, _) in enumerate(found) if changed},
+            {names[identity]: verdict for identity, verdict in verdicts.items() if verdict is not None},
+            [host for *_, host in found],
+            self._newest(),
         )
-        return explain(finding, self._newest())
-
-
-def _differ(table: Sequence[Sequence[int]]) -> bool:
-    """Return whether ranks with copies of a group have different hashes of it."""
-    known: dict[int, int] = {}
-    pairs = ((row[place], row[place + 1]) for row in table for place in range(1, len(row), 2) if row[place])
-    return any(known.setdefault(identity, value) != value for identity, value in pairs)

@@ -208,13 +208,12 @@ class TokenCheck(Callback):
         if sys.platform == "linux":
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        for number in range(len(self.corpora)):
-            if (kind := self._problem_of(number)) is not None:
+        for number, corpus in enumerate(self.corpora):
+            if (kind := self._problem_of(number, corpus)) is not None:
                 self._problem = _PROBLEMS + 3 * number + kind
                 return
 
-    def _problem_of(self, number: int) -> int | None:
-        corpus = self.corpora[number]
+    def _problem_of(self, number: int, corpus: ReadCorpus) -> int | None:
         written, dtype = corpus.content.tokens, corpus.content.dtype
         then = self.resumed.facts.contents[number] if self.resumed and self.resumed.facts.contents else None
         try:

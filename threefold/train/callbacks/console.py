@@ -298,7 +298,17 @@ class Summary(Callback):
             *self._of_hardware(),
         ]
         if self.ledger is not None and (found := Goodput.read(self.ledger)):
-            rows.append(("goodput", _goodput(found)))
+            parts = {
+                "steps": found.steps,
+                "repeated steps": found.repeated,
+                "evaluations": found.evaluating,
+                "saving": found.saving,
+                "starting": found.starting,
+                "lost to restarts": found.lost,
+            }
+            listed = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items() if seconds >= 0.05)
+            restarts = f", {found.restarts:,} restarts" if found.restarts else ""
+            rows.append(("goodput", f"{found.share:.1%} of {found.total:,.1f} s{restarts} ({listed})"))
         return rows + [(name, str(place)) for name, place in self.places.items() if place.exists()]
 
     def _of_hardware(self) -> list[tuple[str, str]]:
@@ -310,17 +320,3 @@ class Summary(Callback):
         rows = [("compute", f"{scale * rates.teraflops:,.1f} model {unit} a rank{used}")] if rates.flops else []
         most = f"{format_bytes(last.largest_memory)} on rank {last.largest_rank}, which takes most"
         return [*rows, ("memory", most if last.largest_rank else format_bytes(last.memory))]
-
-
-def _goodput(found: Goodput) -> str:
-    parts = {
-        "steps": found.steps,
-        "repeated steps": found.repeated,
-        "evaluations": found.evaluating,
-        "saving": found.saving,
-        "starting": found.starting,
-        "lost to restarts": found.lost,
-    }
-    listed = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items() if seconds >= 0.05)
-    restarts = f", {found.restarts:,} restarts" if found.restarts else ""
-    return f"{found.share:.1%} of {found.total:,.1f} s{restarts} ({listed})"
