@@ -350,9 +350,8 @@ class Checkpoints:
 
     def is_finite(self) -> bool:
         """Return whether weights and optimizer state are finite on every rank."""
-        optimizer = self.engine.optimizer
         tensors = [weight.master.detach() for weight in self.engine.model.weights]
-        tensors += [value for _, _, value in optimizer.states()]
+        tensors += [value for _, _, value in self.engine.optimizer.states()]
         filled = [tensor for tensor in tensors if tensor.numel()]
         largest = torch.stack([norm.double().to(self.engine.mesh.device) for norm in foreach_norm(filled, torch.inf)])
         bad = (~largest.isfinite()).sum()

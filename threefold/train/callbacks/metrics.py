@@ -99,12 +99,12 @@ class RunFile(Callback):
         self.path = Path(path)
         self.file = LineFile(self.path)
 
-    def open(self, start: int) -> None:
-        """Open the file to go on after `start` updates."""
+    def before_fit(self, start: int) -> None:
         self.file.open(append=bool(start))
 
-    def before_fit(self, start: int) -> None:
-        self.open(start)
+    def after_rollback(self, step: int, start: int, reason: str) -> None:
+        self.file.close()
+        self.before_fit(start)
 
     def close(self) -> None:
         self.file.close()
@@ -129,7 +129,7 @@ class MetricsFile(RunFile):
         super().__init__(path)
         self.ledger = ledger
 
-    def open(self, start: int) -> None:
+    def before_fit(self, start: int) -> None:
         if start and self.path.is_file():
             try:
                 _rewrite(self.path, start)
@@ -138,11 +138,7 @@ class MetricsFile(RunFile):
                     f"Warning: {self.path} cannot be rewritten ({error.strerror}); the steps after {start} that are "
                     "made again follow at its end."
                 )
-        super().open(start)
-
-    def after_rollback(self, step: int, start: int, reason: str) -> None:
-        self.file.close()
-        self.open(start)
+        super().before_fit(start)
 
     def after_step(self, record: StepRecord) -> None:
         values: dict[str, Any] = {
@@ -382,10 +378,13 @@ class GoodputLedger(Callback):
         self._saving = True
 
     def after_staging(self, step: int) -> None:
-        self._saved()
+        """Count the time that the steps waited for a checkpoint; the rest of it may be written in the background."""
+        if self._saving:
+            self.goodput.saving += self._pass()
+        self._saving = False
 
     def after_checkpoint(self, step: int, path: Path) -> None:
-        self._saved()
+        self.after_staging(step)
         self._write()
 
     def after_fit(self) -> None:
@@ -398,12 +397,6 @@ class GoodputLedger(Callback):
             with suppress(OSError):
                 os.close(self._descriptor)
             self._descriptor = None
-
-    def _saved(self) -> None:
-        """Count the time that the steps waited for a checkpoint; the rest of it may be written in the background."""
-        if self._saving:
-            self.goodput.saving += self._pass()
-        self._saving = False
 
     def _start(self) -> None:
         goodput, self._started = self.goodput, True

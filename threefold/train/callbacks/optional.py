@@ -139,12 +139,8 @@ class Table(RunFile):
         self.path = run.run_dir / self.path
         self.file = LineFile(self.path)
 
-    def open(self, start: int) -> None:
+    def before_fit(self, start: int) -> None:
         self._begin(self._rows(start) if start else [])
-
-    def after_rollback(self, step: int, start: int, reason: str) -> None:
-        self.file.close()
-        self.open(start)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append a row; columns that it lacks are empty."""
@@ -344,15 +340,12 @@ class PhaseTimers(Callback):
         self._saving = time.perf_counter()
 
     def after_staging(self, step: int) -> None:
-        self._saved()
-
-    def after_checkpoint(self, step: int, path: Path) -> None:
-        self._saved()
-
-    def _saved(self) -> None:
         if self._saving is not None:
             self.seconds["checkpoint"] += time.perf_counter() - self._saving
             self._saving = None
+
+    def after_checkpoint(self, step: int, path: Path) -> None:
+        self.after_staging(step)
 
     def after_fit(self) -> None:
         total = sum(self.seconds.values()) or 1.0
