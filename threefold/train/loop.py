@@ -461,10 +461,10 @@ class PerformanceMeter:
 
     def __init__(self, mesh: Mesh, config: Config, peak_rate: float | None, began: float) -> None:
         self._mesh, self._heartbeat, self._peak, self._began = mesh, mesh.heartbeat, peak_rate, began
-        length = config.data.sequence_length
+        self._ranks, length = mesh.layout.world_size, config.data.sequence_length
         of_token = model_flops_per_token(config.model, length)
         tokens = config.train.global_batch_size * length
-        self._flops = None if of_token is None else of_token * tokens / mesh.world.size
+        self._flops = None if of_token is None else of_token * tokens / self._ranks
         self._waited = self._looked = 0.0
         self._largest, self._largest_rank = 0, mesh.rank
 
@@ -479,7 +479,7 @@ class PerformanceMeter:
         self._heartbeat.memory(memory)
         if memory > self._largest:
             self._largest, self._largest_rank = memory, self._mesh.rank
-        if self._mesh.world.is_first and now - self._looked >= _SECONDS_A_RANK * self._mesh.world.size:
+        if self._mesh.world.is_first and now - self._looked >= _SECONDS_A_RANK * self._ranks:
             self._looked = now
             for rank, place in enumerate(self._heartbeat.everyone()):
                 if place is not None and place.memory > self._largest:
