@@ -181,8 +181,8 @@ class KeptStates:
         common = set.intersection(*map(set, world.gather_objects(sorted(step for step in mine if step is not None))))
         return max(common, default=None)
 
-    def restore(self, step: int, engine: Engine, run_dir: Path, is_unsaved: bool) -> StartingPoint:
-        """Fill the engine from the state after `step` updates, which `newest` found whole."""
+    def restore(self, step: int, engine: Engine, run_dir: Path, is_unsaved: bool, lines: list[str]) -> StartingPoint:
+        """Fill the engine from the state after `step` updates, which `newest` found whole; `lines` will be printed."""
         config, copy = engine.config, next(copy for copy in self.copies if copy.step == step)
         states = random_states(engine)
         filled = copy.read(_locals(engine_tensors(engine) | states))
@@ -196,7 +196,7 @@ class KeptStates:
         return StartingPoint(
             step,
             ConsumedSamples(config.train.global_batch_size, step, facts["consumed_samples"]),
-            [f"Resuming from memory after step {step:,}"],
+            lines,
             carried=carried,
             passed=frozenset(map(Path, facts["passed"])),
             anomalies=anomalies,
@@ -228,8 +228,19 @@ class StateKeeper(Callback):
         self._discard_after(done)
         if any(copy.step == done for copy in self._copies):  # the run resumed from this state
             return
+        checkpoints, engine = self._checkpoints, self._checkpoints.engine
+        scale, good_steps = loss_scale_facts(engine)
+        facts = {
+            "layout": self._layout,
+            "loss_scale": scale,
+            "good_steps": good_steps,
+            "consumed_samples": checkpoints.loader.consumed.before(done),
+            "anomalies": asdict(found) if (found := checkpoints.anomalies()) else None,
+            "passed": sorted(map(str, checkpoints.passed)),
+        }
+        oldest = min(self._copies, key=lambda copy: -1 if copy.step is None else copy.step)
         try:
-            self._keep(done)
+            oldest.write(done, _locals(checkpoint_tensors(engine)), facts)
         except OSError as error:
             for copy in self._copies:
                 copy.discard()
@@ -246,20 +257,6 @@ class StateKeeper(Callback):
         for copy in self._copies:
             if copy.step is not None and copy.step > step:
                 copy.discard()
-
-    def _keep(self, done: int) -> None:
-        checkpoints, engine = self._checkpoints, self._checkpoints.engine
-        scale, good_steps = loss_scale_facts(engine)
-        facts = {
-            "layout": self._layout,
-            "loss_scale": scale,
-            "good_steps": good_steps,
-            "consumed_samples": checkpoints.loader.consumed.before(done),
-            "anomalies": asdict(found) if (found := checkpoints.anomalies()) else None,
-            "passed": sorted(map(str, checkpoints.passed)),
-        }
-        oldest = min(self._copies, key=lambda copy: -1 if copy.step is None else copy.step)
-        oldest.write(done, _locals(checkpoint_tensors(engine)), facts)
 
 
 def _locals(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -292,8 +291,8 @@ class Start:
             UserError: on every rank, if no checkpoint can be read.
         """
         if self._in_memory is not None:
-            start = self._kept.restore(self._in_memory, engine, self._run_dir, self._is_unsaved)
-            return replace(start, lines=self._attempt.lines(f"Resuming from memory after step {start.step:,}"))
+            lines = self._attempt.lines(f"Resuming from memory after step {self._in_memory:,}")
+            return self._kept.restore(self._in_memory, engine, self._run_dir, self._is_unsaved, lines)
         while True:
             try:
                 return self._load(engine)
