@@ -97,14 +97,7 @@ class GradientStep:
         self.runner = _make_runner(self.model, settings, activation)
         self._batches = BatchPreparation(self.model, settings, self.runner, self.preserved)
         self._trained = self.model.trained
-        # Leaves that tensor ranks hold whole but use on their own positions or heads alone.
-        self._partial = [
-            weight.leaf
-            for weight in self._trained
-            if mesh.tp.size > 1
-            and not is_split(weight.parameter)
-            and (self.parallelism.sequence_parallel or self.model.plan.has_partial_gradient(weight.name))
-        ]
+        self._partial = partial_over_tensor_ranks(self.model)
         self._in_order = any(has_uneven_shards(weight.parameter) for weight in self.model.weights)
         self._is_first = True
         self._batch: BatchFacts | None = None
@@ -526,6 +519,18 @@ def clip_and_update(
     if finite and not refused:
         clip_(gradients, norm, limit)
         update()
+
+
+def partial_over_tensor_ranks(model: TrainableModel) -> list[Tensor]:
+    """Return the leaves that tensor ranks hold whole but use on their own positions or heads alone."""
+    how = model.parallelism
+    return [
+        weight.leaf
+        for weight in model.trained
+        if how.mesh.tp.size > 1
+        and not is_split(weight.parameter)
+        and (how.sequence_parallel or model.plan.has_partial_gradient(weight.name))
+    ]
 
 
 def _make_runner(model: TrainableModel, settings: TrainingSettings, activation: tuple[int, int, int] | None) -> Runner:
