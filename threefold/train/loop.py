@@ -22,6 +22,7 @@ from threefold.config import Config
 from threefold.data.loader import Loader
 from threefold.data.samples import ConsumedSamples
 from threefold.errors import UserError
+from threefold.files import told
 from threefold.models.block import model_flops_per_token
 from threefold.models.loss_terms import LOSS, LossSums
 from threefold.train.attempt import Stopped
@@ -513,8 +514,7 @@ def call(callback: Callback, moment: str, rank: int, *arguments: Any) -> None:
     except UserError:
         raise
     except Exception as error:
-        what = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(".").removesuffix(":")
-        name = type(callback).__name__
+        what, name = told(error).removesuffix(":"), type(callback).__name__
         raise CallbackFailed(f"The callback {name} on rank {rank} failed in {moment} with {what}.") from error
 
 

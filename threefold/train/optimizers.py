@@ -20,7 +20,7 @@ from torch import Tensor
 from threefold.config import OptimizerConfig
 from threefold.config.optimizer import OPTIMIZERS
 from threefold.errors import UserError
-from threefold.files import shown
+from threefold.files import shown, told
 from threefold.plugins import one_of
 from threefold.train.optim import AdamW, Entry, UpdateRule
 
@@ -341,7 +341,7 @@ def _make(config: OptimizerConfig, groups: Sequence[tuple[list[Tensor], float]])
     try:
         made = make(given, lr=config.lr, **arguments)
     except Exception as error:
-        raise UserError(f"{_called(config)} cannot be made: {_told(error)}.") from error
+        raise UserError(f"{_called(config)} cannot be made: {told(error)}.") from error
     if not isinstance(made, torch.optim.Optimizer):
         raise UserError(
             f"{_called(config)} makes a {type(made).__name__} but must make a torch.optim.Optimizer; return one."
@@ -358,7 +358,7 @@ def _trial(config: OptimizerConfig, like: Tensor, decays: bool = True) -> dict[s
     try:
         optimizer.step()
     except Exception as error:
-        raise UserError(f"{_called(config)} cannot step: {_told(error)}.") from error
+        raise UserError(f"{_called(config)} cannot step: {told(error)}.") from error
     found = {str(name): value for name, value in optimizer.state[parameter].items() if value is not None}
     for name, value in found.items():
         if not isinstance(value, Tensor | int | float):
@@ -379,7 +379,3 @@ def _trial(config: OptimizerConfig, like: Tensor, decays: bool = True) -> dict[s
 def _called(config: OptimizerConfig) -> str:
     arguments = "".join(f", {name}={value!r}" for name, value in (config.arguments or {}).items())
     return f"optimizer.name is {shown(config.name)}, which with lr={config.lr:g}{shown(arguments)}"
-
-
-def _told(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(".")
