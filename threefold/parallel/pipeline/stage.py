@@ -116,8 +116,8 @@ class TiedWeights:
     """
 
     def __init__(self, plan: ModelPlan, stages: StageMap, mesh: Mesh) -> None:
-        self._axes: dict[str, Axis] = {}
         self._names: dict[str, list[str]] = {}
+        self._axes: dict[str, Axis] = {}
         made: dict[tuple[int, ...], Axis | None] = {}
         for owner, ranks in shared_between(plan, stages).items():
             if ranks not in made:
