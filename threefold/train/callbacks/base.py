@@ -168,7 +168,7 @@ class Callback:
             has one of its own. A callback that calls a collective must be on all ranks of the collective's group.
         packages: packages that must be importable, beyond those that Threefold installs.
         step_interval: before_step and after_step are called in each step whose number is a multiple of this; 0 for no
-            step.
+            step. A callback may change it at any time.
 
     Example:
         >>> class StopAtLoss(threefold.Callback):
