@@ -14,7 +14,7 @@ from threefold.checkpoint.folder import newest
 from threefold.data.dataset import open_dataset
 from threefold.launch.worker_pool import WorkerPool
 from threefold.train.callbacks.metrics import read_metrics
-from threefold.train.state import load_weights, restore_engine
+from threefold.train.saving import load_weights, restore_engine
 
 HALF, WHOLE = 3, 6
 

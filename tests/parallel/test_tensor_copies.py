@@ -18,7 +18,7 @@ from threefold.comm.mesh import Mesh
 from threefold.launch.worker_pool import WorkerPool
 from threefold.parallel.gradients import GradientBuckets
 from threefold.parallel.parameter import has_uneven_shards, is_split
-from threefold.resilience.gradient_check import BitHash
+from threefold.resilience.corruption import BitHash
 
 SMALL = Case(batch=12, layers=1, ffn=12, sequence=63, tie=False, accumulation=1)
 """Its vocabulary divides equally over no tp; many weights are held whole (positions), in reach of what that shifts."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from threefold.resilience.gradient_check import BitHash, combined, factors
+from threefold.resilience.corruption import BitHash, combined, factors
 
 HASH = BitHash(torch.device("cpu"))
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

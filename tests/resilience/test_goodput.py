@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.train.support import record
-from threefold.resilience.goodput import GoodputLedger
 from threefold.train.attempt import Attempt, Goodput
 from threefold.train.callbacks.base import EvaluationRecord
-from threefold.train.callbacks.metrics import MetricsFile, read_metrics_file
+from threefold.train.callbacks.metrics import GoodputLedger, MetricsFile, read_metrics_file
 
 
 def make_steps(made: GoodputLedger, first: int, last: int) -> None:

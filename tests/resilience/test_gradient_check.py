@@ -13,8 +13,7 @@ from threefold.comm.layout import Layout
 from threefold.data.loader import Batch, Share
 from threefold.errors import HardwareFault
 from threefold.launch.worker_pool import WorkerPool
-from threefold.resilience.corruption import CorruptionWatch
-from threefold.resilience.gradient_check import Disagreement, GradientCheck, disagreement
+from threefold.resilience.corruption import CorruptionWatch, GradientCheck, Verdict, disagreement
 
 
 class CaseLoader:
@@ -105,10 +104,10 @@ def test_with_zero(pool: WorkerPool, stage: int) -> None:
 def test_who_is_at_fault() -> None:
     """Replicas 0 to 3, each checked by the one before it."""
     four = Layout(dp=4)
-    assert disagreement([(1, 2)], [2], four) == Disagreement((2,), (1,))
-    assert disagreement([(1, 2)], [1], four) == Disagreement((1,), (2,))
-    assert disagreement([(1, 2)], [], four) == Disagreement((1, 2), ())
-    assert disagreement([(1, 2), (2, 3)], [], four) == Disagreement((2,), (1, 3))
-    assert disagreement([(0, 1), (1, 0)], [], Layout(dp=2)) == Disagreement((0, 1), ())
-    assert disagreement([(0, 2), (1, 3)], [2, 3], Layout(dp=2, tp=2)) == Disagreement((2, 3), (0, 1))
-    assert disagreement([(3, 3)], [3], Layout(tp=4)) == Disagreement((3,), ())
+    assert disagreement([(1, 2)], [2], four) == Verdict((2,), True, (1,))
+    assert disagreement([(1, 2)], [1], four) == Verdict((1,), True, (2,))
+    assert disagreement([(1, 2)], [], four) == Verdict((1, 2), False, ())
+    assert disagreement([(1, 2), (2, 3)], [], four) == Verdict((2,), True, (1, 3))
+    assert disagreement([(0, 1), (1, 0)], [], Layout(dp=2)) == Verdict((0, 1), False, ())
+    assert disagreement([(0, 2), (1, 3)], [2, 3], Layout(dp=2, tp=2)) == Verdict((2, 3), False, (0, 1))
+    assert disagreement([(3, 3)], [3], Layout(tp=4)) == Verdict((3,), True, ())

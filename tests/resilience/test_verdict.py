@@ -2,7 +2,7 @@
 
 import pytest
 
-from threefold.resilience.corruption import Finding, Verdict, compare, explain
+from threefold.resilience.corruption import Verdict, compare, explain
 
 
 def two_columns(rank: int) -> int:
@@ -41,17 +41,17 @@ def test_a_tensor_rank_among_several_is_found_without_replicas() -> None:
 
 def test_hosts_are_named_where_there_are_several() -> None:
     copies = {"head.weight": Verdict((1,), True, (0, 2))}
-    one = explain(Finding(4, 4, {}, copies, ["a", "a", "a"]), None)
+    one = explain(4, 4, {}, copies, ["a", "a", "a"], None)
     assert "rank 1 has other bits in head.weight than ranks 0 and 2" in str(one)
     assert str(one).endswith("there is no checkpoint to resume from.")
-    assert "rank 1 (b)" in str(explain(Finding(4, 4, {}, copies, ["a", "b", "a"]), None))
+    assert "rank 1 (b)" in str(explain(4, 4, {}, copies, ["a", "b", "a"], None))
 
 
 def test_what_changed_at_rest_is_named_before_the_copies_that_differ_by_it() -> None:
     copies = {name: Verdict((0, 1), False, ()) for name in "abcde"}
-    error = explain(Finding(4, 5, {1: ["d"]}, copies, ["x", "x"]), None)
+    error = explain(4, 5, {1: ["d"]}, copies, ["x", "x"], None)
     assert error.ranks == (1,)
     assert str(error).startswith("On rank 1 d changed before the update of step 5")
-    error = explain(Finding(4, 5, {}, copies, ["x", "x"]), None)
+    error = explain(4, 5, {}, copies, ["x", "x"], None)
     assert error.ranks == (0, 1)
     assert "different bits in a, b, c and 2 more tensors" in str(error)

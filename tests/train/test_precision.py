@@ -71,7 +71,7 @@ def refused_step(case: Case) -> tuple[bool, str, float, int]:
     loss, tokens = engine.compute_gradients(shard_of(case, 0, 0), 0)
     result = engine.update(loss, tokens, 0, lambda loss, norm: "a spike")
     assert engine.loss_scale is not None
-    return result.skipped, result.refused, engine.loss_scale.value, engine.loss_scale.good_steps
+    return result.skipped, result.reason, engine.loss_scale.value, engine.loss_scale.good_steps
 
 
 def test_a_step_that_is_refused_for_its_loss_leaves_the_scale(pool) -> None:

@@ -36,7 +36,7 @@ from threefold.verify.verifier import Verification, choose_batches, verifier
 if TYPE_CHECKING:
     import torch
 
-    from threefold.train.stop import Stopped
+    from threefold.train.attempt import Stopped
 
 AnyConfig = Config | Path | str | Mapping[str, Mapping[str, Any]]
 """A `Config` from `load_config`, the path of a YAML file, or a mapping of sections."""

@@ -1,6 +1,6 @@
 """The `optimizer` section, and the tables of the optimizers and learning-rate schedules that it can name.
 
-An optimizer is a class in `train/optimizers/` with a row of `BUILT_IN`. A learning-rate schedule is a function in
+An optimizer is a class in `train/optimizers.py` with a row of `BUILT_IN`. A learning-rate schedule is a function in
 `train/optim.py` with a row of `LR_SCHEDULES`. Other packages add theirs through entry points. docs/developing.md lists
 what else follows.
 """
@@ -31,16 +31,16 @@ class OptimizerRow(NamedTuple):
 _ADAM: Final = {"betas": None, "eps": None}
 
 BUILT_IN: Final = {
-    "adamw": OptimizerRow("threefold.train.optimizers.adamw:AdamW", _ADAM, lambda config, hidden: 2),
-    "adam": OptimizerRow("threefold.train.optimizers.adamw:Adam", _ADAM, lambda config, hidden: 2),
+    "adamw": OptimizerRow("threefold.train.optim:AdamW", _ADAM, lambda config, hidden: 2),
+    "adam": OptimizerRow("threefold.train.optim:Adam", _ADAM, lambda config, hidden: 2),
     "sgd": OptimizerRow(
-        "threefold.train.optimizers.sgd:SGD",
+        "threefold.train.optimizers:SGD",
         {"momentum": 0.0, "nesterov": False},
         lambda config, hidden: 1 if config.momentum else 0,
     ),
-    "lion": OptimizerRow("threefold.train.optimizers.lion:Lion", {"betas": None}, lambda config, hidden: 1),
+    "lion": OptimizerRow("threefold.train.optimizers:Lion", {"betas": None}, lambda config, hidden: 1),
     "muon": OptimizerRow(
-        "threefold.train.optimizers.muon:Muon",
+        "threefold.train.optimizers:Muon",
         {**_ADAM, "momentum": 0.95, "nesterov": True, "newton_schulz_steps": 5, "lr_scaling": "match_rms_adamw"},
         lambda config, hidden: 1 if hidden else 2,
     ),

@@ -340,13 +340,13 @@ class StoreWatch:
         tell: Callable[[Failure, bool], None],
         on_hang: Callable[[], None] = lambda: None,
     ) -> None:
-        self.heartbeat = Heartbeat(everyone=lambda: self._places)
+        self._places: list[RankState | None] = [None] * ranks
+        self.heartbeat = Heartbeat(everyone=self._places.copy)
         self._process = identify_process(os.getpid())
         self.heartbeat.identify(self._process)
         self._store, self._rank, self._ranks, self._timeout, self._tell = store, rank, ranks, timeout, tell
         self._on_hang = on_hang
         self._interval = max(BEAT, ranks / _PAGES_PER_SECOND)
-        self._places: list[RankState | None] = [None] * ranks
         self._watch = HangWatch(ranks, timeout, self._state, self._worked, delayed=True)
         self._lost = LostStore(rank, timeout)
         self._exchanges, self._judges = 0, False
@@ -412,7 +412,7 @@ class StoreWatch:
                 self._end(json.loads(store.get(_VERDICT)))
             if judges:
                 pages = store.multi_get(keys)
-                self._places = [None if page == _NOTHING.encode() else read(page) for page in pages]
+                self._places[:] = [None if page == _NOTHING.encode() else read(page) for page in pages]
                 if hang := self._watch.observe(self._places, stopwatch.passed()):
                     self._judge(store, hang)
             self._exchanges += 1

@@ -32,13 +32,13 @@ from threefold.launch.run_lock import LOCK_FILE, cannot_write, require_folder, r
 from threefold.launch.worker import Device, RankInfo
 from threefold.output import SILENT, Progress, write_durably
 from threefold.train.attempt import GOODPUT_FILE, Attempt
-from threefold.train.callbacks.trackers import import_writer
+from threefold.train.callbacks.metrics import import_writer
 
 if TYPE_CHECKING:
     from threefold.models.source import ModelSource
+    from threefold.train.attempt import Stopped
     from threefold.train.callbacks.base import Callback
     from threefold.train.run import SelfCheck
-    from threefold.train.stop import Stopped
 
 
 def train_as_rank(
@@ -151,7 +151,7 @@ def _checked(config: Config, progress: Progress) -> _Checked:
     check_names(config.train.callbacks or ())
     check_fault_policies(config.train.on_nan, config.train.on_spike)
     if config.optimizer.name not in BUILT_IN:
-        from threefold.train.optimizers.own import check_optimizer  # imports torch, as the optimizer does
+        from threefold.train.optimizers import check_optimizer  # imports torch, as the optimizer does
 
         check_optimizer(config.optimizer)
     launched, named, fallbacks = joined_rank() or find_launched_rank(), "", fallbacks_of(config)

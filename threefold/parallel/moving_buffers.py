@@ -100,10 +100,14 @@ class _Buffer:
 
 
 class MovingBuffers:
-    """Persistent buffers of a rank's stages, of which training updates those that forward passes change."""
+    """Persistent buffers of a rank's stages, of which training updates those that forward passes change.
+
+    Attributes:
+        is_idle: whether the first step has shown that there are none, so that later ones need no `begin` and `finish`.
+    """
 
     def __init__(self, stages: Sequence[Stage], plan: ModelPlan, mesh: Mesh) -> None:
-        self._mesh, self._running, self._known = mesh, False, False
+        self._mesh, self._running, self._known, self.is_idle = mesh, False, False, False
         self._stages, self._names = stages, _names(stages)
         found: dict[int, _Buffer] = {}
         self._by_stage = {stage: _collect(stage, found) for stage in stages}
@@ -132,7 +136,7 @@ class MovingBuffers:
                     f"forward makes {name!r}, which no optimizer, checkpoint or other rank knows; make it in the "
                     "constructor, at its full size, and write to it in forward."
                 )
-            self._known = True
+            self._known, self.is_idle = True, not self._buffers
             if self._buffers:
                 self._agree()
         for each in self._buffers:

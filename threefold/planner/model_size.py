@@ -163,7 +163,7 @@ def optimizer_states(config: OptimizerConfig, hidden: bool) -> int:
     """
     if config.name in BUILT_IN:
         return BUILT_IN[config.name].states(config, hidden)
-    from threefold.train.optimizers.own import update_rule  # imports torch
+    from threefold.train.optimizers import update_rule  # imports torch
 
     return update_rule(config).states_per_element(config, hidden)
 

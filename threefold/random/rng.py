@@ -149,6 +149,7 @@ class RandomStreams:
 
     Attributes:
         used: whether anything was drawn.
+        states: state of each stream by name; a change replaces the mapping, so it may be kept.
     """
 
     def __init__(self, seed: int, place: Sequence[int], device: torch.device | str = "cpu") -> None:
@@ -160,12 +161,12 @@ class RandomStreams:
     def reseed(self, *parts: int | str) -> None:
         """Reset each stream to a state that depends only on the seeds and `parts`."""
         dp, pp, cp, tp = self.place
-        self._states = {
+        self.states = {
             name: self._seeded(stream_key("stream", name, self.seed, *at, *parts))
             for name, at in (("global", (dp, pp, cp)), ("local", (dp, pp, cp, tp)))
         }
         for name, seed in self._added.items():
-            self._states[name] = self._seeded(stream_key("stream", name, seed, *parts) if parts else seed)
+            self.states[name] = self._seeded(stream_key("stream", name, seed, *parts) if parts else seed)
 
     def add(self, name: str, seed: int) -> None:
         """Create a stream that draws what torch draws after `torch.manual_seed(seed)`.
@@ -180,7 +181,7 @@ class RandomStreams:
             raise UserError(
                 f"A random stream is called {name!r} but its name has no full stop; use {name.replace('.', '_')!r}."
             )
-        if name in self._states:
+        if name in self.states:
             raise UserError(f"There is a random stream {name!r} already; give the new one another name.")
         same = next((other for other, known in self._added.items() if known == seed), None)
         if same is not None:
@@ -189,7 +190,7 @@ class RandomStreams:
                 f"another, such as {max(self._added.values()) + 1}."
             )
         self._added[name] = seed
-        self._states[name] = self._seeded(seed)
+        self.states = {**self.states, name: self._seeded(seed)}
 
     def use(self, name: str) -> AbstractContextManager[None]:
         """Run a block with torch's default generator on the stream `name`, and restore the generator afterwards.
@@ -197,9 +198,9 @@ class RandomStreams:
         Raises:
             UserError: there is no stream of that name.
         """
-        if name not in self._states:
-            close = get_close_matches(name, self._states, n=1)
-            known = f"use {close[0]!r}" if close else f"there are {', '.join(map(repr, self._states))}"
+        if name not in self.states:
+            close = get_close_matches(name, self.states, n=1)
+            known = f"use {close[0]!r}" if close else f"there are {', '.join(map(repr, self.states))}"
             raise UserError(f"There is no random stream {name!r}; {known}, or make it with `add` first.")
         return self.fork(name)
 
@@ -207,20 +208,20 @@ class RandomStreams:
     def fork(self, name: str) -> Iterator[None]:
         """Run a block on the stream `name`, as `use` does; raise KeyError if there is none."""
         outer = self._default_state()
-        self._set_default_state(self._states[name])
+        self._set_default_state(self.states[name])
         self.used = True
         try:
             yield
         finally:
-            self._states[name] = self._default_state()
+            self.states = {**self.states, name: self._default_state()}
             self._set_default_state(outer)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state of each stream."""
-        return dict(self._states)
+        return dict(self.states)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._states = {**self._states, **state}
+        self.states = {**self.states, **state}
 
     @contextmanager
     def preserved(self, start: Mapping[str, Tensor] | None = None) -> Iterator[None]:
@@ -246,7 +247,7 @@ class RandomStreams:
         mine = f"{dp}.{pp}.{cp}.{tp}"
         places = {"global": f"{dp}.{pp}.{cp}"}
         return {
-            stored_as(sizes) + f"{name}.{places.get(name, mine)}": state.clone() for name, state in self._states.items()
+            stored_as(sizes) + f"{name}.{places.get(name, mine)}": state.clone() for name, state in self.states.items()
         }
 
     def load_stored(self, tensors: Mapping[str, Tensor], sizes: Sequence[int]) -> None:

@@ -139,6 +139,7 @@ class AnomalyPolicy:
             "spike": ON_SPIKE.load(config.train.on_spike),
         }
         self._rolled_back = StepRanges(facts.skipped)
+        self._skipped = StepRanges.of([*self._on_purpose.ranges, *facts.skipped])
         self._bad: dict[int, str] = {}
         self._skips, self._consecutive, self._rollbacks = facts.skips, facts.consecutive, facts.rollbacks
         self.spikes = SpikeDetector(config.train.spike_factor, config.train.spike_window, facts.recent)
@@ -152,22 +153,19 @@ class AnomalyPolicy:
 
     def skipped_for(self, step: int) -> str:
         """Return why a step (1 for the first) is skipped without reading its samples; empty if it is not."""
+        if not self._skipped.ranges or step not in self._skipped:
+            return ""
         if (found := self._on_purpose.around(step)) is not None:
             return f"data.skip_steps has {_words(found)}"
         if step in self._bad:
             return self._bad[step]
-        if (found := self._rolled_back.around(step)) is not None:
-            return f"a rollback skips {_words(found)}"
-        return ""
+        found = self._rolled_back.around(step)
+        assert found is not None
+        return f"a rollback skips {_words(found)}"
 
     def next_step(self, step: int) -> int:
         """Return the first step from `step` on that is not skipped."""
-        return StepRanges.of([*self._on_purpose.ranges, *self._rolled_back.ranges]).next_outside(step)
-
-    @property
-    def may_roll_back(self) -> bool:
-        """Whether a state that is not finite may lead to a rollback."""
-        return self._train.on_nan not in ("stop", "skip")
+        return self._skipped.next_outside(step) if self._skipped.ranges else step
 
     def action(self, kind: Kind, step: int, reason: str, is_reproducible: bool = True, updated: bool = False) -> Action:
         """Return what the chosen policy answers to a bad step; raise a `UserError` if that is no action."""
@@ -211,6 +209,7 @@ class AnomalyPolicy:
         count = self._train.rollback_steps
         first = start + 1 if count is None else max(start + 1, step - count + 1)
         self._rolled_back = self._rolled_back.with_range(first, step)
+        self._skipped = self._skipped.with_range(first, step)
         self._bad[step] = f"a rollback to step {start} skips {_words((first, step))}: {reason}"
         self._consecutive = 0
         self.spikes.restore(() if facts is None else facts.recent)
@@ -226,7 +225,7 @@ class BadSteps(Guard):
 
     def __init__(self, engine: Engine, loader: Loader, saving: SafeSaving, policy: AnomalyPolicy) -> None:
         self._engine, self._loader, self._saving, self._policy = engine, loader, saving, policy
-        self.checks_state = policy.may_roll_back
+        self.checks_state = engine.config.train.on_nan not in ("stop", "skip")  # the others may roll back
 
     def skipped_for(self, step: int) -> str:
         return self._policy.skipped_for(step)

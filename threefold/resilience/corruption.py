@@ -1,38 +1,186 @@
-"""Silent data corruption: detects bits that changed on one rank without an error, and names the rank."""
+"""Silent data corruption: detects bits that changed on one rank without an error, and names the rank.
+
+The watch compares a fast exact hash of each tensor's bits, and with `GradientCheck` also the gradients that two
+replicas compute from the same samples.
+
+The hash is multilinear (Carter and Wegman, "Universal classes of hash functions", 1979; Lemire and Kaser, "Strongly
+universal string hashing is fast", 2014): the tensor's bits, as words, are multiplied by odd 64-bit factors that depend
+on their position, and summed modulo 2^64. Integer sums do not round, so the order of additions does not matter.
+Changing one word always changes the hash, as an odd factor keeps every bit of the difference; swapping words goes
+unnoticed in about one case of 2^32. The hash protects against hardware faults, not against an attacker.
+
+The factor of a word is the factor of its row times that of its column in a table of `_COLUMNS` columns. The table stays
+small, and only one factor per row is computed, by splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
+number generators", OOPSLA 2014).
+"""
 
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from socket import gethostname
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from threefold.comm.layout import Layout
+from threefold.data.loader import Loader
 from threefold.errors import HardwareFault
+from threefold.models.layers.experts import Routing
 from threefold.parallel.parallelize import TrainableModel
 from threefold.parallel.parameter import Weight, axes_of, is_split, offset
-from threefold.resilience.gradient_check import BitHash, Disagreement, GradientCheck, combined
+from threefold.random.rng import draws_in_sequence, signed
 from threefold.train.loop import Guard
 from threefold.train.optim import Optimizer
 from threefold.train.step import Engine
 
+_COLUMNS = 1 << 12
+_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 24}
+"""Words whose products are in memory at once; on a CPU few enough for a core's cache."""
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
+"""Word type by bytes per element: at most 32 bits, so that a change of the top bits still depends on the factor."""
 
-@dataclass(frozen=True)
-class Verdict:
-    """Ranks whose copies of a tensor are wrong.
+
+class BitHash:
+    """Hash of a tensor's bits, computed on `device`; small tensors on another device are copied to it.
+
+    Equal bits have equal hashes on every device. Equal values with different bits (0 and -0) have different hashes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._columns = factors(1 << 40, _COLUMNS, device)  # far from the positions of rows
+        self._at_once = _AT_ONCE.get(device.type, _COLUMNS)
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Hash a tensor's bits in the order of its elements, as an int64 scalar."""
+        words = tensor.detach().to(self._device).reshape(-1).view(_WORDS[tensor.element_size()])
+        total = torch.zeros((), dtype=torch.int64, device=words.device)
+        whole = words.numel() - words.numel() % _COLUMNS
+        for start in range(0, whole, self._at_once):
+            part = words[start : min(whole, start + self._at_once)]
+            rows = (part.view(-1, _COLUMNS) * self._columns).sum(1)
+            total += (rows * factors(start // _COLUMNS, len(rows), words.device)).sum()
+        rest = words[whole:]
+        if rest.numel():
+            total += (rest * self._columns[: rest.numel()]).sum() * factors(whole // _COLUMNS, 1, words.device)[0]
+        return total
+
+
+def combined(hashes: Tensor) -> Tensor:
+    """Combine hashes, int64 [n], into one int64 scalar that depends on their order."""
+    return (hashes * factors(0, len(hashes), hashes.device)).sum()
+
+
+def factors(start: int, count: int, device: torch.device) -> Tensor:
+    """Return the odd factors of `count` positions from `start` on, int64 [count]."""
+    mixed = torch.arange(start + 1, start + count + 1, device=device) * _GOLDEN
+    for bits, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
+        shifted = (mixed >> bits) & ((1 << (64 - bits)) - 1)  # with zeros from the left
+        mixed = (mixed ^ shifted) * factor
+    return mixed | 1
+
+
+_GOLDEN, _FIRST, _SECOND = (
+    signed(constant, 64) for constant in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+
+
+class Verdict(NamedTuple):
+    """Ranks whose copies of a tensor, or whose gradients of the same samples, are wrong.
 
     Attributes:
         ranks: in ascending order, the wrong ranks if `is_certain`; otherwise the suspects, one of which is wrong.
-        is_certain: whether a majority decided.
-        others: further ranks with a copy.
+        is_certain: whether the wrong ranks are known, as by a majority.
+        others: further ranks with a copy, or with the same samples.
     """
 
     ranks: tuple[int, ...]
     is_certain: bool
     others: tuple[int, ...]
+
+
+class GradientCheck:
+    """Bit-exact comparison of a step's gradients with those that another replica computes from the same samples.
+
+    Without another replica, a rank computes its own gradients twice. It also does so for layers that draw random
+    numbers in sequence, and for experts, as their results depend on the samples of other replicas too. All methods are
+    collective over the world.
+    """
+
+    def __init__(self, engine: Engine, loader: Loader) -> None:
+        self._engine, self._loader = engine, loader
+        self._hash = BitHash(engine.mesh.device)
+        layout = engine.mesh.layout
+        bound = any(draws_in_sequence(module) or isinstance(module, Routing) for module in engine.model.modules())
+        somewhere = engine.mesh.world.all_reduce_max_(torch.tensor([int(bound)], device=engine.mesh.device))
+        self._shift = 0 if bool(somewhere) else 1
+        self._next = (engine.mesh.dp.index + self._shift) % layout.dp
+        self._sum = torch.zeros((), dtype=torch.int64, device=engine.mesh.device)
+        self._checked = self._sum
+
+    def before_forward(self, step: int) -> None:
+        """Compute the next replica's gradients of update `step`, then observe the step's own gradients."""
+        self._checked = self._computed(self._next, step)
+        self._observe()
+
+    def compare(self, step: int) -> Verdict | None:
+        """Compare the gradients once the step's own have been computed; None if they agree."""
+        own, replica = self._observed(), self._engine.mesh.dp.index
+        table, layout = self._exchanged(own, self._checked), self._engine.mesh.layout
+        pairs = []  # (checker, owner) of hashes of the owner's gradients that differ
+        for checker, (_, checked) in enumerate(table):
+            place = layout.coordinates(checker)
+            owner = layout.rank_of(**place._replace(dp=(place.dp + self._shift) % layout.dp)._asdict())
+            if table[owner][0] != checked:
+                pairs.append((checker, owner))
+        if not pairs:
+            return None
+        again = self._exchanged(self._computed(replica, step), self._computed(self._next, step))
+        unstable = [rank for rank, (before, now) in enumerate(zip(table, again, strict=True)) if before != now]
+        return disagreement(pairs, unstable, layout)
+
+    def _exchanged(self, own: Tensor, checked: Tensor) -> list[list[int]]:
+        row = torch.stack([own, checked]).view(1, 2)
+        return list(self._engine.mesh.world.all_gather_equal(row, 0).tolist())
+
+    def _computed(self, replica: int, step: int) -> Tensor:
+        """Return the hash of this rank's part of the gradients of a replica's samples."""
+        loader = self._loader.of_replica(replica)
+        self._observe()
+        with self._engine.preserved():
+            rows = torch.from_numpy(loader.share.rows)
+            self._engine.compute_gradients(loader.batch(step - 1), step - 1, rows=rows)
+        return self._observed()
+
+    def _observe(self) -> None:
+        def add(gradients: Tensor) -> None:
+            self._sum = self._sum + self._hash(gradients)
+
+        self._sum = torch.zeros_like(self._sum)
+        self._engine.gradients.observe(add)
+
+    def _observed(self) -> Tensor:
+        self._engine.gradients.observe(None)
+        return self._sum
+
+
+def disagreement(pairs: Sequence[tuple[int, int]], unstable: Sequence[int], layout: Layout) -> Verdict:
+    """Find the ranks at fault, from the (checker, owner) pairs that disagree (at least one).
+
+    Ranks are `unstable` if their second computation gave different results.
+    """
+    everyone = {rank for pair in pairs for rank in pair}
+    if unstable:
+        ranks = set(unstable)
+    else:  # a replica that is always wrong disagrees with the replica it checks and with its checker
+        replica = {rank: layout.coordinates(rank).dp for rank in everyone}
+        met = {frozenset((replica[checker], replica[owner])) for checker, owner in pairs}
+        times = Counter(place for pair in met for place in pair)
+        most = max(times.values())
+        ranks = {rank for rank in everyone if times[replica[rank]] == most}
+    return Verdict(tuple(sorted(ranks)), len(ranks) == 1, tuple(sorted(everyone - ranks)))
 
 
 def compare(hashes: Mapping[int, int], column: Callable[[int], Hashable]) -> Verdict | None:
@@ -77,44 +225,40 @@ _NAMED: Final = 3
 """Maximum number of tensors that a message names."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Differences that a watch has found after `step` updates.
+def explain(
+    step: int,
+    update: int,
+    at_rest: Mapping[int, Sequence[str]],
+    copies: Mapping[str, Verdict],
+    hosts: Sequence[str],
+    newest: Path | None,
+) -> HardwareFault:
+    """Return the error that ends the run after `step` updates.
 
-    Attributes:
+    A tensor that changed at rest names its rank with certainty, and so does a majority of copies; two copies alone do
+    not. Among tensors without a majority, those with the fewest suspects are named, as a fault spreads to others.
+
+    Args:
         update: number of the last watched update, made or not.
         at_rest: by rank, the tensors that changed between the previous update and that one.
         copies: by tensor, its wrong copies.
         hosts: host names of all ranks.
-    """
-
-    step: int
-    update: int
-    at_rest: Mapping[int, Sequence[str]]
-    copies: Mapping[str, Verdict]
-    hosts: Sequence[str]
-
-
-def explain(finding: Finding, newest: Path | None) -> HardwareFault:
-    """Return the error that ends the run; `newest` is the newest checkpoint, whose weights have been compared.
-
-    A tensor that changed at rest names its rank with certainty, and so does a majority of copies; two copies alone do
-    not. Among tensors without a majority, those with the fewest suspects are named, as a fault spreads to others.
+        newest: newest checkpoint, whose weights have been compared.
     """
     resumed = f"--resume starts from {newest}, from before it" if newest else _NOTHING_SAVED
-    if finding.at_rest:
-        ranks = tuple(sorted(finding.at_rest))
-        what = _listed(label for rank in ranks for label in finding.at_rest[rank])
+    if at_rest:
+        ranks = tuple(sorted(at_rest))
+        what = _listed(label for rank in ranks for label in at_rest[rank])
         sentence = (
-            f"On {_ranks(ranks, finding.hosts)} {what} changed before the update of step {finding.update}, when "
+            f"On {_ranks(ranks, hosts)} {what} changed before the update of step {update}, when "
             "nothing writes to it, so memory has failed, or a callback wrote to it"
         )
-        return HardwareFault(f"{sentence}; {resumed}.", ranks, finding.step)
-    certain = {label: verdict for label, verdict in finding.copies.items() if verdict.is_certain}
-    fewest = min((len(verdict.ranks) for verdict in finding.copies.values()), default=0)
-    chosen = certain or {label: verdict for label, verdict in finding.copies.items() if len(verdict.ranks) == fewest}
+        return HardwareFault(f"{sentence}; {resumed}.", ranks, step)
+    certain = {label: verdict for label, verdict in copies.items() if verdict.is_certain}
+    fewest = min((len(verdict.ranks) for verdict in copies.values()), default=0)
+    chosen = certain or {label: verdict for label, verdict in copies.items() if len(verdict.ranks) == fewest}
     ranks = tuple(sorted({rank for verdict in chosen.values() for rank in verdict.ranks}))
-    named, what = _ranks(ranks, finding.hosts), _listed(chosen)
+    named, what = _ranks(ranks, hosts), _listed(chosen)
     if certain:
         others = sorted({rank for verdict in chosen.values() for rank in verdict.others} - set(ranks))
         sentence = (
@@ -126,16 +270,16 @@ def explain(finding: Finding, newest: Path | None) -> HardwareFault:
             f"have different bits in {what}, of which they hold copies, so memory or arithmetic of one of them has "
             "failed, and there is no majority to say of which"
         )
-    return HardwareFault(f"After step {finding.step} {named} {sentence}; {resumed}.", ranks, finding.step)
+    return HardwareFault(f"After step {step} {named} {sentence}; {resumed}.", ranks, step)
 
 
 def explain_gradients(
-    step: int, found: Disagreement, hosts: Sequence[str], newest: Path | None, agreed: int
+    step: int, found: Verdict, hosts: Sequence[str], newest: Path | None, agreed: int
 ) -> HardwareFault:
     """Return the error about gradients of update `step` that differ; compared ones last agreed in step `agreed`."""
     named = _ranks(found.ranks, hosts)
     others = f" than {_ranks(found.others)}" if found.others else ", computed twice"
-    fault = named if len(found.ranks) == 1 else "one of them"
+    fault = named if found.is_certain else "one of them"
     resumed = f"--resume starts from {newest}, and gradients agreed in step {agreed} last" if newest else _NOTHING_SAVED
     return HardwareFault(
         f"In step {step} {named} computed other gradients of the same samples{others}, so arithmetic or memory of "
@@ -162,8 +306,7 @@ def _joined(names: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
-@dataclass(frozen=True)
-class Watched:
+class Watched(NamedTuple):
     """Tensor that must stay unchanged between updates.
 
     Attributes:
@@ -331,7 +474,9 @@ class CorruptionWatch(Guard):
             row[0, 1 + 2 * place] = int.from_bytes(digest, "little") >> 1 or 1  # 0 is no group
             row[0, 2 + 2 * place] = combined(hashes[torch.tensor(members, device=device)])
         table = self._engine.mesh.world.all_gather_equal(row, 0).tolist()
-        if any(row[0] for row in table) or _differ(table):
+        known: dict[int, int] = {}  # hash of each group of copies
+        pairs = [(row[place], row[place + 1]) for row in table for place in range(1, len(row), 2) if row[place]]
+        if any(row[0] for row in table) or any(known.setdefault(group, value) != value for group, value in pairs):
             raise self._fault(step, watched, hashes)
         self._compared = step
         return hashes
@@ -351,18 +496,11 @@ class CorruptionWatch(Guard):
                 by_identity.setdefault(identity, {})[rank] = value
         names = {identity: label for _, known, *_ in found for identity, label in known.items()}
         verdicts = {identity: compare(values, columns.__getitem__) for identity, values in by_identity.items()}
-        finding = Finding(
+        return explain(
             step,
             self._update,
-            at_rest={rank: changed for rank, (_, _, changed, _) in enumerate(found) if changed},
-            copies={names[identity]: verdict for identity, verdict in verdicts.items() if verdict is not None},
-            hosts=[host for *_, host in found],
+            {rank: changed for rank, (_, _, changed, _) in enumerate(found) if changed},
+            {names[identity]: verdict for identity, verdict in verdicts.items() if verdict is not None},
+            [host for *_, host in found],
+            self._newest(),
         )
-        return explain(finding, self._newest())
-
-
-def _differ(table: Sequence[Sequence[int]]) -> bool:
-    """Return whether ranks with copies of a group have different hashes of it."""
-    known: dict[int, int] = {}
-    pairs = ((row[place], row[place + 1]) for row in table for place in range(1, len(row), 2) if row[place])
-    return any(known.setdefault(identity, value) != value for identity, value in pairs)

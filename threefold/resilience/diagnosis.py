@@ -350,14 +350,9 @@ def diagnose(
         size = len(indices) // engine.settings.micro_batches
         start = checks.first.micro_batch * size
         samples = tuple(loader.sample_name(index) for index in indices[start : start + size])
-    bad_data = False
+    tensors: list[Tensor] = []
     if not isinstance(batch, Batch):  # the user's own, which may have floats
-
-        def check(tensor: Tensor) -> None:
-            nonlocal bad_data
-            bad_data = bad_data or (tensor.is_floating_point() and bool(bad_value(tensor)))
-
-        map_tensors(batch, check)
+        map_tensors(batch, tensors.append)
     if overflowing is not None:
         largest = overflowing.gradient.abs().max().item()
         large = f"the gradient of {overflowing.name}, with values up to {largest:g},"
@@ -369,7 +364,7 @@ def diagnose(
         large=large,
         bad_loss=not isfinite(term),
         samples=samples,
-        bad_data=bad_data,
+        bad_data=any(tensor.is_floating_point() and bool(bad_value(tensor)) for tensor in tensors),
     )
     return Diagnosis(tuple(world.gather_objects(found)), layout)
 

@@ -28,10 +28,18 @@ from threefold.checkpoint.resume import find_warm_start
 from threefold.comm.axis import Axis
 from threefold.config import Config
 from threefold.data.samples import ConsumedSamples
-from threefold.files import checksum_of, checksum_of_blocks
+from threefold.files import checksum_of, checksum_of_blocks, parse_facts
 from threefold.train.callbacks.base import Callback, reason_of, say
-from threefold.train.saving import Checkpoints, StartingPoint
-from threefold.train.state import checkpoint_tensors, engine_tensors, loss_scale_facts
+from threefold.train.saving import (
+    Checkpoints,
+    StartingPoint,
+    checkpoint_tensors,
+    engine_tensors,
+    loss_scale_facts,
+    random_states,
+    restore_loss_scale,
+    restore_random_states,
+)
 from threefold.train.step import Engine
 
 ALIGNMENT: Final = 64
@@ -172,30 +180,22 @@ class KeptStates:
         common = set.intersection(*map(set, world.gather_objects(sorted(step for step in mine if step is not None))))
         return max(common, default=None)
 
-    def restore(self, step: int, engine: Engine, run_dir: Path, is_unsaved: bool) -> StartingPoint:
-        """Fill the engine from the state after `step` updates, which `newest` found whole."""
-        streams, shape, config = engine.streams, engine.mesh.layout.shape, engine.config
-        copy = next(copy for copy in self.copies if copy.step == step)
-        tensors = engine_tensors(engine)
-        drawn, generators = streams.stored(shape), engine.generators.places(shape)
-        filled = copy.read(_locals(tensors | drawn | generators))
+    def restore(self, step: int, engine: Engine, run_dir: Path, is_unsaved: bool, lines: list[str]) -> StartingPoint:
+        """Fill the engine from the state after `step` updates, which `newest` found whole; `lines` will be printed."""
+        config, copy = engine.config, next(copy for copy in self.copies if copy.step == step)
+        states = random_states(engine)
+        filled = copy.read(_locals(engine_tensors(engine) | states))
         engine.optimizer.restored()
-        if any(name in drawn for name in filled):
-            streams.load_stored(drawn, shape)
-        engine.generators.load_stored({name: state for name, state in generators.items() if name in filled}, shape)
-        facts, scale = copy.facts(), engine.loss_scale
-        if scale is not None:
-            scale.value, scale.good_steps = facts["loss_scale"], facts["good_steps"]
-        carried, anomalies = None, None
-        if (stored := facts["anomalies"]) is not None:
-            pairs = {name: tuple(map(tuple, stored[name])) for name in ("skipped", "recent")}  # JSON turned into lists
-            anomalies = AnomalyFacts(**{**stored, **pairs})
+        restore_random_states(engine, {name: state for name, state in states.items() if name in filled})
+        facts, carried = copy.facts(), None
+        restore_loss_scale(engine, facts["loss_scale"], facts["good_steps"])
+        anomalies = None if facts["anomalies"] is None else parse_facts(AnomalyFacts, facts["anomalies"])
         if engine.mesh.world.is_first:
             carried = newest(run_dir) or getattr(find_warm_start(config), "checkpoint", None)
         return StartingPoint(
             step,
             ConsumedSamples(config.train.global_batch_size, step, facts["consumed_samples"]),
-            [f"Resuming from memory after step {step:,}"],
+            lines,
             carried=carried,
             passed=frozenset(map(Path, facts["passed"])),
             anomalies=anomalies,
@@ -227,8 +227,19 @@ class StateKeeper(Callback):
         self._discard_after(done)
         if any(copy.step == done for copy in self._copies):  # the run resumed from this state
             return
+        checkpoints, engine = self._checkpoints, self._checkpoints.engine
+        scale, good_steps = loss_scale_facts(engine)
+        facts = {
+            "layout": self._layout,
+            "loss_scale": scale,
+            "good_steps": good_steps,
+            "consumed_samples": checkpoints.loader.consumed.before(done),
+            "anomalies": asdict(found) if (found := checkpoints.anomalies()) else None,
+            "passed": sorted(map(str, checkpoints.passed)),
+        }
+        oldest = min(self._copies, key=lambda copy: -1 if copy.step is None else copy.step)
         try:
-            self._keep(done)
+            oldest.write(done, _locals(checkpoint_tensors(engine)), facts)
         except OSError as error:
             for copy in self._copies:
                 copy.discard()
@@ -245,20 +256,6 @@ class StateKeeper(Callback):
         for copy in self._copies:
             if copy.step is not None and copy.step > step:
                 copy.discard()
-
-    def _keep(self, done: int) -> None:
-        checkpoints, engine = self._checkpoints, self._checkpoints.engine
-        scale, good_steps = loss_scale_facts(engine)
-        facts = {
-            "layout": self._layout,
-            "loss_scale": scale,
-            "good_steps": good_steps,
-            "consumed_samples": checkpoints.loader.consumed.before(done),
-            "anomalies": asdict(found) if (found := checkpoints.anomalies()) else None,
-            "passed": sorted(map(str, checkpoints.passed)),
-        }
-        oldest = min(self._copies, key=lambda copy: -1 if copy.step is None else copy.step)
-        oldest.write(done, _locals(checkpoint_tensors(engine)), facts)
 
 
 def _locals(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

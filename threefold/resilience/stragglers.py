@@ -116,13 +116,13 @@ class StragglerReport(Callback):
         self._often: Counter[int] = Counter()
         self._slow: set[int] = set()
         self._named: set[int] = set()
-        self._step = 0
 
     def after_step(self, record: StepRecord) -> None:
-        self._step = record.step
         if self._first is None:  # the first step is not representative
             self._first = self._before = self._last = self._look()
-        elif record.step % self._every == 0 and (now := self._look()) is not None:
+            if self._first is not None:
+                self.step_interval = self._every
+        elif (now := self._look()) is not None:
             self._looks += 1
             self._often.update(each.rank for each in self._between(self._before, now))
             self._before = now
@@ -144,7 +144,8 @@ class StragglerReport(Callback):
     def _look(self) -> _Look | None:
         places = self._heartbeat.everyone()
         known = [(place.waited, place.aside) for place in places if place is not None]
-        return _Look(self._step, time.monotonic(), known) if len(places) == len(known) > 1 else None
+        step = self._heartbeat.place().step
+        return _Look(step, time.monotonic(), known) if len(places) == len(known) > 1 else None
 
     def _between(self, before: _Look | None, after: _Look | None) -> list[Straggler]:
         if before is None or after is None or after.step == before.step:

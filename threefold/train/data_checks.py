@@ -57,12 +57,9 @@ class DataCheck(Callback):
 
     def __init__(self, mesh: Mesh, every: int, rows: Sequence[int] = ()) -> None:
         self.mesh, self.every, self.rows = mesh, every, tuple(rows)
-        self._compared = False
 
     def before_step(self, step: int, batch: Any) -> None:
-        if self.mesh.world.size == 1 or (self._compared and step % self.every):
-            return
-        self._compared = True
+        self.step_interval = self.every
         mine = fingerprint(batch) if isinstance(batch, Batch) else nested_fingerprint(batch, self.rows)
         if problem := disagreement(_of_all_ranks(self.mesh, mine), self.mesh.layout):
             raise UserError(f"At step {step} {problem}.")
@@ -132,7 +129,8 @@ class TokenCheck(Callback):
         reads: bool,
         wait_for: int = WORTH_WAITING,
     ) -> None:
-        self.mesh, self.corpora, self.every, self.resumed = mesh, corpora, every, resumed
+        self.mesh, self.corpora, self.resumed = mesh, corpora, resumed
+        self.step_interval = every if mesh.world.size > 1 else 1
         self._wait_for = wait_for
         self._found: list[str | None] = [None] * len(corpora)
         self._problem = 0
@@ -144,9 +142,8 @@ class TokenCheck(Callback):
         if self._reader is not None:
             self._reader.start()
 
-    def before_step(self, step: int, batch: "Batch") -> None:
-        if self.mesh.world.size == 1 or step % self.every == 0:
-            self._agree()
+    def before_step(self, step: int, batch: Any) -> None:
+        self._agree()
 
     def after_evaluation(self, record: EvaluationRecord) -> None:
         self._agree()
@@ -195,7 +192,8 @@ class TokenCheck(Callback):
         found = _of_all_ranks(self.mesh, mine) if self.mesh.world.size > 1 else [mine]
         if max(found) >= _PROBLEMS:
             raise self._error(max(found))
-        self._settled = min(found) == _DONE
+        if min(found) == _DONE:
+            self._settled, self.step_interval = True, 0
 
     def _error(self, problem: int) -> UserError:
         number, kind = divmod(problem - _PROBLEMS, 3)
@@ -210,13 +208,12 @@ class TokenCheck(Callback):
         if sys.platform == "linux":
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        for number in range(len(self.corpora)):
-            if (kind := self._problem_of(number)) is not None:
+        for number, corpus in enumerate(self.corpora):
+            if (kind := self._problem_of(number, corpus)) is not None:
                 self._problem = _PROBLEMS + 3 * number + kind
                 return
 
-    def _problem_of(self, number: int) -> int | None:
-        corpus = self.corpora[number]
+    def _problem_of(self, number: int, corpus: ReadCorpus) -> int | None:
         written, dtype = corpus.content.tokens, corpus.content.dtype
         then = self.resumed.facts.contents[number] if self.resumed and self.resumed.facts.contents else None
         try:

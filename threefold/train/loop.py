@@ -19,10 +19,13 @@ from threefold.comm.heartbeat import Activity, RunSection
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.data.loader import Loader
+from threefold.data.samples import ConsumedSamples
 from threefold.errors import UserError
+from threefold.files import told
 from threefold.host import peak_memory
 from threefold.models.block import model_flops_per_token
 from threefold.models.loss_terms import LOSS, LossSums
+from threefold.train.attempt import Stopped
 from threefold.train.callbacks.base import (
     Callback,
     CallbackFailed,
@@ -35,7 +38,6 @@ from threefold.train.callbacks.base import (
 from threefold.train.optim import learning_rate
 from threefold.train.saving import SafeSaving
 from threefold.train.step import Engine, NonFiniteStep
-from threefold.train.stop import Stopped
 
 _PATIENCE: Final = 60.0
 """Seconds that a failed run waits for background writes to complete."""
@@ -127,6 +129,23 @@ def is_due(step: int, every: int, last: int) -> bool:
     return every > 0 and (step % every == 0 or step == last)
 
 
+class Epoch(NamedTuple):
+    """Part of a run in which its training samples are read once; found once for all of its steps.
+
+    Attributes:
+        number: 0 for the first.
+        first, end: updates before its first step, and after its last one.
+        consumed: samples consumed before each step, from which the others follow.
+        is_uneven: whether the global batch size has changed.
+    """
+
+    number: int
+    first: int
+    end: int
+    consumed: ConsumedSamples
+    is_uneven: bool
+
+
 class TrainingLoop:
     """Training loop of a run. Collective over the world: every rank has one; their callbacks may differ.
 
@@ -145,6 +164,8 @@ class TrainingLoop:
         self.meter = PerformanceMeter(run.mesh, run.config, run.peak_rate, run.attempt.began)
         self._evaluation: EvaluationRecord | None = None
         self._updated = 0  # last step of this process that made an update
+        self._known_epoch: Epoch | None = None
+        self._is_mixture = bool(loader.corpus_epochs(0))
 
     def fit(self, start: int = 0, unsaved: bool = False, evaluation_missed: bool = False) -> Stopped | None:
         """Run the remaining updates of `train.max_steps`, after `start` updates.
@@ -189,7 +210,7 @@ class TrainingLoop:
         done = start
         while done < last:
             if done == start or self._epochs_ended(done):
-                self._notify("before_epoch", self._epoch(done))
+                self._notify("before_epoch", self._epoch(done).number)
             step = self._step(done)
             if step <= done:  # rolled back
                 done = start = step
@@ -197,7 +218,7 @@ class TrainingLoop:
             done = step
             ended, evaluates = self._epochs_ended(step), self._evaluates_after(step)
             if ended:
-                self._notify("after_epoch", self._epoch(step) - 1)
+                self._notify("after_epoch", self._epoch(step).number - 1)
             missed = evaluates and (stop.is_due or not self._evaluate(step))
             if (ended or evaluates) and not stop.is_due:
                 stop.agree(mesh)
@@ -234,11 +255,11 @@ class TrainingLoop:
         self.heartbeat.activity(Activity.DATA)
         batch = self.loader.batch(done, self._next_step(step + 1) - 1)
         read = time.perf_counter()
-        self._notify("before_step", step, batch)
+        self._notify("before_step", step, batch, step=step)
         self.heartbeat.activity(Activity.NOTHING)
         begun = time.perf_counter()
         self._ask_guards("before_forward", step)
-        streams, error = self.engine.streams.state_dict(), None
+        streams, error = self.engine.streams.states, None
         loss, tokens = self.engine.compute_gradients(batch, done)
         computed = time.perf_counter()
         self._ask_guards("before_update", step)
@@ -248,38 +269,30 @@ class TrainingLoop:
             error, result = found.with_traceback(None), found.result  # no cycle keeps the batch alive
             self._ask_guards("after_divergence", done)
         reason = ""
-        if error is not None or result.refused:
+        if error is not None or result.reason:
             self._finish_saving()
-            response = self._ask_guards("respond", BadStep(step, result.refused, error, batch, loss, streams))
+            response = self._ask_guards("respond", BadStep(step, result.reason, error, batch, loss, streams))
             if response is None:
-                raise error or UserError(f"Training was stopped at step {step}: {result.refused}.")
+                raise error or UserError(f"Training was stopped at step {step}: {result.reason}.")
             if response.start is not None:
                 return self._rolled_back(step, response)
             reason = response.reason
         self._ask_guards("after_update", step)
         ended = time.perf_counter()
         length = 1 if self.loader.is_nested else self.config.data.sequence_length
+        times = {
+            "data": read - started,
+            "callbacks": begun - read,
+            "forward_backward": computed - begun,
+            "update": ended - computed,
+        }
         record = StepRecord(
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            lr=result.lr,
-            tokens=result.tokens,
+            **vars(result) | self._place(step) | {"terms": several(result.terms), "reason": reason},
             tokens_read=self.config.train.global_batch_size * length - result.padding,
-            padding=result.padding,
-            reader_cost=read - started,
+            reader_cost=times["data"],
             seconds=ended - started,
-            skipped=result.skipped,
-            loss_scale=result.loss_scale,
-            phases={
-                "data": read - started,
-                "callbacks": begun - read,
-                "forward_backward": computed - begun,
-                "update": ended - computed,
-            },
-            terms=several(result.terms),
-            reason=reason,
+            phases=times,
             performance=self.meter.after_step(ended - started),
-            **self._place(step),
         )
         if not result.skipped:
             self._updated = step
@@ -303,19 +316,19 @@ class TrainingLoop:
 
     def _place(self, step: int) -> dict[str, Any]:
         """Return the fields of a record that say where in the data the step is."""
-        consumed, epoch = self.loader.consumed, self._epoch(step - 1)
+        epoch = self._epoch(step - 1)
         return {
             "step": step,
-            "epoch": epoch,
-            "batch": step - 1 - consumed.steps_until(epoch * len(self.loader.train)),
-            "corpus_epochs": self.loader.corpus_epochs(step - 1),
+            "epoch": epoch.number,
+            "batch": step - 1 - epoch.first,
+            "corpus_epochs": self.loader.corpus_epochs(step - 1) if self._is_mixture else {},
             "unit": "samples" if self.loader.is_nested else "tokens",
-            "consumed_samples": None if consumed.has_one_size else consumed.before(step),
+            "consumed_samples": epoch.consumed.before(step) if epoch.is_uneven else None,
         }
 
     def _finish_step(self, record: StepRecord) -> None:
         self.saving.after_step(record)
-        self._notify("after_step", record)
+        self._notify("after_step", record, step=record.step)
 
     def _rolled_back(self, step: int, response: Response) -> int:
         assert response.start is not None
@@ -394,12 +407,18 @@ class TrainingLoop:
         loss, tokens = self.engine.evaluate(self.loader.batch((self._updated or following) - 1, following - 1))
         return loss / max(1, tokens)
 
-    def _epoch(self, done: int) -> int:
-        return int(self.loader.epoch(done))
+    def _epoch(self, done: int) -> Epoch:
+        """Return the epoch of the step after `done` updates."""
+        known, consumed = self._known_epoch, self.loader.consumed
+        if known is None or known.consumed is not consumed or not known.first <= done < known.end:
+            number, samples = int(self.loader.epoch(done)), len(self.loader.train)
+            first, end = (consumed.steps_until(count * samples) for count in (number, number + 1))
+            self._known_epoch = known = Epoch(number, first, end, consumed, not consumed.has_one_size)
+        return known
 
     def _epochs_ended(self, done: int, count: int = 1) -> bool:
         """Return whether the last of `done` updates completed a multiple of `count` epochs."""
-        return done > 0 and self._epoch(done) // count > self._epoch(done - 1) // count
+        return done > 0 and self._epoch(done).number // count > self._epoch(done - 1).number // count
 
     def _next_step(self, step: int) -> int:
         """Return the first step from `step` on that is not skipped."""
@@ -409,10 +428,14 @@ class TrainingLoop:
         """Call a method of the guards in their order, until one returns an answer; return that, or None."""
         return next((found for guard in self.guards if (found := getattr(guard, moment)(*arguments))), None)
 
-    def _notify(self, moment: str, *arguments: Any) -> None:
+    def _notify(self, moment: str, *arguments: Any, step: int | None = None) -> None:
+        """Call a method of the callbacks that override it; those of a step only at the callback's `step_interval`."""
         for callback in self.callbacks:
-            self.heartbeat.callback(type(callback).__name__, alone=callback.ranks == "first")
-            call(callback, moment, self.engine.mesh.rank, *arguments)
+            every = 1 if step is None else callback.step_interval
+            is_own = getattr(getattr(callback, moment), "__func__", None) is not getattr(Callback, moment)
+            if is_own and every and (step is None or step % every == 0):
+                self.heartbeat.callback(type(callback).__name__, alone=callback.ranks == "first")
+                call(callback, moment, self.engine.mesh.rank, *arguments)
             if reason := stop_reason(callback):
                 self.engine.stop.ask(reason)
 
@@ -439,10 +462,10 @@ class PerformanceMeter:
 
     def __init__(self, mesh: Mesh, config: Config, peak_rate: float | None, began: float) -> None:
         self._mesh, self._heartbeat, self._peak, self._began = mesh, mesh.heartbeat, peak_rate, began
-        length = config.data.sequence_length
+        self._ranks, length = mesh.layout.world_size, config.data.sequence_length
         of_token = model_flops_per_token(config.model, length)
         tokens = config.train.global_batch_size * length
-        self._flops = None if of_token is None else of_token * tokens / mesh.layout.world_size
+        self._flops = None if of_token is None else of_token * tokens / self._ranks
         self._waited = self._looked = 0.0
         self._largest, self._largest_rank = 0, mesh.rank
 
@@ -457,7 +480,7 @@ class PerformanceMeter:
         self._heartbeat.memory(memory)
         if memory > self._largest:
             self._largest, self._largest_rank = memory, self._mesh.rank
-        if self._mesh.world.is_first and now - self._looked >= _SECONDS_A_RANK * self._mesh.layout.world_size:
+        if self._mesh.world.is_first and now - self._looked >= _SECONDS_A_RANK * self._ranks:
             self._looked = now
             for rank, place in enumerate(self._heartbeat.everyone()):
                 if place is not None and place.memory > self._largest:
@@ -481,8 +504,7 @@ def call(callback: Callback, moment: str, rank: int, *arguments: Any) -> None:
     except UserError:
         raise
     except Exception as error:
-        what = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(".").removesuffix(":")
-        name = type(callback).__name__
+        what, name = told(error).removesuffix(":"), type(callback).__name__
         raise CallbackFailed(f"The callback {name} on rank {rank} failed in {moment} with {what}.") from error
 
 
@@ -510,7 +532,10 @@ def evaluate(engine: Engine, loader: Loader, batches: int, step: int) -> Evaluat
         measured = _sums(engine, loader.eval_batches(count, part.samples), part.name)
         if measured is None:
             return None
-        loss, tokens = loss + part.weight * measured.loss, tokens + _counted(measured)
+        # Valid tokens, or the count of the only term; samples for several terms.
+        (only, *others) = measured.counts.values()
+        tokens += measured.samples if others else int(only)
+        loss += part.weight * measured.loss
         by_corpus[part.name] = measured.loss
         for name, mean in several(measured.terms).items():
             terms[name] = terms.get(name, 0.0) + part.weight * mean
@@ -521,12 +546,6 @@ def evaluate(engine: Engine, loader: Loader, batches: int, step: int) -> Evaluat
 def several(terms: Mapping[str, float]) -> dict[str, float]:
     """Return the terms of a loss; none for a loss that is a single mean."""
     return {} if set(terms) <= {LOSS} else dict(terms)
-
-
-def _counted(sums: LossSums) -> int:
-    """Return the number of valid tokens, or the count of the only term; the number of samples for several terms."""
-    (only, *others) = sums.counts.values()
-    return sums.samples if others else int(only)
 
 
 def _sums(engine: Engine, batches: Iterator[Any], name: str) -> LossSums | None:

@@ -1,7 +1,7 @@
 """The front of all optimizers: what an update has, the rule that makes it, its learning rate and the fp16 loss scale.
 
-An optimizer is one `UpdateRule`, in a file of `train/optimizers/` or in another package. A learning-rate schedule is
-one function, below or in another package. `config.optimizer` has a row for each.
+An optimizer is one `UpdateRule`: AdamW below, the others in `train/optimizers.py` or in another package. A
+learning-rate schedule is one function, below or in another package. `config.optimizer` has a row for each.
 """
 
 from abc import ABC, abstractmethod
@@ -20,6 +20,7 @@ from threefold.config.optimizer import BUILT_IN, LR_SCHEDULES
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.gradients import Gradients
 from threefold.parallel.parameter import ShardedMatrix, Weight, publish_
+from threefold.torch_private.tensors import fused_adam_
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,6 @@ class Entry(Weight):
     is_hidden: bool = False
 
     @property
-    def hidden_matrix(self) -> ShardedMatrix | None:
-        """`whole` for a hidden matrix; None for all other weights."""
-        return self.whole if self.is_hidden else None
-
-    @property
     def gradient(self) -> Tensor:
         """Gradient of the weight, with the dtype and shape of the master."""
         return self.gradients[self.leaf]
@@ -57,7 +53,7 @@ class UpdateRule(ABC):
     """Base class of optimizers: updates this rank's shards, given their complete gradients.
 
     The update must be the same in every layout. This holds for a rule that treats elements independently; a rule that
-    needs whole matrices gathers them through `Entry.hidden_matrix`.
+    needs whole matrices gathers them through `Entry.whole`.
 
     Args:
         entries: this rank's parameters, the same and in the same order on all ranks that shard them. A shard may be
@@ -109,11 +105,6 @@ class UpdateRule(ABC):
         return self.config.weight_decay if entry.decays else 0.0
 
 
-def zeros(master: Tensor) -> Tensor:
-    """Return a zero tensor of optimizer state with a master's shape."""
-    return torch.zeros_like(master, requires_grad=False)
-
-
 class Optimizer:
     """Optimizer of one rank's parameters.
 
@@ -146,6 +137,7 @@ class Optimizer:
             parameter = weight.parameter
             whole, hidden = ShardedMatrix(parameter, axes), plan.is_hidden_matrix(weight.name, parameter.dim())
             self.entries.append(Entry(weight.name, parameter, weight.leaf, weight.master, gradients, whole, hidden))
+        self._narrow = [weight for weight in self._trained if weight.master is not weight.leaf]
         self.rule = rule(self.entries, config)
         self.restorations = 0
 
@@ -153,7 +145,10 @@ class Optimizer:
     def step(self, lr: float) -> None:
         """Update the weights once with learning rate `lr`."""
         self.rule.step(lr)
-        publish_(self._trained, self._gradients)
+        if self._narrow:
+            publish_(self._narrow, self._gradients)
+        else:
+            self._gradients.weights_changed()
 
     @torch.no_grad()
     def restored(self) -> None:
@@ -162,12 +157,6 @@ class Optimizer:
         publish_(self._weights, self._gradients)
         self.restorations += 1
 
-    def stored_states(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield `states` as global tensors for a checkpoint: sharded like the parameter, or replicated."""
-        for entry in self.entries:
-            for state, value in self.rule.state(entry).items():
-                yield entry.name, state, value if self.rule.is_replicated(entry, state, value) else entry.stored(value)
-
     def states(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield the optimizer state: parameter name, state name, local tensor (scalars are equal on every rank)."""
         for entry in self.entries:
@@ -175,88 +164,54 @@ class Optimizer:
                 yield entry.name, state, value
 
 
-class UpdatedWeights:
-    """Tensors that a `torch.optim.Optimizer` updates: masters, or whole weights if it needs them and they are sharded.
+class AdamW(UpdateRule):
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101), as torch computes it.
 
-    Every rank that holds a shard of a gathered weight makes the same update of the whole, and keeps its shard of the
-    result. This costs an all-gather of the gradient in each step, and, on each of these ranks, memory for the whole
-    weight and its whole state. All methods are collective over the axes that shard the weights, in the same order on
-    all ranks.
+    It reads `betas` and `eps`, and keeps `step` (a scalar), `exp_avg` and `exp_avg_sq`. It calls the kernel of
+    `torch.optim.AdamW` directly, as the overhead of torch's optimizer shows in a small model's step.
     """
 
-    def __init__(self, entries: Sequence[Entry], gathers: bool) -> None:
-        self._entries = list(entries)
-        self._tensors: dict[str, Tensor] = {}
-        for entry in self._entries:
-            if not gathers or entry.whole.is_whole:
-                self._tensors[entry.name] = entry.master
-            else:
-                self._tensors[entry.name] = entry.whole.gather(entry.master.detach()).clone().requires_grad_()
+    decoupled: ClassVar[bool] = True
+    """Whether weight decay shrinks the weight instead of being added to the gradient."""
 
-    def of(self, entry: Entry) -> Tensor:
-        """Return the tensor that the optimizer updates for an entry."""
-        return self._tensors[entry.name]
-
-    def is_gathered(self, entry: Entry) -> bool:
-        """Return whether the updated tensor is a whole weight that the layout shards."""
-        return self.of(entry) is not entry.master
-
-    @torch.no_grad()
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Run the optimizer's step with the complete gradients, and update the masters from the whole weights."""
-        for entry in self._entries:
-            gradient = entry.gradient
-            self.of(entry).grad = entry.whole.gather(gradient) if self.is_gathered(entry) else gradient
-        optimizer.step()
-        for entry in self._entries:
-            if self.is_gathered(entry):
-                self.of(entry).grad = None
-                entry.master.copy_(entry.whole.shard(self.of(entry), entry.master))
-
-    @torch.no_grad()
-    def gather_again(self) -> None:
-        """Update the whole weights from the masters, after these were changed elsewhere."""
-        for entry in self._entries:
-            if self.is_gathered(entry):
-                self.of(entry).detach().copy_(entry.whole.gather(entry.master.detach()))
-
-    def is_replicated(self, entry: Entry, shape: torch.Size) -> bool:
-        """Return whether a state of this shape is equal on all ranks that hold the weight, not sharded like it."""
-        return shape != self.of(entry).shape
-
-    def shard_of_state(self, entry: Entry, value: Tensor) -> Tensor:
-        """Return this rank's shard of an optimizer state; all of it if it is replicated."""
-        if not self.is_gathered(entry) or self.is_replicated(entry, value.shape):
-            return value
-        return entry.whole.shard(value, entry.master).contiguous()
-
-    def whole_state(self, entry: Entry, part: Tensor, shape: torch.Size) -> Tensor:
-        """Return an optimizer state of this shape from the shards of all ranks."""
-        if not self.is_gathered(entry) or self.is_replicated(entry, shape):
-            return part
-        return entry.whole.gather(part).clone()
-
-
-class TorchRule(UpdateRule):
-    """Base class of rules that a `torch.optim.Optimizer` makes, over local shards or, with `gathers`, whole weights."""
-
-    def __init__(self, entries: Sequence[Entry], config: OptimizerConfig, gathers: bool = False) -> None:
+    def __init__(self, entries: Sequence[Entry], config: OptimizerConfig) -> None:
         super().__init__(entries, config)
-        self._updated = UpdatedWeights(self.entries, gathers)
-        decayed = [self._updated.of(entry) for entry in self.entries if entry.decays]
-        others = [self._updated.of(entry) for entry in self.entries if not entry.decays]
-        groups = [(params, decay) for params, decay in ((decayed, config.weight_decay), (others, 0.0)) if params]
-        self._torch = self.make(groups) if groups else None  # a rank may hold only frozen weights
-
-    @abstractmethod
-    def make(self, groups: Sequence[tuple[list[Tensor], float]]) -> torch.optim.Optimizer:
-        """Make torch's optimizer for groups of tensors, each with its weight decay."""
+        self._states: dict[str, dict[str, Tensor]] = {}
+        self._groups: list[tuple[float, list[Entry], Tensor, dict[str, Sequence[Tensor]]]] = []
+        """Weight decay, entries with it, their counts of updates as one tensor, and states; `step` views the counts."""
+        for decay in dict.fromkeys(map(self.weight_decay, self.entries)):
+            group = [entry for entry in self.entries if self.weight_decay(entry) == decay]
+            counts = torch.zeros(len(group), dtype=torch.float32, device=group[0].master.device)
+            means, squares = ([torch.zeros_like(entry.master) for entry in group] for _ in range(2))
+            states: dict[str, Sequence[Tensor]] = {"step": counts.unbind(), "exp_avg": means, "exp_avg_sq": squares}
+            self._groups.append((decay, group, counts, states))
+            for place, entry in enumerate(group):
+                self._states[entry.name] = {name: values[place] for name, values in states.items()}
 
     def step(self, lr: float) -> None:
-        if self._torch is not None:
-            for group in self._torch.param_groups:
-                group["lr"] = lr
-            self._updated.step(self._torch)
+        for decay, entries, counts, states in self._groups:
+            counts.add_(1)
+            fused_adam_(
+                [entry.master for entry in entries],
+                [entry.gradient for entry in entries],
+                states["exp_avg"],
+                states["exp_avg_sq"],
+                states["step"],
+                self.decoupled,
+                lr=lr,
+                betas=self.config.betas,
+                weight_decay=decay,
+                eps=self.config.eps,
+            )
+
+    def state(self, entry: Entry) -> Mapping[str, Tensor]:
+        return self._states[entry.name]
+
+
+class Adam(AdamW):
+    """Adam, with weight decay added to the gradient: reads and keeps the same as `AdamW`."""
+
+    decoupled: ClassVar[bool] = False
 
 
 def learning_rate(update: int, config: OptimizerConfig) -> float:

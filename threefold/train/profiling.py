@@ -25,15 +25,7 @@ _ACTION_KINDS: Final = {
     Activity.INPUT_GRADIENTS: "I",
     Activity.WEIGHT_GRADIENTS: "W",
 }
-_NAMES: Final = {
-    Activity.DATA: "data",
-    Activity.PIPELINE: "pipeline exchange",
-    Activity.GRADIENT_SUM: "gradient sum",
-    Activity.UPDATE: "update",
-    Activity.MODEL: "model",
-    Activity.RESTORE: "restore",
-}
-_SECTIONS: Final = {RunSection.STEP: "step", RunSection.EVALUATION: "evaluation", RunSection.SAVE: "save"}
+_RECORDED: Final = (RunSection.STEP, RunSection.EVALUATION, RunSection.SAVE)
 
 
 class Span(NamedTuple):
@@ -101,8 +93,8 @@ class SpanRecorder:
     def section(self, section: RunSection, step: int) -> None:
         self._end_section()
         self._step = step
-        if self._base is not None and section in _SECTIONS:
-            self._section = _begun(f"{_SECTIONS[section]} {step}")
+        if self._base is not None and section in _RECORDED:
+            self._section = _begun(f"{section.name.lower()} {step}")
 
     def activity(self, activity: Activity, stage: int, micro_batch: int, name: str) -> None:
         self._end_activity()
@@ -111,7 +103,8 @@ class SpanRecorder:
         if kind := _ACTION_KINDS.get(activity, ""):
             name = f"{stage}{kind}{micro_batch}"
         else:
-            name = f"callback {name}" if activity is Activity.CALLBACK else _NAMES.get(activity, activity.name.lower())
+            suffix = {Activity.CALLBACK: f" {name}", Activity.PIPELINE: " exchange"}.get(activity, "")
+            name = activity.name.lower().replace("_", " ") + suffix
             stage = micro_batch = 0
         self._activity = name, kind, stage, micro_batch, self._now(), _begun(name)
 

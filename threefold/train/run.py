@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -38,21 +37,18 @@ from threefold.models.source import ConfigSource, MakeModel, ModelSource, file_s
 from threefold.parallel.forward_check import check_layout, check_source
 from threefold.parallel.pipeline.partition import StageMap, stage_map
 from threefold.resilience.anomalies import AnomalyPolicy, BadSteps
-from threefold.resilience.corruption import CorruptionWatch
-from threefold.resilience.gradient_check import GradientCheck
+from threefold.resilience.corruption import CorruptionWatch, GradientCheck
 from threefold.resilience.memory_copy import KeptStates, StateKeeper
-from threefold.train.attempt import Attempt
+from threefold.train.attempt import Attempt, RunClock, Stop, Stopped
 from threefold.train.callbacks.base import Callback, RunContext, say
 from threefold.train.callbacks.registry import import_always, make_callbacks
 from threefold.train.data_checks import DataCheck, TokenCheck, agree_on_micro_batch
 from threefold.train.loop import TrainingLoop
 from threefold.train.optim import learning_rate
-from threefold.train.optimizers.own import update_rule
+from threefold.train.optimizers import update_rule
 from threefold.train.profiling import Profiler, ProfileRequest, SpanRecorder
-from threefold.train.saving import Checkpoints, SafeSaving, StartingPoint
-from threefold.train.state import load_weights, restore_engine
+from threefold.train.saving import Checkpoints, SafeSaving, StartingPoint, load_weights, restore_engine
 from threefold.train.step import Engine
-from threefold.train.stop import RunClock, Stop, Stopped
 
 SelfCheck = Callable[[Config, Path, ModelSource, Mesh], None]
 """Check of a run's layout, called on all its ranks; raises a `UserError` on every rank."""
@@ -116,7 +112,8 @@ def train(
         verify(config, run_dir, source, mesh)
 
     background = BackgroundSaver(mesh) if config.checkpoint.async_save else None
-    clock, is_first = RunClock(config, began, lambda: background is not None and background.is_done), mesh.rank == 0
+    is_first = mesh.rank == 0
+    clock = RunClock(config, began, None if background is None else lambda: background.is_done)
     stop = Stop(asked, run_dir, watches=is_first, clock=clock if is_first else None)
 
     mesh.heartbeat.activity(Activity.DATA)
@@ -153,8 +150,8 @@ def train(
 
         # All callbacks of the run, in the order in which they are called at each moment.
         all_callbacks: list[Callback | None] = [
-            StateKeeper(kept, checkpoints),
-            DataCheck(mesh, config.log.every, loader.share.rows.tolist()),
+            StateKeeper(kept, checkpoints) if kept.copies else None,
+            DataCheck(mesh, config.log.every, loader.share.rows.tolist()) if mesh.world.size > 1 else None,
             tokens,
             *reports,  # goodput, console, metrics, TensorBoard, log, stragglers, curve, summary; then the user's
             profiler,
@@ -294,8 +291,8 @@ class Start:
             UserError: on every rank, if no checkpoint can be read.
         """
         if self._in_memory is not None:
-            start = self._kept.restore(self._in_memory, engine, self._run_dir, self._is_unsaved)
-            return replace(start, lines=self._attempt.lines(f"Resuming from memory after step {start.step:,}"))
+            lines = self._attempt.lines(f"Resuming from memory after step {self._in_memory:,}")
+            return self._kept.restore(self._in_memory, engine, self._run_dir, self._is_unsaved, lines)
         while True:
             try:
                 return self._load(engine)

@@ -44,10 +44,10 @@ from threefold.parallel.settings import Parallelism, PieceSizes, TrainingSetting
 from threefold.random.rng import ProcessGenerators, generators_preserved
 from threefold.torch_private.fake import FakeTensor
 from threefold.torch_private.tensors import foreach_norm
+from threefold.train.attempt import Stop
 from threefold.train.optim import LossScale, Optimizer, learning_rate
-from threefold.train.optimizers.own import update_rule
+from threefold.train.optimizers import update_rule
 from threefold.train.step_batch import BatchFacts, BatchPreparation
-from threefold.train.stop import Stop
 
 
 class GradientStep:
@@ -96,7 +96,8 @@ class GradientStep:
         self.generators = ProcessGenerators(mesh.coordinates, mesh.device)
         self.runner = _make_runner(self.model, settings, activation)
         self._batches = BatchPreparation(self.model, settings, self.runner, self.preserved)
-        self._trained, self._partial = self.model.trained, partial_over_tensor_ranks(self.model)
+        self._trained = self.model.trained
+        self._partial = partial_over_tensor_ranks(self.model)
         self._in_order = any(has_uneven_shards(weight.parameter) for weight in self.model.weights)
         self._is_first = True
         self._batch: BatchFacts | None = None
@@ -136,7 +137,8 @@ class GradientStep:
             # 2. Forward and backward passes. Buckets of gradients start their sums over the replicas as they fill; CPU
             # ranks that share memory make them in `finish`.
             self.gradients.begin(self.runner.arrivals)
-            self.buffers.begin()
+            if not self.buffers.is_idle:
+                self.buffers.begin()
             term = self.runner.forward_backward(local, self._batch.factor)
             if self._is_first and self.plan.constructed:
                 self._require_unchanged_weights()
@@ -145,7 +147,8 @@ class GradientStep:
         # all-reduces, or with ZeRO the reduce-scatters.
         self.mesh.heartbeat.activity(Activity.GRADIENT_SUM)
         self.gradients.finish()
-        self.buffers.finish(self._batch.share)
+        if not self.buffers.is_idle:
+            self.buffers.finish(self._batch.share)
         # Over tp: with sequence parallelism, or for per-head norms, the gradients of replicated weights are partial.
         # All other replicated weights already have equal gradients.
         if self._partial:
@@ -236,7 +239,7 @@ class StepResult:
         loss_scale: factor of the loss in the backward pass; None without loss scaling.
         padding: padding tokens of the global batch.
         terms: unweighted mean of each term of the user's loss.
-        refused: reason why the step was refused; empty if it was not.
+        reason: why the step was refused; empty if it was not.
     """
 
     loss: float
@@ -247,7 +250,7 @@ class StepResult:
     loss_scale: float | None = None
     padding: int = 0
     terms: Mapping[str, float] = field(default_factory=dict)
-    refused: str = ""
+    reason: str = ""
 
 
 class NonFiniteStep(DivergenceError):
@@ -261,13 +264,6 @@ class NonFiniteStep(DivergenceError):
     what: str
     advice: str
     result: StepResult
-
-    @classmethod
-    def of(cls, step: int, what: str, advice: str, result: StepResult) -> "NonFiniteStep":
-        """Make the error of a step, 1 for the first."""
-        error = cls(f"Training diverged at step {step}: {what}; {advice}.")  # a single argument keeps it picklable
-        error.what, error.advice, error.result = what, advice, result
-        return error
 
 
 class Engine(GradientStep):
@@ -354,8 +350,12 @@ class Engine(GradientStep):
         result = StepResult(loss, norm, lr, tokens, skipped, used, self._batch.padding, terms, refused)
 
         def diverged() -> NonFiniteStep:
-            what, rate = f"the loss is {loss:g} and the gradient norm {norm:g}", config.lr
-            return NonFiniteStep.of(step + 1, what, f"lower optimizer.lr ({rate:g}), to {rate / 2:g} say", result)
+            what = f"the loss is {loss:g} and the gradient norm {norm:g}"
+            advice = f"lower optimizer.lr ({config.lr:g}), to {config.lr / 2:g} say"
+            # A single argument keeps it picklable.
+            error = NonFiniteStep(f"Training diverged at step {step + 1}: {what}; {advice}.")
+            error.what, error.advice, error.result = what, advice, result
+            return error
 
         # 5. Clip and update.
         clip_and_update(

@@ -20,7 +20,7 @@ from threefold.parallel.moving_buffers import stored_buffers
 from threefold.parallel.parameter import axes_of, offset
 from threefold.parallel.settings import PieceSizes
 from threefold.train.optim import LossScale
-from threefold.train.state import checkpoint_tensors, loss_scale_facts, restore_engine
+from threefold.train.saving import checkpoint_tensors, loss_scale_facts, restore_engine
 from threefold.train.step import Engine
 from threefold.verify.batches import BatchSource
 from threefold.verify.compare import EVALUATION, SCALE, TOLERANCE, Comparison, Error, Held

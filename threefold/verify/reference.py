@@ -34,7 +34,7 @@ from threefold.random.dropout import sample_keys
 from threefold.random.rng import fill_normal_, stream_key
 from threefold.torch_private.tensors import persistent_buffers
 from threefold.train.optim import Optimizer, learning_rate
-from threefold.train.optimizers.own import update_rule
+from threefold.train.optimizers import update_rule
 from threefold.verify.batches import BatchSource
 
 FILE = "one-process.pt"

@@ -13,7 +13,7 @@ import pytest
 from tests.train.support import Run, engine_of, record
 from threefold.data.dataset import open_dataset
 from threefold.launch.worker_pool import WorkerPool
-from threefold.train.callbacks.base import Callback, CallbackFailed, EvaluationRecord, RunContext, clock
+from threefold.train.callbacks.base import Callback, CallbackFailed, EvaluationRecord, RunContext, StepRecord, clock
 from threefold.train.callbacks.console import LiveLine, StepLog, Summary, step_line
 from threefold.train.callbacks.loss_curve import smoothed
 from threefold.train.callbacks.metrics import MetricsFile, read_metrics
@@ -30,7 +30,7 @@ class Recorder(Callback):
         self.failing = failing
 
     def __getattribute__(self, name: str) -> Any:
-        if name not in vars(Callback) or name.startswith("_") or name == "setup":
+        if not callable(vars(Callback).get(name)) or name.startswith("_") or name == "setup":
             return object.__getattribute__(self, name)
 
         def call(*arguments: Any) -> None:
@@ -69,9 +69,29 @@ class NoCheckpoints:
         return []
 
 
+class EverySecondStep(Callback):
+    """Is called in every second step, and no more once it has set its interval to 0 in the fourth."""
+
+    step_interval = 2
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def before_step(self, step: int, batch: Any) -> None:
+        self.calls.append(f"before_step {step}")
+
+    def after_step(self, record: StepRecord) -> None:
+        self.calls.append(f"after_step {record.step}")
+        if record.step == 4:
+            self.step_interval = 0
+
+
 def recorded(run: Run, folder: Path, start: int, failing: str) -> list[str]:
+    return called(run, folder, start, Recorder(failing))
+
+
+def called(run: Run, folder: Path, start: int, callback: Any) -> list[str]:
     engine = engine_of(run.config)
-    callback = Recorder(failing)
     with closing(open_loader(run.config, open_samples(run.config, open_dataset(run.config)), engine.mesh.dp)) as loader:
         saving: Any = SafeSaving(NoCheckpoints(folder))  # type: ignore[arg-type]
         trainer = TrainingLoop(RunContext(run.config, folder, engine.mesh), engine, loader, saving, [callback])
@@ -79,7 +99,7 @@ def recorded(run: Run, folder: Path, start: int, failing: str) -> list[str]:
             trainer.fit(start)
         except CallbackFailed as error:
             callback.calls.append(f"raised {error}")
-    return callback.calls
+    return list(callback.calls)
 
 
 def test_the_order_of_the_hooks(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
@@ -89,6 +109,12 @@ def test_the_order_of_the_hooks(pool: WorkerPool, small_run: Run, tmp_path: Path
     expected = ["before_fit 0", "before_epoch 0", "before_step 1", "after_step 1", "before_step 2", "after_step 2"]
     expected += [end.format(2) for end in ends] + ["before_step 3", "after_step 3"] + [end.format(3) for end in ends]
     assert calls == [*expected, "after_fit", "close"]
+
+
+def test_a_callback_names_the_steps_that_it_is_called_in(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
+    run = small_run.but(steps=6, set=(("train.eval_every", 0),))
+    (calls,) = pool.run(1, called, run, tmp_path, 0, EverySecondStep())
+    assert calls == ["before_step 2", "after_step 2", "before_step 4", "after_step 4"]
 
 
 def test_epochs_begin_and_end(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:

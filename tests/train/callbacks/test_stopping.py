@@ -15,11 +15,11 @@ from tests.train.support import Run, losses_of, record, steps_of, train_rank
 from threefold.checkpoint.folder import newest
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError, WorkerPool
+from threefold.train.attempt import Stopped
 from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContext, StepRecord, stop_reason
-from threefold.train.callbacks.early_stopping import EarlyStopping
 from threefold.train.callbacks.metrics import MEASURED, read_metrics
+from threefold.train.callbacks.optional import EarlyStopping
 from threefold.train.run import train
-from threefold.train.stop import Stopped
 
 EVERY_RANK = "all"
 

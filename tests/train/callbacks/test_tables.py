@@ -11,7 +11,8 @@ from tests.train.support import Run, steps_of, train, train_rank
 from threefold.data.dataset import open_dataset
 from threefold.launch.worker_pool import WorkerPool
 from threefold.train.callbacks.base import Callback, StepRecord
-from threefold.train.callbacks.metrics import Table, read_metrics
+from threefold.train.callbacks.metrics import read_metrics
+from threefold.train.callbacks.optional import Table
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -48,12 +49,12 @@ def test_a_table_keeps_its_whole_rows(tmp_path: Path, capsys: pytest.CaptureFixt
     path = tmp_path / "table.csv"
     path.write_text('step,text\n1,"a, b"\n2\nx,y\n3,"c\nd"\n4,e\n')
     table = Table(path, ("step", "text"), "step")
-    table.open(3)
+    table.before_fit(3)
     table.write({"step": 4})
     table.close()
     assert [tuple(row.values()) for row in rows(path)] == [("1", "a, b"), ("3", "c\nd"), ("4", "")]
     other = Table(path, ("step", "loss"), "step")
-    other.open(3)
+    other.before_fit(3)
     other.close()
     assert (path.read_text(), capsys.readouterr().out) == ("step,loss\n", "")
 

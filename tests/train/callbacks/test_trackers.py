@@ -13,8 +13,8 @@ from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
 from threefold.train.callbacks.base import EvaluationRecord, RunContext
 from threefold.train.callbacks.metrics import read_metrics
+from threefold.train.callbacks.optional import MLflowRun
 from threefold.train.callbacks.registry import check_names
-from threefold.train.callbacks.trackers import MLflowRun
 
 
 def of(run: Run, entry: dict[str, Any]) -> Run:

@@ -19,7 +19,7 @@ TOY = '''
 
 import torch
 
-from threefold.train.optim import UpdateRule, zeros
+from threefold.train.optim import UpdateRule
 
 
 class Toy(UpdateRule):
@@ -28,7 +28,7 @@ class Toy(UpdateRule):
     def __init__(self, entries, config):
         super().__init__(entries, config)
         self.states = {
-            entry.name: {"count": torch.zeros(()), "squares": zeros(entry.master)} for entry in self.entries
+            entry.name: {"count": torch.zeros(()), "squares": torch.zeros_like(entry.master)} for entry in self.entries
         }
 
     def step(self, lr):

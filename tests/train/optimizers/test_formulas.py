@@ -11,7 +11,7 @@ from threefold.config import OptimizerConfig
 from threefold.config.optimizer import OPTIMIZERS, hyper_parameters
 from threefold.parallel.parameter import ShardedMatrix
 from threefold.train.optim import Entry, UpdateRule
-from threefold.train.optimizers.muon import newton_schulz
+from threefold.train.optimizers import newton_schulz
 
 SHAPES = {"matrix": (6, 4), "wide": (3, 8), "table": (5, 4), "bias": (4,)}
 HIDDEN = ("matrix", "wide")
@@ -142,5 +142,5 @@ def test_states_per_element_counts_the_states() -> None:
             rule, _ = rule_of(weights(0), **settings, **momentum)
             for entry in rule.entries:
                 states = [state for state in rule.state(entry).values() if state.shape == entry.master.shape]
-                hidden = entry.hidden_matrix is not None
+                hidden = entry.is_hidden
                 assert len(states) == rule.states_per_element(rule.config, hidden), (settings, entry.name)

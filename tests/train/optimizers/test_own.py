@@ -14,7 +14,7 @@ from threefold.config import Config, resolve
 from threefold.config.optimizer import OptimizerConfig
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
-from threefold.train.optimizers.own import OwnOptimizer, check_optimizer, update_rule
+from threefold.train.optimizers import OwnOptimizer, check_optimizer, update_rule
 
 FILE = '''
 import torch

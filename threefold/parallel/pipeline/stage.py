@@ -47,6 +47,7 @@ class Stage(nn.Module):
         self.layer_signatures = {
             name: LayerSignature.of(name, model.get_submodule(name)) for name in plan.layers[first:end]
         }
+        self._alone = {name for name, each in self.layer_signatures.items() if each.takes_one_tensor}
         for name in plan.layers[first:end]:
             _place(self, name, model.get_submodule(name))
 
@@ -73,7 +74,7 @@ class Stage(nn.Module):
         return self._activations(self.layer_names[-1], layers[-1], x, samples)
 
     def _activations(self, name: str, layer: nn.Module, x: Any, samples: SampleInfo) -> Any:
-        return layer(x) if self.layer_signatures[name].takes_one_tensor else layer(x, samples)
+        return layer(x) if name in self._alone else layer(x, samples)
 
     def _through(self, inputs: LayerInputs, samples: SampleInfo) -> Any:
         output: Any = None
@@ -115,6 +116,7 @@ class TiedWeights:
     """
 
     def __init__(self, plan: ModelPlan, stages: StageMap, mesh: Mesh) -> None:
+        self._names: dict[str, list[str]] = {}
         self._axes: dict[str, Axis] = {}
         made: dict[tuple[int, ...], Axis | None] = {}
         for owner, ranks in shared_between(plan, stages).items():
@@ -139,7 +141,9 @@ class TiedWeights:
         """
         for owner, axis in self._axes.items():
             # In one order on every rank, whatever stages it holds.
-            mine = [gradients[name] for name in sorted(gradients) if covers(owner, name)]
+            if owner not in self._names:
+                self._names[owner] = [name for name in sorted(gradients) if covers(owner, name)]
+            mine = [gradients[name] for name in self._names[owner]]
             axis.all_reduce_together_(mine, in_order)
 
     def _axis_of(self, name: str) -> Axis | None:

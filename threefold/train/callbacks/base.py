@@ -167,6 +167,8 @@ class Callback:
         ranks: "first" if only global rank 0 has the callback, so that it is called once per run; "all" if every rank
             has one of its own. A callback that calls a collective must be on all ranks of the collective's group.
         packages: packages that must be importable, beyond those that Threefold installs.
+        step_interval: before_step and after_step are called in each step whose number is a multiple of this; 0 for no
+            step. A callback may change it at any time.
 
     Example:
         >>> class StopAtLoss(threefold.Callback):
@@ -177,6 +179,7 @@ class Callback:
 
     ranks: ClassVar[Literal["first", "all"]] = "first"
     packages: ClassVar[tuple[str, ...]] = ()
+    step_interval: int = 1
     _stop_reason: str | None = None
 
     @classmethod
@@ -280,8 +283,9 @@ def clock(seconds: float) -> str:
 def step_values(record: StepRecord) -> dict[str, float]:
     """Return the loggable values of a step by name.
 
-    These are `loss`, `grad_norm`, `lr`, `tokens_per_second`, `epoch`, `loss_scale` with loss scaling, `term/NAME` for
-    each term of a loss of several, and `hardware_values`; only `lr` and `epoch` if its samples were not read.
+    These are `loss`, `grad_norm`, `lr`, `tokens_per_second`, `epoch`, `loss_scale` with loss scaling, `seconds/PHASE`,
+    `tflops` and `mfu` if known, `memory`, `largest_memory`, and `term/NAME` for each term of a loss of several; only
+    `lr` and `epoch` if its samples were not read.
     """
     if not record.is_read:
         return {"lr": record.lr, "epoch": record.epoch}
@@ -294,21 +298,14 @@ def step_values(record: StepRecord) -> dict[str, float]:
     }
     if record.loss_scale is not None:
         values["loss_scale"] = record.loss_scale
-    values |= hardware_values(record)
+    values |= {f"seconds/{phase}": seconds for phase, seconds in record.phases.items()}
+    if (used := record.performance) is not None:
+        if used.flops_per_second is not None:
+            values["tflops"] = used.flops_per_second / 1e12
+        if used.mfu is not None:
+            values["mfu"] = used.mfu
+        values |= {"memory": used.memory, "largest_memory": used.largest_memory}
     return values | {f"term/{name}": mean for name, mean in record.terms.items()}
-
-
-def hardware_values(record: StepRecord) -> dict[str, float]:
-    """Return `seconds/PHASE`, `memory` and `largest_memory` of a step, and `tflops` and `mfu` if they are known."""
-    values = {f"seconds/{phase}": seconds for phase, seconds in record.phases.items()}
-    used = record.performance
-    if used is None:
-        return values
-    if used.flops_per_second is not None:
-        values["tflops"] = used.flops_per_second / 1e12
-    if used.mfu is not None:
-        values["mfu"] = used.mfu
-    return values | {"memory": used.memory, "largest_memory": used.largest_memory}
 
 
 def evaluation_values(record: EvaluationRecord) -> dict[str, float]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from threefold.files import format_bytes
 from threefold.train.attempt import GOODPUT_FILE, Goodput
-from threefold.train.callbacks import loss_curve, metrics, trackers
+from threefold.train.callbacks import loss_curve, metrics
 from threefold.train.callbacks.base import (
     Callback,
     EvaluationRecord,
@@ -240,7 +240,7 @@ class Summary(Callback):
 
     @classmethod
     def for_run(cls, run: RunContext) -> Callback:
-        files = {"loss curve": loss_curve.FILE, "metrics": metrics.FILE, "TensorBoard": trackers.FOLDER}
+        files = {"loss curve": loss_curve.FILE, "metrics": metrics.FILE, "TensorBoard": metrics.TENSORBOARD_FOLDER}
         return cls({name: run.run_dir / file for name, file in files.items()}, run.run_dir / GOODPUT_FILE)
 
     def __init__(self, places: dict[str, Path], ledger: Path | None = None) -> None:
@@ -298,7 +298,17 @@ class Summary(Callback):
             *self._of_hardware(),
         ]
         if self.ledger is not None and (found := Goodput.read(self.ledger)):
-            rows.append(("goodput", _goodput(found)))
+            parts = {
+                "steps": found.steps,
+                "repeated steps": found.repeated,
+                "evaluations": found.evaluating,
+                "saving": found.saving,
+                "starting": found.starting,
+                "lost to restarts": found.lost,
+            }
+            listed = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items() if seconds >= 0.05)
+            restarts = f", {found.restarts:,} restarts" if found.restarts else ""
+            rows.append(("goodput", f"{found.share:.1%} of {found.total:,.1f} s{restarts} ({listed})"))
         return rows + [(name, str(place)) for name, place in self.places.items() if place.exists()]
 
     def _of_hardware(self) -> list[tuple[str, str]]:
@@ -310,17 +320,3 @@ class Summary(Callback):
         rows = [("compute", f"{scale * rates.teraflops:,.1f} model {unit} a rank{used}")] if rates.flops else []
         most = f"{format_bytes(last.largest_memory)} on rank {last.largest_rank}, which takes most"
         return [*rows, ("memory", most if last.largest_rank else format_bytes(last.memory))]
-
-
-def _goodput(found: Goodput) -> str:
-    parts = {
-        "steps": found.steps,
-        "repeated steps": found.repeated,
-        "evaluations": found.evaluating,
-        "saving": found.saving,
-        "starting": found.starting,
-        "lost to restarts": found.lost,
-    }
-    listed = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items() if seconds >= 0.05)
-    restarts = f", {found.restarts:,} restarts" if found.restarts else ""
-    return f"{found.share:.1%} of {found.total:,.1f} s{restarts} ({listed})"

@@ -1,29 +1,28 @@
-"""Files of a run's records: metrics.jsonl, and metrics.csv, epochs.csv and phases.json if the run asks for them."""
+"""Files of every run's records: RUN/metrics.jsonl, the ledger of its time (RUN/goodput.json) and TensorBoard's."""
 
-import csv
-import io
 import json
 import os
+import socket
 import stat
+import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from math import inf, isfinite
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import count
+from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from threefold.output import replace_link, sync
-from threefold.train.attempt import GOODPUT_FILE, Goodput
+from threefold.train.attempt import GOODPUT_FILE, LEDGER_SIZE, Attempt, Goodput
 from threefold.train.callbacks.base import (
     Callback,
     EvaluationRecord,
-    Performance,
     RunContext,
     StepRecord,
     WriteFailures,
     evaluation_values,
-    on_terminal,
     reason_of,
     say,
     step_values,
@@ -100,12 +99,12 @@ class RunFile(Callback):
         self.path = Path(path)
         self.file = LineFile(self.path)
 
-    def open(self, start: int) -> None:
-        """Open the file to go on after `start` updates."""
+    def before_fit(self, start: int) -> None:
         self.file.open(append=bool(start))
 
-    def before_fit(self, start: int) -> None:
-        self.open(start)
+    def after_rollback(self, step: int, start: int, reason: str) -> None:
+        self.file.close()
+        self.before_fit(start)
 
     def close(self) -> None:
         self.file.close()
@@ -130,7 +129,7 @@ class MetricsFile(RunFile):
         super().__init__(path)
         self.ledger = ledger
 
-    def open(self, start: int) -> None:
+    def before_fit(self, start: int) -> None:
         if start and self.path.is_file():
             try:
                 _rewrite(self.path, start)
@@ -139,11 +138,7 @@ class MetricsFile(RunFile):
                     f"Warning: {self.path} cannot be rewritten ({error.strerror}); the steps after {start} that are "
                     "made again follow at its end."
                 )
-        super().open(start)
-
-    def after_rollback(self, step: int, start: int, reason: str) -> None:
-        self.file.close()
-        self.open(start)
+        super().before_fit(start)
 
     def after_step(self, record: StepRecord) -> None:
         values: dict[str, Any] = {
@@ -157,8 +152,13 @@ class MetricsFile(RunFile):
         }
         if record.phases:
             values["phases"] = {phase: round(seconds, 6) for phase, seconds in record.phases.items()}
-        if record.performance is not None:
-            values |= _of_hardware(record.performance)
+        if (used := record.performance) is not None:
+            if used.flops_per_second is not None:
+                values["tflops"] = float(f"{used.flops_per_second / 1e12:.4g}")
+            if used.mfu is not None:
+                values["mfu"] = float(f"{used.mfu:.4g}")
+            values |= {name: getattr(used, name) for name in ("memory", "largest_memory", "largest_rank")}
+            values |= {"waited": round(used.waited, 6), "wall_clock": round(used.wall_clock, 3)}
         if record.loss_scale is not None:
             values |= {"loss_scale": record.loss_scale, "skipped": record.skipped}
         if record.reason:
@@ -187,21 +187,6 @@ class MetricsFile(RunFile):
         if self.ledger is not None and (found := Goodput.read(self.ledger)):
             values = {"step": step, "goodput": round(found.share, 6), "seconds": found.seconds()}
             self.file.write(json.dumps({**values, "restarts": found.restarts}))
-
-
-def _of_hardware(used: Performance) -> dict[str, Any]:
-    rates: dict[str, Any] = {}
-    if used.flops_per_second is not None:
-        rates["tflops"] = float(f"{used.flops_per_second / 1e12:.4g}")
-    if used.mfu is not None:
-        rates["mfu"] = float(f"{used.mfu:.4g}")
-    return rates | {
-        "memory": used.memory,
-        "largest_memory": used.largest_memory,
-        "largest_rank": used.largest_rank,
-        "waited": round(used.waited, 6),
-        "wall_clock": round(used.wall_clock, 3),
-    }
 
 
 def _number(value: float) -> float | None:
@@ -337,242 +322,266 @@ def _is_number(value: Any) -> bool:
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
-class Table(RunFile):
-    """CSV file with a header; a resumed run keeps rows by the whole number in column `key`.
+class GoodputLedger(Callback):
+    """Write the goodput ledger of a run. A failure to write is reported once."""
 
-    Columns `term/NAME` and `valid_term/NAME` are added when a row has them, and are empty in the rows so far.
-    """
+    @classmethod
+    def for_run(cls, run: RunContext) -> Callback:
+        return cls(run.run_dir / GOODPUT_FILE, run.attempt)
 
-    def __init__(self, path: str | Path, columns: Sequence[str], key: str) -> None:
-        super().__init__(path)
-        self.columns, self.key = tuple(columns), key
+    def __init__(self, path: Path, attempt: Attempt) -> None:
+        self.path, self.attempt, self._failures = path, attempt, WriteFailures(path)
+        self.goodput = Goodput()
+        self._last, self._started = time.perf_counter(), False
+        self._descriptor: int | None = None
+        self._saving = False
 
-    def setup(self, run: RunContext) -> None:
-        self.path = run.run_dir / self.path
-        self.file = LineFile(self.path)
+    def before_fit(self, start: int) -> None:
+        known = Goodput.read(self.path) if start or self.attempt.number else None
+        self.goodput = goodput = known or Goodput()
+        goodput.attempts += 1
+        goodput.restarts += self.attempt.number > 0
+        goodput.step, goodput.furthest = start, max(start, goodput.furthest)
+        if not self.attempt.number:
+            goodput.at = self.attempt.began
+        with self._failures:
+            # Non-blocking, as a FIFO of this name would block the run.
+            self._descriptor = os.open(replace_link(self.path), os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o644)
+            os.ftruncate(self._descriptor, LEDGER_SIZE)
+        self._write()
 
-    def open(self, start: int) -> None:
-        self._begin(self._rows(start) if start else [])
-
-    def after_rollback(self, step: int, start: int, reason: str) -> None:
-        self.file.close()
-        self.open(start)
-
-    def write(self, row: Mapping[str, Any]) -> None:
-        """Append a row; columns that it lacks are empty."""
-        terms = (column for column in row if column.startswith(("term/", "valid_term/")))
-        if new := tuple(column for column in terms if column not in self.columns):
-            rows = self._rows()
-            self.columns += new
-            self.file.close()
-            self._begin(rows)
-        self.file.write(_line([row.get(column, "") for column in self.columns]))
-
-    def _begin(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        self.file.open(append=False)
-        self.file.write(_line(self.columns))
-        for row in rows:
-            self.write(row)
-
-    def _rows(self, last: float = inf) -> list[dict[str, str]]:
-        """Return the rows of the existing file up to `last`; none if it has other columns, except those of terms."""
-        try:
-            with self.path.open(encoding="utf-8", errors="replace", newline="") as file:
-                reader = csv.DictReader(file)
-                found, own = tuple(reader.fieldnames or ()), len(self.columns)
-                if found[:own] != self.columns or any("term/" not in column for column in found[own:]):
-                    return []
-                rows, self.columns = list(reader), found
-        except (OSError, csv.Error):
-            return []
-        whole = [row for row in rows if None not in row.values() and (row[self.key] or "").isdecimal()]
-        return [row for row in whole if int(row[self.key]) <= last]
-
-
-def _line(values: Sequence[Any]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(values)
-    return text.getvalue().removesuffix("\n")
-
-
-_OF_STEP = ("loss", "grad_norm", "lr", "tokens_per_second", "epoch", "loss_scale", "tokens", "seconds", "skipped")
-
-
-class CSVLog(Table):
-    """Write one row per step, and one per evaluation, whose other columns are empty.
-
-    A loss of several terms adds columns `term/NAME` and `valid_term/NAME`. A resumed run drops the rows after its start
-    and appends. A failure to write is reported once.
-
-    Args:
-        path: path of the file; a relative one is in the run's folder.
-    """
-
-    def __init__(self, path: str | Path = "metrics.csv") -> None:
-        super().__init__(path, ("step", *_OF_STEP, "valid_loss", "valid_tokens"), "step")
+    def before_step(self, step: int, batch: Any) -> None:
+        if not self._started:
+            self._start()
 
     def after_step(self, record: StepRecord) -> None:
-        values = {**step_values(record), "step": record.step, "tokens": record.tokens, "seconds": record.seconds}
-        self.write({**values, "skipped": int(record.skipped)})
+        passed, goodput = self._pass(), self.goodput
+        spent = min(passed, record.seconds - record.phases.get("callbacks", 0.0))
+        if record.step > goodput.furthest:
+            goodput.steps += spent
+        else:
+            goodput.repeated += spent
+        goodput.step, goodput.furthest = record.step, max(record.step, goodput.furthest)
+        self._write()
+
+    def before_evaluation(self, step: int) -> None:
+        self._pass()
 
     def after_evaluation(self, record: EvaluationRecord) -> None:
-        self.write({**evaluation_values(record), "step": record.step, "valid_tokens": record.tokens})
-
-
-@dataclass
-class EpochRecord:
-    """Results of an epoch's steps, as far as this process made them.
-
-    Attributes:
-        epoch: 0 for the first.
-        first_step, last_step: range of these steps.
-        loss: mean over the tokens of these steps that were trained on.
-        valid_loss: loss of the last evaluation after one of these steps; None without one.
-        tokens: number of tokens trained on; number of samples for a data set whose samples are not tokens.
-        seconds: duration of the steps.
-        terms: for a loss of several terms, the mean of each by name, over the steps in which it counts something,
-            weighted by their tokens.
-    """
-
-    epoch: int
-    first_step: int
-    last_step: int
-    loss: float = 0.0
-    valid_loss: float | None = None
-    tokens: int = 0
-    seconds: float = 0.0
-    terms: dict[str, float] = field(default_factory=dict)
-    _weights: dict[str, int] = field(default_factory=dict, init=False, repr=False)
-
-    def add(self, record: StepRecord) -> None:
-        """Add a step."""
-        self.last_step = record.step
-        self.seconds += record.seconds
-        if not record.skipped and record.tokens:
-            self.tokens += record.tokens
-            self.loss += (record.loss - self.loss) * record.tokens / self.tokens
-            for name, mean in record.terms.items():
-                if isfinite(mean):
-                    weight = self._weights[name] = self._weights.get(name, 0) + record.tokens
-                    before = self.terms.setdefault(name, 0.0)
-                    self.terms[name] += (mean - before) * record.tokens / weight
-
-
-class EpochMetrics(Table):
-    """Write one row per epoch, after the evaluation at its end; the last epoch may be incomplete.
-
-    A step belongs to the epoch in which it begins. A resumed run drops the rows after its start and appends; if it
-    starts within an epoch, that epoch's row covers the steps from there on. A loss of several terms adds a column
-    `term/NAME` for each.
-
-    Args:
-        path: path of the file; a relative one is in the run's folder.
-
-    Attributes:
-        epochs: records so far.
-    """
-
-    def __init__(self, path: str | Path = "epochs.csv") -> None:
-        super().__init__(path, tuple(_values(EpochRecord(0, 0, 0))), "last_step")
-        self.epochs: list[EpochRecord] = []
-        self._current: EpochRecord | None = None
-
-    def before_epoch(self, epoch: int) -> None:
-        self._finish()
-
-    def after_step(self, record: StepRecord) -> None:
-        if self._current is None:
-            self._current = EpochRecord(record.epoch, record.step, record.step)
-        self._current.add(record)
-
-    def after_rollback(self, step: int, start: int, reason: str) -> None:
-        self.epochs = [epoch for epoch in self.epochs if epoch.last_step <= start]
-        self._current = None
-        super().after_rollback(step, start, reason)
-
-    def after_evaluation(self, record: EvaluationRecord) -> None:
-        if self._current is not None:
-            self._current.valid_loss = record.loss
-
-    def after_fit(self) -> None:
-        self._finish()
-
-    def close(self) -> None:
-        self._finish()
-        super().close()
-
-    def _finish(self) -> None:
-        found, self._current = self._current, None
-        if found is None:
-            return
-        self.epochs.append(found)
-        self.write({key: "" if value is None else value for key, value in _values(found).items()})
-        if not on_terminal():
-            valid = "" if found.valid_loss is None else f", validation loss: {found.valid_loss:.9f}"
-            say(
-                f"epoch {found.epoch}, steps: {found.first_step} to {found.last_step}, loss: {found.loss:.9f}{valid}, "
-                f"tokens: {found.tokens}, time: {found.seconds:.2f} sec"
-                + "".join(f", {name}: {mean:.9f}" for name, mean in found.terms.items())
-            )
-
-
-def _values(record: EpochRecord) -> dict[str, Any]:
-    values = {name: value for name, value in asdict(record).items() if name not in ("terms", "_weights")}
-    return values | {f"term/{name}": mean for name, mean in record.terms.items()}
-
-
-class PhaseTimers(Callback):
-    """Sum the seconds of each phase on rank 0, and write and print them at the end.
-
-    The phases of a step are `data` (waiting for the batch), `callbacks` (their `before_step`), `forward_backward` (with
-    gradient synchronization) and `update` (with the exchange of loss and gradient norm); further phases are
-    `evaluation` and `checkpoint`, for an asynchronous save only the time that steps wait. On a GPU the forward and
-    backward passes show in `update`, which waits for them.
-
-    Args:
-        path: path of the file; a relative one is in the run's folder.
-
-    Attributes:
-        seconds: seconds by phase.
-    """
-
-    def __init__(self, path: str | Path = "phases.json") -> None:
-        self.path = Path(path)
-        phases = ("data", "callbacks", "forward_backward", "update", "evaluation", "checkpoint")
-        self.seconds = dict.fromkeys(phases, 0.0)
-        self._saving: float | None = None
-
-    def setup(self, run: RunContext) -> None:
-        self.path = run.run_dir / self.path
-
-    def after_step(self, record: StepRecord) -> None:
-        for phase, seconds in record.phases.items():
-            self.seconds[phase] += seconds
-
-    def after_evaluation(self, record: EvaluationRecord) -> None:
-        self.seconds["evaluation"] += record.seconds
+        self.goodput.evaluating += self._pass()
+        self._write()
 
     def before_checkpoint(self, step: int) -> None:
-        self._saving = time.perf_counter()
+        if not self._started:  # stopped before the first step
+            self._start()
+        self._pass()
+        self._saving = True
 
     def after_staging(self, step: int) -> None:
-        self._saved()
+        """Count the time that the steps waited for a checkpoint; the rest of it may be written in the background."""
+        if self._saving:
+            self.goodput.saving += self._pass()
+        self._saving = False
 
     def after_checkpoint(self, step: int, path: Path) -> None:
-        self._saved()
-
-    def _saved(self) -> None:
-        if self._saving is not None:
-            self.seconds["checkpoint"] += time.perf_counter() - self._saving
-            self._saving = None
+        self.after_staging(step)
+        self._write()
 
     def after_fit(self) -> None:
-        total = sum(self.seconds.values()) or 1.0
-        parts = (f"{phase} {seconds:.2f} s ({seconds / total:.0%})" for phase, seconds in self.seconds.items())
-        say(f"Phases: {', '.join(parts)}.")
+        if self._started:
+            self._pass()
+            self._write()
 
     def close(self) -> None:
+        if self._descriptor is not None:
+            with suppress(OSError):
+                os.close(self._descriptor)
+            self._descriptor = None
+
+    def _start(self) -> None:
+        goodput, self._started = self.goodput, True
+        restarted = self.attempt.number and goodput.at
+        passed = max(0.0, time.time() - (goodput.at if restarted else self.attempt.began))
+        goodput.total += passed
+        if restarted:
+            goodput.lost += passed
+        else:
+            goodput.starting += passed
+        self._last = time.perf_counter()
+
+    def _pass(self) -> float:
+        """Add the time since the last event to the total, and return it."""
+        now = time.perf_counter()
+        passed, self._last = now - self._last, now
+        self.goodput.total += passed
+        return passed
+
+    def _write(self) -> None:
+        """Overwrite the file; until the first step the last event stays, so a failing attempt loses the time since."""
+        if self._started:
+            self.goodput.at = time.time()
+        if self._descriptor is not None:
+            with self._failures:
+                os.pwrite(self._descriptor, self.goodput.text(), 0)
+
+
+TENSORBOARD_FOLDER = "tensorboard"
+SECONDS_BETWEEN_FLUSHES = 10
+
+
+def import_writer() -> None:
+    """Import the event-file writer once in a launcher that may restart its ranks."""
+    import tensorboard.compat.proto.event_pb2  # noqa: F401
+
+
+_TAGS: Final = {
+    "loss": "loss/train",
+    "grad_norm": "gradient_norm",
+    "lr": "learning_rate",
+    "valid_loss": "loss/validation",
+    "term/": "terms/",
+    "valid_loss/": "loss/validation of ",
+    "valid_term/": "terms/validation of ",
+}
+"""Tag in TensorBoard of a value, or of all values whose names begin so."""
+
+
+class Tracker(Callback):
+    """Base class of callbacks that send the values of each step and evaluation somewhere.
+
+    A failure to send is reported once, and the training continues without.
+
+    Attributes:
+        service: what is warned of, such as `MLflow cannot log`.
+        connection: object that is sent to; None before it is made, and when it is closed or has failed.
+    """
+
+    service: str
+    connection: Any = None
+
+    def send(self, step: int, values: dict[str, float]) -> None:
+        """Send the values after `step`."""
+        raise NotImplementedError
+
+    def after_step(self, record: StepRecord) -> None:
+        self.log(record.step, step_values(record))
+
+    def after_evaluation(self, record: EvaluationRecord) -> None:
+        self.log(record.step, evaluation_values(record))
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Send the values unless the connection has failed."""
+        if self.connection is not None:
+            with self.failures_reported():
+                self.send(step, values)
+
+    @contextmanager
+    def failures_reported(self) -> Iterator[None]:
+        """Report a failure inside the block, and drop the connection."""
         try:
-            replace_link(self.path).write_text(json.dumps(self.seconds, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            say(f"Warning: {self.path} cannot be written ({reason_of(error)}).")
+            yield
+        except Exception as error:  # a network or disk failure is no reason to end a training
+            lost, self.connection = self.connection, None
+            with suppress(Exception):
+                lost.close()
+            say(f"Warning: {self.service} ({reason_of(error)}); training continues without it.")
+
+
+class TensorBoard(Tracker):
+    """Write event files; in TensorBoard, repeated steps of a resumed run replace the earlier ones.
+
+    This uses TensorBoard's messages, but neither its `SummaryWriter`, whose thread would print a traceback on a full
+    disk, nor its record writer, whose import takes a tenth of a second before the first step. The first failure is
+    reported once, and the run continues without these files.
+    """
+
+    @classmethod
+    def for_run(cls, run: RunContext) -> Callback:
+        return cls(run.run_dir / TENSORBOARD_FOLDER)
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.service = folder, f"{folder} cannot be written"
+        self._flushed = 0.0
+
+    def before_fit(self, start: int) -> None:
+        with self.failures_reported():
+            # Import only on the rank that writes.
+            from tensorboard.compat.proto.event_pb2 import Event
+
+            self.folder.mkdir(parents=True, exist_ok=True)
+            begins = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+            names = (self.folder / f"{begins}.{number}" for number in count())  # TensorBoard sorts the newest last
+            self.connection = next(name for name in names if not os.path.lexists(name)).open("xb")
+            self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
+            self._begin_after(start)
+
+    def after_rollback(self, step: int, start: int, reason: str) -> None:
+        if self.connection is not None:
+            with self.failures_reported():
+                self._begin_after(start)
+
+    def _begin_after(self, start: int) -> None:
+        """Make TensorBoard drop the values of the steps after `start`."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        session = SessionLog(status=SessionLog.START)
+        self._add(Event(wall_time=time.time(), step=start + 1, session_log=session))
+
+    def after_step(self, record: StepRecord) -> None:
+        if not record.is_read:
+            return
+        values = {name: value for name, value in step_values(record).items() if name != "epoch"}
+        values["seconds/step"] = record.seconds
+        if record.performance is not None:
+            values["seconds/wall_clock"] = record.performance.wall_clock
+            values["seconds/waited"] = record.performance.waited
+        self.log(record.step, values)
+
+    def close(self) -> None:
+        if self.connection is not None:
+            with self.failures_reported():
+                self.connection.close()
+            self.connection = None
+
+    def send(self, step: int, values: dict[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        summary = Summary(value=[Summary.Value(tag=_tag(name), simple_value=value) for name, value in values.items()])
+        self._add(Event(wall_time=time.time(), step=step, summary=summary))
+
+    def _add(self, event: Any) -> None:
+        self.connection.write(framed(event.SerializeToString()))
+        if time.monotonic() - self._flushed > SECONDS_BETWEEN_FLUSHES:
+            self.connection.flush()
+            self._flushed = time.monotonic()
+
+
+def _tag(name: str) -> str:
+    """Return the tag in TensorBoard of a value of `step_values` or `evaluation_values`."""
+    begins = name[: name.find("/") + 1]
+    return _TAGS.get(name) or _TAGS.get(begins, begins) + name[len(begins) :]
+
+
+def framed(record: bytes) -> bytes:
+    """Frame a record for TensorFlow's TFRecord format: its length, the record, and a checksum of each."""
+    length = struct.pack("<Q", len(record))
+    return length + _masked_checksum(length) + record + _masked_checksum(record)
+
+
+def _masked_checksum(data: bytes) -> bytes:
+    """Return the CRC-32C (Castagnoli), rotated and shifted as TFRecord defines it."""
+    checksum = 0xFFFFFFFF
+    for byte in data:
+        checksum = _CRC_TABLE[(checksum ^ byte) & 0xFF] ^ checksum >> 8
+    checksum ^= 0xFFFFFFFF
+    return struct.pack("<I", ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+def _crc_entry(byte: int) -> int:
+    for _ in range(8):
+        byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
+    return byte
+
+
+_CRC_TABLE: Final = tuple(map(_crc_entry, range(256)))

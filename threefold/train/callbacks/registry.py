@@ -16,10 +16,10 @@ from threefold.plugins import Registry, one_of
 from threefold.train.callbacks.base import Callback, RunContext
 
 _ALWAYS: Final = {
-    "goodput": "threefold.resilience.goodput:GoodputLedger",
+    "goodput": "threefold.train.callbacks.metrics:GoodputLedger",
     "live_line": "threefold.train.callbacks.console:LiveLine",
     "metrics": "threefold.train.callbacks.metrics:MetricsFile",
-    "tensorboard": "threefold.train.callbacks.trackers:TensorBoard",
+    "tensorboard": "threefold.train.callbacks.metrics:TensorBoard",
     "step_log": "threefold.train.callbacks.console:StepLog",
     "stragglers": "threefold.resilience.stragglers:StragglerReport",
     "loss_curve": "threefold.train.callbacks.loss_curve:LossCurve",
@@ -27,12 +27,12 @@ _ALWAYS: Final = {
 }
 """Callbacks of every run, in calling order."""
 _CHOSEN: Final = {
-    "early_stopping": "threefold.train.callbacks.early_stopping:EarlyStopping",
-    "csv_log": "threefold.train.callbacks.metrics:CSVLog",
-    "epoch_metrics": "threefold.train.callbacks.metrics:EpochMetrics",
-    "phase_timers": "threefold.train.callbacks.metrics:PhaseTimers",
-    "wandb": "threefold.train.callbacks.trackers:WeightsAndBiases",
-    "mlflow": "threefold.train.callbacks.trackers:MLflowRun",
+    "early_stopping": "threefold.train.callbacks.optional:EarlyStopping",
+    "csv_log": "threefold.train.callbacks.optional:CSVLog",
+    "epoch_metrics": "threefold.train.callbacks.optional:EpochMetrics",
+    "phase_timers": "threefold.train.callbacks.optional:PhaseTimers",
+    "wandb": "threefold.train.callbacks.optional:WeightsAndBiases",
+    "mlflow": "threefold.train.callbacks.optional:MLflowRun",
 }
 """Callbacks of a run that names them in `train.callbacks`."""
 CALLBACKS: Final = Registry("train.callbacks", "threefold.callbacks", {**_ALWAYS, **_CHOSEN}, takes_paths=True)
@@ -87,10 +87,13 @@ def make_callbacks(run: RunContext, given: Sequence[Callback] = ()) -> list[Call
     entries = [_parsed(entry) for entry in run.config.train.callbacks or ()]
     wanted: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in _ALWAYS]
     wanted += [each for each in entries if each[0] not in _ALWAYS or each[1]]
-    kinds = [(_load(name), arguments) for name, arguments in wanted]  # on every rank, so that each raises what is wrong
-    made = [_make(kind, run, arguments) for kind, arguments in kinds if _is_here(kind, run)]
-    here = [callback for callback in given if _is_here(callback, run)]
-    return [callback for callback in (*made, *here) if callback is not None]
+    made: list[Callback | None] = []
+    for name, arguments in wanted:
+        kind: Any = _load(name)  # on every rank, so that each raises what is wrong
+        if kind.ranks == "all" or run.mesh.rank == 0:
+            made.append(kind.for_run(run, **arguments) if _makes_itself(kind) else kind(**arguments))
+    made += [callback for callback in given if callback.ranks == "all" or run.mesh.rank == 0]
+    return [callback for callback in made if callback is not None]
 
 
 def require_packages(kind: Callback | type[Callback], beginning: str) -> None:
@@ -105,10 +108,6 @@ def require_packages(kind: Callback | type[Callback], beginning: str) -> None:
                 f"{beginning}, which needs the package {package}, which is not installed; install it with `pip install "
                 f"{package}`, or leave the callback out."
             )
-
-
-def _is_here(callback: Callback | type[Callback], run: RunContext) -> bool:
-    return callback.ranks == "all" or run.mesh.rank == 0
 
 
 def _parsed(entry: Entry) -> tuple[str, dict[str, Any]]:
@@ -130,11 +129,6 @@ def _load(name: str) -> type[Callback]:
 
 def _makes_itself(kind: type[Callback]) -> bool:
     return kind.for_run.__func__ is not Callback.for_run.__func__  # type: ignore[attr-defined]
-
-
-def _make(kind: Any, run: RunContext, arguments: Mapping[str, Any]) -> Callback | None:
-    made: Callback | None = kind.for_run(run, **arguments) if _makes_itself(kind) else kind(**arguments)
-    return made
 
 
 def _check_arguments(kind: type[Callback], name: str, arguments: Mapping[str, Any]) -> None:

@@ -1,0 +1,474 @@
+"""Callbacks that `train.callbacks` names: early stopping, CSV files, epochs, phase timers, and experiment trackers.
+
+The packages of the trackers are imported on use.
+"""
+
+import csv
+import io
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from math import inf, isfinite
+from pathlib import Path
+from typing import Any, Literal
+
+from threefold.errors import UserError
+from threefold.output import replace_link
+from threefold.plugins import one_of
+from threefold.train.callbacks.base import (
+    Callback,
+    EvaluationRecord,
+    RunContext,
+    StepRecord,
+    evaluation_values,
+    on_terminal,
+    reason_of,
+    say,
+    step_values,
+)
+from threefold.train.callbacks.metrics import FILE, LineFile, RunFile, Tracker, read_metrics
+
+_OF_STEPS = ("loss", "grad_norm")
+
+
+class EarlyStopping(Callback):
+    """Stop a run when `monitor` has not improved in `patience` measurements in a row.
+
+    A resumed run continues to count: it reads the measurements up to its start from RUN/metrics.jsonl.
+
+    Args:
+        monitor: `valid_loss`, measured by each evaluation; `valid_loss/NAME` for a corpus of a mixture; or `loss` or
+            `grad_norm`, measured in each step.
+        patience: number of measurements without improvement after which the run stops.
+        min_delta: smallest change that counts as an improvement.
+        mode: `min` if lower is better, `max` if higher is.
+
+    Attributes:
+        best: best value so far; infinite before the first measurement.
+        waited: measurements since then.
+
+    Raises:
+        UserError: an argument has another value.
+
+    Example:
+        >>> stopping = EarlyStopping("valid_loss", patience=3, min_delta=0.01)
+    """
+
+    def __init__(
+        self,
+        monitor: str = "valid_loss",
+        patience: int = 3,
+        min_delta: float = 0.0,
+        mode: Literal["min", "max"] = "min",
+    ) -> None:
+        if monitor not in ("valid_loss", *_OF_STEPS) and not monitor.startswith("valid_loss/"):
+            raise _refused("monitor", monitor, one_of(monitor, ["valid_loss", *_OF_STEPS]))
+        if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
+            raise _refused("patience", patience, "a whole number of at least 1; use 3")
+        if isinstance(min_delta, bool) or not isinstance(min_delta, int | float) or not 0 <= min_delta < inf:
+            raise _refused("min_delta", min_delta, "a number of at least 0; use 0.0")
+        if mode not in ("min", "max"):
+            raise _refused("mode", mode, one_of(mode, ["min", "max"]))
+        self.monitor, self.patience, self.min_delta, self.mode = monitor, patience, min_delta, mode
+        self.best = inf if mode == "min" else -inf
+        self.waited = 0
+
+    def setup(self, run: RunContext) -> None:
+        if self.monitor not in _OF_STEPS and not run.config.train.evaluates:
+            raise UserError(
+                f"EarlyStopping has the monitor {self.monitor} but train.eval_every is 0, so that it is never "
+                "measured; use train.eval_every 100, or the monitor loss."
+            )
+        self._metrics = run.run_dir / FILE
+
+    def before_fit(self, start: int) -> None:
+        if start:
+            name = self.monitor.partition("/")[2]
+            for line in read_metrics(self._metrics):
+                value = line.get("valid_losses", {}).get(name) if name else line.get(self.monitor)
+                if line["step"] <= start and value is not None:
+                    self._measure(value)
+            self.waited = min(self.waited, self.patience - 1)  # it was resumed to go on
+
+    def after_step(self, record: StepRecord) -> None:
+        if self.monitor in _OF_STEPS and not record.skipped:
+            self._check(step_values(record)[self.monitor])
+
+    def after_evaluation(self, record: EvaluationRecord) -> None:
+        if self.monitor in _OF_STEPS:
+            return
+        values = evaluation_values(record)
+        if self.monitor not in values:
+            raise UserError(
+                f"EarlyStopping has the monitor {self.monitor} but the validation part has "
+                f"{one_of(self.monitor, list(values))}."
+            )
+        self._check(values[self.monitor])
+
+    def _check(self, value: float) -> None:
+        self._measure(value)
+        if self.waited >= self.patience:
+            times = "time" if self.waited == 1 else "times in a row"
+            self.stop(f"{self.monitor} has not improved on {self.best:.6g} {self.waited} {times}")
+
+    def _measure(self, value: float) -> None:
+        gain = self.best - value if self.mode == "min" else value - self.best
+        if isfinite(value) and gain > self.min_delta:
+            self.best, self.waited = value, 0
+        else:
+            self.waited += 1
+
+
+def _refused(argument: str, value: object, rule: str) -> UserError:
+    return UserError(f"EarlyStopping has {argument} {value!r} but it must be {rule}.")
+
+
+class Table(RunFile):
+    """CSV file with a header; a resumed run keeps rows by the whole number in column `key`.
+
+    Columns `term/NAME` and `valid_term/NAME` are added when a row has them, and are empty in the rows so far.
+    """
+
+    def __init__(self, path: str | Path, columns: Sequence[str], key: str) -> None:
+        super().__init__(path)
+        self.columns, self.key = tuple(columns), key
+
+    def setup(self, run: RunContext) -> None:
+        self.path = run.run_dir / self.path
+        self.file = LineFile(self.path)
+
+    def before_fit(self, start: int) -> None:
+        self._begin(self._rows(start) if start else [])
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append a row; columns that it lacks are empty."""
+        terms = (column for column in row if column.startswith(("term/", "valid_term/")))
+        if new := tuple(column for column in terms if column not in self.columns):
+            rows = self._rows()
+            self.columns += new
+            self.file.close()
+            self._begin(rows)
+        self.file.write(_line([row.get(column, "") for column in self.columns]))
+
+    def _begin(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.file.open(append=False)
+        self.file.write(_line(self.columns))
+        for row in rows:
+            self.write(row)
+
+    def _rows(self, last: float = inf) -> list[dict[str, str]]:
+        """Return the rows of the existing file up to `last`; none if it has other columns, except those of terms."""
+        try:
+            with self.path.open(encoding="utf-8", errors="replace", newline="") as file:
+                reader = csv.DictReader(file)
+                found, own = tuple(reader.fieldnames or ()), len(self.columns)
+                if found[:own] != self.columns or any("term/" not in column for column in found[own:]):
+                    return []
+                rows, self.columns = list(reader), found
+        except (OSError, csv.Error):
+            return []
+        whole = [row for row in rows if None not in row.values() and (row[self.key] or "").isdecimal()]
+        return [row for row in whole if int(row[self.key]) <= last]
+
+
+def _line(values: Sequence[Any]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(values)
+    return text.getvalue().removesuffix("\n")
+
+
+_OF_STEP = ("loss", "grad_norm", "lr", "tokens_per_second", "epoch", "loss_scale", "tokens", "seconds", "skipped")
+
+
+class CSVLog(Table):
+    """Write one row per step, and one per evaluation, whose other columns are empty.
+
+    A loss of several terms adds columns `term/NAME` and `valid_term/NAME`. A resumed run drops the rows after its start
+    and appends. A failure to write is reported once.
+
+    Args:
+        path: path of the file; a relative one is in the run's folder.
+    """
+
+    def __init__(self, path: str | Path = "metrics.csv") -> None:
+        super().__init__(path, ("step", *_OF_STEP, "valid_loss", "valid_tokens"), "step")
+
+    def after_step(self, record: StepRecord) -> None:
+        values = {**step_values(record), "step": record.step, "tokens": record.tokens, "seconds": record.seconds}
+        self.write({**values, "skipped": int(record.skipped)})
+
+    def after_evaluation(self, record: EvaluationRecord) -> None:
+        self.write({**evaluation_values(record), "step": record.step, "valid_tokens": record.tokens})
+
+
+@dataclass
+class EpochRecord:
+    """Results of an epoch's steps, as far as this process made them.
+
+    Attributes:
+        epoch: 0 for the first.
+        first_step, last_step: range of these steps.
+        loss: mean over the tokens of these steps that were trained on.
+        valid_loss: loss of the last evaluation after one of these steps; None without one.
+        tokens: number of tokens trained on; number of samples for a data set whose samples are not tokens.
+        seconds: duration of the steps.
+        terms: for a loss of several terms, the mean of each by name, over the steps in which it counts something,
+            weighted by their tokens.
+    """
+
+    epoch: int
+    first_step: int
+    last_step: int
+    loss: float = 0.0
+    valid_loss: float | None = None
+    tokens: int = 0
+    seconds: float = 0.0
+    terms: dict[str, float] = field(default_factory=dict)
+    _weights: dict[str, int] = field(default_factory=dict, init=False, repr=False)
+
+    def add(self, record: StepRecord) -> None:
+        """Add a step."""
+        self.last_step = record.step
+        self.seconds += record.seconds
+        if not record.skipped and record.tokens:
+            self.tokens += record.tokens
+            self.loss += (record.loss - self.loss) * record.tokens / self.tokens
+            for name, mean in record.terms.items():
+                if isfinite(mean):
+                    weight = self._weights[name] = self._weights.get(name, 0) + record.tokens
+                    before = self.terms.setdefault(name, 0.0)
+                    self.terms[name] += (mean - before) * record.tokens / weight
+
+
+class EpochMetrics(Table):
+    """Write one row per epoch, after the evaluation at its end; the last epoch may be incomplete.
+
+    A step belongs to the epoch in which it begins. A resumed run drops the rows after its start and appends; if it
+    starts within an epoch, that epoch's row covers the steps from there on. A loss of several terms adds a column
+    `term/NAME` for each.
+
+    Args:
+        path: path of the file; a relative one is in the run's folder.
+
+    Attributes:
+        epochs: records so far.
+    """
+
+    def __init__(self, path: str | Path = "epochs.csv") -> None:
+        super().__init__(path, tuple(_values(EpochRecord(0, 0, 0))), "last_step")
+        self.epochs: list[EpochRecord] = []
+        self._current: EpochRecord | None = None
+
+    def before_epoch(self, epoch: int) -> None:
+        self._finish()
+
+    def after_step(self, record: StepRecord) -> None:
+        if self._current is None:
+            self._current = EpochRecord(record.epoch, record.step, record.step)
+        self._current.add(record)
+
+    def after_rollback(self, step: int, start: int, reason: str) -> None:
+        self.epochs = [epoch for epoch in self.epochs if epoch.last_step <= start]
+        self._current = None
+        super().after_rollback(step, start, reason)
+
+    def after_evaluation(self, record: EvaluationRecord) -> None:
+        if self._current is not None:
+            self._current.valid_loss = record.loss
+
+    def after_fit(self) -> None:
+        self._finish()
+
+    def close(self) -> None:
+        self._finish()
+        super().close()
+
+    def _finish(self) -> None:
+        found, self._current = self._current, None
+        if found is None:
+            return
+        self.epochs.append(found)
+        self.write({key: "" if value is None else value for key, value in _values(found).items()})
+        if not on_terminal():
+            valid = "" if found.valid_loss is None else f", validation loss: {found.valid_loss:.9f}"
+            say(
+                f"epoch {found.epoch}, steps: {found.first_step} to {found.last_step}, loss: {found.loss:.9f}{valid}, "
+                f"tokens: {found.tokens}, time: {found.seconds:.2f} sec"
+                + "".join(f", {name}: {mean:.9f}" for name, mean in found.terms.items())
+            )
+
+
+def _values(record: EpochRecord) -> dict[str, Any]:
+    values = {name: value for name, value in asdict(record).items() if name not in ("terms", "_weights")}
+    return values | {f"term/{name}": mean for name, mean in record.terms.items()}
+
+
+class PhaseTimers(Callback):
+    """Sum the seconds of each phase on rank 0, and write and print them at the end.
+
+    The phases of a step are `data` (waiting for the batch), `callbacks` (their `before_step`), `forward_backward` (with
+    gradient synchronization) and `update` (with the exchange of loss and gradient norm); further phases are
+    `evaluation` and `checkpoint`, for an asynchronous save only the time that steps wait. On a GPU the forward and
+    backward passes show in `update`, which waits for them.
+
+    Args:
+        path: path of the file; a relative one is in the run's folder.
+
+    Attributes:
+        seconds: seconds by phase.
+    """
+
+    def __init__(self, path: str | Path = "phases.json") -> None:
+        self.path = Path(path)
+        phases = ("data", "callbacks", "forward_backward", "update", "evaluation", "checkpoint")
+        self.seconds = dict.fromkeys(phases, 0.0)
+        self._saving: float | None = None
+
+    def setup(self, run: RunContext) -> None:
+        self.path = run.run_dir / self.path
+
+    def after_step(self, record: StepRecord) -> None:
+        for phase, seconds in record.phases.items():
+            self.seconds[phase] += seconds
+
+    def after_evaluation(self, record: EvaluationRecord) -> None:
+        self.seconds["evaluation"] += record.seconds
+
+    def before_checkpoint(self, step: int) -> None:
+        self._saving = time.perf_counter()
+
+    def after_staging(self, step: int) -> None:
+        if self._saving is not None:
+            self.seconds["checkpoint"] += time.perf_counter() - self._saving
+            self._saving = None
+
+    def after_checkpoint(self, step: int, path: Path) -> None:
+        self.after_staging(step)
+
+    def after_fit(self) -> None:
+        total = sum(self.seconds.values()) or 1.0
+        parts = (f"{phase} {seconds:.2f} s ({seconds / total:.0%})" for phase, seconds in self.seconds.items())
+        say(f"Phases: {', '.join(parts)}.")
+
+    def close(self) -> None:
+        try:
+            replace_link(self.path).write_text(json.dumps(self.seconds, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            say(f"Warning: {self.path} cannot be written ({reason_of(error)}).")
+
+
+_LONGEST_PARAMETER = 500
+"""Maximum number of characters of a parameter's value in every version of MLflow."""
+
+
+class MLflowRun(Tracker):
+    """Log steps, evaluations and the config to MLflow; `pip install threefold[mlflow]`.
+
+    A failure to log is reported once, and training continues without MLflow. A resumed run becomes a new MLflow run
+    unless `run_id` is given.
+
+    Args:
+        experiment: MLflow experiment; created if it does not exist.
+        run_name: name of the MLflow run; None for the name of the run's folder.
+        tracking_uri: a server, `sqlite:///FILE` or a folder; None for the environment's setting.
+        run_id: MLflow run to append to.
+    """
+
+    service, packages = "MLflow cannot log", ("mlflow",)
+
+    def __init__(
+        self,
+        experiment: str = "threefold",
+        run_name: str | None = None,
+        tracking_uri: str | None = None,
+        run_id: str | None = None,
+    ) -> None:
+        self.experiment, self.run_name, self.tracking_uri, self.run_id = experiment, run_name, tracking_uri, run_id
+        self._status = "FAILED"
+
+    def setup(self, run: RunContext) -> None:
+        # Use the client, as `mlflow.start_run` sets the active run of the whole process.
+        from mlflow.entities import Param
+        from mlflow.tracking import MlflowClient
+
+        self.connection = MlflowClient(tracking_uri=self.tracking_uri)
+        if self.run_id is None:
+            found = self.connection.get_experiment_by_name(self.experiment)
+            experiment = found.experiment_id if found else self.connection.create_experiment(self.experiment)
+            self.run_id = self.connection.create_run(experiment, run_name=self.run_name or run.run_dir.name).info.run_id
+            settings = run.config.sections().items()
+            parameters = {f"{section}.{key}": str(value) for section, keys in settings for key, value in keys.items()}
+            self.connection.log_batch(
+                self.run_id, params=[Param(key, value[:_LONGEST_PARAMETER]) for key, value in parameters.items()]
+            )
+
+    def after_stop(self, step: int, reason: str) -> None:
+        if self.connection is not None:
+            self.connection.set_tag(self.run_id, "stopped", reason)
+
+    def after_fit(self) -> None:
+        self._status = "FINISHED"
+
+    def close(self) -> None:
+        if self.connection is not None:
+            self.connection.set_terminated(self.run_id, self._status)
+            self.connection = None
+
+    def send(self, step: int, values: dict[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = time.time_ns() // 1_000_000
+        # Only letters, digits, and _ - . are valid everywhere; a slash makes a folder in a file store.
+        names = {key: re.sub(r"[^\w\-.]", "_", key.replace("/", ".", 1)) for key in values}
+        metrics = [Metric(names[key], value, now, step) for key, value in values.items()]
+        self.connection.log_batch(self.run_id, metrics=metrics)
+
+
+class WeightsAndBiases(Tracker):
+    """Log steps, evaluations and the config to Weights & Biases; `pip install threefold[wandb]`.
+
+    A failure to log is reported once, and training continues without it. A resumed run becomes a new W&B run unless
+    `id` and `resume` are given.
+
+    Args:
+        project: W&B project.
+        run_name: name of the W&B run; None for the name of the run's folder.
+        mode: `online`, `offline` (files under RUN/wandb, for `wandb sync`) or `disabled`; None for the environment's
+            setting.
+        options: further arguments of `wandb.init`, such as `entity`, `tags`, `id` and `resume`.
+    """
+
+    service, packages = "Weights & Biases cannot log", ("wandb",)
+
+    def __init__(
+        self, project: str = "threefold", run_name: str | None = None, mode: str | None = None, **options: Any
+    ) -> None:
+        self.options = {"project": project, "name": run_name, "mode": mode, **options}
+
+    def setup(self, run: RunContext) -> None:
+        import wandb
+
+        given = {key: value for key, value in self.options.items() if value is not None}
+        self.connection = wandb.init(
+            **{"name": run.run_dir.name, "dir": str(run.run_dir), "config": run.config.sections(), **given}
+        )
+
+    def after_stop(self, step: int, reason: str) -> None:
+        if self.connection is not None:
+            self.connection.summary["stopped"] = reason
+
+    def after_fit(self) -> None:
+        self._finish(0)
+
+    def close(self) -> None:
+        self._finish(1)
+
+    def send(self, step: int, values: dict[str, float]) -> None:
+        self.connection.log(values, step=step)
+
+    def _finish(self, status: int) -> None:
+        if self.connection is not None:
+            self.connection.finish(exit_code=status)
+            self.connection = None
