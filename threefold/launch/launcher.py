@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -187,7 +188,7 @@ def run_in_process(
 
 
 def _info(place: LaunchedRank, device: Device, signals: StopSignals | None, job: Job | None = None) -> RankInfo:
-    asked = (lambda: signals.received) if signals else never
+    asked = partial(getattr, signals, "received") if signals else never
     ranks = (place.rank, place.world_size, place.local_rank, place.local_world_size)
     return RankInfo(*ranks, device, asked, backend=job.backend if job else "auto")
 
