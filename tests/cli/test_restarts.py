@@ -21,8 +21,7 @@ from tests.cli.runs import (
 )
 from tests.support import ready
 from tests.support.kills import Killer, assert_gone, beacon, moments, pids
-from threefold.checkpoint.folder import complete
-from threefold.checkpoint.selection import check_whole
+from threefold.checkpoint.folder import check_whole, complete
 
 KINDS = ("step", "evaluation", "save")
 

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from tests.support.hf_models import Silent
-from threefold.checkpoint.selection import select_checkpoint
+from threefold.checkpoint.folder import select_checkpoint
 from threefold.checkpoint.tensors import load_tensors_alone, stored_tensors
 from threefold.config import load_config, resolve
 from threefold.data.audit import audit
 from threefold.data.corpus import Corpus
 from threefold.data.formats.jsonl import JsonLines
-from threefold.data.formats.token_files import open_corpus
+from threefold.data.formats.registry import open_corpus
 from threefold.data.packed import PackedSamples, PaddedSamples
 from threefold.errors import UserError
 from threefold.huggingface.import_hf import Import, import_model

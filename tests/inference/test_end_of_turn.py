@@ -7,7 +7,7 @@ import torch
 
 from tests.support.chats import TURN_END, write_tokenizer
 from tests.support.hf_models import Silent
-from threefold.data.messages import Conversation
+from threefold.data.conversations import Conversation
 from threefold.huggingface.import_hf import Import, import_model
 from threefold.inference.generate import GenerationRequest, Sampling, encode_prompts, generate_text, generate_tokens
 from threefold.inference.model import Trained

@@ -13,13 +13,10 @@ from threefold.api.optimizer import ModelOptimizer
 from threefold.api.prepared import prepare as prepared
 from threefold.api.prepared.module import PreparedModule
 from threefold.api.prepared.optimizer import PreparedOptimizer
-from threefold.checkpoint.errors import MODEL, OPTIMIZER, DamagedCheckpoint
-from threefold.checkpoint.folder import LOOP, newest
-from threefold.checkpoint.manifest import Facts
+from threefold.checkpoint.folder import LOOP, from_first, newest
+from threefold.checkpoint.manifest import MODEL, OPTIMIZER, WRITER, DamagedCheckpoint, Facts, record_of_layout
 from threefold.checkpoint.save import save_checkpoint
-from threefold.checkpoint.selection import from_first
 from threefold.checkpoint.tensors import load_tensors, stored_names, stored_tensors
-from threefold.checkpoint.writer import WRITER, record_of_layout
 from threefold.errors import UserError
 from threefold.files import parse_json, read_text
 from threefold.parallel.moving_buffers import stored_buffers

@@ -1,21 +1,70 @@
-"""Manifest of a checkpoint (checkpoint.json): the state of the run, and the size and checksum of every file."""
+"""Error of a damaged checkpoint, and checks that its readers share."""
 
 import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final
 
+import yaml
 from pydantic import Field
 
-from threefold.checkpoint.errors import DamagedCheckpoint, is_plain_name
 from threefold.checksums import checksum, is_intact, seal_text
-from threefold.data.content_checksums import Content
+from threefold.comm.layout import AXES, Layout
+from threefold.config.schema import ParallelConfig
+from threefold.data.corpus import Content
 from threefold.data.tokenizer import BEFORE_RULES, SpecialTokens, TextRule
 from threefold.errors import UserError
-from threefold.files import STRICT, FileRecord, WrongFact, parse_facts, parse_json, read_text, require_file, shown
+from threefold.files import (
+    STRICT,
+    FileRecord,
+    WrongFact,
+    parse_facts,
+    parse_json,
+    read_json,
+    read_text,
+    require_file,
+    shown,
+)
 from threefold.output import sync, write_durably
+
+
+class DamagedCheckpoint(UserError):
+    """Error for a checkpoint that is damaged or not Threefold's; an older one may still be valid.
+
+    Attributes:
+        path: folder of the checkpoint.
+        reason: the damage, as a clause that names the file.
+    """
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"The checkpoint {path} cannot be used: {reason}.")
+        self.path, self.reason = path, reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.path, self.reason)
+
+
+def is_plain_name(name: Any) -> bool:
+    """Return whether a value is the name of a file directly in a folder: no separators, not absolute."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
+
+
+def whole(value: Any) -> int:
+    """Return a whole number of at least 0; raise ValueError for anything else."""
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{value!r} is no whole number")
+    return value
+
+
+MODEL: Final = "model."
+OPTIMIZER: Final = "optimizer."
+
 
 MANIFEST: Final = "checkpoint.json"
 PARTIAL: Final = ".partial"
@@ -190,3 +239,114 @@ def write_manifest(folder: Path, facts: Facts) -> None:
     manifest = {"format": FORMAT, "version": VERSION, **stored, "files": files}
     write_durably(folder / MANIFEST, seal_text(json.dumps(manifest, indent=2)))
     sync(folder)
+
+
+WRITER: Final = "writer.json"
+_WRITER_FORMAT: Final = "threefold-writer"
+
+
+@dataclass(frozen=True)
+class WriterRecord:
+    """Record of the run that wrote a checkpoint.
+
+    Attributes:
+        layout: `parallel` settings that describe the run's layout, by name; None if unknown.
+        saved: time of saving; None if unknown.
+        versions: versions of the package and of torch, by name.
+        weights_only: whether the optimizer state was left out on purpose.
+    """
+
+    layout: Mapping[str, Any] | None = None
+    saved: datetime | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    weights_only: bool = False
+
+    @property
+    def ranks(self) -> int | None:
+        """Number of processes that wrote the checkpoint; None if unknown."""
+        return None if self.layout is None else prod(int(self.layout.get(axis, 1)) for axis in AXES)
+
+    @property
+    def text(self) -> str:
+        """Content of writer.json."""
+        document = {
+            "format": _WRITER_FORMAT,
+            "version": 1,
+            "saved": self.saved.isoformat(timespec="seconds") if self.saved else None,
+            "layout": None if self.layout is None else dict(self.layout),
+            "versions": dict(self.versions),
+            "weights_only": self.weights_only,
+        }
+        return json.dumps(document, indent=2) + "\n"
+
+    def __str__(self) -> str:
+        """Return the layout on one line, such as `dp 2 · tp 2 · pp 2, zero 1`."""
+        if self.layout is None:
+            return "unknown"
+        sizes = {axis: int(self.layout.get(axis, 1)) for axis in (*AXES, "ep")}
+        zero, schedule = self.layout.get("zero", 0), self.layout.get("schedule")
+        more = [f"zero {zero}"] if zero else []
+        more += [str(schedule)] if schedule and sizes["pp"] > 1 else []
+        return ", ".join((str(Layout(**sizes)), *more))
+
+
+def record_of(parallel: ParallelConfig) -> WriterRecord:
+    """Return the record for a checkpoint written now by a run with these settings."""
+    settings = parallel.settings()
+    kept = ("dp", "tp", "pp", "cp", "ep", "zero", "zero_shards", "schedule", "stage_chunks", "sequence_parallel")
+    return _record_now({name: settings[name] for name in kept if name in settings})
+
+
+def record_of_layout(layout: Layout) -> WriterRecord:
+    """Return the record for a checkpoint written now by a custom training loop."""
+    return _record_now({axis: layout.size(axis) for axis in ("dp", "tp", "pp", "cp", "ep")})
+
+
+def _record_now(layout: Mapping[str, Any]) -> WriterRecord:
+    versions = {}
+    for package in ("threefold", "torch"):
+        with suppress(PackageNotFoundError):  # run from a folder of sources
+            versions[package] = version(package)
+    return WriterRecord(layout, datetime.now(UTC), versions)
+
+
+def read_writer(folder: Path) -> WriterRecord:
+    """Return the record of a checkpoint's writer, for older checkpoints from the config; unreadable facts are None."""
+    document = None
+    with suppress(UserError):
+        document = read_json(folder / WRITER)
+    if not isinstance(document, dict) or document.get("format") != _WRITER_FORMAT:
+        return WriterRecord(_layout_of_config(folder))
+    versions = document.get("versions")
+    return WriterRecord(
+        _usable(document.get("layout")),
+        _time(document.get("saved")),
+        {str(name): str(value) for name, value in versions.items()} if isinstance(versions, dict) else {},
+        document.get("weights_only") is True,
+    )
+
+
+def _layout_of_config(folder: Path) -> dict[str, Any] | None:
+    """Return the layout in the stored config.yaml, or None if unreadable."""
+    try:
+        document = yaml.safe_load(read_text(folder / "config.yaml"))
+    except (UserError, yaml.YAMLError, ValueError, RecursionError):
+        return None
+    return _usable(document.get("parallel", {})) if isinstance(document, dict) else None
+
+
+def _usable(layout: Any) -> dict[str, Any] | None:
+    if not isinstance(layout, dict):
+        return None
+    known = {axis: layout.get(axis, 1) for axis in (*AXES, "ep")}
+    if not all(type(size) is int and 1 <= size < 1 << 31 for size in known.values()):
+        return None
+    return layout if known["dp"] % known["ep"] == 0 else None
+
+
+def _time(text: Any) -> datetime | None:
+    try:
+        found = datetime.fromisoformat(text)
+    except (TypeError, ValueError):
+        return None
+    return found if found.tzinfo else found.replace(tzinfo=UTC)

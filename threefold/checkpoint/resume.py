@@ -7,17 +7,23 @@ from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
-from threefold.checkpoint.errors import DamagedCheckpoint
-from threefold.checkpoint.folder import TOKENIZER, Checkpoint, folders, model_files, newest
-from threefold.checkpoint.selection import Damaged, check_whole, select_checkpoint
-from threefold.checkpoint.writer import read_writer
+from threefold.checkpoint.folder import (
+    TOKENIZER,
+    Checkpoint,
+    Damaged,
+    check_whole,
+    folders,
+    model_files,
+    newest,
+    select_checkpoint,
+)
+from threefold.checkpoint.manifest import DamagedCheckpoint, read_writer
 from threefold.comm.layout import Layout
 from threefold.config import Config
 from threefold.config.resolve import is_derived
-from threefold.data.content_checksums import Content, ReadCorpus
+from threefold.data.corpus import Content, ReadCorpus
 from threefold.data.dataset import open_dataset
-from threefold.data.mixture import whole_shares
-from threefold.data.samples import ConsumedSamples
+from threefold.data.samples import ConsumedSamples, whole_shares
 from threefold.data.tokenizer import TextRule
 from threefold.errors import UserError
 from threefold.files import read_text, shown
@@ -190,7 +196,7 @@ def _changed_model(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
     """Yield a warning for each changed file of a custom model; raise UserError if its weights changed too."""
     if not config.model.file:
         return
-    from threefold.checkpoint.model_match import require_match
+    from threefold.checkpoint.index import require_match
     from threefold.models.family import model_plan
 
     require_match(config.model, model_plan(config.model, config.data.sequence_length), checkpoint.path)

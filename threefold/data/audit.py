@@ -9,12 +9,11 @@ from typing import Final
 import numpy as np
 
 from threefold.checksums import checksum
-from threefold.data.corpus import StoredTokens
+from threefold.data.corpus import META_FILE, TOKENS_FILE, StoredTokens
+from threefold.data.formats.jsonl import CACHE_ENDING, FACTS, entry_checksums, is_entry, is_stamp, is_stamp_whole
+from threefold.data.formats.registry import holds_tokens, is_own, read_stored
 from threefold.data.formats.threefold_folder import TokenFiles
-from threefold.data.formats.token_cache import CACHE_ENDING, FACTS, entry_checksums, is_entry, is_stamp, is_stamp_whole
-from threefold.data.formats.token_files import holds_tokens, is_own, read_stored
 from threefold.data.sources import is_json_lines
-from threefold.data.stored_array import META_FILE, TOKENS_FILE
 from threefold.data.tokenizer import id_count, load_tokenizer
 from threefold.errors import UserError
 from threefold.files import require_file, shown

@@ -12,15 +12,13 @@ from threefold.config import Config, resolve
 from threefold.config.data import DataConfig
 from threefold.config.model import OWN
 from threefold.constants import IGNORE_INDEX
-from threefold.data.chat_template import ChatTemplate
-from threefold.data.content_checksums import ReadCorpus, content_of
-from threefold.data.corpus import Corpus
+from threefold.data.conversations import ChatTemplate
+from threefold.data.corpus import Corpus, ReadCorpus
 from threefold.data.formats.jsonl import JsonLines
 from threefold.data.formats.own_data import OwnData, is_nested, is_own_data
-from threefold.data.formats.token_files import holds_tokens, open_corpus
-from threefold.data.mixture import MixedSamples
+from threefold.data.formats.registry import holds_tokens, open_corpus
 from threefold.data.packed import PackedConversations, PackedSamples, PaddedSamples
-from threefold.data.samples import MixturePart, Samples
+from threefold.data.samples import MixedSamples, MixturePart, Samples
 from threefold.data.sources import is_json_lines
 from threefold.data.tokenizer import TextRule
 from threefold.errors import UserError
@@ -144,7 +142,7 @@ class Dataset:
         """Return each source that has files, with its checksums; needs resolved settings. Raises like `samples`."""
         length = self.settings.sequence_length
         found = (source.data for source in self.sources)
-        return tuple(content_of(_corpus(data, length)) for data in found if not isinstance(data, OwnData))
+        return tuple(_corpus(data, length).content() for data in found if not isinstance(data, OwnData))
 
 
 def _has_label(samples: Samples) -> bool:

@@ -12,16 +12,18 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from threefold.data.chat_template import ChatRenderer, ChatTemplate, Message, Rendered, TemplateRefusal
-from threefold.data.messages import ASSISTANT, Chat, Completion, Document
+from threefold.data.conversations import ASSISTANT, Chat, ChatTemplate, Completion, Document, Message
 from threefold.data.tokenizer import TextEncoder, TextRule
 from threefold.errors import UserError
+
+if TYPE_CHECKING:
+    from threefold.data.chat_renderer import ChatRenderer
 
 _OPEN, _CLOSE = "\uf8f0", "\uf8f1"
 """Private-use characters that enclose special tokens spelled by a message while a template renders it."""
@@ -57,7 +59,11 @@ class DocumentEncoder:
 
     def __init__(self, text: TextEncoder, eod: int | None, template: ChatTemplate | None = None) -> None:
         self.text, self._eod = text, eod
-        self._renderer = None if template is None else ChatRenderer(template)
+        self._renderer: ChatRenderer | None = None
+        if template is not None:
+            from threefold.data import chat_renderer  # imports Jinja, which few runs need
+
+            self._renderer = chat_renderer.ChatRenderer(template)
         self._specials = text.special_ids()
         self._spelled = re.compile("|".join(map(re.escape, sorted(self._specials.values(), key=len, reverse=True))))
 
@@ -75,7 +81,7 @@ class DocumentEncoder:
 
     def prompt(self, messages: Sequence[Message], where: str) -> list[int]:
         """Encode a conversation that the assistant is to continue. Raises like `encode`."""
-        return self._tokens(self._render(self._marked(messages), where, prompted=True).text)[0]
+        return self._tokens(self._required(where).render(self._marked(messages), where, prompted=True).text)[0]
 
     def end_of_turn(self) -> int | None:
         """Return the special token that ends the assistant's turn; None without a template or if it has none."""
@@ -94,9 +100,10 @@ class DocumentEncoder:
 
     def _encode_chat(self, chat: Chat) -> EncodedDocument:
         chat = replace(chat, messages=tuple(self._marked(chat.messages)))
-        rendered = self._render(chat.messages, chat.where, chat.tools)
+        renderer = self._required(chat.where)
+        rendered = renderer.render(chat.messages, chat.where, chat.tools)
         ids, spans = self._tokens(rendered.text)
-        if self._required(chat.where).template.marks_answers:
+        if renderer.template.marks_answers:
             given = len(self._before(chat, chat.first, rendered.text)) if chat.first else 0
             counted = _within(spans, [(start, end) for start, end in rendered.generated if given <= start < end])
         else:
@@ -116,8 +123,8 @@ class DocumentEncoder:
             if number < chat.first or message["role"] != ASSISTANT:
                 continue
             start = len(self._before(chat, number, rendered))
-            so_far = chat.messages[: number + 1]
-            texts = [self._render(so_far, chat.where, chat.tools, prompted).text for prompted in (False, True)]
+            renderer, so_far = self._required(chat.where), chat.messages[: number + 1]
+            texts = [renderer.render(so_far, chat.where, chat.tools, prompted).text for prompted in (False, True)]
             # A template may close a complete conversation (Phi's <|endoftext|>) but not one that continues.
             after = os.path.commonprefix(texts)  # noqa: RUF071 (of characters)
             if not rendered.startswith(after) or len(after) <= start:
@@ -125,7 +132,7 @@ class DocumentEncoder:
             yield start, len(after)
 
     def _before(self, chat: Chat, number: int, rendered: str) -> str:
-        before = self._render(chat.messages[:number], chat.where, chat.tools, prompted=True).text
+        before = self._required(chat.where).render(chat.messages[:number], chat.where, chat.tools, prompted=True).text
         if not rendered.startswith(before):
             raise self._unstable(chat, number)
         return before
@@ -148,16 +155,7 @@ class DocumentEncoder:
         is_space = not self.text.tokenizer.decode(after, skip_special_tokens=False).strip() if after else True
         return [place for place in inside if place <= special[-1]] if is_space else inside
 
-    def _render(
-        self, messages: Sequence[Message], where: str, tools: Sequence[Any] | None = None, prompted: bool = False
-    ) -> Rendered:
-        renderer = self._required(where)
-        try:
-            return renderer.render(messages, tools, prompted)
-        except TemplateRefusal as refusal:
-            raise UserError(f"{where} is refused by {renderer.template.origin} ({refusal}).") from None
-
-    def _required(self, where: str) -> ChatRenderer:
+    def _required(self, where: str) -> "ChatRenderer":
         if self._renderer is None:
             raise UserError(
                 f"{where} is a conversation, which needs a chat template, and the tokenizer has none; put its "

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from threefold.constants import IGNORE_INDEX
-from threefold.data.formats.nested_samples import NestedSamples
+from threefold.data.formats.own_data import NestedSamples
 from threefold.data.samples import ConsumedSamples, MixturePart, Samples
 from threefold.random.permutation import Int64Array
 

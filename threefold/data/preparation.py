@@ -12,19 +12,12 @@ from typing import Final
 
 import numpy as np
 
-from threefold.data.chat_template import ChatTemplate
+from threefold.data.conversations import ChatTemplate
+from threefold.data.corpus import META_FILE, TOKEN_DTYPES, TOKENIZER_FILE, DocumentWriter, dtype_for
 from threefold.data.encoding import EncodingSpec, encode_documents
-from threefold.data.formats.registry import TokenFormat, token_formats, with_ending
+from threefold.data.formats.registry import TokenFormat, is_own, open_corpus, read_stored, token_formats, with_ending
 from threefold.data.formats.threefold_folder import Meta, SourceFile, TokenFiles, file_checksums, list_token_files
-from threefold.data.formats.token_files import is_own, open_corpus, read_stored
 from threefold.data.sources import SourceReader, find_inputs, holds_chat
-from threefold.data.stored_array import (
-    META_FILE,
-    TOKEN_DTYPES,
-    TOKENIZER_FILE,
-    DocumentWriter,
-    dtype_for,
-)
 from threefold.data.tokenizer import (
     SpecialTokens,
     TextRule,

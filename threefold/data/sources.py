@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import zstandard
 
-from threefold.data.messages import Chat, Document, chat_of, is_chat, utf8
-from threefold.data.stored_array import META_FILE, TOKENS_FILE
+from threefold.data.conversations import Chat, Document, chat_of, is_chat, utf8
+from threefold.data.corpus import META_FILE, TOKENS_FILE
 from threefold.errors import UserError
 
 if TYPE_CHECKING:

@@ -15,17 +15,15 @@ import torch
 
 from threefold.checkpoint.code import with_code
 from threefold.checkpoint.conversion import Planned, Shards
-from threefold.checkpoint.errors import MODEL, DamagedCheckpoint
-from threefold.checkpoint.folder import OWN_MODEL, Checkpoint, model_files
-from threefold.checkpoint.selection import SelectedCheckpoint, select_checkpoint
+from threefold.checkpoint.folder import OWN_MODEL, Checkpoint, SelectedCheckpoint, model_files, select_checkpoint
+from threefold.checkpoint.manifest import MODEL, DamagedCheckpoint
 from threefold.checkpoint.tensors import load_tensors_alone, stored_tensors
 from threefold.config import Config, ModelConfig
 from threefold.config.model import OWN
+from threefold.dtypes import DTYPES
 from threefold.host import return_freed_memory
-from threefold.huggingface.config_mapping import choose_type, left_out, write_model
-from threefold.huggingface.import_hf import PRECISIONS
-from threefold.huggingface.tensor_files import CONFIG as THEIR_CONFIG
-from threefold.huggingface.tensor_files import imported_config, split, write_texts
+from threefold.huggingface.files import CONFIG as THEIR_CONFIG
+from threefold.huggingface.files import choose_type, imported_config, left_out, split, write_model, write_texts
 from threefold.models.hf.model_type import HuggingFaceType, WeightMap
 from threefold.models.source import file_source
 from threefold.output import Progress, check_replaceable, staged_directory
@@ -74,7 +72,7 @@ class Export:
 
     Attributes:
         shard_bytes: maximum bytes of tensors in one file.
-        dtype: dtype of the files, a key of `PRECISIONS`; None keeps the run's compute dtype, or each weight's stored
+        dtype: dtype of the files, a key of `DTYPES`; None keeps the run's compute dtype, or each weight's stored
             dtype if the run made no update.
         overwrite: whether an existing folder at `out` is replaced.
         model: for a user's own model, the file that makes it; None uses the checkpoint's copy.
@@ -207,8 +205,8 @@ def _dtype(request: Export, checkpoint: Checkpoint, config: Config, stored: torc
     if not stored.is_floating_point:  # a buffer of an own model
         return stored
     if request.dtype is not None:
-        return PRECISIONS[request.dtype]
-    return stored if checkpoint.step == 0 else PRECISIONS[config.precision.dtype]
+        return DTYPES[request.dtype]
+    return stored if checkpoint.step == 0 else DTYPES[config.precision.dtype]
 
 
 def _write(

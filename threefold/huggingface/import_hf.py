@@ -13,19 +13,18 @@ import yaml
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from threefold.checkpoint.errors import MODEL
 from threefold.checkpoint.folder import CONFIG, TOKENIZER, path_of
-from threefold.checkpoint.manifest import FORMAT, MANIFEST, Facts, write_manifest
+from threefold.checkpoint.manifest import FORMAT, MANIFEST, MODEL, Facts, write_manifest
 from threefold.checkpoint.tensors import PiecedTensor, TensorPiece, save_tensors_alone
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
 from threefold.data.tokenizer import end_of_document
+from threefold.dtypes import DTYPES
 from threefold.errors import UserError
 from threefold.files import read_json as read_own_json
 from threefold.host import return_freed_memory
-from threefold.huggingface.config_mapping import read_model
-from threefold.huggingface.tensor_files import CONFIG as THEIR_CONFIG
-from threefold.huggingface.tensor_files import (
+from threefold.huggingface.files import CONFIG as THEIR_CONFIG
+from threefold.huggingface.files import (
     PREFIX,
     WITH_TOKENIZER,
     Box,
@@ -35,6 +34,7 @@ from threefold.huggingface.tensor_files import (
     end_tokens,
     read_box,
     read_json,
+    read_model,
     texts_of,
 )
 from threefold.models.family import make_model, model_plan
@@ -44,7 +44,6 @@ from threefold.output import Progress, check_replaceable, list_marked, staged_di
 
 LONGEST_SAMPLE: Final = 2048
 """Largest data.sequence_length that the config of an imported run proposes, in tokens."""
-PRECISIONS: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 _LR: Final = 2e-5
 
 
@@ -89,7 +88,7 @@ def import_model(request: Import, progress: Progress) -> Imported:
     kind, settings = read_model(values, str(request.source / THEIR_CONFIG), request.ignored)
     files = TensorFiles(request.source, kind.prefix)
     dtypes = Counter(stored.dtype for stored in files.tensors.values())
-    precision = next(name for name, dtype in PRECISIONS.items() if dtype == dtypes.most_common(1)[0][0])
+    precision = next(name for name, dtype in DTYPES.items() if dtype == dtypes.most_common(1)[0][0])
     template = _template(settings, precision, request.out)
     config = resolve(config_of(_of_checkpoint(template)), 1)
     weights = _checked_weights(kind, config, files)

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from threefold.data.messages import Conversation
+from threefold.data.conversations import MESSAGES, PROMPT, Conversation, conversation_of
+from threefold.data.sources import SourceReader
 from threefold.data.tokenizer import SpecialTokens
 from threefold.errors import UserError
 from threefold.inference.model import Cache, Model, Trained, caching
@@ -269,6 +270,38 @@ def require_text(prompts: Sequence[Prompt]) -> None:
             raise UserError(
                 f"--prompt is not UTF-8 text: its character {error.start + 1} is {what}; give it as UTF-8."
             ) from None
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Read prompts from a file: JSON lines with the key `prompt` (.jsonl or .json, also .gz or .zst), or one per line.
+
+    A list of messages under `prompt` or `messages` is a conversation to answer. Blank lines are skipped.
+
+    Raises:
+        UserError: the file cannot be read, a line is malformed, or there is no prompt.
+    """
+    if not path.is_file():
+        raise UserError(f"--prompts-file is {path}, which is not a file; give one that exists.")
+    prompts: list[Prompt] = []
+    if ".json" in path.name:
+        reader = SourceReader(path, PROMPT, lambda _: None)
+        for value, number in reader.objects():
+            name = PROMPT if PROMPT in value or MESSAGES not in value else MESSAGES
+            if isinstance(value.get(name), list):
+                prompts.append(conversation_of(value[name], f"{path}:{number}", name))
+            elif (text := reader.text_of(value, number)).strip():
+                prompts.append(text)
+    else:
+        try:
+            lines = path.read_text(encoding="utf-8-sig").split("\n")
+        except OSError as error:
+            raise UserError(f"--prompts-file {path} cannot be read ({error.strerror}).") from None
+        except UnicodeDecodeError as error:
+            raise UserError(f"--prompts-file {path} is not UTF-8 text (byte {error.start}).") from None
+        prompts += [line.rstrip("\r") for line in lines if line.strip()]
+    if not prompts:
+        raise UserError(f"--prompts-file {path} has no prompt; give one per line.")
+    return prompts
 
 
 class _Text:

@@ -13,22 +13,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from threefold.checkpoint.code import with_code
-from threefold.checkpoint.errors import MODEL, DamagedCheckpoint
-from threefold.checkpoint.folder import TOKENIZER, Checkpoint
-from threefold.checkpoint.model_match import require_match
-from threefold.checkpoint.selection import Damaged, from_first, select_checkpoint
+from threefold.checkpoint.folder import TOKENIZER, Checkpoint, Damaged, from_first, select_checkpoint
+from threefold.checkpoint.index import require_match
+from threefold.checkpoint.manifest import MODEL, DamagedCheckpoint
 from threefold.checkpoint.tensors import load_tensors, load_tensors_alone, stored_names
 from threefold.comm.axis import local_part
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.config.model import OWN
-from threefold.data.chat_template import ChatTemplate
+from threefold.data.conversations import ChatTemplate
 from threefold.data.encoding import DocumentEncoder
 from threefold.data.tokenizer import SpecialTokens, TextEncoder, TextRule, id_count
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError
-from threefold.huggingface.tensor_files import PREFIX, end_tokens
+from threefold.huggingface.files import PREFIX, end_tokens
 from threefold.models.family import make_model, model_plan
 from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import NOTHING, PositionEmbedding, SampleInfo

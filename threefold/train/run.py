@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from threefold.checkpoint.errors import DamagedCheckpoint
-from threefold.checkpoint.folder import model_files, newest
+from threefold.checkpoint.folder import from_first, model_files, newest
+from threefold.checkpoint.manifest import DamagedCheckpoint
 from threefold.checkpoint.resume import (
     Resume,
     Resumption,
@@ -20,7 +20,6 @@ from threefold.checkpoint.resume import (
     find_warm_start,
 )
 from threefold.checkpoint.save import BackgroundSaver
-from threefold.checkpoint.selection import from_first
 from threefold.comm.axis import Axis
 from threefold.comm.heartbeat import Activity, Heartbeat, ObservedHeartbeat
 from threefold.comm.layout import Layout

@@ -9,20 +9,18 @@ from typing import Final
 
 import torch
 
-from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import CONFIG, TOKENIZER, Checkpoint, complete, model_files, prune
-from threefold.checkpoint.manifest import AnomalyFacts, Facts, read_manifest
+from threefold.checkpoint.manifest import WRITER, AnomalyFacts, DamagedCheckpoint, Facts, read_manifest, record_of
 from threefold.checkpoint.remote import Mirror, RemoteCheckpoints
 from threefold.checkpoint.save import BackgroundSaver, Written, save_checkpoint, set_aside_checkpoint
-from threefold.checkpoint.writer import WRITER, record_of
-from threefold.data.chat_template import CONFIG_FILE
-from threefold.data.content_checksums import Content
+from threefold.data.conversations import CONFIG_FILE
+from threefold.data.corpus import Content
 from threefold.data.dataset import Dataset
 from threefold.data.loader import Loader
 from threefold.data.samples import ConsumedSamples
 from threefold.errors import DivergenceError, UserError
 from threefold.files import read_text
-from threefold.huggingface.tensor_files import PREFIX, carried_by
+from threefold.huggingface.files import PREFIX, carried_by
 from threefold.models.source import file_source
 from threefold.torch_private.tensors import foreach_norm
 from threefold.train.callbacks.base import EvaluationRecord, StepRecord, say

@@ -14,9 +14,9 @@ import pytest
 
 from tests.support.other_systems import npy, write_fleet, write_fleet_npz, write_megatron
 from threefold.data.audit import audit
+from threefold.data.corpus import META_FILE
+from threefold.data.formats.registry import open_corpus, read_stored
 from threefold.data.formats.threefold_folder import TokenFiles, file_checksums
-from threefold.data.formats.token_files import open_corpus, read_stored
-from threefold.data.stored_array import META_FILE
 from threefold.errors import UserError
 from threefold.output import SILENT
 

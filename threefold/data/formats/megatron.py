@@ -14,9 +14,8 @@ from typing import BinaryIO, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from threefold.data.corpus import StoredTokens
+from threefold.data.corpus import StoredArray, StoredTokens, load_column
 from threefold.data.formats.registry import TokenFormat, with_ending
-from threefold.data.stored_array import StoredArray, load_column
 from threefold.errors import UserError
 from threefold.files import require_file, shown
 from threefold.output import Progress

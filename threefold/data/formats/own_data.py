@@ -4,20 +4,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import numpy as np
 
 from threefold.constants import IGNORE_INDEX
-from threefold.data.samples import SPLITS, SingleCorpus, document_numbers
+from threefold.data.samples import SPLITS, MixturePart, Samples, SingleCorpus, document_numbers
 from threefold.data.tokenizer import TextRule
 from threefold.errors import UserError
 from threefold.files import shown, told
 from threefold.plugins import is_import_path, load_path
-from threefold.random.permutation import Int64Array
-
-if TYPE_CHECKING:
-    from threefold.data.formats.nested_samples import NestedSamples
+from threefold.random.permutation import Int64Array, samples_at
 
 
 def named(path: str) -> str:
@@ -107,8 +104,6 @@ class OwnData:
             unevaluated = ", or set train.eval_every to 0" if name == "valid" else ""
             raise UserError(f"{named(self.path)}, whose {name} part is empty: {remedy}{unevaluated}.")
         if self.is_nested:
-            from threefold.data.formats.nested_samples import NestedSamples  # imports torch, as the data set does
-
             return NestedSamples(self.path, part, chosen.astype(np.int64))
         return OwnSamples(self, part, chosen.astype(np.int64), sequence_length)
 
@@ -256,3 +251,95 @@ def _no_data_set(path: str, found: Any) -> UserError:
         f"{named(path)}, which gives a {type(found).__name__} but must be a map-style data set, with "
         "__len__ and __getitem__, or a function that makes one."
     )
+
+
+@dataclass(frozen=True, eq=False)
+class NestedSamples:
+    """Samples of one split of a dataset, batched as by `torch.utils.data.DataLoader`.
+
+    Attributes:
+        path: import path of the dataset.
+        part: the dataset.
+        chosen: int64 [samples], the samples of the split, as indices in the dataset.
+    """
+
+    path: str
+    part: Any
+    chosen: Int64Array
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    @property
+    def parts(self) -> tuple[MixturePart, ...]:
+        return (MixturePart("", cast(Samples, self), 1.0),)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return ()
+
+    def ordered(self, counters: Int64Array, seed: int) -> Int64Array:
+        return samples_at(counters, len(self), seed)
+
+    def epochs(self, counter: int) -> dict[str, float]:
+        return {}
+
+    def batch(self, indices: Int64Array) -> Any:
+        """Collate samples into one nesting, in which every leaf is a tensor with a batch dim (dim 0).
+
+        Raises:
+            UserError: a sample cannot be read, holds something other than tensors, arrays and numbers, or differs in
+                shape.
+        """
+        from torch.utils.data import default_collate  # imports torch, which errors about a config should not wait for
+
+        numbers = [int(number) for number in self.chosen[indices]]
+        samples = [self._read(number) for number in numbers]
+        try:
+            for number, sample in zip(numbers[1:], samples[1:], strict=True):
+                _check_keys(sample, samples[0], number, numbers[0])
+            batch = default_collate(samples)
+        except Exception as error:
+            raise UserError(
+                f"data.path is {shown(self.path)}, whose samples {', '.join(map(str, numbers[:3]))}, … cannot be "
+                f"put into one batch ({told(error)}); give all the same nesting, keys and shapes, padded say."
+            ) from error
+        if kind := _wrong_leaf(batch):
+            raise UserError(
+                f"data.path is {shown(self.path)}, whose sample {numbers[0]:,} has a {kind} in it but must be "
+                "tensors, arrays and numbers, or tuples, lists and mappings of these; make it a tensor."
+            )
+        return batch
+
+    def _read(self, number: int) -> Any:
+        try:
+            return self.part[number]
+        except Exception as error:
+            raise UserError(
+                f"data.path is {shown(self.path)}, whose sample {number:,} cannot be read ({told(error)}); "
+                "correct its __getitem__."
+            ) from error
+
+
+def _check_keys(sample: Any, first: Any, number: int, first_number: int) -> None:
+    """Raise ValueError if a sample has a key that the first one lacks: `default_collate` only uses the first's keys."""
+    if isinstance(sample, Mapping) and isinstance(first, Mapping):
+        if more := [key for key in sample if key not in first]:
+            raise ValueError(f"sample {number:,} has {more[0]!r}, and sample {first_number:,} has not")
+        for key, value in sample.items():
+            _check_keys(value, first[key], number, first_number)
+    elif isinstance(sample, tuple | list) and isinstance(first, tuple | list):
+        for value, other in zip(sample, first, strict=False):
+            _check_keys(value, other, number, first_number)
+
+
+def _wrong_leaf(batch: Any) -> str | None:
+    """Return the type of a leaf of a batch that is not a tensor; None if all leaves are tensors."""
+    import torch
+
+    if isinstance(batch, torch.Tensor):
+        return None
+    if isinstance(batch, str | bytes) or not isinstance(batch, Mapping | tuple | list):
+        return type(batch).__name__
+    inside = batch.values() if isinstance(batch, Mapping) else batch
+    return next((kind for each in inside if (kind := _wrong_leaf(each))), None)

@@ -14,9 +14,8 @@ from typing import IO, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from threefold.data.corpus import StoredTokens
+from threefold.data.corpus import StoredArray, StoredTokens
 from threefold.data.formats.registry import TokenFormat, with_ending
-from threefold.data.stored_array import StoredArray
 from threefold.errors import UserError
 from threefold.files import require_file, shown
 from threefold.random.permutation import Int64Array

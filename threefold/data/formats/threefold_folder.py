@@ -21,9 +21,8 @@ import numpy as np
 from pydantic import Field
 
 from threefold.checksums import checksum, checksums, seal, unseal
-from threefold.data.chat_template import ChatTemplate
-from threefold.data.corpus import Corpus, StoredTokens
-from threefold.data.stored_array import (
+from threefold.data.conversations import ChatTemplate
+from threefold.data.corpus import (
     DOCUMENT_DTYPE,
     DOCUMENTS_FILE,
     LOSS_MASK_FILE,
@@ -31,7 +30,9 @@ from threefold.data.stored_array import (
     TOKEN_DTYPES,
     TOKENIZER_FILE,
     TOKENS_FILE,
+    Corpus,
     StoredArray,
+    StoredTokens,
     load_column,
 )
 from threefold.data.tokenizer import BEFORE_RULES, SpecialTokens, TextRule

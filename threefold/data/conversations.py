@@ -1,10 +1,14 @@
-"""Conversations (messages) and prompt/completion pairs from JSON lines, validated."""
+"""Conversations and prompt/completion pairs from JSON lines, validated, and the chat templates that render them."""
 
 import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, Final, Self
 
 from threefold.errors import UserError
+from threefold.files import read_json, read_text
 
 MESSAGES: Final = "messages"
 PROMPT: Final = "prompt"
@@ -133,3 +137,113 @@ def utf8(text: str) -> str:
 
 def _shown(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)[:40]
+
+
+JINJA_FILE: Final = "chat_template.jinja"
+JSON_FILE: Final = "chat_template.json"
+CONFIG_FILE: Final = "tokenizer_config.json"
+MAP_FILE: Final = "special_tokens_map.json"
+_SIDECAR: Final = "huggingface-"  # before these names in a checkpoint
+_GENERATION: Final = re.compile(r"\{\%-?\s*generation\s*-?\%\}")
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """Chat template in Jinja, and the special tokens, such as ("bos_token", "<s>"), that it may refer to.
+
+    `origin` is the file that it comes from, for messages.
+    """
+
+    template: str
+    special_tokens: tuple[tuple[str, str], ...] = ()
+    origin: str = "the chat template"
+
+    @classmethod
+    def beside(cls, tokenizer_file: Path) -> Self | None:
+        """Find the template in the folder of a tokenizer.json, as transformers does; None if there is none.
+
+        It is chat_template.jinja, else the `chat_template` of tokenizer_config.json or of chat_template.json; in a
+        checkpoint, the sidecar files of the same names.
+
+        Raises:
+            UserError: a file cannot be read, or no template in it can be chosen.
+        """
+        folder = tokenizer_file.parent
+        for prefix in ("", _SIDECAR):
+            if (jinja := folder / (prefix + JINJA_FILE)).is_file():
+                return cls(read_text(jinja), _special_tokens(folder), str(jinja))
+            for name in (CONFIG_FILE, JSON_FILE):
+                path = folder / (prefix + name)
+                if path.is_file() and (found := _named(read_json(path), path)) is not None:
+                    return cls(found, _special_tokens(folder), str(path))
+        return None
+
+    @classmethod
+    def read(cls, path: Path, tokenizer_file: Path) -> Self:
+        """Read the template from a .jinja file, or from `chat_template` in a .json file. Raises UserError without one.
+
+        Args:
+            path: the file, such as tokenizer_config.json.
+            tokenizer_file: tokenizer.json whose folder has the special tokens, if `path` does not have them.
+        """
+        if path.suffix != ".json":
+            return cls(read_text(path, "the chat template "), _special_tokens(tokenizer_file.parent), str(path))
+        values = read_json(path, "the chat template ")
+        if (found := _named(values, path)) is None:
+            raise UserError(f"{path} has no chat_template; give a .jinja file or a tokenizer_config.json that has one.")
+        tokens = _tokens_in(values) or dict(_special_tokens(tokenizer_file.parent))
+        return cls(found, tuple(tokens.items()), str(path))
+
+    @property
+    def marks_answers(self) -> bool:
+        """Whether the template itself marks what the assistant generates."""
+        return _GENERATION.search(self.template) is not None
+
+    def files(self) -> dict[str, str]:
+        """Return the files from which `beside` finds the template again: their contents by name."""
+        return {
+            JINJA_FILE: self.template,
+            CONFIG_FILE: json.dumps(dict(self.special_tokens), indent=2, ensure_ascii=False) + "\n",
+        }
+
+
+def _named(values: Any, path: Path) -> str | None:
+    """Return the template in a tokenizer_config.json: the only one, or the one named `default`."""
+    found = values.get("chat_template") if isinstance(values, dict) else None
+    if isinstance(found, list):
+        found = {
+            one["name"]: one["template"] for one in found if isinstance(one, dict) and {"name", "template"} <= {*one}
+        }
+    if isinstance(found, dict):
+        if "default" not in found:
+            names = ", ".join(map(str, sorted(found)))
+            raise UserError(
+                f"{path} names the chat templates {names} and no default; save the right one as a .jinja file."
+            )
+        found = found["default"]
+    if found is not None and not isinstance(found, str):
+        raise UserError(f"{path} has a chat_template that is no text; save it as a .jinja file.")
+    return found
+
+
+def _special_tokens(folder: Path) -> tuple[tuple[str, str], ...]:
+    found: dict[str, str] = {}
+    for prefix in ("", _SIDECAR):
+        for name in (MAP_FILE, CONFIG_FILE):
+            if (path := folder / (prefix + name)).is_file():
+                found |= _tokens_in(read_json(path))
+        if found:
+            break
+    return tuple(found.items())
+
+
+def _tokens_in(values: Any) -> dict[str, str]:
+    """Return `bos_token` and similar entries, each given as a string or as an object with a `content`."""
+    found = {}
+    for name, value in values.items() if isinstance(values, dict) else ():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found
