@@ -23,7 +23,7 @@ from tests.train.support import Run, losses_of, train_rank
 from threefold.checkpoint.folder import folders, path_of, select_checkpoint
 from threefold.checkpoint.manifest import DamagedCheckpoint
 from threefold.checkpoint.resume import find_resumption, find_warm_start, has_all_steps
-from threefold.checkpoint.tensors import load_tensors_alone, stored_tensors
+from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.checksums import seal_text
 from threefold.errors import UserError
 from threefold.huggingface.export_hf import Export, export_model
@@ -181,7 +181,7 @@ def everything(run: Path) -> dict[str, Tensor]:
     tensors = {
         name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in stored_tensors(checkpoint.path).items()
     }
-    load_tensors_alone(tensors, checkpoint.path)
+    load_tensors(tensors, checkpoint.path, alone=True)
     return tensors
 
 

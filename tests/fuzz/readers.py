@@ -13,7 +13,7 @@ import torch
 
 from tests.support.hf_models import Silent
 from threefold.checkpoint.folder import select_checkpoint
-from threefold.checkpoint.tensors import load_tensors_alone, stored_tensors
+from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.config import load_config, resolve
 from threefold.data.audit import audit
 from threefold.data.corpus import Corpus
@@ -46,7 +46,7 @@ def checkpoint(run: Path) -> str:
     choice = select_checkpoint(run, lambda what: f"{run} has {what}.")
     found = stored_tensors(choice.checkpoint.path)
     tensors = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in sorted(found.items())}
-    load_tensors_alone(tensors, choice.checkpoint.path)
+    load_tensors(tensors, choice.checkpoint.path, alone=True)
     names = [f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors.items()]
     return digest(repr(choice.checkpoint.facts), choice.config.to_yaml(), *names, *tensors.values())
 

@@ -179,9 +179,6 @@ class TensorSource:
             for name, tensor in tensors.items()
         }
 
-    def named(self, prefix: str) -> list[str]:
-        return [name for name in self.planned if name.startswith(prefix)]
-
     def read(self, name: str) -> Tensor:
         """Read a whole tensor.
 
@@ -221,8 +218,8 @@ class TensorSource:
         pieces = [
             TensorPiece(chunk.offsets, chunk.sizes, partial(self.read_chunk, name, chunk)) for chunk in planned.chunks
         ]
-        empty = [TensorPiece((0,) * len(planned.shape), planned.shape, partial(self.read, name))]
-        return PiecedTensor(planned.shape, planned.dtype, pieces or empty)
+        empty = TensorPiece((0,) * len(planned.shape), planned.shape, partial(self.read, name))
+        return PiecedTensor(planned.shape, planned.dtype, pieces or [empty])
 
     def mapped(self, names: Iterable[str], scratch: Path) -> dict[str, Tensor]:
         """Return tensors backed by a memory-mapped scratch file, each with a storage of its own."""
@@ -252,7 +249,7 @@ def _write_run(
     tensors: dict[str, StoredTensor] = {}
     files = {}
     sized = [Planned(name, tensor.shape, tensor.dtype) for name, tensor in source.planned.items()]
-    for number, share in enumerate(_shares(sized, request.shard_bytes)):
+    for number, share in enumerate(in_shares(sized, request.shard_bytes)):
         part = run / f"part-{number}"
         part.mkdir()
         save_tensors_alone({one.name: source.streamed(one.name) for one in share}, part)
@@ -286,8 +283,9 @@ def _write_safetensors(source: TensorSource, folder: Path, shard_bytes: int) -> 
     names = []
     for prefix, stem in ((MODEL, "model"), (OPTIMIZER, "optimizer")):
         planned = []
-        for name in source.named(prefix):
-            tensor = source.planned[name]
+        for name, tensor in source.planned.items():
+            if not name.startswith(prefix):
+                continue
             if tensor.dtype not in _CODES:
                 raise UserError(
                     f"{shown(name)} is {tensor.dtype}, which safetensors does not have; use --format torch."
@@ -308,10 +306,10 @@ def _write_torch(source: TensorSource, folder: Path) -> list[str]:
     Both load with `weights_only=True`.
     """
     scratch, names = folder / "scratch", ["model.pt"]
-    weights = source.mapped(source.named(MODEL), scratch)
+    weights = source.mapped([name for name in source.planned if name.startswith(MODEL)], scratch)
     torch.save({name.removeprefix(MODEL): tensor for name, tensor in weights.items()}, folder / "model.pt")
     del weights
-    if states := source.named(OPTIMIZER):
+    if states := [name for name in source.planned if name.startswith(OPTIMIZER)]:
         optimizer: dict[str, dict[str, Tensor]] = {}
         for name, tensor in source.mapped(states, scratch).items():
             weight, _, state = name.removeprefix(OPTIMIZER).rpartition(".")
@@ -375,7 +373,7 @@ class Shards:
     def __init__(self, folder: Path, tensors: Sequence[Planned], limit: int, stem: str = "model") -> None:
         self._open = ExitStack()
         self._places: dict[str, tuple[IO[bytes], int, Planned]] = {}
-        shares = list(_shares(tensors, limit))
+        shares = list(in_shares(tensors, limit))
         count = len(shares)
         self.names = [f"{stem}-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
         if count == 1:
@@ -387,7 +385,24 @@ class Shards:
             path = folder / f"{stem}.safetensors.index.json"
             path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         for name, share in zip(self.names, shares, strict=True):
-            self._begin(folder / name, share)
+            header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+            starts, end = [], 0
+            for planned in share:
+                starts.append(end)
+                end += planned.bytes
+                header[planned.name] = {
+                    "dtype": _CODES[planned.dtype],
+                    "shape": list(planned.shape),
+                    "data_offsets": [starts[-1], end],
+                }
+            text = json.dumps(header, separators=(",", ":")).encode()
+            text += b" " * (-len(text) % 8)
+            file = self._open.enter_context((folder / name).open("wb"))
+            file.write(len(text).to_bytes(8, "little") + text)
+            begin = file.tell()
+            file.truncate(begin + end)
+            for start, planned in zip(starts, share, strict=True):
+                self._places[planned.name] = (file, begin + start, planned)
 
     def __enter__(self) -> "Shards":
         return self
@@ -410,29 +425,9 @@ class Shards:
         if self._places:
             raise ValueError(f"{len(self._places)} tensors were planned and did not come, such as {min(self._places)}")
 
-    def _begin(self, path: Path, share: Sequence[Planned]) -> None:
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        starts, end = [], 0
-        for planned in share:
-            starts.append(end)
-            end += planned.bytes
-            header[planned.name] = {
-                "dtype": _CODES[planned.dtype],
-                "shape": list(planned.shape),
-                "data_offsets": [starts[-1], end],
-            }
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        file = self._open.enter_context(path.open("wb"))
-        file.write(len(text).to_bytes(8, "little") + text)
-        begin = file.tell()
-        file.truncate(begin + end)
-        for start, planned in zip(starts, share, strict=True):
-            self._places[planned.name] = (file, begin + start, planned)
 
-
-def _shares(tensors: Iterable[Planned], limit: int) -> Iterator[list[Planned]]:
-    """Yield the tensors of each file of at most `limit` bytes, or of one larger tensor; at least one share."""
+def in_shares(tensors: Iterable[Planned], limit: int) -> Iterator[list[Planned]]:
+    """Divide tensors into shares of at most `limit` bytes, or of one larger tensor; yield at least one share."""
     share: list[Planned] = []
     filled = 0
     for planned in tensors:

@@ -170,20 +170,20 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 def template_environment() -> TemplateEnvironment:
     """Return a new environment with the functions, filters and tags that chat templates use."""
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
     environment = TemplateEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Answers, jinja2.ext.loopcontrols]
     )
     del environment.globals["lipsum"]  # makes text of any length
     environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     environment.globals["dict"] = _Dict()
     environment.globals["namespace"] = _Namespace
     return environment
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
 
 
 def _to_json(

@@ -117,14 +117,6 @@ class StoredArray:
     def nbytes(self) -> int:
         return self.count * self.dtype.itemsize
 
-    @property
-    def shape(self) -> tuple[int]:
-        return (self.count,)
-
-    @property
-    def size(self) -> int:
-        return self.count
-
     def __len__(self) -> int:
         return self.count
 

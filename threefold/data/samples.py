@@ -7,7 +7,7 @@ whatever the seed, so that runs can be compared on it.
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import lcm
@@ -71,7 +71,9 @@ def document_runs(documents: int, split: str, name: str) -> Int64Array:
     counts = document_counts(documents, split)
     largest = max(counts, key=lambda key: counts[key])
     if name != largest:
-        return _runs(_assigned(documents, counts, name))
+        members = _assigned(documents, counts, name)
+        firsts, lasts = np.diff(members, prepend=-2) != 1, np.diff(members, append=-2) != 1
+        return np.stack([members[firsts], members[lasts] + 1], axis=1)
     # The largest split is the complement of the others, so its millions of documents need no permutation.
     others = np.concatenate([_assigned(documents, counts, other) for other in SPLITS if other != largest])
     others.sort()
@@ -89,12 +91,6 @@ def _assigned(documents: int, counts: dict[str, int], name: str) -> Int64Array:
     before = sum(counts[other] for other in SPLITS[: SPLITS.index(name)])
     places = np.arange(before, before + counts[name], dtype=np.int64)
     return np.sort(KeyedPermutation(documents, seed=0, purpose="split")(places))
-
-
-def _runs(members: Int64Array) -> Int64Array:
-    is_first = np.diff(members, prepend=-2) != 1
-    is_last = np.diff(members, append=-2) != 1
-    return np.stack([members[is_first], members[is_last] + 1], axis=1)
 
 
 class Samples(Protocol):
@@ -276,30 +272,28 @@ class MixedSamples:
         return indices
 
     def labelled(self, indices: Int64Array) -> tuple[Int64Array, Int64Array]:
-        tokens, labels = zip(*(samples.labelled(own) for samples, own in self._divided(indices)), strict=True)
-        back = self._back(indices)
-        return np.concatenate(tokens)[back], np.concatenate(labels)[back]
+        both = self._gathered(indices, lambda samples, own: np.stack(samples.labelled(own)), 1)
+        return both[0], both[1]
 
     def documents(self, indices: Int64Array) -> Int64Array:
-        parts = [samples.documents(own) for samples, own in self._divided(indices)]
-        return np.concatenate(parts)[self._back(indices)]
+        return self._gathered(indices, lambda samples, own: samples.documents(own))
 
     def epochs(self, counter: int) -> dict[str, float]:
         counts = self.blend.counts(counter).tolist()
         return {part.name: count / len(part.samples) for part, count in zip(self.parts, counts, strict=True)}
 
     def positions(self, indices: Int64Array) -> Int64Array | None:
-        parts = [(len(own), samples.positions(own)) for samples, own in self._divided(indices)]
+        divided, back = self._divided(indices)
+        parts = [(len(own), samples.positions(own)) for samples, own in divided]
         length = next((positions.shape[1] for _, positions in parts if positions is not None), None)
         if length is None:
             return None
-        from_start = np.arange(length)
-        whole = [np.tile(from_start, (rows, 1)) if positions is None else positions for rows, positions in parts]
-        return np.concatenate(whole)[self._back(indices)]
+        start = np.arange(length)
+        whole = [np.tile(start, (rows, 1)) if positions is None else positions for rows, positions in parts]
+        return np.concatenate(whole)[back]
 
     def padding(self, indices: Int64Array) -> Int64Array:
-        parts = [samples.padding(own) for samples, own in self._divided(indices)]
-        return np.concatenate(parts)[self._back(indices)]
+        return self._gathered(indices, lambda samples, own: samples.padding(own))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -308,22 +302,22 @@ class MixedSamples:
     def _starts(self) -> list[int]:
         return np.cumsum([0, *(len(part.samples) for part in self.parts[:-1])]).tolist()
 
-    def _corpora(self, indices: Int64Array) -> Int64Array:
-        return np.searchsorted(self._starts(), indices, side="right") - 1
-
-    def _divided(self, indices: Int64Array) -> list[tuple[Samples, Int64Array]]:
-        """Return each corpus that has some of these samples, and their indices in it."""
-        corpora, starts = self._corpora(indices), self._starts()
-        return [
+    def _divided(self, indices: Int64Array) -> tuple[list[tuple[Samples, Int64Array]], Int64Array]:
+        """Return each corpus that has some of these samples and their indices in it, and how to reorder the rows."""
+        starts = self._starts()
+        corpora = np.searchsorted(starts, indices, side="right") - 1
+        divided = [
             (self.parts[corpus].samples, indices[corpora == corpus] - starts[corpus])
             for corpus in np.unique(corpora).tolist()
         ]
+        return divided, np.argsort(np.argsort(corpora, kind="stable"), kind="stable")
 
-    def _back(self, indices: Int64Array) -> Int64Array:
-        """Return the position of each row after sorting the rows by corpus."""
-        back = np.empty_like(indices)
-        back[np.argsort(self._corpora(indices), kind="stable")] = np.arange(len(indices))
-        return back
+    def _gathered(
+        self, indices: Int64Array, read: Callable[[Samples, Int64Array], Int64Array], dim: int = 0
+    ) -> Int64Array:
+        """Return what `read` does for the samples of each corpus, in the order of `indices` along `dim`."""
+        divided, back = self._divided(indices)
+        return np.concatenate([read(samples, own) for samples, own in divided], dim).take(back, dim)
 
 
 def whole_shares(weights: Sequence[float]) -> list[int]:

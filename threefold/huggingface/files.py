@@ -2,7 +2,9 @@
 
 import os
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -56,13 +58,18 @@ class TensorFiles:
     def __init__(self, folder: Path, prefix: str) -> None:
         self.folder = folder
         self.tensors: dict[str, Stored] = {}
-        self._not_finite: list[tuple[str, int]] = []
-        for path in _files(folder):
+        self._not_finite = Counter[str]()
+        index = _weight_map(folder) if os.path.lexists(folder / INDEX) else None
+        for path in _files(folder, index):
             for stored in _contents(path):
                 name = stored.key if stored.key.startswith((prefix, "lm_head.")) else prefix + stored.key
                 if not _BUFFERS.fullmatch(name):
                     self.tensors[name] = stored
-        _check_index(folder, {stored.key for stored in self.tensors.values()})
+        keys = {stored.key for stored in self.tensors.values()}
+        if lost := [key for key in index or () if key not in keys and not _BUFFERS.fullmatch("." + key)]:
+            raise UserError(
+                f"{folder / INDEX} names {lost[0]} and the files it names do not hold it; fetch them again."
+            )
 
     def read(
         self, name: str, rows: tuple[int, int], columns: tuple[int, int], index: int | None, transposed: bool
@@ -88,40 +95,28 @@ class TensorFiles:
                 found = whole[down]
             else:
                 found = whole[across, down].t() if transposed else whole[down, across]
-        if count := _count_not_finite(found):
-            self._not_finite.append((name, count))
+        # In blocks, since the check makes several copies of its input.
+        inner: Tensor = found.t() if found.dim() == 2 and not found.is_contiguous() else found
+        step = max(1, _LOOKED_AT * len(inner) // max(1, inner.numel()))
+        if count := sum(int((~block.isfinite()).sum()) for block in inner.split(step)):
+            self._not_finite[name] += count
         return found
 
     def not_finite(self) -> dict[str, int]:
         """Return and reset the number of non-finite values read so far from each tensor, in order of reading."""
-        counts: dict[str, int] = {}
-        while self._not_finite:
-            name, count = self._not_finite.pop(0)
-            counts[name] = counts.get(name, 0) + count
+        counts, self._not_finite = self._not_finite, Counter()
         return counts
 
 
-def _count_not_finite(found: Tensor) -> int:
-    """Count the NaN and infinite values; in blocks, since the check makes several copies of its input."""
-    rows: Tensor = found.t() if found.dim() == 2 and not found.is_contiguous() else found
-    step = max(1, _LOOKED_AT * len(rows) // max(1, rows.numel()))
-    return sum(int((~block.isfinite()).sum()) for block in rows.split(step))
-
-
-class _opened:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> Any:
-        require_file(self.path)
-        try:
-            self._file = safe_open(self.path, framework="pt")
-        except (SafetensorError, OSError, ValueError, MemoryError) as error:
-            raise UserError(f"{self.path} cannot be read ({shortened(str(error))}); fetch it again.") from None
-        return self._file.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._file.__exit__(*error)
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    require_file(path)
+    try:
+        opened = safe_open(path, framework="pt")
+    except (SafetensorError, OSError, ValueError, MemoryError) as error:
+        raise UserError(f"{path} cannot be read ({shortened(str(error))}); fetch it again.") from None
+    with opened as file:
+        yield file
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -134,9 +129,9 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _files(folder: Path) -> list[Path]:
-    if os.path.lexists(folder / INDEX):
-        names = sorted(set(_weight_map(folder).values()))
+def _files(folder: Path, index: dict[str, str] | None) -> list[Path]:
+    if index is not None:
+        names = sorted(set(index.values()))
         if lost := [name for name in names if not os.path.lexists(folder / name)]:
             raise UserError(f"{folder / INDEX} names {lost[0]}, which is not there; fetch it too.")
         return [folder / name for name in names]
@@ -161,15 +156,6 @@ def _weight_map(folder: Path) -> dict[str, str]:
                 "name of a safetensors file in that folder; fetch it again."
             )
     return found
-
-
-def _check_index(folder: Path, keys: set[str]) -> None:
-    if os.path.lexists(folder / INDEX):
-        lost = [key for key in _weight_map(folder) if key not in keys and not _BUFFERS.fullmatch("." + key)]
-        if lost:
-            raise UserError(
-                f"{folder / INDEX} names {lost[0]} and the files it names do not hold it; fetch them again."
-            )
 
 
 def _contents(path: Path) -> Iterable[Stored]:
@@ -397,22 +383,18 @@ def choose_type(model: ModelConfig, preferred: str | None) -> HuggingFaceType:
     ordered = sorted(own, key=lambda kind: kind.name != preferred)
     for kind in ordered:
         if kind.obstacle(model) is None:
-            _check_rope(model)
+            longest = model.max_position_embeddings
+            if model.rope_scaling == "dynamic" and model.rope_original_positions != longest:
+                raise UserError(
+                    f"model.rope_original_positions is {model.rope_original_positions}, and for rope_scaling dynamic a "
+                    f"config.json can only say {longest}, its max_position_embeddings; use linear, llama3 or yarn."
+                )
             return kind
     settings = sorted({obstacle for kind in ordered if kind.is_near(model) and (obstacle := kind.obstacle(model))})
     against = f"each lacks one of {'; '.join(settings)}" if settings else f"none is of {model.architecture}"
     raise UserError(
         f"No family of Hugging Face that Threefold writes ({', '.join(types)}) has a place for this model: {against}."
     )
-
-
-def _check_rope(model: ModelConfig) -> None:
-    longest = model.max_position_embeddings
-    if model.rope_scaling == "dynamic" and model.rope_original_positions != longest:
-        raise UserError(
-            f"model.rope_original_positions is {model.rope_original_positions}, and for rope_scaling dynamic a "
-            f"config.json can only say {longest}, its max_position_embeddings; use linear, llama3 or yarn."
-        )
 
 
 def write_model(

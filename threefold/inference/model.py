@@ -16,7 +16,7 @@ from threefold.checkpoint.code import with_code
 from threefold.checkpoint.folder import TOKENIZER, Checkpoint, Damaged, from_first, select_checkpoint
 from threefold.checkpoint.index import require_match
 from threefold.checkpoint.manifest import MODEL, DamagedCheckpoint
-from threefold.checkpoint.tensors import load_tensors, load_tensors_alone, stored_names
+from threefold.checkpoint.tensors import load_tensors, stored_names
 from threefold.comm.axis import local_part
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
@@ -188,7 +188,7 @@ class Trained:
         names = stored_names(self.checkpoint.path)
         buffers = {MODEL + name: buffer for name, buffer in stored_buffers([stage]).items()}
         weights |= {name: buffer for name, buffer in buffers.items() if name in names}  # older checkpoints have none
-        (load_tensors_alone if mesh.is_alone else load_tensors)(weights, self.checkpoint.path)
+        load_tensors(weights, self.checkpoint.path, alone=mesh.is_alone)
         return Model(self, stage.eval().requires_grad_(False), mesh, DTYPES[dtype])
 
 

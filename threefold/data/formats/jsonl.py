@@ -6,11 +6,10 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
 
@@ -109,7 +108,7 @@ class JsonLines:
         try:
             if self.tokenizer_file.exists():
                 require_file(self.tokenizer_file, "data.tokenizer ")
-            return sha256(self.tokenizer_file.read_bytes()).hexdigest()
+            return hashlib.sha256(self.tokenizer_file.read_bytes()).hexdigest()
         except OSError as error:
             raise UserError(
                 f"data.tokenizer is {self.tokenizer_file}, which cannot be read ({error.strerror}); "
@@ -147,14 +146,10 @@ class JsonLines:
         if len(lines) < 2 or lines[0] != 0 or lines[-1] != len(tokens) or np.any(np.diff(lines) <= 0):
             raise UserError(f"{shown(files[1])} does not fit {TOKENS_FILE}; delete that folder, which is a cache.")
         return {
-            "path": self.path,
+            **{name: getattr(self, name) for name in ("path", "vocab_size", "eod", "tokenizer_file", "rule")},
             "files": files,
             "tokens": tokens,
             "documents": lines,
-            "vocab_size": self.vocab_size,
-            "eod": self.eod,
-            "tokenizer_file": self.tokenizer_file,
-            "rule": self.rule,
             "checksums": entry_checksums(folder) or {},
         }
 
@@ -162,7 +157,7 @@ class JsonLines:
         """Return the cache folder with the lines as tokens, cut to `longest`; `further` are inputs of the cache key."""
         roots = default_roots(self.path) if self.cache is None else [self.cache]
         content = content_hash(self.path, roots)
-        follows_from = {
+        facts = {
             "version": _VERSION,
             "content": content,
             "key": self.key,
@@ -171,7 +166,8 @@ class JsonLines:
             "special_tokens": self.special_tokens,
             **further,
         }
-        return cached(roots, entry_name(follows_from), partial(self._encode, content, longest, progress))
+        name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+        return cached(roots, name, partial(self._encode, content, longest, progress))
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -183,9 +179,8 @@ class JsonLines:
         reader = SourceReader(self.path, self.key, progress.advance, key_given_by="data.key")
         dtype = TOKEN_DTYPES[dtype_for(self.vocab_size)]
         encoding = EncodingSpec(self._tokenizer.to_str(), self.eod, dtype, self.rule, self.template)
-        encoded = encode_documents(reader, encoding, usable_cores() if size > _ALONE else 1)
         with DocumentWriter(folder, LINES_FILE, with_mask=longest is None) as writer:
-            for batch in encoded:
+            for batch in encode_documents(reader, encoding, usable_cores() if size > _ALONE else 1):
                 if longest is None:
                     writer.write(batch.tokens, batch.lengths, batch.counted)
                     continue
@@ -239,11 +234,6 @@ def default_roots(path: Path) -> list[Path]:
     return list(dict.fromkeys(roots))
 
 
-def entry_name(facts: dict[str, Any]) -> str:
-    """Return the folder name for content that depends on `facts` alone (plain JSON values)."""
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-
-
 def cached(roots: list[Path], name: str, write: Callable[[Path], None]) -> Path:
     """Return the complete folder `name` in one of `roots`; create it with `write` if there is none.
 
@@ -264,39 +254,22 @@ def cached(roots: list[Path], name: str, write: Callable[[Path], None]) -> Path:
     refusals = []
     for root in roots:
         try:
-            with _only_writer(root, name):
-                if not _is_whole(root / name):
-                    _write(root / name, write)
-                return root / name
-        except _CannotWrite as error:
-            refusals.append(f"{root} ({error})")
-    raise UserError(f"no cache can be written in {' or '.join(refusals)}; set data.cache to a folder that can.")
-
-
-class _CannotWrite(Exception):
-    pass
-
-
-@contextmanager
-def _only_writer(root: Path, name: str) -> Iterator[None]:
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        lock = os.open(root / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise _CannotWrite(error.strerror) from None
-    try:
-        try:
+            root.mkdir(parents=True, exist_ok=True)
+            lock = (root / f"{name}.lock").open("a")
             fcntl.flock(lock, fcntl.LOCK_EX)  # released when the process ends, however it ends
         except OSError as error:
-            raise _CannotWrite(error.strerror) from None
-        yield
-    finally:
-        os.close(lock)
+            refusals.append(f"{root} ({error.strerror})")
+            continue
+        with lock:
+            if not _is_whole(root / name):
+                _write(root / name, write)
+            return root / name
+    raise UserError(f"no cache can be written in {' or '.join(refusals)}; set data.cache to a folder that can.")
 
 
 def _write(folder: Path, write: Callable[[Path], None]) -> None:
     # All files count as ours: a folder with such a name is an entry of the cache, damaged or not.
-    with staged_directory(folder, place="data.cache", listing=_all_files, marked=False) as partial:
+    with staged_directory(folder, place="data.cache", listing=os.listdir, marked=False) as partial:
         write(partial)
         paths = sorted(partial.iterdir())
         facts = {
@@ -335,16 +308,13 @@ def is_stamp(path: Path) -> bool:
     return re.fullmatch("[0-9a-f]{32}[.]hash", path.name) is not None
 
 
-def is_stamp_whole(path: Path) -> bool:
+def read_stamp(path: Path) -> dict[str, Any] | None:
+    """Return the stored hash of an encoded file, with the file's state then; None if it is missing or damaged."""
     try:
         known = read_json(path)
     except UserError:
-        return False
-    return isinstance(known, dict) and unseal(known) is not None
-
-
-def _all_files(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir()]
+        return None
+    return unseal(known) if isinstance(known, dict) else None
 
 
 def _is_whole(folder: Path) -> bool:
@@ -369,35 +339,21 @@ def content_hash(path: Path, roots: list[Path]) -> str:
     require_file(path)  # first, as a loop of links would not resolve
     stamp = f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.hash"
     try:
-        state = path.stat()
-        now = [state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns]
+        stat = path.stat()
+        state = [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns]
         for root in roots:
-            if (known := _kept_hash(root / stamp, now)) is not None:
-                return known
+            if (known := read_stamp(root / stamp)) is not None and known.get("state") == state:
+                return str(known.get("sha256"))
         started = time.time()
         with path.open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}).") from None
-    if started - state.st_mtime > _SETTLED:
-        _keep_hash(roots, stamp, {"state": now, "sha256": sha256})
-    return sha256
-
-
-def _kept_hash(stamp: Path, state: list[int]) -> str | None:
-    try:
-        known = read_json(stamp)
-    except UserError:
-        return None
-    known = unseal(known) if isinstance(known, dict) else None
-    return str(known.get("sha256")) if known is not None and known.get("state") == state else None
-
-
-def _keep_hash(roots: list[Path], stamp: str, known: dict[str, Any]) -> None:
-    for root in roots:
+    for root in roots if started - stat.st_mtime > _SETTLED else ():
         with suppress(OSError):
             root.mkdir(parents=True, exist_ok=True)
             fresh = root / f"{stamp}.{os.getpid()}"
-            fresh.write_text(json.dumps(seal(known)), encoding="utf-8")
+            fresh.write_text(json.dumps(seal({"state": state, "sha256": sha256})), encoding="utf-8")
             fresh.replace(root / stamp)
-            return
+            break
+    return sha256

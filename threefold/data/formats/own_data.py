@@ -4,17 +4,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from threefold.constants import IGNORE_INDEX
-from threefold.data.samples import SPLITS, MixturePart, Samples, SingleCorpus, document_numbers
+from threefold.data.samples import SPLITS, SingleCorpus, document_numbers
 from threefold.data.tokenizer import TextRule
 from threefold.errors import UserError
 from threefold.files import shown, told
 from threefold.plugins import is_import_path, load_path
-from threefold.random.permutation import Int64Array, samples_at
+from threefold.random.permutation import Int64Array
 
 
 def named(path: str) -> str:
@@ -227,9 +227,7 @@ def _ids(values: Any) -> Int64Array:
 def _parts(path: str) -> Mapping[str, Any]:
     """Load the datasets at an import path, once per process."""
     found = load_path(path, "data.path")
-    if isinstance(found, type) or not (hasattr(found, "__getitem__") and hasattr(found, "__len__")):
-        if not callable(found):
-            raise _no_data_set(path, found)
+    if callable(found) and (isinstance(found, type) or not _is_data_set(found)):
         try:
             found = found()
         except Exception as error:
@@ -239,22 +237,22 @@ def _parts(path: str) -> Mapping[str, Any]:
             ) from error
     parts = found if isinstance(found, Mapping) else {"": found}
     for name, part in parts.items():
-        if not (hasattr(part, "__getitem__") and hasattr(part, "__len__")):
-            raise _no_data_set(path, part)
+        if not _is_data_set(part):
+            raise UserError(
+                f"{named(path)}, which gives a {type(part).__name__} but must be a map-style data set, with "
+                "__len__ and __getitem__, or a function that makes one."
+            )
         if name and name not in SPLITS:
             raise UserError(f"{named(path)}, which has a part {name!r}; name them {', '.join(SPLITS)}.")
     return parts
 
 
-def _no_data_set(path: str, found: Any) -> UserError:
-    return UserError(
-        f"{named(path)}, which gives a {type(found).__name__} but must be a map-style data set, with "
-        "__len__ and __getitem__, or a function that makes one."
-    )
+def _is_data_set(thing: Any) -> bool:
+    return hasattr(thing, "__getitem__") and hasattr(thing, "__len__")
 
 
 @dataclass(frozen=True, eq=False)
-class NestedSamples:
+class NestedSamples(SingleCorpus):
     """Samples of one split of a dataset, batched as by `torch.utils.data.DataLoader`.
 
     Attributes:
@@ -270,20 +268,6 @@ class NestedSamples:
     def __len__(self) -> int:
         return len(self.chosen)
 
-    @property
-    def parts(self) -> tuple[MixturePart, ...]:
-        return (MixturePart("", cast(Samples, self), 1.0),)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return ()
-
-    def ordered(self, counters: Int64Array, seed: int) -> Int64Array:
-        return samples_at(counters, len(self), seed)
-
-    def epochs(self, counter: int) -> dict[str, float]:
-        return {}
-
     def batch(self, indices: Int64Array) -> Any:
         """Collate samples into one nesting, in which every leaf is a tensor with a batch dim (dim 0).
 
@@ -294,31 +278,30 @@ class NestedSamples:
         from torch.utils.data import default_collate  # imports torch, which errors about a config should not wait for
 
         numbers = [int(number) for number in self.chosen[indices]]
-        samples = [self._read(number) for number in numbers]
+        samples = []
+        for number in numbers:
+            try:
+                samples.append(self.part[number])
+            except Exception as error:
+                raise UserError(
+                    f"{named(self.path)}, whose sample {number:,} cannot be read ({told(error)}); correct its "
+                    "__getitem__."
+                ) from error
         try:
             for number, sample in zip(numbers[1:], samples[1:], strict=True):
                 _check_keys(sample, samples[0], number, numbers[0])
             batch = default_collate(samples)
         except Exception as error:
             raise UserError(
-                f"data.path is {shown(self.path)}, whose samples {', '.join(map(str, numbers[:3]))}, … cannot be "
+                f"{named(self.path)}, whose samples {', '.join(map(str, numbers[:3]))}, … cannot be "
                 f"put into one batch ({told(error)}); give all the same nesting, keys and shapes, padded say."
             ) from error
         if kind := _wrong_leaf(batch):
             raise UserError(
-                f"data.path is {shown(self.path)}, whose sample {numbers[0]:,} has a {kind} in it but must be "
+                f"{named(self.path)}, whose sample {numbers[0]:,} has a {kind} in it but must be "
                 "tensors, arrays and numbers, or tuples, lists and mappings of these; make it a tensor."
             )
         return batch
-
-    def _read(self, number: int) -> Any:
-        try:
-            return self.part[number]
-        except Exception as error:
-            raise UserError(
-                f"data.path is {shown(self.path)}, whose sample {number:,} cannot be read ({told(error)}); "
-                "correct its __getitem__."
-            ) from error
 
 
 def _check_keys(sample: Any, first: Any, number: int, first_number: int) -> None:

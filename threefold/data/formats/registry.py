@@ -5,7 +5,7 @@ training and `threefold data show`, `verify` and `convert` then read its files l
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -82,7 +82,17 @@ def open_corpus(
     path = Path(path)
     if is_own(path):
         files = TokenFiles.open(path)
-        _check_own(files, tokenizer, eod, special_tokens)
+        if tokenizer is not None:
+            load_tokenizer(tokenizer, "data.tokenizer")
+            if tokenizer.read_bytes() != files.tokenizer_file.read_bytes():
+                raise UserError(f"data.tokenizer is {tokenizer} but {path} was made with the one in it; leave it out.")
+        if eod is not None and eod != files.eod:
+            raise UserError(f"data.eod is {eod} but {path} was made with {files.eod}; use {files.eod} or leave it out.")
+        if special_tokens not in (None, made := files.meta.special_tokens):
+            raise UserError(
+                f"data.special_tokens is {special_tokens} but {path} was made with {made}; leave it out, or prepare "
+                f"the data again with --special-tokens {special_tokens}."
+            )
         return files
     stored = read_stored(path)
     loaded = None if tokenizer is None else load_tokenizer(tokenizer, "data.tokenizer")
@@ -149,43 +159,22 @@ def _find(path: Path) -> list[tuple[Path, TokenFormat]]:
     """Return the prefix and the format of token files at a path: a folder, a prefix, or one of the files."""
     formats = list(token_formats().values())
     endings = [(ending, format_) for format_ in formats for ending in format_.endings]
-    if os.path.isdir(path) and (inside := list(dict.fromkeys(_inside(path, endings)))):
-        return inside
+
+    def has(prefix: Path, ending: str) -> bool:
+        return os.path.isfile(with_ending(prefix, ending))
+
+    if os.path.isdir(path):
+        inside: dict[tuple[Path, TokenFormat], None] = {}
+        for name in sorted(os.listdir(path)):
+            for ending, format_ in endings:
+                prefix = path / name.removesuffix(ending)
+                if name.endswith(ending) and name != ending and all(has(prefix, each) for each in format_.endings):
+                    inside[prefix, format_] = None
+        if inside:
+            return list(inside)
     if not path.name:  # the current folder, or the root
         return []
     for ending, format_ in endings:
         if path.name.endswith(ending) and path.name != ending and os.path.isfile(path):
             return [(path.with_name(path.name.removesuffix(ending)), format_)]
-    return [(path, format_) for format_ in formats if any(_has(path, ending) for ending in format_.endings)]
-
-
-def _inside(folder: Path, endings: list[tuple[str, TokenFormat]]) -> Iterator[tuple[Path, TokenFormat]]:
-    for name in sorted(entry.name for entry in folder.iterdir()):
-        for ending, format_ in endings:
-            prefix = folder / name.removesuffix(ending)
-            if name.endswith(ending) and name != ending and all(_has(prefix, each) for each in format_.endings):
-                yield prefix, format_
-
-
-def _has(prefix: Path, ending: str) -> bool:
-    return os.path.isfile(with_ending(prefix, ending))
-
-
-def _check_own(
-    files: TokenFiles, tokenizer: Path | None, eod: int | None, special_tokens: SpecialTokens | None
-) -> None:
-    if tokenizer is not None:
-        load_tokenizer(tokenizer, "data.tokenizer")
-        if tokenizer.read_bytes() != files.tokenizer_file.read_bytes():
-            raise UserError(
-                f"data.tokenizer is {tokenizer} but {files.path} was made with the one in it; leave it out."
-            )
-    if eod is not None and eod != files.eod:
-        raise UserError(
-            f"data.eod is {eod} but {files.path} was made with {files.eod}; use {files.eod} or leave it out."
-        )
-    if special_tokens not in (None, made := files.meta.special_tokens):
-        raise UserError(
-            f"data.special_tokens is {special_tokens} but {files.path} was made with {made}; leave it out, or prepare "
-            f"the data again with --special-tokens {special_tokens}."
-        )
+    return [(path, format_) for format_ in formats if any(has(path, ending) for ending in format_.endings)]

@@ -115,7 +115,16 @@ class Meta:
         """Read DIRECTORY/meta.json. Raises UserError if it is missing, damaged, or of a version that cannot be read."""
         path = directory / META_FILE
         if not os.path.lexists(path):
-            raise UserError(_no_token_files(directory))
+            name = shown(directory)
+            if not os.path.exists(directory):
+                raise UserError(
+                    f"{name} does not exist; make token files with `threefold data prepare INPUT --out {name}`"
+                )
+            raise UserError(
+                f"{name} holds no token files (it has no {META_FILE}); give a folder made by `threefold data prepare "
+                "INPUT --out FOLDER`, or whole files of another system: PREFIX.bin with PREFIX.idx, PREFIX_ids.npy "
+                "with PREFIX_idx.npz, or PREFIX_ids.npz"
+            )
         try:
             facts = read_json(path)
         except UserError as error:
@@ -162,17 +171,6 @@ def list_token_files(folder: Path) -> Collection[str] | None:
     return {META_FILE, *CHECKED, *CHAT_FILES} if isinstance(facts, dict) and facts.get("format") == FORMAT else None
 
 
-def _no_token_files(directory: Path) -> str:
-    if not os.path.exists(directory):
-        name = shown(directory)
-        return f"{name} does not exist; make token files with `threefold data prepare INPUT --out {name}`"
-    return (
-        f"{shown(directory)} holds no token files (it has no {META_FILE}); "
-        "give a folder made by `threefold data prepare INPUT --out FOLDER`, or whole files of another system: "
-        "PREFIX.bin with PREFIX.idx, PREFIX_ids.npy with PREFIX_idx.npz, or PREFIX_ids.npz"
-    )
-
-
 FOLDER_FORMAT: Final = "Threefold"
 _AGAIN: Final = "prepare the data again with `threefold data prepare`"
 
@@ -193,6 +191,10 @@ class TokenFiles(Corpus):
         tokens_file, documents_file = path / TOKENS_FILE, path / DOCUMENTS_FILE
         _check_size(tokens_file, TOKEN_DTYPES[meta.dtype], meta.tokens)
         _check_size(documents_file, DOCUMENT_DTYPE, meta.documents + 1)
+        mask = None
+        if meta.loss_mask:
+            _check_size(path / LOSS_MASK_FILE, "u1", meta.tokens)
+            mask = StoredArray(path / LOSS_MASK_FILE, "u1", meta.tokens)
         files = cls(
             path=path,
             files=(tokens_file, documents_file),
@@ -204,7 +206,7 @@ class TokenFiles(Corpus):
             tokenizer_file=path / TOKENIZER_FILE,
             remedy=_AGAIN,
             rule=meta.rule,
-            loss_mask=_mask(path / LOSS_MASK_FILE, meta.tokens) if meta.loss_mask else None,
+            loss_mask=mask,
             template=ChatTemplate.beside(path / TOKENIZER_FILE) if meta.loss_mask else None,
             checksums=meta.checksums,
         )
@@ -236,11 +238,6 @@ class TokenFiles(Corpus):
         require_file(self.tokenizer_file)
         if self.tokenizer_sha256 != self.meta.tokenizer_sha256:
             raise UserError(f"{self.tokenizer_file} is not the tokenizer that these tokens were made with; {_AGAIN}")
-
-
-def _mask(path: Path, count: int) -> StoredArray:
-    _check_size(path, "u1", count)
-    return StoredArray(path, "u1", count)
 
 
 def _check_size(path: Path, dtype: str, count: int) -> None:
