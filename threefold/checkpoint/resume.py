@@ -21,7 +21,7 @@ from threefold.checkpoint.manifest import DamagedCheckpoint, read_writer
 from threefold.comm.layout import Layout
 from threefold.config import Config
 from threefold.config.resolve import is_derived
-from threefold.data.corpus import Content, ReadCorpus
+from threefold.data.corpus import Content, Corpus
 from threefold.data.dataset import open_dataset
 from threefold.data.samples import ConsumedSamples, whole_shares
 from threefold.data.tokenizer import TextRule
@@ -299,10 +299,10 @@ def _check_data(checkpoint: Checkpoint, config: Config) -> None:
             )
 
 
-def different_file(then: Content, now: ReadCorpus) -> Path | None:
+def different_file(then: Content, now: Corpus) -> Path | None:
     """Return the first data file whose checksum differs from the checkpoint's, or None."""
     if now.content.documents != then.documents and now.content.documents and then.documents:
-        return now.documents_file
+        return now.files[-1]
     if then.tokens is None or now.content.tokens is None or then.dtype != now.content.dtype:
         return None  # only reading all tokens would tell, which a run does in the background
     return None if then.tokens == now.content.tokens else now.files[0]

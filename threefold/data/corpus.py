@@ -243,6 +243,27 @@ class StoredTokens:
         return self.sequences if self.document_sequences is None else self.sequences[self.document_sequences]
 
 
+TokenDtype = Literal["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+
+
+@dataclass(frozen=True)
+class Content:
+    """Data type and checksums of the content of one corpus of a run.
+
+    Attributes:
+        dtype: name of the type that the tokens are stored in.
+        documents: checksum of the document starts as little-endian int64, and of everything else but the tokens.
+        tokens: checksum of the tokens, little endian in their type; None until all are read, if no file keeps it.
+        loss_mask: checksum of the loss mask; None if it is unknown or there is no mask.
+    """
+
+    dtype: TokenDtype
+    documents: str
+    tokens: str | None = None
+    loss_mask: str | None = None
+    __pydantic_config__: ClassVar[Any] = STRICT
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Corpus:
     """Tokens to train on, from files of any format.
@@ -297,17 +318,15 @@ class Corpus:
     def tokenizer_sha256(self) -> str | None:
         return None if self.tokenizer_file is None else hashlib.sha256(self.tokenizer_file.read_bytes()).hexdigest()
 
-    def content(self) -> "ReadCorpus":
-        """Return the corpus with the checksums that its files keep; that of the document starts is always known."""
+    @cached_property
+    def content(self) -> Content:
+        """Checksums that the files keep; that of the document starts is always known."""
         documents = self.checksums.get(self.files[-1].name)
         if not documents:
             documents = checksum_of(np.ascontiguousarray(self.documents, dtype=DOCUMENT_DTYPE).data)
         mask = self.checksums.get(LOSS_MASK_FILE) if self.holds_chat else None
-        return self._read_with(documents, self.checksums.get(self.files[0].name), mask)
-
-    def _read_with(self, documents: str, tokens: str | None, mask: str | None = None) -> "ReadCorpus":
         dtype: Any = self.tokens.dtype.name
-        return ReadCorpus(self.files, self.tokens, Content(dtype, documents, tokens, mask), self.remedy)
+        return Content(dtype, documents, self.checksums.get(self.files[0].name), mask)
 
     def check_tokens(self, tokens: NDArray[np.integer], start: int) -> None:
         """Check tokens that start at position `start`. Raises UserError if one is outside the vocabulary."""
@@ -346,46 +365,7 @@ class Corpus:
         )
 
 
-TokenDtype = Literal["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 _BLOCK: Final = 8 << 20
-
-
-@dataclass(frozen=True)
-class Content:
-    """Data type and checksums of the content of one corpus of a run.
-
-    Attributes:
-        dtype: name of the type that the tokens are stored in.
-        documents: checksum of the document starts as little-endian int64, and of everything else but the tokens.
-        tokens: checksum of the tokens, little endian in their type; None until all are read, if no file keeps it.
-        loss_mask: checksum of the loss mask; None if it is unknown or there is no mask.
-    """
-
-    dtype: TokenDtype
-    documents: str
-    tokens: str | None = None
-    loss_mask: str | None = None
-    __pydantic_config__: ClassVar[Any] = STRICT
-
-
-@dataclass(frozen=True, eq=False)
-class ReadCorpus:
-    """A corpus whose content is checked while it is read.
-
-    Attributes:
-        files: the token file first, then the files that say where documents start.
-        content: known facts about the content; its checksum of the tokens is the one recorded when they were written.
-        remedy: how to replace a damaged file, as the end of a sentence.
-    """
-
-    files: tuple[Path, ...]
-    tokens: TokenArray
-    content: Content
-    remedy: str
-
-    @property
-    def documents_file(self) -> Path:
-        return self.files[-1]
 
 
 def checksum_of_tokens(tokens: TokenArray, dtype: str, advance: Callable[[int], None] = lambda size: None) -> str:

@@ -13,7 +13,7 @@ from threefold.config.data import DataConfig
 from threefold.config.model import OWN
 from threefold.constants import IGNORE_INDEX
 from threefold.data.conversations import ChatTemplate
-from threefold.data.corpus import Corpus, ReadCorpus
+from threefold.data.corpus import Corpus
 from threefold.data.formats.jsonl import JsonLines
 from threefold.data.formats.own_data import OwnData, is_nested, is_own_data
 from threefold.data.formats.registry import holds_tokens, open_corpus
@@ -144,11 +144,11 @@ class Dataset:
             for data in corpora
         )
 
-    def contents(self) -> tuple[ReadCorpus, ...]:
-        """Return each source that has files, with its checksums; needs resolved settings. Raises like `samples`."""
+    def contents(self) -> tuple[Corpus, ...]:
+        """Return each source that has files; needs resolved settings. Raises like `samples`."""
         length = self.settings.sequence_length
         found = (source.data for source in self.sources)
-        return tuple(_corpus(data, length).content() for data in found if not isinstance(data, OwnData))
+        return tuple(_corpus(data, length) for data in found if not isinstance(data, OwnData))
 
 
 def _corpus(data: Corpus | JsonLines, sequence_length: int, progress: Progress = SILENT) -> Corpus:

@@ -18,7 +18,7 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.config.resolve import is_derived, with_micro_batch
-from threefold.data.corpus import Content, ReadCorpus, checksum_of_tokens
+from threefold.data.corpus import Content, Corpus, checksum_of_tokens
 from threefold.data.loader import Batch, fingerprint
 from threefold.errors import UserError
 from threefold.files import shown
@@ -126,7 +126,7 @@ class TokenCheck(Callback):
     def __init__(
         self,
         mesh: Mesh,
-        corpora: Sequence[ReadCorpus],
+        corpora: Sequence[Corpus],
         every: int,
         resumed: Checkpoint | None,
         reads: bool,

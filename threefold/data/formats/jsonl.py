@@ -24,9 +24,9 @@ from threefold.data.corpus import (
     LOSS_MASK_FILE,
     TOKEN_DTYPES,
     TOKENS_FILE,
+    Content,
     Corpus,
     DocumentWriter,
-    ReadCorpus,
     StoredArray,
     dtype_for,
     load_column,
@@ -206,12 +206,14 @@ class EncodedLines(Corpus):
     def document_of(self, place: int) -> str:
         return super().document_of(place).replace("document", "line") + " with text"
 
-    def content(self) -> ReadCorpus:
-        """Return the lines with the checksums of their cache; that of the document starts covers all but the tokens."""
+    @cached_property
+    def content(self) -> Content:
+        """Checksums that the cache keeps; that of the document starts is one of all its files but the tokens'."""
         known = dict(self.checksums)
         tokens = known.pop(TOKENS_FILE, None)
         rest = "".join(f"{name} {known[name]}\n" for name in sorted(known))
-        return self._read_with(checksum_of(rest.encode()) if known else "", tokens)
+        dtype: Any = self.tokens.dtype.name
+        return Content(dtype, checksum_of(rest.encode()) if known else "", tokens)
 
 
 CACHE_ENDING: Final = ".cache"
