@@ -214,17 +214,24 @@ def prune(
 Damaged = Mapping[Path, str]
 """Reasons why checkpoints could not be loaded, by folder."""
 
-Found = TypeVar("T")
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
 class SelectedCheckpoint:
-    """A selected checkpoint, its config, and warnings about the damaged ones that were skipped (`passed`)."""
+    """The newest valid checkpoint of a run, and its config.
+
+    Attributes:
+        warnings: a sentence about the damaged checkpoints that were skipped, and further ones for the user.
+        passed: folders of the skipped checkpoints, which are newer.
+        is_resumed: whether a run resumes from it, instead of starting from its weights.
+    """
 
     checkpoint: Checkpoint
     config: Config
     warnings: tuple[str, ...] = ()
     passed: tuple[Path, ...] = ()
+    is_resumed: bool = False
 
 
 def select_checkpoint(

@@ -1,7 +1,7 @@
 """Resuming and warm starts: whether a run may continue from a checkpoint, and warnings about what will differ."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ from threefold.checkpoint.folder import (
     TOKENIZER,
     Checkpoint,
     Damaged,
+    SelectedCheckpoint,
     check_whole,
     folders,
     model_files,
@@ -62,21 +63,6 @@ _BATCH = "train.global_batch_size"
 _BATCH_PARTS = ("micro_batch_size", "gradient_accumulation_steps")
 
 
-@dataclass(frozen=True)
-class Resumption:
-    """A checkpoint that a run may resume from.
-
-    Attributes:
-        warnings: a sentence for each setting that makes the losses differ from an uninterrupted run's, and one for
-            skipped damaged checkpoints.
-        passed: folders of the newer, damaged checkpoints.
-    """
-
-    checkpoint: Checkpoint
-    warnings: tuple[str, ...]
-    passed: tuple[Path, ...] = ()
-
-
 Resume = bool | Literal["auto"]
 """Whether a run resumes from its own checkpoint; "auto" resumes if there is one."""
 
@@ -98,7 +84,7 @@ def has_all_steps(run_dir: Path, steps: int) -> bool:
     return True
 
 
-def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = None) -> Resumption:
+def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = None) -> SelectedCheckpoint:
     """Return the newest valid checkpoint of a run, checked against the run's config.
 
     The layout and everything else that changes no result may differ. Settings that change later results, such as the
@@ -151,12 +137,17 @@ def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = Non
         + (f": {_other_batch(checkpoint, choice.config, config)}." if key == _BATCH else ".")
         for key, before, now in changes
     ]
-    warnings += [*_changed_model(checkpoint, config), *_ended_decay(choice.config, config)]
-    return Resumption(
-        checkpoint,
-        (*choice.warnings, *warnings, *_restarted_streams(checkpoint, config)),
-        choice.passed,
-    )
+    warnings += _changed_model(checkpoint, config)
+    # Older versions stored derived settings as if the user had given them.
+    decay, last = config.optimizer.decay_steps, config.train.max_steps
+    if decay == choice.config.train.max_steps < last and config.optimizer.decay != "constant":
+        warnings.append(
+            f"optimizer.decay_steps is {decay}, which train.max_steps was up to now, and train.max_steps is {last}: "
+            f"the steps after {decay} are made at optimizer.min_lr {config.optimizer.min_lr:g}; "
+            "--set optimizer.decay_steps=null has it follow train.max_steps again."
+        )
+    warnings += _restarted_streams(checkpoint, config)
+    return replace(choice, warnings=(*choice.warnings, *warnings), is_resumed=True)
 
 
 def _other_batch(checkpoint: Checkpoint, stored: Config, config: Config) -> str:
@@ -204,20 +195,6 @@ def _changed_model(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
         copy = checkpoint.path / name
         if not copy.is_file() or read_text(file) != read_text(copy):
             yield f"{shown(file)} has changed since {checkpoint.path}; it is used as it is now."
-
-
-def _ended_decay(stored: Config, config: Config) -> Iterator[str]:
-    """Yield a warning if the run outlasts a decay that ended with its former last step.
-
-    Older versions stored derived settings as if the user had given them.
-    """
-    decay, last, before = config.optimizer.decay_steps, config.train.max_steps, stored.train.max_steps
-    if decay == before < last and config.optimizer.decay != "constant":
-        yield (
-            f"optimizer.decay_steps is {decay}, which train.max_steps was up to now, and train.max_steps is {last}: "
-            f"the steps after {decay} are made at optimizer.min_lr {config.optimizer.min_lr:g}; "
-            "--set optimizer.decay_steps=null has it follow train.max_steps again."
-        )
 
 
 def _restarted_streams(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
@@ -340,21 +317,10 @@ _NOT_OF_THE_FUNCTION = (
 )
 
 
-@dataclass(frozen=True)
-class WarmStart:
-    """A checkpoint whose weights a run may start from.
-
-    Attributes:
-        warnings: a sentence for each setting that makes the weights compute another function, and one for skipped
-            damaged checkpoints.
-    """
-
-    checkpoint: Checkpoint
-    warnings: tuple[str, ...]
-
-
-def find_warm_start(config: Config, damaged: Damaged | None = None) -> WarmStart | None:
+def find_warm_start(config: Config, damaged: Damaged | None = None) -> SelectedCheckpoint | None:
     """Return the newest valid checkpoint of the run in `train.init_from`, checked against the config; None if not set.
+
+    Settings by which the weights compute another function give a warning.
 
     Args:
         config: resolved config; its data is opened.
@@ -383,18 +349,13 @@ def find_warm_start(config: Config, damaged: Damaged | None = None) -> WarmStart
                 f"{config.origin(f'model.{key}')}model.{key} is {new!r} but {checkpoint.path}, which train.init_from "
                 f"names, has {old!r}, whose weights do not fit another model; set it to {old!r}."
             )
-    _check_tokenizer(checkpoint, config)
-    return WarmStart(checkpoint, tuple(warnings))
-
-
-def _check_tokenizer(checkpoint: Checkpoint, config: Config) -> None:
-    """Check that the data's tokenizer is the one the weights were trained with, if both are known."""
+    # The data's tokenizer must be the one the weights were trained with, if both are known.
     stored, data = checkpoint.path / TOKENIZER, open_dataset(config)
-    if data.tokenizer_file is None or checkpoint.facts.tokenizer_sha256 in (None, data.tokenizer_sha256):
-        return
-    known, given = (Tokenizer.from_file(str(path)) for path in (stored, data.tokenizer_file))
-    if known.get_vocab() != given.get_vocab():
-        raise UserError(
-            f"The tokenizer of the data is {data.tokenizer_file}, which is not that of {checkpoint.path}, which "
-            f"train.init_from names; prepare the data with --tokenizer {stored}."
-        )
+    if data.tokenizer_file is not None and checkpoint.facts.tokenizer_sha256 not in (None, data.tokenizer_sha256):
+        known, given = (Tokenizer.from_file(str(path)) for path in (stored, data.tokenizer_file))
+        if known.get_vocab() != given.get_vocab():
+            raise UserError(
+                f"The tokenizer of the data is {data.tokenizer_file}, which is not that of {checkpoint.path}, which "
+                f"train.init_from names; prepare the data with --tokenizer {stored}."
+            )
+    return replace(choice, warnings=tuple(warnings))

@@ -106,22 +106,24 @@ def messages_of(value: Any, where: str, name: str) -> tuple[dict[str, Any], ...]
         raise UserError(f"{where} has {_shown(value)} under {name!r}; it must be a list of messages.")
     if not value:
         raise UserError(f"{where} has no message under {name!r}; leave the line out.")
-    return tuple(_message(one, where, number) for number, one in enumerate(value, start=1))
-
-
-def _message(value: Any, where: str, number: int) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise UserError(f'{where} has {_shown(value)} as message {number}; it must be {{"role": ..., "content": ...}}.')
-    role, content = value.get("role"), value.get("content")
-    if role not in ROLES:
-        raise UserError(f"{where} has the role {_shown(role)} in message {number}; the roles are {', '.join(ROLES)}.")
-    is_parts = isinstance(content, list) and all(isinstance(part, dict) for part in content)
-    if not isinstance(content, str) and not is_parts and not (content is None and value.get("tool_calls")):
-        raise UserError(
-            f"{where} has {'no content' if content is None else f'the content {_shown(content)}'} in message {number}; "
-            "it must be a text."
+    messages = []
+    for number, one in enumerate(value, start=1):
+        if not isinstance(one, dict):
+            raise UserError(
+                f'{where} has {_shown(one)} as message {number}; it must be {{"role": ..., "content": ...}}.'
+            )
+        role, content = one.get("role"), one.get("content")
+        if role not in ROLES:
+            roles = ", ".join(ROLES)
+            raise UserError(f"{where} has the role {_shown(role)} in message {number}; the roles are {roles}.")
+        is_parts = isinstance(content, list) and all(isinstance(part, dict) for part in content)
+        if not isinstance(content, str) and not is_parts and not (content is None and one.get("tool_calls")):
+            found = "no content" if content is None else f"the content {_shown(content)}"
+            raise UserError(f"{where} has {found} in message {number}; it must be a text.")
+        messages.append(
+            {key: utf8(each) if isinstance(each, str) else each for key, each in one.items() if each is not None}
         )
-    return {key: utf8(one) if isinstance(one, str) else one for key, one in value.items() if one is not None}
+    return tuple(messages)
 
 
 def _answered(chat: Chat) -> Chat:

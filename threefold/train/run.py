@@ -8,12 +8,10 @@ from pathlib import Path
 
 import torch
 
-from threefold.checkpoint.folder import from_first, model_files, newest
+from threefold.checkpoint.folder import SelectedCheckpoint, from_first, model_files, newest
 from threefold.checkpoint.manifest import DamagedCheckpoint
 from threefold.checkpoint.resume import (
     Resume,
-    Resumption,
-    WarmStart,
     consumed_by,
     continues,
     find_resumption,
@@ -302,8 +300,8 @@ class Start:
                 self._damaged[damage.path] = damage.reason
                 self._found = self._find()
 
-    def _find(self) -> Resumption | WarmStart | None:
-        def find() -> Resumption | WarmStart | None:
+    def _find(self) -> SelectedCheckpoint | None:
+        def find() -> SelectedCheckpoint | None:
             if continues(self._run_dir, self._resume):
                 return find_resumption(self._run_dir, self._config, self._damaged)
             return find_warm_start(self._config, self._damaged)
@@ -315,7 +313,7 @@ class Start:
         if found is None:
             return StartingPoint(0, new, self._attempt.lines(""))
         checkpoint = found.checkpoint
-        if isinstance(found, Resumption):
+        if found.is_resumed:
             restore_engine(engine, checkpoint)
             after = f" after step {checkpoint.step:,}" if self._attempt.number else ""
             lines = [*self._attempt.lines(f"Resuming from {checkpoint.path}{after}"), *found.warnings]

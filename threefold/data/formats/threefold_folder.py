@@ -97,10 +97,6 @@ class Meta:
     checksums: dict[str, str] = field(default_factory=dict)
     __pydantic_config__: ClassVar[Any] = STRICT
 
-    @property
-    def rule(self) -> TextRule:
-        return TextRule(self.special_tokens, self.beginning)
-
     def write(self, path: Path) -> None:
         version = VERSION if self.checksums else _WITHOUT_CHECKSUMS
         facts = {"format": FORMAT, "version": version, **dataclasses.asdict(self)}
@@ -205,39 +201,34 @@ class TokenFiles(Corpus):
             eod=meta.eod,
             tokenizer_file=path / TOKENIZER_FILE,
             remedy=_AGAIN,
-            rule=meta.rule,
+            rule=TextRule(meta.special_tokens, meta.beginning),
             loss_mask=mask,
             template=ChatTemplate.beside(path / TOKENIZER_FILE) if meta.loss_mask else None,
             checksums=meta.checksums,
         )
-        files._check()
+        for name in (DOCUMENTS_FILE, *((LOSS_MASK_FILE,) if files.holds_chat else ())):
+            expected = meta.checksums.get(name)
+            if expected is not None and checksum(path / name) != expected:
+                raise UserError(
+                    f"{shown(path / name)} is damaged (its checksum is not the one that was written); {_AGAIN}"
+                )
+        starts = files.documents
+        if starts[0] != 0 or starts[-1] != meta.tokens or not np.all(np.diff(starts) > 0):
+            raise UserError(f"{documents_file} does not fit {TOKENS_FILE}; {_AGAIN}")
+        # Only the first and last document: checking every one would read the whole file.
+        ends = () if files.holds_chat else (1, -1)  # conversations end as their template ends them
+        if any(files.tokens[starts[d] - 1] != meta.eod for d in ends) or not 0 <= meta.eod < meta.vocab_size:
+            raise UserError(f"{tokens_file} has a document that does not end with token {meta.eod}; {_AGAIN}")
+        if not os.path.lexists(files.tokenizer_file):
+            raise UserError(f"{path} has no {TOKENIZER_FILE}; {_AGAIN}")
+        require_file(files.tokenizer_file)
+        if files.tokenizer_sha256 != meta.tokenizer_sha256:
+            raise UserError(f"{files.tokenizer_file} is not the tokenizer that these tokens were made with; {_AGAIN}")
         return files
 
     def stored(self) -> StoredTokens:
         """Return the tokens in the form shared by all formats."""
         return StoredTokens(self.path, FOLDER_FORMAT, self.files, self.tokens, self.documents)
-
-    def _check(self) -> None:
-        starts = self.documents
-        for name in (DOCUMENTS_FILE, *((LOSS_MASK_FILE,) if self.holds_chat else ())):
-            expected = self.checksums.get(name)
-            if expected is not None and checksum(self.path / name) != expected:
-                raise UserError(
-                    f"{shown(self.path / name)} is damaged (its checksum is not the one that was written); {_AGAIN}"
-                )
-        if starts[0] != 0 or starts[-1] != self.meta.tokens or not np.all(np.diff(starts) > 0):
-            raise UserError(f"{self.path / DOCUMENTS_FILE} does not fit {TOKENS_FILE}; {_AGAIN}")
-        # Only the first and last document: checking every one would read the whole file.
-        ends = () if self.holds_chat else (1, -1)  # conversations end as their template ends them
-        if any(self.tokens[starts[d] - 1] != self.eod for d in ends) or not 0 <= self.eod < self.vocab_size:
-            raise UserError(
-                f"{self.path / TOKENS_FILE} has a document that does not end with token {self.eod}; {_AGAIN}"
-            )
-        if not os.path.lexists(self.tokenizer_file):
-            raise UserError(f"{self.path} has no {TOKENIZER_FILE}; {_AGAIN}")
-        require_file(self.tokenizer_file)
-        if self.tokenizer_sha256 != self.meta.tokenizer_sha256:
-            raise UserError(f"{self.tokenizer_file} is not the tokenizer that these tokens were made with; {_AGAIN}")
 
 
 def _check_size(path: Path, dtype: str, count: int) -> None:
