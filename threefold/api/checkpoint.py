@@ -14,7 +14,7 @@ from threefold.api.prepared import prepare as prepared
 from threefold.api.prepared.module import PreparedModule
 from threefold.api.prepared.optimizer import PreparedOptimizer
 from threefold.checkpoint.folder import LOOP, from_first, newest
-from threefold.checkpoint.manifest import MODEL, OPTIMIZER, WRITER, DamagedCheckpoint, Facts, record_of_layout
+from threefold.checkpoint.manifest import MODEL, OPTIMIZER, WRITER, DamagedCheckpoint, Facts, record_of
 from threefold.checkpoint.save import save_checkpoint
 from threefold.checkpoint.tensors import load_tensors, stored_names, stored_tensors
 from threefold.errors import UserError
@@ -84,7 +84,7 @@ def save(
     world.barrier()
     consumed = 0 if loader is None else loader.consumed_samples
     facts = Facts(step, consumed, seed, eod=None, tokenizer_sha256=None, tokens=0, documents=0)
-    texts = {LOOP: json.dumps(state, indent=2), WRITER: record_of_layout(model.mesh.layout).text}
+    texts = {LOOP: json.dumps(state, indent=2), WRITER: record_of(model.mesh.layout).text}
     return save_checkpoint(run_dir, facts, tensors, texts, world)
 
 

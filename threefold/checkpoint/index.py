@@ -215,11 +215,8 @@ def model_mismatch(model: ModelConfig, stored: Shapes) -> str | None:
 
     Single tensors are compared first, so that a config of a billion layers is refused at once.
     """
-    return next(_misfits(model, _weights(stored)), None)
-
-
-def _weights(stored: Shapes) -> Shapes:
-    return {name.removeprefix(MODEL): shape for name, shape in stored.items() if name.startswith(MODEL)}
+    weights = {name.removeprefix(MODEL): shape for name, shape in stored.items() if name.startswith(MODEL)}
+    return next(_misfits(model, weights), None)
 
 
 def require_match(model: ModelConfig, plan: ModelPlan, checkpoint: Path) -> None:
@@ -228,7 +225,8 @@ def require_match(model: ModelConfig, plan: ModelPlan, checkpoint: Path) -> None
     Raises:
         UserError: a weight is missing, unknown or of another shape.
     """
-    weights = _weights({name: tensor.shape for name, tensor in read_index(checkpoint).items()})
+    stored = read_index(checkpoint)
+    weights = {name.removeprefix(MODEL): stored[name].shape for name in stored if name.startswith(MODEL)}
     with torch.device("meta"):
         made = make_model(model)
     expected = {plan.whole_name(name): tuple(weight.shape) for name, weight in made.named_parameters()}
@@ -237,21 +235,19 @@ def require_match(model: ModelConfig, plan: ModelPlan, checkpoint: Path) -> None
             whole = plan.whole_name(f"{prefix}.{name}" if prefix else name)
             if whole in weights:  # checkpoints of older versions have none
                 expected[whole] = tuple(buffer.shape)
-    if reason := next(_differences(expected, weights), None):
-        raise UserError(
-            f"The model of {shown(model.file)} is not the one that {checkpoint} was made with: {reason}; restore the "
-            "file, or start a new run in another folder."
-        )
-
-
-def _differences(expected: Shapes, weights: Shapes) -> Iterator[str]:
     for name in [*expected, *sorted(weights.keys() - expected.keys())]:
+        reason = None
         if name not in weights:
-            yield f"it has {name}, which the checkpoint lacks"
+            reason = f"it has {name}, which the checkpoint lacks"
         elif name not in expected:
-            yield f"the checkpoint has {name}, which it lacks"
+            reason = f"the checkpoint has {name}, which it lacks"
         elif weights[name] != expected[name]:
-            yield f"its {name} is {_shown(expected[name])} and the checkpoint's is {_shown(weights[name])}"
+            reason = f"its {name} is {_shown(expected[name])} and the checkpoint's is {_shown(weights[name])}"
+        if reason is not None:
+            raise UserError(
+                f"The model of {shown(model.file)} is not the one that {checkpoint} was made with: {reason}; restore "
+                "the file, or start a new run in another folder."
+            )
 
 
 def _misfits(model: ModelConfig, weights: Shapes) -> Iterator[str]:

@@ -290,24 +290,20 @@ class WriterRecord:
         return ", ".join((str(Layout(**sizes)), *more))
 
 
-def record_of(parallel: ParallelConfig) -> WriterRecord:
-    """Return the record for a checkpoint written now by a run with these settings."""
-    settings = parallel.settings()
-    kept = ("dp", "tp", "pp", "cp", "ep", "zero", "zero_shards", "schedule", "stage_chunks", "sequence_parallel")
-    return _record_now({name: settings[name] for name in kept if name in settings})
-
-
-def record_of_layout(layout: Layout) -> WriterRecord:
-    """Return the record for a checkpoint written now by a custom training loop."""
-    return _record_now({axis: layout.size(axis) for axis in ("dp", "tp", "pp", "cp", "ep")})
-
-
-def _record_now(layout: Mapping[str, Any]) -> WriterRecord:
+def record_of(layout: ParallelConfig | Layout) -> WriterRecord:
+    """Return the record for a checkpoint written now by a run with these settings, or by a custom training loop."""
+    axes = ("dp", "tp", "pp", "cp", "ep")
+    if isinstance(layout, Layout):
+        known: dict[str, Any] = {axis: layout.size(axis) for axis in axes}
+    else:
+        settings = layout.settings()
+        kept = (*axes, "zero", "zero_shards", "schedule", "stage_chunks", "sequence_parallel")
+        known = {name: settings[name] for name in kept if name in settings}
     versions = {}
     for package in ("threefold", "torch"):
         with suppress(PackageNotFoundError):  # run from a folder of sources
             versions[package] = version(package)
-    return WriterRecord(layout, datetime.now(UTC), versions)
+    return WriterRecord(known, datetime.now(UTC), versions)
 
 
 def read_writer(folder: Path) -> WriterRecord:
@@ -316,23 +312,19 @@ def read_writer(folder: Path) -> WriterRecord:
     with suppress(UserError):
         document = read_json(folder / WRITER)
     if not isinstance(document, dict) or document.get("format") != _WRITER_FORMAT:
-        return WriterRecord(_layout_of_config(folder))
-    versions = document.get("versions")
+        document = None
+        with suppress(UserError, yaml.YAMLError, ValueError, RecursionError):
+            document = yaml.safe_load(read_text(folder / "config.yaml"))
+        return WriterRecord(_usable(document.get("parallel", {})) if isinstance(document, dict) else None)
+    versions, saved = document.get("versions"), None
+    with suppress(KeyError, TypeError, ValueError):
+        saved = datetime.fromisoformat(document["saved"])
     return WriterRecord(
         _usable(document.get("layout")),
-        _time(document.get("saved")),
+        saved.replace(tzinfo=saved.tzinfo or UTC) if saved else None,
         {str(name): str(value) for name, value in versions.items()} if isinstance(versions, dict) else {},
         document.get("weights_only") is True,
     )
-
-
-def _layout_of_config(folder: Path) -> dict[str, Any] | None:
-    """Return the layout in the stored config.yaml, or None if unreadable."""
-    try:
-        document = yaml.safe_load(read_text(folder / "config.yaml"))
-    except (UserError, yaml.YAMLError, ValueError, RecursionError):
-        return None
-    return _usable(document.get("parallel", {})) if isinstance(document, dict) else None
 
 
 def _usable(layout: Any) -> dict[str, Any] | None:
@@ -342,11 +334,3 @@ def _usable(layout: Any) -> dict[str, Any] | None:
     if not all(type(size) is int and 1 <= size < 1 << 31 for size in known.values()):
         return None
     return layout if known["dp"] % known["ep"] == 0 else None
-
-
-def _time(text: Any) -> datetime | None:
-    try:
-        found = datetime.fromisoformat(text)
-    except (TypeError, ValueError):
-        return None
-    return found if found.tzinfo else found.replace(tzinfo=UTC)

@@ -71,14 +71,11 @@ def locate(path: Path) -> Named:
     if path.name == FOLDER and checkpoint_folders(path.parent):
         return Named(path.parent)
     nearest = _nearest(path)
-    if path.is_file():
-        reason = "a file"
-    elif not path.is_dir():
-        reason = "not there"
+    reason = f"no folder of a run: it has no {FOLDER}/step_…"
+    if not path.is_dir():
+        reason = "a file" if path.is_file() else "not there"
     elif (path / FOLDER).is_dir():
         reason = f"a folder whose {FOLDER} are none so far"
-    else:
-        reason = f"no folder of a run: it has no {FOLDER}/step_…"
     advice = f"the nearest run is {shown(nearest)}" if nearest else "give the folder that a run has as --run-dir"
     raise UserError(f"{shown(path)} is {reason}; {advice}.")
 
@@ -122,18 +119,14 @@ def _below(folder: Path) -> list[Path]:
     for _ in range(_DEPTH):
         inner: list[Path] = []
         for parent in level:
-            try:
-                children = sorted(path for path in parent.iterdir() if path.is_dir() and not path.name.startswith("."))
-            except OSError:
-                continue
-            seen += len(children)
-            found += [child for child in children if (child / FOLDER).is_dir() and checkpoint_folders(child)]
-            inner += children
-            if seen > _MOST:
-                return found
-        if found:
-            return found
-        level = inner
+            with suppress(OSError):
+                inner += sorted(path for path in parent.iterdir() if path.is_dir() and not path.name.startswith("."))
+            if seen + len(inner) > _MOST:
+                break
+        found = [child for child in inner if (child / FOLDER).is_dir() and checkpoint_folders(child)]
+        level, seen = inner, seen + len(inner)
+        if found or seen > _MOST:
+            break
     return found
 
 

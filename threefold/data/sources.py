@@ -237,22 +237,23 @@ class SourceReader:
             self._on_read(len(data))
 
         try:
-            file = _Watched(self.path)
+            file = _Watched(self.path, watch)
         except OSError as error:
             raise UserError(f"{self.path} cannot be read ({error.strerror})") from None
-        file.watch = watch
-        with io.BufferedReader(file, _CHUNK) as raw:
-            yield raw
+        with file:
+            yield io.BufferedReader(file, _CHUNK)
 
 
 class _Watched(io.FileIO):
     """File that passes on whatever is read from it."""
 
-    watch: Callable[[memoryview], None]
+    def __init__(self, path: Path, watch: Callable[[memoryview], None]) -> None:
+        super().__init__(path)
+        self._watch = watch
 
     def readinto(self, buffer: Any) -> int:
         count = super().readinto(buffer) or 0
-        self.watch(memoryview(buffer)[:count])
+        self._watch(memoryview(buffer)[:count])
         return count
 
 

@@ -154,9 +154,9 @@ def _export(request: Export, choice: SelectedCheckpoint, progress: Progress) -> 
             shards.finish()
     parameters = sum(prod(each.shape) for each in planned)
     lost = () if kind is None else left_out(config.model, kind)
-    names = (tuple(shards.names), (*made, *texts))
+    written = (tuple(shards.names), (*made, *texts))
     family = "own model" if kind is None else kind.name
-    return Exported(family, config, checkpoint.step, parameters, dtype, total, *names, lost, choice.warnings)
+    return Exported(family, config, checkpoint.step, parameters, dtype, total, *written, lost, choice.warnings)
 
 
 def _place(name: str) -> tuple[int, int, str]:

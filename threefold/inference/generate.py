@@ -216,7 +216,7 @@ def generate_text(model: Model, prompts: Sequence[Prompt], request: GenerationRe
     begun, ends = encode_prompts(model.trained, prompts, request)
     texts = [_Text(model, tokens, request.show_special) for tokens in begun]
     for number, token in generate_tokens(model, begun, request, ends):
-        if piece := texts[number].end() if token is None else texts[number].add(token):
+        if piece := texts[number].add(token):
             yield GeneratedText(number, piece)
         if token is None:
             yield GeneratedText(number, None)
@@ -309,21 +309,16 @@ class _Text:
 
     def __init__(self, model: Model, tokens: list[int], show_special: bool) -> None:
         self._tokenizer, self._tokens, self._skipped = model.tokenizer, list(tokens), not show_special
-        self._emitted = self._text()
+        self._emitted = ""
+        self.add(None)
 
-    def add(self, token: int) -> str:
-        """Return the text that a token adds; empty while a character is incomplete."""
-        self._tokens.append(token)
-        text = self._text()
-        return "" if text.endswith("\ufffd") else self._emit(text)
-
-    def end(self) -> str:
-        return self._emit(self._text())
-
-    def _text(self) -> str:
-        return str(self._tokenizer.decode(self._tokens, skip_special_tokens=self._skipped))
-
-    def _emit(self, text: str) -> str:
+    def add(self, token: int | None) -> str:
+        """Return the text that a token adds, which is empty while a character is incomplete; None ends the text."""
+        if token is not None:
+            self._tokens.append(token)
+        text = str(self._tokenizer.decode(self._tokens, skip_special_tokens=self._skipped))
+        if token is not None and text.endswith("\ufffd"):
+            return ""
         piece, self._emitted = text[len(self._emitted) :], text
         return piece
 
@@ -332,37 +327,29 @@ def _next_logits(model: Model, cache: Cache | None, active: list[_Sequence]) -> 
     """Return the logits [B, V] of each sequence's next token on the last stage; None elsewhere."""
     for sequence in active:
         sequence.fit(model.context)
-    if cache is None:
-        return _logits_of_all(model, active)
-    _fill(model, cache, [row for row, sequence in enumerate(active) if not sequence.is_cached], active)
+    if cache is None:  # from all tokens again, padded on the right
+        held = [sequence.tokens[sequence.start :] for sequence in active]
+        for sequence in active:
+            sequence.is_cached = True  # so that truncation keeps half of the context, as with a cache
+        lasts = [len(tokens) - 1 for tokens in held]
+        hidden = model.hidden(_padded(held))
+        return None if hidden is None else model.whole_logits(hidden[torch.arange(len(held)), lasts])
+    # Prefill the rows that do not have all tokens but the last.
+    new = {row: sequence.tokens[sequence.start : -1] for row, sequence in enumerate(active) if not sequence.is_cached}
+    for row in new:
+        active[row].is_cached = True
+    if new := {row: tokens for row, tokens in new.items() if tokens}:
+        cache.cursor.fill(list(new), [len(tokens) for tokens in new.values()], model.mesh.device)
+        model.hidden(_padded(list(new.values())))
     device = model.mesh.device
     cache.cursor.advance([len(sequence.tokens) - 1 - sequence.start for sequence in active], device)
     hidden = model.hidden(torch.tensor([sequence.tokens[-1:] for sequence in active]))
     return None if hidden is None else model.whole_logits(hidden[:, 0])
 
 
-def _logits_of_all(model: Model, active: list[_Sequence]) -> Tensor | None:
-    """Compute `_next_logits` from all tokens again, without a cache; sequences are padded on the right."""
-    held = [sequence.tokens[sequence.start :] for sequence in active]
-    for sequence in active:
-        sequence.is_cached = True  # so that truncation keeps half of the context, as with a cache
-    longest = max(map(len, held))
-    hidden = model.hidden(torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens in held]))
-    lasts = [len(tokens) - 1 for tokens in held]
-    return None if hidden is None else model.whole_logits(hidden[torch.arange(len(held)), lasts])
-
-
-def _fill(model: Model, cache: Cache, rows: list[int], active: list[_Sequence]) -> None:
-    """Prefill the KV cache of all tokens but the last, in the rows that do not have it."""
-    tokens = {row: active[row].tokens[active[row].start : -1] for row in rows}
-    for row in rows:
-        active[row].is_cached = True
-    if not (tokens := {row: held for row, held in tokens.items() if held}):
-        return
-    lengths = [len(held) for held in tokens.values()]
-    padded = [held + [0] * (max(lengths) - len(held)) for held in tokens.values()]
-    cache.cursor.fill(list(tokens), lengths, model.mesh.device)
-    model.hidden(torch.tensor(padded))
+def _padded(rows: list[list[int]]) -> Tensor:
+    longest = max(map(len, rows))
+    return torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens in rows])
 
 
 def _choose(model: Model, active: list[_Sequence], logits: Tensor | None, request: GenerationRequest) -> list[int]:

@@ -104,7 +104,7 @@ class OwnData:
             unevaluated = ", or set train.eval_every to 0" if name == "valid" else ""
             raise UserError(f"{named(self.path)}, whose {name} part is empty: {remedy}{unevaluated}.")
         if self.is_nested:
-            return NestedSamples(self.path, part, chosen.astype(np.int64))
+            return NestedSamples(self.path, part, chosen.astype(np.int64))  # type: ignore[abstract]  # `batch` in place of the rest
         return OwnSamples(self, part, chosen.astype(np.int64), sequence_length)
 
 
