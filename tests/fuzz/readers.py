@@ -122,9 +122,9 @@ def chat_lines(folder: Path, tokenizer: Path) -> str:
     count = sum(1 for line in lines.read_text(encoding="utf-8-sig").split("\n") if line.strip())
     _same(count, len(corpus.documents) - 1, "conversations")
     assert corpus.loss_mask is not None
-    mask = corpus.loss_mask[: corpus.token_count]
+    mask = corpus.loss_mask[: len(corpus.tokens)]
     assert set(np.unique(mask)) <= {0, 1}
-    return digest(corpus.tokens[: corpus.token_count], mask)
+    return digest(corpus.tokens[: len(corpus.tokens)], mask)
 
 
 def _packed(corpus: Corpus) -> str:

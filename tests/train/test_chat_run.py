@@ -133,7 +133,7 @@ def test_prepared_tokens_and_mask_are_theirs(tuned: Tuned) -> None:
     _, count, ids = expected(tuned)
     assert [files.tokens[start:end].tolist() for start, end in pairwise(files.documents.tolist())] == ids
     assert files.loss_mask is not None
-    assert files.loss_mask[: files.token_count].sum() == count
+    assert files.loss_mask[: len(files.tokens)].sum() == count
 
 
 def test_both_forms_give_the_same_samples(tuned: Tuned) -> None:

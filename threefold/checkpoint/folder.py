@@ -1,4 +1,4 @@
-"""Folders of a run's checkpoints: their layout on disk, completeness and pruning.
+"""Folders of a run's checkpoints: their layout on disk, their pruning, and the newest one that is valid.
 
 RUN/checkpoints/step_00000100/
     tensors-00000.bin, …  bytes of the tensors, one file per writing rank

@@ -1,4 +1,4 @@
-"""Index of a checkpoint's tensor files (tensors.json): its writer, reader and checks."""
+"""Index of a checkpoint's tensors (tensors.json): its writer, its reader, and whether the tensors match a model."""
 
 import json
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Lookup and listing of a run's checkpoints for `threefold checkpoint`."""
+"""Lookup, listing, content and verification of a run's checkpoints, for `threefold checkpoint`."""
 
 import re
 from collections.abc import Mapping

@@ -21,7 +21,7 @@ from threefold.cli.terminal import read_standard_input
 from threefold.errors import OutputLost
 
 if TYPE_CHECKING:
-    from threefold.data.conversations import Conversation
+    from threefold.data.conversations import Chat
     from threefold.inference.generate import GenerationRequest, Prompt
     from threefold.inference.model import Model
 
@@ -77,11 +77,11 @@ def command(
     inference.start(write, chosen, request)
 
 
-def _message(prompt: str, system: str | None) -> "Conversation":
-    from threefold.data.conversations import Conversation
+def _message(prompt: str, system: str | None) -> "Chat":
+    from threefold.data.conversations import Chat
 
     before = () if system is None else ({"role": "system", "content": system},)
-    return Conversation("--prompt", (*before, {"role": "user", "content": prompt}))
+    return Chat("--prompt", (*before, {"role": "user", "content": prompt}))
 
 
 def write(model: "Model", prompts: "list[Prompt]", request: "GenerationRequest") -> None:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from datetime import datetime
 from functools import wraps
 from typing import Any, Final, NamedTuple
@@ -31,31 +30,16 @@ class _Answers(jinja2.ext.Extension):
 
     tags = {"generation"}  # noqa: RUF012
 
-    def __init__(self, environment: jinja2.Environment) -> None:
-        super().__init__(environment)
-        environment.extend(track_answers=self._track)
-        self._blocks: list[str] | None = None
-        self._spans: list[tuple[int, int]] = []
-
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.CallBlock(self.call_method("_note"), [], [], body).set_lineno(line)
 
     def _note(self, caller: Callable[[], str]) -> str:
-        text = caller()
-        if self._blocks is not None:
-            start = len("".join(self._blocks))
-            self._spans.append((start, start + len(text)))
+        environment: Any = self.environment
+        text, start = caller(), len("".join(environment.blocks))
+        environment.spans.append((start, start + len(text)))
         return text
-
-    @contextmanager
-    def _track(self, blocks: list[str], spans: list[tuple[int, int]]) -> Iterator[None]:
-        self._blocks, self._spans = blocks, spans
-        try:
-            yield
-        finally:
-            self._blocks, self._spans = None, []
 
 
 class _Dict:
@@ -100,11 +84,14 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._steps = 0
+        self.begin()
         self.filters = {name: self._counted(function, name in _SIZED) for name, function in self.filters.items()}
 
     def begin(self) -> None:
+        """Begin a rendering, which gives `blocks` of text, and `spans` of it that the assistant generates."""
         self._steps = 0
+        self.blocks: list[str] = []
+        self.spans: list[tuple[int, int]] = []
 
     @property
     def step(self) -> bool:
@@ -226,8 +213,6 @@ class ChatRenderer:
         Args:
             prompted: whether the text ends with the prompt for the assistant's next turn.
         """
-        blocks: list[str] = []
-        spans: list[tuple[int, int]] = []
         values = {
             **dict(self.template.special_tokens),
             "messages": [_aliased(message) for message in messages],
@@ -237,12 +222,11 @@ class ChatRenderer:
         }
         try:
             self._environment.begin()
-            with self._environment.track_answers(blocks, spans):  # type: ignore[attr-defined]
-                for block in self._compiled.generate(values):
-                    blocks.append(block)
+            for block in self._compiled.generate(values):
+                self._environment.blocks.append(block)
         except Exception as error:  # a template is a program: it may fail in any way
             raise UserError(f"{where} is refused by {self.template.origin} ({_reason(error)}).") from None
-        return Rendered("".join(blocks), spans)
+        return Rendered("".join(self._environment.blocks), self._environment.spans)
 
 
 def _aliased(message: Message) -> dict[str, Any]:

@@ -19,10 +19,10 @@ ROLES: Final = ("system", "developer", "user", ASSISTANT, "tool")
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation to learn from.
+    """A conversation to learn from, or to answer.
 
     Attributes:
-        where: file and line.
+        where: file and line, or an option, for messages about it.
         messages: messages, each with a role and content.
         first: index of the first message from which the assistant's turns are learned.
         tools: the line's description of tools, for the template.
@@ -46,22 +46,14 @@ class Completion:
 Document = str | Chat | Completion
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """Messages that the assistant is to answer; `where` names them in error messages."""
-
-    where: str
-    messages: tuple[dict[str, Any], ...]
-
-
-def conversation_of(value: Any, where: str, name: str = MESSAGES) -> Conversation:
+def conversation_of(value: Any, where: str, name: str = MESSAGES) -> Chat:
     """Parse a list of messages to answer. Raises UserError if it is malformed or ends with the assistant's message."""
     messages = messages_of(value, where, name)
     if messages[-1]["role"] == ASSISTANT:
         raise UserError(
             f"{where} ends with a turn of the assistant, which leaves nothing to answer; leave that turn out."
         )
-    return Conversation(where, messages)
+    return Chat(where, messages)
 
 
 def is_chat(value: Any, key: str) -> bool:

@@ -304,10 +304,6 @@ class Corpus:
     def document_count(self) -> int:
         return len(self.documents) - 1
 
-    @property
-    def token_count(self) -> int:
-        return len(self.tokens)
-
     @cached_property
     def tokenizer(self) -> "Tokenizer | None":
         from tokenizers import Tokenizer

@@ -1,8 +1,12 @@
-"""Samples, and the train, validation and test splits of a corpus's documents.
+"""Samples: the train, validation and test splits of a corpus's documents, and the order of a mixture of corpora.
 
 Documents are assigned to the splits by a keyed permutation of their numbers, so a held-out split represents the whole
 corpus even if its files differ in content. The key is fixed: a corpus has one validation split per `data.split`,
 whatever the seed, so that runs can be compared on it.
+
+In a mixture, the corpus of sample n depends on n and the weights alone. The sample is that corpus's c-th, where c
+counts the corpus's samples before it. So resuming needs neither sampler state nor replay, and the number of ranks and
+the batch size change nothing.
 """
 
 import heapq

@@ -1,4 +1,4 @@
-"""Reading a Hugging Face folder: its safetensors, slice by slice, and the files about its tokenizer."""
+"""A Hugging Face folder: its safetensors, slice by slice, the files about its tokenizer, and its config.json."""
 
 import os
 import re

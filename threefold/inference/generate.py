@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from threefold.data.conversations import MESSAGES, PROMPT, Conversation, conversation_of
+from threefold.data.conversations import MESSAGES, PROMPT, Chat, conversation_of
 from threefold.data.sources import SourceReader
 from threefold.data.tokenizer import SpecialTokens
 from threefold.errors import UserError
@@ -71,7 +71,7 @@ def uniform(seed: int, sequence: str, position: int) -> float:
     return (stream_key("choice", seed, sequence, position) >> 10) / 2**53
 
 
-Prompt = str | Conversation
+Prompt = str | Chat
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ def encode_prompts(
         UserError: a conversation has no chat template or is rejected by it.
     """
     documents, ends = trained.documents(request.special_tokens), trained.ends()
-    if any(isinstance(prompt, Conversation) for prompt in prompts) and (end := documents.end_of_turn()) is not None:
+    if any(isinstance(prompt, Chat) for prompt in prompts) and (end := documents.end_of_turn()) is not None:
         ends |= {end}
     begun = [
         documents.text.encode(prompt) if isinstance(prompt, str) else documents.prompt(prompt.messages, prompt.where)
