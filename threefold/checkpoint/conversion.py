@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import IO, Any, Final, Literal
 
@@ -248,11 +247,10 @@ def _write_run(
     _copy(manifest, texts, folder)
     tensors: dict[str, StoredTensor] = {}
     files = {}
-    sized = [Planned(name, tensor.shape, tensor.dtype) for name, tensor in source.planned.items()]
-    for number, share in enumerate(in_shares(sized, request.shard_bytes)):
+    for number, share in enumerate(in_shares(source.planned, request.shard_bytes)):
         part = run / f"part-{number}"
         part.mkdir()
-        save_tensors_alone({one.name: source.streamed(one.name) for one in share}, part)
+        save_tensors_alone({each: source.streamed(each) for each in share}, part)
         name = f"tensors-{number:05d}.bin"
         written, data = read_index(part), read_data_files(part)
         for old, file in data.items():
@@ -282,20 +280,17 @@ def _write_safetensors(source: TensorSource, folder: Path, shard_bytes: int) -> 
     """
     names = []
     for prefix, stem in ((MODEL, "model"), (OPTIMIZER, "optimizer")):
-        planned = []
-        for name, tensor in source.planned.items():
-            if not name.startswith(prefix):
-                continue
+        planned = {name: tensor for name, tensor in source.planned.items() if name.startswith(prefix)}
+        for name, tensor in planned.items():
             if tensor.dtype not in _CODES:
                 raise UserError(
                     f"{shown(name)} is {tensor.dtype}, which safetensors does not have; use --format torch."
                 )
-            planned.append(Planned(name.removeprefix(prefix), tensor.shape, tensor.dtype))
         if planned:
-            with Shards(folder, planned, shard_bytes, stem) as shards:
-                for one in planned:
-                    shards.write({one.name: source.read(prefix + one.name)})
-                shards.finish()
+            sizes = {name.removeprefix(prefix): tensor for name, tensor in planned.items()}
+            with Shards(folder, sizes, shard_bytes, stem) as shards:
+                for name in sizes:
+                    shards.write({name: source.read(prefix + name)})
             names += shards.names
     return names
 
@@ -346,54 +341,44 @@ _CODES: Final = {
 """Names of the dtypes in a safetensors header."""
 
 
-@dataclass(frozen=True)
-class Planned:
-    """Name, shape and dtype of a tensor to be written."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-
 class Shards:
     """Safetensors files of at most `limit` bytes each (but at least one tensor), with an index if there are several.
 
     Args:
-        tensors: tensors to write, in the order of the files.
+        tensors: tensors to write by name, in the order of the files; their chunks are not used.
         stem: prefix of the file names.
 
     Attributes:
         names: names of the files.
+
+    Raises:
+        ValueError: at the end of the block, if a tensor was not written.
     """
 
-    def __init__(self, folder: Path, tensors: Sequence[Planned], limit: int, stem: str = "model") -> None:
+    def __init__(self, folder: Path, tensors: Mapping[str, StoredTensor], limit: int, stem: str = "model") -> None:
         self._open = ExitStack()
-        self._places: dict[str, tuple[IO[bytes], int, Planned]] = {}
+        self._places: dict[str, tuple[IO[bytes], int, StoredTensor]] = {}
         shares = list(in_shares(tensors, limit))
         count = len(shares)
         self.names = [f"{stem}-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
         if count == 1:
             self.names = [f"{stem}.safetensors"]
         else:
-            total = sum(planned.bytes for planned in tensors)
-            weights = {one.name: name for name, share in zip(self.names, shares, strict=True) for one in share}
+            total = sum(tensor.bytes for tensor in tensors.values())
+            weights = {each: name for name, share in zip(self.names, shares, strict=True) for each in share}
             index = {"metadata": {"total_size": total}, "weight_map": weights}
             path = folder / f"{stem}.safetensors.index.json"
             path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         for name, share in zip(self.names, shares, strict=True):
             header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-            starts, end = [], 0
-            for planned in share:
-                starts.append(end)
+            starts, end = {}, 0
+            for each, planned in share.items():
+                starts[each] = end
                 end += planned.bytes
-                header[planned.name] = {
+                header[each] = {
                     "dtype": _CODES[planned.dtype],
                     "shape": list(planned.shape),
-                    "data_offsets": [starts[-1], end],
+                    "data_offsets": [starts[each], end],
                 }
             text = json.dumps(header, separators=(",", ":")).encode()
             text += b" " * (-len(text) % 8)
@@ -401,14 +386,16 @@ class Shards:
             file.write(len(text).to_bytes(8, "little") + text)
             begin = file.tell()
             file.truncate(begin + end)
-            for start, planned in zip(starts, share, strict=True):
-                self._places[planned.name] = (file, begin + start, planned)
+            for each, planned in share.items():
+                self._places[each] = (file, begin + starts[each], planned)
 
     def __enter__(self) -> "Shards":
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._open.close()
+        if self._places and kind is None:
+            raise ValueError(f"{len(self._places)} tensors were planned and did not come, such as {min(self._places)}")
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         """Write tensors at their positions, rounded to the planned dtypes."""
@@ -420,20 +407,15 @@ class Shards:
             flat = tensor.to(planned.dtype).contiguous().view(-1)
             file.write(flat.view(torch.uint8).numpy().data)
 
-    def finish(self) -> None:
-        """Check that all planned tensors were written."""
-        if self._places:
-            raise ValueError(f"{len(self._places)} tensors were planned and did not come, such as {min(self._places)}")
 
-
-def in_shares(tensors: Iterable[Planned], limit: int) -> Iterator[list[Planned]]:
+def in_shares(tensors: Mapping[str, StoredTensor], limit: int) -> Iterator[dict[str, StoredTensor]]:
     """Divide tensors into shares of at most `limit` bytes, or of one larger tensor; yield at least one share."""
-    share: list[Planned] = []
+    share: dict[str, StoredTensor] = {}
     filled = 0
-    for planned in tensors:
-        if share and filled + planned.bytes > limit:
+    for name, tensor in tensors.items():
+        if share and filled + tensor.bytes > limit:
             yield share
-            share, filled = [], 0
-        share.append(planned)
-        filled += planned.bytes
+            share, filled = {}, 0
+        share[name] = tensor
+        filled += tensor.bytes
     yield share

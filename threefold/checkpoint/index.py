@@ -64,7 +64,7 @@ class StoredTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: tuple[TensorChunk, ...]
+    chunks: tuple[TensorChunk, ...] = ()
 
     @property
     def dtype_name(self) -> str:

@@ -5,6 +5,7 @@ A user's own model keeps its tensor names; the export includes the code that mak
 
 import json
 import shutil
+from collections import Counter
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -13,8 +14,9 @@ from typing import Final
 import torch
 
 from threefold.checkpoint.code import with_code
-from threefold.checkpoint.conversion import Planned, Shards, in_shares
+from threefold.checkpoint.conversion import Shards, in_shares
 from threefold.checkpoint.folder import OWN_MODEL, SelectedCheckpoint, model_files, select_checkpoint
+from threefold.checkpoint.index import StoredTensor
 from threefold.checkpoint.manifest import MODEL, DamagedCheckpoint
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.config import Config, ModelConfig
@@ -124,14 +126,15 @@ def _export(request: Export, choice: SelectedCheckpoint, progress: Progress) -> 
     chosen = DTYPES[request.dtype or config.precision.dtype] if request.dtype or checkpoint.step else None
     # A buffer of an own model that holds integers keeps its dtype.
     dtypes = {name: chosen if chosen and dtype.is_floating_point else dtype for name, (_, dtype) in stored.items()}
-    planned = [
-        Planned(tensor, shape, dtypes[name])
+    planned = {
+        tensor: StoredTensor(shape, dtypes[name])
         for name, slabs in weights.items()
         for shapes in ([{name: stored[name][0]}] if kind is None else [slab.source_shapes() for slab in slabs])
         for tensor, shape in shapes.items()
-    ]
-    total = sum(each.bytes for each in planned)
-    by_bytes = {dtype: sum(each.bytes for each in planned if each.dtype == dtype) for dtype in dtypes.values()}
+    }
+    total, by_bytes = sum(each.bytes for each in planned.values()), Counter[torch.dtype]()
+    for each in planned.values():
+        by_bytes[each.dtype] += each.bytes
     dtype = str(max(by_bytes, key=lambda each: by_bytes[each])).removeprefix("torch.")
     progress.phase("Exporting", total)
     with staged_directory(request.out, inputs=[request.run], overwrite=request.overwrite) as partial:
@@ -143,16 +146,16 @@ def _export(request: Export, choice: SelectedCheckpoint, progress: Progress) -> 
             made = (THEIR_CONFIG,)
         texts = write_texts(checkpoint.path, partial)
         with Shards(partial, planned, request.shard_bytes) as shards:
-            for share in in_shares([Planned(name, stored[name][0], dtypes[name]) for name in weights], _AT_ONCE):
-                ours = {one.name: torch.empty(one.shape, dtype=one.dtype) for one in share}
+            sizes = {name: StoredTensor(stored[name][0], dtypes[name]) for name in weights}
+            for share in in_shares(sizes, _AT_ONCE):
+                ours = {name: torch.empty(size.shape, dtype=size.dtype) for name, size in share.items()}
                 load_tensors({MODEL + name: tensor for name, tensor in ours.items()}, checkpoint.path, alone=True)
                 for name, tensor in ours.items():
                     parts = [{name: tensor}] if kind is None else [split(slab, tensor) for slab in weights[name]]
                     for tensors in parts:
                         shards.write(tensors)
                         progress.advance(sum(each.nbytes for each in tensors.values()))
-            shards.finish()
-    parameters = sum(prod(each.shape) for each in planned)
+    parameters = sum(prod(each.shape) for each in planned.values())
     lost = () if kind is None else left_out(config.model, kind)
     written = (tuple(shards.names), (*made, *texts))
     family = "own model" if kind is None else kind.name
