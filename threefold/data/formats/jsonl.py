@@ -150,10 +150,14 @@ class JsonLines:
         if len(lines) < 2 or lines[0] != 0 or lines[-1] != len(tokens) or np.any(np.diff(lines) <= 0):
             raise UserError(f"{shown(files[1])} does not fit {TOKENS_FILE}; delete that folder, which is a cache.")
         return {
-            **{name: getattr(self, name) for name in ("path", "vocab_size", "eod", "tokenizer_file", "rule")},
+            "path": self.path,
             "files": files,
             "tokens": tokens,
             "documents": lines,
+            "vocab_size": self.vocab_size,
+            "eod": self.eod,
+            "tokenizer_file": self.tokenizer_file,
+            "rule": self.rule,
             "checksums": entry_checksums(folder) or {},
         }
 
