@@ -14,8 +14,9 @@ from tests.support.command import Command
 from tests.support.hf_models import Silent
 from tests.train.support import Run, losses_of, train_rank
 from threefold.checkpoint.conversion import Conversion, convert_checkpoint
+from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import newest
-from threefold.checkpoint.manifest import DamagedCheckpoint, read_writer
+from threefold.checkpoint.manifest import read_writer
 from threefold.checkpoint.summary import verify_checkpoint
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.errors import UserError

@@ -20,8 +20,8 @@ from tests.support.command import Command
 from tests.support.hf_models import Silent
 from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, train_rank
+from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import folders, path_of, select_checkpoint
-from threefold.checkpoint.manifest import DamagedCheckpoint
 from threefold.checkpoint.resume import find_resumption, find_warm_start, has_all_steps
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.checksums import seal_text

@@ -7,8 +7,8 @@ import pytest
 
 from tests.support.command import Command
 from tests.support.hf_models import Silent
+from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.index import read_index
-from threefold.checkpoint.manifest import DamagedCheckpoint
 from threefold.checkpoint.summary import verify_checkpoint
 
 

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from threefold.checkpoint.errors import MODEL
 from threefold.checkpoint.folder import newest, stored_config
-from threefold.checkpoint.manifest import MODEL
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.models.family import make_model, model_plan
 

@@ -13,8 +13,9 @@ from threefold.api.optimizer import ModelOptimizer
 from threefold.api.prepared import prepare as prepared
 from threefold.api.prepared.module import PreparedModule
 from threefold.api.prepared.optimizer import PreparedOptimizer
+from threefold.checkpoint.errors import MODEL, OPTIMIZER, DamagedCheckpoint
 from threefold.checkpoint.folder import LOOP, from_first, newest
-from threefold.checkpoint.manifest import MODEL, OPTIMIZER, WRITER, DamagedCheckpoint, Facts, record_of
+from threefold.checkpoint.manifest import WRITER, Facts, record_of
 from threefold.checkpoint.save import save_checkpoint
 from threefold.checkpoint.tensors import load_tensors, stored_names, stored_tensors
 from threefold.errors import UserError

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import CONFIG, FOLDER, OWN_MODEL, folders, stored_config, usable_config
-from threefold.checkpoint.manifest import MANIFEST, DamagedCheckpoint
+from threefold.checkpoint.manifest import MANIFEST
 from threefold.comm.layout import parse
 from threefold.config import Config
 from threefold.config.model import OWN

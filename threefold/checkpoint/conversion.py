@@ -17,18 +17,10 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 
+from threefold.checkpoint.errors import MODEL, OPTIMIZER, DamagedCheckpoint
 from threefold.checkpoint.folder import CONFIG, path_of
 from threefold.checkpoint.index import INDEX, StoredTensor, TensorChunk, index_text, read_data_files, read_index
-from threefold.checkpoint.manifest import (
-    MODEL,
-    OPTIMIZER,
-    WRITER,
-    DamagedCheckpoint,
-    Manifest,
-    read_manifest,
-    read_writer,
-    write_manifest,
-)
+from threefold.checkpoint.manifest import WRITER, Manifest, read_manifest, read_writer, write_manifest
 from threefold.checkpoint.summary import choose, group_of, locate, saved_at
 from threefold.checkpoint.tensors import ALIGNMENT, PiecedTensor, TensorPiece, read_chunk, save_tensors_alone
 from threefold.dtypes import DTYPES

@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 import yaml
 
-from threefold.checkpoint.manifest import PARTIAL, REPLACED, DamagedCheckpoint, Facts, Manifest, read_manifest
+from threefold.checkpoint.errors import DamagedCheckpoint
+from threefold.checkpoint.manifest import PARTIAL, REPLACED, Facts, Manifest, read_manifest
 from threefold.config import Config, load_config, resolve
 from threefold.config.model import OWN
 from threefold.config.schedules import is_own_schedule

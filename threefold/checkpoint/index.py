@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from threefold.checkpoint.manifest import MODEL, DamagedCheckpoint, is_plain_name, whole
+from threefold.checkpoint.errors import MODEL, DamagedCheckpoint, is_plain_name, whole
 from threefold.checksums import is_intact, seal_text
 from threefold.config import ModelConfig
 from threefold.errors import UserError

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
+from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import FOLDER, complete, path_of, superfluous
-from threefold.checkpoint.manifest import MANIFEST, PARTIAL, DamagedCheckpoint, read_manifest
+from threefold.checkpoint.manifest import MANIFEST, PARTIAL, read_manifest
 from threefold.checksums import is_intact
 from threefold.errors import UserError
 from threefold.files import shown

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
+from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import (
     TOKENIZER,
     Checkpoint,
@@ -18,7 +19,7 @@ from threefold.checkpoint.folder import (
     newest,
     select_checkpoint,
 )
-from threefold.checkpoint.manifest import DamagedCheckpoint, read_writer
+from threefold.checkpoint.manifest import read_writer
 from threefold.comm.layout import Layout
 from threefold.config import Config
 from threefold.config.resolve import is_derived

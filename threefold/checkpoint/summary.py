@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from threefold.checkpoint.errors import MODEL, OPTIMIZER, DamagedCheckpoint
 from threefold.checkpoint.folder import (
     DIVERGED,
     FOLDER,
@@ -25,11 +26,8 @@ from threefold.checkpoint.folder import (
 )
 from threefold.checkpoint.manifest import (
     MANIFEST,
-    MODEL,
-    OPTIMIZER,
     PARTIAL,
     VERSION,
-    DamagedCheckpoint,
     Facts,
     Manifest,
     WriterRecord,

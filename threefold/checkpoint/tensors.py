@@ -42,8 +42,8 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.index import DTYPES, INDEX, StoredTensor, TensorChunk, index_text, read_index
-from threefold.checkpoint.manifest import DamagedCheckpoint
 from threefold.checksums import ALGORITHM
 from threefold.comm.axis import Axis
 from threefold.comm.heartbeat import Heartbeat

@@ -78,7 +78,7 @@ def verify(path: ShardCoordinates) -> None:
 
     Exit status: 0 if all match; 1 if one is damaged (a sentence names the file); 2 if there is nothing to verify.
     """
-    from threefold.checkpoint.manifest import DamagedCheckpoint
+    from threefold.checkpoint.errors import DamagedCheckpoint
     from threefold.checkpoint.summary import locate, to_verify, verify_checkpoint
 
     named = locate(path)
@@ -266,7 +266,8 @@ def _print_list(run: "Path", found: "list[ListedCheckpoint]") -> None:
 
 
 def _print_summary(summary: "CheckpointSummary") -> None:
-    from threefold.checkpoint.manifest import OPTIMIZER, VERSION
+    from threefold.checkpoint.errors import OPTIMIZER
+    from threefold.checkpoint.manifest import VERSION
 
     one, facts = summary.listed, summary.listed.facts
     assert facts is not None  # it could be read

@@ -15,9 +15,9 @@ import torch
 
 from threefold.checkpoint.code import with_code
 from threefold.checkpoint.conversion import Shards, in_shares
+from threefold.checkpoint.errors import MODEL, DamagedCheckpoint
 from threefold.checkpoint.folder import OWN_MODEL, SelectedCheckpoint, model_files, select_checkpoint
 from threefold.checkpoint.index import StoredTensor
-from threefold.checkpoint.manifest import MODEL, DamagedCheckpoint
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.config import Config, ModelConfig
 from threefold.config.model import OWN

@@ -13,8 +13,9 @@ import yaml
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from threefold.checkpoint.errors import MODEL
 from threefold.checkpoint.folder import CONFIG, TOKENIZER, path_of
-from threefold.checkpoint.manifest import FORMAT, MANIFEST, MODEL, Facts, write_manifest
+from threefold.checkpoint.manifest import FORMAT, MANIFEST, Facts, write_manifest
 from threefold.checkpoint.tensors import PiecedTensor, TensorPiece, save_tensors_alone
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from threefold.checkpoint.code import with_code
+from threefold.checkpoint.errors import MODEL, DamagedCheckpoint
 from threefold.checkpoint.folder import TOKENIZER, Checkpoint, Damaged, from_first, select_checkpoint
 from threefold.checkpoint.index import require_match
-from threefold.checkpoint.manifest import MODEL, DamagedCheckpoint
 from threefold.checkpoint.tensors import load_tensors, stored_names
 from threefold.comm.axis import local_part
 from threefold.comm.layout import Layout

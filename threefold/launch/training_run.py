@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import FOLDER, newest, remains
-from threefold.checkpoint.manifest import MANIFEST, PARTIAL, DamagedCheckpoint, read_manifest
+from threefold.checkpoint.manifest import MANIFEST, PARTIAL, read_manifest
 from threefold.checkpoint.remote import look_at_remote
 from threefold.checkpoint.resume import Resume, continues, find_resumption, find_warm_start, has_all_steps
 from threefold.comm.layout import Layout

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import SelectedCheckpoint, from_first, model_files, newest
-from threefold.checkpoint.manifest import DamagedCheckpoint
 from threefold.checkpoint.resume import (
     Resume,
     consumed_by,

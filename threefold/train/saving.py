@@ -9,8 +9,9 @@ from typing import Final
 
 import torch
 
+from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import CONFIG, TOKENIZER, Checkpoint, complete, model_files, prune
-from threefold.checkpoint.manifest import WRITER, AnomalyFacts, DamagedCheckpoint, Facts, read_manifest, record_of
+from threefold.checkpoint.manifest import WRITER, AnomalyFacts, Facts, read_manifest, record_of
 from threefold.checkpoint.remote import Mirror, RemoteCheckpoints
 from threefold.checkpoint.save import BackgroundSaver, Written, save_checkpoint, set_aside_checkpoint
 from threefold.data.conversations import CONFIG_FILE

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from threefold.checkpoint.errors import MODEL, OPTIMIZER
 from threefold.checkpoint.folder import Checkpoint
-from threefold.checkpoint.manifest import MODEL, OPTIMIZER
 from threefold.checkpoint.tensors import load_tensors, stored_names
 from threefold.config.model import OWN
 from threefold.parallel.moving_buffers import stored_buffers

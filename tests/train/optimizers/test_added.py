@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.support.plugin_package import write_package
+from threefold.checkpoint.errors import MODEL, OPTIMIZER
 from threefold.checkpoint.folder import newest
-from threefold.checkpoint.manifest import MODEL, OPTIMIZER
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
 
 TOY = '''

@@ -1,0 +1,38 @@
+"""Error of a damaged checkpoint, and checks that its readers share."""
+
+from pathlib import Path
+from typing import Any, Final
+
+from threefold.errors import UserError
+
+
+class DamagedCheckpoint(UserError):
+    """Error for a checkpoint that is damaged or not Threefold's; an older one may still be valid.
+
+    Attributes:
+        path: folder of the checkpoint.
+        reason: the damage, as a clause that names the file.
+    """
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"The checkpoint {path} cannot be used: {reason}.")
+        self.path, self.reason = path, reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.path, self.reason)
+
+
+def is_plain_name(name: Any) -> bool:
+    """Return whether a value is the name of a file directly in a folder: no separators, not absolute."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
+
+
+def whole(value: Any) -> int:
+    """Return a whole number of at least 0; raise ValueError for anything else."""
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{value!r} is no whole number")
+    return value
+
+
+MODEL: Final = "model."
+OPTIMIZER: Final = "optimizer."
