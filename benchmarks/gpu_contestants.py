@@ -15,7 +15,7 @@ from threefold.comm.mesh import Mesh
 from threefold.config import Config, resolve
 from threefold.config.presets import PRESETS
 from threefold.data.loader import Batch
-from threefold.huggingface.config_mapping import choose_type, write_model
+from threefold.huggingface.files import choose_type, write_model
 from threefold.models.family import make_model, model_plan
 from threefold.train.step import Engine
 

@@ -18,7 +18,7 @@ from tests.train.support import Run, losses_of, train, train_rank
 from threefold.checkpoint.folder import complete, newest
 from threefold.checkpoint.manifest import Facts
 from threefold.checkpoint.save import BackgroundSaver
-from threefold.checkpoint.tensors import load_tensors_alone
+from threefold.checkpoint.tensors import load_tensors
 from threefold.comm.mesh import Mesh
 from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.train.callbacks.base import Callback, StepRecord
@@ -194,6 +194,6 @@ def test_what_is_written_is_the_state_at_the_save(tmp_path: Path) -> None:
         assert (written.step, written.path, written.failure) == (step, path, None)
         assert saver.wait() is None  # it is returned once
         found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-        load_tensors_alone(found, path)
+        load_tensors(found, path, alone=True)
         assert all(torch.equal(found[name], expected[name]) for name in tensors)
     assert saver.end(0)

@@ -16,16 +16,16 @@ from tests.train.support import Run, losses_of, train_rank
 from threefold.checkpoint.conversion import Conversion, convert_checkpoint
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import newest
+from threefold.checkpoint.manifest import read_writer
 from threefold.checkpoint.summary import verify_checkpoint
-from threefold.checkpoint.tensors import load_tensors_alone, stored_tensors
-from threefold.checkpoint.writer import read_writer
+from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
     found = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in stored_tensors(folder).items()}
-    load_tensors_alone(found, folder)
+    load_tensors(found, folder, alone=True)
     return found
 
 

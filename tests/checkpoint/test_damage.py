@@ -21,10 +21,9 @@ from tests.support.hf_models import Silent
 from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, train_rank
 from threefold.checkpoint.errors import DamagedCheckpoint
-from threefold.checkpoint.folder import folders, path_of
+from threefold.checkpoint.folder import folders, path_of, select_checkpoint
 from threefold.checkpoint.resume import find_resumption, find_warm_start, has_all_steps
-from threefold.checkpoint.selection import select_checkpoint
-from threefold.checkpoint.tensors import load_tensors_alone, stored_tensors
+from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.errors import UserError
 from threefold.files import seal_text
 from threefold.huggingface.export_hf import Export, export_model
@@ -182,7 +181,7 @@ def everything(run: Path) -> dict[str, Tensor]:
     tensors = {
         name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in stored_tensors(checkpoint.path).items()
     }
-    load_tensors_alone(tensors, checkpoint.path)
+    load_tensors(tensors, checkpoint.path, alone=True)
     return tensors
 
 

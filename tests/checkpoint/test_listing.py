@@ -10,9 +10,8 @@ import pytest
 
 from tests.support.command import Command
 from threefold.checkpoint.folder import DIVERGED
-from threefold.checkpoint.listing import listed
-from threefold.checkpoint.manifest import PARTIAL, REPLACED
-from threefold.checkpoint.writer import read_writer
+from threefold.checkpoint.manifest import PARTIAL, REPLACED, read_writer
+from threefold.checkpoint.summary import listed
 
 ARCHIVES = Path(__file__).parents[0] / "data"
 

@@ -12,7 +12,6 @@ from threefold.checkpoint.index import read_index
 from threefold.checkpoint.tensors import (
     Writer,
     load_tensors,
-    load_tensors_alone,
     read_chunk,
     save_tensors,
     save_tensors_alone,
@@ -30,7 +29,7 @@ from threefold.parallel.parameter import local, split_parameter
 def stored(folder: Path) -> dict[str, Tensor]:
     """Everything in a checkpoint, read without knowing what should be there."""
     tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in stored_tensors(folder).items()}
-    load_tensors_alone(tensors, folder)
+    load_tensors(tensors, folder, alone=True)
     return tensors
 
 
@@ -74,7 +73,7 @@ def test_a_missing_name_and_another_shape_are_told(pool: WorkerPool, small_run: 
     folder = tmp_path / "checkpoints" / "step_00000002"
     for name, shape in (("model.nonsense", (2,)), ("model.head.norm.bias", (23,))):
         with pytest.raises(UserError, match=name):
-            load_tensors_alone({name: torch.empty(shape)}, folder)
+            load_tensors({name: torch.empty(shape)}, folder, alone=True)
 
 
 def save_rows(rows: int, folder: Path) -> None:

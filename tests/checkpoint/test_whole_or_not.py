@@ -17,7 +17,7 @@ from tests.train.support import Run, losses_of, train_rank
 from threefold.checkpoint.folder import complete, newest, path_of, prune
 from threefold.checkpoint.manifest import Facts
 from threefold.checkpoint.save import save_checkpoint
-from threefold.checkpoint.tensors import load_tensors_alone
+from threefold.checkpoint.tensors import load_tensors
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
@@ -139,7 +139,7 @@ def test_a_kill_while_a_checkpoint_is_replaced_leaves_one(tmp_path: Path, at: st
     assert found is not None
     assert found.step == 2
     held = {"model.weight": torch.zeros(3)}
-    load_tensors_alone(held, found.path)
+    load_tensors(held, found.path, alone=True)
     assert held["model.weight"].tolist() == [2.0] * 3  # it is killed only when the new one has its name
     assert ended.returncode == (-signal.SIGKILL if at.endswith(".partial") else 0), (
         ended.stderr

@@ -11,8 +11,7 @@ from typing import Any
 
 from tests.support import ready
 from tests.support.kills import pause
-from threefold.checkpoint.folder import complete
-from threefold.checkpoint.selection import check_whole
+from threefold.checkpoint.folder import check_whole, complete
 from threefold.train.callbacks.metrics import MEASURED, read_metrics_file
 
 LONGEST = 600.0

@@ -11,8 +11,8 @@ import pytest
 from tests.support.command import Command
 from tests.support.hf_models import write_llama
 from tests.support.other_systems import write_megatron
+from threefold.data.corpus import META_FILE
 from threefold.data.formats.threefold_folder import Meta
-from threefold.data.stored_array import META_FILE
 from threefold.output import MARKER
 
 

@@ -22,8 +22,7 @@ from tests.cli.runs import (
 from tests.support import ready
 from tests.support.kills import Killer, beacon, moments, pids
 from tests.support.processes import assert_gone
-from threefold.checkpoint.folder import complete
-from threefold.checkpoint.selection import check_whole
+from threefold.checkpoint.folder import check_whole, complete
 
 KINDS = ("step", "evaluation", "save")
 

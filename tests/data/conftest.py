@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
-from threefold.data.formats.threefold_folder import Meta, TokenFiles
-from threefold.data.stored_array import (
+from threefold.data.corpus import (
     DOCUMENT_DTYPE,
     DOCUMENTS_FILE,
     META_FILE,
@@ -18,6 +17,7 @@ from threefold.data.stored_array import (
     TOKENS_FILE,
     dtype_for,
 )
+from threefold.data.formats.threefold_folder import Meta, TokenFiles
 
 EOD = 0
 WriteTokenFiles = Callable[..., TokenFiles]

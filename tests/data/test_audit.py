@@ -11,10 +11,10 @@ from tokenizers import Tokenizer, models
 
 from tests.support.other_systems import write_fleet, write_megatron
 from threefold.data.audit import audit
+from threefold.data.corpus import DOCUMENTS_FILE, META_FILE, TOKENS_FILE
 from threefold.data.formats.jsonl import JsonLines
 from threefold.data.formats.threefold_folder import CHECKED, Meta, TokenFiles
 from threefold.data.preparation import to_threefold
-from threefold.data.stored_array import DOCUMENTS_FILE, META_FILE, TOKENS_FILE
 from threefold.errors import UserError
 from threefold.output import SILENT
 

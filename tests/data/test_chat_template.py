@@ -2,8 +2,9 @@
 
 import pytest
 
-from threefold.data.chat_template import ChatRenderer, ChatTemplate, TemplateRefusal
-from threefold.data.template_environment import MOST_STEPS
+from threefold.data.chat_renderer import MOST_STEPS, ChatRenderer
+from threefold.data.conversations import ChatTemplate
+from threefold.errors import UserError
 
 MESSAGES = [{"role": "user", "content": " hi "}, {"role": "assistant", "content": "yo"}]
 
@@ -25,15 +26,15 @@ ENDLESS = {
 
 
 def rendered(template: str) -> str:
-    return ChatRenderer(ChatTemplate(template, (), "a.jinja")).render(MESSAGES).text
+    return ChatRenderer(ChatTemplate(template, (), "a.jinja")).render(MESSAGES, "a chat").text
 
 
 @pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
 def test_a_template_that_would_not_end_is_refused_after_so_many_steps(template: str) -> None:
     renderer = ChatRenderer(ChatTemplate(template, (), "a.jinja"))
     for _ in range(2):
-        with pytest.raises(TemplateRefusal, match=f"more than {MOST_STEPS:,} steps, as loops in loops do"):
-            renderer.render(MESSAGES)
+        with pytest.raises(UserError, match=f"more than {MOST_STEPS:,} steps, as loops in loops do"):
+            renderer.render(MESSAGES, "a chat")
 
 
 def test_steps_are_those_of_one_rendering() -> None:
@@ -42,7 +43,7 @@ def test_steps_are_those_of_one_rendering() -> None:
         ChatTemplate("{% for a in messages %}{% for b in messages %}{% endfor %}{% endfor %}.", (), "a.jinja")
     )
     for _ in range(3):
-        assert renderer.render(MESSAGES * 500).text == "."
+        assert renderer.render(MESSAGES * 500, "a chat").text == "."
 
 
 @pytest.mark.parametrize(
@@ -95,6 +96,6 @@ def test_counting_changes_no_text(template: str, text: str) -> None:
 def test_a_template_reaches_nothing_of_the_interpreter(expression: str) -> None:
     try:
         text = rendered("{{ " + expression + " }}")
-    except TemplateRefusal:
+    except UserError:
         return
     assert text in ("", "['', '']", "[Undefined, Undefined]")

@@ -16,9 +16,8 @@ from tests.support.chats import (
     unmarked,
     write_tokenizer,
 )
-from threefold.data.chat_template import ChatTemplate
+from threefold.data.conversations import Chat, ChatTemplate, Completion, chat_of
 from threefold.data.encoding import DocumentEncoder
-from threefold.data.messages import Chat, Completion, chat_of
 from threefold.data.tokenizer import TextEncoder, TextRule
 from threefold.errors import UserError
 
@@ -219,12 +218,12 @@ def test_the_environment_is_that_of_transformers(files: dict[str, Path]) -> None
         {"role": "assistant", "content": "a", "thinking": "hm"},
     ]
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    from threefold.data.chat_template import ChatRenderer
+    from threefold.data.chat_renderer import ChatRenderer
 
     renderer = ChatRenderer(ChatTemplate(FEATURES))
     for given in (None, tools):
         expected = theirs.apply_chat_template(messages, tools=given, tokenize=False)
-        assert renderer.render(messages, given).text == expected
+        assert renderer.render(messages, "a chat", given).text == expected
 
 
 def test_where_a_template_is_looked_for(files: dict[str, Path], tmp_path: Path) -> None:

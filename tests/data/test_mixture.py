@@ -13,9 +13,8 @@ from threefold.config import load_config
 from threefold.data.corpus import Corpus
 from threefold.data.dataset import open_dataset
 from threefold.data.loader import Batch, Loader, Share
-from threefold.data.mixture import LONGEST_PERIOD, Blend, MixedSamples, whole_shares
 from threefold.data.packed import PackedSamples
-from threefold.data.samples import ConsumedSamples, MixturePart
+from threefold.data.samples import LONGEST_PERIOD, Blend, ConsumedSamples, MixedSamples, MixturePart, whole_shares
 from threefold.errors import UserError
 from threefold.random.permutation import KeyedPermutation
 

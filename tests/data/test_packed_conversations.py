@@ -39,7 +39,7 @@ def counted(corpus: Corpus) -> list[int]:
     """The tokens that count, in order; none is the first of its document."""
     assert corpus.loss_mask is not None
     assert not corpus.loss_mask[corpus.documents[:-1]].any()
-    return sorted(corpus.tokens[: corpus.token_count][corpus.loss_mask[: corpus.token_count] != 0].tolist())
+    return sorted(corpus.tokens[: len(corpus.tokens)][corpus.loss_mask[: len(corpus.tokens)] != 0].tolist())
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 16, 64, 104, 105, 500])
@@ -54,7 +54,7 @@ def test_every_label_that_counts_comes_once(files: TokenFiles, length: int) -> N
 def test_every_token_but_the_first_of_each_counts_where_all_do(files: TokenFiles) -> None:
     samples = PackedConversations.open(files, "train", "1", 64, counts_all=True)
     _, labels = samples.labelled(np.arange(len(samples)))
-    assert (labels != -100).sum() == files.token_count - files.document_count
+    assert (labels != -100).sum() == len(files.tokens) - files.document_count
 
 
 def test_documents_stand_whole_and_apart(files: TokenFiles) -> None:
@@ -121,7 +121,7 @@ def test_the_cache_belongs_to_rule_and_template(tmp_path: Path, tokenizer: Path)
         other.conversations(SILENT)
         assert len(list((tmp_path / "chats.jsonl.cache").glob("*/tokens.bin"))) == number
     again = JsonLines(lines, tokenizer).conversations(SILENT)
-    assert again.tokens[: again.token_count].tolist() == first.tokens[: first.token_count].tolist()
+    assert again.tokens[: len(again.tokens)].tolist() == first.tokens[: len(first.tokens)].tolist()
 
 
 def test_pairs_of_texts_count_their_completions(tmp_path: Path, tokenizer: Path) -> None:
@@ -129,9 +129,9 @@ def test_pairs_of_texts_count_their_completions(tmp_path: Path, tokenizer: Path)
     lines.write_text(json.dumps({"prompt": "What is 2 + 2?", "completion": " It is 4."}) + "\n")
     files = prepare(PrepareRequest((lines,), tmp_path / "tokens", tokenizer=tokenizer), Silent())
     decode = files.tokenizer.decode  # type: ignore[union-attr]
-    tokens, mask = files.tokens[: files.token_count], files.loss_mask
+    tokens, mask = files.tokens[: len(files.tokens)], files.loss_mask
     assert mask is not None
-    learned = tokens[mask[: files.token_count] != 0].tolist()
+    learned = tokens[mask[: len(files.tokens)] != 0].tolist()
     assert decode(tokens.tolist(), skip_special_tokens=False).startswith("<|begin_of_text|>What is 2 + 2? It is 4.")
     assert decode(learned, skip_special_tokens=False) == " It is 4.<|end_of_text|>"
 

@@ -88,7 +88,7 @@ def test_special_tokens_are_parsed_unless_text_is_not_trusted(tmp_path: Path) ->
     for special_tokens, ends in (("parse", 3), ("text", 2)):
         out = tmp_path / special_tokens
         files = prepare(PrepareRequest((lines,), out, vocab_size=300, special_tokens=special_tokens), Silent())
-        assert (files.tokens[: files.token_count] == files.eod).sum() == ends
+        assert (files.tokens[: len(files.tokens)] == files.eod).sum() == ends
         assert files.meta.special_tokens == files.rule.special_tokens == special_tokens
     assert (
         prepare(PrepareRequest((lines,), tmp_path / "default", vocab_size=300), Silent()).meta.special_tokens == "parse"

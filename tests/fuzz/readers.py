@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from tests.support.hf_models import Silent
-from threefold.checkpoint.selection import select_checkpoint
-from threefold.checkpoint.tensors import load_tensors_alone, stored_tensors
+from threefold.checkpoint.folder import select_checkpoint
+from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.config import load_config, resolve
 from threefold.data.audit import audit
 from threefold.data.corpus import Corpus
 from threefold.data.formats.jsonl import JsonLines
-from threefold.data.formats.token_files import open_corpus
+from threefold.data.formats.registry import open_corpus
 from threefold.data.packed import PackedSamples, PaddedSamples
 from threefold.errors import UserError
 from threefold.huggingface.import_hf import Import, import_model
@@ -46,7 +46,7 @@ def checkpoint(run: Path) -> str:
     choice = select_checkpoint(run, lambda what: f"{run} has {what}.")
     found = stored_tensors(choice.checkpoint.path)
     tensors = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in sorted(found.items())}
-    load_tensors_alone(tensors, choice.checkpoint.path)
+    load_tensors(tensors, choice.checkpoint.path, alone=True)
     names = [f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors.items()]
     return digest(repr(choice.checkpoint.facts), choice.config.to_yaml(), *names, *tensors.values())
 
@@ -122,9 +122,9 @@ def chat_lines(folder: Path, tokenizer: Path) -> str:
     count = sum(1 for line in lines.read_text(encoding="utf-8-sig").split("\n") if line.strip())
     _same(count, len(corpus.documents) - 1, "conversations")
     assert corpus.loss_mask is not None
-    mask = corpus.loss_mask[: corpus.token_count]
+    mask = corpus.loss_mask[: len(corpus.tokens)]
     assert set(np.unique(mask)) <= {0, 1}
-    return digest(corpus.tokens[: corpus.token_count], mask)
+    return digest(corpus.tokens[: len(corpus.tokens)], mask)
 
 
 def _packed(corpus: Corpus) -> str:

@@ -18,8 +18,8 @@ from threefold.checkpoint.folder import newest
 from threefold.cli.main import app
 from threefold.config.model import model_settings
 from threefold.errors import UserError
-from threefold.huggingface.config_mapping import choose_type
 from threefold.huggingface.export_hf import Export, export_model
+from threefold.huggingface.files import choose_type
 from threefold.huggingface.import_hf import Import, import_model
 from threefold.launch.training_run import prepare_training
 from threefold.launch.worker_pool import WorkerPool

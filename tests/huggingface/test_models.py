@@ -9,7 +9,7 @@ import torch
 
 from tests.support.hf_models import Silent, file_tensors, model_of, same_tensors, stored
 from tests.support.sweep import sweep
-from threefold.huggingface import tensor_files as weights
+from threefold.huggingface import files as weights
 from threefold.huggingface.export_hf import Export, export_model
 from threefold.huggingface.import_hf import Import, import_model
 from threefold.inference.generate import GenerationRequest, Sampling, complete

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from threefold.checkpoint.tensors import load_tensors_alone
+from threefold.checkpoint.tensors import load_tensors
 from threefold.inference.model import Trained
 from threefold.models.family import make_model
 
@@ -15,7 +15,7 @@ class Oracle:
         self.context = trained.config.data.sequence_length
         self.model = make_model(trained.config.model).double().eval()
         weights = {f"model.{name}": parameter for name, parameter in self.model.named_parameters()}
-        load_tensors_alone(weights, trained.checkpoint.path)
+        load_tensors(weights, trained.checkpoint.path, alone=True)
 
     @torch.no_grad()
     def logits(self, tokens: list[int]) -> Tensor:

@@ -7,13 +7,13 @@ import torch
 
 from tests.support.chats import TURN_END, write_tokenizer
 from tests.support.hf_models import Silent
-from threefold.data.messages import Conversation
+from threefold.data.conversations import Chat
 from threefold.huggingface.import_hf import Import, import_model
 from threefold.inference.generate import GenerationRequest, Sampling, encode_prompts, generate_text, generate_tokens
 from threefold.inference.model import Trained
 
 REQUEST = GenerationRequest(3, Sampling(temperature=0))
-CHAT = Conversation("--prompt", ({"role": "user", "content": "What is 2 + 2?"},))
+CHAT = Chat("--prompt", ({"role": "user", "content": "What is 2 + 2?"},))
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,16 @@ from tests.inference.support import Oracle
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
-from threefold.inference.generate import GenerationRequest, Sampling, complete, generate, generate_text, generate_tokens
+from threefold.inference.generate import (
+    GenerationRequest,
+    Sampling,
+    complete,
+    generate,
+    generate_text,
+    generate_tokens,
+    read_prompts,
+)
 from threefold.inference.model import Model, Trained
-from threefold.inference.prompt_files import read_prompts
 from threefold.launch.worker_pool import WorkerPool
 
 CONTEXT = 16

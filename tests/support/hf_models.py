@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from threefold.checkpoint.errors import MODEL
 from threefold.checkpoint.folder import newest, stored_config
-from threefold.checkpoint.tensors import load_tensors_alone, stored_tensors
+from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.models.family import make_model, model_plan
 
 
@@ -80,7 +80,7 @@ def stored(run: Path) -> dict[str, Tensor]:
     assert checkpoint is not None
     facts = stored_tensors(checkpoint.path)
     tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in facts.items()}
-    load_tensors_alone(tensors, checkpoint.path)
+    load_tensors(tensors, checkpoint.path, alone=True)
     return tensors
 
 

@@ -16,9 +16,7 @@ from tokenizers import Tokenizer
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config, resolve
-from threefold.data.dataset import open_dataset
-from threefold.data.formats.threefold_folder import Meta
-from threefold.data.stored_array import (
+from threefold.data.corpus import (
     DOCUMENT_DTYPE,
     DOCUMENTS_FILE,
     META_FILE,
@@ -27,6 +25,8 @@ from threefold.data.stored_array import (
     TOKENS_FILE,
     dtype_for,
 )
+from threefold.data.dataset import open_dataset
+from threefold.data.formats.threefold_folder import Meta
 from threefold.data.tokenizer import END_OF_DOCUMENT, train_tokenizer
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan

@@ -22,10 +22,9 @@ from threefold.data.loader import Loader, Share
 from threefold.data.preparation import PrepareRequest, prepare
 from threefold.errors import UserError
 from threefold.huggingface.import_hf import Import, import_model
-from threefold.inference.eval_tasks import Perplexity, score
-from threefold.inference.generate import GenerationRequest, Sampling, generate_text
+from threefold.inference.eval_tasks import Perplexity, read_texts, score
+from threefold.inference.generate import GenerationRequest, Sampling, generate_text, read_prompts
 from threefold.inference.model import Trained
-from threefold.inference.prompt_files import read_prompts, read_texts
 from threefold.launch.training_run import resolve_run
 from threefold.launch.worker_pool import WorkerError, WorkerPool
 
@@ -134,7 +133,7 @@ def test_prepared_tokens_and_mask_are_theirs(tuned: Tuned) -> None:
     _, count, ids = expected(tuned)
     assert [files.tokens[start:end].tolist() for start, end in pairwise(files.documents.tolist())] == ids
     assert files.loss_mask is not None
-    assert files.loss_mask[: files.token_count].sum() == count
+    assert files.loss_mask[: len(files.tokens)].sum() == count
 
 
 def test_both_forms_give_the_same_samples(tuned: Tuned) -> None:

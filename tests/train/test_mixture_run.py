@@ -108,7 +108,7 @@ def by_hand(run: Run, folder: Path) -> tuple[float, int]:
     texts = [text for text in texts if text.strip()]
     samples: Any = open_dataset(config).samples("valid")
     total, count = 0.0, 0
-    for line in samples._lines(np.arange(len(samples))).tolist():
+    for line in samples.lines(np.arange(len(samples))).tolist():
         ids = [*tokenizer.encode(texts[line]).ids, tokenizer.token_to_id("<|endoftext|>")]
         ids = torch.tensor(ids[: config.data.sequence_length + 1])
         with torch.no_grad():

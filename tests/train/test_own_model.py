@@ -11,7 +11,7 @@ from tests.support.sweep import sweep
 from tests.train.support import Run, steps_of, train_rank
 from threefold.checkpoint.code import remembered_model
 from threefold.checkpoint.folder import OWN_MODEL, newest
-from threefold.checkpoint.tensors import load_tensors_alone, stored_tensors
+from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError
 
@@ -162,5 +162,5 @@ def test_a_run_with_frozen_weights_resumes_in_another_layout(
     wanted = [{"model.blocks.0.up.weight": torch.zeros(names[0]["model.blocks.0.up.weight"])} for _ in saved]
     for tensors, each in zip(wanted, saved, strict=True):
         assert each is not None
-        load_tensors_alone(tensors, each.path)
+        load_tensors(tensors, each.path, alone=True)
     assert torch.equal(*(tensors["model.blocks.0.up.weight"] for tensors in wanted))

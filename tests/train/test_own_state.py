@@ -14,7 +14,7 @@ from tests.support.own_state_models import WIDTH, Model, Sums, loss
 from tests.support.own_state_runs import losses, micro_batches, run_of
 from tests.train.support import Run, steps_of, train_rank
 from threefold.checkpoint.folder import newest
-from threefold.checkpoint.tensors import load_tensors_alone, stored_names, stored_tensors
+from threefold.checkpoint.tensors import load_tensors, stored_names, stored_tensors
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError
@@ -32,7 +32,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
         for name, (shape, dtype) in stored_tensors(checkpoint.path).items()
         if not name.startswith("random.")
     }
-    load_tensors_alone(found, checkpoint.path)
+    load_tensors(found, checkpoint.path, alone=True)
     return found
 
 

@@ -13,12 +13,10 @@ from threefold.api.optimizer import ModelOptimizer
 from threefold.api.prepared_model import PreparedModule
 from threefold.api.prepared_optimizer import PreparedOptimizer
 from threefold.checkpoint.errors import MODEL, OPTIMIZER, DamagedCheckpoint
-from threefold.checkpoint.folder import LOOP, newest
-from threefold.checkpoint.manifest import Facts
+from threefold.checkpoint.folder import LOOP, from_first, newest
+from threefold.checkpoint.manifest import WRITER, Facts, record_of
 from threefold.checkpoint.save import save_checkpoint
-from threefold.checkpoint.selection import from_first
 from threefold.checkpoint.tensors import load_tensors, stored_names, stored_tensors
-from threefold.checkpoint.writer import WRITER, record_of_layout
 from threefold.errors import UserError, require_whole
 from threefold.files import parse_json, read_text
 from threefold.parallel.moving_buffers import stored_buffers
@@ -89,7 +87,7 @@ def save(
     world.barrier()
     consumed = 0 if loader is None else loader.consumed_samples
     facts = Facts(step, consumed, seed, eod=None, tokenizer_sha256=None, tokens=0, documents=0)
-    texts = {LOOP: json.dumps(state, indent=2), WRITER: record_of_layout(model.mesh.layout).text}
+    texts = {LOOP: json.dumps(state, indent=2), WRITER: record_of(model.mesh.layout).text}
     return save_checkpoint(run_dir, facts, tensors, texts, world)
 
 

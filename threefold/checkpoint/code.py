@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from threefold.checkpoint.errors import DamagedCheckpoint
-from threefold.checkpoint.folder import CONFIG, FOLDER, OWN_MODEL, folders, stored_config
+from threefold.checkpoint.folder import CONFIG, FOLDER, OWN_MODEL, folders, stored_config, usable_config
 from threefold.checkpoint.manifest import MANIFEST
-from threefold.checkpoint.selection import usable_config
 from threefold.comm.layout import parse
 from threefold.config import Config
 from threefold.config.model import OWN
@@ -75,21 +74,15 @@ def remembered_model(run_dir: Path, trust_code: bool) -> str | None:
 
 def require_named_code(config: Config, path: Path) -> None:
     """Raise UserError if a stored config, in a run's folder or a checkpoint, names code that no override named."""
-    if not _is_stored(path):
-        return
-    for key, code in _code_of(config):
+    file = path.resolve()
+    is_stored = (file.parent / MANIFEST).exists() or (file.name == CONFIG and (file.parent / FOLDER).exists())
+    for key, code in _code_of(config) if is_stored else ():
         if not config.origin(key).startswith(_OVERRIDE):
             named = "name it with --model FILE.py:NAME" if key == "model.file" else f"name it with --set {key}=…"
             raise UserError(
                 f"{config.origin(key)}{key} is {shown(code)}, code which runs only where you ask for it, and not as a "
                 f"stored config has it; {named}, or give --trust-code if you trust the run that stored it."
             )
-
-
-def _is_stored(path: Path) -> bool:
-    file = path.resolve()
-    folder = file.parent
-    return (folder / MANIFEST).exists() or (file.name == CONFIG and (folder / FOLDER).exists())
 
 
 def _code_of(config: Config) -> Iterator[tuple[str, str]]:

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import IO, Any, Final, Literal
 
@@ -21,11 +20,9 @@ from torch.distributed.checkpoint import FileSystemWriter
 from threefold.checkpoint.errors import MODEL, OPTIMIZER, DamagedCheckpoint
 from threefold.checkpoint.folder import CONFIG, path_of
 from threefold.checkpoint.index import INDEX, StoredTensor, TensorChunk, index_text, read_data_files, read_index
-from threefold.checkpoint.listing import locate, saved_at
-from threefold.checkpoint.manifest import Manifest, read_manifest, write_manifest
-from threefold.checkpoint.summary import choose, group_of
+from threefold.checkpoint.manifest import WRITER, Manifest, read_manifest, read_writer, write_manifest
+from threefold.checkpoint.summary import choose, group_of, locate, saved_at
 from threefold.checkpoint.tensors import ALIGNMENT, PiecedTensor, TensorPiece, read_chunk, save_tensors_alone
-from threefold.checkpoint.writer import WRITER, read_writer
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.host import return_freed_memory
@@ -173,9 +170,6 @@ class TensorSource:
             for name, tensor in tensors.items()
         }
 
-    def named(self, prefix: str) -> list[str]:
-        return [name for name in self.planned if name.startswith(prefix)]
-
     def read(self, name: str) -> Tensor:
         """Read a whole tensor.
 
@@ -215,8 +209,8 @@ class TensorSource:
         pieces = [
             TensorPiece(chunk.offsets, chunk.sizes, partial(self.read_chunk, name, chunk)) for chunk in planned.chunks
         ]
-        empty = [TensorPiece((0,) * len(planned.shape), planned.shape, partial(self.read, name))]
-        return PiecedTensor(planned.shape, planned.dtype, pieces or empty)
+        empty = TensorPiece((0,) * len(planned.shape), planned.shape, partial(self.read, name))
+        return PiecedTensor(planned.shape, planned.dtype, pieces or [empty])
 
     def mapped(self, names: Iterable[str], scratch: Path) -> dict[str, Tensor]:
         """Return tensors backed by a memory-mapped scratch file, each with a storage of its own."""
@@ -245,11 +239,10 @@ def _write_run(
     _copy(manifest, texts, folder)
     tensors: dict[str, StoredTensor] = {}
     files = {}
-    sized = [Planned(name, tensor.shape, tensor.dtype) for name, tensor in source.planned.items()]
-    for number, share in enumerate(_shares(sized, request.shard_bytes)):
+    for number, share in enumerate(in_shares(source.planned, request.shard_bytes)):
         part = run / f"part-{number}"
         part.mkdir()
-        save_tensors_alone({one.name: source.streamed(one.name) for one in share}, part)
+        save_tensors_alone({each: source.streamed(each) for each in share}, part)
         name = f"tensors-{number:05d}.bin"
         written, data = read_index(part), read_data_files(part)
         for old, file in data.items():
@@ -279,19 +272,17 @@ def _write_safetensors(source: TensorSource, folder: Path, shard_bytes: int) -> 
     """
     names = []
     for prefix, stem in ((MODEL, "model"), (OPTIMIZER, "optimizer")):
-        planned = []
-        for name in source.named(prefix):
-            tensor = source.planned[name]
+        planned = {name: tensor for name, tensor in source.planned.items() if name.startswith(prefix)}
+        for name, tensor in planned.items():
             if tensor.dtype not in _CODES:
                 raise UserError(
                     f"{shown(name)} is {tensor.dtype}, which safetensors does not have; use --format torch."
                 )
-            planned.append(Planned(name.removeprefix(prefix), tensor.shape, tensor.dtype))
         if planned:
-            with Shards(folder, planned, shard_bytes, stem) as shards:
-                for one in planned:
-                    shards.write({one.name: source.read(prefix + one.name)})
-                shards.finish()
+            sizes = {name.removeprefix(prefix): tensor for name, tensor in planned.items()}
+            with Shards(folder, sizes, shard_bytes, stem) as shards:
+                for name in sizes:
+                    shards.write({name: source.read(prefix + name)})
             names += shards.names
     return names
 
@@ -302,10 +293,10 @@ def _write_torch(source: TensorSource, folder: Path) -> list[str]:
     Both load with `weights_only=True`.
     """
     scratch, names = folder / "scratch", ["model.pt"]
-    weights = source.mapped(source.named(MODEL), scratch)
+    weights = source.mapped([name for name in source.planned if name.startswith(MODEL)], scratch)
     torch.save({name.removeprefix(MODEL): tensor for name, tensor in weights.items()}, folder / "model.pt")
     del weights
-    if states := source.named(OPTIMIZER):
+    if states := [name for name in source.planned if name.startswith(OPTIMIZER)]:
         optimizer: dict[str, dict[str, Tensor]] = {}
         for name, tensor in source.mapped(states, scratch).items():
             weight, _, state = name.removeprefix(OPTIMIZER).rpartition(".")
@@ -342,52 +333,61 @@ _CODES: Final = {
 """Names of the dtypes in a safetensors header."""
 
 
-@dataclass(frozen=True)
-class Planned:
-    """Name, shape and dtype of a tensor to be written."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-
 class Shards:
     """Safetensors files of at most `limit` bytes each (but at least one tensor), with an index if there are several.
 
     Args:
-        tensors: tensors to write, in the order of the files.
+        tensors: tensors to write by name, in the order of the files; their chunks are not used.
         stem: prefix of the file names.
 
     Attributes:
         names: names of the files.
+
+    Raises:
+        ValueError: at the end of the block, if a tensor was not written.
     """
 
-    def __init__(self, folder: Path, tensors: Sequence[Planned], limit: int, stem: str = "model") -> None:
+    def __init__(self, folder: Path, tensors: Mapping[str, StoredTensor], limit: int, stem: str = "model") -> None:
         self._open = ExitStack()
-        self._places: dict[str, tuple[IO[bytes], int, Planned]] = {}
-        shares = list(_shares(tensors, limit))
+        self._places: dict[str, tuple[IO[bytes], int, StoredTensor]] = {}
+        shares = list(in_shares(tensors, limit))
         count = len(shares)
         self.names = [f"{stem}-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
         if count == 1:
             self.names = [f"{stem}.safetensors"]
         else:
-            total = sum(planned.bytes for planned in tensors)
-            weights = {one.name: name for name, share in zip(self.names, shares, strict=True) for one in share}
+            total = sum(tensor.bytes for tensor in tensors.values())
+            weights = {each: name for name, share in zip(self.names, shares, strict=True) for each in share}
             index = {"metadata": {"total_size": total}, "weight_map": weights}
             path = folder / f"{stem}.safetensors.index.json"
             path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         for name, share in zip(self.names, shares, strict=True):
-            self._begin(folder / name, share)
+            header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+            starts, end = {}, 0
+            for each, planned in share.items():
+                starts[each] = end
+                end += planned.bytes
+                header[each] = {
+                    "dtype": _CODES[planned.dtype],
+                    "shape": list(planned.shape),
+                    "data_offsets": [starts[each], end],
+                }
+            text = json.dumps(header, separators=(",", ":")).encode()
+            text += b" " * (-len(text) % 8)
+            file = self._open.enter_context((folder / name).open("wb"))
+            file.write(len(text).to_bytes(8, "little") + text)
+            begin = file.tell()
+            file.truncate(begin + end)
+            for each, planned in share.items():
+                self._places[each] = (file, begin + starts[each], planned)
 
     def __enter__(self) -> "Shards":
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._open.close()
+        if self._places and kind is None:
+            raise ValueError(f"{len(self._places)} tensors were planned and did not come, such as {min(self._places)}")
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         """Write tensors at their positions, rounded to the planned dtypes."""
@@ -399,40 +399,15 @@ class Shards:
             flat = tensor.to(planned.dtype).contiguous().view(-1)
             file.write(flat.view(torch.uint8).numpy().data)
 
-    def finish(self) -> None:
-        """Check that all planned tensors were written."""
-        if self._places:
-            raise ValueError(f"{len(self._places)} tensors were planned and did not come, such as {min(self._places)}")
 
-    def _begin(self, path: Path, share: Sequence[Planned]) -> None:
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        starts, end = [], 0
-        for planned in share:
-            starts.append(end)
-            end += planned.bytes
-            header[planned.name] = {
-                "dtype": _CODES[planned.dtype],
-                "shape": list(planned.shape),
-                "data_offsets": [starts[-1], end],
-            }
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        file = self._open.enter_context(path.open("wb"))
-        file.write(len(text).to_bytes(8, "little") + text)
-        begin = file.tell()
-        file.truncate(begin + end)
-        for start, planned in zip(starts, share, strict=True):
-            self._places[planned.name] = (file, begin + start, planned)
-
-
-def _shares(tensors: Iterable[Planned], limit: int) -> Iterator[list[Planned]]:
-    """Yield the tensors of each file of at most `limit` bytes, or of one larger tensor; at least one share."""
-    share: list[Planned] = []
+def in_shares(tensors: Mapping[str, StoredTensor], limit: int) -> Iterator[dict[str, StoredTensor]]:
+    """Divide tensors into shares of at most `limit` bytes, or of one larger tensor; yield at least one share."""
+    share: dict[str, StoredTensor] = {}
     filled = 0
-    for planned in tensors:
-        if share and filled + planned.bytes > limit:
+    for name, tensor in tensors.items():
+        if share and filled + tensor.bytes > limit:
             yield share
-            share, filled = [], 0
-        share.append(planned)
-        filled += planned.bytes
+            share, filled = {}, 0
+        share[name] = tensor
+        filled += tensor.bytes
     yield share

@@ -1,4 +1,4 @@
-"""Folders of a run's checkpoints: their layout on disk, completeness and pruning.
+"""Folders of a run's checkpoints: their layout on disk, their pruning, and the newest one that is valid.
 
 RUN/checkpoints/step_00000100/
     tensors-00000.bin, …  bytes of the tensors, one file per writing rank
@@ -20,20 +20,26 @@ manifest matches its files is therefore valid, whatever happened to the process 
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final, TypeVar, cast
+
+import yaml
 
 from threefold.checkpoint.errors import DamagedCheckpoint
-from threefold.checkpoint.manifest import PARTIAL, REPLACED, Facts, read_manifest
+from threefold.checkpoint.manifest import PARTIAL, REPLACED, Facts, Manifest, read_manifest
 from threefold.config import Config, load_config, resolve
 from threefold.config.model import OWN
 from threefold.config.schedules import is_own_schedule
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.plugins import modules_beside
+
+if TYPE_CHECKING:
+    from threefold.comm.mesh import Axis
+
 
 FOLDER: Final = "checkpoints"
 CONFIG: Final = "config.yaml"
@@ -204,3 +210,166 @@ def prune(
                 file.unlink()
                 progress()
         shutil.rmtree(partial)
+
+
+Damaged = Mapping[Path, str]
+"""Reasons why checkpoints could not be loaded, by folder."""
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class SelectedCheckpoint:
+    """The newest valid checkpoint of a run, and its config.
+
+    Attributes:
+        warnings: a sentence about the damaged checkpoints that were skipped, and further ones for the user.
+        passed: folders of the skipped checkpoints, which are newer.
+        is_resumed: whether a run resumes from it, instead of starting from its weights.
+    """
+
+    checkpoint: Checkpoint
+    config: Config
+    warnings: tuple[str, ...] = ()
+    passed: tuple[Path, ...] = ()
+    is_resumed: bool = False
+
+
+def select_checkpoint(
+    run_dir: Path, missing: Callable[[str], str], damaged: Damaged | None = None
+) -> SelectedCheckpoint:
+    """Return the newest valid checkpoint of a run, as far as can be seen without reading its tensors.
+
+    Args:
+        missing: makes the message if there is none, from a phrase such as "no complete checkpoint".
+        damaged: checkpoints that loading found damaged.
+
+    Raises:
+        UserError: there is none, or a later version of Threefold wrote the newest.
+    """
+    (checkpoint, config), warnings, passed = newest_valid(run_dir, inspect_checkpoint, missing, damaged)
+    return SelectedCheckpoint(checkpoint, config, warnings, passed)
+
+
+def newest_valid(
+    run_dir: Path, inspect: Callable[[Path], Found], missing: Callable[[str], str], damaged: Damaged | None = None
+) -> tuple[Found, tuple[str, ...], tuple[Path, ...]]:
+    """Return what `inspect` does for the newest checkpoint for which it does not raise DamagedCheckpoint.
+
+    Args:
+        missing, damaged: as in `select_checkpoint`.
+
+    Returns:
+        the result, and a warning about the newer checkpoints that were skipped, and their folders.
+
+    Raises:
+        UserError: there is none.
+    """
+    passed: dict[Path, str] = {}
+    for path in reversed(folders(run_dir)):
+        try:
+            if damaged and path in damaged:
+                raise DamagedCheckpoint(path, damaged[path])
+            found = inspect(path)
+        except DamagedCheckpoint as damage:
+            passed[damage.path] = f"{damage.path} ({damage.reason})"
+            continue
+        warning = f"{_listed(passed)} passed over; {path} is used, the newest that is good."
+        return found, (warning,) if passed else (), tuple(passed)
+    raise UserError(missing("no complete checkpoint" + (f" ({_listed(passed)} passed over)" if passed else "")))
+
+
+def _listed(passed: Mapping[Path, str]) -> str:
+    """Return the skipped checkpoints with their reasons, followed by "was" or "were"."""
+    more = f" and {len(passed) - 3} more" if len(passed) > 3 else ""
+    return f"{' and '.join(list(passed.values())[:3])}{more} {'was' if len(passed) == 1 else 'were'}"
+
+
+def check_whole(checkpoint: Checkpoint) -> None:
+    """Compare all files with their checksums, as slow as reading them; raise DamagedCheckpoint if one was changed."""
+    manifest = read_manifest(checkpoint.path)
+    for name in sorted(manifest.files):
+        manifest.check_content(name)
+
+
+def from_first(world: "Axis", find: Callable[[], Found]) -> Found:
+    """Run `find` on the first rank and broadcast its result or its UserError, so that all ranks agree. Collective."""
+    found: Found | UserError | None = None
+    if world.is_first:
+        try:
+            found = find()
+        except UserError as error:
+            found = error
+    found = world.gather_objects(found)[0]
+    if isinstance(found, UserError):
+        raise found
+    return cast(Found, found)
+
+
+def check_files(path: Path) -> tuple[Manifest, dict[str, tuple[int, ...]]]:
+    """Check a checkpoint's files except its config and the bytes of its tensors.
+
+    Returns:
+        the manifest, and the shape of each tensor.
+
+    Raises:
+        DamagedCheckpoint: a file is missing or was changed.
+        UserError: a later version of Threefold wrote the checkpoint.
+    """
+    from threefold.checkpoint.index import (
+        read_index,  # imports torch, which a run without checkpoints need not wait for
+    )
+
+    manifest = read_manifest(path)
+    manifest.check_sizes()
+    index = read_index(path)
+    data = {chunk.file for tensor in index.values() for chunk in tensor.chunks}
+    if unknown := data - manifest.files.keys():
+        raise DamagedCheckpoint(path, f"its tensors are in {min(unknown)}, which its manifest does not name")
+    for name in sorted(manifest.files.keys() - data - {CONFIG}):
+        manifest.check_content(name)
+    return manifest, {name: tensor.shape for name, tensor in index.items()}
+
+
+def inspect_checkpoint(path: Path) -> tuple[Checkpoint, Config]:
+    """Return a checkpoint and its config after checking everything but the bytes of its tensors.
+
+    Raises:
+        DamagedCheckpoint: the checkpoint is not valid. If the config was changed, the reason also names its mismatch
+            with the tensors.
+        UserError: a later version of Threefold wrote it.
+    """
+    manifest, shapes = check_files(path)
+    if LOOP in manifest.files:
+        raise DamagedCheckpoint(path, f"saved by threefold.save, without a {CONFIG}: threefold.load opens it")
+    if CONFIG not in manifest.files:
+        raise DamagedCheckpoint(path, f"its manifest does not name {CONFIG}")
+    from threefold.checkpoint.index import model_mismatch
+
+    changed, reason = None, None
+    try:
+        manifest.check_content(CONFIG)
+    except DamagedCheckpoint as damage:
+        changed = damage.reason
+    try:
+        config = usable_config(path)
+        if config.model.architecture != OWN:  # the file of a custom model may have changed: see `require_match`
+            reason = model_mismatch(config.model, shapes)
+    except DamagedCheckpoint as unusable:
+        reason = unusable.reason
+        if changed is None:
+            raise
+    if changed or reason:
+        raise DamagedCheckpoint(path, ", and ".join(each for each in (changed, reason) if each))
+    return Checkpoint(path, manifest.facts), config
+
+
+def usable_config(path: Path, *, with_code: bool = False) -> Config:
+    """Return the config of a checkpoint (`stored_config`); raise DamagedCheckpoint if it cannot be used."""
+    try:
+        return stored_config(path, with_code=with_code)
+    except UserError as error:
+        raise DamagedCheckpoint(path, f"its {CONFIG} cannot be used ({str(error).removesuffix('.')})") from None
+    except (ValueError, ArithmeticError, RecursionError, yaml.YAMLError) as error:  # values that no run writes
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise DamagedCheckpoint(path, f"its {CONFIG} cannot be used ({reason})") from None

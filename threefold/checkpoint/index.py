@@ -1,7 +1,7 @@
-"""Index of a checkpoint's tensor files (tensors.json): its writer, reader and checks."""
+"""Index of a checkpoint's tensors (tensors.json): its writer, its reader, and whether the tensors match a model."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -11,9 +11,13 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from threefold.checkpoint.errors import DamagedCheckpoint, is_plain_name, whole
+from threefold.checkpoint.errors import MODEL, DamagedCheckpoint, is_plain_name, whole
+from threefold.config import ModelConfig
 from threefold.errors import UserError
 from threefold.files import FileRecord, is_intact, parse_json, read_text, require_file, seal_text, shown
+from threefold.models.family import make_model
+from threefold.models.sharding import ModelPlan
+from threefold.torch_private.tensors import persistent_buffers
 
 INDEX: Final = "tensors.json"
 FORMAT: Final = "threefold-tensors"
@@ -59,7 +63,7 @@ class StoredTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: tuple[TensorChunk, ...]
+    chunks: tuple[TensorChunk, ...] = ()
 
     @property
     def dtype_name(self) -> str:
@@ -192,3 +196,78 @@ def _overlap(starts: Any, ends: Any) -> bool:
         if ((starts[rest] < ends[first]) & (starts[first] < ends[rest])).all(axis=1).any():
             return True
     return False
+
+
+_SIZES: Final[Mapping[str, tuple[str | None, ...]]] = {
+    "embed.tokens.weight": ("vocab_size", "hidden_size"),
+    "embed.positions.weight": ("max_position_embeddings", None),
+    "blocks.0.mlp.down.weight": (None, "ffn_hidden_size"),
+}
+"""Settings that determine the dims of a weight."""
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def model_mismatch(model: ModelConfig, stored: Shapes) -> str | None:
+    """Return why the stored weights do not match a resolved model config, as a clause; None if they match.
+
+    Single tensors are compared first, so that a config of a billion layers is refused at once.
+    """
+    weights = {name.removeprefix(MODEL): shape for name, shape in stored.items() if name.startswith(MODEL)}
+    return next(_misfits(model, weights), None)
+
+
+def require_match(model: ModelConfig, plan: ModelPlan, checkpoint: Path) -> None:
+    """Check that a checkpoint's weights match a custom model as its file defines it now.
+
+    Raises:
+        UserError: a weight is missing, unknown or of another shape.
+    """
+    stored = read_index(checkpoint)
+    weights = {name.removeprefix(MODEL): stored[name].shape for name in stored if name.startswith(MODEL)}
+    with torch.device("meta"):
+        made = make_model(model)
+    expected = {plan.whole_name(name): tuple(weight.shape) for name, weight in made.named_parameters()}
+    for prefix, module in made.named_modules():
+        for name, buffer in persistent_buffers(module):
+            whole = plan.whole_name(f"{prefix}.{name}" if prefix else name)
+            if whole in weights:  # checkpoints of older versions have none
+                expected[whole] = tuple(buffer.shape)
+    for name in [*expected, *sorted(weights.keys() - expected.keys())]:
+        reason = None
+        if name not in weights:
+            reason = f"it has {name}, which the checkpoint lacks"
+        elif name not in expected:
+            reason = f"the checkpoint has {name}, which it lacks"
+        elif weights[name] != expected[name]:
+            reason = f"its {name} is {_shown(expected[name])} and the checkpoint's is {_shown(weights[name])}"
+        if reason is not None:
+            raise UserError(
+                f"The model of {shown(model.file)} is not the one that {checkpoint} was made with: {reason}; restore "
+                "the file, or start a new run in another folder."
+            )
+
+
+def _misfits(model: ModelConfig, weights: Shapes) -> Iterator[str]:
+    layers = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
+    if len(layers) != model.num_layers:
+        yield f"its config has model.num_layers {model.num_layers} and its tensors are those of {len(layers)} layers"
+    for name, keys in _SIZES.items():
+        for key, size in zip(keys, weights.get(name, ()), strict=False):
+            if key is not None and getattr(model, key) != size:
+                yield f"its config has model.{key} {getattr(model, key)} and its tensor {name} has {size}"
+    with torch.device("meta"):
+        expected = {name: tuple(weight.shape) for name, weight in make_model(model).named_parameters()}
+    for missing in sorted(expected.keys() - weights.keys()):
+        yield f"its config describes a model with {missing}, which is not among its tensors"
+    for unknown in sorted(weights.keys() - expected.keys()):
+        yield f"its tensors hold {unknown}, which the model that its config describes does not have"
+    for name, shape in expected.items():
+        if weights[name] != shape:
+            found = _shown(weights[name])
+            yield f"its config describes a model whose {name} is {_shown(shape)} and its tensor of that name is {found}"
+
+
+def _shown(shape: tuple[int, ...]) -> str:
+    return " × ".join(map(str, shape)) or "a number"

@@ -1,16 +1,29 @@
-"""Manifest of a checkpoint (checkpoint.json): the state of the run, and the size and checksum of every file."""
+"""Records in a checkpoint: its manifest, checkpoint.json, and the record of its writer, writer.json.
+
+The manifest has the state of the run, and the size and checksum of every file. writer.json says when, by which layout
+and by which versions the checkpoint was written. It is not needed to open a checkpoint, and is a separate file because
+earlier releases refuse a manifest with unknown fields. Older checkpoints lack it; their layout is read from
+`config.yaml`.
+"""
 
 import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final
 
+import yaml
 from pydantic import Field
 
 from threefold.checkpoint.errors import DamagedCheckpoint, is_plain_name
-from threefold.data.content_checksums import Content
+from threefold.comm.layout import AXES, Layout
+from threefold.config.schema import ParallelConfig
+from threefold.data.corpus import Content
 from threefold.data.tokenizer import BEFORE_RULES, SpecialTokens, TextRule
 from threefold.errors import UserError
 from threefold.files import (
@@ -21,6 +34,7 @@ from threefold.files import (
     is_intact,
     parse_facts,
     parse_json,
+    read_json,
     read_text,
     require_file,
     seal_text,
@@ -201,3 +215,98 @@ def write_manifest(folder: Path, facts: Facts) -> None:
     manifest = {"format": FORMAT, "version": VERSION, **stored, "files": files}
     write_durably(folder / MANIFEST, seal_text(json.dumps(manifest, indent=2)))
     sync(folder)
+
+
+WRITER: Final = "writer.json"
+_WRITER_FORMAT: Final = "threefold-writer"
+
+
+@dataclass(frozen=True)
+class WriterRecord:
+    """Record of the run that wrote a checkpoint.
+
+    Attributes:
+        layout: `parallel` settings that describe the run's layout, by name; None if unknown.
+        saved: time of saving; None if unknown.
+        versions: versions of the package and of torch, by name.
+        weights_only: whether the optimizer state was left out on purpose.
+    """
+
+    layout: Mapping[str, Any] | None = None
+    saved: datetime | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    weights_only: bool = False
+
+    @property
+    def ranks(self) -> int | None:
+        """Number of processes that wrote the checkpoint; None if unknown."""
+        return None if self.layout is None else prod(int(self.layout.get(axis, 1)) for axis in AXES)
+
+    @property
+    def text(self) -> str:
+        """Content of writer.json."""
+        document = {
+            "format": _WRITER_FORMAT,
+            "version": 1,
+            "saved": self.saved.isoformat(timespec="seconds") if self.saved else None,
+            "layout": None if self.layout is None else dict(self.layout),
+            "versions": dict(self.versions),
+            "weights_only": self.weights_only,
+        }
+        return json.dumps(document, indent=2) + "\n"
+
+    def __str__(self) -> str:
+        """Return the layout on one line, such as `dp 2 · tp 2 · pp 2, zero 1`."""
+        if self.layout is None:
+            return "unknown"
+        sizes = {axis: int(self.layout.get(axis, 1)) for axis in (*AXES, "ep")}
+        zero, schedule = self.layout.get("zero", 0), self.layout.get("schedule")
+        more = [f"zero {zero}"] if zero else []
+        more += [str(schedule)] if schedule and sizes["pp"] > 1 else []
+        return ", ".join((str(Layout(**sizes)), *more))
+
+
+def record_of(layout: ParallelConfig | Layout) -> WriterRecord:
+    """Return the record for a checkpoint written now by a run with these settings, or by a custom training loop."""
+    axes = ("dp", "tp", "pp", "cp", "ep")
+    if isinstance(layout, Layout):
+        known: dict[str, Any] = {axis: layout.size(axis) for axis in axes}
+    else:
+        settings = layout.settings()
+        kept = (*axes, "zero", "zero_shards", "schedule", "stage_chunks", "sequence_parallel")
+        known = {name: settings[name] for name in kept if name in settings}
+    versions = {}
+    for package in ("threefold", "torch"):
+        with suppress(PackageNotFoundError):  # run from a folder of sources
+            versions[package] = version(package)
+    return WriterRecord(known, datetime.now(UTC), versions)
+
+
+def read_writer(folder: Path) -> WriterRecord:
+    """Return the record of a checkpoint's writer, for older checkpoints from the config; unreadable facts are None."""
+    document = None
+    with suppress(UserError):
+        document = read_json(folder / WRITER)
+    if not isinstance(document, dict) or document.get("format") != _WRITER_FORMAT:
+        document = None
+        with suppress(UserError, yaml.YAMLError, ValueError, RecursionError):
+            document = yaml.safe_load(read_text(folder / "config.yaml"))
+        return WriterRecord(_usable(document.get("parallel", {})) if isinstance(document, dict) else None)
+    versions, saved = document.get("versions"), None
+    with suppress(KeyError, TypeError, ValueError):
+        saved = datetime.fromisoformat(document["saved"])
+    return WriterRecord(
+        _usable(document.get("layout")),
+        saved.replace(tzinfo=saved.tzinfo or UTC) if saved else None,
+        {str(name): str(value) for name, value in versions.items()} if isinstance(versions, dict) else {},
+        document.get("weights_only") is True,
+    )
+
+
+def _usable(layout: Any) -> dict[str, Any] | None:
+    if not isinstance(layout, dict):
+        return None
+    known = {axis: layout.get(axis, 1) for axis in (*AXES, "ep")}
+    if not all(type(size) is int and 1 <= size < 1 << 31 for size in known.values()):
+        return None
+    return layout if known["dp"] % known["ep"] == 0 else None

@@ -1,23 +1,31 @@
 """Resuming and warm starts: whether a run may continue from a checkpoint, and warnings about what will differ."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
 from threefold.checkpoint.errors import DamagedCheckpoint
-from threefold.checkpoint.folder import TOKENIZER, Checkpoint, folders, model_files, newest
-from threefold.checkpoint.selection import Damaged, check_whole, select_checkpoint
-from threefold.checkpoint.writer import read_writer
+from threefold.checkpoint.folder import (
+    TOKENIZER,
+    Checkpoint,
+    Damaged,
+    SelectedCheckpoint,
+    check_whole,
+    folders,
+    model_files,
+    newest,
+    select_checkpoint,
+)
+from threefold.checkpoint.manifest import read_writer
 from threefold.comm.layout import Layout
 from threefold.config import Config
 from threefold.config.resolve import is_derived
-from threefold.data.content_checksums import Content, ReadCorpus
+from threefold.data.corpus import Content, Corpus
 from threefold.data.dataset import open_dataset
-from threefold.data.mixture import whole_shares
-from threefold.data.samples import ConsumedSamples
+from threefold.data.samples import ConsumedSamples, whole_shares
 from threefold.data.tokenizer import TextRule
 from threefold.errors import UserError
 from threefold.files import read_text, shown
@@ -56,21 +64,6 @@ _BATCH = "train.global_batch_size"
 _BATCH_PARTS = ("micro_batch_size", "gradient_accumulation_steps")
 
 
-@dataclass(frozen=True)
-class Resumption:
-    """A checkpoint that a run may resume from.
-
-    Attributes:
-        warnings: a sentence for each setting that makes the losses differ from an uninterrupted run's, and one for
-            skipped damaged checkpoints.
-        passed: folders of the newer, damaged checkpoints.
-    """
-
-    checkpoint: Checkpoint
-    warnings: tuple[str, ...]
-    passed: tuple[Path, ...] = ()
-
-
 Resume = bool | Literal["auto"]
 """Whether a run resumes from its own checkpoint; "auto" resumes if there is one."""
 
@@ -92,7 +85,7 @@ def has_all_steps(run_dir: Path, steps: int) -> bool:
     return True
 
 
-def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = None) -> Resumption:
+def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = None) -> SelectedCheckpoint:
     """Return the newest valid checkpoint of a run, checked against the run's config.
 
     The layout and everything else that changes no result may differ. Settings that change later results, such as the
@@ -145,12 +138,17 @@ def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = Non
         + (f": {_other_batch(checkpoint, choice.config, config)}." if key == _BATCH else ".")
         for key, before, now in changes
     ]
-    warnings += [*_changed_model(checkpoint, config), *_ended_decay(choice.config, config)]
-    return Resumption(
-        checkpoint,
-        (*choice.warnings, *warnings, *_restarted_streams(checkpoint, config)),
-        choice.passed,
-    )
+    warnings += _changed_model(checkpoint, config)
+    # Older versions stored derived settings as if the user had given them.
+    decay, last = config.optimizer.decay_steps, config.train.max_steps
+    if decay == choice.config.train.max_steps < last and config.optimizer.decay != "constant":
+        warnings.append(
+            f"optimizer.decay_steps is {decay}, which train.max_steps was up to now, and train.max_steps is {last}: "
+            f"the steps after {decay} are made at optimizer.min_lr {config.optimizer.min_lr:g}; "
+            "--set optimizer.decay_steps=null has it follow train.max_steps again."
+        )
+    warnings += _restarted_streams(checkpoint, config)
+    return replace(choice, warnings=(*choice.warnings, *warnings), is_resumed=True)
 
 
 def _other_batch(checkpoint: Checkpoint, stored: Config, config: Config) -> str:
@@ -190,7 +188,7 @@ def _changed_model(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
     """Yield a warning for each changed file of a custom model; raise UserError if its weights changed too."""
     if not config.model.file:
         return
-    from threefold.checkpoint.model_match import require_match
+    from threefold.checkpoint.index import require_match
     from threefold.models.family import model_plan
 
     require_match(config.model, model_plan(config.model, config.data.sequence_length), checkpoint.path)
@@ -198,20 +196,6 @@ def _changed_model(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
         copy = checkpoint.path / name
         if not copy.is_file() or read_text(file) != read_text(copy):
             yield f"{shown(file)} has changed since {checkpoint.path}; it is used as it is now."
-
-
-def _ended_decay(stored: Config, config: Config) -> Iterator[str]:
-    """Yield a warning if the run outlasts a decay that ended with its former last step.
-
-    Older versions stored derived settings as if the user had given them.
-    """
-    decay, last, before = config.optimizer.decay_steps, config.train.max_steps, stored.train.max_steps
-    if decay == before < last and config.optimizer.decay != "constant":
-        yield (
-            f"optimizer.decay_steps is {decay}, which train.max_steps was up to now, and train.max_steps is {last}: "
-            f"the steps after {decay} are made at optimizer.min_lr {config.optimizer.min_lr:g}; "
-            "--set optimizer.decay_steps=null has it follow train.max_steps again."
-        )
 
 
 def _restarted_streams(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
@@ -293,10 +277,10 @@ def _check_data(checkpoint: Checkpoint, config: Config) -> None:
             )
 
 
-def different_file(then: Content, now: ReadCorpus) -> Path | None:
+def different_file(then: Content, now: Corpus) -> Path | None:
     """Return the first data file whose checksum differs from the checkpoint's, or None."""
     if now.content.documents != then.documents and now.content.documents and then.documents:
-        return now.documents_file
+        return now.files[-1]
     if then.tokens is None or now.content.tokens is None or then.dtype != now.content.dtype:
         return None  # only reading all tokens would tell, which a run does in the background
     return None if then.tokens == now.content.tokens else now.files[0]
@@ -334,21 +318,10 @@ _NOT_OF_THE_FUNCTION = (
 )
 
 
-@dataclass(frozen=True)
-class WarmStart:
-    """A checkpoint whose weights a run may start from.
-
-    Attributes:
-        warnings: a sentence for each setting that makes the weights compute another function, and one for skipped
-            damaged checkpoints.
-    """
-
-    checkpoint: Checkpoint
-    warnings: tuple[str, ...]
-
-
-def find_warm_start(config: Config, damaged: Damaged | None = None) -> WarmStart | None:
+def find_warm_start(config: Config, damaged: Damaged | None = None) -> SelectedCheckpoint | None:
     """Return the newest valid checkpoint of the run in `train.init_from`, checked against the config; None if not set.
+
+    Settings by which the weights compute another function give a warning.
 
     Args:
         config: resolved config; its data is opened.
@@ -377,18 +350,13 @@ def find_warm_start(config: Config, damaged: Damaged | None = None) -> WarmStart
                 f"{config.origin(f'model.{key}')}model.{key} is {new!r} but {checkpoint.path}, which train.init_from "
                 f"names, has {old!r}, whose weights do not fit another model; set it to {old!r}."
             )
-    _check_tokenizer(checkpoint, config)
-    return WarmStart(checkpoint, tuple(warnings))
-
-
-def _check_tokenizer(checkpoint: Checkpoint, config: Config) -> None:
-    """Check that the data's tokenizer is the one the weights were trained with, if both are known."""
+    # The data's tokenizer must be the one the weights were trained with, if both are known.
     stored, data = checkpoint.path / TOKENIZER, open_dataset(config)
-    if data.tokenizer_file is None or checkpoint.facts.tokenizer_sha256 in (None, data.tokenizer_sha256):
-        return
-    known, given = (Tokenizer.from_file(str(path)) for path in (stored, data.tokenizer_file))
-    if known.get_vocab() != given.get_vocab():
-        raise UserError(
-            f"The tokenizer of the data is {data.tokenizer_file}, which is not that of {checkpoint.path}, which "
-            f"train.init_from names; prepare the data with --tokenizer {stored}."
-        )
+    if data.tokenizer_file is not None and checkpoint.facts.tokenizer_sha256 not in (None, data.tokenizer_sha256):
+        known, given = (Tokenizer.from_file(str(path)) for path in (stored, data.tokenizer_file))
+        if known.get_vocab() != given.get_vocab():
+            raise UserError(
+                f"The tokenizer of the data is {data.tokenizer_file}, which is not that of {checkpoint.path}, which "
+                f"train.init_from names; prepare the data with --tokenizer {stored}."
+            )
+    return replace(choice, warnings=tuple(warnings))

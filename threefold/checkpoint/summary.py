@@ -1,25 +1,225 @@
-"""Content of a checkpoint (`threefold checkpoint show`) and its verification (`threefold checkpoint verify`)."""
+"""Lookup, listing, content and verification of a run's checkpoints, for `threefold checkpoint`."""
 
+import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from threefold.checkpoint.errors import MODEL, OPTIMIZER, DamagedCheckpoint
-from threefold.checkpoint.folder import LOOP, stored_config
-from threefold.checkpoint.index import StoredTensor, TensorChunk, read_data_files, read_index
-from threefold.checkpoint.listing import ListedCheckpoint, Named, check, checkpoint_folders, listed
-from threefold.checkpoint.manifest import PARTIAL, VERSION, Manifest, read_manifest
-from threefold.checkpoint.selection import Damaged, newest_valid
+from threefold.checkpoint.folder import (
+    DIVERGED,
+    FOLDER,
+    LOOP,
+    Damaged,
+    check_files,
+    folders,
+    inspect_checkpoint,
+    newest_valid,
+    stored_config,
+)
+from threefold.checkpoint.index import StoredTensor, read_data_files, read_index
+from threefold.checkpoint.manifest import (
+    MANIFEST,
+    PARTIAL,
+    VERSION,
+    Facts,
+    Manifest,
+    WriterRecord,
+    read_manifest,
+    read_writer,
+)
 from threefold.checkpoint.tensors import read_chunk
 from threefold.config import Config
 from threefold.errors import UserError
 from threefold.files import checksum, shown
 from threefold.output import Progress
+
+if TYPE_CHECKING:  # importing torch takes longer than finding a checkpoint
+    from threefold.checkpoint.index import StoredTensor
+
+_STEP = re.compile(r"step_(\d{8,})([.].*)?")
+_ANY = re.compile(rf"step_\d{{8,}}({'|'.join(map(re.escape, (PARTIAL, DIVERGED, f'.old{PARTIAL}')))})?")
+_DEPTH: Final = 3
+"""Levels of folders searched for a run, below the given folder and above it."""
+_MOST: Final = 2000
+"""Maximum number of folders searched."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """A run's folder, and the folder of a checkpoint unless a path names the run itself."""
+
+    run: Path
+    checkpoint: Path | None = None
+
+
+def locate(path: Path) -> Named:
+    """Return the run or checkpoint that a path names; raise UserError, with the nearest run, if it names neither."""
+    if path.is_dir() and (_STEP.fullmatch(path.resolve().name) or (path / MANIFEST).is_file()):
+        found = path if _STEP.fullmatch(path.name) else path.resolve()  # such as `.`
+        return Named(found.absolute().parent.parent, found)
+    if checkpoint_folders(path):
+        return Named(path)
+    if path.name == FOLDER and checkpoint_folders(path.parent):
+        return Named(path.parent)
+    nearest = _nearest(path)
+    reason = f"no folder of a run: it has no {FOLDER}/step_…"
+    if not path.is_dir():
+        reason = "a file" if path.is_file() else "not there"
+    elif (path / FOLDER).is_dir():
+        reason = f"a folder whose {FOLDER} are none so far"
+    advice = f"the nearest run is {shown(nearest)}" if nearest else "give the folder that a run has as --run-dir"
+    raise UserError(f"{shown(path)} is {reason}; {advice}.")
+
+
+def checkpoint_folders(run: Path) -> list[Path]:
+    """Return all checkpoint folders of a run by step, including incomplete and diverged ones."""
+    parent = run / FOLDER
+    if not parent.is_dir():
+        return []
+    try:
+        complete = folders(run)  # includes a replaced checkpoint whose replacement never got its name
+        found = [path for path in parent.iterdir() if _ANY.fullmatch(path.name) or path in complete]
+    except OSError as error:
+        raise UserError(f"{shown(parent)} cannot be read ({error.strerror}); give a folder that can.") from None
+    return sorted(found, key=lambda path: (_step_of(path), path.name))
+
+
+def _step_of(path: Path) -> int:
+    match = _STEP.fullmatch(path.name)
+    return int(match[1]) if match else 0  # a link of another name
+
+
+def _nearest(path: Path) -> Path | None:
+    """Return the nearest run above or below a path, or below its nearest existing parent; the closest name wins."""
+    for above in (path, *list(path.absolute().parents)[:_DEPTH]):
+        if checkpoint_folders(above):
+            return above
+    exists = next((each for each in (path, *path.absolute().parents) if each.is_dir()), None)
+    if exists is None or exists.absolute() == Path(exists.absolute().anchor):
+        return None
+    runs = _below(exists)
+    if not runs or exists == path:
+        return runs[0] if runs else None
+    close = get_close_matches(str(path.absolute()), [str(run) for run in runs], n=1, cutoff=0)
+    return Path(close[0]) if close else None
+
+
+def _below(folder: Path) -> list[Path]:
+    """Return the runs below a folder, the shallowest first."""
+    level, found, seen = [folder], list[Path](), 0
+    for _ in range(_DEPTH):
+        inner: list[Path] = []
+        for parent in level:
+            with suppress(OSError):
+                inner += sorted(path for path in parent.iterdir() if path.is_dir() and not path.name.startswith("."))
+            if seen + len(inner) > _MOST:
+                break
+        found = [child for child in inner if (child / FOLDER).is_dir() and checkpoint_folders(child)]
+        level, seen = inner, seen + len(inner)
+        if found or seen > _MOST:
+            break
+    return found
+
+
+State = Literal["complete", "damaged", "partial", "diverged"]
+"""State of a listed checkpoint.
+
+complete: all files are present, as far as can be seen without reading tensors; partial: being written, or interrupted;
+diverged: set aside because the loss after it was not finite.
+"""
+
+
+@dataclass(frozen=True)
+class ListedCheckpoint:
+    """An entry of a list of checkpoints.
+
+    Attributes:
+        reason: the damage, as a clause; empty in other states.
+        bytes: total size of the files.
+        saved: time of saving (for older checkpoints, of the manifest's last change); None if unknown.
+        facts: facts in the manifest; None if unreadable.
+        writer: record of the layout that wrote the checkpoint.
+    """
+
+    path: Path
+    step: int
+    state: State
+    reason: str
+    bytes: int
+    saved: datetime | None
+    facts: Facts | None
+    writer: WriterRecord
+
+    @property
+    def layout(self) -> str:
+        """Layout of the writer on one line, or `imported` for an imported model."""
+        if self.facts is not None and self.facts.step == 0 and not self.facts.documents and not self.writer.versions:
+            return "imported"
+        return str(self.writer)
+
+    def document(self) -> dict[str, Any]:
+        """Return the entry as a JSON object."""
+        return {
+            "path": str(self.path),
+            "step": self.step,
+            "state": self.state,
+            "reason": self.reason,
+            "bytes": self.bytes,
+            "saved": self.saved.isoformat(timespec="seconds") if self.saved else None,
+            "consumed_samples": self.facts.consumed_samples if self.facts else None,
+            "layout": None if self.writer.layout is None else dict(self.writer.layout),
+            "ranks": self.writer.ranks,
+            "versions": dict(self.writer.versions),
+            "weights_only": self.writer.weights_only,
+        }
+
+
+def listed(path: Path) -> ListedCheckpoint:
+    """Return a checkpoint's list entry, whatever its state; everything but the bytes of its tensors is checked."""
+    state: State = "complete"
+    reason, facts = "", None
+    try:
+        facts = read_manifest(path).facts
+        check(path)
+        if path.name.endswith(DIVERGED):
+            state = "diverged"
+    except DamagedCheckpoint as damage:
+        state, reason = "damaged", damage.reason
+    except UserError as error:  # a later version of the format
+        state, reason = "damaged", str(error).removesuffix(".")
+    if path.name.endswith(PARTIAL):
+        state, reason = "partial", ""
+    writer, size = read_writer(path), 0
+    with suppress(OSError):  # the folder vanished
+        for file in path.iterdir():
+            with suppress(OSError):  # this file did
+                size += file.stat().st_size
+    return ListedCheckpoint(path, _step_of(path), state, reason, size, saved_at(path, writer), facts, writer)
+
+
+def saved_at(path: Path, writer: WriterRecord) -> datetime | None:
+    """Return when a checkpoint was saved; for older ones, when its manifest or its folder last changed."""
+    if writer.saved is not None:
+        return writer.saved
+    for each in (path / MANIFEST, path):
+        with suppress(OSError, OverflowError, ValueError):
+            return datetime.fromtimestamp(each.stat().st_mtime, UTC)
+    return None
+
+
+def check(path: Path) -> Manifest:
+    """Check all of a run's or custom loop's checkpoint but tensor bytes; raise DamagedCheckpoint if it fails."""
+    manifest = read_manifest(path)
+    (check_files if LOOP in manifest.files else inspect_checkpoint)(path)
+    return manifest
 
 
 @dataclass(frozen=True)
@@ -48,14 +248,14 @@ class CheckpointSummary:
 
     listed: ListedCheckpoint
     config: Config | None
-    tensors: Mapping[str, StoredTensor]
+    tensors: "Mapping[str, StoredTensor]"
     weights: TensorGroup
     states: Mapping[str, TensorGroup]
     others: TensorGroup
     files: Mapping[str, int]
     warnings: tuple[str, ...] = ()
 
-    def matching(self, pattern: str | None) -> dict[str, StoredTensor]:
+    def matching(self, pattern: str | None) -> "dict[str, StoredTensor]":
         """Return the tensors whose name matches a pattern, or contains it if it has no `*`, `?` or `[`.
 
         Raises:
@@ -113,16 +313,16 @@ def choose(named: Named, damaged: Damaged | None = None) -> tuple[Path, tuple[st
     if named.checkpoint is not None:
         return named.checkpoint, ()
 
-    def inspect(path: Path) -> Path:
-        check(path, read_manifest(path))
-        return path
-
     run = shown(named.run)
-    return newest_valid(named.run, inspect, lambda none: f"{run} has {none}; give a run that has one.", damaged)[:2]
+    manifest, warnings, _ = newest_valid(
+        named.run, check, lambda none: f"{run} has {none}; give a run that has one.", damaged
+    )
+    return manifest.folder, warnings
 
 
 def summarize_checkpoint(path: Path, warnings: tuple[str, ...] = ()) -> CheckpointSummary:
     """Summarize a checkpoint without reading its tensors; raise DamagedCheckpoint if it is visibly damaged."""
+
     one = listed(path)
     if one.state == "damaged":
         raise DamagedCheckpoint(path, one.reason)
@@ -146,7 +346,7 @@ def summarize_checkpoint(path: Path, warnings: tuple[str, ...] = ()) -> Checkpoi
     )
 
 
-def group_of(tensors: Mapping[str, StoredTensor]) -> TensorGroup:
+def group_of(tensors: "Mapping[str, StoredTensor]") -> TensorGroup:
     """Return the totals of some tensors."""
     dtypes: dict[str, int] = {}
     for tensor in tensors.values():
@@ -190,51 +390,38 @@ def verify_checkpoint(path: Path, progress: Progress) -> VerifiedCheckpoint:
         DamagedCheckpoint: a file is missing or was changed; the reason names it and a tensor in it.
         UserError: a later version of Threefold wrote the checkpoint.
     """
+
     manifest = read_manifest(path)
     total = sum(file.bytes for file in manifest.files.values())
     progress.phase(path.name, total)
-    check(path, manifest)
+    check(path)
     index = read_index(path)
-    by_file: dict[str, dict[TensorChunk, str]] = {}
-    for name, tensor in index.items():
-        for chunk in tensor.chunks:
-            by_file.setdefault(chunk.file, {})[chunk] = name
     for name, file in read_data_files(path).items():
         if name not in manifest.files or manifest.files[name].checksum != file.checksum:
             raise DamagedCheckpoint(path, f"its index and its manifest are of another {shown(name)}")
 
-    def damage(name: str) -> DamagedCheckpoint | None:
-        return _damage(manifest, name, index, by_file.get(name, {}), progress)
+    def damage(name: str) -> str | None:
+        """Return the damage of a file, if any, naming the first damaged tensor in it."""
+        try:
+            if checksum(path / name, progress.advance) == manifest.files[name].checksum:
+                return None
+        except OSError as error:
+            return f"its {shown(name)} cannot be read ({error.strerror})"
+        reason = f"its {shown(name)} does not have the checksum that it was written with"
+        here = ((chunk, tensor) for tensor, each in index.items() for chunk in each.chunks if chunk.file == name)
+        damaged: dict[str, None] = {}
+        with suppress(OSError), (path / name).open("rb", buffering=0) as file:
+            for chunk, tensor in sorted(here, key=lambda found: found[0].position):
+                try:
+                    read_chunk(file, path, index[tensor], chunk)
+                except DamagedCheckpoint:
+                    damaged[tensor] = None
+        for first in list(damaged)[:1]:
+            reason += f", in the tensor {shown(first)}" + (f" and {len(damaged) - 1} more" if len(damaged) > 1 else "")
+        return reason
 
     with ThreadPoolExecutor(4, thread_name_prefix="threefold-checksum") as pool:
-        for found in pool.map(damage, sorted(manifest.files)):
-            if found is not None:
-                raise found
+        for reason in pool.map(damage, sorted(manifest.files)):
+            if reason is not None:
+                raise DamagedCheckpoint(path, reason)
     return VerifiedCheckpoint(len(manifest.files) + 1, total, len(index))
-
-
-def _damage(
-    manifest: Manifest,
-    name: str,
-    index: Mapping[str, StoredTensor],
-    chunks: Mapping[TensorChunk, str],
-    progress: Progress,
-) -> DamagedCheckpoint | None:
-    """Return the damage of a file, if any, naming the first damaged tensor."""
-    try:
-        found = checksum(manifest.folder / name, progress.advance)
-    except OSError as error:
-        return DamagedCheckpoint(manifest.folder, f"its {shown(name)} cannot be read ({error.strerror})")
-    if found == manifest.files[name].checksum:
-        return None
-    damaged: dict[str, None] = {}
-    with suppress(OSError), (manifest.folder / name).open("rb", buffering=0) as file:
-        for chunk in sorted(chunks, key=lambda each: each.position):
-            try:
-                read_chunk(file, manifest.folder, index[chunks[chunk]], chunk)
-            except DamagedCheckpoint:
-                damaged[chunks[chunk]] = None
-    reason = f"its {shown(name)} does not have the checksum that it was written with"
-    for first in list(damaged)[:1]:
-        reason += f", in the tensor {shown(first)}" + (f" and {len(damaged) - 1} more" if len(damaged) > 1 else "")
-    return DamagedCheckpoint(manifest.folder, reason)

@@ -121,11 +121,6 @@ def load_tensors(
         raise UserError(f"The checkpoint {folder} cannot be read ({_reason(error)}).") from error
 
 
-def load_tensors_alone(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Fill tensors in place from a checkpoint, outside any process group; see `load_tensors`."""
-    load_tensors(tensors, folder, alone=True)
-
-
 def stored_names(folder: Path) -> set[str]:
     """Return the names of a checkpoint's tensors; raise DamagedCheckpoint if the index is unreadable."""
     return set(read_index(folder))

@@ -12,8 +12,7 @@ from threefold.cli.terminal import Bars, counted, print_table, table
 from threefold.files import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from threefold.checkpoint.listing import ListedCheckpoint
-    from threefold.checkpoint.summary import CheckpointSummary, TensorGroup
+    from threefold.checkpoint.summary import CheckpointSummary, ListedCheckpoint, TensorGroup
     from threefold.config import Config
 
 
@@ -38,12 +37,10 @@ def list_(
     States, found without reading tensors: complete, damaged, partial, or diverged (set aside: its loss is not finite).
     Exit status: 0, even if some are damaged; 2 if RUN is not a run folder.
     """
-    from threefold.checkpoint.listing import locate
+    from threefold.checkpoint.summary import checkpoint_folders, listed, locate
 
     named = locate(run)
-    from threefold.checkpoint.listing import list_checkpoints  # imports torch; errors should not wait for it
-
-    found = list_checkpoints(named.run)
+    found = [listed(path) for path in checkpoint_folders(named.run)]
     if as_json:
         typer.echo(json.dumps([one.document() for one in found], indent=2))
     else:
@@ -61,11 +58,9 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show the contents of a checkpoint, or of a run's newest good one: run, model, weights and optimizer state."""
-    from threefold.checkpoint.listing import locate
+    from threefold.checkpoint.summary import choose, locate, summarize_checkpoint
 
     named = locate(path)
-    from threefold.checkpoint.summary import choose, summarize_checkpoint
-
     summary = summarize_checkpoint(*choose(named))
     print_warnings(summary.warnings)
     with_tensors = tensors or pattern is not None
@@ -83,12 +78,10 @@ def verify(path: ShardCoordinates) -> None:
 
     Exit status: 0 if all match; 1 if one is damaged (a sentence names the file); 2 if there is nothing to verify.
     """
-    from threefold.checkpoint.listing import locate
+    from threefold.checkpoint.errors import DamagedCheckpoint
+    from threefold.checkpoint.summary import locate, to_verify, verify_checkpoint
 
     named = locate(path)
-    from threefold.checkpoint.errors import DamagedCheckpoint
-    from threefold.checkpoint.summary import to_verify, verify_checkpoint
-
     damaged = False
     for checkpoint in to_verify(named):
         try:
@@ -133,7 +126,7 @@ def convert(
     Works tensor by tensor, so a model larger than memory can be converted. RUN is not changed.
     For a folder that transformers reads, use `threefold checkpoint export`.
     """
-    from threefold.checkpoint.listing import locate
+    from threefold.checkpoint.summary import locate
 
     size = _bytes(shard_size)
     locate(path)

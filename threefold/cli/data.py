@@ -96,7 +96,7 @@ def show(
     import numpy as np
 
     from threefold.data.audit import summarize
-    from threefold.data.formats.token_files import open_corpus, read_stored
+    from threefold.data.formats.registry import open_corpus, read_stored
     from threefold.data.packed import PackedSamples, split_facts
     from threefold.data.tokenizer import load_tokenizer
 

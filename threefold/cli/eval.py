@@ -72,7 +72,7 @@ def command(
     The metrics are the same in every layout.
     """
     from threefold.comm.layout import Layout
-    from threefold.inference.prompt_files import read_texts
+    from threefold.inference.eval_tasks import read_texts
     from threefold.launch.launcher import InferenceRun
 
     inference = InferenceRun.prepare(run, Layout(dp, tp, pp), dtype, device, model_file(own_model), trust_code)

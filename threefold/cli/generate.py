@@ -21,7 +21,7 @@ from threefold.cli.terminal import read_standard_input
 from threefold.errors import OutputLost
 
 if TYPE_CHECKING:
-    from threefold.data.messages import Conversation
+    from threefold.data.conversations import Chat
     from threefold.inference.generate import GenerationRequest, Prompt
     from threefold.inference.model import Model
 
@@ -60,8 +60,7 @@ def command(
     The layout only changes the speed: the same prompt, seed and options give the same text in every layout.
     """
     from threefold.comm.layout import Layout
-    from threefold.inference.generate import GenerationRequest, Sampling, encode_prompts, require_text
-    from threefold.inference.prompt_files import read_prompts
+    from threefold.inference.generate import GenerationRequest, Sampling, encode_prompts, read_prompts, require_text
     from threefold.launch.launcher import InferenceRun
 
     if system is not None and not chat:
@@ -78,11 +77,11 @@ def command(
     inference.start(write, chosen, request)
 
 
-def _message(prompt: str, system: str | None) -> "Conversation":
-    from threefold.data.messages import Conversation
+def _message(prompt: str, system: str | None) -> "Chat":
+    from threefold.data.conversations import Chat
 
     before = () if system is None else ({"role": "system", "content": system},)
-    return Conversation("--prompt", (*before, {"role": "user", "content": prompt}))
+    return Chat("--prompt", (*before, {"role": "user", "content": prompt}))
 
 
 def write(model: "Model", prompts: "list[Prompt]", request: "GenerationRequest") -> None:

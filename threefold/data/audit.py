@@ -8,12 +8,11 @@ from typing import Final
 
 import numpy as np
 
-from threefold.data.corpus import StoredTokens
+from threefold.data.corpus import META_FILE, TOKENS_FILE, StoredTokens
+from threefold.data.formats.jsonl import CACHE_ENDING, FACTS, entry_checksums, is_entry, is_stamp, read_stamp
+from threefold.data.formats.registry import holds_tokens, is_own, read_stored
 from threefold.data.formats.threefold_folder import TokenFiles
-from threefold.data.formats.token_cache import CACHE_ENDING, FACTS, entry_checksums, is_entry, is_stamp, is_stamp_whole
-from threefold.data.formats.token_files import holds_tokens, is_own, read_stored
 from threefold.data.sources import is_json_lines
-from threefold.data.stored_array import META_FILE, TOKENS_FILE
 from threefold.data.tokenizer import id_count, load_tokenizer
 from threefold.errors import UserError
 from threefold.files import checksum, require_file, shown
@@ -53,21 +52,7 @@ def summarize(stored: StoredTokens, progress: Progress) -> TokenSummary:
     filled = np.flatnonzero(lengths)
     some = filled[np.linspace(0, len(filled) - 1, min(len(filled), _ENDS)).astype(np.int64)]
     ends, counts = np.unique(stored.tokens[stored.documents[some + 1] - 1], return_counts=True)
-    highest, place = _highest(stored, progress)
     longest, common = int(np.argmax(lengths)), int(np.argmax(counts))
-    return TokenSummary(
-        documents=len(lengths),
-        empty=len(lengths) - len(filled),
-        longest=int(lengths[longest]),
-        longest_document=longest,
-        highest=highest,
-        highest_place=place,
-        common_end=int(ends[common]),
-        common_share=float(counts[common] / counts.sum()),
-    )
-
-
-def _highest(stored: StoredTokens, progress: Progress) -> tuple[int, int]:
     highest = highest_place = -1
     progress.phase("Looking at every token", stored.tokens.nbytes)
     for start in range(0, len(stored.tokens), _CHUNK):
@@ -83,7 +68,16 @@ def _highest(stored: StoredTokens, progress: Progress) -> tuple[int, int]:
         if chunk[place] > highest:
             highest, highest_place = int(chunk[place]), start + place
         progress.advance(chunk.nbytes)
-    return highest, highest_place
+    return TokenSummary(
+        documents=len(lengths),
+        empty=len(lengths) - len(filled),
+        longest=int(lengths[longest]),
+        longest_document=longest,
+        highest=highest,
+        highest_place=highest_place,
+        common_end=int(ends[common]),
+        common_share=float(counts[common] / counts.sum()),
+    )
 
 
 @dataclass(frozen=True)
@@ -116,9 +110,21 @@ def audit(path: Path, tokenizer: Path | None, progress: Progress) -> list[Audit]
         if not os.path.isdir(cache):
             raise UserError(f"{shown(cache)} does not exist, as no run has encoded these JSON lines yet.")
     inside = sorted(cache.iterdir()) if os.path.isdir(cache) else []
-    entries = [cache] if is_entry(cache) else [entry for entry in inside if is_entry(entry)]
-    found = [one for entry in entries for one in _audit_entry(entry, progress)]
-    if found := found + [_audit_stamp(file) for file in inside if is_stamp(file)]:
+    found: list[Audit] = []
+    for folder in [cache] if is_entry(cache) else filter(is_entry, inside):
+        known, remedy, facts = entry_checksums(folder), "delete that folder, which is a cache", folder / FACTS
+        if known is None:
+            found.append(Audit(facts, None, "", f"{shown(facts)} or a size in it is wrong; {remedy}"))
+            continue
+        how = "as written" if known else "no checksums; the sizes are right"
+        found += [Audit(facts, require_file(facts), how), *_compare(folder, known, remedy, progress)]
+    for file in filter(is_stamp, inside):
+        try:
+            damage = "" if read_stamp(file) is not None else _damaged(file, "delete it, a part of a cache")
+            found.append(Audit(file, require_file(file), "as written", damage))
+        except UserError as error:
+            found.append(Audit(file, None, "", str(error)))
+    if found:
         return found
     if is_own(path) and os.path.isdir(path):
         return list(_audit_folder(path, progress))
@@ -149,39 +155,16 @@ def _audit_folder(folder: Path, progress: Progress) -> Iterator[Audit]:
                 f"{shown(folder / TOKENS_FILE)} has document {int(np.argmax(unended)):,}, which does not end with "
                 f"token {files.eod}; {files.remedy}"
             )
+        found, problem = "no checksum; tokens in the vocabulary, documents ended", ""
     except UserError as error:
-        yield Audit(folder / TOKENS_FILE, files.tokens.nbytes, "", str(error))
-    else:
-        found = "no checksum; tokens in the vocabulary, documents ended"
-        yield Audit(folder / TOKENS_FILE, files.tokens.nbytes, found)
-    for path, found in (
-        (files.files[1], "no checksum; fits tokens.bin"),
-        (files.tokenizer_file, "as written (SHA-256)"),
-    ):
-        yield Audit(path, require_file(path), found)
-
-
-def _audit_stamp(path: Path) -> Audit:
-    try:
-        size, is_whole = require_file(path), is_stamp_whole(path)
-    except UserError as error:
-        return Audit(path, None, "", str(error))
-    remedy = "delete it, a part of a cache"
-    return Audit(path, size, "as written", "" if is_whole else _damaged(path, remedy))
+        found, problem = "", str(error)
+    yield Audit(folder / TOKENS_FILE, files.tokens.nbytes, found, problem)
+    yield Audit(files.files[1], require_file(files.files[1]), "no checksum; fits tokens.bin")
+    yield Audit(files.tokenizer_file, require_file(files.tokenizer_file), "as written (SHA-256)")
 
 
 def _damaged(path: Path, remedy: str) -> str:
     return f"{shown(path)} is damaged (its checksum is not the one that was written); {remedy}"
-
-
-def _audit_entry(folder: Path, progress: Progress) -> Iterator[Audit]:
-    known, remedy = entry_checksums(folder), "delete that folder, which is a cache"
-    facts = folder / FACTS
-    if known is None:
-        yield Audit(facts, None, "", f"{shown(facts)} or a size in it is wrong; {remedy}")
-        return
-    yield Audit(facts, require_file(facts), "as written" if known else "no checksums; the sizes are right")
-    yield from _compare(folder, known, remedy, progress)
 
 
 def _compare(folder: Path, known: dict[str, str], remedy: str, progress: Progress) -> Iterator[Audit]:

@@ -1,24 +1,210 @@
-"""A corpus, read from any token format: its tokens, the bounds of its documents, and its vocabulary."""
+"""Tokens in files: arrays that are read on indexing, a corpus of documents, and the checksums of its content."""
 
 import hashlib
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any, ClassVar, Final, Literal, Self, overload
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
-from threefold.data.chat_template import ChatTemplate
-from threefold.data.stored_array import StoredArray
+from threefold.data.conversations import ChatTemplate
 from threefold.data.tokenizer import TextRule
 from threefold.errors import UserError
-from threefold.files import shown
+from threefold.files import STRICT, checksum_of, checksum_of_blocks, require_file, shown
 from threefold.random.permutation import Int64Array
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+
+META_FILE: Final = "meta.json"
+TOKENS_FILE: Final = "tokens.bin"
+DOCUMENTS_FILE: Final = "documents.bin"
+LOSS_MASK_FILE: Final = "loss_mask.bin"
+TOKENIZER_FILE: Final = "tokenizer.json"
+
+DOCUMENT_DTYPE: Final = "<i8"
+# Same bound as Fleet's token files, so that a vocabulary is stored in the same type by both.
+_UINT16_VOCAB: Final = 65_500
+TOKEN_DTYPES: Final = {"uint16": "<u2", "int32": "<i4"}
+
+
+def dtype_for(vocab_size: int) -> Literal["uint16", "int32"]:
+    """Return the name of the type that tokens of this vocabulary are stored in, a key of `TOKEN_DTYPES`."""
+    return "uint16" if vocab_size < _UINT16_VOCAB else "int32"
+
+
+class DocumentWriter:
+    """Writer of the tokens of documents, of where each starts, and of their loss mask, into a folder.
+
+    Args:
+        starts: name of the file of starts.
+        with_mask: whether there is a loss mask.
+
+    Attributes:
+        tokens, documents: numbers written so far.
+    """
+
+    def __init__(self, folder: Path, starts: str = DOCUMENTS_FILE, with_mask: bool = False) -> None:
+        self.tokens = self.documents = 0
+        names = [TOKENS_FILE, starts, *([LOSS_MASK_FILE] if with_mask else [])]
+        with ExitStack() as files:
+            self._files = [files.enter_context((folder / name).open("wb")) for name in names]
+            self._open = files.pop_all()
+        self._files[1].write(np.zeros(1, dtype=DOCUMENT_DTYPE).tobytes())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+    def write(
+        self, tokens: NDArray[np.integer], lengths: NDArray[np.integer], counted: NDArray[np.uint8] | None = None
+    ) -> None:
+        """Write documents, back to back in `tokens`; `counted` is 1 where a token counts for the loss."""
+        ends = self.tokens + np.cumsum(lengths)
+        for file, values in zip(self._files, (tokens, ends.astype(DOCUMENT_DTYPE), counted), strict=False):
+            file.write(np.ascontiguousarray(values).data)
+        self.tokens, self.documents = self.tokens + len(tokens), self.documents + len(lengths)
+
+
+_AT_ONCE: Final = 1 << 30
+"""Maximum bytes per read; Linux returns less than 2 GiB."""
+_GAP: Final = 1 << 12
+"""Distance up to which reading the numbers between two wanted ones is faster than another call."""
+_SPAN: Final = 1 << 20
+"""Maximum count of numbers read together across such gaps."""
+
+LARGEST_IN_MEMORY: Final = 1 << 28
+"""Bytes of the largest column that `load_column` keeps in memory, once per rank."""
+
+
+class StoredArray:
+    """One-dimensional array of numbers in a file that is opened once and read on indexing.
+
+    Indexing returns read-only data in memory: an integer gives a number; a slice of step 1 or an integer array (of any
+    shape) gives an array. Safe to use from several threads and after a fork.
+
+    Args:
+        path: a regular file.
+        dtype: type of the numbers, including their byte order.
+        count: number of elements.
+        offset: byte at which the first number begins.
+
+    Raises:
+        UserError: the file cannot be read, or is too short.
+    """
+
+    def __init__(self, path: Path, dtype: DTypeLike, count: int, offset: int = 0) -> None:
+        self.path, self.dtype, self.count, self.offset = path, np.dtype(dtype), count, offset
+        require_file(path)
+        try:
+            self._file: IO[bytes] = path.open("rb", buffering=0)
+        except OSError as error:
+            raise UserError(f"Cannot read {shown(path)}: {error.strerror}.") from None
+        self._handle = self._file.fileno()
+        if os.fstat(self._handle).st_size < self._end:
+            raise self._truncated()
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return self.count
+
+    @overload
+    def __getitem__(self, index: int | np.integer) -> np.integer: ...
+    @overload
+    def __getitem__(self, index: slice | NDArray[np.integer]) -> NDArray[np.integer]: ...
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(self.count)
+            if step != 1:
+                raise IndexError("a stored array is read in steps of 1")
+            values = np.empty(max(0, stop - start), dtype=self.dtype)
+            self._read(start, values)
+        elif isinstance(index, np.ndarray) and index.ndim:
+            values = self._gather(index)
+        else:
+            place = range(self.count)[index]
+            values = np.empty(1, dtype=self.dtype)
+            self._read(place, values)
+            return values[0]
+        values.flags.writeable = False
+        return values
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
+        values = self[:]
+        return values if dtype is None else values.astype(dtype)
+
+    def tolist(self) -> list[int]:
+        return self[:].tolist()
+
+    def _gather(self, places: NDArray[np.integer]) -> NDArray[np.integer]:
+        """Read the numbers at `places`, with one read for each group that is close together."""
+        flat = np.ascontiguousarray(places).ravel()
+        values = np.empty(flat.size, dtype=self.dtype)
+        if flat.size:
+            if flat.min() < 0 or flat.max() >= self.count:
+                raise IndexError(f"an index is outside the {self.count} numbers of {self.path}")
+            cuts = np.flatnonzero(np.diff(flat) != 1)
+            before, after = flat[cuts], flat[cuts + 1]
+            apart = (after <= before) | (after - before > _GAP) | (before // _SPAN != after // _SPAN)
+            firsts = np.append(0, cuts[apart] + 1)
+            ends = np.append(firsts[1:], flat.size)
+            starts, spans = flat[firsts], flat[ends - 1] - flat[firsts] + 1
+            for first, end, start, span in zip(*map(np.ndarray.tolist, (firsts, ends, starts, spans)), strict=True):
+                if span == end - first:
+                    self._read(start, values[first:end])
+                else:
+                    between = np.empty(span, dtype=self.dtype)
+                    self._read(start, between)
+                    np.take(between, flat[first:end] - start, out=values[first:end])
+        return values.reshape(places.shape)
+
+    def _read(self, start: int, values: NDArray[Any]) -> None:
+        if not values.size:
+            return
+        place = self.offset + start * self.dtype.itemsize
+        view = memoryview(values.view(np.uint8).data)
+        while view:
+            try:
+                got = os.preadv(self._handle, [view[:_AT_ONCE]], place)
+            except OSError as error:
+                raise UserError(f"Cannot read {shown(self.path)}: {error.strerror}.") from None
+            if not got:
+                raise self._truncated()
+            view, place = view[got:], place + got
+
+    @property
+    def _end(self) -> int:
+        return self.offset + self.nbytes
+
+    def _truncated(self) -> UserError:
+        size = os.fstat(self._handle).st_size
+        return UserError(
+            f"{shown(self.path)} holds {size:,} bytes and must hold {self._end:,}, so it was truncated; copy it "
+            "again, or make it again."
+        )
+
+
+def load_column(path: Path, dtype: DTypeLike, count: int, offset: int = 0) -> NDArray[Any]:
+    """Load numbers that are accessed throughout: into memory, or memory-mapped above `LARGEST_IN_MEMORY` bytes.
+
+    Raises:
+        UserError: the file cannot be read, or is too short.
+    """
+    stored = StoredArray(path, dtype, count, offset)
+    if stored.nbytes <= LARGEST_IN_MEMORY:
+        return stored[:]
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,)))
 
 
 TokenArray = NDArray[np.integer] | StoredArray
@@ -54,6 +240,27 @@ class StoredTokens:
     def documents(self) -> Int64Array:
         """Start of each document in `tokens`, int64 [D + 1]; the last is N. Documents may be empty."""
         return self.sequences if self.document_sequences is None else self.sequences[self.document_sequences]
+
+
+TokenDtype = Literal["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+
+
+@dataclass(frozen=True)
+class Content:
+    """Data type and checksums of the content of one corpus of a run.
+
+    Attributes:
+        dtype: name of the type that the tokens are stored in.
+        documents: checksum of the document starts as little-endian int64, and of everything else but the tokens.
+        tokens: checksum of the tokens, little endian in their type; None until all are read, if no file keeps it.
+        loss_mask: checksum of the loss mask; None if it is unknown or there is no mask.
+    """
+
+    dtype: TokenDtype
+    documents: str
+    tokens: str | None = None
+    loss_mask: str | None = None
+    __pydantic_config__: ClassVar[Any] = STRICT
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -96,10 +303,6 @@ class Corpus:
     def document_count(self) -> int:
         return len(self.documents) - 1
 
-    @property
-    def token_count(self) -> int:
-        return len(self.tokens)
-
     @cached_property
     def tokenizer(self) -> "Tokenizer | None":
         from tokenizers import Tokenizer
@@ -109,6 +312,16 @@ class Corpus:
     @cached_property
     def tokenizer_sha256(self) -> str | None:
         return None if self.tokenizer_file is None else hashlib.sha256(self.tokenizer_file.read_bytes()).hexdigest()
+
+    @cached_property
+    def content(self) -> Content:
+        """Checksums that the files keep; that of the document starts is always known."""
+        documents = self.checksums.get(self.files[-1].name)
+        if not documents:
+            documents = checksum_of(np.ascontiguousarray(self.documents, dtype=DOCUMENT_DTYPE).data)
+        mask = self.checksums.get(LOSS_MASK_FILE) if self.holds_chat else None
+        dtype: Any = self.tokens.dtype.name
+        return Content(dtype, documents, self.checksums.get(self.files[0].name), mask)
 
     def check_tokens(self, tokens: NDArray[np.integer], start: int) -> None:
         """Check tokens that start at position `start`. Raises UserError if one is outside the vocabulary."""
@@ -145,3 +358,26 @@ class Corpus:
             f"{shown(self.files[0])} holds token {token:,} at position {place:,} ({self.document_of(place)}{sample}), "
             f"outside the vocabulary of {self.vocab_size:,} tokens; {self.remedy}"
         )
+
+
+_BLOCK: Final = 8 << 20
+
+
+def checksum_of_tokens(tokens: TokenArray, dtype: str, advance: Callable[[int], None] = lambda size: None) -> str:
+    """Compute the checksum of tokens as they are stored in a type. Raises UserError if their file cannot be read.
+
+    Args:
+        tokens: [N].
+        dtype: name of the type.
+        advance: called with the bytes of each block that was read.
+    """
+    little = np.dtype(dtype).newbyteorder("<")
+
+    def blocks() -> Iterator[memoryview]:
+        step = max(1, _BLOCK // tokens.dtype.itemsize)
+        for start in range(0, len(tokens), step):
+            block = np.ascontiguousarray(tokens[start : start + step])
+            yield memoryview(np.ascontiguousarray(block.astype(little, copy=False)).data)
+            advance(block.nbytes)
+
+    return checksum_of_blocks(blocks())

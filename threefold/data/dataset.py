@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Final, cast
+from typing import Final
 
 import numpy as np
 
@@ -12,15 +12,13 @@ from threefold.config import Config, resolve
 from threefold.config.data import DataConfig
 from threefold.config.model import OWN
 from threefold.constants import IGNORE_INDEX
-from threefold.data.chat_template import ChatTemplate
-from threefold.data.content_checksums import ReadCorpus, content_of
+from threefold.data.conversations import ChatTemplate
 from threefold.data.corpus import Corpus
 from threefold.data.formats.jsonl import JsonLines
 from threefold.data.formats.own_data import OwnData, is_nested, is_own_data
-from threefold.data.formats.token_files import holds_tokens, open_corpus
-from threefold.data.mixture import MixedSamples
+from threefold.data.formats.registry import holds_tokens, open_corpus
 from threefold.data.packed import PackedConversations, PackedSamples, PaddedSamples
-from threefold.data.samples import MixturePart, Samples
+from threefold.data.samples import MixedSamples, MixturePart, Samples
 from threefold.data.sources import is_json_lines
 from threefold.data.tokenizer import TextRule
 from threefold.errors import UserError
@@ -122,7 +120,10 @@ class Dataset:
         """
         for source, part in zip(self.sources, samples.parts if len(self.sources) > 1 else (None,), strict=True):
             found = samples if part is None else part.samples
-            if isinstance(source.data, OwnData) or _has_label(found):
+            chunks = (np.arange(first, min(first + _AT_ONCE, len(found))) for first in range(0, len(found), _AT_ONCE))
+            if isinstance(source.data, OwnData) or any(
+                (found.labelled(chunk)[1] != IGNORE_INDEX).any() for chunk in chunks
+            ):
                 continue
             key = "data.path" if part is None else "data.mixture"
             raise UserError(
@@ -133,26 +134,21 @@ class Dataset:
     def sizes(self) -> tuple[tuple[int, int], ...]:
         """Return the number of tokens and documents of each source; needs resolved settings. Raises like `samples`."""
         length = self.settings.sequence_length
+        corpora = (
+            source.data if isinstance(source.data, OwnData) else _corpus(source.data, length) for source in self.sources
+        )
         return tuple(
             (len(data) * (1 if data.is_nested else length), len(data))
-            if isinstance(data := source.data, OwnData)
-            else ((corpus := _corpus(data, length)).token_count, corpus.document_count)
-            for source in self.sources
+            if isinstance(data, OwnData)
+            else (len(data.tokens), data.document_count)
+            for data in corpora
         )
 
-    def contents(self) -> tuple[ReadCorpus, ...]:
-        """Return each source that has files, with its checksums; needs resolved settings. Raises like `samples`."""
+    def contents(self) -> tuple[Corpus, ...]:
+        """Return each source that has files; needs resolved settings. Raises like `samples`."""
         length = self.settings.sequence_length
         found = (source.data for source in self.sources)
-        return tuple(content_of(_corpus(data, length)) for data in found if not isinstance(data, OwnData))
-
-
-def _has_label(samples: Samples) -> bool:
-    for first in range(0, len(samples), _AT_ONCE):
-        _, labels = samples.labelled(np.arange(first, min(first + _AT_ONCE, len(samples))))
-        if (labels != IGNORE_INDEX).any():
-            return True
-    return False
+        return tuple(_corpus(data, length) for data in found if not isinstance(data, OwnData))
 
 
 def _corpus(data: Corpus | JsonLines, sequence_length: int, progress: Progress = SILENT) -> Corpus:
@@ -218,38 +214,34 @@ def _open(name: str, config: Config) -> Corpus | JsonLines | OwnData:
 
 def _check_shared(sources: Sequence[NamedCorpus]) -> None:
     for one, other in combinations(sources, 2):
-        known = one.data.tokenizer_sha256 and other.data.tokenizer_sha256
-        if known and one.data.tokenizer_sha256 != other.data.tokenizer_sha256:
-            raise _not_shared(one, other, "were made with different tokenizers")
-        if one.data.vocab_size != other.data.vocab_size:
-            sizes = f"{one.data.vocab_size:,} and {other.data.vocab_size:,}"
-            raise _not_shared(one, other, f"have vocabularies of {sizes} tokens")
-        assumed = one.data.rule.is_assumed or other.data.rule.is_assumed
-        if one.data.rule.special_tokens != other.data.rule.special_tokens and not assumed:
-            lines = isinstance(one.data, JsonLines) or isinstance(other.data, JsonLines)
-            made = (other if isinstance(one.data, JsonLines) else one).data.rule.special_tokens
-            remedy = (
-                f"set data.special_tokens to {made}, which JSON lines follow"
-                if lines
-                else "prepare one of them again with the other's --special-tokens"
-            )
+        first, second = one.data, other.data
+        known = first.tokenizer_sha256 and second.tokenizer_sha256
+        what = None
+        if known and first.tokenizer_sha256 != second.tokenizer_sha256:
+            what = "were made with different tokenizers"
+        elif first.vocab_size != second.vocab_size:
+            what = f"have vocabularies of {first.vocab_size:,} and {second.vocab_size:,} tokens"
+        if what:
             raise UserError(
-                f"data.mixture names {one.name}, made with special_tokens {one.data.rule.special_tokens}, and "
-                f"{other.name}, made with {other.data.rule.special_tokens}; {remedy}."
+                f"data.mixture names {one.name} and {other.name}, which {what}, so their tokens mean different things; "
+                "prepare one with the other's tokenizer.json (`threefold data prepare --tokenizer`)."
             )
-
-
-def _not_shared(one: NamedCorpus, other: NamedCorpus, what: str) -> UserError:
-    return UserError(
-        f"data.mixture names {one.name} and {other.name}, which {what}, so their tokens mean different things; prepare "
-        "one with the other's tokenizer.json (`threefold data prepare --tokenizer`)."
-    )
+        assumed = first.rule.is_assumed or second.rule.is_assumed
+        if first.rule.special_tokens != second.rule.special_tokens and not assumed:
+            remedy = "prepare one of them again with the other's --special-tokens"
+            if isinstance(first, JsonLines) or isinstance(second, JsonLines):
+                made = (second if isinstance(first, JsonLines) else first).rule.special_tokens
+                remedy = f"set data.special_tokens to {made}, which JSON lines follow"
+            raise UserError(
+                f"data.mixture names {one.name}, made with special_tokens {first.rule.special_tokens}, and "
+                f"{other.name}, made with {second.rule.special_tokens}; {remedy}."
+            )
 
 
 def _samples(data: Corpus | JsonLines | OwnData, name: str, settings: DataConfig, progress: Progress) -> Samples:
     length = settings.sequence_length
     if isinstance(data, OwnData):
-        return cast(Samples, data.samples(name, settings.split, length))  # the loader batches nested samples itself
+        return data.samples(name, settings.split, length)
     corpus = _corpus(data, length, progress)
     if data.holds_chat:
         return PackedConversations.open(corpus, name, settings.split, length, settings.loss_tokens == "all")

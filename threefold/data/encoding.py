@@ -7,21 +7,22 @@ import re
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from threefold.data.chat_template import ChatRenderer, ChatTemplate, Message, Rendered, TemplateRefusal
-from threefold.data.messages import ASSISTANT, Chat, Completion, Document
-from threefold.data.tokenizer import TextEncoder, TextRule
+from threefold.data.conversations import ASSISTANT, Chat, ChatTemplate, Completion, Document, Message
+from threefold.data.tokenizer import SpecialTokens, TextEncoder, TextRule
 from threefold.errors import UserError
+
+if TYPE_CHECKING:
+    from threefold.data.chat_renderer import ChatRenderer
 
 _OPEN, _CLOSE = "\uf8f0", "\uf8f1"
 """Private-use characters that enclose special tokens spelled by a message while a template renders it."""
@@ -57,25 +58,29 @@ class DocumentEncoder:
 
     def __init__(self, text: TextEncoder, eod: int | None, template: ChatTemplate | None = None) -> None:
         self.text, self._eod = text, eod
-        self._renderer = None if template is None else ChatRenderer(template)
+        self._renderer: ChatRenderer | None = None
+        if template is not None:
+            from threefold.data import chat_renderer  # imports Jinja, which few runs need
+
+            self._renderer = chat_renderer.ChatRenderer(template)
         self._specials = text.special_ids()
         self._spelled = re.compile("|".join(map(re.escape, sorted(self._specials.values(), key=len, reverse=True))))
 
     def encode(self, document: Document) -> EncodedDocument:
         """Encode a document. Raises UserError if a conversation has no template or its answers cannot be located."""
-        if isinstance(document, str):
-            ids = self._ended(self.text.encode(document))
-            return EncodedDocument(ids, [True] * len(ids))
         if isinstance(document, Chat):
             return self._encode_chat(document)
+        end = [] if self._eod is None else [self._eod]
+        if isinstance(document, str):
+            ids = self.text.encode(document) + end
+            return EncodedDocument(ids, [True] * len(ids))
         prompt, whole = len(document.prompt), document.prompt + document.completion
         ids, spans = self.text.encode_spans(whole)
-        ended = self._ended(ids)
-        return EncodedDocument(ended, _within(spans, [(prompt, len(whole))]) + [True] * (len(ended) - len(ids)))
+        return EncodedDocument(ids + end, _within(spans, [(prompt, len(whole))]) + [True] * len(end))
 
     def prompt(self, messages: Sequence[Message], where: str) -> list[int]:
         """Encode a conversation that the assistant is to continue. Raises like `encode`."""
-        return self._tokens(self._render(self._marked(messages), where, prompted=True).text)[0]
+        return self._tokens(self._required(where).render(self._marked(messages), where, prompted=True).text)[0]
 
     def end_of_turn(self) -> int | None:
         """Return the special token that ends the assistant's turn; None without a template or if it has none."""
@@ -89,54 +94,40 @@ class DocumentEncoder:
         first = counted.index(True)
         return next((token for token in ids[first + 1 :] if token in self._specials), None)
 
-    def _ended(self, ids: list[int]) -> list[int]:
-        return ids if self._eod is None else [*ids, self._eod]
-
     def _encode_chat(self, chat: Chat) -> EncodedDocument:
-        chat = replace(chat, messages=tuple(self._marked(chat.messages)))
-        rendered = self._render(chat.messages, chat.where, chat.tools)
+        renderer, messages = self._required(chat.where), self._marked(chat.messages)
+        rendered = renderer.render(messages, chat.where, chat.tools)
         ids, spans = self._tokens(rendered.text)
-        if self._required(chat.where).template.marks_answers:
-            given = len(self._before(chat, chat.first, rendered.text)) if chat.first else 0
-            counted = _within(spans, [(start, end) for start, end in rendered.generated if given <= start < end])
+
+        def length(number: int, given: int, prompts: tuple[bool, ...], least: int = -1) -> int:
+            """Return how much of the text the first `given` messages make, to locate the answer in one of them."""
+            texts = [renderer.render(messages[:given], chat.where, chat.tools, prompted).text for prompted in prompts]
+            common = os.path.commonprefix(texts)  # noqa: RUF071 (of characters)
+            if not rendered.text.startswith(common) or len(common) <= least:
+                raise UserError(
+                    f"{chat.where}: message {number + 1} is rendered differently by {renderer.template.origin} when "
+                    "the conversation continues, so its answer cannot be located in it; mark what the assistant "
+                    "writes with {% generation %} and {% endgeneration %} in the template."
+                )
+            return len(common)
+
+        if renderer.template.marks_answers:
+            first = length(chat.first, chat.first, (True,)) if chat.first else 0
+            counted = _within(spans, [(start, end) for start, end in rendered.generated if first <= start < end])
         else:
             counted = [False] * len(ids)
-            for start, end in self._differences(chat, rendered.text):
-                for place in self._turn(ids, spans, start, end):
-                    counted[place] = True
+            for number in range(chat.first, len(messages)):
+                if messages[number]["role"] == ASSISTANT:
+                    start = length(number, number, (True,))
+                    # A template may close a complete conversation (Phi's <|endoftext|>) but not one that continues.
+                    end = length(number, number + 1, (False, True), start)
+                    for place in self._turn(ids, spans, start, end):
+                        counted[place] = True
         if not any(counted):
             raise UserError(
                 f"{chat.where} has no token of an answer, so there is nothing to learn; leave the line out."
             )
         return EncodedDocument(ids, counted)
-
-    def _differences(self, chat: Chat, rendered: str) -> Iterator[Span]:
-        """Yield the span of each answer, from the conversation rendered before and after it."""
-        for number, message in enumerate(chat.messages):
-            if number < chat.first or message["role"] != ASSISTANT:
-                continue
-            start = len(self._before(chat, number, rendered))
-            so_far = chat.messages[: number + 1]
-            texts = [self._render(so_far, chat.where, chat.tools, prompted).text for prompted in (False, True)]
-            # A template may close a complete conversation (Phi's <|endoftext|>) but not one that continues.
-            after = os.path.commonprefix(texts)  # noqa: RUF071 (of characters)
-            if not rendered.startswith(after) or len(after) <= start:
-                raise self._unstable(chat, number)
-            yield start, len(after)
-
-    def _before(self, chat: Chat, number: int, rendered: str) -> str:
-        before = self._render(chat.messages[:number], chat.where, chat.tools, prompted=True).text
-        if not rendered.startswith(before):
-            raise self._unstable(chat, number)
-        return before
-
-    def _unstable(self, chat: Chat, number: int) -> UserError:
-        origin = self._required(chat.where).template.origin
-        return UserError(
-            f"{chat.where}: message {number + 1} is rendered differently by {origin} when the conversation continues, "
-            "so its answer cannot be located in it; mark what the assistant writes with {% generation %} and "
-            "{% endgeneration %} in the template."
-        )
 
     def _turn(self, ids: list[int], spans: list[Span], start: int, end: int) -> list[int]:
         """Return the tokens that overlap an answer and end in it, without whitespace after its last special token."""
@@ -148,16 +139,7 @@ class DocumentEncoder:
         is_space = not self.text.tokenizer.decode(after, skip_special_tokens=False).strip() if after else True
         return [place for place in inside if place <= special[-1]] if is_space else inside
 
-    def _render(
-        self, messages: Sequence[Message], where: str, tools: Sequence[Any] | None = None, prompted: bool = False
-    ) -> Rendered:
-        renderer = self._required(where)
-        try:
-            return renderer.render(messages, tools, prompted)
-        except TemplateRefusal as refusal:
-            raise UserError(f"{where} is refused by {renderer.template.origin} ({refusal}).") from None
-
-    def _required(self, where: str) -> ChatRenderer:
+    def _required(self, where: str) -> "ChatRenderer":
         if self._renderer is None:
             raise UserError(
                 f"{where} is a conversation, which needs a chat template, and the tokenizer has none; put its "
@@ -170,35 +152,31 @@ class DocumentEncoder:
         """Return the messages with special tokens enclosed in marks, if they are to be text."""
         if self.text.rule.special_tokens == "parse" or not self._specials:
             return [dict(message) for message in messages]
-        return [_map_texts(message, self._mark) for message in messages]
 
-    def _mark(self, text: str) -> str:
-        bare = text.replace(_OPEN, "").replace(_CLOSE, "")
-        return self._spelled.sub(lambda found: f"{_OPEN}{found.group()}{_CLOSE}", bare)
+        def marked(value: Any) -> Any:
+            if isinstance(value, str):
+                bare = value.replace(_OPEN, "").replace(_CLOSE, "")
+                return self._spelled.sub(lambda found: f"{_OPEN}{found.group()}{_CLOSE}", bare)
+            if isinstance(value, dict):
+                return {key: one if key == "role" else marked(one) for key, one in value.items()}
+            return [marked(one) for one in value] if isinstance(value, list) else value
+
+        return [marked(dict(message)) for message in messages]
 
     def _tokens(self, rendered: str) -> tuple[list[int], list[Span]]:
         """Return the tokens of rendered text, and the span of each in it; marks count as characters."""
-        ids: list[int] = []
-        spans: list[Span] = []
-        for piece, start, is_text in _pieces(rendered):
-            with self.text.specials_as("text" if is_text else "parse") as tokenizer:
-                encoding = tokenizer.encode(piece, add_special_tokens=False)
-            ids += encoding.ids
-            spans += [(first + start, last + start) for first, last in encoding.offsets]
+        pieces, end = list[tuple[str, int, SpecialTokens]](), 0
+        for found in _MARKED.finditer(rendered):
+            pieces += [(rendered[end : found.start()], end, "parse"), (found[1] or "", found.start(1), "text")]
+            end = found.end()
+        ids, spans = list[int](), list[Span]()
+        for piece, begin, special_tokens in [*pieces, (rendered[end:], end, "parse")]:
+            if piece:
+                with self.text.specials_as(special_tokens) as tokenizer:
+                    encoding = tokenizer.encode(piece, add_special_tokens=False)
+                ids += encoding.ids
+                spans += [(first + begin, last + begin) for first, last in encoding.offsets]
         return ids, spans
-
-
-def _pieces(rendered: str) -> Iterator[tuple[str, int, bool]]:
-    """Yield the text between and outside of marks: the text, where it starts, and whether it is between marks."""
-    end = 0
-    for found in _MARKED.finditer(rendered):
-        if found.start() > end:
-            yield rendered[end : found.start()], end, False
-        if found.group(1):
-            yield found.group(1), found.start(1), True
-        end = found.end()
-    if end < len(rendered):
-        yield rendered[end:], end, False
 
 
 def _within(spans: list[Span], wanted: list[Span]) -> list[bool]:
@@ -211,17 +189,9 @@ def _within(spans: list[Span], wanted: list[Span]) -> list[bool]:
     return counted
 
 
-def _map_texts(value: Any, change: Any) -> Any:
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: _map_texts(one, change) if key != "role" else one for key, one in value.items()}
-    return [_map_texts(one, change) for one in value] if isinstance(value, list) else value
-
-
 _BATCH_CHARACTERS: Final = 1 << 18
 _BATCH_DOCUMENTS: Final = 1024
-# Batches per worker: one is being encoded while the next waits in its inbox.
+# Batches per worker: one is being encoded while the next waits.
 _AHEAD: Final = 2
 
 
@@ -262,57 +232,19 @@ def encode_documents(documents: Iterable[Document], encoding: EncodingSpec, work
     batches = _batches(documents)
     if workers == 1:
         yield from map(_batch_encoder(encoding), batches)
-    else:
-        with closing(_in_workers(batches, encoding, workers)) as encoded:
-            yield from encoded
-
-
-def _batch_encoder(encoding: EncodingSpec) -> Callable[[list[Document]], EncodedBatch]:
-    text = TextEncoder(Tokenizer.from_str(encoding.tokenizer), encoding.rule)
-    encoder = DocumentEncoder(text, encoding.eod, encoding.template)
-
-    def encode(batch: list[Document]) -> EncodedBatch:
-        documents: list[EncodedDocument] = [encoder.encode(document) for document in batch]
-        return EncodedBatch(
-            tokens=np.concatenate([np.array(document.ids, encoding.dtype) for document in documents]),
-            lengths=np.array([len(document.ids) for document in documents], dtype=np.int64),
-            counted=np.concatenate([np.array(document.counted, np.uint8) for document in documents]),
-            text_bytes=sum(len(text.encode()) for document in batch for text in _texts_in(document)),
-        )
-
-    return encode
-
-
-def _texts_in(document: Document) -> Iterator[str]:
-    match document:
-        case str():
-            yield document
-        case Completion():
-            yield from (document.prompt, document.completion)
-        case Chat():
-            yield from (content for one in document.messages if isinstance(content := one.get("content"), str))
-
-
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    characters = 0
-    for document in documents:
-        batch.append(document)
-        characters += sum(map(len, _texts_in(document)))
-        if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
-def _in_workers(
-    batches: Iterable[list[Document]], encoding: EncodingSpec, workers: int
-) -> Generator[EncodedBatch, None, None]:
+        return
     # Spawned, because this process may have run the tokenizer's own threads, which do not survive a fork.
     context = multiprocessing.get_context("spawn")
     pipes: list[Connection] = []
     processes: list[SpawnProcess] = []
+    waiting: deque[Connection] = deque()
+
+    def receive() -> EncodedBatch:
+        answer: EncodedBatch | BaseException = waiting.popleft().recv()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
     try:
         for _ in range(workers):
             ours, theirs = context.Pipe()
@@ -321,7 +253,13 @@ def _in_workers(
             theirs.close()
             pipes.append(ours)
             processes.append(process)
-        yield from _in_order(batches, pipes)
+        for number, batch in enumerate(batches):
+            if len(waiting) >= _AHEAD * workers:
+                yield receive()
+            waiting.append(pipes[number % workers])
+            waiting[-1].send(batch)
+        while waiting:
+            yield receive()
     except (EOFError, ConnectionError, BrokenPipeError):
         raise UserError(f"a worker was killed, perhaps for want of memory; try --workers {workers // 2}") from None
     finally:
@@ -331,30 +269,36 @@ def _in_workers(
             process.join()
 
 
-def _in_order(batches: Iterable[list[Document]], pipes: list[Connection]) -> Iterator[EncodedBatch]:
-    waiting: deque[Connection] = deque()
+def _batch_encoder(encoding: EncodingSpec) -> Callable[[list[Document]], EncodedBatch]:
+    text = TextEncoder(Tokenizer.from_str(encoding.tokenizer), encoding.rule)
+    encoder = DocumentEncoder(text, encoding.eod, encoding.template)
 
-    def receive() -> EncodedBatch:
-        answer: EncodedBatch | BaseException = waiting.popleft().recv()
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
+    def encode(batch: list[Document]) -> EncodedBatch:
+        documents = [encoder.encode(document) for document in batch]
+        return EncodedBatch(
+            tokens=np.concatenate([np.array(ids, encoding.dtype) for ids, _ in documents]),
+            lengths=np.array([len(ids) for ids, _ in documents], dtype=np.int64),
+            counted=np.concatenate([np.array(counted, np.uint8) for _, counted in documents]),
+            text_bytes=sum(len(text.encode()) for document in batch for text in _texts_in(document)),
+        )
 
-    for number, batch in enumerate(batches):
-        if len(waiting) >= _AHEAD * len(pipes):
-            yield receive()
-        pipe = pipes[number % len(pipes)]
-        pipe.send(batch)
-        waiting.append(pipe)
-    while waiting:
-        yield receive()
+    return encode
 
 
 def _serve(pipe: Connection, encoding: EncodingSpec) -> None:
+    """Encode what comes through a pipe, in a worker's process, until the main process closes it or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C and closes the pipe
     inbox: queue.SimpleQueue[list[Document]] = queue.SimpleQueue()
+
+    def receive_all() -> None:
+        try:
+            while True:
+                inbox.put(pipe.recv())
+        finally:
+            os._exit(0)
+
     # A thread receives, so that neither side can block in `send` while the other one does too.
-    threading.Thread(target=_receive_all, args=(pipe, inbox), daemon=True).start()
+    threading.Thread(target=receive_all, daemon=True).start()
     encode = _batch_encoder(encoding)
     while True:
         batch = inbox.get()
@@ -368,9 +312,23 @@ def _serve(pipe: Connection, encoding: EncodingSpec) -> None:
             os._exit(0)
 
 
-def _receive_all(pipe: Connection, inbox: "queue.SimpleQueue[list[Document]]") -> None:
-    try:
-        while True:
-            inbox.put(pipe.recv())
-    finally:
-        os._exit(0)  # the main process closed the pipe or is gone
+def _texts_in(document: Document) -> list[str]:
+    match document:
+        case str():
+            return [document]
+        case Completion():
+            return [document.prompt, document.completion]
+    return [content for one in document.messages if isinstance(content := one.get("content"), str)]
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += sum(map(len, _texts_in(document)))
+        if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch

@@ -8,14 +8,15 @@ import hashlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from threefold.constants import IGNORE_INDEX
-from threefold.data.formats.nested_samples import NestedSamples
+from threefold.data.formats.own_data import NestedSamples
 from threefold.data.samples import ConsumedSamples, MixturePart, Samples
 from threefold.random.permutation import Int64Array
 
@@ -202,33 +203,27 @@ class Loader:
         self._reader.shutdown(wait=True, cancel_futures=True)
 
     def _read_train(self, step: int) -> Any:
-        return self._placed(self._make_batch(self.train, self.sample_indices(step)))
+        return self._make_batch(self.train, self.sample_indices(step))
 
     def _read_heldout(self, samples: Samples, number: int) -> Any:
         indices = number * self.share.global_batch_size + self.share.rows
         if isinstance(samples, NestedSamples):
             return samples.batch(indices % len(samples))
         past_end = indices >= len(samples)
-        batch = self._make_batch(samples, np.where(past_end, 0, indices))
-        batch.labels.numpy()[past_end] = IGNORE_INDEX
-        return self._placed(batch)
+        return self._make_batch(samples, np.where(past_end, 0, indices), past_end)
 
-    def _placed(self, batch: Any) -> Any:
-        if not self.pinned or not isinstance(batch, Batch):
-            return batch
-        tensors = (getattr(batch, field.name) for field in fields(batch))
-        pinned: list[Any] = [None if each is None else each.pin_memory() for each in tensors]
-        return Batch(*pinned)
-
-    def _make_batch(self, samples: Samples, indices: Int64Array) -> Any:
+    def _make_batch(self, samples: Samples, indices: Int64Array, ignored: NDArray[np.bool_] | None = None) -> Any:
         if isinstance(samples, NestedSamples):
             return samples.batch(indices)
-        tokens, labels = (torch.from_numpy(np.ascontiguousarray(part)) for part in samples.labelled(indices))
-        documents = torch.from_numpy(samples.documents(indices)) if self.separate_documents else None
-        found = samples.positions(indices) if self.separate_documents else None
-        positions = None if found is None else torch.from_numpy(found)
-        padding = torch.from_numpy(samples.padding(indices))
-        return Batch(tokens, labels, torch.from_numpy(self.share.rows), documents, positions, padding)
+        tokens, labels = (np.ascontiguousarray(part) for part in samples.labelled(indices))
+        if ignored is not None:
+            labels[ignored] = IGNORE_INDEX
+        separate = self.separate_documents
+        documents = samples.documents(indices) if separate else None
+        positions = samples.positions(indices) if separate else None
+        arrays = (tokens, labels, self.share.rows, documents, positions, samples.padding(indices))
+        parts: list[Any] = [None if array is None else torch.from_numpy(array) for array in arrays]
+        return Batch(*(part.pin_memory() if self.pinned and part is not None else part for part in parts))
 
     def _heldout_samples(self) -> Samples:
         if self.heldout is None:

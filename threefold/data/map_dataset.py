@@ -53,10 +53,30 @@ class DistributedBatchSampler(Sampler[list[int]]):
         shuffle: bool = True,
         drop_last: bool = False,
     ) -> None:
-        self.samples = _size(dataset)
+        kind = type(dataset).__name__
+        if isinstance(dataset, IterableDataset):
+            raise UserError(
+                f"dataset is a {kind}, an IterableDataset, whose order cannot be keyed by a seed nor resumed; give a "
+                "map-style data set, with __len__ and __getitem__."
+            )
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise UserError(f"dataset is a {kind} but must be of map style; give one with __len__ and __getitem__.")
+        if not len(dataset):
+            raise UserError(f"dataset is a {kind} without a sample; give one with at least 1.")
+        self.samples = len(dataset)
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
         index, replicas = (0, 1) if mesh is None else (mesh.dp.index, mesh.dp.size)
-        _check_batch(global_batch_size, replicas)
+        size: Any = global_batch_size
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise UserError(
+                f"global_batch_size is {size!r} but must be a whole number of samples; use "
+                f"global_batch_size={replicas}."
+            )
+        if size % replicas:
+            nearest = max(1, round(size / replicas)) * replicas
+            raise UserError(
+                f"global_batch_size is {size} but must be a multiple of dp {replicas}; use global_batch_size={nearest}."
+            )
         self.share = Share(global_batch_size, index, replicas)
         if drop_last and self.samples < global_batch_size:
             raise UserError(
@@ -227,29 +247,3 @@ class DistributedDataLoader:
             UserError: as in `DistributedBatchSampler.load_state_dict`.
         """
         self.sampler.load_state_dict(state)
-
-
-def _size(dataset: Any) -> int:
-    kind = type(dataset).__name__
-    if isinstance(dataset, IterableDataset):
-        raise UserError(
-            f"dataset is a {kind}, an IterableDataset, whose order cannot be keyed by a seed nor resumed; give a "
-            "map-style data set, with __len__ and __getitem__."
-        )
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise UserError(f"dataset is a {kind} but must be of map style; give one with __len__ and __getitem__.")
-    if not len(dataset):
-        raise UserError(f"dataset is a {kind} without a sample; give one with at least 1.")
-    return len(dataset)
-
-
-def _check_batch(size: Any, replicas: int) -> None:
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise UserError(
-            f"global_batch_size is {size!r} but must be a whole number of samples; use global_batch_size={replicas}."
-        )
-    if size % replicas:
-        nearest = max(1, round(size / replicas)) * replicas
-        raise UserError(
-            f"global_batch_size is {size} but must be a multiple of dp {replicas}; use global_batch_size={nearest}."
-        )

@@ -24,17 +24,13 @@ class PackedSamples(SingleCorpus):
         files: corpus of the tokens.
         name: name of the split.
         sequence_length: S, in tokens.
-        stream_starts: int64 [runs], start of each run of consecutive documents in the stream.
-        shifts: int64 [runs], offset from a position in the stream to the position in `files.tokens`.
-        tokens: length of the stream.
+        runs: the stream, as positions in `files.tokens`.
     """
 
     files: Corpus
     name: str
     sequence_length: int
-    stream_starts: Int64Array
-    shifts: Int64Array
-    tokens: int
+    runs: "Runs"
 
     @classmethod
     def open(cls, files: Corpus, name: str, split: str, sequence_length: int) -> "PackedSamples":
@@ -48,15 +44,22 @@ class PackedSamples(SingleCorpus):
             remedy = "give it a weight above 0" if files.document_count > 1 else "prepare more documents"
             unevaluated = ", or set train.eval_every to 0" if name == "valid" else ""
             raise UserError(f'data.split "{split}" gives the {name} split no documents; {remedy}{unevaluated}')
-        bounds = np.asarray(files.documents[runs])
-        ends = np.cumsum(bounds[:, 1] - bounds[:, 0])
-        stream_starts = ends - (bounds[:, 1] - bounds[:, 0])
-        samples = cls(files, name, sequence_length, stream_starts, bounds[:, 0] - stream_starts, int(ends[-1]))
-        samples._check_length(split)
+        if sequence_length < 1:
+            raise UserError(f"data.sequence_length is {sequence_length} but must be at least 1")
+        samples = cls(files, name, sequence_length, Runs(np.asarray(files.documents[runs])))
+        if not len(samples):
+            tokens = samples.runs.length
+            rule = (
+                f"data.sequence_length is {sequence_length} and one sample takes one token more, but the {name} "
+                f'split of {files.path} (data.split "{split}") holds {tokens} tokens'
+            )
+            if tokens < 2:
+                raise UserError(f"{rule}; prepare more text or give the {name} split a larger weight")
+            raise UserError(f"{rule}; the largest data.sequence_length that works is {tokens - 1}")
         return samples
 
     def __len__(self) -> int:
-        return max(0, self.tokens - 1) // self.sequence_length
+        return max(0, self.runs.length - 1) // self.sequence_length
 
     def read(self, indices: Int64Array) -> NDArray[np.int64]:
         """Read samples: int64 [rows] → int64 [rows, S + 1]. Raises UserError if a token is outside the vocabulary."""
@@ -93,22 +96,24 @@ class PackedSamples(SingleCorpus):
 
     def _places(self, indices: Int64Array, length: int) -> Int64Array:
         """Return the positions of the samples' first `length` tokens in `files.tokens`: int64 [rows, length]."""
-        places = indices[:, None] * self.sequence_length + np.arange(length)
-        runs = np.searchsorted(self.stream_starts, places, side="right") - 1
-        return places + self.shifts[runs]
+        return self.runs(indices[:, None] * self.sequence_length + np.arange(length))
 
-    def _check_length(self, split: str) -> None:
-        if self.sequence_length < 1:
-            raise UserError(f"data.sequence_length is {self.sequence_length} but must be at least 1")
-        if len(self):
-            return
-        rule = (
-            f"data.sequence_length is {self.sequence_length} and one sample takes one token more, but the {self.name} "
-            f'split of {self.files.path} (data.split "{split}") holds {self.tokens} tokens'
-        )
-        if self.tokens < 2:
-            raise UserError(f"{rule}; prepare more text or give the {self.name} split a larger weight")
-        raise UserError(f"{rule}; the largest data.sequence_length that works is {self.tokens - 1}")
+
+class Runs:
+    """Runs of consecutive numbers end to end: a function from places in this stream to the numbers there.
+
+    Args:
+        bounds: int64 [runs, 2], first number of each run, and one past its last.
+    """
+
+    def __init__(self, bounds: Int64Array) -> None:
+        lengths = bounds[:, 1] - bounds[:, 0]
+        self.length = int(lengths.sum())
+        self._starts = np.cumsum(lengths) - lengths
+        self._shifts = bounds[:, 0] - self._starts
+
+    def __call__(self, places: Int64Array) -> Int64Array:
+        return places + self._shifts[np.searchsorted(self._starts, places, side="right") - 1]
 
 
 @dataclass(frozen=True)
@@ -124,8 +129,7 @@ def split_facts(files: Corpus, split: str, sequence_length: int) -> list[SplitFa
     facts = []
     for name in SPLITS:
         runs = document_runs(files.document_count, split, name)
-        bounds = files.documents[runs]
-        documents, tokens = int(np.diff(runs).sum()), int(np.diff(bounds).sum())
+        documents, tokens = int(np.diff(runs).sum()), int(np.diff(files.documents[runs]).sum())
         facts.append(SplitFacts(name, documents, tokens, max(0, tokens - 1) // sequence_length))
     return facts
 
@@ -204,13 +208,11 @@ class PackedConversations(SingleCorpus):
             f"{self.documents_read:,} conversations are packed into {len(self):,} samples, which are "
             f"{self.lengths.sum() / room:.0%} full."
         )
-        if not self.longer:
-            return (packed,)
-        return (
-            packed,
+        cut = (
             f"{self.longer:,} of them are longer than a sample of {self.sequence_length:,} tokens: they are cut into "
-            "pieces, all of whose answers have labels; the attention mask separates pieces.",
+            "pieces, all of whose answers have labels; the attention mask separates pieces."
         )
+        return (packed, cut) if self.longer else (packed,)
 
     def labelled(self, indices: Int64Array) -> tuple[Int64Array, Int64Array]:
         shape = (len(indices), self.sequence_length + 1)
@@ -221,7 +223,10 @@ class PackedConversations(SingleCorpus):
                 here = slice(end, end + length)
                 windows[row, here] = tokens = self.corpus.tokens[start : start + length]
                 self.corpus.check_tokens(tokens, start)
-                counted[row, here] = self._counted(start, length)
+                if self.counts_all or self.corpus.loss_mask is None:
+                    counted[row, here] = True
+                else:
+                    counted[row, here] = self.corpus.loss_mask[start : start + length] != 0
                 counted[row, end] = False  # preceded by another document, or by nothing
                 end += length
         return windows[:, :-1], np.where(counted[:, 1:], windows[:, 1:], IGNORE_INDEX)
@@ -230,9 +235,8 @@ class PackedConversations(SingleCorpus):
         """Return the index of each input token's piece in its sample; padding has the next index."""
         found = np.zeros((len(indices), self.sequence_length), np.int64)
         for row, index in enumerate(indices.tolist()):
-            lengths = [length for _, length in self._pieces(index)]
-            bounds = np.cumsum(lengths)
-            found[row] = np.searchsorted(bounds, np.arange(self.sequence_length), side="right")
+            ends = np.cumsum([length for _, length in self._pieces(index)])
+            found[row] = np.searchsorted(ends, np.arange(self.sequence_length), side="right")
         return found
 
     def positions(self, indices: Int64Array) -> Int64Array:
@@ -241,20 +245,12 @@ class PackedConversations(SingleCorpus):
         return places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
 
     def padding(self, indices: Int64Array) -> Int64Array:
-        return np.maximum(0, self.sequence_length - self._held[indices])
-
-    @cached_property
-    def _held(self) -> Int64Array:
-        return np.add.reduceat(self.lengths, self.samples[:-1])
+        held = [sum(length for _, length in self._pieces(index)) for index in indices.tolist()]
+        return np.maximum(0, self.sequence_length - np.array(held, np.int64))
 
     def _pieces(self, sample: int) -> list[tuple[int, int]]:
         here = slice(self.samples[sample], self.samples[sample + 1])
         return list(zip(self.starts[here].tolist(), self.lengths[here].tolist(), strict=True))
-
-    def _counted(self, start: int, length: int) -> NDArray[np.bool_]:
-        if self.counts_all or self.corpus.loss_mask is None:
-            return np.ones(length, np.bool_)
-        return self.corpus.loss_mask[start : start + length] != 0
 
 
 def pack(lengths: Int64Array, room: int) -> Int64Array:
@@ -299,17 +295,13 @@ class PaddedSamples(SingleCorpus):
     Attributes:
         encoded: lines of the file, cut for this length.
         sequence_length: S, in tokens.
-        first_samples: int64 [runs], first sample of each run of consecutive lines.
-        shifts: int64 [runs], offset from a sample's number to its line's.
-        count: number of samples.
+        lines: line of each sample.
         name: name of the split.
     """
 
     encoded: Corpus
     sequence_length: int
-    first_samples: Int64Array
-    shifts: Int64Array
-    count: int
+    lines: Runs
     name: str
 
     @classmethod
@@ -325,15 +317,13 @@ class PaddedSamples(SingleCorpus):
         runs = document_runs(encoded.document_count, split, name)
         if not len(runs):
             raise UserError(f'data.split "{split}" gives the {name} split no lines; give it a weight above 0')
-        lengths = runs[:, 1] - runs[:, 0]
-        first_samples = np.cumsum(lengths) - lengths
-        return cls(encoded, sequence_length, first_samples, runs[:, 0] - first_samples, int(lengths.sum()), name)
+        return cls(encoded, sequence_length, Runs(runs), name)
 
     def __len__(self) -> int:
-        return self.count
+        return self.lines.length
 
     def labelled(self, indices: Int64Array) -> tuple[Int64Array, Int64Array]:
-        lines = self._lines(indices)
+        lines = self.lines(indices)
         starts, ends = self.encoded.documents[lines], self.encoded.documents[lines + 1]
         places = starts[:, None] + np.arange(self.sequence_length + 1)
         held = places < ends[:, None]
@@ -343,12 +333,9 @@ class PaddedSamples(SingleCorpus):
         return windows[:, :-1], np.where(held[:, 1:], windows[:, 1:], IGNORE_INDEX)
 
     def documents(self, indices: Int64Array) -> Int64Array:
-        return np.repeat(self._lines(indices)[:, None], self.sequence_length, axis=1)
+        return np.repeat(self.lines(indices)[:, None], self.sequence_length, axis=1)
 
     def padding(self, indices: Int64Array) -> Int64Array:
-        lines = self._lines(indices)
+        lines = self.lines(indices)
         held = self.encoded.documents[lines + 1] - self.encoded.documents[lines]
         return np.maximum(0, self.sequence_length - held)
-
-    def _lines(self, indices: Int64Array) -> Int64Array:
-        return indices + self.shifts[np.searchsorted(self.first_samples, indices, side="right") - 1]

@@ -12,23 +12,16 @@ from typing import Final
 
 import numpy as np
 
-from threefold.data.chat_template import ChatTemplate
+from threefold.data.conversations import ChatTemplate
+from threefold.data.corpus import META_FILE, TOKEN_DTYPES, TOKENIZER_FILE, DocumentWriter, dtype_for
 from threefold.data.encoding import EncodingSpec, encode_documents
-from threefold.data.formats.registry import TokenFormat, token_formats, with_ending
+from threefold.data.formats.registry import is_own, open_corpus, read_stored, token_formats, with_ending
 from threefold.data.formats.threefold_folder import Meta, SourceFile, TokenFiles, file_checksums, list_token_files
-from threefold.data.formats.token_files import is_own, open_corpus, read_stored
 from threefold.data.sources import SourceReader, find_inputs, holds_chat
-from threefold.data.stored_array import (
-    META_FILE,
-    TOKEN_DTYPES,
-    TOKENIZER_FILE,
-    DocumentWriter,
-    dtype_for,
-)
 from threefold.data.tokenizer import (
+    END_OF_DOCUMENT,
     SpecialTokens,
     TextRule,
-    check_vocab_size,
     end_of_document,
     id_count,
     load_tokenizer,
@@ -40,6 +33,7 @@ from threefold.output import Progress, check_name, check_replaceable, staged_dir
 from threefold.plugins import one_of
 from threefold.random.permutation import Int64Array
 
+_SMALLEST_VOCAB: Final = 256 + 1
 # Larger corpora are sampled to learn the vocabulary: more text changes it little and costs memory.
 _LEARN_FROM_BYTES: Final = 256_000_000
 # Assumed ratio of the size of a text to its compressed size.
@@ -74,10 +68,6 @@ class PrepareRequest:
     special_tokens: SpecialTokens = "parse"
     chat_template: Path | None = None
 
-    @property
-    def read(self) -> tuple[Path, ...]:
-        return self.inputs if self.tokenizer is None else (*self.inputs, self.tokenizer)
-
 
 def prepare(request: PrepareRequest, progress: Progress) -> TokenFiles:
     """Create token files at `request.out` atomically, and open them.
@@ -88,16 +78,20 @@ def prepare(request: PrepareRequest, progress: Progress) -> TokenFiles:
     Raises:
         UserError: an input, the tokenizer or `out` cannot be used, or there is no document.
     """
-    if request.tokenizer is None:
-        check_vocab_size(request.vocab_size)
+    if request.tokenizer is None and request.vocab_size < _SMALLEST_VOCAB:
+        raise UserError(
+            f"--vocab-size is {request.vocab_size} but a byte-level vocabulary holds 256 bytes and {END_OF_DOCUMENT}; "
+            f"the smallest that works is {_SMALLEST_VOCAB}"
+        )
     if request.workers < 1:
         raise UserError(f"--workers is {request.workers} but must be at least 1")
-    check_replaceable(request.out, request.read, request.overwrite, listing=list_token_files)
+    read_from = request.inputs if request.tokenizer is None else (*request.inputs, request.tokenizer)
+    check_replaceable(request.out, read_from, request.overwrite, listing=list_token_files)
     inputs = find_inputs(request.inputs)
     chats = [path for path in inputs if holds_chat(path, request.key)]
     template = _template(request, chats)
     with staged_directory(
-        request.out, inputs=request.read, overwrite=request.overwrite, listing=list_token_files, marked=False
+        request.out, inputs=read_from, overwrite=request.overwrite, listing=list_token_files, marked=False
     ) as folder:
         size = sum(path.stat().st_size for path in inputs)
         if request.tokenizer is None:
@@ -118,8 +112,7 @@ def prepare(request: PrepareRequest, progress: Progress) -> TokenFiles:
             for encoded in encode_documents(documents, encoding, request.workers):
                 writer.write(encoded.tokens, encoded.lengths, encoded.counted)
                 text_bytes += encoded.text_bytes
-        if not writer.documents:
-            raise _no_documents(inputs)
+        _require_documents(writer.documents, inputs)
         for name, text in template.files().items() if template else ():
             (folder / name).write_text(text, encoding="utf-8")
         read = [SourceFile(os.fspath(each.path), each.bytes, each.documents, each.sha256) for each in sources]
@@ -150,8 +143,13 @@ def _learned_from(inputs: list[Path], key: str, on_read: Callable[[int], None]) 
             if number % stride == 0:
                 yield document
             number += 1
-    if number == 0:
-        raise _no_documents(inputs)
+    _require_documents(number, inputs)
+
+
+def _require_documents(count: int, inputs: list[Path]) -> None:
+    if not count:
+        names = ", ".join(map(str, inputs[:3])) + (", …" if len(inputs) > 3 else "")
+        raise UserError(f"{names}: there is no document with text in it, so there is nothing to prepare")
 
 
 def _complete(
@@ -181,11 +179,6 @@ def _complete(
         loss_mask=loss_mask,
         checksums=file_checksums(folder),
     ).write(folder / META_FILE)
-
-
-def _no_documents(inputs: list[Path]) -> UserError:
-    names = ", ".join(map(str, inputs[:3])) + (", …" if len(inputs) > 3 else "")
-    return UserError(f"{names}: there is no document with text in it, so there is nothing to prepare")
 
 
 THREEFOLD: Final = "threefold"
@@ -230,27 +223,21 @@ def convert(
     if to == THREEFOLD:
         return to_threefold(source, out, tokenizer, eod, overwrite, progress)
     formats = token_formats()
-    if to not in formats or formats[to].write is None:
+    write = formats[to].write if to in formats else None
+    if write is None:
         writable = [name for name, known in formats.items() if known.write is not None]
         raise UserError(f"--to is {shown(repr(to))} but must be {one_of(to, [*writable, THREEFOLD])}.")
-    return to_prefix(source, formats[to], out, overwrite, progress)
-
-
-def to_prefix(source: Path, format_: TokenFormat, out: Path, overwrite: bool, progress: Progress) -> ConvertedTokens:
-    """Write the files of a prefix atomically, such as OUT.bin and OUT.idx of Megatron-LM. Raises like `convert`."""
     check_name(out, "--out")
-    name = out.name
-    for ending in format_.endings:
+    name, endings = out.name, formats[to].endings
+    for ending in endings:
         name = name.removesuffix(ending)
     if not name:
         raise UserError(f"--out {out} has no name before {out.name}; give a prefix such as {out.with_name('tokens')}")
-    prefix = out.with_name(name)
-    stored = read_stored(source)
+    prefix, stored = out.with_name(name), read_stored(source)
     _require_no_mask(source)
-    assert format_.write is not None
-    names = [with_ending(prefix, ending).name for ending in reversed(format_.endings)]  # the tokens last
+    names = [with_ending(prefix, ending).name for ending in reversed(endings)]  # the tokens last
     with staged_files(prefix, names, inputs=stored.files, overwrite=overwrite) as folder:
-        format_.write(stored, folder / name, progress)
+        write(stored, folder / name, progress)
     return ConvertedTokens(len(stored.tokens), len(stored.documents) - 1)
 
 

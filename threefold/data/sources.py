@@ -8,57 +8,13 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import zstandard
 
-from threefold.data.messages import Chat, Document, chat_of, is_chat, utf8
-from threefold.data.stored_array import META_FILE, TOKENS_FILE
+from threefold.data.conversations import Chat, Document, chat_of, is_chat, utf8
+from threefold.data.corpus import META_FILE, TOKENS_FILE
 from threefold.errors import UserError
-
-if TYPE_CHECKING:
-    import pyarrow.parquet
-
-
-_ROWS: Final = 1024
-
-
-def parquet_batches(path: Path, column: str) -> Iterator[tuple[list[str], float]]:
-    """Yield the texts of a parquet column, some rows at a time, and the share of rows read so far; the last share is 1.
-
-    Rows without a text are left out.
-
-    Raises:
-        UserError: pyarrow is not installed, the file is damaged or not parquet, or has no such column of text.
-    """
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise UserError(f'{path} needs pyarrow to be read; install it with pip install "threefold[parquet]"') from None
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            _check_column(path, file, column)
-            read = 0
-            for batch in file.iter_batches(batch_size=_ROWS, columns=[column]):
-                read += batch.num_rows
-                yield [text for text in batch.column(0).to_pylist() if text is not None], read / file.metadata.num_rows
-    except (pyarrow.ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{path} cannot be read as parquet ({reason}); it may be truncated") from None
-
-
-def _check_column(path: Path, file: "pyarrow.parquet.ParquetFile", column: str) -> None:
-    import pyarrow
-
-    schema = file.schema_arrow
-    if column not in schema.names:
-        names = ", ".join(f'"{name}"' for name in schema.names)
-        raise UserError(f'{path} has no column "{column}" (its columns: {names}); name the right one with --key')
-    kind = schema.field(column).type
-    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-        raise UserError(f'{path} has no text in column "{column}" but {kind}; name a column of strings with --key')
-
 
 _KINDS: Final = {".jsonl": "json", ".json": "json", ".txt": "text", ".parquet": "parquet"}
 _KNOWN: Final = ".jsonl, .json, .txt, one of these and .gz or .zst, or .parquet"
@@ -70,6 +26,8 @@ DOCUMENT_END: Final = "<|endoftext|>"
 _TEXT_DOCUMENT: Final = 65_536
 _READ_LINE_LIMIT: Final = 4 * _TEXT_DOCUMENT
 _CHUNK: Final = 1 << 18
+_ROWS: Final = 1024
+"""Rows of a parquet file that are read together."""
 
 
 def find_inputs(inputs: Iterable[Path]) -> list[Path]:
@@ -81,7 +39,15 @@ def find_inputs(inputs: Iterable[Path]) -> list[Path]:
     found: list[Path] = []
     for path in inputs:
         if path.is_dir():
-            inside = _search(path)
+            made_here = {meta.parent for meta in path.rglob(META_FILE) if (meta.parent / TOKENS_FILE).exists()}
+            inside = sorted(
+                file
+                for file in path.rglob("*")
+                if _kind(file)
+                and file.is_file()
+                and not file.name.startswith(".")
+                and made_here.isdisjoint(file.parents)
+            )
             if not inside:
                 raise UserError(f"{path} holds no file to read; it needs {_KNOWN}")
             found += inside
@@ -109,8 +75,7 @@ def holds_chat(path: Path, key: str) -> bool:
     if _kind(path) != "json" or not path.is_file():  # a pipe can be read only once
         return False
     with _explained(path), path.open("rb") as raw:
-        lines = io.TextIOWrapper(_decompressed(raw, path), encoding="utf-8-sig")
-        first = next((line for line in lines if line.strip()), "null")
+        first = next((line for line in _decompressed(raw, path) if line.strip()), "null")
     try:
         return is_chat(json.loads(first), key)
     except (ValueError, RecursionError):
@@ -150,51 +115,36 @@ class SourceReader:
 
     def __iter__(self) -> Iterator[Document]:
         """Yield the non-empty documents. Raises UserError if the file cannot be read or a line is malformed."""
-        is_parquet = _kind(self.path) == "parquet"
-        for document in self._parquet_documents() if is_parquet else self._streamed_documents():
+        match _kind(self.path):
+            case "parquet":
+                documents: Iterator[Document] = self._parquet_documents()
+            case "text":
+                documents = self._text_documents()
+            case _:
+                documents = self._json_documents()
+        for document in documents:
             if not isinstance(document, str) or document.strip():
                 self.documents += 1
                 yield document
 
-    def _parquet_documents(self) -> Iterator[str]:
-        with self._opened() as raw:
-            size = self.path.stat().st_size
-            for texts, share in parquet_batches(self.path, self._key):
-                yield from texts
-                # Parquet is read out of order, so a second reader follows for the hash and the progress.
-                while self.bytes < share * size and raw.read(_CHUNK):
-                    pass
-            while raw.read(_CHUNK):
-                pass
-
-    def _streamed_documents(self) -> Iterator[Document]:
-        with self._opened() as raw, _explained(self.path):
-            stream = io.TextIOWrapper(_decompressed(raw, self.path), encoding="utf-8-sig")
-            if _kind(self.path) == "text":
-                yield from _text_documents(iter(lambda: stream.readline(_READ_LINE_LIMIT), ""))
-            else:
-                yield from self._json_documents(stream)
-            while raw.read(1 << 20):  # the hash covers the last bytes, which a decompressor may leave unread
-                pass
-
-    @contextmanager
-    def _opened(self) -> Iterator[io.BufferedReader]:
-        try:
-            file = self.path.open("rb", buffering=0)
-        except OSError as error:
-            raise UserError(f"{self.path} cannot be read ({error.strerror})") from None
-        with file:
-            yield io.BufferedReader(_Watched(file, self._watch), _CHUNK)
-
-    def _watch(self, data: memoryview) -> None:
-        self._hash.update(data)
-        self.bytes += len(data)
-        self._on_read(len(data))
-
     def objects(self) -> Iterator[tuple[dict[str, Any], int]]:
         """Yield each JSON line's object and number. Raises UserError if a line cannot be read or is not an object."""
-        with self._opened() as raw, _explained(self.path):
-            yield from self._json_objects(io.TextIOWrapper(_decompressed(raw, self.path), encoding="utf-8-sig"))
+        with self._stream() as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    value = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    reason = getattr(error, "msg", str(error))
+                    raise UserError(
+                        f"{self.path}:{number} is not JSON ({reason}); every line must be one JSON object"
+                    ) from None
+                if not isinstance(value, dict):
+                    raise UserError(
+                        f'{self.path}:{number} is not a JSON object; every line must be one, such as {{"text": "..."}}'
+                    )
+                yield value, number
 
     def text_of(self, value: dict[str, Any], number: int) -> str:
         """Return the text in the object of a line. Raises UserError if there is none under the key."""
@@ -211,9 +161,9 @@ class SourceReader:
             )
         return utf8(text)
 
-    def _json_documents(self, lines: Iterable[str]) -> Iterator[Document]:
+    def _json_documents(self) -> Iterator[Document]:
         holds_chat: bool | None = None
-        for value, number in self._json_objects(lines):
+        for value, number in self.objects():
             if holds_chat is None:
                 holds_chat = is_chat(value, self._key)
             if holds_chat and not is_chat(value, self._key):
@@ -223,31 +173,88 @@ class SourceReader:
                 )
             yield chat_of(value, self._key, f"{self.path}:{number}") if holds_chat else self.text_of(value, number)
 
-    def _json_objects(self, lines: Iterable[str]) -> Iterator[tuple[dict[str, Any], int]]:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                value = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                reason = getattr(error, "msg", str(error))
-                raise UserError(
-                    f"{self.path}:{number} is not JSON ({reason}); every line must be one JSON object"
-                ) from None
-            if not isinstance(value, dict):
-                raise UserError(
-                    f'{self.path}:{number} is not a JSON object; every line must be one, such as {{"text": "..."}}'
-                )
-            yield value, number
+    def _text_documents(self) -> Iterator[str]:
+        document: list[str] = []
+        size = 0
+        with self._stream() as stream:
+            for line in iter(lambda: stream.readline(_READ_LINE_LIMIT), ""):
+                is_end = line.strip() == DOCUMENT_END
+                if not is_end:
+                    document.append(line)
+                    size += len(line)
+                if is_end or size >= _READ_LINE_LIMIT or (size >= _TEXT_DOCUMENT and not line.strip()):
+                    yield "".join(document)
+                    document, size = [], 0
+            yield "".join(document)
+
+    def _parquet_documents(self) -> Iterator[str]:
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError:
+            raise UserError(
+                f'{self.path} needs pyarrow to be read; install it with pip install "threefold[parquet]"'
+            ) from None
+        try:
+            with self._opened() as raw, pyarrow.parquet.ParquetFile(self.path) as file:
+                size, rows, schema = self.path.stat().st_size, 0, file.schema_arrow
+                if self._key not in schema.names:
+                    names = ", ".join(f'"{name}"' for name in schema.names)
+                    raise UserError(
+                        f'{self.path} has no column "{self._key}" (its columns: {names}); name the right one with --key'
+                    )
+                kind = schema.field(self._key).type
+                if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+                    raise UserError(
+                        f'{self.path} has no text in column "{self._key}" but {kind}; name a column of strings with '
+                        "--key"
+                    )
+                for batch in file.iter_batches(batch_size=_ROWS, columns=[self._key]):
+                    yield from (text for text in batch.column(0).to_pylist() if text is not None)
+                    # Parquet is read out of order, so a second reader follows for the hash and the progress.
+                    rows += batch.num_rows
+                    while self.bytes < rows / file.metadata.num_rows * size and raw.read(_CHUNK):
+                        pass
+                while raw.read(_CHUNK):
+                    pass
+        except (pyarrow.ArrowException, OSError) as error:
+            reason = " ".join(str(error).split())
+            raise UserError(f"{self.path} cannot be read as parquet ({reason}); it may be truncated") from None
+
+    @contextmanager
+    def _stream(self) -> Iterator[io.TextIOWrapper]:
+        """Open the file as text, decompressed; if the block reads to the end, the hash is of the whole file."""
+        with self._opened() as raw, _explained(self.path):
+            yield _decompressed(raw, self.path)
+            while raw.read(1 << 20):  # the last bytes, which a decompressor may leave unread
+                pass
+
+    @contextmanager
+    def _opened(self) -> Iterator[io.BufferedReader]:
+        def watch(data: memoryview) -> None:
+            self._hash.update(data)
+            self.bytes += len(data)
+            self._on_read(len(data))
+
+        try:
+            file = _Watched(self.path, watch)
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be read ({error.strerror})") from None
+        with file:
+            yield io.BufferedReader(file, _CHUNK)
 
 
-def _search(folder: Path) -> list[Path]:
-    token_folders = {meta.parent for meta in folder.rglob(META_FILE) if (meta.parent / TOKENS_FILE).exists()}
-    return sorted(
-        path
-        for path in folder.rglob("*")
-        if _kind(path) and path.is_file() and not path.name.startswith(".") and token_folders.isdisjoint(path.parents)
-    )
+class _Watched(io.FileIO):
+    """File that passes on whatever is read from it."""
+
+    def __init__(self, path: Path, watch: Callable[[memoryview], None]) -> None:
+        super().__init__(path)
+        self._watch = watch
+
+    def readinto(self, buffer: Any) -> int:
+        count = super().readinto(buffer) or 0
+        self._watch(memoryview(buffer)[:count])
+        return count
 
 
 def _kind(path: Path) -> str | None:
@@ -258,14 +265,13 @@ def _kind(path: Path) -> str | None:
     return None if kind == "parquet" and is_compressed else kind
 
 
-def _decompressed(raw: io.BufferedReader, path: Path) -> io.BufferedReader | gzip.GzipFile:
-    match path.suffix.lower():
-        case ".gz":
-            return gzip.GzipFile(fileobj=raw)
-        case ".zst":
-            return io.BufferedReader(_ZstdFile(raw), _CHUNK)
-        case _:
-            return raw
+def _decompressed(raw: io.BufferedReader, path: Path) -> io.TextIOWrapper:
+    stream: Any = raw
+    if path.suffix.lower() == ".gz":
+        stream = gzip.GzipFile(fileobj=raw)
+    elif path.suffix.lower() == ".zst":
+        stream = io.BufferedReader(_ZstdFile(raw), _CHUNK)
+    return io.TextIOWrapper(stream, encoding="utf-8-sig")
 
 
 @contextmanager
@@ -276,36 +282,6 @@ def _explained(path: Path) -> Iterator[None]:
         raise UserError(f"{path} is not UTF-8 text ({error.reason}); convert it") from None
     except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
         raise UserError(f"{path} cannot be read ({error}); it may be truncated") from None
-
-
-def _text_documents(lines: Iterable[str]) -> Iterator[str]:
-    document: list[str] = []
-    size = 0
-    for line in lines:
-        if line.strip() == DOCUMENT_END:
-            yield "".join(document)
-            document, size = [], 0
-            continue
-        document.append(line)
-        size += len(line)
-        if size >= _READ_LINE_LIMIT or (size >= _TEXT_DOCUMENT and not line.strip()):
-            yield "".join(document)
-            document, size = [], 0
-    yield "".join(document)
-
-
-class _Watched(io.RawIOBase):
-    def __init__(self, file: io.RawIOBase, watch: Callable[[memoryview], None]) -> None:
-        self._file = file
-        self._watch = watch
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        count = self._file.readinto(buffer) or 0
-        self._watch(memoryview(buffer)[:count])
-        return count
 
 
 class _ZstdFile(io.RawIOBase):
@@ -332,15 +308,11 @@ class _ZstdFile(io.RawIOBase):
                 if self._in_frame:
                     raise EOFError("the zstd frame has no end")
                 return 0
-            self._decompress()
+            self._output = memoryview(self._frame.decompress(self._input))
+            self._in_frame, self._input = not self._frame.eof, self._frame.unused_data
+            if self._frame.eof:
+                self._frame = zstandard.ZstdDecompressor().decompressobj()
         count = min(len(buffer), len(self._output))
         buffer[:count] = self._output[:count]
         self._output = self._output[count:]
         return count
-
-    def _decompress(self) -> None:
-        self._output = memoryview(self._frame.decompress(self._input))
-        self._in_frame = not self._frame.eof
-        self._input = self._frame.unused_data
-        if self._frame.eof:
-            self._frame = zstandard.ZstdDecompressor().decompressobj()

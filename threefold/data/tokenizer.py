@@ -1,7 +1,7 @@
 """Tokenizers: training, loading, and encoding text as tokens."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,16 +96,6 @@ class TextEncoder:
 END_OF_DOCUMENT: Final = "<|endoftext|>"
 # Names of the end-of-document token in public tokenizers, the least ambiguous first.
 _END_NAMES: Final = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
-_MIN_VOCAB: Final = 256 + 1
-
-
-def check_vocab_size(vocab_size: int) -> None:
-    """Raise UserError if a byte-level BPE cannot have as few as `vocab_size` tokens."""
-    if vocab_size < _MIN_VOCAB:
-        raise UserError(
-            f"--vocab-size is {vocab_size} but a byte-level vocabulary holds 256 bytes and {END_OF_DOCUMENT}; "
-            f"the smallest that works is {_MIN_VOCAB}"
-        )
 
 
 def train_tokenizer(documents: Iterator[str], vocab_size: int) -> Tokenizer:
@@ -123,7 +113,20 @@ def train_tokenizer(documents: Iterator[str], vocab_size: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    _interruptible(lambda: tokenizer.train_from_iterator(documents, trainer))
+    # In a thread, so that Ctrl-C interrupts the wait: the library ignores signals while it trains.
+    failures: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            tokenizer.train_from_iterator(documents, trainer)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
     return tokenizer
 
 
@@ -157,20 +160,3 @@ def find_end(tokenizer: Tokenizer) -> int | None:
 def id_count(tokenizer: Tokenizer) -> int:
     """Return the highest token id plus one: the rows that an embedding needs, even if ids have gaps."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-
-
-def _interruptible(work: Callable[[], object]) -> None:
-    """Run `work` in a thread, so that Ctrl-C interrupts the wait: the library ignores signals while it trains."""
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join()
-    if failures:
-        raise failures[0]

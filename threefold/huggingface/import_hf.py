@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 import yaml
@@ -23,9 +23,8 @@ from threefold.data.tokenizer import end_of_document
 from threefold.errors import UserError
 from threefold.files import read_json as read_own_json
 from threefold.host import return_freed_memory
-from threefold.huggingface.config_mapping import read_model
-from threefold.huggingface.tensor_files import CONFIG as THEIR_CONFIG
-from threefold.huggingface.tensor_files import (
+from threefold.huggingface.files import CONFIG as THEIR_CONFIG
+from threefold.huggingface.files import (
     PREFIX,
     WITH_TOKENIZER,
     Box,
@@ -35,16 +34,17 @@ from threefold.huggingface.tensor_files import (
     end_tokens,
     read_box,
     read_json,
+    read_model,
     texts_of,
 )
 from threefold.models.family import make_model, model_plan
 from threefold.models.hf.model_type import HuggingFaceType, SourceRows, WeightMap
 from threefold.models.sharding import ModelPlan
 from threefold.output import Progress, check_replaceable, list_marked, staged_directory, write_durably
+from threefold.parallel.settings import DTYPES
 
 LONGEST_SAMPLE: Final = 2048
 """Largest data.sequence_length that the config of an imported run proposes, in tokens."""
-PRECISIONS: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 _LR: Final = 2e-5
 
 
@@ -89,16 +89,27 @@ def import_model(request: Import, progress: Progress) -> Imported:
     kind, settings = read_model(values, str(request.source / THEIR_CONFIG), request.ignored)
     files = TensorFiles(request.source, kind.prefix)
     dtypes = Counter(stored.dtype for stored in files.tensors.values())
-    precision = next(name for name, dtype in PRECISIONS.items() if dtype == dtypes.most_common(1)[0][0])
-    template = _template(settings, precision, request.out)
-    config = resolve(config_of(_of_checkpoint(template)), 1)
+    precision = next(name for name, dtype in DTYPES.items() if dtype == dtypes.most_common(1)[0][0])
+    longest = settings["max_position_embeddings"]
+    # The config to train with, for the run's folder: only what follows from the model. The checkpoint's own has the
+    # model's maximum sequence length.
+    template = {
+        "model": dict(settings),
+        "data": {"path": "tokens", "sequence_length": min(longest, LONGEST_SAMPLE)},
+        "train": {"init_from": str(request.out)},
+        "precision": {"dtype": precision},
+        "optimizer": {"lr": _LR},
+    }
+    own = {name: dict(section) for name, section in template.items() if name != "train"}
+    own["data"]["sequence_length"] = longest
+    config = resolve(config_of(own), 1)
     weights = _checked_weights(kind, config, files)
     texts = texts_of(request.source)
     if TOKENIZER in texts:
         check_tokenizer(texts[TOKENIZER], request.source / TOKENIZER, config.model.vocab_size or 0)
     eod = _end_token(request.source, texts)
     tensors = _streamed(weights, model_plan(config.model, 1), files, progress)
-    total = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+    total = sum(tensor.nbytes for tensor in tensors.values())
     progress.phase("Importing", total)
     with staged_directory(
         request.out, inputs=[request.source], overwrite=request.overwrite, listing=list_imported
@@ -107,11 +118,19 @@ def import_model(request: Import, progress: Progress) -> Imported:
         folder.mkdir(parents=True)
         files.not_finite()  # discard the counts of what the checks above have read
         save_tensors_alone(tensors, folder)
-        if not request.allow_not_finite:
-            _check_finite(files)
+        counts = {} if request.allow_not_finite else files.not_finite()
+        if first := next((name for name in files.tensors if name in counts), None):
+            others = ""
+            if len(counts) > 1:
+                others = f" and {len(counts) - 1} more tensors {sum(counts.values()) - counts[first]:,}"
+            raise UserError(
+                f"{files.tensors[first].file}: {first} holds {counts[first]:,} values that are NaN or infinite{others}"
+                "; fetch it again, or give --allow-not-finite to import them as they are."
+            )
         for name, text in {**texts, CONFIG: config.to_yaml()}.items():
             write_durably(folder / name, text)
-        write_manifest(folder, _facts(config, eod, texts))
+        tokenizer = hashlib.sha256(texts[TOKENIZER].encode()).hexdigest() if TOKENIZER in texts else None
+        write_manifest(folder, Facts(0, 0, config.train.seed, eod, tokenizer, tokens=0, documents=0))
         write_durably(partial / CONFIG, yaml.safe_dump(template, sort_keys=False))
         for name in (TOKENIZER, *WITH_TOKENIZER):
             if (stored := name if name == TOKENIZER else PREFIX + name) in texts:
@@ -134,24 +153,6 @@ def list_imported(run: Path) -> Collection[str] | None:
         return None
     names = [str(name) for name in manifest.get("files", ())]
     return {CONFIG, TOKENIZER, *((folder / name).as_posix() for name in (*names, MANIFEST))}
-
-
-def _template(settings: Mapping[str, Any], precision: str, out: Path) -> dict[str, dict[str, Any]]:
-    """Return the config to train with, for the run's folder: only what follows from the model."""
-    return {
-        "model": dict(settings),
-        "data": {"path": "tokens", "sequence_length": min(settings["max_position_embeddings"], LONGEST_SAMPLE)},
-        "train": {"init_from": str(out)},
-        "precision": {"dtype": precision},
-        "optimizer": {"lr": _LR},
-    }
-
-
-def _of_checkpoint(template: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the checkpoint's config: the template with the model's maximum sequence length and no `train` section."""
-    sections = {name: dict(values) for name, values in template.items() if name != "train"}
-    sections["data"]["sequence_length"] = sections["model"]["max_position_embeddings"]
-    return sections
 
 
 def _checked_weights(kind: HuggingFaceType, config: Config, files: TensorFiles) -> list[WeightMap]:
@@ -207,19 +208,6 @@ def _check_tie(files: TensorFiles, weights: list[WeightMap]) -> None:
     )
 
 
-def _check_finite(files: TensorFiles) -> None:
-    counts = files.not_finite()
-    if not counts:
-        return
-    order = {name: place for place, name in enumerate(files.tensors)}
-    first = min(counts, key=lambda name: order[name])
-    others = f" and {len(counts) - 1} more tensors {sum(counts.values()) - counts[first]:,}" if len(counts) > 1 else ""
-    raise UserError(
-        f"{files.tensors[first].file}: {first} holds {counts[first]:,} values that are NaN or infinite{others}; "
-        "fetch it again, or give --allow-not-finite to import them as they are."
-    )
-
-
 def _streamed(weights: list[WeightMap], plan: ModelPlan, files: TensorFiles, progress: Progress) -> dict[str, Tensor]:
     """Return the checkpoint's tensors by name, in the files' dtypes; they are read piece by piece as they are saved."""
     grouped: dict[str, list[WeightMap]] = {}
@@ -229,21 +217,17 @@ def _streamed(weights: list[WeightMap], plan: ModelPlan, files: TensorFiles, pro
     for name, slabs in grouped.items():
         sources = [source.name for slab in slabs for source in slab.sources]
         dtype = reduce(torch.promote_types, (files.tensors[source].dtype for source in sources))
+        # By columns if tensor parallelism shards the last dim, rather than the first or none.
+        rule, last = plan.split_of(name), len(slabs[0].shape) - (slabs[0].expert is None)
+        by_columns = rule is not None and last > 0 and rule.cut_dim(name.rpartition(".")[2], "tp") == last
         pieces = [
             _piece(weight, box, dtype, files, progress)
             for weight in slabs
-            for box in boxes(weight, dtype.itemsize, _is_cut_by_columns(plan, weight))
+            for box in boxes(weight, dtype.itemsize, by_columns)
         ]
         stack = () if slabs[0].expert is None else (len(slabs),)
         tensors[MODEL + name] = PiecedTensor((*stack, *slabs[0].shape), dtype, pieces)
     return tensors
-
-
-def _is_cut_by_columns(plan: ModelPlan, weight: WeightMap) -> bool:
-    """Whether tensor parallelism shards the last dim of a parameter, rather than its first or none."""
-    rule = plan.split_of(weight.name)
-    last = len(weight.shape) - (weight.expert is None)
-    return rule is not None and last > 0 and rule.cut_dim(weight.name.rpartition(".")[2], "tp") == last
 
 
 def _piece(weight: WeightMap, box: Box, dtype: torch.dtype, files: TensorFiles, progress: Progress) -> TensorPiece:
@@ -252,7 +236,7 @@ def _piece(weight: WeightMap, box: Box, dtype: torch.dtype, files: TensorFiles, 
 
     def read() -> Tensor:
         tensor = read_box(weight, files, box).to(dtype)
-        progress.advance(tensor.numel() * tensor.itemsize)
+        progress.advance(tensor.nbytes)
         return tensor if weight.expert is None else tensor[None]
 
     if weight.expert is None:
@@ -270,11 +254,6 @@ def _end_token(source: Path, texts: Mapping[str, str]) -> int | None:
         return end_of_document(Tokenizer.from_str(texts[TOKENIZER]), None)
     except UserError:
         return None
-
-
-def _facts(config: Config, eod: int | None, texts: Mapping[str, str]) -> Facts:
-    tokenizer = hashlib.sha256(texts[TOKENIZER].encode()).hexdigest() if TOKENIZER in texts else None
-    return Facts(0, 0, config.train.seed, eod, tokenizer, tokens=0, documents=0)
 
 
 def _named(names: set[str]) -> str:

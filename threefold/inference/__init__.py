@@ -2,5 +2,5 @@
 
 `model` loads this rank's shards of a run's newest checkpoint, and has the forward pass and the KV cache. `generate` has
 sampling and the generation loop over batches of prompts. `eval_tasks` computes log-likelihoods of given tokens and
-defines which tokens of a text are evaluated; `prompt_files` reads prompts and texts.
+defines which tokens of a text are evaluated.
 """

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp, inf
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor
 
 from threefold.comm.layout import shard_bounds
+from threefold.data.conversations import Document
 from threefold.data.encoding import DocumentEncoder
-from threefold.data.messages import Document
-from threefold.data.tokenizer import TextEncoder
+from threefold.data.sources import SourceReader, find_inputs
 from threefold.errors import UserError
 from threefold.inference.model import Model
 from threefold.parallel.tensor.layers import ParallelCrossEntropy
@@ -133,28 +134,40 @@ def _score_batch(
 
 def _score_tokens(model: Model, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return each label's loss given `hidden` [N, H], fp64 [N], and whether it is the most likely token, bool [N]."""
-    loss = ParallelCrossEntropy(model.trained.config.model.vocab_size, model.mesh.tp)
-    at_once = max(1, _LOGITS_AT_ONCE // max(1, model.trained.config.model.vocab_size))
+    rows, tp = model.trained.config.model.vocab_size, model.mesh.tp
+    loss, (start, _) = ParallelCrossEntropy(rows, tp), shard_bounds(rows, tp.size, tp.index)
+    at_once = max(1, _LOGITS_AT_ONCE // max(1, rows))
     losses, hits = [], []
     with torch.no_grad():
         for some, given in zip(hidden.split(at_once), labels.split(at_once), strict=True):
             logits = model.logits(some)
             losses.append(loss(logits, given).double())
-            hits.append(_most_likely(model, logits) == given)
+            # The most likely of this rank's columns, then of all; the embedding may have more rows than tokens.
+            known = logits[:, : max(0, model.tokens - start)]
+            best = torch.full((2, len(logits)), -torch.inf, dtype=torch.float64, device=logits.device)
+            if known.shape[1]:
+                top, column = known.max(-1)
+                best = torch.stack([top.double(), (column + start).double()])
+            tops, columns = tp.all_gather_equal(best.unsqueeze(0), 0).unbind(1)
+            hits.append(columns.gather(0, tops.argmax(0, keepdim=True))[0].to(torch.int64) == given)
     return torch.cat(losses), torch.cat(hits)
 
 
-def _most_likely(model: Model, logits: Tensor) -> Tensor:
-    """Return the most likely token, int64 [N], given this tp rank's columns of the logits [N, columns]."""
-    tp = model.mesh.tp
-    start, _ = shard_bounds(model.trained.config.model.vocab_size, tp.size, tp.index)
-    known = logits[:, : max(0, model.tokens - start)]  # the embedding may have more rows than there are tokens
-    best = torch.full((2, len(logits)), -torch.inf, dtype=torch.float64, device=logits.device)
-    if known.shape[1]:
-        top, column = known.max(-1)
-        best = torch.stack([top.double(), (column + start).double()])
-    tops, columns = tp.all_gather_equal(best.unsqueeze(0), 0).unbind(1)
-    return columns.gather(0, tops.argmax(0, keepdim=True))[0].to(torch.int64)
+def read_texts(path: Path, key: str) -> list[Document]:
+    """Read the non-blank texts to evaluate from a file.
+
+    JSON lines (.jsonl or .json) hold one text per line under `key`, or conversations, or prompts with completions. A
+    .txt file is divided into documents.
+
+    Raises:
+        UserError: the file cannot be read, its kind is unknown, a line is malformed, or there is no text.
+    """
+    if not path.is_file():
+        raise UserError(f"--data is {path}, which is not a file; give one that exists.")
+    (found,) = find_inputs([path])
+    if not (texts := list(SourceReader(found, key, lambda _: None))):
+        raise UserError(f"--data {path} has no text; give one JSON object per line, with the text under {key!r}.")
+    return texts
 
 
 @dataclass(frozen=True)
@@ -309,26 +322,24 @@ class LastWord(EvalTask):
         for number, text in enumerate(texts):
             if not isinstance(text, str):
                 raise UserError(f"{text.where} is not a text, which --task lambada needs; use --task perplexity.")
-            tokens, first = self._split(documents.text, text, number)
+            before = text.rstrip().rpartition(text.split()[-1])[0].rstrip()
+            if not before:
+                raise UserError(
+                    f"Text {number + 1} of --data is one word, with no context before it; give longer texts."
+                )
+            # The tokens of the whole text, and the index of its last word's first token.
+            tokens, first = documents.text.encode(text.rstrip()), len(documents.text.encode(before))
+            if not 0 < len(tokens) - first <= self.context:
+                raise UserError(
+                    f"The last word of text {number + 1} of --data is {len(tokens) - first} tokens but must be between "
+                    f"1 and the context, {self.context}; leave the text out."
+                )
             encoded.append(np.array(tokens, np.int64))
             windows.append(Window(number, max(0, len(tokens) - 1 - self.context), len(tokens) - 1, first))
             advance()
         if not windows:
             raise UserError("--data has no text, so there is no last word to predict; give one text per line.")
         return EncodedTexts(encoded, windows)
-
-    def _split(self, encoder: TextEncoder, text: str, number: int) -> tuple[list[int], int]:
-        """Return the tokens of the whole text, and the index of its last word's first token."""
-        before = text.rstrip().rpartition(text.split()[-1])[0].rstrip()
-        if not before:
-            raise UserError(f"Text {number + 1} of --data is one word, with no context before it; give longer texts.")
-        tokens, first = encoder.encode(text.rstrip()), len(encoder.encode(before))
-        if not 0 < len(tokens) - first <= self.context:
-            raise UserError(
-                f"The last word of text {number + 1} of --data is {len(tokens) - first} tokens but must be between 1 "
-                f"and the context, {self.context}; leave the text out."
-            )
-        return tokens, first
 
     def metrics(self, encoded: EncodedTexts, scores: Scores) -> list[Metric]:
         words = len(encoded.windows)

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from threefold.data.messages import Conversation
+from threefold.data.conversations import MESSAGES, PROMPT, Chat, conversation_of
+from threefold.data.sources import SourceReader
 from threefold.data.tokenizer import SpecialTokens
 from threefold.errors import UserError
 from threefold.inference.model import Cache, Model, Trained, caching
@@ -70,7 +71,7 @@ def uniform(seed: int, sequence: str, position: int) -> float:
     return (stream_key("choice", seed, sequence, position) >> 10) / 2**53
 
 
-Prompt = str | Conversation
+Prompt = str | Chat
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,7 @@ def generate_text(model: Model, prompts: Sequence[Prompt], request: GenerationRe
     begun, ends = encode_prompts(model.trained, prompts, request)
     texts = [_Text(model, tokens, request.show_special) for tokens in begun]
     for number, token in generate_tokens(model, begun, request, ends):
-        if piece := texts[number].end() if token is None else texts[number].add(token):
+        if piece := texts[number].add(token):
             yield GeneratedText(number, piece)
         if token is None:
             yield GeneratedText(number, None)
@@ -230,7 +231,7 @@ def encode_prompts(
         UserError: a conversation has no chat template or is rejected by it.
     """
     documents, ends = trained.documents(request.special_tokens), trained.ends()
-    if any(isinstance(prompt, Conversation) for prompt in prompts) and (end := documents.end_of_turn()) is not None:
+    if any(isinstance(prompt, Chat) for prompt in prompts) and (end := documents.end_of_turn()) is not None:
         ends |= {end}
     begun = [
         documents.text.encode(prompt) if isinstance(prompt, str) else documents.prompt(prompt.messages, prompt.where)
@@ -271,26 +272,53 @@ def require_text(prompts: Sequence[Prompt]) -> None:
             ) from None
 
 
+def read_prompts(path: Path) -> list[Prompt]:
+    """Read prompts from a file: JSON lines with the key `prompt` (.jsonl or .json, also .gz or .zst), or one per line.
+
+    A list of messages under `prompt` or `messages` is a conversation to answer. Blank lines are skipped.
+
+    Raises:
+        UserError: the file cannot be read, a line is malformed, or there is no prompt.
+    """
+    if not path.is_file():
+        raise UserError(f"--prompts-file is {path}, which is not a file; give one that exists.")
+    prompts: list[Prompt] = []
+    if ".json" in path.name:
+        reader = SourceReader(path, PROMPT, lambda _: None)
+        for value, number in reader.objects():
+            name = PROMPT if PROMPT in value or MESSAGES not in value else MESSAGES
+            if isinstance(value.get(name), list):
+                prompts.append(conversation_of(value[name], f"{path}:{number}", name))
+            elif (text := reader.text_of(value, number)).strip():
+                prompts.append(text)
+    else:
+        try:
+            lines = path.read_text(encoding="utf-8-sig").split("\n")
+        except OSError as error:
+            raise UserError(f"--prompts-file {path} cannot be read ({error.strerror}).") from None
+        except UnicodeDecodeError as error:
+            raise UserError(f"--prompts-file {path} is not UTF-8 text (byte {error.start}).") from None
+        prompts += [line.rstrip("\r") for line in lines if line.strip()]
+    if not prompts:
+        raise UserError(f"--prompts-file {path} has no prompt; give one per line.")
+    return prompts
+
+
 class _Text:
     """Incremental detokenizer of one sequence."""
 
     def __init__(self, model: Model, tokens: list[int], show_special: bool) -> None:
         self._tokenizer, self._tokens, self._skipped = model.tokenizer, list(tokens), not show_special
-        self._emitted = self._text()
+        self._emitted = ""
+        self.add(None)
 
-    def add(self, token: int) -> str:
-        """Return the text that a token adds; empty while a character is incomplete."""
-        self._tokens.append(token)
-        text = self._text()
-        return "" if text.endswith("\ufffd") else self._emit(text)
-
-    def end(self) -> str:
-        return self._emit(self._text())
-
-    def _text(self) -> str:
-        return str(self._tokenizer.decode(self._tokens, skip_special_tokens=self._skipped))
-
-    def _emit(self, text: str) -> str:
+    def add(self, token: int | None) -> str:
+        """Return the text that a token adds, which is empty while a character is incomplete; None ends the text."""
+        if token is not None:
+            self._tokens.append(token)
+        text = str(self._tokenizer.decode(self._tokens, skip_special_tokens=self._skipped))
+        if token is not None and text.endswith("\ufffd"):
+            return ""
         piece, self._emitted = text[len(self._emitted) :], text
         return piece
 
@@ -299,37 +327,29 @@ def _next_logits(model: Model, cache: Cache | None, active: list[_Sequence]) -> 
     """Return the logits [B, V] of each sequence's next token on the last stage; None elsewhere."""
     for sequence in active:
         sequence.fit(model.context)
-    if cache is None:
-        return _logits_of_all(model, active)
-    _fill(model, cache, [row for row, sequence in enumerate(active) if not sequence.is_cached], active)
+    if cache is None:  # from all tokens again, padded on the right
+        held = [sequence.tokens[sequence.start :] for sequence in active]
+        for sequence in active:
+            sequence.is_cached = True  # so that truncation keeps half of the context, as with a cache
+        lasts = [len(tokens) - 1 for tokens in held]
+        hidden = model.hidden(_padded(held))
+        return None if hidden is None else model.whole_logits(hidden[torch.arange(len(held)), lasts])
+    # Prefill the rows that do not have all tokens but the last.
+    new = {row: sequence.tokens[sequence.start : -1] for row, sequence in enumerate(active) if not sequence.is_cached}
+    for row in new:
+        active[row].is_cached = True
+    if new := {row: tokens for row, tokens in new.items() if tokens}:
+        cache.cursor.fill(list(new), [len(tokens) for tokens in new.values()], model.mesh.device)
+        model.hidden(_padded(list(new.values())))
     device = model.mesh.device
     cache.cursor.advance([len(sequence.tokens) - 1 - sequence.start for sequence in active], device)
     hidden = model.hidden(torch.tensor([sequence.tokens[-1:] for sequence in active]))
     return None if hidden is None else model.whole_logits(hidden[:, 0])
 
 
-def _logits_of_all(model: Model, active: list[_Sequence]) -> Tensor | None:
-    """Compute `_next_logits` from all tokens again, without a cache; sequences are padded on the right."""
-    held = [sequence.tokens[sequence.start :] for sequence in active]
-    for sequence in active:
-        sequence.is_cached = True  # so that truncation keeps half of the context, as with a cache
-    longest = max(map(len, held))
-    hidden = model.hidden(torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens in held]))
-    lasts = [len(tokens) - 1 for tokens in held]
-    return None if hidden is None else model.whole_logits(hidden[torch.arange(len(held)), lasts])
-
-
-def _fill(model: Model, cache: Cache, rows: list[int], active: list[_Sequence]) -> None:
-    """Prefill the KV cache of all tokens but the last, in the rows that do not have it."""
-    tokens = {row: active[row].tokens[active[row].start : -1] for row in rows}
-    for row in rows:
-        active[row].is_cached = True
-    if not (tokens := {row: held for row, held in tokens.items() if held}):
-        return
-    lengths = [len(held) for held in tokens.values()]
-    padded = [held + [0] * (max(lengths) - len(held)) for held in tokens.values()]
-    cache.cursor.fill(list(tokens), lengths, model.mesh.device)
-    model.hidden(torch.tensor(padded))
+def _padded(rows: list[list[int]]) -> Tensor:
+    longest = max(map(len, rows))
+    return torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens in rows])
 
 
 def _choose(model: Model, active: list[_Sequence], logits: Tensor | None, request: GenerationRequest) -> list[int]:

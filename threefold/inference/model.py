@@ -14,20 +14,19 @@ from torch.nn import functional as F
 
 from threefold.checkpoint.code import with_code
 from threefold.checkpoint.errors import MODEL, DamagedCheckpoint
-from threefold.checkpoint.folder import TOKENIZER, Checkpoint
-from threefold.checkpoint.model_match import require_match
-from threefold.checkpoint.selection import Damaged, from_first, select_checkpoint
-from threefold.checkpoint.tensors import load_tensors, load_tensors_alone, stored_names
+from threefold.checkpoint.folder import TOKENIZER, Checkpoint, Damaged, from_first, select_checkpoint
+from threefold.checkpoint.index import require_match
+from threefold.checkpoint.tensors import load_tensors, stored_names
 from threefold.comm.axis import local_part
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.config.model import OWN
-from threefold.data.chat_template import ChatTemplate
+from threefold.data.conversations import ChatTemplate
 from threefold.data.encoding import DocumentEncoder
 from threefold.data.tokenizer import SpecialTokens, TextEncoder, TextRule, id_count
 from threefold.errors import UserError
-from threefold.huggingface.tensor_files import PREFIX, end_tokens
+from threefold.huggingface.files import PREFIX, end_tokens
 from threefold.models.family import make_model, model_plan
 from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import NOTHING, PositionEmbedding, SampleInfo
@@ -104,15 +103,6 @@ class Trained:
         """Whether this is a user's own model rather than one of the built-in families."""
         return self.config.model.architecture == OWN
 
-    @property
-    def has_tokenizer(self) -> bool:
-        return self.checkpoint.facts.tokenizer_sha256 is not None
-
-    @property
-    def is_import(self) -> bool:
-        """Whether the model was imported from Hugging Face and has not been trained since."""
-        return not self.checkpoint.facts.documents
-
     def documents(self, special_tokens: SpecialTokens | None = None) -> DocumentEncoder:
         """Return the encoder of texts and conversations that fits the training data, or an imported model's tokenizer.
 
@@ -136,17 +126,18 @@ class Trained:
 
     def tokenizer(self) -> Tokenizer:
         """Load the tokenizer of the training data. Raises UserError if there is none or it cannot be read."""
-        if not self.has_tokenizer and self.is_import:
+        facts, folder = self.checkpoint.facts, self.checkpoint.path
+        if facts.tokenizer_sha256 is None and not facts.documents:
             raise UserError(
-                f"{self.checkpoint.path} was imported without a tokenizer, so output cannot be decoded; put its "
-                "tokenizer.json beside its config.json and import it again."
+                f"{folder} was imported without a tokenizer, so output cannot be decoded; put its tokenizer.json "
+                "beside its config.json and import it again."
             )
-        if not self.has_tokenizer:
+        if facts.tokenizer_sha256 is None:
             raise UserError(
-                f"{self.checkpoint.path} was trained on {', '.join(self.config.data.corpora)} without a tokenizer, so "
-                "output cannot be decoded; resume with --resume and data.tokenizer set to its tokenizer.json."
+                f"{folder} was trained on {', '.join(self.config.data.corpora)} without a tokenizer, so output cannot "
+                "be decoded; resume with --resume and data.tokenizer set to its tokenizer.json."
             )
-        path = self.checkpoint.path / TOKENIZER
+        path = folder / TOKENIZER
         try:
             return Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises a bare Exception
@@ -169,14 +160,13 @@ class Trained:
             UserError: no checkpoint can be read.
         """
         mesh = mesh or Mesh.alone()
-        trained, damaged = self, {}
-        run, code = self.checkpoint.run_dir, (self.model, self.trust_code)
+        trained, damaged, run = self, {}, self.checkpoint.run_dir
         while True:
             try:
                 return trained._load(mesh, dtype)
             except DamagedCheckpoint as damage:
                 damaged[damage.path] = damage.reason
-                trained = from_first(mesh.world, lambda: type(self).find(run, damaged, *code))
+                trained = from_first(mesh.world, lambda: self.find(run, damaged, self.model, self.trust_code))
 
     def _load(self, mesh: Mesh, dtype: str) -> "Model":
         config = self.config.model
@@ -188,7 +178,7 @@ class Trained:
         names = stored_names(self.checkpoint.path)
         buffers = {MODEL + name: buffer for name, buffer in stored_buffers([stage]).items()}
         weights |= {name: buffer for name, buffer in buffers.items() if name in names}  # older checkpoints have none
-        (load_tensors_alone if mesh.is_alone else load_tensors)(weights, self.checkpoint.path)
+        load_tensors(weights, self.checkpoint.path, alone=mesh.is_alone)
         return Model(self, stage.eval().requires_grad_(False), mesh, DTYPES[dtype])
 
 
@@ -209,7 +199,8 @@ class Model:
     def tokens(self) -> int:
         """Number of token ids; the embedding may have more rows."""
         rows = self.trained.config.model.vocab_size
-        return min(id_count(self.tokenizer), rows) if self.trained.has_tokenizer else rows
+        has_tokenizer = self.trained.checkpoint.facts.tokenizer_sha256 is not None
+        return min(id_count(self.tokenizer), rows) if has_tokenizer else rows
 
     @cached_property
     def ends(self) -> frozenset[int]:
@@ -246,9 +237,8 @@ class Model:
         if not pp.is_first:
             width = self.trained.config.model.hidden_size
             if self.trained.is_own:  # no setting gives it
-                width = int(pp.receive_(torch.empty(1, dtype=torch.int64, device=self.mesh.device), pp.index - 1))
-            shape = (*tokens.shape, width)
-            x = pp.receive_(torch.empty(shape, dtype=self.dtype, device=self.mesh.device), pp.index - 1)
+                width = int(pp.receive_(torch.empty(1, dtype=torch.int64, device=x.device), pp.index - 1))
+            x = pp.receive_(torch.empty((*tokens.shape, width), dtype=self.dtype, device=x.device), pp.index - 1)
         layers = self.stage.layer_names
         for name in layers[:-1] if self.stage.gives_loss else layers:
             x = self.stage.get_submodule(name)(x, NOTHING)
@@ -264,7 +254,8 @@ class Model:
         """Compute this tp rank's columns of the logits, [..., columns], from `hidden` [..., H] on the last stage."""
         flat = hidden.reshape(1, -1, hidden.shape[-1])
         out: Tensor = self.stage.get_submodule(self.stage.layer_names[-1])(flat)
-        if self.trained.is_own and not self._cuts_logits:
+        rules = self.stage.model_plan.split.values()
+        if self.trained.is_own and not any(isinstance(rule, VocabLoss) for rule in rules):  # it gives all columns
             rows = self.trained.config.model.vocab_size
             if out.shape[-1] != rows:
                 raise UserError(
@@ -273,11 +264,6 @@ class Model:
                 )
             out = local_part(out, self.mesh.tp, -1)
         return out.reshape(*hidden.shape[:-1], out.shape[-1])
-
-    @cached_property
-    def _cuts_logits(self) -> bool:
-        """Whether the last layer of a user's own model returns only this tp rank's columns of the logits."""
-        return any(isinstance(rule, VocabLoss) for rule in self.stage.model_plan.split.values())
 
     @contextmanager
     def few_threads(self) -> Iterator[None]:
@@ -299,7 +285,7 @@ class Model:
         part, tp = self.logits(hidden), self.mesh.tp
         if tp.size > 1:
             widest = -(-self.trained.config.model.vocab_size // tp.size)  # the last shards may be narrower
-            part = tp.all_gather_equal(torch.nn.functional.pad(part, (0, widest - part.shape[-1])), -1)
+            part = tp.all_gather_equal(F.pad(part, (0, widest - part.shape[-1])), -1)
         return part[..., : self.tokens]
 
 

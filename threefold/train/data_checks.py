@@ -18,7 +18,7 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.config.resolve import is_derived, with_micro_batch
-from threefold.data.content_checksums import Content, ReadCorpus, checksum_of_tokens
+from threefold.data.corpus import Content, Corpus, checksum_of_tokens
 from threefold.data.loader import Batch, fingerprint
 from threefold.errors import UserError
 from threefold.files import shown
@@ -123,7 +123,7 @@ class TokenCheck(Callback):
     def __init__(
         self,
         mesh: Mesh,
-        corpora: Sequence[ReadCorpus],
+        corpora: Sequence[Corpus],
         every: int,
         resumed: Checkpoint | None,
         reads: bool,
@@ -213,7 +213,7 @@ class TokenCheck(Callback):
                 self._problem = _PROBLEMS + 3 * number + kind
                 return
 
-    def _problem_of(self, number: int, corpus: ReadCorpus) -> int | None:
+    def _problem_of(self, number: int, corpus: Corpus) -> int | None:
         written, dtype = corpus.content.tokens, corpus.content.dtype
         then = self.resumed.facts.contents[number] if self.resumed and self.resumed.facts.contents else None
         try:

@@ -8,18 +8,15 @@ from pathlib import Path
 import torch
 
 from threefold.checkpoint.errors import DamagedCheckpoint
-from threefold.checkpoint.folder import model_files, newest
+from threefold.checkpoint.folder import SelectedCheckpoint, from_first, model_files, newest
 from threefold.checkpoint.resume import (
     Resume,
-    Resumption,
-    WarmStart,
     consumed_by,
     continues,
     find_resumption,
     find_warm_start,
 )
 from threefold.checkpoint.save import BackgroundSaver
-from threefold.checkpoint.selection import from_first
 from threefold.comm.axis import Axis
 from threefold.comm.heartbeat import Activity, Heartbeat, ObservedHeartbeat
 from threefold.comm.layout import Layout
@@ -300,8 +297,8 @@ class Start:
                 self._damaged[damage.path] = damage.reason
                 self._found = self._find()
 
-    def _find(self) -> Resumption | WarmStart | None:
-        def find() -> Resumption | WarmStart | None:
+    def _find(self) -> SelectedCheckpoint | None:
+        def find() -> SelectedCheckpoint | None:
             if continues(self._run_dir, self._resume):
                 return find_resumption(self._run_dir, self._config, self._damaged)
             return find_warm_start(self._config, self._damaged)
@@ -313,7 +310,7 @@ class Start:
         if found is None:
             return StartingPoint(0, new, self._attempt.lines(""))
         checkpoint = found.checkpoint
-        if isinstance(found, Resumption):
+        if found.is_resumed:
             restore_engine(engine, checkpoint)
             after = f" after step {checkpoint.step:,}" if self._attempt.number else ""
             lines = [*self._attempt.lines(f"Resuming from {checkpoint.path}{after}"), *found.warnings]

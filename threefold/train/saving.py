@@ -12,20 +12,19 @@ from torch import Tensor
 
 from threefold.checkpoint.errors import MODEL, OPTIMIZER, DamagedCheckpoint
 from threefold.checkpoint.folder import CONFIG, TOKENIZER, Checkpoint, complete, model_files, prune
-from threefold.checkpoint.manifest import AnomalyFacts, Facts, read_manifest
+from threefold.checkpoint.manifest import WRITER, AnomalyFacts, Facts, read_manifest, record_of
 from threefold.checkpoint.remote import Mirror, RemoteCheckpoints
 from threefold.checkpoint.save import BackgroundSaver, Written, save_checkpoint, set_aside_checkpoint
 from threefold.checkpoint.tensors import load_tensors, stored_names
-from threefold.checkpoint.writer import WRITER, record_of
 from threefold.config.model import OWN
-from threefold.data.chat_template import CONFIG_FILE
-from threefold.data.content_checksums import Content
+from threefold.data.conversations import CONFIG_FILE
+from threefold.data.corpus import Content
 from threefold.data.dataset import Dataset
 from threefold.data.loader import Loader
 from threefold.data.samples import ConsumedSamples
 from threefold.errors import DivergenceError, UserError
 from threefold.files import read_text
-from threefold.huggingface.tensor_files import PREFIX, carried_by
+from threefold.huggingface.files import PREFIX, carried_by
 from threefold.models.source import file_source
 from threefold.parallel.moving_buffers import stored_buffers
 from threefold.random.rng import STREAMS, is_of_process, stored_as

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from threefold.checkpoint.selection import from_first
+from threefold.checkpoint.folder import from_first
 from threefold.comm.layout import Layout, LayoutSpec
 from threefold.comm.mesh import Mesh
 from threefold.config import Config, resolve

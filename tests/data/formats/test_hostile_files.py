@@ -14,9 +14,9 @@ import pytest
 
 from tests.support.other_systems import npy, write_fleet, write_fleet_npz, write_megatron
 from threefold.data.audit import audit
+from threefold.data.corpus import META_FILE
+from threefold.data.formats.registry import open_corpus, read_stored
 from threefold.data.formats.threefold_folder import TokenFiles, file_checksums
-from threefold.data.formats.token_files import open_corpus, read_stored
-from threefold.data.stored_array import META_FILE
 from threefold.errors import UserError
 from threefold.output import SILENT
 
@@ -72,7 +72,7 @@ def test_a_field_that_is_missing(folder: Path) -> None:
     for name in facts:
         (folder / META_FILE).write_text(json.dumps({key: value for key, value in facts.items() if key != name}))
         if name in of_later:
-            assert TokenFiles.open(folder).token_count == facts["tokens"]
+            assert len(TokenFiles.open(folder).tokens) == facts["tokens"]
         else:
             assert META_FILE in refused(lambda: TokenFiles.open(folder))
 

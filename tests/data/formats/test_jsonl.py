@@ -15,13 +15,13 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from threefold.config import Config
+from threefold.data.corpus import TOKENS_FILE
 from threefold.data.dataset import open_dataset
 from threefold.data.formats import jsonl
 from threefold.data.formats.jsonl import JsonLines
 from threefold.data.loader import Loader, Share
 from threefold.data.packed import PaddedSamples
 from threefold.data.samples import document_runs
-from threefold.data.stored_array import TOKENS_FILE
 from threefold.errors import UserError
 from threefold.output import SILENT
 

@@ -22,11 +22,11 @@ from tests.support.other_systems import (
     write_fleet_npz,
     write_megatron,
 )
-from threefold.data.formats.token_files import holds_tokens, open_corpus, read_stored
+from threefold.data.corpus import StoredArray
+from threefold.data.formats.registry import holds_tokens, open_corpus, read_stored
 from threefold.data.loader import Loader, Share
 from threefold.data.packed import PackedSamples, split_facts
 from threefold.data.samples import SPLITS, document_runs
-from threefold.data.stored_array import StoredArray
 from threefold.errors import UserError
 
 EOD = 3

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.plugin_package import write_package
-from threefold.data.formats.registry import TOKEN_FORMATS, token_formats
-from threefold.data.formats.token_files import holds_tokens, open_corpus
+from threefold.data.formats.registry import TOKEN_FORMATS, holds_tokens, open_corpus, token_formats
 from threefold.data.preparation import convert
 from threefold.output import SILENT
 

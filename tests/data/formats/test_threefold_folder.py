@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from threefold.data.corpus import DOCUMENTS_FILE, META_FILE, TOKENIZER_FILE, TOKENS_FILE, dtype_for
 from threefold.data.formats.threefold_folder import TokenFiles
-from threefold.data.stored_array import DOCUMENTS_FILE, META_FILE, TOKENIZER_FILE, TOKENS_FILE, dtype_for
 from threefold.errors import UserError
 
 DOCUMENTS = [[1, 2, 3], [4], [5, 6]]

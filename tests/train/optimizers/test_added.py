@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.support.plugin_package import write_package
 from threefold.checkpoint.errors import MODEL, OPTIMIZER
 from threefold.checkpoint.folder import newest
-from threefold.checkpoint.tensors import load_tensors_alone, stored_tensors
+from threefold.checkpoint.tensors import load_tensors, stored_tensors
 
 TOY = '''
 """RMSprop whose steps shrink with their number."""
@@ -67,7 +67,7 @@ def tensors(run: Path) -> dict[str, Tensor]:
     assert checkpoint is not None
     stored = stored_tensors(checkpoint.path).items()
     found = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in stored}
-    load_tensors_alone(found, checkpoint.path)
+    load_tensors(found, checkpoint.path, alone=True)
     return found
 
 

@@ -1,34 +1,46 @@
-"""JSON lines (JSONL): each line is a text, which is cut or padded, or a conversation, which is packed."""
+"""JSON lines (JSONL): each line is a text, which is cut or padded, or a conversation, which is packed.
 
+The lines are encoded once, into a cache whose entries are named by a hash of their inputs and written atomically by one
+process.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from platformdirs import user_cache_path
 from tokenizers import Tokenizer
 
-from threefold.data.chat_template import ChatTemplate
-from threefold.data.corpus import Corpus
-from threefold.data.encoding import EncodingSpec, encode_documents
-from threefold.data.formats.token_cache import cached, content_hash, default_roots, entry_checksums, entry_name
-from threefold.data.sources import SourceReader, holds_chat
-from threefold.data.stored_array import (
+from threefold.data.conversations import ChatTemplate
+from threefold.data.corpus import (
     DOCUMENT_DTYPE,
     LOSS_MASK_FILE,
     TOKEN_DTYPES,
     TOKENS_FILE,
+    Content,
+    Corpus,
     DocumentWriter,
     StoredArray,
     dtype_for,
     load_column,
 )
+from threefold.data.encoding import EncodingSpec, encode_documents
+from threefold.data.sources import SourceReader, holds_chat
 from threefold.data.tokenizer import SpecialTokens, TextRule, find_end, id_count, load_tokenizer
 from threefold.errors import UserError
-from threefold.files import require_file, shown
+from threefold.files import checksum, checksum_of, checksums, read_json, require_file, seal, shown, unseal
 from threefold.host import usable_cores
-from threefold.output import Progress
+from threefold.output import Progress, staged_directory
 
 LINES_FILE: Final = "lines.bin"
 # Incremented when the same file, tokenizer and length give another cache.
@@ -99,7 +111,7 @@ class JsonLines:
         try:
             if self.tokenizer_file.exists():
                 require_file(self.tokenizer_file, "data.tokenizer ")
-            return sha256(self.tokenizer_file.read_bytes()).hexdigest()
+            return hashlib.sha256(self.tokenizer_file.read_bytes()).hexdigest()
         except OSError as error:
             raise UserError(
                 f"data.tokenizer is {self.tokenizer_file}, which cannot be read ({error.strerror}); "
@@ -152,7 +164,7 @@ class JsonLines:
         """Return the cache folder with the lines as tokens, cut to `longest`; `further` are inputs of the cache key."""
         roots = default_roots(self.path) if self.cache is None else [self.cache]
         content = content_hash(self.path, roots)
-        follows_from = {
+        facts = {
             "version": _VERSION,
             "content": content,
             "key": self.key,
@@ -161,7 +173,8 @@ class JsonLines:
             "special_tokens": self.special_tokens,
             **further,
         }
-        return cached(roots, entry_name(follows_from), partial(self._encode, content, longest, progress))
+        name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+        return cached(roots, name, partial(self._encode, content, longest, progress))
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -173,9 +186,8 @@ class JsonLines:
         reader = SourceReader(self.path, self.key, progress.advance, key_given_by="data.key")
         dtype = TOKEN_DTYPES[dtype_for(self.vocab_size)]
         encoding = EncodingSpec(self._tokenizer.to_str(), self.eod, dtype, self.rule, self.template)
-        encoded = encode_documents(reader, encoding, usable_cores() if size > _ALONE else 1)
         with DocumentWriter(folder, LINES_FILE, with_mask=longest is None) as writer:
-            for batch in encoded:
+            for batch in encode_documents(reader, encoding, usable_cores() if size > _ALONE else 1):
                 if longest is None:
                     writer.write(batch.tokens, batch.lengths, batch.counted)
                     continue
@@ -200,3 +212,157 @@ class EncodedLines(Corpus):
 
     def document_of(self, place: int) -> str:
         return super().document_of(place).replace("document", "line") + " with text"
+
+    @cached_property
+    def content(self) -> Content:
+        """Checksums that the cache keeps; that of the document starts is one of all its files but the tokens'."""
+        known = dict(self.checksums)
+        tokens = known.pop(TOKENS_FILE, None)
+        rest = "".join(f"{name} {known[name]}\n" for name in sorted(known))
+        dtype: Any = self.tokens.dtype.name
+        return Content(dtype, checksum_of(rest.encode()) if known else "", tokens)
+
+
+CACHE_ENDING: Final = ".cache"
+"""Suffix of a file's name for the folder with its cache."""
+FACTS: Final = "meta.json"
+"""File written last, with the size and checksum of every other file of the folder, and its own checksum."""
+_SMALL: Final = 1 << 30
+"""Bytes of the largest file that is checked each time it is opened."""
+_SETTLED: Final = 2.0
+"""Seconds after which a change of a file shows in its timestamp on any file system."""
+
+
+def default_roots(path: Path) -> list[Path]:
+    """Return the folders to search for a file's cache: next to the file, then the user's cache.
+
+    A new cache goes to the first one that is writable. Earlier versions used the last one, ignoring XDG_CACHE_HOME.
+    """
+    beside = path.with_name(path.name + CACHE_ENDING)
+    roots = [beside, user_cache_path("threefold", appauthor=False), Path.home() / ".cache" / "threefold"]
+    return list(dict.fromkeys(roots))
+
+
+def cached(roots: list[Path], name: str, write: Callable[[Path], None]) -> Path:
+    """Return the complete folder `name` in one of `roots`; create it with `write` if there is none.
+
+    If several processes need it at once, one writes and the others wait. If the writer is killed, its partial output is
+    discarded and the next one starts again.
+
+    Args:
+        roots: folders to search; the first writable one gets a new entry.
+        name: name of the entry.
+        write: function that fills the folder it is given.
+
+    Raises:
+        UserError: no root is writable, or the disk is full.
+    """
+    for root in roots:
+        if _is_whole(root / name):
+            return root / name
+    refusals = []
+    for root in roots:
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            lock = (root / f"{name}.lock").open("a")
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the process ends, however it ends
+        except OSError as error:
+            refusals.append(f"{root} ({error.strerror})")
+            continue
+        with lock:
+            if not _is_whole(root / name):
+                _write(root / name, write)
+            return root / name
+    raise UserError(f"no cache can be written in {' or '.join(refusals)}; set data.cache to a folder that can.")
+
+
+def _write(folder: Path, write: Callable[[Path], None]) -> None:
+    # All files count as ours: a folder with such a name is an entry of the cache, damaged or not.
+    with staged_directory(folder, place="data.cache", listing=os.listdir, marked=False) as partial:
+        write(partial)
+        paths = sorted(partial.iterdir())
+        facts = {
+            "files": {path.name: path.stat().st_size for path in paths},
+            "checksums": dict(zip((path.name for path in paths), checksums(paths), strict=True)),
+        }
+        (partial / FACTS).write_text(json.dumps(seal(facts)) + "\n", encoding="utf-8")
+
+
+def entry_checksums(folder: Path) -> dict[str, str] | None:
+    """Return the checksum of each file of an entry, by name; None if the entry is damaged.
+
+    Empty if an older version made the entry. Of the files themselves, only the sizes are checked.
+    """
+    try:
+        facts = read_json(folder / FACTS)
+        if not isinstance(facts, dict) or not isinstance(files := facts.get("files"), dict) or not files:
+            return None
+        if any(require_file(folder / name) != size for name, size in files.items()):
+            return None
+    except UserError:
+        return None
+    if facts.keys() == {"files"}:
+        return {}
+    known = (unseal(facts) or {}).get("checksums")
+    return known if isinstance(known, dict) and known.keys() == files.keys() else None
+
+
+def is_entry(folder: Path) -> bool:
+    """Return whether a folder is named as a cache entry, damaged or not."""
+    return re.fullmatch("[0-9a-f]{32}", folder.name) is not None and os.path.isdir(folder)
+
+
+def is_stamp(path: Path) -> bool:
+    """Return whether a file of a cache is named as the stored hash of an encoded file, damaged or not."""
+    return re.fullmatch("[0-9a-f]{32}[.]hash", path.name) is not None
+
+
+def read_stamp(path: Path) -> dict[str, Any] | None:
+    """Return the stored hash of an encoded file, with the file's state then; None if it is missing or damaged."""
+    try:
+        known = read_json(path)
+    except UserError:
+        return None
+    return unseal(known) if isinstance(known, dict) else None
+
+
+def _is_whole(folder: Path) -> bool:
+    """Return whether an entry is complete by a quick check; large files are verified in the background of a run."""
+    known = entry_checksums(folder)
+    if known is None:
+        return False
+    small = {name for name in known if (folder / name).stat().st_size <= _SMALL}
+    return all(checksum(folder / name) == known[name] for name in small - {TOKENS_FILE})
+
+
+def content_hash(path: Path, roots: list[Path]) -> str:
+    """Return the SHA-256 of a file, reading it only if it may have changed since it was last hashed.
+
+    Args:
+        path: the file.
+        roots: folders to search for the stored hash; the first writable one stores it.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    require_file(path)  # first, as a loop of links would not resolve
+    stamp = f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.hash"
+    try:
+        stat = path.stat()
+        state = [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns]
+        for root in roots:
+            if (known := read_stamp(root / stamp)) is not None and known.get("state") == state:
+                return str(known.get("sha256"))
+        started = time.time()
+        with path.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}).") from None
+    for root in roots if started - stat.st_mtime > _SETTLED else ():
+        with suppress(OSError):
+            root.mkdir(parents=True, exist_ok=True)
+            fresh = root / f"{stamp}.{os.getpid()}"
+            fresh.write_text(json.dumps(seal({"state": state, "sha256": sha256})), encoding="utf-8")
+            fresh.replace(root / stamp)
+            break
+    return sha256

@@ -14,9 +14,8 @@ from typing import BinaryIO, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from threefold.data.corpus import StoredTokens
+from threefold.data.corpus import StoredArray, StoredTokens, load_column
 from threefold.data.formats.registry import TokenFormat, with_ending
-from threefold.data.stored_array import StoredArray, load_column
 from threefold.errors import UserError
 from threefold.files import require_file, shown
 from threefold.output import Progress
@@ -115,8 +114,7 @@ def _sequence_starts(idx: Path, lengths: NDArray, offsets: NDArray, itemsize: in
     if lengths.min() < 0:
         sequence = int(np.argmax(lengths < 0))
         raise UserError(f"{idx} gives sequence {sequence:,} the length {lengths[sequence]}; {_MAKE_AGAIN}.")
-    starts = np.zeros(len(lengths) + 1, dtype=np.int64)
-    np.cumsum(lengths, dtype=np.int64, out=starts[1:])
+    starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     wrong = offsets != starts[:-1] * itemsize
     if wrong.any():
         sequence = int(np.argmax(wrong))

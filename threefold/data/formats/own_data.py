@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,9 +15,6 @@ from threefold.errors import UserError
 from threefold.files import shown, told
 from threefold.plugins import is_import_path, load_path
 from threefold.random.permutation import Int64Array
-
-if TYPE_CHECKING:
-    from threefold.data.formats.nested_samples import NestedSamples
 
 
 def named(path: str) -> str:
@@ -107,9 +104,7 @@ class OwnData:
             unevaluated = ", or set train.eval_every to 0" if name == "valid" else ""
             raise UserError(f"{named(self.path)}, whose {name} part is empty: {remedy}{unevaluated}.")
         if self.is_nested:
-            from threefold.data.formats.nested_samples import NestedSamples  # imports torch, as the data set does
-
-            return NestedSamples(self.path, part, chosen.astype(np.int64))
+            return NestedSamples(self.path, part, chosen.astype(np.int64))  # type: ignore[abstract]  # `batch` in place of the rest
         return OwnSamples(self, part, chosen.astype(np.int64), sequence_length)
 
 
@@ -232,9 +227,7 @@ def _ids(values: Any) -> Int64Array:
 def _parts(path: str) -> Mapping[str, Any]:
     """Load the datasets at an import path, once per process."""
     found = load_path(path, "data.path")
-    if isinstance(found, type) or not (hasattr(found, "__getitem__") and hasattr(found, "__len__")):
-        if not callable(found):
-            raise _no_data_set(path, found)
+    if callable(found) and (isinstance(found, type) or not _is_data_set(found)):
         try:
             found = found()
         except Exception as error:
@@ -244,15 +237,92 @@ def _parts(path: str) -> Mapping[str, Any]:
             ) from error
     parts = found if isinstance(found, Mapping) else {"": found}
     for name, part in parts.items():
-        if not (hasattr(part, "__getitem__") and hasattr(part, "__len__")):
-            raise _no_data_set(path, part)
+        if not _is_data_set(part):
+            raise UserError(
+                f"{named(path)}, which gives a {type(part).__name__} but must be a map-style data set, with "
+                "__len__ and __getitem__, or a function that makes one."
+            )
         if name and name not in SPLITS:
             raise UserError(f"{named(path)}, which has a part {name!r}; name them {', '.join(SPLITS)}.")
     return parts
 
 
-def _no_data_set(path: str, found: Any) -> UserError:
-    return UserError(
-        f"{named(path)}, which gives a {type(found).__name__} but must be a map-style data set, with "
-        "__len__ and __getitem__, or a function that makes one."
-    )
+def _is_data_set(thing: Any) -> bool:
+    return hasattr(thing, "__getitem__") and hasattr(thing, "__len__")
+
+
+@dataclass(frozen=True, eq=False)
+class NestedSamples(SingleCorpus):
+    """Samples of one split of a dataset, batched as by `torch.utils.data.DataLoader`.
+
+    Attributes:
+        path: import path of the dataset.
+        part: the dataset.
+        chosen: int64 [samples], the samples of the split, as indices in the dataset.
+    """
+
+    path: str
+    part: Any
+    chosen: Int64Array
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def batch(self, indices: Int64Array) -> Any:
+        """Collate samples into one nesting, in which every leaf is a tensor with a batch dim (dim 0).
+
+        Raises:
+            UserError: a sample cannot be read, holds something other than tensors, arrays and numbers, or differs in
+                shape.
+        """
+        from torch.utils.data import default_collate  # imports torch, which errors about a config should not wait for
+
+        numbers = [int(number) for number in self.chosen[indices]]
+        samples = []
+        for number in numbers:
+            try:
+                samples.append(self.part[number])
+            except Exception as error:
+                raise UserError(
+                    f"{named(self.path)}, whose sample {number:,} cannot be read ({told(error)}); correct its "
+                    "__getitem__."
+                ) from error
+        try:
+            for number, sample in zip(numbers[1:], samples[1:], strict=True):
+                _check_keys(sample, samples[0], number, numbers[0])
+            batch = default_collate(samples)
+        except Exception as error:
+            raise UserError(
+                f"{named(self.path)}, whose samples {', '.join(map(str, numbers[:3]))}, … cannot be "
+                f"put into one batch ({told(error)}); give all the same nesting, keys and shapes, padded say."
+            ) from error
+        if kind := _wrong_leaf(batch):
+            raise UserError(
+                f"{named(self.path)}, whose sample {numbers[0]:,} has a {kind} in it but must be "
+                "tensors, arrays and numbers, or tuples, lists and mappings of these; make it a tensor."
+            )
+        return batch
+
+
+def _check_keys(sample: Any, first: Any, number: int, first_number: int) -> None:
+    """Raise ValueError if a sample has a key that the first one lacks: `default_collate` only uses the first's keys."""
+    if isinstance(sample, Mapping) and isinstance(first, Mapping):
+        if more := [key for key in sample if key not in first]:
+            raise ValueError(f"sample {number:,} has {more[0]!r}, and sample {first_number:,} has not")
+        for key, value in sample.items():
+            _check_keys(value, first[key], number, first_number)
+    elif isinstance(sample, tuple | list) and isinstance(first, tuple | list):
+        for value, other in zip(sample, first, strict=False):
+            _check_keys(value, other, number, first_number)
+
+
+def _wrong_leaf(batch: Any) -> str | None:
+    """Return the type of a leaf of a batch that is not a tensor; None if all leaves are tensors."""
+    import torch
+
+    if isinstance(batch, torch.Tensor):
+        return None
+    if isinstance(batch, str | bytes) or not isinstance(batch, Mapping | tuple | list):
+        return type(batch).__name__
+    inside = batch.values() if isinstance(batch, Mapping) else batch
+    return next((kind for each in inside if (kind := _wrong_leaf(each))), None)

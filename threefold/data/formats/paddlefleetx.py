@@ -7,16 +7,16 @@ import os
 import struct
 import zipfile
 import zlib
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from threefold.data.corpus import StoredTokens
+from threefold.data.corpus import StoredArray, StoredTokens
 from threefold.data.formats.registry import TokenFormat, with_ending
-from threefold.data.stored_array import StoredArray
 from threefold.errors import UserError
 from threefold.files import require_file, shown
 from threefold.random.permutation import Int64Array
@@ -28,28 +28,17 @@ _LOCAL_HEADER: Final = struct.Struct("<4s22xHH")
 _DAMAGE: Final = (OSError, EOFError, ValueError, KeyError, RuntimeError, struct.error, zipfile.BadZipFile, zlib.error)
 
 
-@dataclass(frozen=True)
-class StoredColumn:
-    """One-dimensional array of integers [N], read only.
-
-    `unpacked` is the memory in bytes that it takes if it was stored compressed; 0 if it stays in the file.
-    """
-
-    values: NDArray[np.integer] | StoredArray
-    unpacked: int = 0
+Column = NDArray[np.integer] | StoredArray
+"""One-dimensional array of integers, read only: in its file, or in memory if it was stored compressed."""
 
 
-def read_npy(path: Path) -> StoredColumn:
+def read_npy(path: Path) -> Column:
     """Read the one-dimensional array of integers in a .npy file. Raises UserError if it is anything else or damaged."""
-    _require(path)
-    try:
-        with path.open("rb") as file:
-            return StoredColumn(_stored(file, path, 0, path.stat().st_size))
-    except _DAMAGE as error:
-        raise _damaged(path, error) from None
+    with _explained(path), path.open("rb") as file:
+        return _stored(file, path, 0, path.stat().st_size)
 
 
-def read_npz(path: Path, names: tuple[str, ...]) -> dict[str, StoredColumn]:
+def read_npz(path: Path, names: tuple[str, ...]) -> dict[str, Column]:
     """Read the arrays called `names` in a .npz file; missing ones are left out.
 
     A member stored uncompressed, as by `np.savez`, stays in the file; a compressed one is unpacked into memory.
@@ -58,17 +47,13 @@ def read_npz(path: Path, names: tuple[str, ...]) -> dict[str, StoredColumn]:
         UserError: the file cannot be read, is truncated, or holds anything but one-dimensional integers under these
             names.
     """
-    _require(path)
-    try:
-        with zipfile.ZipFile(path) as archive, path.open("rb") as file:
-            members = {member.filename: member for member in archive.infolist()}
-            found = {name: members[f"{name}.npy"] for name in names if f"{name}.npy" in members}
-            return {name: _member(archive, file, path, member) for name, member in found.items()}
-    except _DAMAGE as error:
-        raise _damaged(path, error) from None
+    with _explained(path), zipfile.ZipFile(path) as archive, path.open("rb") as file:
+        members = {member.filename: member for member in archive.infolist()}
+        found = {name: members[f"{name}.npy"] for name in names if f"{name}.npy" in members}
+        return {name: _member(archive, file, path, member) for name, member in found.items()}
 
 
-def _member(archive: zipfile.ZipFile, file: IO[bytes], path: Path, member: zipfile.ZipInfo) -> StoredColumn:
+def _member(archive: zipfile.ZipFile, file: IO[bytes], path: Path, member: zipfile.ZipInfo) -> Column:
     if member.compress_type == zipfile.ZIP_STORED:
         # The directory at the end of a zip file lacks the length of the header before the data.
         file.seek(member.header_offset)
@@ -76,7 +61,7 @@ def _member(archive: zipfile.ZipFile, file: IO[bytes], path: Path, member: zipfi
         if magic != b"PK\x03\x04" or file.read(name) != member.orig_filename.encode():
             raise ValueError(f"{member.filename} is not where the directory says")
         start = member.header_offset + _LOCAL_HEADER.size + name + extra
-        return StoredColumn(_stored(file, path, start, start + member.file_size))
+        return _stored(file, path, start, start + member.file_size)
     with archive.open(member) as stream:
         (count,), dtype = _read_header(stream)
         header, size = stream.tell(), count * dtype.itemsize
@@ -91,13 +76,20 @@ def _member(archive: zipfile.ZipFile, file: IO[bytes], path: Path, member: zipfi
         values = np.frombuffer(stream.read(size), dtype=dtype)
         if stream.read(1) or len(values) != count:
             raise ValueError(f"{member.filename} does not hold the {count:,} numbers that its header says")
-    return StoredColumn(values, values.nbytes)
+    return values
 
 
-def _require(path: Path) -> None:
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turn any sign of a damaged file into a UserError; raise one if there is no file."""
     if not os.path.lexists(path):
         raise UserError(f"{shown(path)} is missing.")
     require_file(path)
+    try:
+        yield
+    except _DAMAGE as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{path} cannot be read: {reason}.") from None
 
 
 def _stored(file: IO[bytes], path: Path, start: int, end: int) -> StoredArray:
@@ -127,11 +119,6 @@ def _read_header(stream: IO[bytes]) -> tuple[tuple[int], np.dtype]:
     return shape, dtype
 
 
-def _damaged(path: Path, error: Exception) -> UserError:
-    reason = " ".join(str(error).split()) or type(error).__name__
-    return UserError(f"{path} cannot be read: {reason}.")
-
-
 FORMAT: Final = "Fleet"
 IDS_NPY: Final = "_ids.npy"
 IDX_NPZ: Final = "_idx.npz"
@@ -151,7 +138,7 @@ def read_paddlefleetx(prefix: Path) -> StoredTokens:
     sequences = _sequence_starts(idx_file, ids_file, _named(index, "lens", idx_file), ids)
     documents = None
     if "docs" in index:
-        documents = index["docs"].values[:].astype(np.int64)
+        documents = index["docs"][:].astype(np.int64)
         last = len(sequences) - 1
         if not len(documents) or documents[0] != 0 or documents[-1] != last or np.any(np.diff(documents) < 0):
             raise UserError(
@@ -159,7 +146,7 @@ def read_paddlefleetx(prefix: Path) -> StoredTokens:
             )
         if len(documents) == len(sequences) and np.all(np.diff(documents) == 1):
             documents = None
-    return StoredTokens(prefix, FORMAT, (ids_file, idx_file), ids.values, sequences, documents)
+    return StoredTokens(prefix, FORMAT, (ids_file, idx_file), ids, sequences, documents)
 
 
 def read_paddlefleetx_npz(prefix: Path) -> StoredTokens:
@@ -168,33 +155,32 @@ def read_paddlefleetx_npz(prefix: Path) -> StoredTokens:
     columns = read_npz(path, ("ids", "lens"))
     ids = _named(columns, "ids", path)
     sequences = _sequence_starts(path, path, _named(columns, "lens", path), ids)
-    cost = (
-        f"{path.name} is compressed, so every process unpacks its tokens, {ids.unpacked / 1e6:,.1f} MB, into memory of "
-        "its own; `threefold data convert` makes files that are read in place."
-    )
-    notes = (cost,) if ids.unpacked else ()
-    return StoredTokens(prefix, f"{FORMAT}, legacy", (path,), ids.values, sequences, notes=notes)
+    notes: tuple[str, ...] = ()
+    if isinstance(ids, np.ndarray):
+        notes = (
+            f"{path.name} is compressed, so every process unpacks its tokens, {ids.nbytes / 1e6:,.1f} MB, into memory "
+            "of its own; `threefold data convert` makes files that are read in place.",
+        )
+    return StoredTokens(prefix, f"{FORMAT}, legacy", (path,), ids, sequences, notes=notes)
 
 
-def _named(columns: dict[str, StoredColumn], name: str, path: Path) -> StoredColumn:
+def _named(columns: dict[str, Column], name: str, path: Path) -> Column:
     if name not in columns:
         raise UserError(f'{path} has no array "{name}", so it is no token file of {FORMAT}.')
     return columns[name]
 
 
-def _sequence_starts(index: Path, tokens: Path, lens: StoredColumn, ids: StoredColumn) -> Int64Array:
-    lengths = lens.values[:]
-    if not len(ids.values):
+def _sequence_starts(index: Path, tokens: Path, lens: Column, ids: Column) -> Int64Array:
+    lengths = lens[:]
+    if not len(ids):
         raise UserError(f"{tokens} holds no tokens, so there is nothing to read.")
     if lengths.min(initial=0) < 0:
         sequence = int(np.argmax(lengths < 0))
         raise UserError(f'{index} has "lens" {lengths[sequence]} for sequence {sequence:,}; {_AGAIN}.')
-    starts = np.zeros(len(lengths) + 1, dtype=np.int64)
-    np.cumsum(lengths, dtype=np.int64, out=starts[1:])
-    if starts[-1] != len(ids.values):
+    starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    if starts[-1] != len(ids):
         raise UserError(
-            f'{index} has "lens" that add up to {starts[-1]:,} but {tokens.name} holds {len(ids.values):,} tokens; '
-            f"{_AGAIN}."
+            f'{index} has "lens" that add up to {starts[-1]:,} but {tokens.name} holds {len(ids):,} tokens; {_AGAIN}.'
         )
     return starts
 

@@ -20,9 +20,8 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 import numpy as np
 from pydantic import Field
 
-from threefold.data.chat_template import ChatTemplate
-from threefold.data.corpus import Corpus, StoredTokens
-from threefold.data.stored_array import (
+from threefold.data.conversations import ChatTemplate
+from threefold.data.corpus import (
     DOCUMENT_DTYPE,
     DOCUMENTS_FILE,
     LOSS_MASK_FILE,
@@ -30,7 +29,9 @@ from threefold.data.stored_array import (
     TOKEN_DTYPES,
     TOKENIZER_FILE,
     TOKENS_FILE,
+    Corpus,
     StoredArray,
+    StoredTokens,
     load_column,
 )
 from threefold.data.tokenizer import BEFORE_RULES, SpecialTokens, TextRule
@@ -106,10 +107,6 @@ class Meta:
     checksums: dict[str, str] = field(default_factory=dict)
     __pydantic_config__: ClassVar[Any] = STRICT
 
-    @property
-    def rule(self) -> TextRule:
-        return TextRule(self.special_tokens, self.beginning)
-
     def write(self, path: Path) -> None:
         version = VERSION if self.checksums else _WITHOUT_CHECKSUMS
         facts = {"format": FORMAT, "version": version, **dataclasses.asdict(self)}
@@ -124,7 +121,16 @@ class Meta:
         """Read DIRECTORY/meta.json. Raises UserError if it is missing, damaged, or of a version that cannot be read."""
         path = directory / META_FILE
         if not os.path.lexists(path):
-            raise UserError(_no_token_files(directory))
+            name = shown(directory)
+            if not os.path.exists(directory):
+                raise UserError(
+                    f"{name} does not exist; make token files with `threefold data prepare INPUT --out {name}`"
+                )
+            raise UserError(
+                f"{name} holds no token files (it has no {META_FILE}); give a folder made by `threefold data prepare "
+                "INPUT --out FOLDER`, or whole files of another system: PREFIX.bin with PREFIX.idx, PREFIX_ids.npy "
+                "with PREFIX_idx.npz, or PREFIX_ids.npz"
+            )
         try:
             facts = read_json(path)
         except UserError as error:
@@ -171,17 +177,6 @@ def list_token_files(folder: Path) -> Collection[str] | None:
     return {META_FILE, *CHECKED, *CHAT_FILES} if isinstance(facts, dict) and facts.get("format") == FORMAT else None
 
 
-def _no_token_files(directory: Path) -> str:
-    if not os.path.exists(directory):
-        name = shown(directory)
-        return f"{name} does not exist; make token files with `threefold data prepare INPUT --out {name}`"
-    return (
-        f"{shown(directory)} holds no token files (it has no {META_FILE}); "
-        "give a folder made by `threefold data prepare INPUT --out FOLDER`, or whole files of another system: "
-        "PREFIX.bin with PREFIX.idx, PREFIX_ids.npy with PREFIX_idx.npz, or PREFIX_ids.npz"
-    )
-
-
 FOLDER_FORMAT: Final = "Threefold"
 _AGAIN: Final = "prepare the data again with `threefold data prepare`"
 
@@ -202,6 +197,10 @@ class TokenFiles(Corpus):
         tokens_file, documents_file = path / TOKENS_FILE, path / DOCUMENTS_FILE
         _check_size(tokens_file, TOKEN_DTYPES[meta.dtype], meta.tokens)
         _check_size(documents_file, DOCUMENT_DTYPE, meta.documents + 1)
+        mask = None
+        if meta.loss_mask:
+            _check_size(path / LOSS_MASK_FILE, "u1", meta.tokens)
+            mask = StoredArray(path / LOSS_MASK_FILE, "u1", meta.tokens)
         files = cls(
             path=path,
             files=(tokens_file, documents_file),
@@ -212,44 +211,34 @@ class TokenFiles(Corpus):
             eod=meta.eod,
             tokenizer_file=path / TOKENIZER_FILE,
             remedy=_AGAIN,
-            rule=meta.rule,
-            loss_mask=_mask(path / LOSS_MASK_FILE, meta.tokens) if meta.loss_mask else None,
+            rule=TextRule(meta.special_tokens, meta.beginning),
+            loss_mask=mask,
             template=ChatTemplate.beside(path / TOKENIZER_FILE) if meta.loss_mask else None,
             checksums=meta.checksums,
         )
-        files._check()
+        for name in (DOCUMENTS_FILE, *((LOSS_MASK_FILE,) if files.holds_chat else ())):
+            expected = meta.checksums.get(name)
+            if expected is not None and checksum(path / name) != expected:
+                raise UserError(
+                    f"{shown(path / name)} is damaged (its checksum is not the one that was written); {_AGAIN}"
+                )
+        starts = files.documents
+        if starts[0] != 0 or starts[-1] != meta.tokens or not np.all(np.diff(starts) > 0):
+            raise UserError(f"{documents_file} does not fit {TOKENS_FILE}; {_AGAIN}")
+        # Only the first and last document: checking every one would read the whole file.
+        ends = () if files.holds_chat else (1, -1)  # conversations end as their template ends them
+        if any(files.tokens[starts[d] - 1] != meta.eod for d in ends) or not 0 <= meta.eod < meta.vocab_size:
+            raise UserError(f"{tokens_file} has a document that does not end with token {meta.eod}; {_AGAIN}")
+        if not os.path.lexists(files.tokenizer_file):
+            raise UserError(f"{path} has no {TOKENIZER_FILE}; {_AGAIN}")
+        require_file(files.tokenizer_file)
+        if files.tokenizer_sha256 != meta.tokenizer_sha256:
+            raise UserError(f"{files.tokenizer_file} is not the tokenizer that these tokens were made with; {_AGAIN}")
         return files
 
     def stored(self) -> StoredTokens:
         """Return the tokens in the form shared by all formats."""
         return StoredTokens(self.path, FOLDER_FORMAT, self.files, self.tokens, self.documents)
-
-    def _check(self) -> None:
-        starts = self.documents
-        for name in (DOCUMENTS_FILE, *((LOSS_MASK_FILE,) if self.holds_chat else ())):
-            expected = self.checksums.get(name)
-            if expected is not None and checksum(self.path / name) != expected:
-                raise UserError(
-                    f"{shown(self.path / name)} is damaged (its checksum is not the one that was written); {_AGAIN}"
-                )
-        if starts[0] != 0 or starts[-1] != self.meta.tokens or not np.all(np.diff(starts) > 0):
-            raise UserError(f"{self.path / DOCUMENTS_FILE} does not fit {TOKENS_FILE}; {_AGAIN}")
-        # Only the first and last document: checking every one would read the whole file.
-        ends = () if self.holds_chat else (1, -1)  # conversations end as their template ends them
-        if any(self.tokens[starts[d] - 1] != self.eod for d in ends) or not 0 <= self.eod < self.vocab_size:
-            raise UserError(
-                f"{self.path / TOKENS_FILE} has a document that does not end with token {self.eod}; {_AGAIN}"
-            )
-        if not os.path.lexists(self.tokenizer_file):
-            raise UserError(f"{self.path} has no {TOKENIZER_FILE}; {_AGAIN}")
-        require_file(self.tokenizer_file)
-        if self.tokenizer_sha256 != self.meta.tokenizer_sha256:
-            raise UserError(f"{self.tokenizer_file} is not the tokenizer that these tokens were made with; {_AGAIN}")
-
-
-def _mask(path: Path, count: int) -> StoredArray:
-    _check_size(path, "u1", count)
-    return StoredArray(path, "u1", count)
 
 
 def _check_size(path: Path, dtype: str, count: int) -> None:

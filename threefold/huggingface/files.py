@@ -1,8 +1,10 @@
-"""Reading a Hugging Face folder: its safetensors, slice by slice, and the files about its tokenizer."""
+"""A Hugging Face folder: its safetensors, slice by slice, the files about its tokenizer, and its config.json."""
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -14,10 +16,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from threefold.checkpoint.folder import TOKENIZER
+from threefold.config import ModelConfig
 from threefold.errors import UserError
 from threefold.files import parse_json, read_text, require_file
-from threefold.models.hf.config_json import shortened
-from threefold.models.hf.model_type import WeightMap
+from threefold.models.family import huggingface_types
+from threefold.models.hf.config_json import ConfigJson, shortened
+from threefold.models.hf.model_type import HuggingFaceType, WeightMap
 
 _LOOKED_AT: Final = 1 << 20
 """Number of values checked for finiteness at once."""
@@ -54,13 +58,18 @@ class TensorFiles:
     def __init__(self, folder: Path, prefix: str) -> None:
         self.folder = folder
         self.tensors: dict[str, Stored] = {}
-        self._not_finite: list[tuple[str, int]] = []
-        for path in _files(folder):
+        self._not_finite = Counter[str]()
+        index = _weight_map(folder) if os.path.lexists(folder / INDEX) else None
+        for path in _files(folder, index):
             for stored in _contents(path):
                 name = stored.key if stored.key.startswith((prefix, "lm_head.")) else prefix + stored.key
                 if not _BUFFERS.fullmatch(name):
                     self.tensors[name] = stored
-        _check_index(folder, {stored.key for stored in self.tensors.values()})
+        keys = {stored.key for stored in self.tensors.values()}
+        if lost := [key for key in index or () if key not in keys and not _BUFFERS.fullmatch("." + key)]:
+            raise UserError(
+                f"{folder / INDEX} names {lost[0]} and the files it names do not hold it; fetch them again."
+            )
 
     def read(
         self, name: str, rows: tuple[int, int], columns: tuple[int, int], index: int | None, transposed: bool
@@ -86,40 +95,28 @@ class TensorFiles:
                 found = whole[down]
             else:
                 found = whole[across, down].t() if transposed else whole[down, across]
-        if count := _count_not_finite(found):
-            self._not_finite.append((name, count))
+        # In blocks, since the check makes several copies of its input.
+        inner: Tensor = found.t() if found.dim() == 2 and not found.is_contiguous() else found
+        step = max(1, _LOOKED_AT * len(inner) // max(1, inner.numel()))
+        if count := sum(int((~block.isfinite()).sum()) for block in inner.split(step)):
+            self._not_finite[name] += count
         return found
 
     def not_finite(self) -> dict[str, int]:
         """Return and reset the number of non-finite values read so far from each tensor, in order of reading."""
-        counts: dict[str, int] = {}
-        while self._not_finite:
-            name, count = self._not_finite.pop(0)
-            counts[name] = counts.get(name, 0) + count
+        counts, self._not_finite = self._not_finite, Counter()
         return counts
 
 
-def _count_not_finite(found: Tensor) -> int:
-    """Count the NaN and infinite values; in blocks, since the check makes several copies of its input."""
-    rows: Tensor = found.t() if found.dim() == 2 and not found.is_contiguous() else found
-    step = max(1, _LOOKED_AT * len(rows) // max(1, rows.numel()))
-    return sum(int((~block.isfinite()).sum()) for block in rows.split(step))
-
-
-class _opened:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> Any:
-        require_file(self.path)
-        try:
-            self._file = safe_open(self.path, framework="pt")
-        except (SafetensorError, OSError, ValueError, MemoryError) as error:
-            raise UserError(f"{self.path} cannot be read ({shortened(str(error))}); fetch it again.") from None
-        return self._file.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._file.__exit__(*error)
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    require_file(path)
+    try:
+        opened = safe_open(path, framework="pt")
+    except (SafetensorError, OSError, ValueError, MemoryError) as error:
+        raise UserError(f"{path} cannot be read ({shortened(str(error))}); fetch it again.") from None
+    with opened as file:
+        yield file
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -132,9 +129,9 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _files(folder: Path) -> list[Path]:
-    if os.path.lexists(folder / INDEX):
-        names = sorted(set(_weight_map(folder).values()))
+def _files(folder: Path, index: dict[str, str] | None) -> list[Path]:
+    if index is not None:
+        names = sorted(set(index.values()))
         if lost := [name for name in names if not os.path.lexists(folder / name)]:
             raise UserError(f"{folder / INDEX} names {lost[0]}, which is not there; fetch it too.")
         return [folder / name for name in names]
@@ -159,15 +156,6 @@ def _weight_map(folder: Path) -> dict[str, str]:
                 "name of a safetensors file in that folder; fetch it again."
             )
     return found
-
-
-def _check_index(folder: Path, keys: set[str]) -> None:
-    if os.path.lexists(folder / INDEX):
-        lost = [key for key in _weight_map(folder) if key not in keys and not _BUFFERS.fullmatch("." + key)]
-        if lost:
-            raise UserError(
-                f"{folder / INDEX} names {lost[0]} and the files it names do not hold it; fetch them again."
-            )
 
 
 def _contents(path: Path) -> Iterable[Stored]:
@@ -348,3 +336,93 @@ def split(weight: WeightMap, parameter: Tensor) -> dict[str, Tensor]:
         rows.setdefault(source.name, []).append(part.flatten(0, 1))
     whole = {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in rows.items()}
     return {name: tensor.t() for name, tensor in whole.items()} if weight.transposed else whole
+
+
+_KEPT = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys about tokens that an export keeps from the imported config.json."""
+
+
+def read_model(
+    values: Mapping[str, Any], where: str, ignored: Collection[str] = ()
+) -> tuple[HuggingFaceType, dict[str, Any]]:
+    """Return the model type that a config.json names, and the `model` settings it describes.
+
+    Args:
+        values: content of the config.json.
+        where: name of the file, for error messages.
+        ignored: keys to ignore.
+
+    Raises:
+        UserError: the model type is unknown, or the config has something unsupported.
+    """
+    name, types = values.get("model_type"), huggingface_types()
+    if not isinstance(name, str) or name not in types:
+        raise UserError(
+            f"{where}: model_type is {shortened(repr(name))} and Threefold reads {', '.join(types)}; "
+            "give a model of one of these families."
+        )
+    kind = types[name]
+    given = ConfigJson(values, kind.defaults, where)
+    given.take("model_type")
+    if given.take("quantization_config"):
+        raise given.problem("quantization_config means that the weights are quantised", "take a copy that is not")
+    settings = kind.read(given)
+    given.finish(ignored)
+    return kind, {"architecture": kind.architecture, **settings}
+
+
+def choose_type(model: ModelConfig, preferred: str | None) -> HuggingFaceType:
+    """Choose the type to export as: the imported one if it still fits, else the first. Raises UserError if none fits.
+
+    Args:
+        model: resolved settings.
+        preferred: model_type that the model was imported from; None if it was not imported.
+    """
+    types = huggingface_types()
+    own = [kind for kind in types.values() if kind.architecture == model.architecture]
+    ordered = sorted(own, key=lambda kind: kind.name != preferred)
+    for kind in ordered:
+        if kind.obstacle(model) is None:
+            longest = model.max_position_embeddings
+            if model.rope_scaling == "dynamic" and model.rope_original_positions != longest:
+                raise UserError(
+                    f"model.rope_original_positions is {model.rope_original_positions}, and for rope_scaling dynamic a "
+                    f"config.json can only say {longest}, its max_position_embeddings; use linear, llama3 or yarn."
+                )
+            return kind
+    settings = sorted({obstacle for kind in ordered if kind.is_near(model) and (obstacle := kind.obstacle(model))})
+    against = f"each lacks one of {'; '.join(settings)}" if settings else f"none is of {model.architecture}"
+    raise UserError(
+        f"No family of Hugging Face that Threefold writes ({', '.join(types)}) has a place for this model: {against}."
+    )
+
+
+def write_model(
+    model: ModelConfig, kind: HuggingFaceType, dtype: str, eod: int | None, imported: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the config.json of a model.
+
+    Args:
+        model: resolved settings.
+        kind: type returned by `choose_type`.
+        dtype: torch's name of the files' dtype.
+        eod: end-of-document token; None for none.
+        imported: config.json that the model was imported with; empty if it was not imported.
+    """
+    tokens = {key: imported.get(key) for key in _KEPT}
+    if tokens["eos_token_id"] is None:
+        tokens["eos_token_id"] = eod
+    return {
+        "architectures": [kind.head],
+        "model_type": kind.name,
+        **kind.write(model),
+        **tokens,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        "use_cache": True,
+    }
+
+
+def left_out(model: ModelConfig, kind: HuggingFaceType) -> tuple[str, ...]:
+    """Return the training settings, with their values, for which a config.json of the type has no key."""
+    return tuple(f"model.{name} {getattr(model, name):g}" for name in kind.training_only() if getattr(model, name))

@@ -1,0 +1,243 @@
+"""Conversations and prompt/completion pairs from JSON lines, validated, and the chat templates that render them."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+from threefold.errors import UserError
+from threefold.files import read_json, read_text
+
+MESSAGES: Final = "messages"
+PROMPT: Final = "prompt"
+COMPLETION: Final = "completion"
+ASSISTANT: Final = "assistant"
+ROLES: Final = ("system", "developer", "user", ASSISTANT, "tool")
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation to learn from, or to answer.
+
+    Attributes:
+        where: file and line, or an option, for messages about it.
+        messages: messages, each with a role and content.
+        first: index of the first message from which the assistant's turns are learned.
+        tools: the line's description of tools, for the template.
+    """
+
+    where: str
+    messages: tuple[dict[str, Any], ...]
+    first: int = 0
+    tools: tuple[Any, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A prompt and the completion to learn; `where` is its file and line."""
+
+    where: str
+    prompt: str
+    completion: str
+
+
+Document = str | Chat | Completion
+
+
+def conversation_of(value: Any, where: str, name: str = MESSAGES) -> Chat:
+    """Parse a list of messages to answer. Raises UserError if it is malformed or ends with the assistant's message."""
+    messages = messages_of(value, where, name)
+    if messages[-1]["role"] == ASSISTANT:
+        raise UserError(
+            f"{where} ends with a turn of the assistant, which leaves nothing to answer; leave that turn out."
+        )
+    return Chat(where, messages)
+
+
+def is_chat(value: Any, key: str) -> bool:
+    """Return whether a line's object is a conversation or a pair; a text under `key` takes precedence."""
+    if not isinstance(value, dict):
+        return False
+    if key in value:
+        found = value[key]
+        return isinstance(found, list) and (key == MESSAGES or (bool(found) and isinstance(found[0], dict)))
+    return MESSAGES in value or {PROMPT, COMPLETION} <= value.keys()
+
+
+def chat_of(value: dict[str, Any], key: str, where: str) -> Chat | Completion:
+    """Parse the conversation or the pair of a line. Raises UserError if it is malformed.
+
+    Args:
+        value: object for which `is_chat` is true.
+        key: key of the messages, if the object has it.
+        where: file and line.
+    """
+    tools = value.get("tools")
+    if tools is not None and not isinstance(tools, list):
+        raise UserError(f"{where} has tools that are no list; leave them out, or give a list of JSON schemas.")
+    given = None if tools is None else tuple(tools)
+    name = key if key in value else MESSAGES
+    if name in value:
+        return _answered(Chat(where, messages_of(value[name], where, name), 0, given))
+    prompt, completion = value[PROMPT], value[COMPLETION]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        if not completion:
+            raise UserError(f"{where} has an empty completion, so there is nothing to learn; leave the line out.")
+        return Completion(where, utf8(prompt), utf8(completion))
+    if isinstance(prompt, list) and isinstance(completion, list):
+        before, after = messages_of(prompt, where, PROMPT), messages_of(completion, where, COMPLETION)
+        return _answered(Chat(where, before + after, len(before), given))
+    raise UserError(f"{where} has a prompt and a completion that are not both texts or both lists of messages.")
+
+
+def messages_of(value: Any, where: str, name: str) -> tuple[dict[str, Any], ...]:
+    """Parse a list of messages, each with a known role and content. Raises UserError if it is malformed."""
+    if not isinstance(value, list):
+        raise UserError(f"{where} has {_shown(value)} under {name!r}; it must be a list of messages.")
+    if not value:
+        raise UserError(f"{where} has no message under {name!r}; leave the line out.")
+    messages = []
+    for number, one in enumerate(value, start=1):
+        if not isinstance(one, dict):
+            raise UserError(
+                f'{where} has {_shown(one)} as message {number}; it must be {{"role": ..., "content": ...}}.'
+            )
+        role, content = one.get("role"), one.get("content")
+        if role not in ROLES:
+            roles = ", ".join(ROLES)
+            raise UserError(f"{where} has the role {_shown(role)} in message {number}; the roles are {roles}.")
+        is_parts = isinstance(content, list) and all(isinstance(part, dict) for part in content)
+        if not isinstance(content, str) and not is_parts and not (content is None and one.get("tool_calls")):
+            found = "no content" if content is None else f"the content {_shown(content)}"
+            raise UserError(f"{where} has {found} in message {number}; it must be a text.")
+        messages.append(
+            {key: utf8(each) if isinstance(each, str) else each for key, each in one.items() if each is not None}
+        )
+    return tuple(messages)
+
+
+def _answered(chat: Chat) -> Chat:
+    if not any(message["role"] == ASSISTANT for message in chat.messages[chat.first :]):
+        raise UserError(f"{chat.where} has no turn of the assistant, so there is nothing to learn; leave the line out.")
+    return chat
+
+
+def utf8(text: str) -> str:
+    """Replace what UTF-8 cannot encode: JSON can spell half of a surrogate pair."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)[:40]
+
+
+JINJA_FILE: Final = "chat_template.jinja"
+JSON_FILE: Final = "chat_template.json"
+CONFIG_FILE: Final = "tokenizer_config.json"
+MAP_FILE: Final = "special_tokens_map.json"
+_SIDECAR: Final = "huggingface-"  # before these names in a checkpoint
+_GENERATION: Final = re.compile(r"\{\%-?\s*generation\s*-?\%\}")
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """Chat template in Jinja, and the special tokens, such as ("bos_token", "<s>"), that it may refer to.
+
+    `origin` is the file that it comes from, for messages.
+    """
+
+    template: str
+    special_tokens: tuple[tuple[str, str], ...] = ()
+    origin: str = "the chat template"
+
+    @classmethod
+    def beside(cls, tokenizer_file: Path) -> Self | None:
+        """Find the template in the folder of a tokenizer.json, as transformers does; None if there is none.
+
+        It is chat_template.jinja, else the `chat_template` of tokenizer_config.json or of chat_template.json; in a
+        checkpoint, the sidecar files of the same names.
+
+        Raises:
+            UserError: a file cannot be read, or no template in it can be chosen.
+        """
+        folder = tokenizer_file.parent
+        for prefix in ("", _SIDECAR):
+            if (jinja := folder / (prefix + JINJA_FILE)).is_file():
+                return cls(read_text(jinja), _special_tokens(folder), str(jinja))
+            for name in (CONFIG_FILE, JSON_FILE):
+                path = folder / (prefix + name)
+                if path.is_file() and (found := _named(read_json(path), path)) is not None:
+                    return cls(found, _special_tokens(folder), str(path))
+        return None
+
+    @classmethod
+    def read(cls, path: Path, tokenizer_file: Path) -> Self:
+        """Read the template from a .jinja file, or from `chat_template` in a .json file. Raises UserError without one.
+
+        Args:
+            path: the file, such as tokenizer_config.json.
+            tokenizer_file: tokenizer.json whose folder has the special tokens, if `path` does not have them.
+        """
+        if path.suffix != ".json":
+            return cls(read_text(path, "the chat template "), _special_tokens(tokenizer_file.parent), str(path))
+        values = read_json(path, "the chat template ")
+        if (found := _named(values, path)) is None:
+            raise UserError(f"{path} has no chat_template; give a .jinja file or a tokenizer_config.json that has one.")
+        tokens = _tokens_in(values) or dict(_special_tokens(tokenizer_file.parent))
+        return cls(found, tuple(tokens.items()), str(path))
+
+    @property
+    def marks_answers(self) -> bool:
+        """Whether the template itself marks what the assistant generates."""
+        return _GENERATION.search(self.template) is not None
+
+    def files(self) -> dict[str, str]:
+        """Return the files from which `beside` finds the template again: their contents by name."""
+        return {
+            JINJA_FILE: self.template,
+            CONFIG_FILE: json.dumps(dict(self.special_tokens), indent=2, ensure_ascii=False) + "\n",
+        }
+
+
+def _named(values: Any, path: Path) -> str | None:
+    """Return the template in a tokenizer_config.json: the only one, or the one named `default`."""
+    found = values.get("chat_template") if isinstance(values, dict) else None
+    if isinstance(found, list):
+        found = {
+            one["name"]: one["template"] for one in found if isinstance(one, dict) and {"name", "template"} <= {*one}
+        }
+    if isinstance(found, dict):
+        if "default" not in found:
+            names = ", ".join(map(str, sorted(found)))
+            raise UserError(
+                f"{path} names the chat templates {names} and no default; save the right one as a .jinja file."
+            )
+        found = found["default"]
+    if found is not None and not isinstance(found, str):
+        raise UserError(f"{path} has a chat_template that is no text; save it as a .jinja file.")
+    return found
+
+
+def _special_tokens(folder: Path) -> tuple[tuple[str, str], ...]:
+    found: dict[str, str] = {}
+    for prefix in ("", _SIDECAR):
+        for name in (MAP_FILE, CONFIG_FILE):
+            if (path := folder / (prefix + name)).is_file():
+                found |= _tokens_in(read_json(path))
+        if found:
+            break
+    return tuple(found.items())
+
+
+def _tokens_in(values: Any) -> dict[str, str]:
+    """Return `bos_token` and similar entries, each given as a string or as an object with a `content`."""
+    found = {}
+    for name, value in values.items() if isinstance(values, dict) else ():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found
