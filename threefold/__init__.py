@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from threefold.models.loss_terms import CountedLoss, LossTerm
     from threefold.models.plan import Plan
     from threefold.models.sharding import Column, Constant, Normal, PerHead, Replicated, Row, Sharded, Vocab
-    from threefold.parallel.tensor.layers import (
+    from threefold.parallel.tensor import (
         ColumnParallelLinear,
         ParallelCrossEntropy,
         RowParallelLinear,
@@ -102,7 +102,7 @@ _ROOMS: Final = {"callbacks": "api.callbacks", "compat": "compat", "pipeline": "
 _MODULES: Final = {
     "Callback": "train.callbacks.base",
     "Column": "models.sharding",
-    "ColumnParallelLinear": "parallel.tensor.layers",
+    "ColumnParallelLinear": "parallel.tensor",
     "Config": "config",
     "Constant": "models.sharding",
     "CountedLoss": "models.loss_terms",
@@ -111,7 +111,7 @@ _MODULES: Final = {
     "LossTerm": "models.loss_terms",
     "Mesh": "comm.mesh",
     "Normal": "models.sharding",
-    "ParallelCrossEntropy": "parallel.tensor.layers",
+    "ParallelCrossEntropy": "parallel.tensor",
     "PerHead": "models.sharding",
     "PipelineLayers": "api.pipeline",
     "Plan": "models.plan",
@@ -119,13 +119,13 @@ _MODULES: Final = {
     "RankFailed": "launch.failure",
     "Replicated": "models.sharding",
     "Row": "models.sharding",
-    "RowParallelLinear": "parallel.tensor.layers",
+    "RowParallelLinear": "parallel.tensor",
     "Sharded": "models.sharding",
     "Stopped": "train.stop",
     "Trainer": "api.trainer",
     "UserError": "errors",
     "Vocab": "models.sharding",
-    "VocabParallelEmbedding": "parallel.tensor.layers",
+    "VocabParallelEmbedding": "parallel.tensor",
     "backward": "api.prepared.grad_sync",
     "clip_grad_norm_": "api.prepared.prepare",
     "distributed_optimizer": "api.optimizer",

@@ -17,7 +17,7 @@ from threefold.data.mixture import LONGEST_PERIOD, Blend, MixedSamples, whole_sh
 from threefold.data.packed import PackedSamples
 from threefold.data.samples import ConsumedSamples, MixturePart
 from threefold.errors import UserError
-from threefold.random.permutation import KeyedPermutation
+from threefold.random import KeyedPermutation
 
 from .conftest import EOD
 

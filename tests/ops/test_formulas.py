@@ -28,7 +28,7 @@ from threefold.models.llama import LlamaConfig
 from threefold.ops.attention import AttentionMask, attention, plain_tile, plain_tile_gradients
 from threefold.ops.cross_entropy import chunked_cross_entropy, cross_entropy
 from threefold.ops.kernels import ACTIVATIONS, embedding, grouped_linear, linear
-from threefold.parallel.tensor.layers import ParallelCrossEntropy
+from threefold.parallel.tensor import ParallelCrossEntropy
 from threefold.random.dropout import sample_keys
 
 LIMIT = {torch.float64: 1e-12, torch.bfloat16: 5 * 2.0**-8}

@@ -176,7 +176,7 @@ def _call(info: RankInfo, fn: Callable[..., Any], args: tuple[Any, ...], one_thr
     """Run `fn` on this rank, and return its pickled value."""
     import torch
 
-    from threefold.comm.pickling import dumps
+    from threefold.comm.axis import dumps
 
     if one_thread:
         torch.set_num_threads(1)
@@ -217,7 +217,7 @@ def _run_here(
     """Call `fn` as a rank that a launcher started, and gather the values."""
     import torch.distributed as dist
 
-    from threefold.comm.pickling import dumps
+    from threefold.comm.axis import dumps
 
     join_launched(launched, device)
     value = fn(*args)

@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING
 
 from threefold.api.launch import DeviceSetting, device_of, join_launched
+from threefold.comm.backends import BACKEND
 from threefold.comm.layout import Layout
-from threefold.comm.staged_group import BACKEND
 from threefold.errors import UserError, naming_arguments
 from threefold.launch.environment import LaunchedRank, find_launched_rank, missing_variables
 from threefold.launch.worker import Device, RankInfo, join, stay_on_loopback

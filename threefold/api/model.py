@@ -15,10 +15,10 @@ from threefold.comm.mesh import Mesh
 from threefold.config import PrecisionConfig
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError, naming_arguments
-from threefold.models.construct import told
 from threefold.models.loss_terms import LossFunction, LossSums
 from threefold.models.plan import Plan
 from threefold.models.sharding import ModelPlan
+from threefold.models.source import told
 from threefold.parallel.gradients import COMPRESSIONS
 from threefold.parallel.parameter import publish_
 from threefold.parallel.settings import TrainingSettings

@@ -11,7 +11,7 @@ from threefold.comm.axis import Axis
 from threefold.comm.layout import Coordinates, Layout
 from threefold.models.loss_terms import LossFunction, LossSums
 from threefold.models.sharding import ModelPlan, Split
-from threefold.parallel.tensor.layers import Initializer
+from threefold.parallel.tensor import Initializer
 
 __all__ = [
     "Axis",

@@ -13,7 +13,7 @@ from threefold.files import shown
 from threefold.launch.process import prepare_fork, require_room
 from threefold.models.loss_terms import LossFunction
 from threefold.models.source import ModelSource
-from threefold.parallel.forward_check import layout_check
+from threefold.parallel.plan_check import layout_check
 from threefold.verify.layout_selection import asked_for, covering, possible
 from threefold.verify.report import EQUAL, LayoutResult
 from threefold.verify.shrunk_config import UNKNOWN_VOCABULARY, prepare, shrink

@@ -1,5 +1,6 @@
 """Collectives of one axis of the mesh, the record of them, and the differentiable collectives of layers."""
 
+import io
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -12,15 +13,63 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from threefold.comm.backends import SharedMemoryGroup, accumulate
 from threefold.comm.heartbeat import Heartbeat, wait_code
 from threefold.comm.layout import shard_bounds
-from threefold.comm.pickling import dumps
-from threefold.comm.shared_memory import SharedMemoryGroup, accumulate
+from threefold.errors import UserError
 from threefold.torch_private.distributed import all_gather_options, all_reduce_options, reduce_scatter_options
 from threefold.torch_private.runtime import Handle, operator
 from threefold.torch_private.tensors import foreach_copy_
+
+
+def dumps(value: Any) -> bytes:
+    """Pickle a value with tensors into bytes that `pickle.loads` reads.
+
+    Tensors are pickled by value, even if they share memory; a replicated `DTensor` becomes a plain tensor.
+
+    Raises:
+        UserError: a `DTensor` is sharded or partial; it could outlive the mesh of its ranks.
+    """
+    file = io.BytesIO()
+    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, DTensor):
+            return _itself, (_whole(value),)
+        if type(value) is not Tensor or not _is_plain(value):
+            return NotImplemented
+        flat = value.detach().contiguous().view(-1).view(torch.uint8)
+        return _tensor, (bytearray(flat.numpy()), value.dtype, tuple(value.shape))
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _whole(tensor: DTensor) -> Tensor:
+    if not all(placement.is_replicate() for placement in tensor.placements):
+        sizes = " × ".join(map(str, tensor.shape))
+        raise UserError(
+            f"A DTensor of {sizes} was returned, of which a rank has a part ({tensor.placements}); return "
+            "tensor.full_tensor(), which all ranks of its mesh call."
+        )
+    return tensor.to_local().detach()
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    dense = tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    return tensor.device.type == "cpu" and dense and not tensor.requires_grad
+
+
+def _tensor(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

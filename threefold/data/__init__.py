@@ -3,5 +3,5 @@
 `sources` reads text; `tokenizer`, `chat_template` and `encoding` turn documents into tokens. `preparation` writes token
 files, and `formats` reads them, one module per token format. `samples` assigns documents to train, valid and test, and
 `packed` cuts them into samples; `mixture` blends corpora. The sampler is a keyed permutation
-(`threefold.random.permutation`). `loader` makes a rank's batches, and `dataset` opens everything that a config names.
+(`threefold.random`). `loader` makes a rank's batches, and `dataset` opens everything that a config names.
 """

@@ -15,7 +15,7 @@ from threefold.data.stored_array import StoredArray
 from threefold.data.tokenizer import TextRule
 from threefold.errors import UserError
 from threefold.files import shown
-from threefold.random.permutation import Int64Array
+from threefold.random import Int64Array
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

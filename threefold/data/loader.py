@@ -17,7 +17,7 @@ import torch
 from threefold.constants import IGNORE_INDEX
 from threefold.data.formats.nested_samples import NestedSamples
 from threefold.data.samples import ConsumedSamples, MixturePart, Samples
-from threefold.random.permutation import Int64Array
+from threefold.random import Int64Array
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ import numpy as np
 
 from threefold.data.samples import MixturePart, Samples
 from threefold.errors import UserError
-from threefold.random.permutation import Int64Array
+from threefold.random import Int64Array
 
 LONGEST_PERIOD: Final = 65_536
 """Maximum number of samples after which a mixture repeats; weights that need more are rounded to multiples of 1/65,536.

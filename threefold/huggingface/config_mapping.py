@@ -6,8 +6,7 @@ from typing import Any
 from threefold.config import ModelConfig
 from threefold.errors import UserError
 from threefold.models.family import huggingface_types
-from threefold.models.hf.config_json import ConfigJson, shortened
-from threefold.models.hf.model_type import HuggingFaceType
+from threefold.models.huggingface import ConfigJson, HuggingFaceType, shortened
 
 _KEPT = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys about tokens that an export keeps from the imported config.json."""

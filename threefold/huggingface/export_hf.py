@@ -26,7 +26,7 @@ from threefold.huggingface.config_mapping import choose_type, left_out, write_mo
 from threefold.huggingface.import_hf import PRECISIONS
 from threefold.huggingface.tensor_files import CONFIG as THEIR_CONFIG
 from threefold.huggingface.tensor_files import imported_config, split, write_texts
-from threefold.models.hf.model_type import HuggingFaceType, WeightMap
+from threefold.models.huggingface import HuggingFaceType, WeightMap
 from threefold.models.source import file_source
 from threefold.output import Progress, check_replaceable, staged_directory
 

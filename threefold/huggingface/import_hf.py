@@ -38,7 +38,7 @@ from threefold.huggingface.tensor_files import (
     texts_of,
 )
 from threefold.models.family import make_model, model_plan
-from threefold.models.hf.model_type import HuggingFaceType, SourceRows, WeightMap
+from threefold.models.huggingface import HuggingFaceType, SourceRows, WeightMap
 from threefold.models.sharding import ModelPlan
 from threefold.output import Progress, check_replaceable, list_marked, staged_directory, write_durably
 

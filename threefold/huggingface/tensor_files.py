@@ -16,8 +16,7 @@ from torch import Tensor
 from threefold.checkpoint.folder import TOKENIZER
 from threefold.errors import UserError
 from threefold.files import parse_json, read_text, require_file
-from threefold.models.hf.config_json import shortened
-from threefold.models.hf.model_type import WeightMap
+from threefold.models.huggingface import WeightMap, shortened
 
 _LOOKED_AT: Final = 1 << 20
 """Number of values checked for finiteness at once."""

@@ -16,7 +16,7 @@ from threefold.data.messages import Document
 from threefold.data.tokenizer import TextEncoder
 from threefold.errors import UserError
 from threefold.inference.model import Model
-from threefold.parallel.tensor.layers import ParallelCrossEntropy
+from threefold.parallel.tensor import ParallelCrossEntropy
 
 _LOGITS_AT_ONCE = 1 << 25
 """Elements of one chunk of logits; those of a whole batch would take many times the model's memory."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     )
     from threefold.comm.layout import Layout
     from threefold.comm.mesh import Axis, Mesh
+    from threefold.parallel.context import sum_over_shares_
     from threefold.parallel.pipeline.partition import (
         layers_by_rank,
         partition_by_class,
@@ -25,8 +26,7 @@ if TYPE_CHECKING:
         partition_uniform,
         partition_uniform_chunks,
     )
-    from threefold.parallel.sequence import sum_over_shares_
-    from threefold.parallel.tensor.layers import (
+    from threefold.parallel.tensor import (
         ColumnParallelLinear,
         ParallelCrossEntropy,
         RowParallelLinear,
@@ -68,7 +68,7 @@ _MODULES: Final = {
     "reduce_to_shares": "comm.axis",
     "scatter_to": "comm.axis",
     "Layout": "comm.layout",
-    "ParallelCrossEntropy": "parallel.tensor.layers",
+    "ParallelCrossEntropy": "parallel.tensor",
     "Axis": "comm.mesh",
     "Mesh": "comm.mesh",
     "layers_by_rank": "parallel.pipeline.partition",
@@ -78,11 +78,11 @@ _MODULES: Final = {
     "partition_uniform_chunks": "parallel.pipeline.partition",
     "Dropout": "random.dropout",
     "sample_keys": "random.dropout",
-    "sum_over_shares_": "parallel.sequence",
+    "sum_over_shares_": "parallel.context",
     "RandomStreams": "random.rng",
-    "ColumnParallelLinear": "parallel.tensor.layers",
-    "RowParallelLinear": "parallel.tensor.layers",
-    "VocabParallelEmbedding": "parallel.tensor.layers",
+    "ColumnParallelLinear": "parallel.tensor",
+    "RowParallelLinear": "parallel.tensor",
+    "VocabParallelEmbedding": "parallel.tensor",
     "Splitter": "compat.paddle",  # where it has moved to
 }
 """Name → the module below `threefold` that defines it."""

@@ -9,9 +9,8 @@ from threefold.comm.axis import Axis, all_reduce, copy_to, gather_shares, reduce
 from threefold.comm.layout import shard_bounds
 from threefold.models.layers.experts import Choice, Experts, Routing, swiglu, through
 from threefold.models.sharding import OverExperts
-from threefold.parallel.context import whole_sequence
+from threefold.parallel.context import ShardingContext, whole_sequence
 from threefold.parallel.parameter import local, split_parameter, split_parameter_twice
-from threefold.parallel.sequence import ShardingContext
 
 
 class ParallelRouting(Routing):

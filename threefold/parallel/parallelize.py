@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from threefold.comm.axis import Axis, local_part
 from threefold.dtypes import DTYPES
-from threefold.models.construct import ConstructedModel, skeleton
 from threefold.models.layers.decoder import LinearCrossEntropy
 from threefold.models.sharding import ModelPlan
+from threefold.models.source import ConstructedModel, skeleton
 from threefold.ops.kernels import DeferrableWeight
 from threefold.parallel.gradients import GradientBuckets, Gradients, JoinedGradients
 from threefold.parallel.parameter import (

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from threefold.comm.axis import Axis, local_part
 from threefold.comm.layout import shard_bounds
-from threefold.models.construct import ConstructedModel, drawn
 from threefold.models.sharding import Constant, Drawn, ModelPlan, Normal
+from threefold.models.source import ConstructedModel, drawn
 from threefold.parallel.gradients import Gradients
 from threefold.random.rng import fill_normal_, stream_key
 from threefold.torch_private.distributed import fresh_parameter

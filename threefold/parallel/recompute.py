@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from threefold.errors import UserError
 from threefold.models.sharding import matches
+from threefold.parallel.pipeline.partition import chosen_layers
 from threefold.parallel.pipeline.stage import Stage
-from threefold.parallel.shard_shapes import chosen_layers
 from threefold.random.rng import RandomStreams, draws_in_sequence
 from threefold.torch_private.runtime import keep_signals_from_compilers
 from threefold.torch_private.tensors import share_contents

@@ -12,10 +12,10 @@ from threefold.config.schedules import Schedule, find_schedule
 from threefold.constants import LOGITS_AT_ONCE
 from threefold.dtypes import DTYPES
 from threefold.models.sharding import ModelPlan
+from threefold.parallel.context import ShardingContext
 from threefold.parallel.gradients import BUCKET_BYTES
 from threefold.parallel.pipeline.partition import StageMap, partitioned
 from threefold.parallel.pipeline.stage import DeferredGradients
-from threefold.parallel.sequence import ShardingContext
 from threefold.parallel.zero import ZeroSharding, make_zero_sharding
 
 

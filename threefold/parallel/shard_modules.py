@@ -26,13 +26,13 @@ from threefold.models.sharding import (
     VocabLoss,
     matches,
 )
-from threefold.parallel.context import ContextParallelAttention, RingAttention
+from threefold.parallel.context import ContextParallelAttention, RingAttention, ShardingContext
 from threefold.parallel.experts import ParallelExperts, ParallelRouting
 from threefold.parallel.parameter import is_split, local, split_parameter
-from threefold.parallel.sequence import ShardingContext
-from threefold.parallel.tensor.grouped_heads import ConcatenatedLinear, GroupedHeadsLinear
-from threefold.parallel.tensor.layers import (
+from threefold.parallel.tensor import (
     ColumnParallelLinear,
+    ConcatenatedLinear,
+    GroupedHeadsLinear,
     ParallelCrossEntropy,
     RowParallelLinear,
     VocabParallelEmbedding,

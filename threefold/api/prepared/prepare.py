@@ -21,9 +21,9 @@ from threefold.config import PrecisionConfig
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError
 from threefold.models.sharding import Column, Patterns, PerHead, Replicated, Row, Split, Vocab, matches
+from threefold.parallel.context import ShardingContext
 from threefold.parallel.gradients import COMPRESSIONS, Gradients, buckets_by_dtype
 from threefold.parallel.parameter import like, local, longest_shard, stored
-from threefold.parallel.sequence import ShardingContext
 from threefold.parallel.shard_modules import SHARDINGS
 from threefold.parallel.zero import ShardedGradients, make_zero_sharding, shard_values
 from threefold.train.optim import LossScale

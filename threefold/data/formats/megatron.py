@@ -20,7 +20,7 @@ from threefold.data.stored_array import StoredArray, load_column
 from threefold.errors import UserError
 from threefold.files import require_file, shown
 from threefold.output import Progress
-from threefold.random.permutation import Int64Array
+from threefold.random import Int64Array
 
 FORMAT: Final = "Megatron-LM"
 BIN: Final = ".bin"

@@ -10,7 +10,7 @@ from torch.utils.data import default_collate
 from threefold.data.samples import MixturePart, Samples
 from threefold.errors import UserError
 from threefold.files import shown, told
-from threefold.random.permutation import Int64Array, samples_at
+from threefold.random import Int64Array, samples_at
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,8 +4,15 @@ from collections.abc import Collection
 from typing import Any, Final
 
 from threefold.models.gpt import GPTConfig
-from threefold.models.hf.config_json import MOST_LAYERS, ConfigJson
-from threefold.models.hf.model_type import HuggingFaceType, Shapes, SourceRows, TensorNames, WeightMap
+from threefold.models.huggingface import (
+    MOST_LAYERS,
+    ConfigJson,
+    HuggingFaceType,
+    Shapes,
+    SourceRows,
+    TensorNames,
+    WeightMap,
+)
 
 _NAMES: Final = TensorNames(
     outside={

@@ -8,8 +8,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from threefold.models.hf.config_json import MOST_LAYERS, ConfigJson, read_rope, write_rope
-from threefold.models.hf.model_type import (
+from threefold.models.huggingface import (
+    MOST_LAYERS,
+    ConfigJson,
     HuggingFaceType,
     Shapes,
     SourceRows,
@@ -17,6 +18,8 @@ from threefold.models.hf.model_type import (
     WeightMap,
     copied,
     interleaved,
+    read_rope,
+    write_rope,
     yaml_word,
 )
 from threefold.models.llama import LlamaConfig

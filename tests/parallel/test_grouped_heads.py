@@ -11,9 +11,9 @@ from tests.support.mistakes import Patch, replace, with_mistake
 from tests.support.parity import Case, departures, in_layout, make_engine, shard_of
 from tests.support.sweep import sweep
 from threefold.comm.axis import Event, gather_from
+from threefold.parallel import tensor as grouped_heads
 from threefold.parallel.parameter import local
-from threefold.parallel.tensor import grouped_heads
-from threefold.parallel.tensor.grouped_heads import GroupedHeadsLinear
+from threefold.parallel.tensor import GroupedHeadsLinear
 
 
 def grouped(key_value_heads: int, tp: int, *model: tuple[str, Any], **changes: Any) -> Case:

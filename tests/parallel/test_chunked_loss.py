@@ -23,7 +23,7 @@ from threefold.constants import IGNORE_INDEX
 from threefold.models.layers.decoder import Linear, LinearCrossEntropy
 from threefold.ops import cross_entropy
 from threefold.parallel.parameter import local
-from threefold.parallel.tensor.layers import ColumnParallelLinear, ParallelCrossEntropy
+from threefold.parallel.tensor import ColumnParallelLinear, ParallelCrossEntropy
 from threefold.planner.activations import head_bytes
 
 CHUNK = ("train.loss_chunk_size", 7)

@@ -22,6 +22,7 @@ from threefold.comm.axis import (
     all_reduce_max,
     copy_to,
     gather_from,
+    gather_shares,
     over_gathered,
     reduce_from,
     reduce_to_shares,
@@ -30,7 +31,7 @@ from threefold.comm.axis import (
 from threefold.comm.layout import shard_bounds
 from threefold.constants import IGNORE_INDEX, LOGITS_AT_ONCE
 from threefold.errors import UserError
-from threefold.models.sharding import Column, Row, Split, Vocab
+from threefold.models.sharding import Column, Row, Split, Unit, Vocab
 from threefold.ops.cross_entropy import check_labels, logit_sums, scaled_exponentials, tops_and_sums
 from threefold.ops.kernels import embedding, linear
 from threefold.parallel.parameter import empty_parameter, local, offset, split_parameter, stored
@@ -561,3 +562,89 @@ class _SplitCrossEntropy(torch.autograd.Function):
         scale = grad.masked_fill(~counted, 0)
         factor, added = scale / sums[0], -(scale * mine)
         return scaled_exponentials(logits, top, factor, column, added, ctx.at_once), None, None, None, None
+
+
+class ConcatenatedLinear(ColumnParallelLinear):
+    """Column-parallel layer that splits each of several concatenated groups of output features over the axis.
+
+    A rank gets its queries, then its keys, then its values. Made by `from_groups`.
+    """
+
+    groups: int
+    features: int
+
+    @classmethod
+    def from_groups(cls, module: nn.Linear, axis: Axis, groups: int, *, sequence_dim: int | None = None) -> Self:
+        """Split a linear layer whose output features are `groups` groups of equal size."""
+        layer = cls.from_linear(module, axis, gather_output=False, sequence_dim=sequence_dim)
+        layer.groups, layer.features = groups, module.out_features
+        return layer
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Compute this rank's share of each group, concatenated, from `input` as for `ColumnParallelLinear`."""
+        features = _gathered(super().forward(input), -(-self.features // self.axis.size), self.axis)
+        size = self.features // self.groups
+        start, end = shard_bounds(size, self.axis.size, self.axis.index)
+        return torch.cat([features.narrow(-1, size * each + start, end - start) for each in range(self.groups)], -1)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.groups} groups"
+
+
+def _gathered(out: Tensor, longest: int, axis: Axis) -> Tensor:
+    """Gather all ranks' features in order, then zeros; the last ranks may have fewer than `longest`."""
+    if out.shape[-1] < longest:
+        out = F.pad(out, (0, longest - out.shape[-1]))
+    return gather_shares(out, axis, -1)
+
+
+class GroupedHeadsLinear(ColumnParallelLinear):
+    """Column-parallel layer whose units are shared by several ranks, which divide some parts and repeat others.
+
+    Made by `from_units`.
+
+    Attributes:
+        sharing: ranks whose features are gathered: those of one unit, or the whole axis.
+        longest: number of features of a rank; the last ones may have fewer.
+    """
+
+    unit: Unit
+    sharing: Axis
+    longest: int
+
+    @classmethod
+    def from_units(
+        cls, module: nn.Linear, axis: Axis, unit: Unit, sharing: Axis | None, *, sequence_dim: int | None = None
+    ) -> Self:
+        """Split a linear layer over an axis whose size is a multiple of `unit.count`.
+
+        Args:
+            sharing: neighbouring ranks that share a unit; None to gather over the whole axis, as also happens if the
+                rows of a unit do not divide equally.
+        """
+        layer = cls.from_linear(module, axis, gather_output=False, sequence_dim=sequence_dim)
+        layer.unit, layer.longest = unit, -(-module.out_features // axis.size)
+        divides = module.out_features % axis.size == 0
+        layer.sharing = sharing if sharing is not None and divides else axis
+        return layer
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Compute this rank's share of a unit from `input` as for `ColumnParallelLinear`."""
+        return self._own(_gathered(super().forward(input), self.longest, self.sharing))
+
+    def _own(self, features: Tensor) -> Tensor:
+        """Select this rank's share of its unit from the gathered features."""
+        ranks = self.axis.size // self.unit.count
+        number, index = divmod(self.axis.index, ranks)
+        start = number * self.unit.size if self.sharing.size > ranks else 0
+        pieces = []
+        for name, size in self.unit.parts:
+            if name in self.unit.repeated:
+                pieces.append(features.narrow(-1, start, size))
+            else:
+                pieces.append(features.narrow(-1, start + index * (size // ranks), size // ranks))
+            start += size
+        return torch.cat(pieces, -1)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, a unit on {self.axis.size // self.unit.count} ranks"

@@ -13,11 +13,11 @@ from threefold.comm.axis import Axis
 from threefold.models.layers.decoder import PositionEmbedding
 from threefold.models.sharding import OverSequence
 from threefold.ops.kernels import linear
+from threefold.parallel import tensor
+from threefold.parallel.context import ShardingContext
 from threefold.parallel.parallelize import TrainableModel
 from threefold.parallel.parameter import is_split, local
-from threefold.parallel.sequence import ShardingContext
 from threefold.parallel.shard_modules import SHARDINGS
-from threefold.parallel.tensor import layers as tensor
 from threefold.random.dropout import Dropout
 from threefold.random.rng import Slice
 from threefold.train import step as engine
