@@ -82,7 +82,8 @@ def positions_start_anew_on_every_rank() -> list[Patch]:
 
 def input_gradient_not_summed() -> list[Patch]:
     def own_part(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.chunk(ctx.axis.size, ctx.dim)[ctx.axis.index].contiguous(), None, None
+        axis, dim = ctx.where
+        return grad.chunk(axis.size, dim)[axis.index].contiguous(), None, None
 
     return [replace(collectives._GatherShares, "backward", staticmethod(own_part))]
 

@@ -3,7 +3,7 @@
 import io
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -11,7 +11,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -41,30 +40,18 @@ def dumps(value: Any) -> bytes:
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, DTensor):
-            return _itself, (_whole(value),)
-        if type(value) is not Tensor or not _is_plain(value):
+            if not all(placement.is_replicate() for placement in value.placements):
+                sizes = " × ".join(map(str, value.shape))
+                raise UserError(
+                    f"A DTensor of {sizes} was returned, of which a rank has a part ({value.placements}); return "
+                    "tensor.full_tensor(), which all ranks of its mesh call."
+                )
+            return Tensor.detach, (value.to_local().detach(),)
+        plain = type(value) is Tensor and value.layout == torch.strided and value.is_cpu and not value.requires_grad
+        if not plain or value.is_quantized or value.is_conj() or value.is_neg():
             return NotImplemented
         flat = value.detach().contiguous().view(-1).view(torch.uint8)
         return _tensor, (bytearray(flat.numpy()), value.dtype, tuple(value.shape))
-
-
-def _itself(value: Any) -> Any:
-    return value
-
-
-def _whole(tensor: DTensor) -> Tensor:
-    if not all(placement.is_replicate() for placement in tensor.placements):
-        sizes = " × ".join(map(str, tensor.shape))
-        raise UserError(
-            f"A DTensor of {sizes} was returned, of which a rank has a part ({tensor.placements}); return "
-            "tensor.full_tensor(), which all ranks of its mesh call."
-        )
-    return tensor.to_local().detach()
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    dense = tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-    return tensor.device.type == "cpu" and dense and not tensor.requires_grad
 
 
 def _tensor(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -226,13 +213,9 @@ class Axis:
     def all_reduce_values(self, tensor: Tensor) -> list[Any]:
         """Sum a one-dimensional `tensor` over the axis, in place, and return its elements."""
         summed = self.all_reduce_(tensor)
-        values: list[Any]
-        if tensor.device.type == "cpu":
-            values = summed.tolist()
-        else:  # on a GPU, reading the values is what waits for the other ranks
-            with self.waiting("all_reduce"):
-                values = summed.tolist()
-        return values
+        # On a GPU, reading the values is what waits for the other ranks.
+        with nullcontext() if tensor.is_cpu else self.waiting("all_reduce"):
+            return list(summed.tolist())
 
     def all_reduce_together_(self, tensors: Sequence[Tensor], in_order: bool = False) -> None:
         """Sum several tensors over the axis, in place, in one all-reduce.
@@ -282,7 +265,10 @@ class Axis:
         """Concatenate the ranks' tensors along `dim`, where their sizes may differ."""
         if self.size == 1:
             return tensor
-        sizes = self._all_sizes(tensor.shape[dim], tensor.device)
+        mine = torch.tensor([tensor.shape[dim]], device=tensor.device)
+        found = [torch.empty_like(mine) for _ in self.ranks]
+        dist.all_gather(found, mine, group=self.group)
+        sizes = [int(each) for each in found]
         moved = tensor.movedim(dim, 0)
         padded = moved.new_zeros((max(sizes), *moved.shape[1:]))
         padded[: moved.shape[0]] = moved
@@ -436,12 +422,6 @@ class Axis:
         dist.all_gather_single(padded, part, group=self.group)
         return padded[: flat.numel()]
 
-    def _all_sizes(self, size: int, device: torch.device) -> list[int]:
-        mine = torch.tensor([size], device=device)
-        found = [torch.empty_like(mine) for _ in self.ranks]
-        dist.all_gather(found, mine, group=self.group)
-        return [int(each) for each in found]
-
 
 # No compiler can follow the Python of an `Axis` collective. Compiled code calls an operator instead, which takes the
 # axis as an input, so that one compilation serves layers on different axes.
@@ -513,69 +493,36 @@ def local_part(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     return tensor.narrow(dim, start, end - start)
 
 
-class _CopyTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis  # type: ignore[attr-defined]
-        return x.view_as(x)
+def _differentiable(forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> type[torch.autograd.Function]:
+    """Make an autograd function of `forward(x, axis, …)`, whose backward pass is `backward(gradient, axis, …)`."""
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grad, ctx.axis), None
+    class Collective(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, *where: Any) -> Tensor:
+            ctx.where = where
+            return forward(x, *where)
 
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+            return backward(grad, *ctx.where), *(None,) * len(ctx.where)
 
-class _ReduceFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis) -> Tensor:
-        return all_reduce(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    return Collective
 
 
-class _GatherFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim  # type: ignore[attr-defined]
-        return axis.all_gather(x, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return local_part(grad, ctx.axis, ctx.dim).contiguous(), None, None
+def _own_part(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    return local_part(x, axis, dim).contiguous()
 
 
-class _ScatterTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim  # type: ignore[attr-defined]
-        return local_part(x, axis, dim).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.axis.all_gather(grad, ctx.dim), None, None
+def _gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    return axis.all_gather(x, dim)
 
 
-class _GatherShares(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim  # type: ignore[attr-defined]
-        return all_gather_equal(x, axis, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return reduce_scatter(grad, ctx.axis, ctx.dim), None, None
-
-
-class _ReduceToShares(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim  # type: ignore[attr-defined]
-        return reduce_scatter(x, axis, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather_equal(grad, ctx.axis, ctx.dim), None, None
+_CopyTo = _differentiable(lambda x, axis: x.view_as(x), all_reduce)
+_ReduceFrom = _differentiable(all_reduce, lambda grad, axis: grad)
+_GatherFrom = _differentiable(_gather, _own_part)
+_ScatterTo = _differentiable(_own_part, _gather)
+_GatherShares = _differentiable(all_gather_equal, reduce_scatter)
+_ReduceToShares = _differentiable(reduce_scatter, all_gather_equal)
 
 
 class _GatherAgain(torch.autograd.Function):
