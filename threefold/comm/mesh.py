@@ -16,15 +16,7 @@ from threefold.comm.backends import SharedMemoryGroup, over_shared_memory
 from threefold.comm.heartbeat import Activity, Heartbeat, wait_code
 from threefold.comm.layout import AXES, Coordinates, Layout
 from threefold.errors import naming_arguments
-from threefold.torch_private.distributed import (
-    clear_dtensor_cache,
-    copy_group_timeout,
-    flatten_mesh,
-    new_group_among,
-    settle_gloo_at_exit,
-    unflatten_mesh,
-    withdraw,
-)
+from threefold.torch_private import distributed
 
 __all__ = ["Axis", "Event", "Mesh", "Recorder"]
 
@@ -89,7 +81,7 @@ class Mesh:
     ) -> None:
         with naming_arguments():
             layout.require_world(dist.get_world_size())
-        settle_gloo_at_exit()
+        distributed.settle_gloo_at_exit()
         self.layout = layout
         self.device = torch.device(device)
         self._shares_memory, self._sizes = shared_memory and self.device.type == "cpu", sizes
@@ -104,7 +96,7 @@ class Mesh:
 
     def _make_axes(self, everyone: tuple[int, ...]) -> None:
         # DTensor's cache takes equal meshes for one, and would return destroyed groups of an earlier mesh.
-        clear_dtensor_cache()
+        distributed.clear_dtensor_cache()
         self.device_mesh = init_device_mesh(self.device.type, self.layout.shape, mesh_dim_names=AXES)
         planned = [PlannedAxis("world", everyone, dist.group.WORLD), *map(self._planned, AXES)]
         replicas, experts = self._replicas(), self._experts()
@@ -233,11 +225,13 @@ class Mesh:
         if copies == 1:
             return self.expert_replicas, self._axis(name, (self.rank,), None)
         names = ("expert_group", "expert_shard", "expert_part")
-        fine = unflatten_mesh(self.device_mesh, "dp", (copies, each, ep), names)
+        fine = distributed.unflatten_mesh(self.device_mesh, "dp", (copies, each, ep), names)
         if cp == 1:
             held_by = fine["expert_shard"]
         else:
-            held_by = fine["cp"] if each == 1 else flatten_mesh(fine["expert_shard", "cp"], "expert_shard_cp")
+            held_by = (
+                fine["cp"] if each == 1 else distributed.flatten_mesh(fine["expert_shard", "cp"], "expert_shard_cp")
+            )
         ranks = self._mine(self.layout.expert_shard_groups(shards))
         replicas = self.new_axis(name, self.layout.expert_shard_copy_groups(shards))
         assert replicas is not None  # each rank is in one of them
@@ -246,10 +240,13 @@ class Mesh:
     def _shard_mesh(self, shards: int) -> DeviceMesh:
         fine, axis = self.device_mesh, "dp"
         if shards < self.dp.size:
-            fine, axis = unflatten_mesh(fine, "dp", (self.dp.size // shards, shards), ("copy", "shard")), "shard"
+            fine, axis = (
+                distributed.unflatten_mesh(fine, "dp", (self.dp.size // shards, shards), ("copy", "shard")),
+                "shard",
+            )
         if self.cp.size == 1:
             return fine[axis]
-        return fine["cp"] if shards == 1 else flatten_mesh(fine[axis, "cp"], f"{axis}_cp")
+        return fine["cp"] if shards == 1 else distributed.flatten_mesh(fine[axis, "cp"], f"{axis}_cp")
 
     def _replicas(self) -> PlannedAxis | None:
         """Plan the axis of ranks with the same weights and other tokens; None if dp or cp is that axis."""
@@ -262,10 +259,12 @@ class Mesh:
         ep = self.layout.ep
         if ep == 1:
             return [PlannedAxis("ep", (self.rank,), None)]
-        fine = unflatten_mesh(self.device_mesh, "dp", (self.layout.dp // ep, ep), ("expert_copy", "ep"))
+        fine = distributed.unflatten_mesh(self.device_mesh, "dp", (self.layout.dp // ep, ep), ("expert_copy", "ep"))
         experts = PlannedAxis("ep", self._mine(self.layout.expert_groups()), fine.get_group("ep"), fine["ep", "tp"])
         held_by = (
-            fine["expert_copy"] if self.layout.cp == 1 else flatten_mesh(fine["expert_copy", "cp"], "expert_copy_cp")
+            fine["expert_copy"]
+            if self.layout.cp == 1
+            else distributed.flatten_mesh(fine["expert_copy", "cp"], "expert_copy_cp")
         )
         same = self._mine(self.layout.expert_copy_groups())
         return [experts, PlannedAxis("expert copies", same, held_by.get_group(), held_by)]
@@ -278,7 +277,7 @@ class Mesh:
         return tuple(next(group for group in groups if self.rank in group))
 
     def _new_group(self, name: str, groups: Sequence[Sequence[int]]) -> PlannedAxis | None:
-        group = new_group_among(groups)
+        group = distributed.new_group_among(groups)
         mine = next((tuple(ranks) for ranks in groups if self.rank in ranks), None)
         return None if mine is None else PlannedAxis(name, mine, group)
 
@@ -290,7 +289,7 @@ class Mesh:
     def _axes(self, planned: Sequence[PlannedAxis]) -> list[Axis]:
         for axis in planned:
             if axis.group is not None:
-                copy_group_timeout(axis.group)
+                distributed.copy_group_timeout(axis.group)
         # Gloo's collectives cost latency and system time; shared memory has little of either.
         several = {axis.name: axis.group for axis in planned if axis.group is not None and len(axis.ranks) > 1}
         if self._shares_memory and several:
@@ -301,7 +300,7 @@ class Mesh:
             index, group = ranks.index(self.rank), several.get(name, group)
             made = Axis(name, ranks, index, group, self.recorder, device_mesh, self.heartbeat, number)
             if isinstance(group, SharedMemoryGroup):
-                weakref.finalize(made, withdraw, group).atexit = False  # frees its memory and pipes
+                weakref.finalize(made, distributed.withdraw, group).atexit = False  # frees its memory and pipes
             axes.append(made)
         return axes
 

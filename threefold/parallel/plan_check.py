@@ -19,33 +19,10 @@ from threefold.comm.layout import shard_bounds, shard_length
 from threefold.config import Config
 from threefold.config.section import nearest_divisor
 from threefold.errors import UserError
+from threefold.models import module_check, sharding
 from threefold.models.layers.decoder import Embedding, Linear
-from threefold.models.module_check import (
-    ADVICE,
-    check_hooks,
-    check_modules,
-    is_of_sizes,
-    module_of,
-    refuse_layout_dependent,
-    told_once,
-)
 from threefold.models.own_batch import LayerSignature
 from threefold.models.plan import as_pattern
-from threefold.models.sharding import (
-    HEADS,
-    Column,
-    Initial,
-    ModelPlan,
-    Patterns,
-    PerHead,
-    Replicated,
-    Row,
-    Sharded,
-    Split,
-    Vocab,
-    matches,
-    specificity,
-)
 from threefold.models.source import MakeModel, ModelSource
 from threefold.parallel.context import check_whole_sequences
 from threefold.parallel.pipeline.partition import stage_map
@@ -56,11 +33,11 @@ from threefold.torch_private.tensors import child_names, has_module_hooks, persi
 _CUT_FORWARDS = {each.forward for each in (nn.Linear, nn.Embedding, Linear, Embedding)}
 """Forward methods that a cut layer can take the place of."""
 
-_WITHIN = (Replicated, PerHead)
+_WITHIN = (sharding.Replicated, sharding.PerHead)
 """Splits that leave the modules inside a module to other patterns."""
 
 
-def check_plan(model: nn.Module, plan: ModelPlan) -> None:
+def check_plan(model: nn.Module, plan: sharding.ModelPlan) -> None:
     """Check a plan against the whole single-device model, on any device (the meta device will do).
 
     Raises:
@@ -71,10 +48,10 @@ def check_plan(model: nn.Module, plan: ModelPlan) -> None:
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    check_modules(model)
+    module_check.check_modules(model)
     _check_names(modules)
     _check_layers(modules, plan)
-    check_hooks(modules, plan.layers)
+    module_check.check_hooks(modules, plan.layers)
     _check_listed(parameters, plan)
     _check_decided(modules, parameters, plan)
     _check_bare(parameters, dict(_buffers(modules)), plan)
@@ -82,22 +59,22 @@ def check_plan(model: nn.Module, plan: ModelPlan) -> None:
     _check_recompute(modules, plan)
     _check_ties(modules, parameters, plan)
     _check_values(modules, parameters, plan)
-    refuse_layout_dependent(modules)
+    module_check.refuse_layout_dependent(modules)
 
 
-def check_tensor_axis(plan: ModelPlan, size: int, setting: str = "parallel.tp") -> None:
+def check_tensor_axis(plan: sharding.ModelPlan, size: int, setting: str = "parallel.tp") -> None:
     """Raise a `UserError`, which names `setting`, unless the tensor axis divides the heads in a plan's rules."""
     for pattern, rule in (*plan.split.items(), *plan.bare.items()):
         for parameter in rule.parameters or ("",):
             unit = rule.units(parameter).get("tp")
-            if unit is not None and unit.setting == HEADS and unit.count % size:
+            if unit is not None and unit.setting == sharding.HEADS and unit.count % size:
                 raise UserError(
                     f"{setting} is {size} but must divide the {unit.count} heads of {pattern!r}; use "
                     f"{nearest_divisor(size, unit.count)}."
                 )
 
 
-def check_cut_modules(model: nn.Module, plan: ModelPlan, size: int) -> None:
+def check_cut_modules(model: nn.Module, plan: sharding.ModelPlan, size: int) -> None:
     """Raise a `UserError` if a module that the tensor axis replaces has a hook, which its replacement would lose."""
     for name, module in model.named_modules() if size > 1 else ():
         pattern = plan.patterns.naming(name) if name else None
@@ -128,7 +105,7 @@ def _check_names(modules: Mapping[str, nn.Module]) -> None:
                 )
 
 
-def _check_layers(modules: Mapping[str, nn.Module], plan: ModelPlan) -> None:
+def _check_layers(modules: Mapping[str, nn.Module], plan: sharding.ModelPlan) -> None:
     if not plan.layers:
         raise UserError("layers is empty; name the modules that the model runs through, in order.")
     for layer in plan.layers:
@@ -153,7 +130,7 @@ def _check_layers(modules: Mapping[str, nn.Module], plan: ModelPlan) -> None:
         )
 
 
-def _check_listed(parameters: Mapping[str, nn.Parameter], plan: ModelPlan) -> None:
+def _check_listed(parameters: Mapping[str, nn.Parameter], plan: sharding.ModelPlan) -> None:
     """Check that each parameter, tied ones included, is in a layer."""
     inside = tuple(layer + "." for layer in plan.layers)
     outside = [name for name in parameters if not name.startswith(inside)]
@@ -171,16 +148,18 @@ def _check_listed(parameters: Mapping[str, nn.Parameter], plan: ModelPlan) -> No
         )
 
 
-def _unlisted(parameter: str, plan: ModelPlan) -> str:
+def _unlisted(parameter: str, plan: sharding.ModelPlan) -> str:
     """Return the largest module around a parameter without a layer inside; empty if there is none."""
     parts = parameter.split(".")[:-1]
     names = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
     return next((name for name in names if not any(layer.startswith(name + ".") for layer in plan.layers)), "")
 
 
-def _check_decided(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter], plan: ModelPlan) -> None:
+def _check_decided(
+    modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter], plan: sharding.ModelPlan
+) -> None:
     """Check that each parameter is under a pattern, and that each pattern decides for at least one module."""
-    idle = [pattern for pattern in plan.split if not any(matches(name, pattern) for name in modules if name)]
+    idle = [pattern for pattern in plan.split if not any(sharding.matches(name, pattern) for name in modules if name)]
     deciding = {name: plan.patterns.deciding(name) for name in modules}
     for name in parameters:
         if plan.split_of(name) is None:
@@ -195,8 +174,8 @@ def _check_decided(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn
             "correct it or leave it out."
         )
     for pattern in plan.split:
-        named = [name for name in modules if name and matches(name, pattern)]
-        overruled = [name for name in named if (other := deciding[name]) and not matches(name, other)]
+        named = [name for name in modules if name and sharding.matches(name, pattern)]
+        overruled = [name for name in named if (other := deciding[name]) and not sharding.matches(name, other)]
         if overruled and all(deciding[name] != pattern for name in named):
             raise UserError(
                 f"split has {pattern!r}, which decides for nothing: {deciding[overruled[0]]!r} is more specific and "
@@ -205,35 +184,35 @@ def _check_decided(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn
 
 
 def _check_bare(
-    parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, tuple[Tensor, bool]], plan: ModelPlan
+    parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, tuple[Tensor, bool]], plan: sharding.ModelPlan
 ) -> None:
     """Check that each pattern of bare parameters and buffers matches one, and that its rule suits it."""
     for pattern, rule in plan.bare.items():
         said = f"shard has {type(rule).__name__}"
-        if not isinstance(rule, (*_WITHIN, Sharded)):
+        if not isinstance(rule, (*_WITHIN, sharding.Sharded)):
             raise UserError(
                 f"{said} at {pattern!r}, which is a bare parameter; use Replicated() or PerHead(), Sharded(dim) to cut "
                 "it, or make it the weight of a module."
             )
         for name, parameter in parameters.items():
-            if isinstance(rule, Sharded) and matches(name, pattern):
+            if isinstance(rule, sharding.Sharded) and sharding.matches(name, pattern):
                 _check_shard(f"{said}({rule.dim}) at {pattern!r}", rule, tuple(parameter.shape))
-            if not isinstance(rule, PerHead) and plan.is_bare(name) and matches(name, pattern):
+            if not isinstance(rule, sharding.PerHead) and plan.is_bare(name) and sharding.matches(name, pattern):
                 _check_per_head(f"{said} at {pattern!r}", pattern, name, plan)
         for name, (buffer, is_kept) in buffers.items():
-            if matches(name, pattern):
+            if sharding.matches(name, pattern):
                 _check_bare_buffer(f"{said} at {pattern!r}", rule, name, buffer, is_kept)
         named = {**parameters, **buffers}
-        if not any(matches(name, pattern) for name in named):
+        if not any(sharding.matches(name, pattern) for name in named):
             raise UserError(
                 f"shard has {pattern!r}, which no parameter or buffer has for a name{_nearest(pattern, named)}."
             )
 
 
-def _check_bare_buffer(said: str, rule: Split, name: str, buffer: Tensor, is_kept: bool) -> None:
-    if isinstance(rule, PerHead):
+def _check_bare_buffer(said: str, rule: sharding.Split, name: str, buffer: Tensor, is_kept: bool) -> None:
+    if isinstance(rule, sharding.PerHead):
         raise UserError(f"{said}, which {name!r}, a buffer, has for a name as well; use Replicated() or Sharded(dim).")
-    if not isinstance(rule, Sharded):
+    if not isinstance(rule, sharding.Sharded):
         return
     _check_shard(f"{said.replace('Sharded', f'Sharded({rule.dim})', 1)}", rule, tuple(buffer.shape), "buffer")
     if is_kept:
@@ -243,19 +222,19 @@ def _check_bare_buffer(said: str, rule: Split, name: str, buffer: Tensor, is_kep
         )
 
 
-def _check_per_head(said: str, pattern: str, name: str, plan: ModelPlan) -> None:
+def _check_per_head(said: str, pattern: str, name: str, plan: sharding.ModelPlan) -> None:
     """Refuse a bare pattern that takes a parameter of a PerHead module by chance: its gradient would not be summed."""
     of_module = plan.patterns.deciding(name.rpartition(".")[0])
-    if of_module is None or not isinstance(plan.split[of_module], PerHead):
+    if of_module is None or not isinstance(plan.split[of_module], sharding.PerHead):
         return
-    if specificity(pattern) <= specificity(of_module):
+    if sharding.specificity(pattern) <= sharding.specificity(of_module):
         raise UserError(
             f"{said}, which {name!r} has for a name as well, of a module that is PerHead at {of_module!r}; write more "
             "of the name of the parameter that is meant."
         )
 
 
-def _check_shard(said: str, rule: Sharded, shape: tuple[int, ...], kind: str = "parameter") -> None:
+def _check_shard(said: str, rule: sharding.Sharded, shape: tuple[int, ...], kind: str = "parameter") -> None:
     sizes = " × ".join(map(str, shape)) or "a number"
     if not 0 <= rule.dim < len(shape):
         nearest = f"use Sharded({rule.dim % len(shape)})" if shape else "use Replicated()"
@@ -267,7 +246,7 @@ def _check_shard(said: str, rule: Sharded, shape: tuple[int, ...], kind: str = "
         )
 
 
-def _check_splits(modules: Mapping[str, nn.Module], plan: ModelPlan) -> None:
+def _check_splits(modules: Mapping[str, nn.Module], plan: sharding.ModelPlan) -> None:
     """Check that each split suits the module that it decides for, and all that this module holds."""
     whole: dict[str, str] = {}
     met: dict[nn.Module, tuple[str, str]] = {}
@@ -291,7 +270,7 @@ def _check_splits(modules: Mapping[str, nn.Module], plan: ModelPlan) -> None:
             )
 
 
-def _check_split(name: str, module: nn.Module, pattern: str, split: Split) -> None:
+def _check_split(name: str, module: nn.Module, pattern: str, split: sharding.Split) -> None:
     kind, said = type(module).__name__, f"split has {type(split).__name__} at {pattern!r}"
     if type(split) not in SHARDINGS:
         raise UserError(f"{said}, a module; it is for a bare parameter, so name one inside, or use another rule.")
@@ -302,20 +281,20 @@ def _check_split(name: str, module: nn.Module, pattern: str, split: Split) -> No
         kinds = " or a ".join(each.__name__ for each in wanted)
         raise UserError(f"{said}, which is for a {kinds}, but {name!r} is a {kind}; use Replicated() or another split.")
     unit = next((unit for parameter in split.parameters or () if (unit := split.units(parameter).get("tp"))), None)
-    features = getattr(module, "out_features" if isinstance(split, Column) else "in_features", 0)
-    if isinstance(split, Column) and split.groups != 1:
+    features = getattr(module, "out_features" if isinstance(split, sharding.Column) else "in_features", 0)
+    if isinstance(split, sharding.Column) and split.groups != 1:
         if split.groups < 1 or features % split.groups:
             raise UserError(
                 f"{said} with groups={split.groups}, which must divide the {features} features of {name!r}; use "
                 f"groups={nearest_divisor(max(1, split.groups), features)}."
             )
         features //= split.groups
-    if unit is not None and unit.setting == HEADS and features % unit.count:
+    if unit is not None and unit.setting == sharding.HEADS and features % unit.count:
         raise UserError(
             f"{said} with heads={unit.count}, which must divide the {features} features of {name!r}; use "
             f"heads={nearest_divisor(unit.count, features)}."
         )
-    if isinstance(split, Column | Row | Vocab) and type(module).forward not in _CUT_FORWARDS:
+    if isinstance(split, sharding.Column | sharding.Row | sharding.Vocab) and type(module).forward not in _CUT_FORWARDS:
         raise UserError(
             f"{said}, but {name!r} is a {kind} with a forward of its own, which a cut layer would not have; use "
             "Replicated(), or write what it adds as a module around it."
@@ -329,12 +308,12 @@ def _check_split(name: str, module: nn.Module, pattern: str, split: Split) -> No
         )
 
 
-def _check_recompute(modules: Mapping[str, nn.Module], plan: ModelPlan) -> None:
+def _check_recompute(modules: Mapping[str, nn.Module], plan: sharding.ModelPlan) -> None:
     for mode, patterns in plan.recompute.items():
         for pattern in patterns:
             if "**" in pattern:
                 raise UserError(f"recompute has {pattern!r} for {mode} but may not have **; write * for each part.")
-            found = [name for name in modules if matches(name, pattern)]
+            found = [name for name in modules if sharding.matches(name, pattern)]
             if not found:
                 raise UserError(
                     f"recompute has {pattern!r} for {mode}, which no module of the model has for a "
@@ -345,7 +324,9 @@ def _check_recompute(modules: Mapping[str, nn.Module], plan: ModelPlan) -> None:
                 raise UserError(f"recompute has {pattern!r} for {mode} but {stray!r} is in none of the layers.")
 
 
-def _check_ties(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter], plan: ModelPlan) -> None:
+def _check_ties(
+    modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter], plan: sharding.ModelPlan
+) -> None:
     for name in (*plan.ties, *plan.ties.values()):
         if name not in parameters:
             raise UserError(f"ties names {name!r}, which is no parameter of the model{_nearest(name, parameters)}.")
@@ -376,17 +357,19 @@ def _identities(module: nn.Module) -> dict[str, int]:
     return {name: id(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}
 
 
-def _how(name: str, plan: ModelPlan) -> tuple[object, ...]:
+def _how(name: str, plan: sharding.ModelPlan) -> tuple[object, ...]:
     split = plan.split_of(name)
     assert split is not None
-    return *split.cuts(name.rpartition(".")[2]), isinstance(split, PerHead)
+    return *split.cuts(name.rpartition(".")[2]), isinstance(split, sharding.PerHead)
 
 
-def _split_name(name: str, plan: ModelPlan) -> str:
+def _split_name(name: str, plan: sharding.ModelPlan) -> str:
     return type(plan.split_of(name)).__name__
 
 
-def _check_values(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter], plan: ModelPlan) -> None:
+def _check_values(
+    modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter], plan: sharding.ModelPlan
+) -> None:
     """Check that each parameter has an initial value, and that nothing else needs one."""
     for name, (buffer, _) in _buffers(modules):
         if buffer.is_meta and not plan.constructed:
@@ -396,7 +379,7 @@ def _check_values(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.
             initial = plan.initial(plan.whole_name(name))
         except Exception as error:
             raise UserError(f"initial({plan.whole_name(name)!r}) raises {type(error).__name__}: {error}.") from error
-        if not isinstance(initial, Initial):
+        if not isinstance(initial, sharding.Initial):
             raise UserError(
                 f"initial({plan.whole_name(name)!r}) returns {initial!r} but must return a Normal or a Constant."
             )
@@ -410,7 +393,7 @@ def _buffers(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, tuple[Tens
             yield f"{name}.{buffer}" if name else buffer, (value, buffer in kept)
 
 
-def _in_a_layer(name: str, plan: ModelPlan) -> bool:
+def _in_a_layer(name: str, plan: sharding.ModelPlan) -> bool:
     return any(name == layer or name.startswith(layer + ".") for layer in plan.layers)
 
 
@@ -424,11 +407,11 @@ def _list(names: list[str], most: int = 5) -> str:
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
-_KNOWN = (Column, Row, Vocab, Replicated, PerHead, Sharded)
+_KNOWN = (sharding.Column, sharding.Row, sharding.Vocab, sharding.Replicated, sharding.PerHead, sharding.Sharded)
 
 
 def check_forward(
-    make_model: Callable[[], nn.Module], plan: ModelPlan, tp: int, batch: Any, takes_labels: bool = False
+    make_model: Callable[[], nn.Module], plan: sharding.ModelPlan, tp: int, batch: Any, takes_labels: bool = False
 ) -> None:
     """Check that the sizes in a tensor rank's part of a model fit together.
 
@@ -451,13 +434,13 @@ def check_forward(
         model = _made(make_model)
         _cut(model, plan, tp, rank)
         error = _failure(model, plan, batch, takes_labels)
-        if error is not None and is_of_sizes(error):
+        if error is not None and module_check.is_of_sizes(error):
             modules = dict(model.named_modules())
-            where = module_of(error, modules)
+            where = module_check.module_of(error, modules)
             missing = _missing(where, modules, plan, str(error))
             raise UserError(
                 f"With tp {tp}, {repr(where) if where else 'the model'} fails on tensor rank {rank}: "
-                f"{told_once(' '.join(str(error).split()))}; {missing or ADVICE}."
+                f"{module_check.told_once(' '.join(str(error).split()))}; {missing or module_check.ADVICE}."
             ) from None
 
 
@@ -466,7 +449,7 @@ def _made(make_model: Callable[[], nn.Module]) -> nn.Module:
         return make_model()
 
 
-def _failure(model: nn.Module, plan: ModelPlan, batch: Any, takes_labels: bool) -> Exception | None:
+def _failure(model: nn.Module, plan: sharding.ModelPlan, batch: Any, takes_labels: bool) -> Exception | None:
     """Return the error of a forward pass through the layers; None if it succeeds."""
     try:
         stage = Stage(model, plan, 0, len(plan.layers))
@@ -481,7 +464,7 @@ def _failure(model: nn.Module, plan: ModelPlan, batch: Any, takes_labels: bool) 
     return None
 
 
-def _cut(model: nn.Module, plan: ModelPlan, tp: int, rank: int) -> None:
+def _cut(model: nn.Module, plan: sharding.ModelPlan, tp: int, rank: int) -> None:
     """Shrink a model on the meta device to the sizes of one tensor rank, in place."""
     made: dict[nn.Module, nn.Module] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):
@@ -491,7 +474,7 @@ def _cut(model: nn.Module, plan: ModelPlan, tp: int, rank: int) -> None:
                 made[module] = _part(plan.split[pattern], module, tp, rank)
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, made[module])
-    bare = Patterns(plan.bare)
+    bare = sharding.Patterns(plan.bare)
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     for name, tensor in named if plan.bare else []:
         pattern = bare.naming(name)
@@ -503,22 +486,22 @@ def _cut(model: nn.Module, plan: ModelPlan, tp: int, rank: int) -> None:
             setattr(model.get_submodule(owner), own, nn.Parameter(part) if isinstance(tensor, nn.Parameter) else part)
 
 
-def _part(rule: Split, module: nn.Linear, tp: int, rank: int) -> nn.Module:
+def _part(rule: sharding.Split, module: nn.Linear, tp: int, rank: int) -> nn.Module:
     inputs, outputs = module.in_features, module.out_features
-    if isinstance(rule, Column):
+    if isinstance(rule, sharding.Column):
         outputs = rule.groups * shard_length(outputs // rule.groups, tp, rank)
-    elif isinstance(rule, Row):
+    elif isinstance(rule, sharding.Row):
         inputs = shard_length(inputs, tp, rank)
     else:
         return module
     return nn.Linear(inputs, outputs, bias=module.bias is not None, device="meta")
 
 
-def _missing(where: str, modules: dict[str, nn.Module], plan: ModelPlan, message: str) -> str:
+def _missing(where: str, modules: dict[str, nn.Module], plan: sharding.ModelPlan, message: str) -> str:
     """Suggest a rule for an uncut bare parameter or buffer of the failed module whose shape is in the message."""
     if where not in modules:
         return ""
-    bare, module = Patterns(plan.bare), modules[where]
+    bare, module = sharding.Patterns(plan.bare), modules[where]
     for kind, named in (("buffer", module.named_buffers), ("parameter", module.named_parameters)):
         for own, tensor in named(recurse=False):
             name = f"{where}.{own}"
@@ -561,7 +544,7 @@ def layout_check(source: ModelSource, config: Config) -> Callable[[Config], None
 
 
 def _forward_check(
-    make_model: MakeModel, plan: ModelPlan, own_loss: bool, config: Config
+    make_model: MakeModel, plan: sharding.ModelPlan, own_loss: bool, config: Config
 ) -> Callable[[int], UserError | None]:
     """Return a check of one tensor rank's forward pass on tokens: tp → its error, or None."""
     tokens = torch.empty(2, config.data.sequence_length, dtype=torch.int64, device="meta")
@@ -579,7 +562,7 @@ def _forward_check(
 
 def _check_plan_layout(
     model: nn.Module | None,
-    plan: ModelPlan,
+    plan: sharding.ModelPlan,
     own_loss: bool,
     computes: Callable[[int], UserError | None],
     config: Config,

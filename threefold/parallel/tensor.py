@@ -5,9 +5,9 @@ the loss, a rank computes its own columns of the logits (`ops.cross_entropy`); a
 all-reduced, once for all chunks of columns.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from difflib import get_close_matches
+from functools import partial
 from math import sqrt
 from typing import Any, Self, cast
 
@@ -22,7 +22,6 @@ from threefold.comm.axis import (
     all_reduce_max,
     copy_to,
     gather_from,
-    gather_shares,
     over_gathered,
     reduce_from,
     reduce_to_shares,
@@ -31,10 +30,10 @@ from threefold.comm.axis import (
 from threefold.comm.layout import shard_bounds
 from threefold.constants import IGNORE_INDEX, LOGITS_AT_ONCE
 from threefold.errors import UserError
-from threefold.models.sharding import Column, Row, Split, Unit, Vocab
+from threefold.models.sharding import Column, Row, Split, Vocab
 from threefold.ops.cross_entropy import check_labels, logit_sums, scaled_exponentials, tops_and_sums
 from threefold.ops.kernels import embedding, linear
-from threefold.parallel.parameter import empty_parameter, local, offset, split_parameter, stored
+from threefold.parallel.parameter import empty_parameter, local, offset, slice_of, split_parameter, stored
 from threefold.random.rng import fill_normal_, stream_key
 from threefold.torch_private.tensors import assert_async
 
@@ -70,7 +69,8 @@ def fill_(parameter: Tensor, initializer: Initializer, key: int, what: str) -> N
     if held.is_meta:
         return
     whole = torch.zeros(parameter.shape, dtype=torch.promote_types(held.dtype, torch.float32), device="cpu")
-    with _drawing_from(key):
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(key)
         returned = initializer(whole)
     if isinstance(returned, Tensor):
         if returned.shape != whole.shape:
@@ -85,31 +85,12 @@ def fill_(parameter: Tensor, initializer: Initializer, key: int, what: str) -> N
 @torch.no_grad()
 def keep_shard_(parameter: Tensor, whole: Tensor) -> None:
     """Set this rank's shard of a parameter to its part of the whole values."""
-    held = local(parameter).detach()
-    for dim, (first, size) in enumerate(zip(offset(parameter), held.shape, strict=True)):
-        whole = whole.narrow(dim, first, size)
-    held.copy_(whole)
+    local(parameter).detach().copy_(slice_of(parameter, whole))
 
 
-def linear_weight_(weight: Tensor) -> Tensor:
-    """Draw a weight [out, in] as `nn.Linear` does."""
-    return nn.init.kaiming_uniform_(weight, a=sqrt(5))
-
-
-def linear_bias(in_features: int) -> Initializer:
-    """Return an initializer that draws a bias as `nn.Linear` does."""
-    bound = 1 / sqrt(in_features) if in_features else 0.0
-    return lambda bias: nn.init.uniform_(bias, -bound, bound)
-
-
-@contextmanager
-def _drawing_from(key: int) -> Iterator[None]:
-    before = torch.get_rng_state()
-    torch.default_generator.manual_seed(key)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before)
+def _leave(x: Tensor, axis: Axis, sequence_dim: int | None) -> Tensor:
+    """Sum over the ranks (all-reduce), or to this rank's shard of the sum (reduce-scatter)."""
+    return reduce_from(x, axis) if sequence_dim is None else reduce_to_shares(x, axis, sequence_dim)
 
 
 class _SplitLayer(nn.Module):
@@ -154,11 +135,6 @@ def check_axis(axis: Any, argument: str) -> None:
         )
 
 
-def _leave(x: Tensor, axis: Axis, sequence_dim: int | None) -> Tensor:
-    """Sum over the ranks (all-reduce), or to this rank's shard of the sum (reduce-scatter)."""
-    return reduce_from(x, axis) if sequence_dim is None else reduce_to_shares(x, axis, sequence_dim)
-
-
 def _pad_rows(weight: Tensor, multiple: int) -> Tensor:
     """Pad with zero rows to a multiple, at least one: matrix units need whole tiles, a look-up needs a row."""
     rows = max(1, -(-weight.shape[0] // multiple) * multiple)
@@ -169,7 +145,6 @@ _ROW_ARGUMENTS = ("name", "seed", "weight_init", "bias_init", "bias", "input_is_
 
 
 def _check_sizes(axis: Any, **sizes: Any) -> None:
-    """Check the axis and the sizes that a layer is made with."""
     check_axis(axis, "axis")
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 0:
@@ -280,14 +255,24 @@ class _SplitLinear(_SplitLayer):
         return layer
 
     def _initialise(
-        self, name: str | None, seed: int, weight_init: Initializer | None, bias_init: Initializer | None
+        self,
+        shape: tuple[int, int],
+        bias: bool,
+        name: str | None,
+        seed: int,
+        weight_init: Initializer | None,
+        bias_init: Initializer | None,
     ) -> None:
         """Draw weight and bias, each by its initializer if given, else keyed by the name, else as `nn.Linear` does."""
+        self.weight = self._empty("weight", shape)
+        self.register_parameter("bias", self._empty("bias", shape[:1]) if bias else None)
         if name is not None:
             self.reset_parameters(name, seed)
         key = new_key(name, seed) if name is None or weight_init or bias_init else 0
-        weight_init = weight_init or (linear_weight_ if name is None else None)
-        bias_init = bias_init or (linear_bias(self.weight.shape[1]) if name is None else None)
+        if name is None:
+            bound = 1 / sqrt(shape[1]) if shape[1] else 0.0
+            weight_init = weight_init or partial(nn.init.kaiming_uniform_, a=sqrt(5))
+            bias_init = bias_init or partial(nn.init.uniform_, a=-bound, b=bound)
         if weight_init is not None:
             fill_(self.weight, weight_init, key, "weight_init")
         if bias_init is not None and self.bias is not None:
@@ -345,9 +330,7 @@ class ColumnParallelLinear(_SplitLinear):
         super().__init__()
         _check_sizes(axis, in_features=in_features, out_features=out_features)
         self.axis, self.gather_output, self.pad_to, self.sequence_dim = axis, gather_output, pad_to, sequence_dim
-        self.weight = self._empty("weight", (out_features, in_features))
-        self.register_parameter("bias", self._empty("bias", (out_features,)) if bias else None)
-        self._initialise(name, seed, weight_init, bias_init)
+        self._initialise((out_features, in_features), bias, name, seed, weight_init, bias_init)
 
     @classmethod
     def from_linear(
@@ -441,9 +424,7 @@ class RowParallelLinear(_SplitLinear):
         super().__init__()
         _check_sizes(axis, in_features=in_features, out_features=out_features)
         self.axis, self.input_is_parallel, self.sequence_dim = axis, input_is_parallel, sequence_dim
-        self.weight = self._empty("weight", (out_features, in_features))
-        self.register_parameter("bias", self._empty("bias", (out_features,)) if bias else None)
-        self._initialise(name, seed, weight_init, bias_init)
+        self._initialise((out_features, in_features), bias, name, seed, weight_init, bias_init)
 
     @classmethod
     def from_linear(
@@ -562,89 +543,3 @@ class _SplitCrossEntropy(torch.autograd.Function):
         scale = grad.masked_fill(~counted, 0)
         factor, added = scale / sums[0], -(scale * mine)
         return scaled_exponentials(logits, top, factor, column, added, ctx.at_once), None, None, None, None
-
-
-class ConcatenatedLinear(ColumnParallelLinear):
-    """Column-parallel layer that splits each of several concatenated groups of output features over the axis.
-
-    A rank gets its queries, then its keys, then its values. Made by `from_groups`.
-    """
-
-    groups: int
-    features: int
-
-    @classmethod
-    def from_groups(cls, module: nn.Linear, axis: Axis, groups: int, *, sequence_dim: int | None = None) -> Self:
-        """Split a linear layer whose output features are `groups` groups of equal size."""
-        layer = cls.from_linear(module, axis, gather_output=False, sequence_dim=sequence_dim)
-        layer.groups, layer.features = groups, module.out_features
-        return layer
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Compute this rank's share of each group, concatenated, from `input` as for `ColumnParallelLinear`."""
-        features = _gathered(super().forward(input), -(-self.features // self.axis.size), self.axis)
-        size = self.features // self.groups
-        start, end = shard_bounds(size, self.axis.size, self.axis.index)
-        return torch.cat([features.narrow(-1, size * each + start, end - start) for each in range(self.groups)], -1)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {self.groups} groups"
-
-
-def _gathered(out: Tensor, longest: int, axis: Axis) -> Tensor:
-    """Gather all ranks' features in order, then zeros; the last ranks may have fewer than `longest`."""
-    if out.shape[-1] < longest:
-        out = F.pad(out, (0, longest - out.shape[-1]))
-    return gather_shares(out, axis, -1)
-
-
-class GroupedHeadsLinear(ColumnParallelLinear):
-    """Column-parallel layer whose units are shared by several ranks, which divide some parts and repeat others.
-
-    Made by `from_units`.
-
-    Attributes:
-        sharing: ranks whose features are gathered: those of one unit, or the whole axis.
-        longest: number of features of a rank; the last ones may have fewer.
-    """
-
-    unit: Unit
-    sharing: Axis
-    longest: int
-
-    @classmethod
-    def from_units(
-        cls, module: nn.Linear, axis: Axis, unit: Unit, sharing: Axis | None, *, sequence_dim: int | None = None
-    ) -> Self:
-        """Split a linear layer over an axis whose size is a multiple of `unit.count`.
-
-        Args:
-            sharing: neighbouring ranks that share a unit; None to gather over the whole axis, as also happens if the
-                rows of a unit do not divide equally.
-        """
-        layer = cls.from_linear(module, axis, gather_output=False, sequence_dim=sequence_dim)
-        layer.unit, layer.longest = unit, -(-module.out_features // axis.size)
-        divides = module.out_features % axis.size == 0
-        layer.sharing = sharing if sharing is not None and divides else axis
-        return layer
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Compute this rank's share of a unit from `input` as for `ColumnParallelLinear`."""
-        return self._own(_gathered(super().forward(input), self.longest, self.sharing))
-
-    def _own(self, features: Tensor) -> Tensor:
-        """Select this rank's share of its unit from the gathered features."""
-        ranks = self.axis.size // self.unit.count
-        number, index = divmod(self.axis.index, ranks)
-        start = number * self.unit.size if self.sharing.size > ranks else 0
-        pieces = []
-        for name, size in self.unit.parts:
-            if name in self.unit.repeated:
-                pieces.append(features.narrow(-1, start, size))
-            else:
-                pieces.append(features.narrow(-1, start + index * (size // ranks), size // ranks))
-            start += size
-        return torch.cat(pieces, -1)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, a unit on {self.axis.size // self.unit.count} ranks"

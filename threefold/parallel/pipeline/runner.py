@@ -18,15 +18,7 @@ from threefold.parallel.pipeline.partition import StageMap
 from threefold.parallel.pipeline.scheduled_stage import Mailbox, ScheduledStage, SendQueue, StageShapes, TimedAction
 from threefold.parallel.pipeline.stage import DeferredGradients, LocalBatch, Stage, StepSamples
 from threefold.parallel.settings import Parallelism
-from threefold.torch_private.pipelining import (
-    AnyOrderRuntime,
-    PipelineAction,
-    PipelineSchedule,
-    Schedule1F1BOfAnyCount,
-    add_send_recv,
-    lone_schedule,
-    planned_actions,
-)
+from threefold.torch_private import pipelining
 
 __all__ = ["LocalBatch", "LoopRunner", "PipelineRunner", "Runner"]
 
@@ -108,8 +100,8 @@ class _Passes(NamedTuple):
     """Torch's objects for the passes of batches of one shape: the schedules, and the stages of `train`."""
 
     stages: list[ScheduledStage]
-    train: PipelineSchedule
-    evaluate: PipelineSchedule
+    train: pipelining.PipelineSchedule
+    evaluate: pipelining.PipelineSchedule
 
 
 class PipelineRunner(Runner):
@@ -349,7 +341,7 @@ Loss = Callable[..., object]
 _KINDS = {"F": F, "B": B, "I": I, "W": W}
 
 
-class ActionSchedule(AnyOrderRuntime):
+class ActionSchedule(pipelining.AnyOrderRuntime):
     """Schedule given as a list of actions per rank (`orders`), with stages on any ranks (`ranks`, by stage)."""
 
     def __init__(
@@ -365,15 +357,17 @@ class ActionSchedule(AnyOrderRuntime):
         for stage in stages:
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
         computed = {
-            rank: [PipelineAction(action.stage, _KINDS[action.kind], action.micro_batch) for action in order]
+            rank: [pipelining.PipelineAction(action.stage, _KINDS[action.kind], action.micro_batch) for action in order]
             for rank, order in enumerate(orders)
         }
-        self.pipeline_order_with_comms = add_send_recv(computed, self.stage_index_to_group_rank.__getitem__, len(ranks))
+        self.pipeline_order_with_comms = pipelining.add_send_recv(
+            computed, self.stage_index_to_group_rank.__getitem__, len(ranks)
+        )
 
 
 def training_schedule(
     schedule: Schedule, stages: Sequence[ScheduledStage], micro_batches: int, loss: Loss
-) -> PipelineSchedule:
+) -> pipelining.PipelineSchedule:
     """Make torch's object for a schedule of the config."""
     if isinstance(schedule, OwnSchedule):
         pp = stages[0].group_size
@@ -381,14 +375,14 @@ def training_schedule(
         return ActionSchedule(stages, ranks, orders, micro_batches, loss)
     kind: Any = _torch_class(schedule)
     if issubclass(kind, PipelineScheduleSingle):
-        kind = Schedule1F1BOfAnyCount if schedule.name == "1f1b" else kind
+        kind = pipelining.Schedule1F1BOfAnyCount if schedule.name == "1f1b" else kind
         return kind(stages[0], micro_batches, loss_fn=loss, scale_grads=False)
     return kind(list(stages), micro_batches, loss_fn=loss, scale_grads=False)
 
 
 def evaluation_schedule(
     stages: Sequence[ScheduledStage], placement: StageMap, micro_batches: int, loss: Loss
-) -> PipelineSchedule:
+) -> pipelining.PipelineSchedule:
     """Make a schedule of forward passes for evaluation: all micro-batches through each of a rank's stages in turn.
 
     The order of a training schedule has gaps for backward passes, and torch's own evaluation fails if neighbouring
@@ -401,22 +395,22 @@ def evaluation_schedule(
     return ActionSchedule(stages, placement.ranks, orders, micro_batches, loss)
 
 
-def actions(schedule: PipelineSchedule) -> list[Action]:
+def actions(schedule: pipelining.PipelineSchedule) -> list[Action]:
     """Return the actions of this rank in a training schedule, in order."""
-    return _as_actions(planned_actions(schedule))
+    return _as_actions(pipelining.planned_actions(schedule))
 
 
 def orders_of_all_ranks(schedule: TorchSchedule, pp: int, stages_per_rank: int, micro_batches: int) -> Orders:
     """Return the actions of each rank in a training schedule of several stages per rank, without starting ranks."""
     kind: Any = _torch_class(schedule)
-    lone = lone_schedule(kind, list(schedule.stage_ranks(pp, stages_per_rank)), micro_batches)
-    return tuple(tuple(_as_actions(planned_actions(lone, rank))) for rank in range(pp))
+    lone = pipelining.lone_schedule(kind, list(schedule.stage_ranks(pp, stages_per_rank)), micro_batches)
+    return tuple(tuple(_as_actions(pipelining.planned_actions(lone, rank))) for rank in range(pp))
 
 
-def _torch_class(schedule: Schedule) -> type[PipelineSchedule]:
+def _torch_class(schedule: Schedule) -> type[pipelining.PipelineSchedule]:
     assert isinstance(schedule, TorchSchedule)  # the others are lists of actions
     return get_schedule_class(schedule.torch_class.removeprefix("Schedule"))
 
 
-def _as_actions(planned: Iterable[PipelineAction]) -> list[Action]:
+def _as_actions(planned: Iterable[pipelining.PipelineAction]) -> list[Action]:
     return [Action(each.stage_index, each.computation_type.value, each.microbatch_index or 0) for each in planned]
