@@ -300,11 +300,7 @@ def write_rope(model: ModelConfig) -> dict[str, Any]:
         }
     values = {theirs: getattr(model, ours) for ours, theirs in _METHODS[model.rope_scaling]}
     scaling = {"rope_type": model.rope_scaling, **values}
-    return {
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-        "rope_parameters": {**scaling, "rope_theta": theta},
-    }
+    return {"rope_theta": theta, "rope_scaling": scaling, "rope_parameters": {**scaling, "rope_theta": theta}}
 
 
 def _plain(spelled: dict[str, Any]) -> dict[str, Any]:

@@ -8,14 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from threefold.comm.axis import (
-        copy_to,
-        gather_from,
-        gather_shares,
-        reduce_from,
-        reduce_to_shares,
-        scatter_to,
-    )
+    from threefold.comm.axis import copy_to, gather_from, gather_shares, reduce_from, reduce_to_shares, scatter_to
     from threefold.comm.layout import Layout
     from threefold.comm.mesh import Axis, Mesh
     from threefold.parallel.context import sum_over_shares_

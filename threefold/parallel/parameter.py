@@ -325,12 +325,7 @@ def publish_(weights: Sequence[Weight], gradients: Gradients) -> None:
 
 @torch.no_grad()
 def draw_(
-    into: Tensor,
-    parameter: Tensor,
-    name: str,
-    plan: ModelPlan,
-    seed: int,
-    constructed: ConstructedModel | None = None,
+    into: Tensor, parameter: Tensor, name: str, plan: ModelPlan, seed: int, constructed: ConstructedModel | None = None
 ) -> Tensor:
     """Fill `into`, of the local shape of `parameter`, with this rank's part of the initial values.
 

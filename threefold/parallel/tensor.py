@@ -223,8 +223,7 @@ class VocabParallelEmbedding(_SplitLayer):
         if self.axis.size == 1:
             return self._without_gradient(ids, embedding(ids, table))
         assert_async(
-            ((ids >= 0) & (ids < self.num_embeddings)).all(),
-            f"an id is not in the table of {self.num_embeddings} rows",
+            ((ids >= 0) & (ids < self.num_embeddings)).all(), f"an id is not in the table of {self.num_embeddings} rows"
         )
         foreign = (ids < self.start) | (ids >= self.end)
         looked_up = embedding((ids - self.start).masked_fill(foreign, 0), table)

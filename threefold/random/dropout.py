@@ -218,14 +218,7 @@ def _forward_shapes(q: Tensor, *_: Any) -> Tensor:
 
 
 def _backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: Tensor | None,
-    window: int,
-    keys: Tensor,
-    layer: Handle,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int, keys: Tensor, layer: Handle
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients, drop_of = attention.TileGradients(q, k, v), _drops(q, keys, layer.value)
     for part in attention.tile_inputs(q, k, v, attention.AttentionMask(window, documents), None):

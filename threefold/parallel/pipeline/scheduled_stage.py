@@ -35,10 +35,7 @@ from threefold.config.schedules import SENDS_UNDER_WAY, Action
 from threefold.errors import UserError
 from threefold.parallel.pipeline.partition import StageMap
 from threefold.parallel.pipeline.stage import Stage, StepSamples
-from threefold.torch_private.pipelining import (
-    BufferedPipelineStage,
-    RecvInfo,
-)
+from threefold.torch_private.pipelining import BufferedPipelineStage, RecvInfo
 
 SLOTS: Final = 8
 """Slots of each rank; a pipeline has about two waiting messages per micro-batch in flight between two stages."""
