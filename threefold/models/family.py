@@ -47,10 +47,6 @@ class Family:
         for part in (self.model, self.plan):
             resolve_name(part)
 
-    def make_model(self, config: ModelConfig) -> "Decoder":
-        made: Decoder = resolve_name(self.model)(config)
-        return made
-
     def make_plan(self, config: ModelConfig, sequence_length: int) -> "ModelPlan":
         made: ModelPlan = resolve_name(self.plan)(config, sequence_length)
         return made
@@ -75,7 +71,8 @@ def family_of(config: ModelConfig) -> Family:
 
 def make_model(config: ModelConfig) -> "Decoder":
     """Create the unsharded, single-device model of a resolved config (no field is None)."""
-    return family_of(config).make_model(config)
+    made: Decoder = resolve_name(family_of(config).model)(config)
+    return made
 
 
 def model_plan(config: ModelConfig, sequence_length: int) -> "ModelPlan":

@@ -12,92 +12,28 @@ from typing import Any, Final
 
 from threefold.config import ModelConfig
 from threefold.errors import UserError
+from threefold.models.family import Shapes
 
 MOST_LAYERS: Final = 100_000
 LARGEST_SIZE: Final = 1 << 30
 """Limit of a width, a vocabulary or positions: far above any model's, and a product of two is still exact."""
 _LARGEST_NUMBER: Final = 1e30
 
-HARMLESS: Final = frozenset(
-    (
-        "_attn_implementation_autoset",
-        "_commit_hash",
-        "_name_or_path",
-        "add_cross_attention",
-        "architectures",
-        "attn_implementation",
-        "auto_map",
-        "bad_words_ids",
-        "begin_suppress_tokens",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "cross_attention_hidden_size",
-        "decoder_start_token_id",
-        "diversity_penalty",
-        "do_sample",
-        "dtype",
-        "early_stopping",
-        "encoder_no_repeat_ngram_size",
-        "eos_token_id",
-        "exponential_decay_length_penalty",
-        "finetuning_task",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "gradient_checkpointing",
-        "id2label",
-        "is_decoder",
-        "is_encoder_decoder",
-        "is_llama_config",
-        "keys_to_ignore_at_inference",
-        "label2id",
-        "length_penalty",
-        "max_length",
-        "max_sequence_length",
-        "min_length",
-        "n_ctx",
-        "no_repeat_ngram_size",
-        "num_beam_groups",
-        "num_beams",
-        "num_return_sequences",
-        "output_attentions",
-        "output_hidden_states",
-        "output_past",
-        "output_router_logits",
-        "output_scores",
-        "pad_token_id",
-        "prefix",
-        "pretraining_tp",
-        "problem_type",
-        "pruned_heads",
-        "remove_invalid_values",
-        "reorder_and_upcast_attn",
-        "repetition_penalty",
-        "return_dict",
-        "return_dict_in_generate",
-        "sep_token_id",
-        "summary_activation",
-        "summary_first_dropout",
-        "summary_proj_to_labels",
-        "summary_type",
-        "summary_use_proj",
-        "suppress_tokens",
-        "task_specific_params",
-        "temperature",
-        "tf_legacy_loss",
-        "tie_encoder_decoder",
-        "tokenizer_class",
-        "top_k",
-        "top_p",
-        "torch_dtype",
-        "torchscript",
-        "transformers_version",
-        "typical_p",
-        "unsloth_fixed",
-        "unsloth_version",
-        "use_bfloat16",
-        "use_cache",
-    )
-)
+_HARMLESS: Final = """
+_attn_implementation_autoset _commit_hash _name_or_path add_cross_attention architectures attn_implementation
+auto_map bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward cross_attention_hidden_size
+decoder_start_token_id diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size
+eos_token_id exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
+gradient_checkpointing id2label is_decoder is_encoder_decoder is_llama_config keys_to_ignore_at_inference
+label2id length_penalty max_length max_sequence_length min_length n_ctx no_repeat_ngram_size num_beam_groups
+num_beams num_return_sequences output_attentions output_hidden_states output_past output_router_logits
+output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads remove_invalid_values
+reorder_and_upcast_attn repetition_penalty return_dict return_dict_in_generate sep_token_id summary_activation
+summary_first_dropout summary_proj_to_labels summary_type summary_use_proj suppress_tokens task_specific_params
+temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript
+transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache
+"""
+HARMLESS: Final = frozenset(_HARMLESS.split())
 """Keys that change neither logits nor loss: sampling, outputs, bookkeeping, rounding."""
 
 
@@ -134,21 +70,19 @@ class ConfigJson:
     def checked_number(self, key: str, value: Any) -> Any:
         """Return the value if it is a finite number, else raise UserError."""
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.problem(f"{key} is {shortened(repr(value))}, which is no number", "fetch the file again")
+            raise self.problem(f"{key} is {shortened(repr(value))}, which is no number")
         if abs(value) > _LARGEST_NUMBER or value != value:
-            raise self.problem(
-                f"{key} is {shortened(str(value))}, which is no number of a model", "fetch the file again"
-            )
+            raise self.problem(f"{key} is {shortened(str(value))}, which is no number of a model")
         return value
 
     def whole(self, key: str, default: int | None = None, least: int = 0, most: int = LARGEST_SIZE) -> int:
         """Return an integer from `least` to `most`; null means the default. Raise UserError for anything else."""
         value = self.number(key, default)
         if value % 1 != 0:
-            raise self.problem(f"{key} is {value!r}, which is no whole number", "fetch the file again")
+            raise self.problem(f"{key} is {value!r}, which is no whole number")
         if not least <= value <= most:
             rule = f"at least {least}" if value < least else f"at most {most}"
-            raise self.problem(f"{key} is {shortened(str(value))} but must be {rule}", "fetch the file again")
+            raise self.problem(f"{key} is {shortened(str(value))} but must be {rule}")
         return int(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
@@ -156,8 +90,7 @@ class ConfigJson:
         value = self.take(key, default)
         value = default if value is None else value
         if not isinstance(value, bool):
-            shown = shortened(repr(value))
-            raise self.problem(f"{key} is {shown}, which is neither true nor false", "fetch the file again")
+            raise self.problem(f"{key} is {shortened(repr(value))}, which is neither true nor false")
         return value
 
     def listed(self, key: str, kind: type) -> list[Any] | None:
@@ -178,7 +111,7 @@ class ConfigJson:
         """Return the error that the value of `key` is unsupported."""
         return self.problem(f"{key} is {shortened(repr(value))}", f"Threefold has {can}")
 
-    def problem(self, what: str, remedy: str) -> UserError:
+    def problem(self, what: str, remedy: str = "fetch the file again") -> UserError:
         return UserError(f"{self._where}: {what}; {remedy}.")
 
     def finish(self, ignored: Collection[str]) -> None:
@@ -253,64 +186,44 @@ def _scaling(keys: ConfigJson, method: str, given: dict[str, Any], positions: in
     for key in given.keys() - known:
         raise keys.refuse(f"{key} of rope_type {method}", given[key], f"{', '.join(names.values())} for it")
     if method != "yarn":
-        known_of_yarn = given.keys() & {"mscale", "mscale_all_dim", "truncate"}
-        for key in known_of_yarn:
+        for key in given.keys() & {"mscale", "mscale_all_dim", "truncate"}:
             raise keys.refuse(f"{key} of rope_type {method}", given[key], "it for yarn")
     if given.get("truncate", True) is not True:
         raise keys.refuse("truncate of rope_type yarn", given["truncate"], "bounds of whole dims alone")
     read = {ours: given[theirs] for ours, theirs in names.items() if theirs in given}
-    read.setdefault("rope_factor", _default_factor(keys, method, given, positions))
+    if method == "yarn" and "original_max_position_embeddings" in given:
+        read.setdefault("rope_factor", positions / max(1.0, float(given["original_max_position_embeddings"])))
+    elif "factor" not in given:
+        raise keys.problem(f"factor of rope_type {method} is missing")
     read.setdefault("rope_original_positions", positions)
     if method == "llama3" and not {"low_freq_factor", "high_freq_factor"} <= given.keys():
-        raise keys.problem("low_freq_factor or high_freq_factor of rope_type llama3 is missing", "fetch the file again")
+        raise keys.problem("low_freq_factor or high_freq_factor of rope_type llama3 is missing")
     if method == "yarn":
-        read.setdefault("rope_attention_factor", _attention_factor(read["rope_factor"], given))
+        # The default of transformers.
+        growth = log(read["rope_factor"]) if read["rope_factor"] > 1 else 0.0
+        over, under = given.get("mscale"), given.get("mscale_all_dim")
+        default = (0.1 * over * growth + 1) / (0.1 * under * growth + 1) if over and under else 0.1 * growth + 1
+        read.setdefault("rope_attention_factor", default)
         read["rope_beta_fast"] = read.get("rope_beta_fast") or 32
         read["rope_beta_slow"] = read.get("rope_beta_slow") or 1
     return {name: int(value) if name == _WHOLE else float(value) for name, value in read.items()}
 
 
-def _default_factor(keys: ConfigJson, method: str, given: dict[str, Any], positions: int) -> float:
-    if method == "yarn" and "original_max_position_embeddings" in given:
-        return positions / max(1.0, float(given["original_max_position_embeddings"]))
-    if "factor" not in given:
-        raise keys.problem(f"factor of rope_type {method} is missing", "fetch the file again")
-    return 1.0
-
-
-def _attention_factor(factor: float, given: dict[str, Any]) -> float:
-    """Return transformers' default attention factor of YaRN."""
-
-    def scale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * log(factor) + 1
-
-    if given.get("mscale") and given.get("mscale_all_dim"):
-        return scale(given["mscale"]) / scale(given["mscale_all_dim"])
-    return scale(1.0)
-
-
 def write_rope(model: ModelConfig) -> dict[str, Any]:
     """Return the keys of config.json in both spellings, for old and new readers."""
-    theta = model.rope_theta
-    if model.rope_scaling == "none":
-        return {
-            "rope_theta": theta,
-            "rope_scaling": None,
-            "rope_parameters": {"rope_type": "default", "rope_theta": theta},
-        }
-    values = {theirs: getattr(model, ours) for ours, theirs in _METHODS[model.rope_scaling]}
-    scaling = {"rope_type": model.rope_scaling, **values}
-    return {"rope_theta": theta, "rope_scaling": scaling, "rope_parameters": {**scaling, "rope_theta": theta}}
+    theta, method = model.rope_theta, model.rope_scaling
+    if method == "none":
+        scaling, parameters = None, {"rope_type": "default", "rope_theta": theta}
+    else:
+        scaling = {"rope_type": method, **{theirs: getattr(model, ours) for ours, theirs in _METHODS[method]}}
+        parameters = {**scaling, "rope_theta": theta}
+    return {"rope_theta": theta, "rope_scaling": scaling, "rope_parameters": parameters}
 
 
 def _plain(spelled: dict[str, Any]) -> dict[str, Any]:
     """Return a spelling without the keys that only one of the two has."""
     kept = {key: value for key, value in spelled.items() if key not in ("rope_theta", "type", "rope_type")}
     return {**kept, "rope_type": spelled.get("rope_type", spelled.get("type", "default"))}
-
-
-Shapes = Mapping[str, tuple[int, ...]]
-"""Shapes of parameters, by name."""
 
 
 @dataclass(frozen=True)

@@ -64,13 +64,11 @@ def call(function: Callable[..., Any], positional: tuple[Any, ...], named: Mappi
     except UserError:
         raise
     except Exception as error:
-        advice = _OF_VALUES if "on meta tensors" in str(error) else ""
+        advice = ""
+        if "on meta tensors" in str(error):
+            advice = ", as ranks make their parts without memory; give device='cpu' to a tensor whose values the "
+            advice += "constructor reads"
         raise UserError(f"{said} raises {told(error)}{advice}.") from error
-
-
-_OF_VALUES = (
-    ", as ranks make their parts without memory; give device='cpu' to a tensor whose values the constructor reads"
-)
 
 
 def told(error: Exception) -> str:
@@ -153,9 +151,9 @@ class ModelSource(ABC):
             UserError: there is no such model, or it lacks a required part.
         """
 
-    @abstractmethod
     def describe(self, config: Config) -> str:
         """Return the name of the model for output."""
+        return str(self)
 
     def loss(self, config: Config) -> Callable[..., Any] | None:
         """Return the loss that belongs to the model; None if its last layer returns it."""
@@ -226,7 +224,7 @@ class FileSource(ModelSource):
         module = self._import()
         factory, plan = self._parts(module)
         make = partial(self._make, factory, config)
-        return make, complete_plan(plan, make, config, self.path.name, "plan")
+        return make, complete_plan(plan, make, config, self.path.name)
 
     def loss(self, config: Config) -> Callable[..., Any] | None:
         """Return the `loss` of the model's class, or else of the file."""
@@ -243,11 +241,11 @@ class FileSource(ModelSource):
             model = self._make(factory, config)
         if plan is None or isinstance(plan, Plan):
             return model, plan
-        return model, complete_plan(plan, partial(self._make, factory, config), config, self.path.name, "plan")
+        return model, complete_plan(plan, partial(self._make, factory, config), config, self.path.name)
 
     def constructor(self, config: ModelConfig) -> tuple[str, dict[str, Any]]:
         """Return the name of the class or function that makes the model, and its keyword arguments."""
-        factory, _ = self._parts(self._import())
+        factory = self._parts(self._import())[0]
         name = factory.__name__
         if name == "make_model":
             return name, {"config": config}
@@ -255,9 +253,6 @@ class FileSource(ModelSource):
 
     def files(self, config: Config) -> tuple[Path, ...]:
         return (self.path,)
-
-    def describe(self, config: Config) -> str:
-        return str(self)
 
     def configured(self, config: Config) -> Config:
         return with_own_model(config, f"{self.path}:{self.name}" if self.name else str(self.path))
@@ -297,11 +292,9 @@ class FileSource(ModelSource):
 
     def _make(self, factory: Callable[..., Any], config: ModelConfig) -> nn.Module:
         said = f"{self.path.name}: {factory.__name__}"
-        takes_section = factory.__name__ == "make_model"
-        positional = (config,) if takes_section else ()
-        written = "config" if takes_section else ""
-        named = {} if takes_section else bound_arguments(factory, config, said)
-        return _made(factory, positional, named, f"{said}({written})")
+        if factory.__name__ == "make_model":
+            return _made(factory, (config,), {}, f"{said}(config)")
+        return _made(factory, (), bound_arguments(factory, config, said), f"{said}()")
 
     def _function(self, module: ModuleType, name: str) -> Callable[..., Any]:
         found = getattr(module, name, None)
@@ -336,7 +329,7 @@ class ObjectSource(ModelSource):
         if plan is None:
             raise UserError(f"{self} has no plan; pass plan=Plan(…), or give the class the attribute plan.")
         make = partial(self._make, config.model)
-        return make, complete_plan(plan, make, config.model, str(self), "plan")
+        return make, complete_plan(plan, make, config.model, str(self))
 
     def loss(self, config: Config) -> Callable[..., Any] | None:
         return self.own_loss or loss_of(self._class)
@@ -345,9 +338,6 @@ class ObjectSource(ModelSource):
         parts = [self._class, *([] if self.own_loss is None else [self.own_loss])]
         found = [getattr(inspect.getmodule(part), "__file__", None) for part in parts]
         return tuple(Path(each) for each in found if each) if all(found) else ()
-
-    def describe(self, config: Config) -> str:
-        return str(self)
 
     def configured(self, config: Config) -> Config:
         return with_own_model(config, "")
@@ -410,13 +400,11 @@ def file_source(config: ModelConfig) -> FileSource:
 
 
 def make_own_model(config: ModelConfig) -> nn.Module:
-    make, _ = file_source(config).load_section(config)
-    return make()
+    return file_source(config).load_section(config)[0]()
 
 
 def own_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
-    _, plan = file_source(config).load_section(config)
-    return plan
+    return file_source(config).load_section(config)[1]
 
 
 def with_own_model(config: Config, file: str) -> Config:
@@ -431,7 +419,7 @@ def with_own_model(config: Config, file: str) -> Config:
     return config_of(sections, (), config.origins, config.derived)
 
 
-def complete_plan(plan: Any, make: MakeModel, config: ModelConfig, said: str, name: str) -> ModelPlan:
+def complete_plan(plan: Any, make: MakeModel, config: ModelConfig, said: str) -> ModelPlan:
     """Return the complete plan of a model, from a `Plan`, a `ModelPlan` or a function that returns one.
 
     Raises UserError if `plan` is none of these, or does not fit the model.
@@ -445,7 +433,7 @@ def complete_plan(plan: Any, make: MakeModel, config: ModelConfig, said: str, na
     if isinstance(plan, ModelPlan):
         return plan
     if not hasattr(plan, "build"):
-        raise UserError(f"{said}: {name} is a {_kind(plan)} but must be a Plan.")
+        raise UserError(f"{said}: plan is a {_kind(plan)} but must be a Plan.")
     with torch.device("meta"):
         model = make()
     try:
