@@ -7,7 +7,7 @@ widths, bare parameters and buffers are cut, and communication is left out.
 
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 from math import isfinite
 from typing import Any
@@ -23,9 +23,9 @@ from threefold.models import module_check, sharding
 from threefold.models.layers.decoder import Embedding, Linear
 from threefold.models.own_batch import LayerSignature
 from threefold.models.plan import as_pattern
-from threefold.models.source import MakeModel, ModelSource
+from threefold.models.source import ModelSource
 from threefold.parallel.context import check_whole_sequences
-from threefold.parallel.pipeline.partition import stage_map
+from threefold.parallel.pipeline.partition import covers, stage_map
 from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.shard_modules import SHARDINGS
 from threefold.torch_private.tensors import child_names, has_module_hooks, persistent_buffers
@@ -319,7 +319,7 @@ def _check_recompute(modules: Mapping[str, nn.Module], plan: sharding.ModelPlan)
                     f"recompute has {pattern!r} for {mode}, which no module of the model has for a "
                     f"name{_nearest(pattern, modules)}."
                 )
-            stray = next((name for name in found if not _in_a_layer(name, plan)), None)
+            stray = next((name for name in found if not any(covers(layer, name) for layer in plan.layers)), None)
             if stray is not None:
                 raise UserError(f"recompute has {pattern!r} for {mode} but {stray!r} is in none of the layers.")
 
@@ -338,7 +338,8 @@ def _check_ties(
             if name not in modules:
                 raise UserError(f"shared names {name!r}, which is no module of the model{_nearest(name, modules)}.")
         for one, other in pairwise(group):
-            if _identities(modules[one]) != _identities(modules[other]):
+            first, second = (dict(modules[each].named_parameters(remove_duplicate=False)) for each in (one, other))
+            if first.keys() != second.keys() or any(first[name] is not second[name] for name in first):
                 raise UserError(
                     f"shared says that {one!r} and {other!r} have the same parameters but in the model they do not; "
                     "make them one there."
@@ -346,25 +347,14 @@ def _check_ties(
     uses: dict[nn.Parameter, str] = {}
     for name, parameter in parameters.items():
         first = uses.setdefault(parameter, name)
-        if _how(first, plan) != _how(name, plan):
-            raise UserError(
-                f"{first!r} and {name!r} are one weight, but split cuts it as {_split_name(first, plan)} and as "
-                f"{_split_name(name, plan)}; cut both alike."
-            )
-
-
-def _identities(module: nn.Module) -> dict[str, int]:
-    return {name: id(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}
-
-
-def _how(name: str, plan: sharding.ModelPlan) -> tuple[object, ...]:
-    split = plan.split_of(name)
-    assert split is not None
-    return *split.cuts(name.rpartition(".")[2]), isinstance(split, sharding.PerHead)
-
-
-def _split_name(name: str, plan: sharding.ModelPlan) -> str:
-    return type(plan.split_of(name)).__name__
+        rules = plan.split_of(first), plan.split_of(name)
+        one, other = (
+            rule and (rule.cuts(each.rpartition(".")[2]), isinstance(rule, sharding.PerHead))
+            for rule, each in zip(rules, (first, name), strict=True)
+        )
+        if one != other:
+            kinds = " and as ".join(type(rule).__name__ for rule in rules)
+            raise UserError(f"{first!r} and {name!r} are one weight, but split cuts it as {kinds}; cut both alike.")
 
 
 def _check_values(
@@ -391,10 +381,6 @@ def _buffers(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, tuple[Tens
         kept = dict(persistent_buffers(module))
         for buffer, value in module.named_buffers(recurse=False, remove_duplicate=False):
             yield f"{name}.{buffer}" if name else buffer, (value, buffer in kept)
-
-
-def _in_a_layer(name: str, plan: sharding.ModelPlan) -> bool:
-    return any(name == layer or name.startswith(layer + ".") for layer in plan.layers)
 
 
 def _nearest(name: str, known: Mapping[str, object]) -> str:
@@ -470,8 +456,15 @@ def _cut(model: nn.Module, plan: sharding.ModelPlan, tp: int, rank: int) -> None
     for name, module in list(model.named_modules(remove_duplicate=False)):
         pattern = plan.patterns.naming(name) if name else None
         if pattern is not None and isinstance(module, nn.Linear):
+            rule, inputs, outputs = plan.split[pattern], module.in_features, module.out_features
+            if isinstance(rule, sharding.Column):
+                outputs = rule.groups * shard_length(outputs // rule.groups, tp, rank)
+            elif isinstance(rule, sharding.Row):
+                inputs = shard_length(inputs, tp, rank)
+            else:
+                continue
             if module not in made:
-                made[module] = _part(plan.split[pattern], module, tp, rank)
+                made[module] = nn.Linear(inputs, outputs, bias=module.bias is not None, device="meta")
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, made[module])
     bare = sharding.Patterns(plan.bare)
@@ -484,17 +477,6 @@ def _cut(model: nn.Module, plan: sharding.ModelPlan, tp: int, rank: int) -> None
             start, end = shard_bounds(tensor.shape[dim], tp, rank)
             part: Tensor = tensor.detach().narrow(dim, start, end - start)
             setattr(model.get_submodule(owner), own, nn.Parameter(part) if isinstance(tensor, nn.Parameter) else part)
-
-
-def _part(rule: sharding.Split, module: nn.Linear, tp: int, rank: int) -> nn.Module:
-    inputs, outputs = module.in_features, module.out_features
-    if isinstance(rule, sharding.Column):
-        outputs = rule.groups * shard_length(outputs // rule.groups, tp, rank)
-    elif isinstance(rule, sharding.Row):
-        inputs = shard_length(inputs, tp, rank)
-    else:
-        return module
-    return nn.Linear(inputs, outputs, bias=module.bias is not None, device="meta")
 
 
 def _missing(where: str, modules: dict[str, nn.Module], plan: sharding.ModelPlan, message: str) -> str:
@@ -518,8 +500,7 @@ def _missing(where: str, modules: dict[str, nn.Module], plan: sharding.ModelPlan
 def check_source(source: ModelSource, config: Config) -> tuple[int, int]:
     """Return the numbers of all and of trained parameters; raise a `UserError` if model and plan do not match."""
     make_model, plan = source.load(config)
-    with torch.device("meta"):
-        model = make_model()
+    model = _made(make_model)
     try:
         check_plan(model, plan)
     except UserError as error:
@@ -537,16 +518,7 @@ def layout_check(source: ModelSource, config: Config) -> Callable[[Config], None
     """Load a model once, and return `check_layout` for any layout of it."""
     make_model, plan = source.load(config)
     own_loss = source.loss(config) is not None
-    computes = _forward_check(make_model, plan, own_loss, config)
-    with torch.device("meta"):
-        model = make_model() if plan.constructed else None
-    return partial(_check_plan_layout, model, plan, own_loss, computes)
-
-
-def _forward_check(
-    make_model: MakeModel, plan: sharding.ModelPlan, own_loss: bool, config: Config
-) -> Callable[[int], UserError | None]:
-    """Return a check of one tensor rank's forward pass on tokens: tp → its error, or None."""
+    model = _made(make_model) if plan.constructed else None
     tokens = torch.empty(2, config.data.sequence_length, dtype=torch.int64, device="meta")
 
     @cache
@@ -557,27 +529,19 @@ def _forward_check(
             return error
         return None
 
-    return failure
+    def check(config: Config) -> None:
+        tp, mode = config.parallel.tp, config.train.recompute
+        if own_loss:
+            check_whole_sequences(config.parallel.cp, config.parallel.sequence_parallel)
+        check_tensor_axis(plan, tp)
+        if model is not None:
+            check_cut_modules(model, plan, tp)
+            check_sharded_parameters(model, config.parallel.zero)
+            if (found := failure(tp)) is not None and not config.parallel.sequence_parallel:
+                raise found
+        if mode != "none" and mode not in plan.recompute:
+            known = ", ".join(["none", *plan.recompute])
+            raise UserError(f"train.recompute is {mode}, of which the model's plan says nothing; use one of {known}.")
+        stage_map(plan, config)
 
-
-def _check_plan_layout(
-    model: nn.Module | None,
-    plan: sharding.ModelPlan,
-    own_loss: bool,
-    computes: Callable[[int], UserError | None],
-    config: Config,
-) -> None:
-    tp = config.parallel.tp
-    if own_loss:
-        check_whole_sequences(config.parallel.cp, config.parallel.sequence_parallel)
-    check_tensor_axis(plan, tp)
-    if model is not None:
-        check_cut_modules(model, plan, tp)
-        check_sharded_parameters(model, config.parallel.zero)
-        if (failure := computes(tp)) is not None and not config.parallel.sequence_parallel:
-            raise failure
-    mode = config.train.recompute
-    if mode != "none" and mode not in plan.recompute:
-        known = ", ".join(["none", *plan.recompute])
-        raise UserError(f"train.recompute is {mode}, of which the model's plan says nothing; use one of {known}.")
-    stage_map(plan, config)
+    return check
