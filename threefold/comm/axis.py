@@ -265,16 +265,8 @@ class Axis:
         """Concatenate the ranks' tensors along `dim`, where their sizes may differ."""
         if self.size == 1:
             return tensor
-        mine = torch.tensor([tensor.shape[dim]], device=tensor.device)
-        found = [torch.empty_like(mine) for _ in self.ranks]
-        dist.all_gather(found, mine, group=self.group)
-        sizes = [int(each) for each in found]
-        moved = tensor.movedim(dim, 0)
-        padded = moved.new_zeros((max(sizes), *moved.shape[1:]))
-        padded[: moved.shape[0]] = moved
-        parts = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(parts, padded, group=self.group)
-        joined = torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]).movedim(0, dim)
+        assert self.group is not None  # of several ranks
+        joined = gather_uneven(tensor, self.group, dim)
         self.recorder.add(self.name, "all_gather", joined)
         return joined
 
@@ -423,6 +415,20 @@ class Axis:
         return padded[: flat.numel()]
 
 
+def gather_uneven(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """Concatenate the tensors of a group's ranks along `dim`, where their sizes may differ."""
+    mine = torch.tensor([tensor.shape[dim]], device=tensor.device)
+    found = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(found, mine, group=group)
+    sizes = [int(each) for each in found]
+    moved = tensor.movedim(dim, 0)
+    padded = moved.new_zeros((max(sizes), *moved.shape[1:]))
+    padded[: moved.shape[0]] = moved
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]).movedim(0, dim)
+
+
 # No compiler can follow the Python of an `Axis` collective. Compiled code calls an operator instead, which takes the
 # axis as an input, so that one compilation serves layers on different axes.
 
@@ -493,7 +499,7 @@ def local_part(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     return tensor.narrow(dim, start, end - start)
 
 
-def _differentiable(forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> type[torch.autograd.Function]:
+def differentiable(forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> type[torch.autograd.Function]:
     """Make an autograd function of `forward(x, axis, …)`, whose backward pass is `backward(gradient, axis, …)`."""
 
     class Collective(torch.autograd.Function):
@@ -517,12 +523,12 @@ def _gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return axis.all_gather(x, dim)
 
 
-_CopyTo = _differentiable(lambda x, axis: x.view_as(x), all_reduce)
-_ReduceFrom = _differentiable(all_reduce, lambda grad, axis: grad)
-_GatherFrom = _differentiable(_gather, _own_part)
-_ScatterTo = _differentiable(_own_part, _gather)
-_GatherShares = _differentiable(all_gather_equal, reduce_scatter)
-_ReduceToShares = _differentiable(reduce_scatter, all_gather_equal)
+_CopyTo = differentiable(lambda x, axis: x.view_as(x), all_reduce)
+_ReduceFrom = differentiable(all_reduce, lambda grad, axis: grad)
+_GatherFrom = differentiable(_gather, _own_part)
+_ScatterTo = differentiable(_own_part, _gather)
+_GatherShares = differentiable(all_gather_equal, reduce_scatter)
+_ReduceToShares = differentiable(reduce_scatter, all_gather_equal)
 
 
 class _GatherAgain(torch.autograd.Function):

@@ -35,7 +35,7 @@ def shard_bare(model: nn.Module, rules: Mapping[str, sharding.Split], axis: Axis
         if dim is None:
             continue
         if parameter not in made:
-            made[parameter] = split_parameter(parameter, axis, dim)
+            made[parameter] = split_parameter(parameter, (axis, dim))
         module = model.get_submodule(owner)
         setattr(module, own, made[parameter])
         _read_local(module, own)

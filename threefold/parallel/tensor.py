@@ -108,7 +108,7 @@ class _SplitLayer(nn.Module):
 
     def _split(self, name: str, whole: Tensor) -> nn.Parameter:
         dim = self.rule.cut_dim(name, "tp")
-        return cast(nn.Parameter, whole) if dim is None else split_parameter(whole, self.axis, dim)
+        return cast(nn.Parameter, whole) if dim is None else split_parameter(whole, (self.axis, dim))
 
     def _shapes(self) -> str:
         """Describe the shapes of the weight and of this rank's part, which computes, for `repr`."""

@@ -1,7 +1,7 @@
 """Run of a step's micro-batches: gradient accumulation on one stage, a pipeline schedule on several."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -264,22 +264,6 @@ def _scaled(loss: Tensor, _number: Tensor, *, scale: float) -> Tensor:
     return loss * scale
 
 
-class TensorShape(NamedTuple):
-    """Shape, dtype and `requires_grad` of a tensor, which its receiver must know."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-    @classmethod
-    def from_tensor(cls, tensor: Tensor) -> "TensorShape":
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-
-    def on(self, device: torch.device | str) -> Tensor:
-        """Return an empty tensor of this shape and dtype."""
-        return torch.empty(self.shape, dtype=self.dtype, device=device, requires_grad=self.requires_grad)
-
-
 def find_activations(
     stages: Sequence[Stage], placement: StageMap, mesh: Mesh, micro_batch: StepSamples
 ) -> dict[int, tuple[Tensor, ...]]:
@@ -314,11 +298,13 @@ def find_activations(
 
 
 def _on_meta(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(TensorShape.from_tensor(each).on("meta") for each in tensors)
+    return tuple(
+        torch.empty(each.shape, dtype=each.dtype, device="meta", requires_grad=each.requires_grad) for each in tensors
+    )
 
 
 def _send(mesh: Mesh, to: int, tensors: Sequence[Tensor]) -> None:
-    shapes = [tuple(TensorShape.from_tensor(each)) for each in tensors]
+    shapes = [(tuple(each.shape), each.dtype, each.requires_grad) for each in tensors]
     with mesh.pp.waiting("send"):
         dist.send_object_list([shapes], mesh.pp.ranks[to], mesh.pp.group, mesh.device)
     for tensor in tensors:
@@ -330,10 +316,9 @@ def _receive(mesh: Mesh, source: int) -> tuple[Tensor, ...]:
     with mesh.pp.waiting("receive"):
         dist.recv_object_list(arrived, mesh.pp.ranks[source], mesh.pp.group, mesh.device)
     received = []
-    for shape in arrived[0]:
-        described = TensorShape(*shape)
-        tensor = mesh.pp.receive_(described._replace(requires_grad=False).on(mesh.device), source)
-        received.append(tensor.requires_grad_(described.requires_grad))
+    for shape, dtype, needs_gradient in arrived[0]:
+        tensor = mesh.pp.receive_(torch.empty(shape, dtype=dtype, device=mesh.device), source)
+        received.append(tensor.requires_grad_(needs_gradient))
     return tuple(received)
 
 
@@ -395,22 +380,19 @@ def evaluation_schedule(
     return ActionSchedule(stages, placement.ranks, orders, micro_batches, loss)
 
 
-def actions(schedule: pipelining.PipelineSchedule) -> list[Action]:
-    """Return the actions of this rank in a training schedule, in order."""
-    return _as_actions(pipelining.planned_actions(schedule))
+def actions(schedule: pipelining.PipelineSchedule, rank: int | None = None) -> list[Action]:
+    """Return the actions of a rank (by default of this one) in a training schedule, in order."""
+    planned = pipelining.planned_actions(schedule, rank)
+    return [Action(each.stage_index, each.computation_type.value, each.microbatch_index or 0) for each in planned]
 
 
 def orders_of_all_ranks(schedule: TorchSchedule, pp: int, stages_per_rank: int, micro_batches: int) -> Orders:
     """Return the actions of each rank in a training schedule of several stages per rank, without starting ranks."""
     kind: Any = _torch_class(schedule)
     lone = pipelining.lone_schedule(kind, list(schedule.stage_ranks(pp, stages_per_rank)), micro_batches)
-    return tuple(tuple(_as_actions(pipelining.planned_actions(lone, rank))) for rank in range(pp))
+    return tuple(tuple(actions(lone, rank)) for rank in range(pp))
 
 
 def _torch_class(schedule: Schedule) -> type[pipelining.PipelineSchedule]:
     assert isinstance(schedule, TorchSchedule)  # the others are lists of actions
     return get_schedule_class(schedule.torch_class.removeprefix("Schedule"))
-
-
-def _as_actions(planned: Iterable[pipelining.PipelineAction]) -> list[Action]:
-    return [Action(each.stage_index, each.computation_type.value, each.microbatch_index or 0) for each in planned]
