@@ -199,7 +199,7 @@ def test_the_head(chunk: int) -> None:
     """Norm, product and the sum of the losses."""
     norm, labels = nn.LayerNorm(12, eps=1e-3).double(), LABELS.view(2, 4)
     head = Head(norm, 12, VOCAB).double()
-    head.loss = head.loss.in_chunks(chunk)
+    head.loss.chunk_size = chunk
 
     def compute(x: Tensor, weight: Tensor, gain: Tensor, shift: Tensor) -> Tensor:
         given = {"output.weight": weight, "norm.weight": gain, "norm.bias": shift}

@@ -1,6 +1,6 @@
-"""Shared memory as a backend of `torch.distributed`: collectives of CPU tensors between processes of one host.
+"""Process groups of our own: shared memory between processes of one host, and gloo for GPU tensors.
 
-Every collective consists of one primitive, the *round*: fill your own slot, wait until all ranks have
+Every collective in shared memory consists of one primitive, the *round*: fill your own slot, wait until all ranks have
 (`Barrier.meet`), then read any slot. Slots are double-buffered by the parity of the round. A rank fills its slot for
 round n + 2 only after round n + 1, which a peer enters only after reading what it needs of round n, so that no
 acknowledgement is needed.
@@ -411,8 +411,6 @@ class Barrier:
 BACKEND: Final = "staged_gloo"
 """Name of the backend, for `torch.distributed.init_process_group`."""
 
-_Pair = tuple[Tensor, Tensor]
-
 
 class _StagedWork(Work):
     """Collective in progress; waiting for it copies its results, (tensor, copy) pairs, to their tensors.
@@ -420,7 +418,7 @@ class _StagedWork(Work):
     It keeps `reads`, the copies that the collective reads, alive until it is done.
     """
 
-    def __init__(self, work: Work, results: Sequence[_Pair], reads: Sequence[Tensor]) -> None:
+    def __init__(self, work: Work, results: Sequence[tuple[Tensor, Tensor]], reads: Sequence[Tensor]) -> None:
         super().__init__()
         self._work, self._results, self._reads = work, list(results), list(reads)
 
@@ -442,8 +440,42 @@ class _StagedWork(Work):
         return future
 
 
+def _staged(name: str, *roles: str) -> Callable[..., Work]:
+    """Make the collective of torch's name that copies its first arguments, tensors in lists, by way of the CPU.
+
+    The role of each of them is `in` (it is read), `out` (it is written) or `both`; the others go to gloo as they are.
+    """
+
+    def collective(group: "StagedGroup", *args: Any) -> Work:
+        results: list[tuple[Tensor, Tensor]] = []
+        reads: list[Tensor] = []
+
+        def stage(value: Any, role: str) -> Any:
+            if isinstance(value, list):
+                return [stage(each, role) for each in value]
+            copy = value
+            if group.is_staged(value):
+                copy = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+                if role != "out":
+                    copy.copy_(value.detach())
+                if role != "in":
+                    results.append((value, copy))
+            if role == "in":
+                reads.append(copy)
+            return copy
+
+        copies = [stage(value, role) for value, role in zip(args, roles, strict=False)]
+        return _StagedWork(getattr(group.gloo, name)(*copies, *args[len(roles) :]), results, reads)
+
+    return collective
+
+
 class StagedGroup(PythonGroup):
     """Gloo process group whose collectives also take GPU tensors; its arguments are those of a backend's constructor.
+
+    For debugging: NCCL refuses several ranks on one GPU, and gloo sends, receives and scatters CPU tensors only. Each
+    collective copies its inputs to the CPU, runs gloo, and copies the results back. Layers, streams and schedules are
+    those of a run over NCCL, and sums are those of a run on the CPU.
 
     It has the collectives that this package, and the parts of torch that it uses, call, under torch's names.
     """
@@ -458,102 +490,33 @@ class StagedGroup(PythonGroup):
     def getBackendName(self) -> str:
         return BACKEND
 
-    # -- collectives, each with the arguments of torch's method of that name ----------------------------------------
-
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
-        copies, pairs = self._both(tensors)
-        return self._work(self.gloo.broadcast(copies, opts), pairs)
-
-    def allreduce(self, tensors: list[Tensor], opts: Any) -> Work:
-        copies, pairs = self._both(tensors)
-        return self._work(self.gloo.allreduce(copies, opts), pairs)
-
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Work:
-        copies, pairs = self._both(tensors)
-        return self._work(self.gloo.allreduce_coalesced(copies, opts), pairs)
-
-    def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
-        copies, pairs = self._both(tensors)
-        return self._work(self.gloo.reduce(copies, opts), pairs)
-
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
-        written, reads = [self._empty(each) for each in outputs], self._filled(inputs)
-        results = [pair for _, pairs in written for pair in pairs]
-        return self._work(self.gloo.allgather([copies for copies, _ in written], reads, opts), results, reads)
-
-    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any) -> Work:
-        (copies, pairs), reads = self._empty([output]), self._filled([source])
-        return self._work(self.gloo.all_gather_single(*copies, *reads, opts), pairs, reads)
+    broadcast = _staged("broadcast", "both")
+    allreduce = _staged("allreduce", "both")
+    allreduce_coalesced = _staged("allreduce_coalesced", "both")
+    reduce = _staged("reduce", "both")
+    allgather = _staged("allgather", "out", "in")
+    all_gather_single = _staged("all_gather_single", "out", "in")
+    reduce_scatter = _staged("reduce_scatter", "out", "in")
+    reduce_scatter_single = _staged("reduce_scatter_single", "out", "in")
+    all_to_all_single = _staged("all_to_all_single", "out", "in")
+    gather = _staged("gather", "out", "in")
+    scatter = _staged("scatter", "out", "in")
+    send = _staged("send", "in")
+    recv = _staged("recv", "out")
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:
         return self._in_turn([self.all_gather_single(*each, opts) for each in zip(outputs, inputs, strict=True)])
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
-        (copies, pairs), reads = self._empty(outputs), [self._filled(each) for each in inputs]
-        work = self.gloo.reduce_scatter(copies, reads, opts)
-        return self._work(work, pairs, [tensor for tensors in reads for tensor in tensors])
-
-    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any) -> Work:
-        (copies, pairs), reads = self._empty([output]), self._filled([source])
-        return self._work(self.gloo.reduce_scatter_single(*copies, *reads, opts), pairs, reads)
-
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:
         return self._in_turn([self.reduce_scatter_single(*each, opts) for each in zip(outputs, inputs, strict=True)])
 
-    def all_to_all_single(
-        self, output: Tensor, source: Tensor, received: list[int], sent: list[int], opts: Any
-    ) -> Work:
-        (copies, pairs), reads = self._empty([output]), self._filled([source])
-        return self._work(self.gloo.all_to_all_single(*copies, *reads, received, sent, opts), pairs, reads)
-
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
-        written, reads = [self._empty(each) for each in outputs], self._filled(inputs)
-        results = [pair for _, pairs in written for pair in pairs]
-        return self._work(self.gloo.gather([copies for copies, _ in written], reads, opts), results, reads)
-
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
-        (copies, pairs), reads = self._empty(outputs), [self._filled(each) for each in inputs]
-        work = self.gloo.scatter(copies, reads, opts)
-        return self._work(work, pairs, [tensor for tensors in reads for tensor in tensors])
-
-    def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
-        reads = self._filled(tensors)
-        return self._work(self.gloo.send(reads, to, tag), [], reads)
-
-    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
-        copies, pairs = self._empty(tensors)
-        return self._work(self.gloo.recv(copies, source, tag), pairs)
-
     def barrier(self, opts: Any) -> Work:
         return self.gloo.barrier(opts)
-
-    # -- implementation --------------------------------------------------------------------------------------------
-
-    def _filled(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the inputs of a collective: CPU tensors themselves, contiguous copies of the others."""
-        return [_empty_copy(each).copy_(each.detach()) if self.is_staged(each) else each for each in tensors]
-
-    def _empty(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[_Pair]]:
-        """Return the outputs of a collective, and the pairs of tensors and copies to copy back."""
-        copies = [_empty_copy(each) if self.is_staged(each) else each for each in tensors]
-        return copies, [pair for pair in zip(tensors, copies, strict=True) if pair[0] is not pair[1]]
-
-    def _both(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[_Pair]]:
-        """Return the in-place tensors of a collective, and the pairs of tensors and copies to copy back."""
-        copies = self._filled(tensors)
-        return copies, [pair for pair in zip(tensors, copies, strict=True) if pair[0] is not pair[1]]
-
-    def _work(self, work: Work, results: Sequence[_Pair], reads: Sequence[Tensor] = ()) -> Work:
-        return _StagedWork(work, results, reads)
 
     def _in_turn(self, works: Sequence[Work]) -> Work:
         for work in works[:-1]:
             work.wait()
         return works[-1]
-
-
-def _empty_copy(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
 def register_backend() -> None:

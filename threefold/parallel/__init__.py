@@ -54,29 +54,20 @@ __all__ = [
 ]
 
 _MODULES: Final = {
-    "copy_to": "comm.axis",
-    "gather_from": "comm.axis",
-    "gather_shares": "comm.axis",
-    "reduce_from": "comm.axis",
-    "reduce_to_shares": "comm.axis",
-    "scatter_to": "comm.axis",
-    "Layout": "comm.layout",
-    "ParallelCrossEntropy": "parallel.tensor",
-    "Axis": "comm.mesh",
-    "Mesh": "comm.mesh",
-    "layers_by_rank": "parallel.pipeline.partition",
-    "partition_by_class": "parallel.pipeline.partition",
-    "partition_by_cost": "parallel.pipeline.partition",
-    "partition_uniform": "parallel.pipeline.partition",
-    "partition_uniform_chunks": "parallel.pipeline.partition",
-    "Dropout": "random.dropout",
-    "sample_keys": "random.dropout",
-    "sum_over_shares_": "parallel.context",
-    "RandomStreams": "random.rng",
-    "ColumnParallelLinear": "parallel.tensor",
-    "RowParallelLinear": "parallel.tensor",
-    "VocabParallelEmbedding": "parallel.tensor",
-    "Splitter": "compat.paddle",  # where it has moved to
+    name: module
+    for module, names in {
+        "comm.axis": "copy_to gather_from gather_shares reduce_from reduce_to_shares scatter_to Axis",
+        "comm.layout": "Layout",
+        "comm.mesh": "Mesh",
+        "compat.paddle": "Splitter",  # where it has moved to
+        "parallel.context": "sum_over_shares_",
+        "parallel.pipeline.partition": "layers_by_rank partition_by_class partition_by_cost partition_uniform "
+        "partition_uniform_chunks",
+        "parallel.tensor": "ColumnParallelLinear ParallelCrossEntropy RowParallelLinear VocabParallelEmbedding",
+        "random.dropout": "Dropout sample_keys",
+        "random.rng": "RandomStreams",
+    }.items()
+    for name in names.split()
 }
 """Name → the module below `threefold` that defines it."""
 

@@ -127,7 +127,8 @@ def apply_parallelism(
     # Activation checkpointing (recompute), with the random streams of modules inside; chunked losses.
     streams = RandomStreams(training.seed, how.mesh.coordinates, how.mesh.device)
     give_streams(streams, nn.ModuleList(stages))
-    _chunk_losses(stages, training.loss_chunk_size, training.pieces.logits_at_once)
+    for loss in (each for stage in stages for each in stage.modules() if isinstance(each, LinearCrossEntropy)):
+        loss.chunk_size, loss.cross_entropy.logits_at_once = training.loss_chunk_size, training.pieces.logits_at_once
     apply_recompute(stages, training.recompute, training.recompute_every, streams)
     if training.compile:
         compile_layers(stages, how.deferred is not None)
@@ -155,15 +156,6 @@ def _freeze(stages: Sequence[Stage], plan: ModelPlan) -> None:
         for name, parameter in stage.named_parameters():
             if plan.whole_name(name) in plan.frozen:
                 parameter.requires_grad_(False)
-
-
-def _chunk_losses(stages: Sequence[Stage], size: int, logits_at_once: int) -> None:
-    """Have losses compute `size` columns of the logits at a time (0 for all) and pass over `logits_at_once`."""
-    for stage in stages:
-        for name, module in list(stage.named_modules()):
-            if isinstance(module, LinearCrossEntropy):
-                parent, _, attribute = name.rpartition(".")
-                stage.get_submodule(parent).register_module(attribute, module.in_chunks(size, logits_at_once))
 
 
 def _allocate(stages: Sequence[Stage], how: Parallelism, constructed: ConstructedModel) -> None:

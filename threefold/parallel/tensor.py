@@ -465,10 +465,6 @@ class ParallelCrossEntropy(nn.Module):
         self.axis, self.vocab_size, self.logits_at_once = axis, vocab_size, logits_at_once
         self.start, self.end = shard_bounds(vocab_size, axis.size, axis.index)
 
-    def in_runs(self, logits_at_once: int) -> "ParallelCrossEntropy":
-        """Return this loss with another number of logits at once."""
-        return ParallelCrossEntropy(self.vocab_size, self.axis, logits_at_once)
-
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of each token.
 

@@ -286,10 +286,10 @@ class ShardedGradients(Gradients):
     def _sum_over_replicas(self) -> None:
         for experts in (False, True):
             axis = self._zero.expert_shards if experts else self._zero.shards
-            if axis.size == 1 and self._observer is not None:  # no reduce-scatter has shown them
-                for grad in (grad for leaf, grad in self._gradients.items() if (leaf in self._experts) == experts):
-                    self._observer(grad)
             gradients = [grad for leaf, grad in self._gradients.items() if (leaf in self._experts) == experts]
+            if axis.size == 1 and self._observer is not None:  # no reduce-scatter has shown them
+                for gradient in gradients:
+                    self._observer(gradient)
             self._replicas(experts).all_reduce_together_(gradients, self._in_order)
 
     def _replicas(self, experts: bool) -> Axis:
