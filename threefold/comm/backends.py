@@ -220,16 +220,14 @@ class SharedMemoryGroup(PythonGroup):
         for start, count in self._pieces(source, self._capacity // source.itemsize):
             views = self._exchange(operation, source[start : start + count])
             piece = target[start : start + count]
-            if self._divides_additions(piece):  # each rank combines its share; then all read all shares
+            added = torch.float32.itemsize if piece.dtype in _HALVES else piece.itemsize
+            if (self._size - 2) * piece.numel() * added >= self._sharing_bytes:
+                # Each rank combines its share; then all read all shares.
                 accumulate(combine, views.shares, views.own_share)
                 self._round(operation, piece.dtype, count)
                 piece.copy_(views.result)
             else:
                 accumulate(combine, views.slots, piece)
-
-    def _divides_additions(self, piece: Tensor) -> bool:
-        added = torch.float32.itemsize if piece.dtype in _HALVES else piece.itemsize
-        return (self._size - 2) * piece.numel() * added >= self._sharing_bytes
 
     def _exchange(self, operation: str, piece: Tensor) -> _Views:
         """Run one round in which every rank contributes `piece`; return all slots, each with its rank's piece."""

@@ -31,8 +31,16 @@ def llama_plan(config: LlamaConfig, sequence_length: int) -> sharding.ModelPlan:
         "head.output": sharding.Column(),
         "head.loss.cross_entropy": sharding.VocabLoss(config.vocab_size),
     }
-    layers = range(config.num_layers)
-    costs = [_attention_cost(config, layer, sequence_length) + _mlp_cost(config, layer) for layer in layers]
+    costs = []  # multiply-adds per token
+    for layer in range(config.num_layers):
+        seen = min(config.window(layer) or sequence_length, sequence_length)
+        inner = config.ffn_hidden_size
+        if experts := config.num_experts if config.has_experts(layer) else 0:
+            inner = config.experts_per_token * config.expert_ffn_hidden_size + config.shared_expert_ffn_hidden_size
+        costs.append(
+            d * (config.hidden_size * (2 * heads + 2 * groups) + heads * seen)
+            + config.hidden_size * (3 * inner + experts)
+        )
     return decoder_plan(config, split, costs)
 
 
@@ -62,21 +70,6 @@ def _gated(name: str, setting: str, inner: int) -> dict[str, sharding.Split]:
         f"{name}.gate_up": sharding.Column(sharding.Unit(setting, inner, _GATED)),
         f"{name}.down": sharding.Row(sharding.Unit(setting, inner)),
     }
-
-
-def _attention_cost(config: LlamaConfig, layer: int, sequence_length: int) -> int:
-    """Multiply-adds per token."""
-    heads, groups = config.num_attention_heads, config.num_key_value_heads
-    seen = min(config.window(layer) or sequence_length, sequence_length)
-    return config.head_dim * (config.hidden_size * (2 * heads + 2 * groups) + heads * seen)
-
-
-def _mlp_cost(config: LlamaConfig, layer: int) -> int:
-    """Multiply-adds per token."""
-    if not config.has_experts(layer):
-        return 3 * config.hidden_size * config.ffn_hidden_size
-    inner = config.experts_per_token * config.expert_ffn_hidden_size + config.shared_expert_ffn_hidden_size
-    return config.hidden_size * (3 * inner + config.num_experts)
 
 
 def layer_shapes(config: LlamaConfig, layer: str) -> Shapes:

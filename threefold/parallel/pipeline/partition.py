@@ -322,7 +322,7 @@ def shared_between(plan: ModelPlan, stages: StageMap) -> dict[str, tuple[int, ..
     """Map the owner of each tied weight on several pp ranks to those ranks, the owner's first."""
     used: dict[str, tuple[int, ...]] = {}
     for owner, *users in plan.tied_groups():
-        places = [_rank_of(name, plan, stages) for name in (owner, *users)]
+        places = [stages.ranks[_stage_of(name, plan, stages)] for name in (owner, *users)]
         ranks = tuple(dict.fromkeys(places))
         if len(ranks) > 1:
             used[owner] = ranks
@@ -342,10 +342,6 @@ def between_stages_of_a_rank(plan: ModelPlan, stages: StageMap) -> tuple[str, st
 def covers(owner: str, name: str) -> bool:
     """Return whether the parameter `name` is called `owner`, or is in the module of that name."""
     return name == owner or name.startswith(owner + ".")
-
-
-def _rank_of(name: str, plan: ModelPlan, stages: StageMap) -> int:
-    return stages.ranks[_stage_of(name, plan, stages)]
 
 
 def _stage_of(name: str, plan: ModelPlan, stages: StageMap) -> int:
@@ -412,9 +408,9 @@ def chosen_layers(layers: Sequence[str], patterns: Mapping[str, Sequence[str]], 
     """Return the layers in which `mode` recomputes something, every `every`-th; `patterns` as in `ModelPlan`."""
     if mode == "none":
         return []
-    return [layer for layer in layers if any(_is_within(pattern, layer) for pattern in patterns[mode])][::every]
-
-
-def _is_within(pattern: str, layer: str) -> bool:
-    depth = layer.count(".") + 1
-    return matches(layer, ".".join(pattern.split(".")[:depth]))
+    found = []
+    for layer in layers:
+        depth = layer.count(".") + 1
+        if any(matches(layer, ".".join(pattern.split(".")[:depth])) for pattern in patterns[mode]):
+            found.append(layer)
+    return found[::every]
