@@ -265,11 +265,6 @@ class _Ring:
     samples: SampleInfo
     window: int
 
-    @property
-    def mine(self) -> tuple[int, int]:
-        """Numbers of the chunks of this rank's queries."""
-        return SequenceCut(self.axis.size, self.axis.index).chunks
-
     def rounds(self, block: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield each block with its owner's index: this rank's own first, then those of the ranks before it."""
         for step in range(self.axis.size):
@@ -282,16 +277,14 @@ class _Ring:
     def of_owner(self, owner: int, batch: int, size: int) -> Iterator["_RingTile"]:
         """Yield the tiles where this rank's queries attend to keys of rank `owner`; a chunk has `size` positions."""
         mask = AttentionMask(self.window, self.samples.documents)
-        for row, query in enumerate(self.mine):
+        for row, query in enumerate(SequenceCut(self.axis.size, self.axis.index).chunks):
             for column, key in enumerate(SequenceCut(self.axis.size, owner).chunks):
                 queries, keys = (range(each * size, (each + 1) * size) for each in (query, key))
                 for tile in tiles(batch, queries, keys, mask, longest=0):
-                    at_queries = _moved(tile.queries, row * size - queries.start)
-                    yield _RingTile(self, tile, at_queries, _moved(tile.keys, column * size - keys.start))
-
-
-def _moved(positions: range, by: int) -> slice:
-    return slice(positions.start + by, positions.stop + by)
+                    before, above = row * size - queries.start, column * size - keys.start
+                    at_queries = slice(tile.queries.start + before, tile.queries.stop + before)
+                    at_keys = slice(tile.keys.start + above, tile.keys.stop + above)
+                    yield _RingTile(self, tile, at_queries, at_keys)
 
 
 @dataclass(frozen=True)

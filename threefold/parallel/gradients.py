@@ -169,9 +169,8 @@ class Gradients(ABC):
     def is_in_norm(self, leaf: Tensor) -> bool:
         """Return whether this rank's gradient of `leaf` is in the global norm; False if another rank adds it."""
 
-    @abstractmethod
-    def weights_changed(self) -> None:
-        """Drop gathered copies of the weights, which are out of date."""
+    def weights_changed(self) -> None:  # noqa: B027
+        """Drop gathered copies of the weights, if there are any, which are out of date."""
 
     @abstractmethod
     def scale_(self, factor: float) -> None:
@@ -266,9 +265,6 @@ class GradientBuckets(Gradients):
 
     def is_in_norm(self, leaf: Tensor) -> bool:
         return self._axis.is_first
-
-    def weights_changed(self) -> None:
-        """Do nothing: there are no gathered copies."""
 
     def scale_(self, factor: float) -> None:
         for bucket in self._buckets:

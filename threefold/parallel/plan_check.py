@@ -6,7 +6,6 @@ widths, bare parameters and buffers are cut, and communication is left out.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from difflib import get_close_matches
 from functools import cache
 from itertools import pairwise
 from math import isfinite
@@ -22,7 +21,7 @@ from threefold.errors import UserError
 from threefold.models import module_check, sharding
 from threefold.models.layers.decoder import Embedding, Linear
 from threefold.models.own_batch import LayerSignature
-from threefold.models.plan import as_pattern
+from threefold.models.plan import as_pattern, listed, nearest
 from threefold.models.source import ModelSource
 from threefold.parallel.context import check_whole_sequences
 from threefold.parallel.pipeline.partition import covers, stage_map
@@ -110,7 +109,7 @@ def _check_layers(modules: Mapping[str, nn.Module], plan: sharding.ModelPlan) ->
         raise UserError("layers is empty; name the modules that the model runs through, in order.")
     for layer in plan.layers:
         if layer not in modules or not layer:
-            raise UserError(f"layers names {layer!r}, which is no module of the model{_nearest(layer, modules)}.")
+            raise UserError(f"layers names {layer!r}, which is no module of the model{nearest(layer, modules)}.")
         if plan.layers.count(layer) > 1:
             raise UserError(f"layers names {layer!r} {plan.layers.count(layer)} times; once is enough.")
         around = next((other for other in plan.layers if layer.startswith(other + ".")), None)
@@ -136,10 +135,10 @@ def _check_listed(parameters: Mapping[str, nn.Parameter], plan: sharding.ModelPl
     outside = [name for name in parameters if not name.startswith(inside)]
     modules = list(dict.fromkeys(module for name in outside if (module := _unlisted(name, plan))))
     if modules:
+        have, them = ("have", "them") if len(modules) > 1 else ("has", "it")
         raise UserError(
-            f"layers lacks {_list(modules)} of the model, which {'have' if len(modules) > 1 else 'has'} parameters; "
-            f"name {'them' if len(modules) > 1 else 'it'} where the model runs through "
-            f"{'them' if len(modules) > 1 else 'it'}."
+            f"layers lacks {listed([*map(repr, modules)])} of the model, which {have} parameters; name {them} where "
+            f"the model runs through {them}."
         )
     if outside:
         raise UserError(
@@ -164,13 +163,17 @@ def _check_decided(
     for name in parameters:
         if plan.split_of(name) is None:
             module = name.rpartition(".")[0]
-            correction = f", and correct {_list(idle)}, which no module of the model has for a name" if idle else ""
+            correction = (
+                f", and correct {listed([*map(repr, idle)])}, which no module of the model has for a name"
+                if idle
+                else ""
+            )
             raise UserError(
                 f"split says nothing about the parameter {name!r}; give {module!r} Replicated(){correction}."
             )
     if idle:
         raise UserError(
-            f"split has {idle[0]!r}, which no module of the model has for a name{_nearest(idle[0], modules)}; "
+            f"split has {idle[0]!r}, which no module of the model has for a name{nearest(idle[0], modules)}; "
             "correct it or leave it out."
         )
     for pattern in plan.split:
@@ -205,7 +208,7 @@ def _check_bare(
         named = {**parameters, **buffers}
         if not any(sharding.matches(name, pattern) for name in named):
             raise UserError(
-                f"shard has {pattern!r}, which no parameter or buffer has for a name{_nearest(pattern, named)}."
+                f"shard has {pattern!r}, which no parameter or buffer has for a name{nearest(pattern, named)}."
             )
 
 
@@ -317,7 +320,7 @@ def _check_recompute(modules: Mapping[str, nn.Module], plan: sharding.ModelPlan)
             if not found:
                 raise UserError(
                     f"recompute has {pattern!r} for {mode}, which no module of the model has for a "
-                    f"name{_nearest(pattern, modules)}."
+                    f"name{nearest(pattern, modules)}."
                 )
             stray = next((name for name in found if not any(covers(layer, name) for layer in plan.layers)), None)
             if stray is not None:
@@ -329,17 +332,17 @@ def _check_ties(
 ) -> None:
     for name in (*plan.ties, *plan.ties.values()):
         if name not in parameters:
-            raise UserError(f"ties names {name!r}, which is no parameter of the model{_nearest(name, parameters)}.")
+            raise UserError(f"ties names {name!r}, which is no parameter of the model{nearest(name, parameters)}.")
     for user, owner in plan.ties.items():
         if parameters[user] is not parameters[owner]:
             raise UserError(f"ties says that {user!r} is {owner!r} but in the model they are two; make them one there.")
     for group in plan.shared:
         for name in group:
             if name not in modules:
-                raise UserError(f"shared names {name!r}, which is no module of the model{_nearest(name, modules)}.")
+                raise UserError(f"shared names {name!r}, which is no module of the model{nearest(name, modules)}.")
         for one, other in pairwise(group):
-            first, second = (dict(modules[each].named_parameters(remove_duplicate=False)) for each in (one, other))
-            if first.keys() != second.keys() or any(first[name] is not second[name] for name in first):
+            mine, others = (dict(modules[each].named_parameters(remove_duplicate=False)) for each in (one, other))
+            if mine.keys() != others.keys() or any(mine[name] is not others[name] for name in mine):
                 raise UserError(
                     f"shared says that {one!r} and {other!r} have the same parameters but in the model they do not; "
                     "make them one there."
@@ -348,11 +351,11 @@ def _check_ties(
     for name, parameter in parameters.items():
         first = uses.setdefault(parameter, name)
         rules = plan.split_of(first), plan.split_of(name)
-        one, other = (
+        cuts = [
             rule and (rule.cuts(each.rpartition(".")[2]), isinstance(rule, sharding.PerHead))
             for rule, each in zip(rules, (first, name), strict=True)
-        )
-        if one != other:
+        ]
+        if cuts[0] != cuts[1]:
             kinds = " and as ".join(type(rule).__name__ for rule in rules)
             raise UserError(f"{first!r} and {name!r} are one weight, but split cuts it as {kinds}; cut both alike.")
 
@@ -381,16 +384,6 @@ def _buffers(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, tuple[Tens
         kept = dict(persistent_buffers(module))
         for buffer, value in module.named_buffers(recurse=False, remove_duplicate=False):
             yield f"{name}.{buffer}" if name else buffer, (value, buffer in kept)
-
-
-def _nearest(name: str, known: Mapping[str, object]) -> str:
-    close = get_close_matches(name, [each for each in known if each], n=1)
-    return f"; the nearest is {close[0]!r}" if close else ""
-
-
-def _list(names: list[str], most: int = 5) -> str:
-    shown = ", ".join(map(repr, names[:most]))
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 _KNOWN = (sharding.Column, sharding.Row, sharding.Vocab, sharding.Replicated, sharding.PerHead, sharding.Sharded)

@@ -277,7 +277,10 @@ class ShardedGradients(Gradients):
     def observe(self, observer: Observer | None) -> None:
         self._observer = observer
         for module in self._modules():
-            module.set_custom_reduce_scatter(_ReduceScatter(self._axis(module), observer))
+            assert isinstance(module, nn.Module)
+            experts = all(is_of_experts(stored(parameter)) for parameter in module.parameters())
+            axis = self._zero.expert_shards if experts else self._zero.shards
+            module.set_custom_reduce_scatter(_ReduceScatter(axis, observer))
 
     def weights_changed(self) -> None:
         for module in self._modules():
@@ -295,12 +298,6 @@ class ShardedGradients(Gradients):
     def _replicas(self, experts: bool) -> Axis:
         """Return the ranks that have the same shards, of experts or of other weights."""
         return self._zero.expert_replicas if experts else self._zero.replicas
-
-    def _axis(self, module: FSDPModule) -> Axis:
-        """Return the ranks over which a module's gradients are reduce-scattered."""
-        assert isinstance(module, nn.Module)
-        experts = all(is_of_experts(stored(parameter)) for parameter in module.parameters())
-        return self._zero.expert_shards if experts else self._zero.shards
 
     def _modules(self) -> Iterator[FSDPModule]:
         for root in self._roots:

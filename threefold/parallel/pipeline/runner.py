@@ -48,12 +48,11 @@ class Runner(ABC):
             the scaled loss of all micro-batches together if `has_loss`, else zero (fp32 or fp64 scalar).
         """
 
-    @abstractmethod
     def knows(self, shapes: Hashable) -> bool:
         """Return whether samples of these shapes can run; otherwise `prepare` must be called with such samples."""
+        return True
 
-    @abstractmethod
-    def prepare(self, batch: StepSamples) -> None:
+    def prepare(self, batch: StepSamples) -> None:  # noqa: B027
         """Find the shapes of the activations that a batch makes. Collective over the ranks of the stages."""
 
     @abstractmethod
@@ -69,12 +68,6 @@ class LoopRunner(Runner):
     def __init__(self, stage: Stage, micro_batches: int, heartbeat: Heartbeat) -> None:
         self.stage, self.micro_batches, self.arrivals = stage, micro_batches, micro_batches
         self._heartbeat = heartbeat
-
-    def knows(self, shapes: Hashable) -> bool:
-        return True
-
-    def prepare(self, batch: StepSamples) -> None:
-        """Do nothing: no activations are sent."""
 
     def forward_backward(self, batch: StepSamples, scale: float) -> Tensor:
         losses = []
