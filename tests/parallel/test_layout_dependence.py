@@ -14,7 +14,7 @@ from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
 from threefold.models.module_check import refuse_layout_dependent
 from threefold.models.source import construct
-from threefold.parallel.settings import TrainingSettings
+from threefold.parallel.parallelize import TrainingSettings
 from threefold.train.step import GradientStep
 
 REFUSED = {

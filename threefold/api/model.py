@@ -20,8 +20,8 @@ from threefold.models.plan import Plan
 from threefold.models.sharding import ModelPlan
 from threefold.models.source import told
 from threefold.parallel.gradients import COMPRESSIONS
+from threefold.parallel.parallelize import TrainingSettings
 from threefold.parallel.parameter import publish_
-from threefold.parallel.settings import TrainingSettings
 from threefold.plugins import one_of
 from threefold.train.optim import LossScale
 from threefold.train.step import GradientStep

@@ -34,11 +34,10 @@ from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import NOTHING, PositionEmbedding, SampleInfo
 from threefold.models.sharding import VocabLoss
 from threefold.parallel.moving_buffers import stored_buffers
-from threefold.parallel.parallelize import apply_parallelism
+from threefold.parallel.parallelize import Parallelism, apply_parallelism
 from threefold.parallel.pipeline.partition import StageMap, partition_by_cost
 from threefold.parallel.pipeline.stage import Stage, whole_parameters
 from threefold.parallel.plan_check import check_tensor_axis
-from threefold.parallel.settings import Parallelism
 
 _WORTH_THREADS = 10_000_000
 """Parameter count from which one token is enough work for several threads; they slow down smaller models."""

@@ -14,10 +14,10 @@ from threefold.comm.heartbeat import Activity, Heartbeat
 from threefold.comm.mesh import Mesh
 from threefold.config.schedules import Action, Orders, OwnSchedule, Schedule, TorchSchedule
 from threefold.models.own_batch import inputs_from
+from threefold.parallel.parallelize import Parallelism
 from threefold.parallel.pipeline.partition import StageMap
 from threefold.parallel.pipeline.scheduled_stage import Mailbox, ScheduledStage, SendQueue, StageShapes, TimedAction
 from threefold.parallel.pipeline.stage import DeferredGradients, LocalBatch, Stage, StepSamples
-from threefold.parallel.settings import Parallelism
 from threefold.torch_private import pipelining
 
 __all__ = ["LocalBatch", "LoopRunner", "PipelineRunner", "Runner"]
