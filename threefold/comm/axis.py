@@ -461,14 +461,6 @@ def _like(x: Tensor, axis: Handle) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _joined(x: Tensor, axis: Handle, dim: int, ranks: int) -> Tensor:
-    return x.new_empty(*x.shape[:dim], ranks * x.shape[dim], *x.shape[dim + 1 :])
-
-
-def _shard(x: Tensor, axis: Handle, dim: int, ranks: int) -> Tensor:
-    return x.new_empty(*x.shape[:dim], x.shape[dim] // ranks, *x.shape[dim + 1 :])
-
-
 @operator("all_reduce", _like)
 def _all_reduce(x: Tensor, axis: Handle) -> Tensor:
     total: Tensor = axis.value.all_reduce(x)
@@ -481,13 +473,17 @@ def _all_reduce_max(x: Tensor, axis: Handle) -> Tensor:
     return largest
 
 
-@operator("all_gather_equal", _joined)
+@operator(
+    "all_gather_equal", lambda x, _, dim, ranks: x.new_empty(*x.shape[:dim], ranks * x.shape[dim], *x.shape[dim + 1 :])
+)
 def _all_gather_equal(x: Tensor, axis: Handle, dim: int, ranks: int) -> Tensor:
     joined: Tensor = axis.value.all_gather_equal(x, dim).contiguous()
     return joined
 
 
-@operator("reduce_scatter", _shard)
+@operator(
+    "reduce_scatter", lambda x, _, dim, ranks: x.new_empty(*x.shape[:dim], x.shape[dim] // ranks, *x.shape[dim + 1 :])
+)
 def _reduce_scatter(x: Tensor, axis: Handle, dim: int, ranks: int) -> Tensor:
     shard: Tensor = axis.value.reduce_scatter(x, dim).contiguous()
     return shard

@@ -33,6 +33,7 @@ from threefold.parallel.parameter import (
     longest_shard,
     make_weights,
     replace_parameters,
+    set_in,
     stored_as,
 )
 from threefold.parallel.pipeline.partition import StageMap, partitioned
@@ -314,8 +315,7 @@ def _tie(stages: Sequence[Stage], plan: ModelPlan) -> None:
         for name, parameter in list(stage.named_parameters(remove_duplicate=False)):
             first = kept.setdefault(plan.whole_name(name), parameter)
             if first is not parameter:
-                module, _, attribute = name.rpartition(".")
-                setattr(stage.get_submodule(module), attribute, first)
+                set_in(stage, name, first)
 
 
 def _freeze(stages: Sequence[Stage], plan: ModelPlan) -> None:
@@ -342,12 +342,11 @@ def _set_buffers(stage: Stage, constructed: ConstructedModel, how: Parallelism) 
     """Set a stage's buffers to the constructor's values, floats in the dtype of the computation."""
     for name, buffer in list(stage.named_buffers(remove_duplicate=False)):
         if buffer.is_meta:
-            parent, _, attribute = name.rpartition(".")
             dim = bare_cut(stage.model_plan.bare, name, how.mesh.tp)
             whole = constructed.buffer(name)
             value = whole if dim is None else local_part(whole, how.mesh.tp, dim).clone()
             dtype = how.dtype if value.is_floating_point() else value.dtype
-            setattr(stage.get_submodule(parent), attribute, value.to(how.mesh.device, dtype))
+            set_in(stage, name, value.to(how.mesh.device, dtype))
 
 
 def _allocate_on(

@@ -195,6 +195,12 @@ def replace_parameters(module: nn.Module, make: Callable[[nn.Parameter], nn.Para
             setattr(child, name, made[parameter])
 
 
+def set_in(root: nn.Module, name: str, value: Tensor | nn.Module) -> None:
+    """Replace the parameter, buffer or module `name` in a module."""
+    parent, _, attribute = name.rpartition(".")
+    setattr(root.get_submodule(parent), attribute, value)
+
+
 def cut_dims(tensor: DTensor) -> list[int | None]:
     """Return the dim that each mesh axis cuts; the last axis cuts first, the others cut what it leaves."""
     return [getattr(placement, "dim", None) for placement in tensor.placements]

@@ -24,6 +24,7 @@ from threefold.models.own_batch import LayerSignature
 from threefold.models.plan import as_pattern, listed, nearest
 from threefold.models.source import ModelSource
 from threefold.parallel.context import check_whole_sequences
+from threefold.parallel.parameter import set_in
 from threefold.parallel.pipeline.partition import covers, stage_map
 from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.shard_modules import SHARDINGS
@@ -458,18 +459,16 @@ def _cut(model: nn.Module, plan: sharding.ModelPlan, tp: int, rank: int) -> None
                 continue
             if module not in made:
                 made[module] = nn.Linear(inputs, outputs, bias=module.bias is not None, device="meta")
-            parent, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, made[module])
+            set_in(model, name, made[module])
     bare = sharding.Patterns(plan.bare)
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     for name, tensor in named if plan.bare else []:
         pattern = bare.naming(name)
-        owner, _, own = name.rpartition(".")
-        dim = None if pattern is None else plan.bare[pattern].cut_dim(own, "tp")
+        dim = None if pattern is None else plan.bare[pattern].cut_dim(name.rpartition(".")[2], "tp")
         if dim is not None:
             start, end = shard_bounds(tensor.shape[dim], tp, rank)
             part: Tensor = tensor.detach().narrow(dim, start, end - start)
-            setattr(model.get_submodule(owner), own, nn.Parameter(part) if isinstance(tensor, nn.Parameter) else part)
+            set_in(model, name, nn.Parameter(part) if isinstance(tensor, nn.Parameter) else part)
 
 
 def _missing(where: str, modules: dict[str, nn.Module], plan: sharding.ModelPlan, message: str) -> str:

@@ -15,7 +15,7 @@ from threefold.models.layers.decoder import PositionEmbedding
 from threefold.models.layers.experts import Experts, Routing
 from threefold.parallel.context import ContextParallelAttention, RingAttention, ShardingContext
 from threefold.parallel.experts import ParallelExperts, ParallelRouting
-from threefold.parallel.parameter import is_split, local, split_parameter
+from threefold.parallel.parameter import is_split, local, set_in, split_parameter
 from threefold.parallel.tensor import (
     ColumnParallelLinear,
     ParallelCrossEntropy,
@@ -269,8 +269,7 @@ def shard_modules(
             continue
         if module not in made:
             made[module] = _shard(rule, module, context)
-        parent, _, attribute = name.rpartition(".")
-        setattr(stage.get_submodule(parent), attribute, made[module])
+        set_in(stage, name, made[module])
     if context.tp.size > 1 and bare:
         for stage in stages:
             shard_bare(stage, bare, context.tp)
