@@ -498,7 +498,7 @@ def local_part(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
 def differentiable(forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> type[torch.autograd.Function]:
     """Make an autograd function of `forward(x, axis, …)`, whose backward pass is `backward(gradient, axis, …)`."""
 
-    class Collective(torch.autograd.Function):
+    class _Collective(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor, *where: Any) -> Tensor:
             ctx.where = where
@@ -508,7 +508,7 @@ def differentiable(forward: Callable[..., Tensor], backward: Callable[..., Tenso
         def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             return backward(grad, *ctx.where), *(None,) * len(ctx.where)
 
-    return Collective
+    return _Collective
 
 
 def _own_part(x: Tensor, axis: Axis, dim: int) -> Tensor:
