@@ -144,7 +144,10 @@ class GroupedHeadsLinear(ColumnParallelLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute this rank's share of a unit from `input` as for `ColumnParallelLinear`."""
-        features = _gathered(super().forward(input), self.longest, self.sharing)
+        return self._own(_gathered(super().forward(input), self.longest, self.sharing))
+
+    def _own(self, features: Tensor) -> Tensor:
+        """Select this rank's share of its unit from the gathered features."""
         ranks = self.axis.size // self.unit.count
         number, index = divmod(self.axis.index, ranks)
         start = number * self.unit.size if self.sharing.size > ranks else 0
