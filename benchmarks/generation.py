@@ -98,11 +98,10 @@ def _model():  # type: ignore[no-untyped-def]
     from threefold.comm.mesh import Mesh
     from threefold.inference.model import Model, Trained
     from threefold.models.family import make_model, model_plan
-    from threefold.parallel.parallelize import apply_parallelism
+    from threefold.parallel.parallelize import Parallelism, apply_parallelism
     from threefold.parallel.parameter import draw_
     from threefold.parallel.pipeline.partition import StageMap
     from threefold.parallel.pipeline.stage import whole_parameters
-    from threefold.parallel.settings import Parallelism
 
     config = shape.config("fp32")
     facts = Facts(0, 0, seed=0, eod=None, tokenizer_sha256=None, tokens=0, documents=0)

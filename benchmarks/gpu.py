@@ -31,9 +31,9 @@ from gpu_contestants import CONTESTANTS, Contestant, Step, Training
 from hardware import hardware_line
 from rich.console import Console
 
+from threefold.dtypes import DTYPES
 from threefold.host import peak_memory
 from threefold.models.block import model_flops_per_token
-from threefold.parallel.settings import DTYPES
 from threefold.planner.dry_run import dry_run
 from threefold.planner.stage_memory import stage_memory
 

@@ -54,7 +54,7 @@ LONGEST = (
     "parallel/test_sequence.py",
     "resilience/test_skipping.py",
     "test_api_page.py",
-    "parallel/tensor/test_chunked_loss.py",
+    "parallel/test_chunked_loss.py",
     "resilience/test_watch.py",
     "api/test_example_scripts.py",
     "cli/test_launchers.py",

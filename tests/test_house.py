@@ -82,8 +82,8 @@ ADMITTED = {
     },
     "threefold/comm/axis.py": {
         "pickle.loads(each)": "a message between ranks of one run, never a file",
+        "that `pickle.loads` reads": "says what reads such a message",
     },
-    "threefold/comm/pickling.py": {"that `pickle.loads` reads": "says what reads such a message"},
     "threefold/launch/worker_pool.py": {
         "pickle.loads(workers[rank].connection.recv_bytes())": "an answer of a process that this one forked",
         "pickle.loads(raw)": "a request of the process that forked this one",

@@ -49,10 +49,10 @@ if TYPE_CHECKING:
     from threefold.models.sharding import Row as Row
     from threefold.models.sharding import Sharded as Sharded
     from threefold.models.sharding import Vocab as Vocab
-    from threefold.parallel.tensor.layers import ColumnParallelLinear as ColumnParallelLinear
-    from threefold.parallel.tensor.layers import ParallelCrossEntropy as ParallelCrossEntropy
-    from threefold.parallel.tensor.layers import RowParallelLinear as RowParallelLinear
-    from threefold.parallel.tensor.layers import VocabParallelEmbedding as VocabParallelEmbedding
+    from threefold.parallel.tensor import ColumnParallelLinear as ColumnParallelLinear
+    from threefold.parallel.tensor import ParallelCrossEntropy as ParallelCrossEntropy
+    from threefold.parallel.tensor import RowParallelLinear as RowParallelLinear
+    from threefold.parallel.tensor import VocabParallelEmbedding as VocabParallelEmbedding
     from threefold.random.dropout import Dropout as Dropout
     from threefold.random.dropout import sample_keys as sample_keys
     from threefold.random.rng import RandomStreams as RandomStreams
@@ -83,7 +83,7 @@ _NAMES: Final = {
     "models.loss_terms": "CountedLoss LossTerm",
     "models.plan": "Plan",
     "models.sharding": "Column Constant Normal PerHead Replicated Row Sharded Vocab",
-    "parallel.tensor.layers": "ColumnParallelLinear ParallelCrossEntropy RowParallelLinear VocabParallelEmbedding",
+    "parallel.tensor": "ColumnParallelLinear ParallelCrossEntropy RowParallelLinear VocabParallelEmbedding",
     "random.dropout": "Dropout sample_keys",
     "random.rng": "RandomStreams",
     "train.attempt": "Stopped",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import threefold
-from threefold.parallel.tensor.grouped_heads import GroupedHeadsLinear
+from threefold.parallel.shard_modules import GroupedHeadsLinear
 
 WORDS, ROWS = 11, 8
 SHARD = {"0": threefold.Vocab(), "1": threefold.Column(), "3": threefold.Row()}

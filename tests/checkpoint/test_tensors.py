@@ -79,12 +79,12 @@ def test_a_missing_name_and_another_shape_are_told(pool: WorkerPool, small_run: 
 def save_rows(rows: int, folder: Path) -> None:
     """Save a table of so many rows, split over all ranks."""
     mesh = Mesh(Layout(tp=dist.get_world_size()))
-    save_tensors({"table": split_parameter(table(rows), mesh.tp, 0)}, folder, mesh.world)
+    save_tensors({"table": split_parameter(table(rows), (mesh.tp, 0))}, folder, mesh.world)
 
 
 def load_rows(rows: int, folder: Path) -> Tensor:
     mesh = Mesh(Layout(tp=dist.get_world_size()))
-    parameter = split_parameter(torch.zeros(rows, 2), mesh.tp, 0)
+    parameter = split_parameter(torch.zeros(rows, 2), (mesh.tp, 0))
     load_tensors({"table": parameter}, folder)
     return local(parameter).detach()
 

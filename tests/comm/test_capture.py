@@ -15,11 +15,10 @@ from threefold.comm.mesh import Mesh
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.models.layers.decoder import SampleInfo
-from threefold.parallel.parallelize import apply_parallelism
+from threefold.parallel.context import sum_over_shares_
+from threefold.parallel.parallelize import Parallelism, apply_parallelism
 from threefold.parallel.parameter import draw_, is_split, local
 from threefold.parallel.pipeline.partition import StageMap
-from threefold.parallel.sequence import sum_over_shares_
-from threefold.parallel.settings import Parallelism
 from threefold.random.dropout import sample_keys
 
 

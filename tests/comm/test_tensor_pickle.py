@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from threefold.comm.pickling import dumps
+from threefold.comm.axis import dumps
 
 
 def back(value: Any) -> Any:

@@ -13,7 +13,7 @@ from threefold.data.loader import Batch, Loader, Share, fingerprint
 from threefold.data.packed import PackedSamples
 from threefold.data.samples import ConsumedSamples
 from threefold.errors import UserError
-from threefold.random.permutation import samples_at
+from threefold.random import samples_at
 
 LENGTH = 12
 GLOBAL_BATCH = 12

@@ -16,7 +16,7 @@ from threefold.data.loader import Batch, Loader, Share
 from threefold.data.packed import PackedSamples
 from threefold.data.samples import LONGEST_PERIOD, Blend, ConsumedSamples, MixedSamples, MixturePart, whole_shares
 from threefold.errors import UserError
-from threefold.random.permutation import KeyedPermutation
+from threefold.random import KeyedPermutation
 
 from .conftest import EOD
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from tests.support.parity import Case, make_engine
 from threefold.config import Config, resolve
 from threefold.launch.worker_pool import WorkerPool
-from threefold.models.construct import drawn as drawn_by
 from threefold.models.family import make_model, model_plan
+from threefold.models.source import drawn as drawn_by
 from threefold.parallel.parameter import draw_, offset
 
 RANGE, LAYERS, SEED = 0.05, 3, 8

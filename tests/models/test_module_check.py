@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from threefold.errors import UserError
-from threefold.models.construct import call
 from threefold.models.plan import Plan
 from threefold.models.sharding import ModelPlan, Replicated
+from threefold.models.source import call
 from threefold.parallel.plan_check import check_plan
 
 

@@ -1,5 +1,5 @@
 """The loss of whole logits, a run of rows at a time, against torch's own in fp64; chunks of it are tested where the
-head is, in `tests/parallel/tensor/test_chunked_loss.py`."""
+head is, in `tests/parallel/test_chunked_loss.py`."""
 
 import pytest
 import torch

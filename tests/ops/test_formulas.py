@@ -28,7 +28,7 @@ from threefold.models.llama import LlamaConfig
 from threefold.ops.attention import AttentionMask, attention, plain_tile, plain_tile_gradients
 from threefold.ops.cross_entropy import chunked_cross_entropy, cross_entropy
 from threefold.ops.kernels import ACTIVATIONS, embedding, grouped_linear, linear
-from threefold.parallel.tensor.layers import ParallelCrossEntropy
+from threefold.parallel.tensor import ParallelCrossEntropy
 from threefold.random.dropout import sample_keys
 
 LIMIT = {torch.float64: 1e-12, torch.bfloat16: 5 * 2.0**-8}
@@ -199,7 +199,7 @@ def test_the_head(chunk: int) -> None:
     """Norm, product and the sum of the losses."""
     norm, labels = nn.LayerNorm(12, eps=1e-3).double(), LABELS.view(2, 4)
     head = Head(norm, 12, VOCAB).double()
-    head.loss = head.loss.in_chunks(chunk)
+    head.loss.chunk_size = chunk
 
     def compute(x: Tensor, weight: Tensor, gain: Tensor, shift: Tensor) -> Tensor:
         given = {"output.weight": weight, "norm.weight": gain, "norm.bias": shift}

@@ -16,9 +16,9 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.config.resolve import resolve
+from threefold.dtypes import DTYPES
 from threefold.errors import UserError
 from threefold.parallel.gradients import NarrowSum
-from threefold.parallel.settings import DTYPES
 
 NAMES = ["fp16", "bf16"]
 

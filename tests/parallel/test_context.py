@@ -14,8 +14,8 @@ from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.models.layers.attention import Rotary
 from threefold.models.layers.decoder import SampleInfo
+from threefold.parallel.context import SequenceCut
 from threefold.parallel.parameter import draw_
-from threefold.parallel.sequence import SequenceCut
 
 
 @sweep("cp", [2, 3, 4], quick=(0, 1))

@@ -19,9 +19,8 @@ from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
 from threefold.models.module_check import explaining_passes
 from threefold.models.sharding import ModelPlan, Split
-from threefold.parallel.forward_check import check_forward
-from threefold.parallel.plan_check import check_cut_modules, check_plan, check_sharded_parameters
-from threefold.parallel.settings import TrainingSettings
+from threefold.parallel.parallelize import TrainingSettings
+from threefold.parallel.plan_check import check_cut_modules, check_forward, check_plan, check_sharded_parameters
 from threefold.train.step import GradientStep
 
 WIDTH = 8

@@ -12,9 +12,9 @@ from tests.support.own_state_models import Model
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
-from threefold.models.construct import construct
 from threefold.models.module_check import refuse_layout_dependent
-from threefold.parallel.settings import TrainingSettings
+from threefold.models.source import construct
+from threefold.parallel.parallelize import TrainingSettings
 from threefold.train.step import GradientStep
 
 REFUSED = {

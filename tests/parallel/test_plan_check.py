@@ -35,11 +35,10 @@ from threefold.models.sharding import (
     Vocab,
     VocabLoss,
 )
-from threefold.parallel.parallelize import apply_parallelism
+from threefold.parallel.parallelize import Parallelism, apply_parallelism
 from threefold.parallel.parameter import local
 from threefold.parallel.pipeline.partition import StageMap
 from threefold.parallel.plan_check import check_plan
-from threefold.parallel.settings import Parallelism
 
 
 class Block(nn.Module):

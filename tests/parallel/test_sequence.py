@@ -11,9 +11,9 @@ from threefold.comm.axis import Event
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
+from threefold.parallel.context import sum_over_shares_
 from threefold.parallel.parameter import like, local, whole
-from threefold.parallel.sequence import sum_over_shares_
-from threefold.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from threefold.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from threefold.train.step import Engine
 
 

@@ -12,7 +12,7 @@ from threefold.config import Config
 from threefold.data.dataset import resolve_without_data
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
-from threefold.parallel.shard_shapes import ShardCoordinates, ShardIndex, shard_coordinates
+from threefold.parallel.pipeline.partition import ShardCoordinates, ShardIndex, shard_coordinates
 from threefold.planner.model_size import ModelSize
 
 

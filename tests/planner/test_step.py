@@ -111,7 +111,7 @@ def test_overlap_hides_but_never_adds() -> None:
 
 
 def test_elements_are_those_of_the_shards() -> None:
-    from threefold.parallel.shard_shapes import ShardCoordinates
+    from threefold.parallel.pipeline.partition import ShardCoordinates
     from threefold.planner.model_size import ModelSize
 
     for model, layout in ((GPT, {"tp": 2}), (LLAMA, {"tp": 2, "dp": 2}), (MIXTURE, {"dp": 2, "ep": 2})):

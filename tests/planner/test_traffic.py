@@ -8,7 +8,7 @@ from tests.planner.step_traffic import Table, Volume, step_traffic, wire_bytes
 from tests.support.parity import Case, make_engine, shard_of
 from tests.support.sweep import sweep
 from threefold.parallel import gradients as data
-from threefold.parallel.settings import PieceSizes
+from threefold.parallel.parallelize import PieceSizes
 
 SHARED = (("parallel.sequence_parallel", True),)
 ROTARY_SHARED = (*SHARED, ("model.position_embedding", "rope"))

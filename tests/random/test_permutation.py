@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from threefold.random.permutation import MAX_ITEMS, KeyedPermutation, samples_at
+from threefold.random import MAX_ITEMS, KeyedPermutation, samples_at
 
 
 def order_of(n: int, seed: int = 0, epoch: int = 0) -> np.ndarray:

@@ -16,7 +16,7 @@ from threefold.checkpoint.folder import path_of
 from threefold.comm.layout import Layout
 from threefold.data.dataset import open_dataset
 from threefold.launch.worker_pool import WorkerError, WorkerPool
-from threefold.random.permutation import samples_at
+from threefold.random import samples_at
 from threefold.train.callbacks.metrics import read_metrics
 
 NAN, INF = float("nan"), float("inf")

@@ -15,12 +15,11 @@ from threefold.constants import IGNORE_INDEX
 from threefold.data.loader import Batch
 from threefold.models.sharding import AttentionCore, Split
 from threefold.parallel import gradients as data
-from threefold.parallel import parallelize, shard_modules
+from threefold.parallel import parallelize, shard_modules, tensor
 from threefold.parallel import parameter as weights
+from threefold.parallel import tensor as loss
 from threefold.parallel.pipeline import runner, stage
 from threefold.parallel.pipeline import stage as tied
-from threefold.parallel.tensor import layers as loss
-from threefold.parallel.tensor import layers as tensor
 from threefold.train import optim as optimizer
 from threefold.train import step as engine
 from threefold.train import step_batch

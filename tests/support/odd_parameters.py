@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import threefold
-from threefold.models.construct import construct
 from threefold.models.sharding import Split
+from threefold.models.source import construct
 from threefold.parallel.parameter import like, whole
 from threefold.verify.compare import largest, relative_error
 

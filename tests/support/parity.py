@@ -16,8 +16,8 @@ from threefold.config.resolve import resolve
 from threefold.constants import IGNORE_INDEX
 from threefold.data.loader import Batch, Share
 from threefold.models.family import make_model, model_plan
+from threefold.parallel.parallelize import PieceSizes
 from threefold.parallel.parameter import Weight, offset
-from threefold.parallel.settings import PieceSizes
 from threefold.train.step import Engine
 from threefold.verify import reference
 from threefold.verify.batches import BatchSource

@@ -9,8 +9,8 @@ from tests.support.parity import Case, Trace, make_engine, shard_of
 from threefold.comm.axis import Event
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
+from threefold.dtypes import DTYPES
 from threefold.parallel.gradients import GradientBuckets, NarrowSum
-from threefold.parallel.settings import DTYPES
 from threefold.train.step import Engine, StepResult
 from threefold.verify.compare import relative_error
 

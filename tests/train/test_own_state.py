@@ -18,7 +18,7 @@ from threefold.checkpoint.tensors import load_tensors, stored_names, stored_tens
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError
-from threefold.parallel.settings import TrainingSettings
+from threefold.parallel.parallelize import TrainingSettings
 from threefold.random.rng import ProcessGenerators, generators_preserved
 from threefold.train.step import GradientStep
 

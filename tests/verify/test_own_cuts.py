@@ -16,7 +16,7 @@ from threefold.models.plan import Plan
 from threefold.models.sharding import Column, Replicated, Sharded, Split
 from threefold.models.source import ObjectSource
 from threefold.parallel.plan_check import check_plan, check_tensor_axis
-from threefold.parallel.tensor.grouped_heads import ConcatenatedLinear
+from threefold.parallel.shard_modules import ConcatenatedLinear
 from threefold.verify.report import DEPARTS, EQUAL
 from threefold.verify.verifier import Verification
 

@@ -64,7 +64,7 @@ def test_a_class_of_an_imported_module_is_found_by_the_workers(pool, tmp_path: P
 
 
 def test_the_constructor_draws_the_same_in_spite_of_what_was_drawn_before(tmp_path: Path) -> None:
-    from threefold.models.construct import construct
+    from threefold.models.source import construct
 
     source = FileSource(FILE, "Tiny")
     config = load_config(own_config(tmp_path, ", max_position_embeddings: 40"))

@@ -4,8 +4,8 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from threefold.comm.backends import BACKEND
 from threefold.comm.layout import Layout
-from threefold.comm.staged_group import BACKEND
 from threefold.errors import UserError, naming_arguments, require_whole
 from threefold.launch.device import choose_device, gpu_count
 from threefold.launch.environment import LaunchedRank, find_launched_rank, meet, missing_variables
@@ -59,7 +59,7 @@ def run(
     import torch
     import torch.distributed as dist
 
-    from threefold.comm.pickling import dumps
+    from threefold.comm.axis import dumps
 
     if launched is None:  # the only rank, whose process group and thread count do not outlast the call
         chosen = device_of(device, 1)
@@ -192,7 +192,7 @@ def _call(info: RankInfo, fn: Callable[..., Any], args: tuple[Any, ...], one_thr
     """Run `fn` on this rank, and return its pickled value."""
     import torch
 
-    from threefold.comm.pickling import dumps
+    from threefold.comm.axis import dumps
 
     if one_thread:
         torch.set_num_threads(1)

@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from threefold.api.launch import mesh_of_all_ranks
 from threefold.comm.mesh import Mesh
 from threefold.config import PrecisionConfig
+from threefold.dtypes import DTYPES
 from threefold.errors import UserError, naming_arguments, require_whole
-from threefold.models.construct import told
 from threefold.models.loss_terms import LossFunction, LossSums
 from threefold.models.plan import Plan
 from threefold.models.sharding import ModelPlan
+from threefold.models.source import told
 from threefold.parallel.gradients import COMPRESSIONS
+from threefold.parallel.parallelize import TrainingSettings
 from threefold.parallel.parameter import publish_
-from threefold.parallel.settings import DTYPES, TrainingSettings
 from threefold.plugins import require_one_of
 from threefold.train.optim import LossScale
 from threefold.train.step import GradientStep

@@ -19,12 +19,12 @@ from threefold.api.prepared_optimizer import PreparedOptimizer, PreparedSchedule
 from threefold.comm.axis import Axis, copy_to, reduce_from
 from threefold.comm.mesh import Mesh
 from threefold.config import PrecisionConfig
+from threefold.dtypes import DTYPES
 from threefold.errors import UserError, require_whole
 from threefold.models.sharding import Column, Patterns, PerHead, Replicated, Row, Split, Vocab, matches
+from threefold.parallel.context import ShardingContext
 from threefold.parallel.gradients import COMPRESSIONS, Gradients, buckets_by_dtype
 from threefold.parallel.parameter import local, longest_shard
-from threefold.parallel.sequence import ShardingContext
-from threefold.parallel.settings import DTYPES
 from threefold.parallel.shard_modules import SHARDINGS
 from threefold.parallel.zero import ShardedGradients, make_zero_sharding, shard_values
 from threefold.plugins import require_one_of

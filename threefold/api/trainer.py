@@ -23,7 +23,7 @@ from threefold.launch.process import StopSignals, prepare_fork, require_room
 from threefold.launch.training_run import explain_stop, prepare_training
 from threefold.models.loss_terms import LossFunction
 from threefold.models.source import ConfigSource, ModelSource, as_source
-from threefold.parallel.forward_check import layout_check
+from threefold.parallel.plan_check import layout_check
 from threefold.plugins import import_path_of
 from threefold.train.callbacks.base import Callback, say
 from threefold.train.callbacks.registry import require_packages

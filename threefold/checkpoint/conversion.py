@@ -23,11 +23,11 @@ from threefold.checkpoint.index import INDEX, StoredTensor, TensorChunk, index_t
 from threefold.checkpoint.manifest import WRITER, Manifest, read_manifest, read_writer, write_manifest
 from threefold.checkpoint.summary import choose, group_of, locate, saved_at
 from threefold.checkpoint.tensors import ALIGNMENT, PiecedTensor, TensorPiece, read_chunk, save_tensors_alone
+from threefold.dtypes import DTYPES
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.host import return_freed_memory
 from threefold.output import Progress, check_replaceable, staged_directory, write_durably
-from threefold.parallel.settings import DTYPES
 
 Format = Literal["threefold", "safetensors", "torch", "dcp"]
 

@@ -88,7 +88,7 @@ def command(
         selection = _select(small, specs, ranks, every)
     # These import torch, and the errors above should not wait for it.
     from threefold.models.source import ConfigSource, FileSource
-    from threefold.parallel.forward_check import layout_check
+    from threefold.parallel.plan_check import layout_check
     from threefold.verify.report import EQUAL
     from threefold.verify.verifier import Verification, choose_batches, verifier
 

@@ -1,8 +1,9 @@
 """Collectives of one axis of the mesh, the record of them, and the differentiable collectives of layers."""
 
+import io
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -10,17 +11,52 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from threefold.comm.backends import SharedMemoryGroup, accumulate
 from threefold.comm.heartbeat import Heartbeat, wait_code
 from threefold.comm.layout import shard_bounds
-from threefold.comm.pickling import dumps
-from threefold.comm.shared_memory import SharedMemoryGroup, accumulate
+from threefold.errors import UserError
 from threefold.torch_private.distributed import all_gather_options, all_reduce_options, reduce_scatter_options
 from threefold.torch_private.runtime import Handle, operator
 from threefold.torch_private.tensors import foreach_copy_
+
+
+def dumps(value: Any) -> bytes:
+    """Pickle a value with tensors into bytes that `pickle.loads` reads.
+
+    Tensors are pickled by value, even if they share memory; a replicated `DTensor` becomes a plain tensor.
+
+    Raises:
+        UserError: a `DTensor` is sharded or partial; it could outlive the mesh of its ranks.
+    """
+    file = io.BytesIO()
+    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, DTensor):
+            if not all(placement.is_replicate() for placement in value.placements):
+                sizes = " × ".join(map(str, value.shape))
+                raise UserError(
+                    f"A DTensor of {sizes} was returned, of which a rank has a part ({value.placements}); return "
+                    "tensor.full_tensor(), which all ranks of its mesh call."
+                )
+            return Tensor.detach, (value.to_local().detach(),)
+        plain = type(value) is Tensor and value.layout == torch.strided and value.is_cpu and not value.requires_grad
+        if not plain or value.is_quantized or value.is_conj() or value.is_neg():
+            return NotImplemented
+        flat = value.detach().contiguous().view(-1).view(torch.uint8)
+        return _tensor, (bytearray(flat.numpy()), value.dtype, tuple(value.shape))
+
+
+def _tensor(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -177,13 +213,9 @@ class Axis:
     def all_reduce_values(self, tensor: Tensor) -> list[Any]:
         """Sum a one-dimensional `tensor` over the axis, in place, and return its elements."""
         summed = self.all_reduce_(tensor)
-        values: list[Any]
-        if tensor.device.type == "cpu":
-            values = summed.tolist()
-        else:  # on a GPU, reading the values is what waits for the other ranks
-            with self.waiting("all_reduce"):
-                values = summed.tolist()
-        return values
+        # On a GPU, reading the values is what waits for the other ranks.
+        with nullcontext() if tensor.is_cpu else self.waiting("all_reduce"):
+            return list(summed.tolist())
 
     def all_reduce_together_(self, tensors: Sequence[Tensor], in_order: bool = False) -> None:
         """Sum several tensors over the axis, in place, in one all-reduce.
@@ -233,13 +265,8 @@ class Axis:
         """Concatenate the ranks' tensors along `dim`, where their sizes may differ."""
         if self.size == 1:
             return tensor
-        sizes = self._all_sizes(tensor.shape[dim], tensor.device)
-        moved = tensor.movedim(dim, 0)
-        padded = moved.new_zeros((max(sizes), *moved.shape[1:]))
-        padded[: moved.shape[0]] = moved
-        parts = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(parts, padded, group=self.group)
-        joined = torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]).movedim(0, dim)
+        assert self.group is not None  # of several ranks
+        joined = gather_uneven(tensor, self.group, dim)
         self.recorder.add(self.name, "all_gather", joined)
         return joined
 
@@ -387,11 +414,19 @@ class Axis:
         dist.all_gather_single(padded, part, group=self.group)
         return padded[: flat.numel()]
 
-    def _all_sizes(self, size: int, device: torch.device) -> list[int]:
-        mine = torch.tensor([size], device=device)
-        found = [torch.empty_like(mine) for _ in self.ranks]
-        dist.all_gather(found, mine, group=self.group)
-        return [int(each) for each in found]
+
+def gather_uneven(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """Concatenate the tensors of a group's ranks along `dim`, where their sizes may differ."""
+    mine = torch.tensor([tensor.shape[dim]], device=tensor.device)
+    found = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(found, mine, group=group)
+    sizes = [int(each) for each in found]
+    moved = tensor.movedim(dim, 0)
+    padded = moved.new_zeros((max(sizes), *moved.shape[1:]))
+    padded[: moved.shape[0]] = moved
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]).movedim(0, dim)
 
 
 # No compiler can follow the Python of an `Axis` collective. Compiled code calls an operator instead, which takes the
@@ -426,14 +461,6 @@ def _like(x: Tensor, axis: Handle) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _joined(x: Tensor, axis: Handle, dim: int, ranks: int) -> Tensor:
-    return x.new_empty(*x.shape[:dim], ranks * x.shape[dim], *x.shape[dim + 1 :])
-
-
-def _shard(x: Tensor, axis: Handle, dim: int, ranks: int) -> Tensor:
-    return x.new_empty(*x.shape[:dim], x.shape[dim] // ranks, *x.shape[dim + 1 :])
-
-
 @operator("all_reduce", _like)
 def _all_reduce(x: Tensor, axis: Handle) -> Tensor:
     total: Tensor = axis.value.all_reduce(x)
@@ -446,13 +473,17 @@ def _all_reduce_max(x: Tensor, axis: Handle) -> Tensor:
     return largest
 
 
-@operator("all_gather_equal", _joined)
+@operator(
+    "all_gather_equal", lambda x, _, dim, ranks: x.new_empty(*x.shape[:dim], ranks * x.shape[dim], *x.shape[dim + 1 :])
+)
 def _all_gather_equal(x: Tensor, axis: Handle, dim: int, ranks: int) -> Tensor:
     joined: Tensor = axis.value.all_gather_equal(x, dim).contiguous()
     return joined
 
 
-@operator("reduce_scatter", _shard)
+@operator(
+    "reduce_scatter", lambda x, _, dim, ranks: x.new_empty(*x.shape[:dim], x.shape[dim] // ranks, *x.shape[dim + 1 :])
+)
 def _reduce_scatter(x: Tensor, axis: Handle, dim: int, ranks: int) -> Tensor:
     shard: Tensor = axis.value.reduce_scatter(x, dim).contiguous()
     return shard
@@ -464,69 +495,36 @@ def local_part(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     return tensor.narrow(dim, start, end - start)
 
 
-class _CopyTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis  # type: ignore[attr-defined]
-        return x.view_as(x)
+def differentiable(forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> type[torch.autograd.Function]:
+    """Make an autograd function of `forward(x, axis, …)`, whose backward pass is `backward(gradient, axis, …)`."""
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grad, ctx.axis), None
+    class _Collective(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, *where: Any) -> Tensor:
+            ctx.where = where
+            return forward(x, *where)
 
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+            return backward(grad, *ctx.where), *(None,) * len(ctx.where)
 
-class _ReduceFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis) -> Tensor:
-        return all_reduce(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    return _Collective
 
 
-class _GatherFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim  # type: ignore[attr-defined]
-        return axis.all_gather(x, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return local_part(grad, ctx.axis, ctx.dim).contiguous(), None, None
+def _own_part(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    return local_part(x, axis, dim).contiguous()
 
 
-class _ScatterTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim  # type: ignore[attr-defined]
-        return local_part(x, axis, dim).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.axis.all_gather(grad, ctx.dim), None, None
+def _gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    return axis.all_gather(x, dim)
 
 
-class _GatherShares(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim  # type: ignore[attr-defined]
-        return all_gather_equal(x, axis, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return reduce_scatter(grad, ctx.axis, ctx.dim), None, None
-
-
-class _ReduceToShares(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim  # type: ignore[attr-defined]
-        return reduce_scatter(x, axis, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather_equal(grad, ctx.axis, ctx.dim), None, None
+_CopyTo = differentiable(lambda x, axis: x.view_as(x), all_reduce)
+_ReduceFrom = differentiable(all_reduce, lambda grad, axis: grad)
+_GatherFrom = differentiable(_gather, _own_part)
+_ScatterTo = differentiable(_own_part, _gather)
+_GatherShares = differentiable(all_gather_equal, reduce_scatter)
+_ReduceToShares = differentiable(reduce_scatter, all_gather_equal)
 
 
 class _GatherAgain(torch.autograd.Function):

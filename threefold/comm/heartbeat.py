@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 PAGE_BYTES: Final = 4096
 _HEADER_BYTES: Final = 128
@@ -391,29 +391,15 @@ def _ranks(text: str) -> tuple[int, ...] | None:
     return tuple(map(int, text.split(","))) if text else None
 
 
-class Observer(Protocol):
-    """Receiver of what the training thread notes: sections, activities within them, and waits within activities."""
-
-    def section(self, section: RunSection, step: int) -> None:
-        """Note that a part of the run begins, which ends the current activity."""
-
-    def activity(self, activity: Activity, stage: int, micro_batch: int, name: str) -> None:
-        """Note that an activity begins, with its name if it is a callback; the current one ends."""
-
-    def wait(self, operation: str, axis: str) -> None:
-        """Note that a wait in a collective over an axis begins; the current one ends."""
-
-    def resume(self) -> None:
-        """Note that the wait ends."""
-
-
 class ObservedHeartbeat(Heartbeat):
     """Heartbeat that replaces another one, writes to its page, and notifies an observer in the writing thread.
 
-    A separate class, so that heartbeats without an observer are not slowed down.
+    A separate class, so that heartbeats without an observer are not slowed down. The observer has the methods
+    `section(section, step)`, `activity(activity, stage, micro_batch, name)`, `wait(operation, axis)` and `resume()`;
+    each of the first three ends what the last call of it began, and a section ends the current activity.
     """
 
-    def __init__(self, heartbeat: Heartbeat, observer: Observer) -> None:
+    def __init__(self, heartbeat: Heartbeat, observer: Any) -> None:
         vars(self).update(vars(heartbeat))
         self._observer, self._waits = observer, False
         self._known: dict[int, Wait] = {}

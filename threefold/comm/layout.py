@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import product
 from math import gcd, prod
-from typing import Any, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
 
 from threefold.config.schedules import SCHEDULES as ROWS
 from threefold.config.schedules import is_own_schedule
@@ -254,7 +254,7 @@ def parse(text: str) -> LayoutSpec:
     """
     sizes: dict[str, int] = {}
     settings: dict[str, Any] = {}
-    for key, value in _all_facts(text):
+    for key, value in _facts(text):
         known = sizes if key in _AXES else settings
         if key in known:
             raise UserError(f"The layout {text!r} sets {key} twice; once is enough, as in {_EXAMPLE!r}.")
@@ -264,44 +264,34 @@ def parse(text: str) -> LayoutSpec:
     return LayoutSpec(Layout(**sizes), tuple(settings.items()))
 
 
-def _all_facts(text: str) -> Iterator[tuple[str, Any]]:
+_WORDS: Final = {
+    **{name: ("parallel.schedule", name) for name in SCHEDULES},
+    **{f"schedule={name}": ("parallel.schedule", name) for name in SCHEDULES},
+    **{mode: ("train.recompute", mode) for mode in RECOMPUTE},
+    **{f"recompute={mode}": ("train.recompute", mode) for mode in RECOMPUTE},
+    "ring": ("parallel.cp_method", "ring"),
+    "sp": ("parallel.sequence_parallel", True),
+}
+"""Words without a number → the setting and its value."""
+
+
+def _facts(text: str) -> Iterator[tuple[str, Any]]:
     yield from (("parallel.schedule", found[1]) for found in _OWN_SCHEDULE.finditer(text))
-    for word in _SEPARATORS.split(_OWN_SCHEDULE.sub(" ", text).strip().lower()):
-        if word:
-            yield from _facts(word, text)
-
-
-def _facts(word: str, text: str) -> Iterator[tuple[str, Any]]:
-    if _AXIS_LIST.fullmatch(word):
-        yield from ((axis, int(size)) for axis, size in _AXIS.findall(word))
-    elif number := _NUMBER.fullmatch(word):
-        yield NUMBERS[number[1]], int(number[2])
-    elif (schedule := word.removeprefix("schedule=")) in SCHEDULES:
-        yield "parallel.schedule", schedule
-    elif word == "ring":
-        yield "parallel.cp_method", "ring"
-    elif word == "sp":
-        yield "parallel.sequence_parallel", True
-    elif (mode := word.removeprefix("recompute=")) in RECOMPUTE:
-        yield "train.recompute", mode
-    else:
-        known = [
-            *SCHEDULES,
-            "zero1",
-            "zero2",
-            "zero3",
-            "sp",
-            "ring",
-            "recompute=full",
-            "recompute=selective",
-            "chunks2",
-        ]
-        close = get_close_matches(word, [*known, *(f"{axis}2" for axis in _AXES)], n=1, cutoff=0.3)
-        nearest = close[0] if close else "dp2"
-        raise UserError(
-            f"The layout {text!r} has {word!r}, which is neither an axis such as dp2 nor one of {', '.join(known)}; "
-            f"the nearest is {nearest}."
-        )
+    for word in filter(None, _SEPARATORS.split(_OWN_SCHEDULE.sub(" ", text).strip().lower())):
+        if _AXIS_LIST.fullmatch(word):
+            yield from ((axis, int(size)) for axis, size in _AXIS.findall(word))
+        elif number := _NUMBER.fullmatch(word):
+            yield NUMBERS[number[1]], int(number[2])
+        elif word in _WORDS:
+            yield _WORDS[word]
+        else:
+            others = "zero1 zero2 zero3 sp ring recompute=full recompute=selective chunks2"
+            known = [*SCHEDULES, *others.split()]
+            close = get_close_matches(word, [*known, *(f"{axis}2" for axis in _AXES)], n=1, cutoff=0.3)
+            raise UserError(
+                f"The layout {text!r} has {word!r}, which is neither an axis such as dp2 nor one of "
+                f"{', '.join(known)}; the nearest is {close[0] if close else 'dp2'}."
+            )
 
 
 def _word(key: str, value: Any) -> str:

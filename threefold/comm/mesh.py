@@ -12,19 +12,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from threefold.comm.axis import Axis, Event, Recorder
+from threefold.comm.backends import SharedMemoryGroup, over_shared_memory
 from threefold.comm.heartbeat import Activity, Heartbeat, wait_code
 from threefold.comm.layout import AXES, Coordinates, Layout
-from threefold.comm.shared_memory import SharedMemoryGroup, over_shared_memory
 from threefold.errors import naming_arguments
-from threefold.torch_private.distributed import (
-    clear_dtensor_cache,
-    copy_group_timeout,
-    flatten_mesh,
-    new_group_among,
-    settle_gloo_at_exit,
-    unflatten_mesh,
-    withdraw,
-)
+from threefold.torch_private import distributed
 
 __all__ = ["Axis", "Event", "Mesh", "Recorder"]
 
@@ -89,7 +81,7 @@ class Mesh:
     ) -> None:
         with naming_arguments():
             layout.require_world(dist.get_world_size())
-        settle_gloo_at_exit()
+        distributed.settle_gloo_at_exit()
         self.layout = layout
         self.device = torch.device(device)
         self._shares_memory, self._sizes = shared_memory and self.device.type == "cpu", sizes
@@ -104,10 +96,16 @@ class Mesh:
 
     def _make_axes(self, everyone: tuple[int, ...]) -> None:
         # DTensor's cache takes equal meshes for one, and would return destroyed groups of an earlier mesh.
-        clear_dtensor_cache()
+        distributed.clear_dtensor_cache()
         self.device_mesh = init_device_mesh(self.device.type, self.layout.shape, mesh_dim_names=AXES)
-        planned = [PlannedAxis("world", everyone, dist.group.WORLD), *map(self._planned, AXES)]
-        replicas, experts = self._replicas(), self._experts()
+        planned = [PlannedAxis("world", everyone, dist.group.WORLD)]
+        for name in AXES:
+            ranks = self._mine(self.layout.groups(name))
+            planned.append(PlannedAxis(name, ranks, self.device_mesh.get_group(name), self.device_mesh[name]))
+        # Ranks with the same weights and other tokens; dp or cp may be that axis.
+        layout = self.layout
+        replicas = self._new_group("dp·cp", layout.groups("dp", "cp")) if layout.cp > 1 and layout.dp > 1 else None
+        experts = self._experts()
         # Set up together, because each set-up waits for all ranks.
         made = self._axes([*planned, *([replicas] if replicas else []), *experts])
         self.world, self.dp, self.pp, self.cp, self.tp, *others = made
@@ -212,7 +210,11 @@ class Mesh:
         if ranks == self.replicas.ranks and self.replicas.device_mesh is not None:
             shared = self.replicas
         else:
-            held_by = self._shard_mesh(shards)
+            fine, axis, dp = self.device_mesh, "dp", self.dp.size
+            if shards < dp:
+                axis = "shard"
+                fine = distributed.unflatten_mesh(fine, "dp", (dp // shards, shards), ("copy", axis))
+            held_by = self._with_cp(fine, axis, shards)
             shared = self._axis(name, ranks, held_by.get_group(), held_by)
         copies = self.new_axis(name, self.layout.copy_groups(shards))
         assert copies is not None  # each rank is in one of them
@@ -227,58 +229,40 @@ class Mesh:
         Args:
             shards: number of replicas, as for `shard_and_replica_axes`; a multiple or a divisor of ep.
         """
-        name, ep, cp = self.expert_replicas.name, self.layout.ep, self.cp.size
+        name, ep = self.expert_replicas.name, self.layout.ep
         each = max(1, shards // ep)  # replicas that shard the same experts
         copies = self.dp.size // ep // each
         if copies == 1:
             return self.expert_replicas, self._axis(name, (self.rank,), None)
         names = ("expert_group", "expert_shard", "expert_part")
-        fine = unflatten_mesh(self.device_mesh, "dp", (copies, each, ep), names)
-        if cp == 1:
-            held_by = fine["expert_shard"]
-        else:
-            held_by = fine["cp"] if each == 1 else flatten_mesh(fine["expert_shard", "cp"], "expert_shard_cp")
+        fine = distributed.unflatten_mesh(self.device_mesh, "dp", (copies, each, ep), names)
+        held_by = self._with_cp(fine, "expert_shard", each)
         ranks = self._mine(self.layout.expert_shard_groups(shards))
         replicas = self.new_axis(name, self.layout.expert_shard_copy_groups(shards))
         assert replicas is not None  # each rank is in one of them
         return self._axis(name, ranks, held_by.get_group(), held_by), replicas
 
-    def _shard_mesh(self, shards: int) -> DeviceMesh:
-        fine, axis = self.device_mesh, "dp"
-        if shards < self.dp.size:
-            fine, axis = unflatten_mesh(fine, "dp", (self.dp.size // shards, shards), ("copy", "shard")), "shard"
-        if self.cp.size == 1:
+    def _with_cp(self, fine: DeviceMesh, axis: str, size: int = 0) -> DeviceMesh:
+        """Return an axis of `fine`, which has `size` ranks if that may be one, together with cp."""
+        if self.layout.cp == 1:
             return fine[axis]
-        return fine["cp"] if shards == 1 else flatten_mesh(fine[axis, "cp"], f"{axis}_cp")
-
-    def _replicas(self) -> PlannedAxis | None:
-        """Plan the axis of ranks with the same weights and other tokens; None if dp or cp is that axis."""
-        if self.layout.cp == 1 or self.layout.dp == 1:
-            return None
-        return self._new_group("dp·cp", self.layout.groups("dp", "cp"))
+        return fine["cp"] if size == 1 else distributed.flatten_mesh(fine[axis, "cp"], f"{axis}_cp")
 
     def _experts(self) -> list[PlannedAxis]:
         """Plan the axis of ranks that share the experts, and with ep above 1 that of ranks with the same experts."""
         ep = self.layout.ep
         if ep == 1:
             return [PlannedAxis("ep", (self.rank,), None)]
-        fine = unflatten_mesh(self.device_mesh, "dp", (self.layout.dp // ep, ep), ("expert_copy", "ep"))
+        fine = distributed.unflatten_mesh(self.device_mesh, "dp", (self.layout.dp // ep, ep), ("expert_copy", "ep"))
         experts = PlannedAxis("ep", self._mine(self.layout.expert_groups()), fine.get_group("ep"), fine["ep", "tp"])
-        held_by = (
-            fine["expert_copy"] if self.layout.cp == 1 else flatten_mesh(fine["expert_copy", "cp"], "expert_copy_cp")
-        )
-        same = self._mine(self.layout.expert_copy_groups())
+        same, held_by = self._mine(self.layout.expert_copy_groups()), self._with_cp(fine, "expert_copy")
         return [experts, PlannedAxis("expert copies", same, held_by.get_group(), held_by)]
-
-    def _planned(self, name: str) -> PlannedAxis:
-        ranks = self._mine(self.layout.groups(name))
-        return PlannedAxis(name, ranks, self.device_mesh.get_group(name), self.device_mesh[name])
 
     def _mine(self, groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
         return tuple(next(group for group in groups if self.rank in group))
 
     def _new_group(self, name: str, groups: Sequence[Sequence[int]]) -> PlannedAxis | None:
-        group = new_group_among(groups)
+        group = distributed.new_group_among(groups)
         mine = next((tuple(ranks) for ranks in groups if self.rank in ranks), None)
         return None if mine is None else PlannedAxis(name, mine, group)
 
@@ -290,7 +274,7 @@ class Mesh:
     def _axes(self, planned: Sequence[PlannedAxis]) -> list[Axis]:
         for axis in planned:
             if axis.group is not None:
-                copy_group_timeout(axis.group)
+                distributed.copy_group_timeout(axis.group)
         # Gloo's collectives cost latency and system time; shared memory has little of either.
         several = {axis.name: axis.group for axis in planned if axis.group is not None and len(axis.ranks) > 1}
         if self._shares_memory and several:
@@ -301,7 +285,7 @@ class Mesh:
             index, group = ranks.index(self.rank), several.get(name, group)
             made = Axis(name, ranks, index, group, self.recorder, device_mesh, self.heartbeat, number)
             if isinstance(group, SharedMemoryGroup):
-                weakref.finalize(made, withdraw, group).atexit = False  # frees its memory and pipes
+                weakref.finalize(made, distributed.withdraw, group).atexit = False  # frees its memory and pipes
             axes.append(made)
         return axes
 

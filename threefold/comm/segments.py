@@ -10,18 +10,15 @@ import re
 import select
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 import torch.distributed as dist
 
 from threefold.torch_private.distributed import default_store, process_group_timeout
-
-T = TypeVar("T")
 
 SIGNAL_BYTES = 16
 """Bytes that a rank writes to announce a round."""
@@ -107,96 +104,67 @@ def share(groups: Sequence[dist.ProcessGroup], room: Callable[[int], Room | None
         room: function from the size of a group to the room that it needs; None to refuse.
     """
     with contextlib.ExitStack() as stack:
-        sharings = [stack.enter_context(contextlib.closing(_Sharing(group, room))) for group in groups]
+        sharings = [stack.enter_context(contextlib.closing(_sharing(group, room))) for group in groups]
         # All groups go through a phase together, so a rank waits at most for what others did in the phase before.
-        for phase in (_Sharing.offer, _Sharing.open, _Sharing.open_own):
-            for sharing in sharings:
-                phase(sharing)
-        return [sharing.result() for sharing in sharings]
+        phases = [[next(sharing) for sharing in sharings] for _ in range(4)]
+        return phases[-1]
 
 
-class _Sharing:
-    def __init__(self, group: dist.ProcessGroup, room: Callable[[int], Room | None]) -> None:
-        self._exchange = StoreExchange(group)
-        self._ranks, self._index = self._exchange.ranks, self._exchange.index
-        self._room = room(len(self._ranks))
-        self._peers = [peer for peer in range(len(self._ranks)) if peer != self._index]
-        self._folder: Path | None = None
-        self._at: int | None = None
-        self._begun: tuple[mmap.mmap, tuple[int, ...], dict[int, int]] | None = None
-        self._own: int | None = None
-        self._opened = contextlib.ExitStack()  # closes the pipes unless every rank reaches the end
+def _sharing(group: dist.ProcessGroup, room: Callable[[int], Room | None]) -> Generator[Shared | None]:
+    """Set up one group in four phases; yield after each, the result after the last."""
+    exchange = StoreExchange(group)
+    ranks, index = exchange.ranks, exchange.index
+    wanted, peers = room(len(ranks)), [peer for peer in range(len(ranks)) if peer != index]
+    at: int | None = None
 
-    def offer(self) -> None:
-        if self._index == 0:
-            self._folder = self._room and _make_folder(self._room, len(self._ranks))
-            self._exchange.tell("folder", json.dumps([_host(), str(self._folder or "")]))
-
-    def open(self) -> None:
-        host, place = json.loads(self._exchange.told("folder"))
-        if self._room and place and host == [*_host()]:
-            self._at = _open_private(place)
-        mine = partial(self._map_and_open, self._room) if self._room and self._at is not None else _nothing
-        self._begun = self._voted("opened", mine)
-
-    def open_own(self) -> None:
-        """Open this rank's own pipe for writing, which needs a reader: all exist once all ranks have opened theirs."""
-        mode = os.O_WRONLY if self._peers else os.O_RDWR
-        opens = self._exchange.agreed("opened")
-        self._own = self._voted("own", partial(self._pipe, _alive(self._index), mode) if opens else _nothing)
-
-    def result(self) -> Shared | None:
-        if not self._exchange.agreed("own") or self._begun is None or self._own is None:
-            return None
-        self._opened.pop_all()
-        # The timeout is that of the group's own collectives.
-        return Shared(self._ranks, self._index, *self._begun, self._own, self._exchange.timeout)
-
-    def close(self) -> None:
-        self._opened.close()
-        if self._at is not None:
-            os.close(self._at)
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)  # open files stay; nothing is left behind if we are killed
-
-    def _map_and_open(self, room: Room) -> tuple[mmap.mmap, tuple[int, ...], dict[int, int]]:
-        pipes = tuple(self._pipe(name, os.O_RDWR) for name in room.pipes)
-        if room.unread > min(map(_pipe_bytes, pipes)):
-            raise OSError("a pipe is too short")
-        if self._index == 0:
-            for pipe, content in zip(pipes, room.pipes.values(), strict=True):
-                os.write(pipe, content)
-        readers = {peer: self._pipe(_alive(peer), os.O_RDONLY) for peer in self._peers}
-        return self._map_memory(), pipes, readers
-
-    def _map_memory(self) -> mmap.mmap:
-        with open(os.open("memory", os.O_RDWR | os.O_NOFOLLOW, dir_fd=self._at), "r+b") as file:
-            return mmap.mmap(file.fileno(), 0)
-
-    def _pipe(self, name: str, mode: int) -> int:
-        flags = mode | os.O_NONBLOCK | os.O_NOFOLLOW
-        descriptor = os.open(name, flags, dir_fd=self._at)  # do not wait for the other end
-        self._opened.callback(os.close, descriptor)
+    def open_pipe(name: str, mode: int) -> int:
+        descriptor = os.open(name, mode | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd=at)  # do not wait for the other end
+        opened.callback(os.close, descriptor)
         return descriptor
 
-    def _voted(self, step: str, action: Callable[[], T | None]) -> T | None:
-        """Run `action`, vote for the step unless it fails, and return its result."""
-        try:
-            result = action()
-        except OSError:
-            result = None
-        self._exchange.vote(step, result is not None)
-        return result
+    def open_all(room: Room) -> tuple[mmap.mmap, tuple[int, ...], dict[int, int]]:
+        pipes = tuple(open_pipe(name, os.O_RDWR) for name in room.pipes)
+        # A pipe usually holds 64 KiB on Linux, and a page or two if its user has very many pipes.
+        ask = getattr(fcntl, "F_GETPIPE_SZ", None)
+        if room.unread > min(_PIPE_BYTES if ask is None else int(fcntl.fcntl(pipe, ask)) for pipe in pipes):
+            raise OSError("a pipe is too short")
+        if index == 0:
+            for pipe, content in zip(pipes, room.pipes.values(), strict=True):
+                os.write(pipe, content)
+        readers = {peer: open_pipe(_alive(peer), os.O_RDONLY) for peer in peers}
+        with open(os.open("memory", os.O_RDWR | os.O_NOFOLLOW, dir_fd=at), "r+b") as file:
+            return mmap.mmap(file.fileno(), 0), pipes, readers
 
-
-def _pipe_bytes(pipe: int) -> int:
-    """Return a pipe's capacity: usually 64 KiB on Linux, and a page or two if its user has very many pipes."""
-    ask = getattr(fcntl, "F_GETPIPE_SZ", None)
-    return int(fcntl.fcntl(pipe, ask)) if ask is not None else _PIPE_BYTES
-
-
-def _nothing() -> None:
-    """Stand in for a step that an earlier failure has made impossible."""
+    # Of these, `opened` closes the pipes unless every rank reaches the end.
+    with contextlib.ExitStack() as cleaning, contextlib.ExitStack() as opened:
+        if index == 0:
+            folder = wanted and _make_folder(wanted, len(ranks))
+            if folder:  # open files stay; nothing is left behind if we are killed
+                cleaning.callback(shutil.rmtree, folder, ignore_errors=True)
+            exchange.tell("folder", json.dumps([_host(), str(folder or "")]))
+        yield None
+        host, place = json.loads(exchange.told("folder"))
+        begun = own = None
+        if wanted and place and host == [*_host()]:
+            at = _open_private(place)
+        if wanted and at is not None:
+            cleaning.callback(os.close, at)
+            with contextlib.suppress(OSError):
+                begun = open_all(wanted)
+        exchange.vote("opened", begun is not None)
+        yield None
+        # To open this rank's own pipe for writing needs a reader: all exist once all ranks have opened theirs.
+        if exchange.agreed("opened"):
+            with contextlib.suppress(OSError):
+                own = open_pipe(_alive(index), os.O_WRONLY if peers else os.O_RDWR)
+        exchange.vote("own", own is not None)
+        yield None
+        shared = None
+        if exchange.agreed("own") and begun is not None and own is not None:
+            opened.pop_all()
+            # The timeout is that of the group's own collectives.
+            shared = Shared(ranks, index, *begun, own, exchange.timeout)
+        yield shared
 
 
 def _alive(index: int) -> str:

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 
 from threefold.api.prepared_optimizer import WrappedOptimizer
 from threefold.comm.axis import Axis, Recorder
+from threefold.dtypes import DTYPES
 from threefold.errors import UserError, require_whole
 from threefold.parallel.gradients import COMPRESSIONS, buckets_by_dtype
-from threefold.parallel.settings import DTYPES
 from threefold.plugins import require_one_of
 
 __all__ = [

@@ -9,7 +9,7 @@ from threefold.comm.axis import Axis
 from threefold.comm.layout import shard_bounds
 from threefold.data.map_dataset import DistributedBatchSampler
 from threefold.errors import UserError
-from threefold.parallel.tensor.layers import (
+from threefold.parallel.tensor import (
     ColumnParallelLinear,
     Initializer,
     RowParallelLinear,

@@ -77,7 +77,7 @@ FAMILIES: Final = Registry(
     {
         "gpt": "threefold.models.gpt:FAMILY",
         "llama": "threefold.models.llama:FAMILY",
-        "own": "threefold.models.own:FAMILY",
+        "own": "threefold.models.family:OWN_FAMILY",
     },
 )
 """Model families, each a `threefold.models.family.Family`, whose `config` is the class of its `model` section."""

@@ -3,5 +3,5 @@
 `sources` reads text; `tokenizer`, `conversations` and `encoding` turn documents into tokens. `preparation` writes token
 files, and `formats` reads them, one module per token format, each as a `corpus`. `samples` assigns documents to train,
 valid and test and blends corpora, and `packed` cuts documents into samples. The sampler is a keyed permutation
-(`threefold.random.permutation`). `loader` makes a rank's batches, and `dataset` opens everything that a config names.
+(`threefold.random`). `loader` makes a rank's batches, and `dataset` opens everything that a config names.
 """

@@ -16,7 +16,7 @@ from threefold.data.conversations import ChatTemplate
 from threefold.data.tokenizer import TextRule
 from threefold.errors import UserError
 from threefold.files import STRICT, checksum_of, checksum_of_blocks, require_file, shown
-from threefold.random.permutation import Int64Array
+from threefold.random import Int64Array
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

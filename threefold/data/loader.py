@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from threefold.constants import IGNORE_INDEX
 from threefold.data.formats.own_data import NestedSamples
 from threefold.data.samples import ConsumedSamples, MixturePart, Samples
-from threefold.random.permutation import Int64Array
+from threefold.random import Int64Array
 
 
 @dataclass(frozen=True, eq=False)

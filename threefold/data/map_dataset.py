@@ -1,7 +1,7 @@
 """Batches of any map-style `torch.utils.data.Dataset`, in an order that does not depend on the layout.
 
 The n-th global batch of an epoch is a function of (seed, epoch, n): a slice of the epoch's keyed permutation
-(`random/permutation.py`). Each data-parallel replica takes a contiguous block of its rows. So replicas read disjoint
+(`random/__init__.py`). Each data-parallel replica takes a contiguous block of its rows. So replicas read disjoint
 samples and make the same number of steps, and all ranks of a replica read the same samples.
 """
 
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from threefold.data.loader import Share
 from threefold.errors import UserError
-from threefold.random.permutation import KeyedPermutation
+from threefold.random import KeyedPermutation
 
 if TYPE_CHECKING:
     from threefold.comm.mesh import Mesh

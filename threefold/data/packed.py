@@ -10,7 +10,7 @@ from threefold.constants import IGNORE_INDEX
 from threefold.data.corpus import Corpus
 from threefold.data.samples import SPLITS, SingleCorpus, document_numbers, document_runs
 from threefold.errors import UserError
-from threefold.random.permutation import Int64Array
+from threefold.random import Int64Array
 
 
 @dataclass(frozen=True, eq=False)

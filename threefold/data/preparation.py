@@ -31,7 +31,7 @@ from threefold.errors import UserError
 from threefold.files import shown
 from threefold.output import Progress, check_name, check_replaceable, staged_directory, staged_files
 from threefold.plugins import one_of
-from threefold.random.permutation import Int64Array
+from threefold.random import Int64Array
 
 _SMALLEST_VOCAB: Final = 256 + 1
 # Larger corpora are sampled to learn the vocabulary: more text changes it little and costs memory.

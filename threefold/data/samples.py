@@ -20,7 +20,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from threefold.errors import UserError
-from threefold.random.permutation import Int64Array, KeyedPermutation, samples_at
+from threefold.random import Int64Array, KeyedPermutation, samples_at
 
 SPLITS: Final = ("train", "valid", "test")
 

@@ -21,13 +21,13 @@ from threefold.checkpoint.index import StoredTensor
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.config import Config, ModelConfig
 from threefold.config.model import OWN
+from threefold.dtypes import DTYPES
 from threefold.host import return_freed_memory
 from threefold.huggingface.files import CONFIG as THEIR_CONFIG
 from threefold.huggingface.files import choose_type, imported_config, left_out, split, write_model, write_texts
-from threefold.models.hf.model_type import WeightMap
+from threefold.models.huggingface import WeightMap
 from threefold.models.source import file_source
 from threefold.output import Progress, check_replaceable, staged_directory
-from threefold.parallel.settings import DTYPES
 
 CONSTRUCTOR: Final = "model.json"
 """File that names the class or function in the model's file, its keyword arguments, and its tied parameters."""

@@ -20,8 +20,7 @@ from threefold.config import ModelConfig
 from threefold.errors import UserError
 from threefold.files import parse_json, read_text, require_file
 from threefold.models.family import huggingface_types
-from threefold.models.hf.config_json import ConfigJson, shortened
-from threefold.models.hf.model_type import HuggingFaceType, WeightMap
+from threefold.models.huggingface import ConfigJson, HuggingFaceType, WeightMap, shortened
 
 _LOOKED_AT: Final = 1 << 20
 """Number of values checked for finiteness at once."""

@@ -20,6 +20,7 @@ from threefold.checkpoint.tensors import PiecedTensor, TensorPiece, save_tensors
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
 from threefold.data.tokenizer import end_of_document
+from threefold.dtypes import DTYPES
 from threefold.errors import UserError
 from threefold.files import read_json as read_own_json
 from threefold.host import return_freed_memory
@@ -38,10 +39,9 @@ from threefold.huggingface.files import (
     texts_of,
 )
 from threefold.models.family import make_model, model_plan
-from threefold.models.hf.model_type import HuggingFaceType, SourceRows, WeightMap
+from threefold.models.huggingface import HuggingFaceType, SourceRows, WeightMap
 from threefold.models.sharding import ModelPlan
 from threefold.output import Progress, check_replaceable, list_marked, staged_directory, write_durably
-from threefold.parallel.settings import DTYPES
 
 LONGEST_SAMPLE: Final = 2048
 """Largest data.sequence_length that the config of an imported run proposes, in tokens."""

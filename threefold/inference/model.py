@@ -25,6 +25,7 @@ from threefold.config.model import OWN
 from threefold.data.conversations import ChatTemplate
 from threefold.data.encoding import DocumentEncoder
 from threefold.data.tokenizer import SpecialTokens, TextEncoder, TextRule, id_count
+from threefold.dtypes import DTYPES
 from threefold.errors import UserError
 from threefold.huggingface.files import PREFIX, end_tokens
 from threefold.models.family import make_model, model_plan
@@ -32,11 +33,10 @@ from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import NOTHING, PositionEmbedding, SampleInfo
 from threefold.models.sharding import VocabLoss
 from threefold.parallel.moving_buffers import stored_buffers
-from threefold.parallel.parallelize import apply_parallelism
+from threefold.parallel.parallelize import Parallelism, apply_parallelism
 from threefold.parallel.pipeline.partition import StageMap, partition_by_cost
 from threefold.parallel.pipeline.stage import Stage, whole_parameters
 from threefold.parallel.plan_check import check_tensor_axis
-from threefold.parallel.settings import DTYPES, Parallelism
 
 _WORTH_THREADS = 10_000_000
 """Parameter count from which one token is enough work for several threads; they slow down smaller models."""

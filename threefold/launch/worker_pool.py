@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple, NoReturn, Self
 import torch
 import torch.distributed as dist
 
-from threefold.comm.pickling import dumps
+from threefold.comm.axis import dumps
 from threefold.launch.failure import pickled
 from threefold.launch.process import die_with_parent, signal_name
 from threefold.launch.worker import stay_on_loopback, wait_for_all

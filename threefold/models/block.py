@@ -13,19 +13,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from threefold.config.model import FAMILIES, OWN, ModelConfig
 from threefold.errors import UserError
+from threefold.models import sharding
 from threefold.models.family import family_of, make_model, model_plan
-from threefold.models.sharding import (
-    AttentionCore,
-    Column,
-    OverContext,
-    OverExperts,
-    OverSequence,
-    PerHead,
-    Replicated,
-    Row,
-    Split,
-    matches,
-)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,7 +24,7 @@ class WeightShape(NamedTuple):
     """Name, rule and whole shape of a parameter; a tied weight has the name of its first use."""
 
     name: str
-    split: Split
+    split: sharding.Split
     shape: tuple[int, ...]
 
     @property
@@ -46,7 +35,7 @@ class WeightShape(NamedTuple):
     @property
     def is_of_experts(self) -> bool:
         """Whether the expert axis shards the parameter."""
-        return isinstance(self.split, OverExperts)
+        return isinstance(self.split, sharding.OverExperts)
 
     @property
     def multiply_adds(self) -> int:
@@ -149,7 +138,7 @@ class ModelDescription:
             for weight in self.weights[layer]:
                 counted += weight.multiply_adds * (self._config.experts_per_token if weight.is_of_experts else 1)
             seen = min(self._config.window(number) or self._length, self._length)
-            heads = sum(rule.heads for rule in self._rules(layer) if isinstance(rule, AttentionCore))
+            heads = sum(rule.heads for rule in self._rules(layer) if isinstance(rule, sharding.AttentionCore))
             keys = (weight.parts["key"] for weight in self.weights[layer] if "key" in weight.parts)
             counted += 2 * heads * next(keys, self._config.head_dim) * seen
         return float(_PER_MULTIPLY_ADD * counted)
@@ -176,18 +165,22 @@ class ModelDescription:
             found.append(WeightShape(whole, split, shape))
         return found
 
-    def _rules(self, layer: str) -> list[Split]:
+    def _rules(self, layer: str) -> list[sharding.Split]:
         """Return the rules of the modules in a layer."""
         depth = layer.count(".") + 1
         heads = {pattern: ".".join(pattern.split(".")[:depth]) for pattern in self.plan.split}
-        return [self.plan.split[pattern] for pattern, head in heads.items() if head[:2] == "**" or matches(layer, head)]
+        return [
+            self.plan.split[pattern]
+            for pattern, head in heads.items()
+            if head[:2] == "**" or sharding.matches(layer, head)
+        ]
 
     def _described(self, layer: str, number: int) -> BlockShape:
         config, rules = self._config, self._rules(layer)
         roles: dict[str, list[WeightShape]] = defaultdict(list)
         for weight in self.weights[layer]:
             roles[_role(weight)].append(weight)
-        cores = [rule for rule in rules if isinstance(rule, AttentionCore)]
+        cores = [rule for rule in rules if isinstance(rule, sharding.AttentionCore)]
         self._require_known(layer, roles, len(cores))
         projection, down = roles["output of attention"][0], roles["down"]
         heads = {part: size for weight in roles["projection"] for part, size in weight.parts.items()}
@@ -209,10 +202,10 @@ class ModelDescription:
             rms=not any(name in modules or self._is_layer_norm(name) for name in norms),
             biased=all(weight.name.rpartition(".")[0] in modules for weight in products),
             norms=len(norms),
-            rotary=any(isinstance(rule, OverContext) for rule in rules),
+            rotary=any(isinstance(rule, sharding.OverContext) for rule in rules),
             qk_norm=bool(roles["norm of heads"]),
             activation=config.activation,
-            hidden_dropout=config.hidden_dropout > 0 and any(isinstance(rule, OverSequence) for rule in rules),
+            hidden_dropout=config.hidden_dropout > 0 and any(isinstance(rule, sharding.OverSequence) for rule in rules),
             attention_dropout=config.attention_dropout > 0,
             window=config.window(number),
             experts=mixture,
@@ -254,19 +247,23 @@ class ModelDescription:
 def _role(weight: WeightShape) -> str:
     """Return what a weight of a block does, by its rule and its shape; "unknown" if the planner cannot tell."""
     rule, parts, dims = weight.split, weight.parts, len(weight.shape)
-    if dims == 1 and weight.own_name == "bias" and isinstance(rule, Column | Row | Replicated):
+    if (
+        dims == 1
+        and weight.own_name == "bias"
+        and isinstance(rule, sharding.Column | sharding.Row | sharding.Replicated)
+    ):
         return "bias"
-    if dims == 1 and weight.own_name == "weight" and isinstance(rule, Replicated | PerHead):
-        return "norm of heads" if isinstance(rule, PerHead) else "norm"
+    if dims == 1 and weight.own_name == "weight" and isinstance(rule, sharding.Replicated | sharding.PerHead):
+        return "norm of heads" if isinstance(rule, sharding.PerHead) else "norm"
     if dims == 3 and weight.is_of_experts:
         return "experts"
     if dims != 2:
         return "unknown"
-    if isinstance(rule, Column):
+    if isinstance(rule, sharding.Column):
         return "projection" if parts.keys() & {"query", "key", "value"} else "up"
-    if isinstance(rule, Row):
+    if isinstance(rule, sharding.Row):
         return "output of attention" if "head" in parts else "down"
-    if isinstance(rule, Replicated):
+    if isinstance(rule, sharding.Replicated):
         return "router" if weight.multiply_adds else "gate of the shared expert"
     return "unknown"
 

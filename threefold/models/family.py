@@ -1,14 +1,17 @@
 """Model families: the parts of each, found by one name in the registry."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
 
 from threefold.config.model import FAMILIES, ModelConfig
+from threefold.config.section import PathText
 
 if TYPE_CHECKING:
-    from threefold.models.hf.model_type import HuggingFaceType
+    from threefold.models.huggingface import HuggingFaceType
     from threefold.models.layers.decoder import Decoder
     from threefold.models.sharding import ModelPlan
 
@@ -44,10 +47,6 @@ class Family:
         for part in (self.model, self.plan):
             resolve_name(part)
 
-    def make_model(self, config: ModelConfig) -> "Decoder":
-        made: Decoder = resolve_name(self.model)(config)
-        return made
-
     def make_plan(self, config: ModelConfig, sequence_length: int) -> "ModelPlan":
         made: ModelPlan = resolve_name(self.plan)(config, sequence_length)
         return made
@@ -72,7 +71,8 @@ def family_of(config: ModelConfig) -> Family:
 
 def make_model(config: ModelConfig) -> "Decoder":
     """Create the unsharded, single-device model of a resolved config (no field is None)."""
-    return family_of(config).make_model(config)
+    made: Decoder = resolve_name(family_of(config).model)(config)
+    return made
 
 
 def model_plan(config: ModelConfig, sequence_length: int) -> "ModelPlan":
@@ -84,3 +84,30 @@ def huggingface_types() -> "dict[str, HuggingFaceType]":
     """Return the types that can be imported and exported, of all families, by Hugging Face's `model_type`."""
     families: list[Family] = [FAMILIES.load(name) for name in FAMILIES.names()]
     return {kind.name: kind for family in families for kind in family.huggingface_types()}
+
+
+class OwnConfig(ModelConfig):
+    """A user's own model."""
+
+    architecture: Literal["own"] = "own"
+    file: PathText = Field(default="", examples=["FILE.py:NAME"])
+    """For `own`: Python file of the model, `FILE.py` or `FILE.py:NAME`, as set by `--model`. Default: none."""
+    arguments: dict[str, Any] = Field(default_factory=dict, examples=["{width: 64}"])
+    """For `own`: keyword arguments of the model's class. A parameter without a default that is missing here gets the
+    setting of its name, such as `vocab_size`; one called `config` gets this whole section. Default: none."""
+
+    @property
+    def blocks(self) -> int | None:
+        return None
+
+    def broken_rules(self) -> Iterator[tuple[str, str]]:
+        """Yield the settings that break a rule; the sizes are up to the model itself."""
+        yield from self.broken_by_setting_unused()
+
+
+OWN_FAMILY = Family(
+    title="own model",
+    config=OwnConfig,
+    model="threefold.models.source:make_own_model",
+    plan="threefold.models.source:own_plan",
+)

@@ -77,14 +77,10 @@ def count_terms(loss: LossFunction, batch: Any, samples: int) -> dict[str, float
             f"counts(batch) of the loss returns a {type(found).__name__} but must return a dict from the name of each "
             "term to what it counts in the batch."
         )
-    return {str(name): _number(name, count) for name, count in found.items()}
-
-
-def _number(name: Any, count: Any) -> float:
-    scalar = count.numel() == 1 if isinstance(count, Tensor) else isinstance(count, int | float)
-    if not scalar:
-        raise UserError(f"counts(batch) of the loss returns {count!r} for {name!r} but must return a number.")
-    return float(count)
+    for name, count in found.items():
+        if not (count.numel() == 1 if isinstance(count, Tensor) else isinstance(count, int | float)):
+            raise UserError(f"counts(batch) of the loss returns {count!r} for {name!r} but must return a number.")
+    return {str(name): float(count) for name, count in found.items()}
 
 
 @dataclass(frozen=True)
@@ -176,18 +172,10 @@ class TermSums:
         if not isinstance(value, Mapping):
             raise UserError(f"The loss returns a {type(value).__name__} but must return a scalar or a dict of terms.")
         terms = {
-            str(name): term
-            if isinstance(term, LossTerm)
-            else LossTerm(*term)
-            if isinstance(term, tuple)
-            else LossTerm(term)
-            for name, term in value.items()
+            str(name): LossTerm(*term) if isinstance(term, tuple) else LossTerm(term) for name, term in value.items()
         }
-        if terms.keys() != self.counts.keys():
-            self._refuse(terms)
-        return {name: LossTerm(_wide(name, term.sum), term.weight) for name, term in terms.items()}
-
-    def _refuse(self, terms: Mapping[str, LossTerm]) -> None:
+        if terms.keys() == self.counts.keys():
+            return {name: LossTerm(_wide(name, term.sum), term.weight) for name, term in terms.items()}
         given = ", ".join(map(repr, terms))
         if getattr(self.loss, "counts", None) is None:
             raise UserError(

@@ -246,19 +246,28 @@ def _require_none(left: Sequence[str], split: Iterable[str], modules: "Mapping[s
     found = list(dict.fromkeys(_named(name, modules) for name in left))
     idle = [pattern for pattern in split if not any(matches(name, pattern) for name in modules if name)]
     correction = f", and correct {idle[0]!r}, which no module or parameter of the model has for a name" if idle else ""
-    shown = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+    each = "each" if len(found) > 1 else "it"
     raise UserError(
-        f"shard says nothing about {shown}; give {'each' if len(found) > 1 else 'it'} Column(), Row(), Vocab() or "
-        f"Replicated(){correction}."
+        f"shard says nothing about {listed(found)}; give {each} Column(), Row(), Vocab() or Replicated(){correction}."
     )
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message that names the nearest of the known names; empty if none is near."""
+    close = get_close_matches(name, [each for each in known if each], n=1)
+    return f"; the nearest is {close[0]!r}" if close else ""
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Return the first names in a row, with the number of the others."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _require_use(what: str, patterns: Iterable[str], names: Collection[str]) -> None:
     for pattern in patterns:
         if not any(name and matches(name, pattern) for name in names):
             kind = {"shard": "module or parameter", "initial": "parameter", "costs": "layer"}[what]
-            close = get_close_matches(pattern, [name for name in names if name], n=1)
-            near = f"; the nearest is {close[0]!r}" if close else ""
+            near = nearest(pattern, names)
             raise UserError(f"{what} has {pattern!r}, which no {kind} of the model has for a name{near}.")
 
 

@@ -1,25 +1,139 @@
-"""Sources of a run's model: the config, a user's Python file, or objects of a Python program."""
+"""Sources of a run's model (the config, a Python file, objects of a Python program), and construction of the model."""
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from difflib import get_close_matches
+from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from threefold.config import Config, ModelConfig
 from threefold.config.model import OWN, split_model_file
 from threefold.errors import UserError
-from threefold.models.construct import bound_arguments, call, loss_of, told
 from threefold.models.family import family_of, make_model, model_plan
 from threefold.models.plan import Plan
 from threefold.models.sharding import ModelPlan
 from threefold.plugins import import_file
+from threefold.random.rng import generators_preserved, seed_generators, stream_key
+
+_SECTION: Final = ("config", "cfg")
+"""Constructor parameters that receive the whole `model` section."""
+_REST: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def bound_arguments(factory: Callable[..., Any], config: ModelConfig, said: str) -> dict[str, Any]:
+    """Return the keyword arguments for a model's constructor; raise UserError if one is unknown or missing.
+
+    They are those of `model.arguments`, and settings of the same name for parameters without a default; a parameter
+    `config` (or `cfg`) receives the whole section.
+    """
+    given: Mapping[str, Any] = config.arguments
+    parameters = [each for each in inspect.signature(factory).parameters.values() if each.kind not in _REST]
+    names = [each.name for each in parameters]
+    takes_any = any(each.kind is _REST[1] for each in inspect.signature(factory).parameters.values())
+    for name in given:
+        if name not in names and not takes_any:
+            close = get_close_matches(name, names, n=1)
+            near = f"; the nearest is {close[0]}" if close else ""
+            raise UserError(f"model.arguments has {name}, which {said} does not take{near}.")
+    bound = dict(given)
+    for parameter in parameters:
+        name = parameter.name
+        if name in bound or (parameter.default is not parameter.empty and name not in _SECTION):
+            continue
+        if name in _SECTION:
+            bound[name] = config
+        elif name in ModelConfig.model_fields:
+            bound[name] = getattr(config, name)
+        else:
+            raise UserError(f"{said} needs the argument {name}; give it as model.arguments: {{{name}: …}}.")
+    return bound
+
+
+def call(function: Callable[..., Any], positional: tuple[Any, ...], named: Mapping[str, Any], said: str) -> Any:
+    """Call a user's function, and turn any exception into a UserError that begins with `said`."""
+    try:
+        return function(*positional, **named)
+    except UserError:
+        raise
+    except Exception as error:
+        advice = ""
+        if "on meta tensors" in str(error):
+            advice = ", as ranks make their parts without memory; give device='cpu' to a tensor whose values the "
+            advice += "constructor reads"
+        raise UserError(f"{said} raises {told(error)}{advice}.") from error
+
+
+def told(error: Exception) -> str:
+    """Return an exception's type and the first line of its message."""
+    first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+    return f"{type(error).__name__}{': ' if first else ''}{first}"
+
+
+def loss_of(model: Any) -> Any:
+    """Return the attribute `loss` of a model's class; None if it has none, or if it is a method of the model."""
+    found = getattr(model, "loss", None)
+    if inspect.isfunction(found) and next(iter(inspect.signature(found).parameters), "") == "self":
+        return None
+    return found
+
+
+@contextmanager
+def keyed_draws(*key: int | str) -> Iterator[None]:
+    """Derive the block's CPU random numbers of torch, `random` and `numpy.random` from `key`; restore them after."""
+    seed = stream_key(*key)
+    with generators_preserved(), torch.device("cpu"):
+        seed_generators(seed)
+        yield
+
+
+def construct(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """Construct the unsharded model on the CPU, with parameters and buffers as its constructor draws them.
+
+    The constructor's random numbers of torch, `random` and `numpy.random` follow from the run's `seed`.
+    """
+    with keyed_draws("weights", seed):
+        return make_model()
+
+
+def skeleton(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """Construct the unsharded model on the meta device, with the same plain attributes as in `construct`."""
+    with keyed_draws("weights", seed), torch.device("meta"):
+        return make_model()
+
+
+class ConstructedModel:
+    """The unsharded model of `construct`, constructed when a value is first read."""
+
+    def __init__(self, make_model: Callable[[], nn.Module], seed: int) -> None:
+        self._make_model, self._seed = make_model, seed
+
+    @cached_property
+    def _model(self) -> nn.Module:
+        return construct(self._make_model, self._seed)
+
+    def parameter(self, name: str) -> Tensor:
+        """Return the unsharded values of a parameter."""
+        return self._model.get_parameter(name).detach()
+
+    def buffer(self, name: str) -> Tensor:
+        return self._model.get_buffer(name)
+
+
+def drawn(fill: Callable[[Tensor], object], name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Draw the values of an unsharded parameter with `fill`, in place, keyed by its name and the run's seed."""
+    with keyed_draws("weights", seed, name), torch.no_grad():
+        whole = torch.empty(shape)
+        fill(whole)
+        return whole
+
 
 MakeModel = Callable[[], nn.Module]
 AnyPlan = Plan | ModelPlan | Callable[..., Plan | ModelPlan]
@@ -37,9 +151,9 @@ class ModelSource(ABC):
             UserError: there is no such model, or it lacks a required part.
         """
 
-    @abstractmethod
     def describe(self, config: Config) -> str:
         """Return the name of the model for output."""
+        return str(self)
 
     def loss(self, config: Config) -> Callable[..., Any] | None:
         """Return the loss that belongs to the model; None if its last layer returns it."""
@@ -110,7 +224,7 @@ class FileSource(ModelSource):
         module = self._import()
         factory, plan = self._parts(module)
         make = partial(self._make, factory, config)
-        return make, complete_plan(plan, make, config, self.path.name, "plan")
+        return make, complete_plan(plan, make, config, self.path.name)
 
     def loss(self, config: Config) -> Callable[..., Any] | None:
         """Return the `loss` of the model's class, or else of the file."""
@@ -127,11 +241,11 @@ class FileSource(ModelSource):
             model = self._make(factory, config)
         if plan is None or isinstance(plan, Plan):
             return model, plan
-        return model, complete_plan(plan, partial(self._make, factory, config), config, self.path.name, "plan")
+        return model, complete_plan(plan, partial(self._make, factory, config), config, self.path.name)
 
     def constructor(self, config: ModelConfig) -> tuple[str, dict[str, Any]]:
         """Return the name of the class or function that makes the model, and its keyword arguments."""
-        factory, _ = self._parts(self._import())
+        factory = self._parts(self._import())[0]
         name = factory.__name__
         if name == "make_model":
             return name, {"config": config}
@@ -139,9 +253,6 @@ class FileSource(ModelSource):
 
     def files(self, config: Config) -> tuple[Path, ...]:
         return (self.path,)
-
-    def describe(self, config: Config) -> str:
-        return str(self)
 
     def configured(self, config: Config) -> Config:
         return with_own_model(config, f"{self.path}:{self.name}" if self.name else str(self.path))
@@ -181,11 +292,9 @@ class FileSource(ModelSource):
 
     def _make(self, factory: Callable[..., Any], config: ModelConfig) -> nn.Module:
         said = f"{self.path.name}: {factory.__name__}"
-        takes_section = factory.__name__ == "make_model"
-        positional = (config,) if takes_section else ()
-        written = "config" if takes_section else ""
-        named = {} if takes_section else bound_arguments(factory, config, said)
-        return _made(factory, positional, named, f"{said}({written})")
+        if factory.__name__ == "make_model":
+            return _made(factory, (config,), {}, f"{said}(config)")
+        return _made(factory, (), bound_arguments(factory, config, said), f"{said}()")
 
     def _function(self, module: ModuleType, name: str) -> Callable[..., Any]:
         found = getattr(module, name, None)
@@ -220,7 +329,7 @@ class ObjectSource(ModelSource):
         if plan is None:
             raise UserError(f"{self} has no plan; pass plan=Plan(…), or give the class the attribute plan.")
         make = partial(self._make, config.model)
-        return make, complete_plan(plan, make, config.model, str(self), "plan")
+        return make, complete_plan(plan, make, config.model, str(self))
 
     def loss(self, config: Config) -> Callable[..., Any] | None:
         return self.own_loss or loss_of(self._class)
@@ -229,9 +338,6 @@ class ObjectSource(ModelSource):
         parts = [self._class, *([] if self.own_loss is None else [self.own_loss])]
         found = [getattr(inspect.getmodule(part), "__file__", None) for part in parts]
         return tuple(Path(each) for each in found if each) if all(found) else ()
-
-    def describe(self, config: Config) -> str:
-        return str(self)
 
     def configured(self, config: Config) -> Config:
         return with_own_model(config, "")
@@ -294,13 +400,11 @@ def file_source(config: ModelConfig) -> FileSource:
 
 
 def make_own_model(config: ModelConfig) -> nn.Module:
-    make, _ = file_source(config).load_section(config)
-    return make()
+    return file_source(config).load_section(config)[0]()
 
 
 def own_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
-    _, plan = file_source(config).load_section(config)
-    return plan
+    return file_source(config).load_section(config)[1]
 
 
 def with_own_model(config: Config, file: str) -> Config:
@@ -315,7 +419,7 @@ def with_own_model(config: Config, file: str) -> Config:
     return config_of(sections, (), config.origins, config.derived)
 
 
-def complete_plan(plan: Any, make: MakeModel, config: ModelConfig, said: str, name: str) -> ModelPlan:
+def complete_plan(plan: Any, make: MakeModel, config: ModelConfig, said: str) -> ModelPlan:
     """Return the complete plan of a model, from a `Plan`, a `ModelPlan` or a function that returns one.
 
     Raises UserError if `plan` is none of these, or does not fit the model.
@@ -329,7 +433,7 @@ def complete_plan(plan: Any, make: MakeModel, config: ModelConfig, said: str, na
     if isinstance(plan, ModelPlan):
         return plan
     if not hasattr(plan, "build"):
-        raise UserError(f"{said}: {name} is a {_kind(plan)} but must be a Plan.")
+        raise UserError(f"{said}: plan is a {_kind(plan)} but must be a Plan.")
     with torch.device("meta"):
         model = make()
     try:

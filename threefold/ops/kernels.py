@@ -70,7 +70,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     out: Tensor
     if torch.compiler.is_compiling():
         if store is not None and x.requires_grad:
-            out = _CompiledDeferredLinear.apply(x, weight, bias, *_handles(weight, bias))
+            assert isinstance(weight, DeferrableWeight)  # only these have a store
+            to_bias = bias.handle if isinstance(bias, DeferrableWeight) else None  # a frozen bias has none
+            out = _CompiledDeferredLinear.apply(x, weight, bias, weight.handle, to_bias)
             return out
         # On a CPU the compiler's own products may be slower.
         own, store = x.device.type == "cpu" and not torch.is_autocast_enabled("cpu"), None
@@ -174,11 +176,7 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     return onednn_linear(a.contiguous(), b, bias) if _onednn_serves(a, b) else F.linear(a, b, bias)
 
 
-def _of_product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    return a.new_empty(a.shape[0], b.shape[0])
-
-
-@operator("product", _of_product)
+@operator("product", lambda a, b, bias: a.new_empty(a.shape[0], b.shape[0]))
 def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     return product(a, b, bias)
 
@@ -238,11 +236,6 @@ class _Linear(torch.autograd.Function):
         )
 
 
-def _handles(weight: Tensor, bias: Tensor | None) -> tuple[Handle, Handle | None]:
-    assert isinstance(weight, DeferrableWeight)  # only these have a store
-    return weight.handle, bias.handle if isinstance(bias, DeferrableWeight) else None  # a frozen bias has none
-
-
 class _CompiledDeferredLinear(torch.autograd.Function):
     """`_Linear` with a store, for compiled code: an operator finds the store through the handles of the weights."""
 
@@ -265,11 +258,7 @@ class _CompiledDeferredLinear(torch.autograd.Function):
         return grad_x.view(*grad.shape[:-1], weight.shape[1]), None, None, None, None
 
 
-def _of_defer(grad: Tensor, x: Tensor, weight: Tensor, to_weight: Handle, to_bias: Handle, has_bias: bool) -> Tensor:
-    return grad.new_empty(grad.shape[0], weight.shape[1])
-
-
-@operator("defer", _of_defer)
+@operator("defer", lambda grad, x, weight, *_: grad.new_empty(grad.shape[0], weight.shape[1]))
 def _defer(grad: Tensor, x: Tensor, weight: Tensor, to_weight: Handle, to_bias: Handle, has_bias: bool) -> Tensor:
     """Return the gradient of a linear layer's input [rows, in], and defer those of weight and bias.
 

@@ -8,16 +8,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from threefold.comm.axis import (
-        copy_to,
-        gather_from,
-        gather_shares,
-        reduce_from,
-        reduce_to_shares,
-        scatter_to,
-    )
+    from threefold.comm.axis import copy_to, gather_from, gather_shares, reduce_from, reduce_to_shares, scatter_to
     from threefold.comm.layout import Layout
     from threefold.comm.mesh import Axis, Mesh
+    from threefold.parallel.context import sum_over_shares_
     from threefold.parallel.pipeline.partition import (
         layers_by_rank,
         partition_by_class,
@@ -25,8 +19,7 @@ if TYPE_CHECKING:
         partition_uniform,
         partition_uniform_chunks,
     )
-    from threefold.parallel.sequence import sum_over_shares_
-    from threefold.parallel.tensor.layers import (
+    from threefold.parallel.tensor import (
         ColumnParallelLinear,
         ParallelCrossEntropy,
         RowParallelLinear,
@@ -61,29 +54,20 @@ __all__ = [
 ]
 
 _MODULES: Final = {
-    "copy_to": "comm.axis",
-    "gather_from": "comm.axis",
-    "gather_shares": "comm.axis",
-    "reduce_from": "comm.axis",
-    "reduce_to_shares": "comm.axis",
-    "scatter_to": "comm.axis",
-    "Layout": "comm.layout",
-    "ParallelCrossEntropy": "parallel.tensor.layers",
-    "Axis": "comm.mesh",
-    "Mesh": "comm.mesh",
-    "layers_by_rank": "parallel.pipeline.partition",
-    "partition_by_class": "parallel.pipeline.partition",
-    "partition_by_cost": "parallel.pipeline.partition",
-    "partition_uniform": "parallel.pipeline.partition",
-    "partition_uniform_chunks": "parallel.pipeline.partition",
-    "Dropout": "random.dropout",
-    "sample_keys": "random.dropout",
-    "sum_over_shares_": "parallel.sequence",
-    "RandomStreams": "random.rng",
-    "ColumnParallelLinear": "parallel.tensor.layers",
-    "RowParallelLinear": "parallel.tensor.layers",
-    "VocabParallelEmbedding": "parallel.tensor.layers",
-    "Splitter": "compat.paddle",  # where it has moved to
+    name: module
+    for module, names in {
+        "comm.axis": "copy_to gather_from gather_shares reduce_from reduce_to_shares scatter_to Axis",
+        "comm.layout": "Layout",
+        "comm.mesh": "Mesh",
+        "compat.paddle": "Splitter",  # where it has moved to
+        "parallel.context": "sum_over_shares_",
+        "parallel.pipeline.partition": "layers_by_rank partition_by_class partition_by_cost partition_uniform "
+        "partition_uniform_chunks",
+        "parallel.tensor": "ColumnParallelLinear ParallelCrossEntropy RowParallelLinear VocabParallelEmbedding",
+        "random.dropout": "Dropout sample_keys",
+        "random.rng": "RandomStreams",
+    }.items()
+    for name in names.split()
 }
 """Name → the module below `threefold` that defines it."""
 

@@ -1,17 +1,14 @@
 """Expert parallelism: each rank holds some experts, and tokens reach them by all-to-all."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from threefold.comm.axis import Axis, all_reduce, copy_to, gather_shares, reduce_from, reduce_to_shares
+from threefold.comm.axis import Axis, all_reduce, copy_to, differentiable, gather_shares, reduce_from, reduce_to_shares
 from threefold.comm.layout import shard_bounds
 from threefold.models.layers.experts import Choice, Experts, Routing, swiglu, through
 from threefold.models.sharding import OverExperts
-from threefold.parallel.context import whole_sequence
-from threefold.parallel.parameter import local, split_parameter, split_parameter_twice
-from threefold.parallel.sequence import ShardingContext
+from threefold.parallel.context import ShardingContext, whole_sequence
+from threefold.parallel.parameter import local, split_parameter
 
 
 class ParallelRouting(Routing):
@@ -44,11 +41,16 @@ class ParallelRouting(Routing):
 class ParallelExperts(nn.Module):
     """`Experts` sharded over the expert axis, with each expert split over the tensor axis."""
 
+    gate_up: nn.Parameter
+    down: nn.Parameter
+
     def __init__(self, experts: Experts, context: ShardingContext) -> None:
         super().__init__()
         self.context, self.count = context, len(experts.gate_up)
-        self.gate_up = _part("gate_up", experts.gate_up, context)
-        self.down = _part("down", experts.down, context)
+        for name, weight in experts.named_parameters():  # this rank's experts, each cut over the tensor axis
+            (_, outer), (_, inner) = OverExperts().cuts(name)
+            cuts = [(context.ep, outer)] if context.ep.size > 1 else []
+            self.register_parameter(name, split_parameter(weight, *cuts, (context.tp, inner)))
 
     # The number of tokens per expert is only known at run time.
     @torch.compiler.disable
@@ -92,20 +94,7 @@ def all_to_all(rows: Tensor, axis: Axis, sent: list[int], received: list[int]) -
     return _AllToAll.apply(rows, axis, sent, received)
 
 
-def _part(name: str, weight: nn.Parameter, context: ShardingContext) -> nn.Parameter:
-    """Return this rank's shard: its experts, each cut over the tensor axis."""
-    (_, experts), (_, dim) = OverExperts().cuts(name)
-    if context.ep.size == 1:
-        return split_parameter(weight, context.tp, dim)
-    return split_parameter_twice(weight, (context.ep, context.tp), (experts, dim))
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, axis: Axis, sent: list[int], received: list[int]) -> Tensor:
-        ctx.axis, ctx.sent, ctx.received = axis, sent, received
-        return axis.all_to_all(rows, sent, received)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.axis.all_to_all(grad, ctx.received, ctx.sent), None, None, None
+_AllToAll = differentiable(
+    lambda rows, axis, sent, received: axis.all_to_all(rows, sent, received),
+    lambda grad, axis, sent, received: axis.all_to_all(grad, received, sent),
+)

@@ -44,13 +44,6 @@ def narrowed(flat: Tensor, axis: Axis, dtype: torch.dtype, tp: Axis | None = Non
     return (flat if exponent is None else torch.ldexp(flat, exponent)).to(dtype), exponent
 
 
-def widen_(into: Tensor, narrow: Tensor, exponent: Tensor | None) -> None:
-    """Write a sum of tensors from `narrowed` into a wide tensor, unscaled."""
-    into.copy_(narrow)
-    if exponent is not None:
-        torch.ldexp(into, -exponent, out=into)
-
-
 def _exponent(flat: Tensor, axis: Axis, tp: Axis | None) -> Tensor:
     """Return the exponent (int32) of the power of two that scales ranks · largest element to just below 2^15."""
     largest = axis.all_reduce_max_(torch.linalg.vector_norm(flat, torch.inf))
@@ -60,6 +53,13 @@ def _exponent(flat: Tensor, axis: Axis, tp: Axis | None) -> Tensor:
     exponent = _TOP - torch.frexp(bound).exponent
     # No scaling if the largest element is zero or not finite.
     return torch.where(bound.isfinite() & (bound > 0), exponent, 0).clamp(-_FARTHEST, _FARTHEST)
+
+
+def widen_(into: Tensor, narrow: Tensor, exponent: Tensor | None) -> None:
+    """Write a sum of tensors from `narrowed` into a wide tensor, unscaled."""
+    into.copy_(narrow)
+    if exponent is not None:
+        torch.ldexp(into, -exponent, out=into)
 
 
 Item = TypeVar("Item")
@@ -169,9 +169,8 @@ class Gradients(ABC):
     def is_in_norm(self, leaf: Tensor) -> bool:
         """Return whether this rank's gradient of `leaf` is in the global norm; False if another rank adds it."""
 
-    @abstractmethod
-    def weights_changed(self) -> None:
-        """Drop gathered copies of the weights, which are out of date."""
+    def weights_changed(self) -> None:  # noqa: B027
+        """Drop gathered copies of the weights, if there are any, which are out of date."""
 
     @abstractmethod
     def scale_(self, factor: float) -> None:
@@ -266,9 +265,6 @@ class GradientBuckets(Gradients):
 
     def is_in_norm(self, leaf: Tensor) -> bool:
         return self._axis.is_first
-
-    def weights_changed(self) -> None:
-        """Do nothing: there are no gathered copies."""
 
     def scale_(self, factor: float) -> None:
         for bucket in self._buckets:

@@ -18,34 +18,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from threefold.comm.axis import Axis, local_part
+from threefold.comm.axis import Axis, gather_uneven, local_part
 from threefold.comm.layout import shard_bounds
-from threefold.models.construct import ConstructedModel, drawn
 from threefold.models.sharding import Constant, Drawn, ModelPlan, Normal
+from threefold.models.source import ConstructedModel, drawn
 from threefold.parallel.gradients import Gradients
 from threefold.random.rng import fill_normal_, stream_key
 from threefold.torch_private.distributed import fresh_parameter
 from threefold.torch_private.tensors import foreach_copy_
 
 
-def split_parameter(whole: Tensor, axis: Axis, dim: int) -> nn.Parameter:
-    """Return a parameter stored as this rank's shard of `whole` along `dim`, whose size need not be divisible.
+def split_parameter(whole: Tensor, *cuts: tuple[Axis, int]) -> nn.Parameter:
+    """Return a parameter stored as this rank's shard of `whole`, whose sizes need not be divisible.
 
-    `whole` may be on the meta device, for the shape alone.
-    """
-    return split_parameter_twice(whole, (axis,), (dim,))
-
-
-def split_parameter_twice(whole: Tensor, axes: Sequence[Axis], dims: Sequence[int]) -> nn.Parameter:
-    """Return a parameter stored as this rank's shard of `whole`, sharded along one dim for each of two axes.
-
-    The outer axis comes first; its `device_mesh` has both.
+    Args:
+        whole: unsharded values; on the meta device for the shape alone.
+        cuts: axis and dim that it shards. Of two axes the outer one comes first; its `device_mesh` has both.
     """
     part = whole.detach()
-    for axis, dim in zip(axes, dims, strict=True):
+    for axis, dim in cuts:
         part = local_part(part, axis, dim)
     # A dense copy, so that nothing refers to the whole tensor's storage.
-    return _as_parameter(part.clone(memory_format=torch.contiguous_format), whole.shape, axes[0], dims)
+    dense = part.clone(memory_format=torch.contiguous_format)
+    return _as_parameter(dense, whole.shape, cuts[0][0], [dim for _, dim in cuts])
 
 
 def empty_parameter(shape: tuple[int, ...], axis: Axis, dim: int, device: torch.device | None = None) -> nn.Parameter:
@@ -123,7 +118,7 @@ def whole(tensor: Tensor) -> Tensor:
     joined = tensor.to_local()
     for axis, dim in enumerate(cut_dims(tensor)):  # the last split is gathered first
         if dim is not None:
-            joined = _all_gather(joined, tensor.device_mesh.get_group(axis), dim)
+            joined = gather_uneven(joined.detach(), tensor.device_mesh.get_group(axis), dim)
     return joined
 
 
@@ -200,21 +195,15 @@ def replace_parameters(module: nn.Module, make: Callable[[nn.Parameter], nn.Para
             setattr(child, name, made[parameter])
 
 
+def set_in(root: nn.Module, name: str, value: Tensor | nn.Module) -> None:
+    """Replace the parameter, buffer or module `name` in a module."""
+    parent, _, attribute = name.rpartition(".")
+    setattr(root.get_submodule(parent), attribute, value)
+
+
 def cut_dims(tensor: DTensor) -> list[int | None]:
     """Return the dim that each mesh axis cuts; the last axis cuts first, the others cut what it leaves."""
     return [getattr(placement, "dim", None) for placement in tensor.placements]
-
-
-def _all_gather(part: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    moved = part.detach().movedim(dim, 0).contiguous()
-    sizes = [torch.empty(1, dtype=torch.int64, device=part.device) for _ in range(group.size())]
-    dist.all_gather(sizes, torch.tensor([len(moved)], device=part.device), group=group)
-    longest = max(int(size) for size in sizes)
-    padded = moved.new_zeros(longest, *moved.shape[1:])
-    padded[: len(moved)] = moved
-    parts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(parts, padded, group=group)
-    return torch.cat([each[: int(size)] for each, size in zip(parts, sizes, strict=True)]).movedim(0, dim)
 
 
 class ShardedMatrix:
@@ -325,12 +314,7 @@ def publish_(weights: Sequence[Weight], gradients: Gradients) -> None:
 
 @torch.no_grad()
 def draw_(
-    into: Tensor,
-    parameter: Tensor,
-    name: str,
-    plan: ModelPlan,
-    seed: int,
-    constructed: ConstructedModel | None = None,
+    into: Tensor, parameter: Tensor, name: str, plan: ModelPlan, seed: int, constructed: ConstructedModel | None = None
 ) -> Tensor:
     """Fill `into`, of the local shape of `parameter`, with this rank's part of the initial values.
 

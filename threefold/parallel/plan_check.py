@@ -1,41 +1,43 @@
-"""Checks that a sharding plan matches its model: all its names exist, and it covers every parameter."""
+"""Checks that a sharding plan matches its model, and that the parts of a tensor rank fit together.
 
-from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
+All names of the plan exist, it covers every parameter, and each rule suits its module. The forward pass of one tensor
+rank's part on the meta device, before any rank starts, finds sizes that do not match: linear layers have their sharded
+widths, bare parameters and buffers are cut, and communication is left out.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from itertools import pairwise
 from math import isfinite
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from threefold.comm.layout import shard_bounds, shard_length
+from threefold.config import Config
 from threefold.config.section import nearest_divisor
 from threefold.errors import UserError
+from threefold.models import module_check, sharding
 from threefold.models.layers.decoder import Embedding, Linear
-from threefold.models.module_check import check_hooks, check_modules, refuse_layout_dependent
-from threefold.models.sharding import (
-    HEADS,
-    Column,
-    Initial,
-    ModelPlan,
-    PerHead,
-    Replicated,
-    Row,
-    Sharded,
-    Split,
-    Vocab,
-    matches,
-    specificity,
-)
+from threefold.models.own_batch import LayerSignature
+from threefold.models.plan import as_pattern, listed, nearest
+from threefold.models.source import ModelSource
+from threefold.parallel.context import check_whole_sequences
+from threefold.parallel.parameter import set_in
+from threefold.parallel.pipeline.partition import covers, stage_map
+from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.shard_modules import SHARDINGS
 from threefold.torch_private.tensors import child_names, has_module_hooks, persistent_buffers
 
 _CUT_FORWARDS = {each.forward for each in (nn.Linear, nn.Embedding, Linear, Embedding)}
 """Forward methods that a cut layer can take the place of."""
 
-_WITHIN = (Replicated, PerHead)
+_WITHIN = (sharding.Replicated, sharding.PerHead)
 """Splits that leave the modules inside a module to other patterns."""
 
 
-def check_plan(model: nn.Module, plan: ModelPlan) -> None:
+def check_plan(model: nn.Module, plan: sharding.ModelPlan) -> None:
     """Check a plan against the whole single-device model, on any device (the meta device will do).
 
     Raises:
@@ -46,10 +48,10 @@ def check_plan(model: nn.Module, plan: ModelPlan) -> None:
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    check_modules(model)
+    module_check.check_modules(model)
     _check_names(modules)
     _check_layers(modules, plan)
-    check_hooks(modules, plan.layers)
+    module_check.check_hooks(modules, plan.layers)
     _check_listed(parameters, plan)
     _check_decided(modules, parameters, plan)
     _check_bare(parameters, dict(_buffers(modules)), plan)
@@ -57,22 +59,22 @@ def check_plan(model: nn.Module, plan: ModelPlan) -> None:
     _check_recompute(modules, plan)
     _check_ties(modules, parameters, plan)
     _check_values(modules, parameters, plan)
-    refuse_layout_dependent(modules)
+    module_check.refuse_layout_dependent(modules)
 
 
-def check_tensor_axis(plan: ModelPlan, size: int, setting: str = "parallel.tp") -> None:
+def check_tensor_axis(plan: sharding.ModelPlan, size: int, setting: str = "parallel.tp") -> None:
     """Raise a `UserError`, which names `setting`, unless the tensor axis divides the heads in a plan's rules."""
     for pattern, rule in (*plan.split.items(), *plan.bare.items()):
         for parameter in rule.parameters or ("",):
             unit = rule.units(parameter).get("tp")
-            if unit is not None and unit.setting == HEADS and unit.count % size:
+            if unit is not None and unit.setting == sharding.HEADS and unit.count % size:
                 raise UserError(
                     f"{setting} is {size} but must divide the {unit.count} heads of {pattern!r}; use "
                     f"{nearest_divisor(size, unit.count)}."
                 )
 
 
-def check_cut_modules(model: nn.Module, plan: ModelPlan, size: int) -> None:
+def check_cut_modules(model: nn.Module, plan: sharding.ModelPlan, size: int) -> None:
     """Raise a `UserError` if a module that the tensor axis replaces has a hook, which its replacement would lose."""
     for name, module in model.named_modules() if size > 1 else ():
         pattern = plan.patterns.naming(name) if name else None
@@ -103,12 +105,12 @@ def _check_names(modules: Mapping[str, nn.Module]) -> None:
                 )
 
 
-def _check_layers(modules: Mapping[str, nn.Module], plan: ModelPlan) -> None:
+def _check_layers(modules: Mapping[str, nn.Module], plan: sharding.ModelPlan) -> None:
     if not plan.layers:
         raise UserError("layers is empty; name the modules that the model runs through, in order.")
     for layer in plan.layers:
         if layer not in modules or not layer:
-            raise UserError(f"layers names {layer!r}, which is no module of the model{_nearest(layer, modules)}.")
+            raise UserError(f"layers names {layer!r}, which is no module of the model{nearest(layer, modules)}.")
         if plan.layers.count(layer) > 1:
             raise UserError(f"layers names {layer!r} {plan.layers.count(layer)} times; once is enough.")
         around = next((other for other in plan.layers if layer.startswith(other + ".")), None)
@@ -128,16 +130,16 @@ def _check_layers(modules: Mapping[str, nn.Module], plan: ModelPlan) -> None:
         )
 
 
-def _check_listed(parameters: Mapping[str, nn.Parameter], plan: ModelPlan) -> None:
+def _check_listed(parameters: Mapping[str, nn.Parameter], plan: sharding.ModelPlan) -> None:
     """Check that each parameter, tied ones included, is in a layer."""
     inside = tuple(layer + "." for layer in plan.layers)
     outside = [name for name in parameters if not name.startswith(inside)]
     modules = list(dict.fromkeys(module for name in outside if (module := _unlisted(name, plan))))
     if modules:
+        have, them = ("have", "them") if len(modules) > 1 else ("has", "it")
         raise UserError(
-            f"layers lacks {_list(modules)} of the model, which {'have' if len(modules) > 1 else 'has'} parameters; "
-            f"name {'them' if len(modules) > 1 else 'it'} where the model runs through "
-            f"{'them' if len(modules) > 1 else 'it'}."
+            f"layers lacks {listed([*map(repr, modules)])} of the model, which {have} parameters; name {them} where "
+            f"the model runs through {them}."
         )
     if outside:
         raise UserError(
@@ -146,32 +148,38 @@ def _check_listed(parameters: Mapping[str, nn.Parameter], plan: ModelPlan) -> No
         )
 
 
-def _unlisted(parameter: str, plan: ModelPlan) -> str:
+def _unlisted(parameter: str, plan: sharding.ModelPlan) -> str:
     """Return the largest module around a parameter without a layer inside; empty if there is none."""
     parts = parameter.split(".")[:-1]
     names = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
     return next((name for name in names if not any(layer.startswith(name + ".") for layer in plan.layers)), "")
 
 
-def _check_decided(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter], plan: ModelPlan) -> None:
+def _check_decided(
+    modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter], plan: sharding.ModelPlan
+) -> None:
     """Check that each parameter is under a pattern, and that each pattern decides for at least one module."""
-    idle = [pattern for pattern in plan.split if not any(matches(name, pattern) for name in modules if name)]
+    idle = [pattern for pattern in plan.split if not any(sharding.matches(name, pattern) for name in modules if name)]
     deciding = {name: plan.patterns.deciding(name) for name in modules}
     for name in parameters:
         if plan.split_of(name) is None:
             module = name.rpartition(".")[0]
-            correction = f", and correct {_list(idle)}, which no module of the model has for a name" if idle else ""
+            correction = (
+                f", and correct {listed([*map(repr, idle)])}, which no module of the model has for a name"
+                if idle
+                else ""
+            )
             raise UserError(
                 f"split says nothing about the parameter {name!r}; give {module!r} Replicated(){correction}."
             )
     if idle:
         raise UserError(
-            f"split has {idle[0]!r}, which no module of the model has for a name{_nearest(idle[0], modules)}; "
+            f"split has {idle[0]!r}, which no module of the model has for a name{nearest(idle[0], modules)}; "
             "correct it or leave it out."
         )
     for pattern in plan.split:
-        named = [name for name in modules if name and matches(name, pattern)]
-        overruled = [name for name in named if (other := deciding[name]) and not matches(name, other)]
+        named = [name for name in modules if name and sharding.matches(name, pattern)]
+        overruled = [name for name in named if (other := deciding[name]) and not sharding.matches(name, other)]
         if overruled and all(deciding[name] != pattern for name in named):
             raise UserError(
                 f"split has {pattern!r}, which decides for nothing: {deciding[overruled[0]]!r} is more specific and "
@@ -180,35 +188,35 @@ def _check_decided(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn
 
 
 def _check_bare(
-    parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, tuple[Tensor, bool]], plan: ModelPlan
+    parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, tuple[Tensor, bool]], plan: sharding.ModelPlan
 ) -> None:
     """Check that each pattern of bare parameters and buffers matches one, and that its rule suits it."""
     for pattern, rule in plan.bare.items():
         said = f"shard has {type(rule).__name__}"
-        if not isinstance(rule, (*_WITHIN, Sharded)):
+        if not isinstance(rule, (*_WITHIN, sharding.Sharded)):
             raise UserError(
                 f"{said} at {pattern!r}, which is a bare parameter; use Replicated() or PerHead(), Sharded(dim) to cut "
                 "it, or make it the weight of a module."
             )
         for name, parameter in parameters.items():
-            if isinstance(rule, Sharded) and matches(name, pattern):
+            if isinstance(rule, sharding.Sharded) and sharding.matches(name, pattern):
                 _check_shard(f"{said}({rule.dim}) at {pattern!r}", rule, tuple(parameter.shape))
-            if not isinstance(rule, PerHead) and plan.is_bare(name) and matches(name, pattern):
+            if not isinstance(rule, sharding.PerHead) and plan.is_bare(name) and sharding.matches(name, pattern):
                 _check_per_head(f"{said} at {pattern!r}", pattern, name, plan)
         for name, (buffer, is_kept) in buffers.items():
-            if matches(name, pattern):
+            if sharding.matches(name, pattern):
                 _check_bare_buffer(f"{said} at {pattern!r}", rule, name, buffer, is_kept)
         named = {**parameters, **buffers}
-        if not any(matches(name, pattern) for name in named):
+        if not any(sharding.matches(name, pattern) for name in named):
             raise UserError(
-                f"shard has {pattern!r}, which no parameter or buffer has for a name{_nearest(pattern, named)}."
+                f"shard has {pattern!r}, which no parameter or buffer has for a name{nearest(pattern, named)}."
             )
 
 
-def _check_bare_buffer(said: str, rule: Split, name: str, buffer: Tensor, is_kept: bool) -> None:
-    if isinstance(rule, PerHead):
+def _check_bare_buffer(said: str, rule: sharding.Split, name: str, buffer: Tensor, is_kept: bool) -> None:
+    if isinstance(rule, sharding.PerHead):
         raise UserError(f"{said}, which {name!r}, a buffer, has for a name as well; use Replicated() or Sharded(dim).")
-    if not isinstance(rule, Sharded):
+    if not isinstance(rule, sharding.Sharded):
         return
     _check_shard(f"{said.replace('Sharded', f'Sharded({rule.dim})', 1)}", rule, tuple(buffer.shape), "buffer")
     if is_kept:
@@ -218,19 +226,19 @@ def _check_bare_buffer(said: str, rule: Split, name: str, buffer: Tensor, is_kep
         )
 
 
-def _check_per_head(said: str, pattern: str, name: str, plan: ModelPlan) -> None:
+def _check_per_head(said: str, pattern: str, name: str, plan: sharding.ModelPlan) -> None:
     """Refuse a bare pattern that takes a parameter of a PerHead module by chance: its gradient would not be summed."""
     of_module = plan.patterns.deciding(name.rpartition(".")[0])
-    if of_module is None or not isinstance(plan.split[of_module], PerHead):
+    if of_module is None or not isinstance(plan.split[of_module], sharding.PerHead):
         return
-    if specificity(pattern) <= specificity(of_module):
+    if sharding.specificity(pattern) <= sharding.specificity(of_module):
         raise UserError(
             f"{said}, which {name!r} has for a name as well, of a module that is PerHead at {of_module!r}; write more "
             "of the name of the parameter that is meant."
         )
 
 
-def _check_shard(said: str, rule: Sharded, shape: tuple[int, ...], kind: str = "parameter") -> None:
+def _check_shard(said: str, rule: sharding.Sharded, shape: tuple[int, ...], kind: str = "parameter") -> None:
     sizes = " × ".join(map(str, shape)) or "a number"
     if not 0 <= rule.dim < len(shape):
         nearest = f"use Sharded({rule.dim % len(shape)})" if shape else "use Replicated()"
@@ -242,7 +250,7 @@ def _check_shard(said: str, rule: Sharded, shape: tuple[int, ...], kind: str = "
         )
 
 
-def _check_splits(modules: Mapping[str, nn.Module], plan: ModelPlan) -> None:
+def _check_splits(modules: Mapping[str, nn.Module], plan: sharding.ModelPlan) -> None:
     """Check that each split suits the module that it decides for, and all that this module holds."""
     whole: dict[str, str] = {}
     met: dict[nn.Module, tuple[str, str]] = {}
@@ -266,7 +274,7 @@ def _check_splits(modules: Mapping[str, nn.Module], plan: ModelPlan) -> None:
             )
 
 
-def _check_split(name: str, module: nn.Module, pattern: str, split: Split) -> None:
+def _check_split(name: str, module: nn.Module, pattern: str, split: sharding.Split) -> None:
     kind, said = type(module).__name__, f"split has {type(split).__name__} at {pattern!r}"
     if type(split) not in SHARDINGS:
         raise UserError(f"{said}, a module; it is for a bare parameter, so name one inside, or use another rule.")
@@ -277,20 +285,20 @@ def _check_split(name: str, module: nn.Module, pattern: str, split: Split) -> No
         kinds = " or a ".join(each.__name__ for each in wanted)
         raise UserError(f"{said}, which is for a {kinds}, but {name!r} is a {kind}; use Replicated() or another split.")
     unit = next((unit for parameter in split.parameters or () if (unit := split.units(parameter).get("tp"))), None)
-    features = getattr(module, "out_features" if isinstance(split, Column) else "in_features", 0)
-    if isinstance(split, Column) and split.groups != 1:
+    features = getattr(module, "out_features" if isinstance(split, sharding.Column) else "in_features", 0)
+    if isinstance(split, sharding.Column) and split.groups != 1:
         if split.groups < 1 or features % split.groups:
             raise UserError(
                 f"{said} with groups={split.groups}, which must divide the {features} features of {name!r}; use "
                 f"groups={nearest_divisor(max(1, split.groups), features)}."
             )
         features //= split.groups
-    if unit is not None and unit.setting == HEADS and features % unit.count:
+    if unit is not None and unit.setting == sharding.HEADS and features % unit.count:
         raise UserError(
             f"{said} with heads={unit.count}, which must divide the {features} features of {name!r}; use "
             f"heads={nearest_divisor(unit.count, features)}."
         )
-    if isinstance(split, Column | Row | Vocab) and type(module).forward not in _CUT_FORWARDS:
+    if isinstance(split, sharding.Column | sharding.Row | sharding.Vocab) and type(module).forward not in _CUT_FORWARDS:
         raise UserError(
             f"{said}, but {name!r} is a {kind} with a forward of its own, which a cut layer would not have; use "
             "Replicated(), or write what it adds as a module around it."
@@ -304,35 +312,38 @@ def _check_split(name: str, module: nn.Module, pattern: str, split: Split) -> No
         )
 
 
-def _check_recompute(modules: Mapping[str, nn.Module], plan: ModelPlan) -> None:
+def _check_recompute(modules: Mapping[str, nn.Module], plan: sharding.ModelPlan) -> None:
     for mode, patterns in plan.recompute.items():
         for pattern in patterns:
             if "**" in pattern:
                 raise UserError(f"recompute has {pattern!r} for {mode} but may not have **; write * for each part.")
-            found = [name for name in modules if matches(name, pattern)]
+            found = [name for name in modules if sharding.matches(name, pattern)]
             if not found:
                 raise UserError(
                     f"recompute has {pattern!r} for {mode}, which no module of the model has for a "
-                    f"name{_nearest(pattern, modules)}."
+                    f"name{nearest(pattern, modules)}."
                 )
-            stray = next((name for name in found if not _in_a_layer(name, plan)), None)
+            stray = next((name for name in found if not any(covers(layer, name) for layer in plan.layers)), None)
             if stray is not None:
                 raise UserError(f"recompute has {pattern!r} for {mode} but {stray!r} is in none of the layers.")
 
 
-def _check_ties(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter], plan: ModelPlan) -> None:
+def _check_ties(
+    modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter], plan: sharding.ModelPlan
+) -> None:
     for name in (*plan.ties, *plan.ties.values()):
         if name not in parameters:
-            raise UserError(f"ties names {name!r}, which is no parameter of the model{_nearest(name, parameters)}.")
+            raise UserError(f"ties names {name!r}, which is no parameter of the model{nearest(name, parameters)}.")
     for user, owner in plan.ties.items():
         if parameters[user] is not parameters[owner]:
             raise UserError(f"ties says that {user!r} is {owner!r} but in the model they are two; make them one there.")
     for group in plan.shared:
         for name in group:
             if name not in modules:
-                raise UserError(f"shared names {name!r}, which is no module of the model{_nearest(name, modules)}.")
+                raise UserError(f"shared names {name!r}, which is no module of the model{nearest(name, modules)}.")
         for one, other in pairwise(group):
-            if _identities(modules[one]) != _identities(modules[other]):
+            mine, others = (dict(modules[each].named_parameters(remove_duplicate=False)) for each in (one, other))
+            if mine.keys() != others.keys() or any(mine[name] is not others[name] for name in mine):
                 raise UserError(
                     f"shared says that {one!r} and {other!r} have the same parameters but in the model they do not; "
                     "make them one there."
@@ -340,28 +351,19 @@ def _check_ties(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Pa
     uses: dict[nn.Parameter, str] = {}
     for name, parameter in parameters.items():
         first = uses.setdefault(parameter, name)
-        if _how(first, plan) != _how(name, plan):
-            raise UserError(
-                f"{first!r} and {name!r} are one weight, but split cuts it as {_split_name(first, plan)} and as "
-                f"{_split_name(name, plan)}; cut both alike."
-            )
+        rules = plan.split_of(first), plan.split_of(name)
+        cuts = [
+            rule and (rule.cuts(each.rpartition(".")[2]), isinstance(rule, sharding.PerHead))
+            for rule, each in zip(rules, (first, name), strict=True)
+        ]
+        if cuts[0] != cuts[1]:
+            kinds = " and as ".join(type(rule).__name__ for rule in rules)
+            raise UserError(f"{first!r} and {name!r} are one weight, but split cuts it as {kinds}; cut both alike.")
 
 
-def _identities(module: nn.Module) -> dict[str, int]:
-    return {name: id(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}
-
-
-def _how(name: str, plan: ModelPlan) -> tuple[object, ...]:
-    split = plan.split_of(name)
-    assert split is not None
-    return *split.cuts(name.rpartition(".")[2]), isinstance(split, PerHead)
-
-
-def _split_name(name: str, plan: ModelPlan) -> str:
-    return type(plan.split_of(name)).__name__
-
-
-def _check_values(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter], plan: ModelPlan) -> None:
+def _check_values(
+    modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter], plan: sharding.ModelPlan
+) -> None:
     """Check that each parameter has an initial value, and that nothing else needs one."""
     for name, (buffer, _) in _buffers(modules):
         if buffer.is_meta and not plan.constructed:
@@ -371,7 +373,7 @@ def _check_values(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.
             initial = plan.initial(plan.whole_name(name))
         except Exception as error:
             raise UserError(f"initial({plan.whole_name(name)!r}) raises {type(error).__name__}: {error}.") from error
-        if not isinstance(initial, Initial):
+        if not isinstance(initial, sharding.Initial):
             raise UserError(
                 f"initial({plan.whole_name(name)!r}) returns {initial!r} but must return a Normal or a Constant."
             )
@@ -385,15 +387,153 @@ def _buffers(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, tuple[Tens
             yield f"{name}.{buffer}" if name else buffer, (value, buffer in kept)
 
 
-def _in_a_layer(name: str, plan: ModelPlan) -> bool:
-    return any(name == layer or name.startswith(layer + ".") for layer in plan.layers)
+_KNOWN = (sharding.Column, sharding.Row, sharding.Vocab, sharding.Replicated, sharding.PerHead, sharding.Sharded)
 
 
-def _nearest(name: str, known: Mapping[str, object]) -> str:
-    close = get_close_matches(name, [each for each in known if each], n=1)
-    return f"; the nearest is {close[0]!r}" if close else ""
+def check_forward(
+    make_model: Callable[[], nn.Module], plan: sharding.ModelPlan, tp: int, batch: Any, takes_labels: bool = False
+) -> None:
+    """Check that the sizes in a tensor rank's part of a model fit together.
+
+    A model whose forward pass needs values passes the check, as does one that already fails whole.
+
+    Args:
+        batch: at least one sample on the meta device, as the first layer takes it; (tokens, labels) with
+            `takes_labels`.
+        takes_labels: whether the last layer computes the loss from labels.
+
+    Raises:
+        UserError: sizes do not match; the message names the module, the sizes and the rule that is likely missing.
+    """
+    rules = (*plan.split.values(), *plan.bare.values())
+    if tp == 1 or not all(isinstance(rule, _KNOWN) for rule in rules):
+        return
+    if _failure(_made(make_model), plan, batch, takes_labels) is not None:
+        return
+    for rank in dict.fromkeys((0, tp - 1)):  # every other rank has the sizes of one of these
+        model = _made(make_model)
+        _cut(model, plan, tp, rank)
+        error = _failure(model, plan, batch, takes_labels)
+        if error is not None and module_check.is_of_sizes(error):
+            modules = dict(model.named_modules())
+            where = module_check.module_of(error, modules)
+            missing = _missing(where, modules, plan, str(error))
+            raise UserError(
+                f"With tp {tp}, {repr(where) if where else 'the model'} fails on tensor rank {rank}: "
+                f"{module_check.told_once(' '.join(str(error).split()))}; {missing or module_check.ADVICE}."
+            ) from None
 
 
-def _list(names: list[str], most: int = 5) -> str:
-    shown = ", ".join(map(repr, names[:most]))
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+def _made(make_model: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return make_model()
+
+
+def _failure(model: nn.Module, plan: sharding.ModelPlan, batch: Any, takes_labels: bool) -> Exception | None:
+    """Return the error of a forward pass through the layers; None if it succeeds."""
+    try:
+        stage = Stage(model, plan, 0, len(plan.layers))
+        with torch.device("meta"), torch.no_grad():
+            if takes_labels:
+                stage(*batch)
+            else:
+                first = plan.layers[0]
+                stage(LayerSignature.of(first, model.get_submodule(first)).inputs_of(batch, torch.float32))
+    except Exception as error:
+        return error
+    return None
+
+
+def _cut(model: nn.Module, plan: sharding.ModelPlan, tp: int, rank: int) -> None:
+    """Shrink a model on the meta device to the sizes of one tensor rank, in place."""
+    made: dict[nn.Module, nn.Module] = {}
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        pattern = plan.patterns.naming(name) if name else None
+        if pattern is not None and isinstance(module, nn.Linear):
+            rule, inputs, outputs = plan.split[pattern], module.in_features, module.out_features
+            if isinstance(rule, sharding.Column):
+                outputs = rule.groups * shard_length(outputs // rule.groups, tp, rank)
+            elif isinstance(rule, sharding.Row):
+                inputs = shard_length(inputs, tp, rank)
+            else:
+                continue
+            if module not in made:
+                made[module] = nn.Linear(inputs, outputs, bias=module.bias is not None, device="meta")
+            set_in(model, name, made[module])
+    bare = sharding.Patterns(plan.bare)
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for name, tensor in named if plan.bare else []:
+        pattern = bare.naming(name)
+        dim = None if pattern is None else plan.bare[pattern].cut_dim(name.rpartition(".")[2], "tp")
+        if dim is not None:
+            start, end = shard_bounds(tensor.shape[dim], tp, rank)
+            part: Tensor = tensor.detach().narrow(dim, start, end - start)
+            set_in(model, name, nn.Parameter(part) if isinstance(tensor, nn.Parameter) else part)
+
+
+def _missing(where: str, modules: dict[str, nn.Module], plan: sharding.ModelPlan, message: str) -> str:
+    """Suggest a rule for an uncut bare parameter or buffer of the failed module whose shape is in the message."""
+    if where not in modules:
+        return ""
+    bare, module = sharding.Patterns(plan.bare), modules[where]
+    for kind, named in (("buffer", module.named_buffers), ("parameter", module.named_parameters)):
+        for own, tensor in named(recurse=False):
+            name = f"{where}.{own}"
+            dim = next((dim for dim, size in enumerate(tensor.shape) if size > 1), None)
+            if dim is not None and str(list(tensor.shape)) in message and bare.naming(name) is None:
+                shape = " × ".join(map(str, tensor.shape))
+                return (
+                    f"if the {kind} {name!r} ({shape}) has a value for each head or feature of a cut layer, add "
+                    f"{as_pattern(name)!r}: Sharded({dim}) to shard"
+                )
+    return ""
+
+
+def check_source(source: ModelSource, config: Config) -> tuple[int, int]:
+    """Return the numbers of all and of trained parameters; raise a `UserError` if model and plan do not match."""
+    make_model, plan = source.load(config)
+    model = _made(make_model)
+    try:
+        check_plan(model, plan)
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from None
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+
+
+def check_layout(source: ModelSource, config: Config) -> None:
+    """Raise a `UserError` unless a config's layout suits a model's plan: its stages, heads and recompute mode."""
+    layout_check(source, config)(config)
+
+
+def layout_check(source: ModelSource, config: Config) -> Callable[[Config], None]:
+    """Load a model once, and return `check_layout` for any layout of it."""
+    make_model, plan = source.load(config)
+    own_loss = source.loss(config) is not None
+    model = _made(make_model) if plan.constructed else None
+    tokens = torch.empty(2, config.data.sequence_length, dtype=torch.int64, device="meta")
+
+    @cache
+    def failure(tp: int) -> UserError | None:
+        try:
+            check_forward(make_model, plan, tp, (tokens, tokens), not own_loss)
+        except UserError as error:
+            return error
+        return None
+
+    def check(config: Config) -> None:
+        tp, mode = config.parallel.tp, config.train.recompute
+        if own_loss:
+            check_whole_sequences(config.parallel.cp, config.parallel.sequence_parallel)
+        check_tensor_axis(plan, tp)
+        if model is not None:
+            check_cut_modules(model, plan, tp)
+            check_sharded_parameters(model, config.parallel.zero)
+            if (found := failure(tp)) is not None and not config.parallel.sequence_parallel:
+                raise found
+        if mode != "none" and mode not in plan.recompute:
+            known = ", ".join(["none", *plan.recompute])
+            raise UserError(f"train.recompute is {mode}, of which the model's plan says nothing; use one of {known}.")
+        stage_map(plan, config)
+
+    return check

@@ -19,8 +19,9 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from threefold.errors import UserError
 from threefold.models.sharding import matches
+from threefold.parallel.parameter import set_in
+from threefold.parallel.pipeline.partition import chosen_layers
 from threefold.parallel.pipeline.stage import Stage
-from threefold.parallel.shard_shapes import chosen_layers
 from threefold.random.rng import RandomStreams, draws_in_sequence
 from threefold.torch_private.runtime import keep_signals_from_compilers
 from threefold.torch_private.tensors import share_contents
@@ -111,8 +112,7 @@ def apply_recompute(stages: Sequence[Stage], mode: str, every: int = 1, streams:
                 if module not in made:
                     draws = any(draws_in_sequence(child) for child in module.modules())
                     made[module] = Recomputed(module, streams if draws else None)
-                parent, _, attribute = name.rpartition(".")
-                stage.get_submodule(parent).register_module(attribute, made[module])
+                set_in(stage, name, made[module])
 
 
 def _matching(stage: Stage, layer: str, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:

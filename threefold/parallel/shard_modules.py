@@ -1,37 +1,22 @@
 """Sharding of a model's modules: a parallel layer replaces each module that the plan's rules name."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Self, cast
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from threefold.comm.axis import Axis
+from threefold.comm.axis import Axis, gather_shares
 from threefold.comm.layout import shard_bounds
+from threefold.models import sharding
 from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import PositionEmbedding
 from threefold.models.layers.experts import Experts, Routing
-from threefold.models.sharding import (
-    AttentionCore,
-    Column,
-    OverContext,
-    OverExperts,
-    OverSequence,
-    Patterns,
-    PerHead,
-    Replicated,
-    Row,
-    Split,
-    TokenRouting,
-    Vocab,
-    VocabLoss,
-    matches,
-)
-from threefold.parallel.context import ContextParallelAttention, RingAttention
+from threefold.parallel.context import ContextParallelAttention, RingAttention, ShardingContext
 from threefold.parallel.experts import ParallelExperts, ParallelRouting
-from threefold.parallel.parameter import is_split, local, split_parameter
-from threefold.parallel.sequence import ShardingContext
-from threefold.parallel.tensor.grouped_heads import ConcatenatedLinear, GroupedHeadsLinear
-from threefold.parallel.tensor.layers import (
+from threefold.parallel.parameter import is_split, local, set_in, split_parameter
+from threefold.parallel.tensor import (
     ColumnParallelLinear,
     ParallelCrossEntropy,
     RowParallelLinear,
@@ -41,7 +26,7 @@ from threefold.random.dropout import Dropout
 from threefold.random.rng import Slice
 
 
-def shard_bare(model: nn.Module, rules: Mapping[str, Split], axis: Axis) -> None:
+def shard_bare(model: nn.Module, rules: Mapping[str, sharding.Split], axis: Axis) -> None:
     """Shard the bare parameters that rules name, in place; the modules around them read this rank's part."""
     made: dict[nn.Parameter, nn.Parameter] = {}  # a tied parameter is split once
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
@@ -50,15 +35,15 @@ def shard_bare(model: nn.Module, rules: Mapping[str, Split], axis: Axis) -> None
         if dim is None:
             continue
         if parameter not in made:
-            made[parameter] = split_parameter(parameter, axis, dim)
+            made[parameter] = split_parameter(parameter, (axis, dim))
         module = model.get_submodule(owner)
         setattr(module, own, made[parameter])
         _read_local(module, own)
 
 
-def bare_cut(rules: Mapping[str, Split], name: str, axis: Axis) -> int | None:
+def bare_cut(rules: Mapping[str, sharding.Split], name: str, axis: Axis) -> int | None:
     """Return the dim along which the rules cut a bare parameter or buffer; None if they do not."""
-    pattern = Patterns(rules).naming(name) if rules and axis.size > 1 else None
+    pattern = sharding.Patterns(rules).naming(name) if rules and axis.size > 1 else None
     return None if pattern is None else rules[pattern].cut_dim(name.rpartition(".")[2], axis.name)
 
 
@@ -80,6 +65,105 @@ def _read_local(module: nn.Module, name: str) -> None:
     module.__class__ = type(kind.__name__, (kind,), {name: property(read), "__module__": kind.__module__})
 
 
+# The next two layers compute with other rows than a rank stores, so ranks exchange features. The weight is stored
+# and updated like that of any column-parallel layer, in equal parts without copies, so checkpoints, ZeRO and gradient
+# norms need no special case. Features are gathered after the product, and their gradients reduce-scattered before its
+# backward pass, which sums those of repeated parts. Megatron-LM does the same (`num_query_groups` below the
+# tensor-parallel size), over the whole axis.
+
+
+class ConcatenatedLinear(ColumnParallelLinear):
+    """Column-parallel layer that splits each of several concatenated groups of output features over the axis.
+
+    A rank gets its queries, then its keys, then its values. Made by `from_groups`.
+    """
+
+    groups: int
+    features: int
+
+    @classmethod
+    def from_groups(cls, module: nn.Linear, axis: Axis, groups: int, *, sequence_dim: int | None = None) -> Self:
+        """Split a linear layer whose output features are `groups` groups of equal size."""
+        layer = cls.from_linear(module, axis, gather_output=False, sequence_dim=sequence_dim)
+        layer.groups, layer.features = groups, module.out_features
+        return layer
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Compute this rank's share of each group, concatenated, from `input` as for `ColumnParallelLinear`."""
+        features = _gathered(super().forward(input), -(-self.features // self.axis.size), self.axis)
+        size = self.features // self.groups
+        start, end = shard_bounds(size, self.axis.size, self.axis.index)
+        return torch.cat([features.narrow(-1, size * each + start, end - start) for each in range(self.groups)], -1)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.groups} groups"
+
+
+def _gathered(out: Tensor, longest: int, axis: Axis) -> Tensor:
+    """Gather all ranks' features in order, then zeros; the last ranks may have fewer than `longest`."""
+    if out.shape[-1] < longest:
+        out = F.pad(out, (0, longest - out.shape[-1]))
+    return gather_shares(out, axis, -1)
+
+
+class GroupedHeadsLinear(ColumnParallelLinear):
+    """Column-parallel layer whose units are shared by several ranks, which divide some parts and repeat others.
+
+    Made by `from_units`.
+
+    Attributes:
+        sharing: ranks whose features are gathered: those of one unit, or the whole axis.
+        longest: number of features of a rank; the last ones may have fewer.
+    """
+
+    unit: sharding.Unit
+    sharing: Axis
+    longest: int
+
+    @classmethod
+    def from_units(
+        cls,
+        module: nn.Linear,
+        axis: Axis,
+        unit: sharding.Unit,
+        sharing: Axis | None,
+        *,
+        sequence_dim: int | None = None,
+    ) -> Self:
+        """Split a linear layer over an axis whose size is a multiple of `unit.count`.
+
+        Args:
+            sharing: neighbouring ranks that share a unit; None to gather over the whole axis, as also happens if the
+                rows of a unit do not divide equally.
+        """
+        layer = cls.from_linear(module, axis, gather_output=False, sequence_dim=sequence_dim)
+        layer.unit, layer.longest = unit, -(-module.out_features // axis.size)
+        divides = module.out_features % axis.size == 0
+        layer.sharing = sharing if sharing is not None and divides else axis
+        return layer
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Compute this rank's share of a unit from `input` as for `ColumnParallelLinear`."""
+        return self._own(_gathered(super().forward(input), self.longest, self.sharing))
+
+    def _own(self, features: Tensor) -> Tensor:
+        """Select this rank's share of its unit from the gathered features."""
+        ranks = self.axis.size // self.unit.count
+        number, index = divmod(self.axis.index, ranks)
+        start = number * self.unit.size if self.sharing.size > ranks else 0
+        pieces = []
+        for name, size in self.unit.parts:
+            if name in self.unit.repeated:
+                pieces.append(features.narrow(-1, start, size))
+            else:
+                pieces.append(features.narrow(-1, start + index * (size // ranks), size // ranks))
+            start += size
+        return torch.cat(pieces, -1)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, a unit on {self.axis.size // self.unit.count} ranks"
+
+
 _CONTEXT_ATTENTION = {"all-gather": ContextParallelAttention, "ring": RingAttention}
 
 
@@ -90,7 +174,7 @@ class Sharding(NamedTuple):
     make: Callable[[Any, Any, ShardingContext], nn.Module]
 
 
-def _column(rule: Column, module: nn.Linear, context: ShardingContext) -> nn.Module:
+def _column(rule: sharding.Column, module: nn.Linear, context: ShardingContext) -> nn.Module:
     if rule.groups > 1:
         return ConcatenatedLinear.from_groups(module, context.tp, rule.groups, sequence_dim=context.sequence_dim)
     if rule.unit is not None and rule.unit.is_shared(context.tp.size):
@@ -99,21 +183,21 @@ def _column(rule: Column, module: nn.Linear, context: ShardingContext) -> nn.Mod
     return ColumnParallelLinear.from_linear(module, context.tp, gather_output=False, sequence_dim=context.sequence_dim)
 
 
-def _row(rule: Row, module: nn.Linear, context: ShardingContext) -> nn.Module:
+def _row(rule: sharding.Row, module: nn.Linear, context: ShardingContext) -> nn.Module:
     return RowParallelLinear.from_linear(module, context.tp, input_is_parallel=True, sequence_dim=context.sequence_dim)
 
 
-def _vocab(rule: Vocab, module: nn.Embedding | nn.Linear, context: ShardingContext) -> nn.Module:
+def _vocab(rule: sharding.Vocab, module: nn.Embedding | nn.Linear, context: ShardingContext) -> nn.Module:
     if isinstance(module, nn.Linear):
         return ColumnParallelLinear.from_linear(module, context.tp, sequence_dim=context.sequence_dim)
     return VocabParallelEmbedding.from_embedding(module, context.tp, sequence_dim=context.sequence_dim)
 
 
-def _vocab_loss(rule: VocabLoss, module: nn.Module, context: ShardingContext) -> nn.Module:
+def _vocab_loss(rule: sharding.VocabLoss, module: nn.Module, context: ShardingContext) -> nn.Module:
     return ParallelCrossEntropy(rule.vocab_size, context.tp)
 
 
-def _attention_core(rule: AttentionCore, module: CausalAttention, context: ShardingContext) -> nn.Module:
+def _attention_core(rule: sharding.AttentionCore, module: CausalAttention, context: ShardingContext) -> nn.Module:
     start, _ = shard_bounds(rule.heads, context.tp.size, context.tp.index)
     heads = Slice(start, rule.heads)
     if context.cp.size > 1:
@@ -122,50 +206,52 @@ def _attention_core(rule: AttentionCore, module: CausalAttention, context: Shard
     return module
 
 
-def _over_context(rule: OverContext, module: Rotary, context: ShardingContext) -> nn.Module:
+def _over_context(rule: sharding.OverContext, module: Rotary, context: ShardingContext) -> nn.Module:
     cut = context.cut.across_context
     return module.of_positions(cut) if cut.shares > 1 else module
 
 
-def _over_sequence(rule: OverSequence, module: Dropout | PositionEmbedding, context: ShardingContext) -> nn.Module:
+def _over_sequence(
+    rule: sharding.OverSequence, module: Dropout | PositionEmbedding, context: ShardingContext
+) -> nn.Module:
     if isinstance(module, Dropout):
         return module.of_part({1: context.cut})
     return module.of_positions(context.cut) if context.cut.shares > 1 else module
 
 
-def _token_routing(rule: TokenRouting, module: Routing, context: ShardingContext) -> nn.Module:
+def _token_routing(rule: sharding.TokenRouting, module: Routing, context: ShardingContext) -> nn.Module:
     return ParallelRouting(module, context)
 
 
-def _over_experts(rule: OverExperts, module: Experts, context: ShardingContext) -> nn.Module:
+def _over_experts(rule: sharding.OverExperts, module: Experts, context: ShardingContext) -> nn.Module:
     return ParallelExperts(module, context) if context.ep.size * context.tp.size > 1 else module
 
 
-def _unchanged(rule: Split, module: nn.Module, context: ShardingContext) -> nn.Module:
+def _unchanged(rule: sharding.Split, module: nn.Module, context: ShardingContext) -> nn.Module:
     return module
 
 
-SHARDINGS: dict[type[Split], Sharding] = {
-    Column: Sharding((nn.Linear,), _column),
-    Row: Sharding((nn.Linear,), _row),
-    Vocab: Sharding((nn.Embedding, nn.Linear), _vocab),
-    VocabLoss: Sharding((nn.Module,), _vocab_loss),
-    AttentionCore: Sharding((CausalAttention,), _attention_core),
-    OverContext: Sharding((Rotary,), _over_context),
-    OverSequence: Sharding((Dropout, PositionEmbedding), _over_sequence),
-    TokenRouting: Sharding((Routing,), _token_routing),
-    OverExperts: Sharding((Experts,), _over_experts),
-    Replicated: Sharding((nn.Module,), _unchanged),
-    PerHead: Sharding((nn.Module,), _unchanged),
+SHARDINGS: dict[type[sharding.Split], Sharding] = {
+    sharding.Column: Sharding((nn.Linear,), _column),
+    sharding.Row: Sharding((nn.Linear,), _row),
+    sharding.Vocab: Sharding((nn.Embedding, nn.Linear), _vocab),
+    sharding.VocabLoss: Sharding((nn.Module,), _vocab_loss),
+    sharding.AttentionCore: Sharding((CausalAttention,), _attention_core),
+    sharding.OverContext: Sharding((Rotary,), _over_context),
+    sharding.OverSequence: Sharding((Dropout, PositionEmbedding), _over_sequence),
+    sharding.TokenRouting: Sharding((Routing,), _token_routing),
+    sharding.OverExperts: Sharding((Experts,), _over_experts),
+    sharding.Replicated: Sharding((nn.Module,), _unchanged),
+    sharding.PerHead: Sharding((nn.Module,), _unchanged),
 }
 """Rule → how it is applied."""
 
 
 def shard_modules(
     stages: Sequence[nn.Module],
-    table: Mapping[str, Split],
+    table: Mapping[str, sharding.Split],
     context: ShardingContext,
-    bare: Mapping[str, Split] | None = None,
+    bare: Mapping[str, sharding.Split] | None = None,
 ) -> None:
     """Replace each module that the table names by its version for `context`, and shard bare parameters, in place.
 
@@ -186,14 +272,13 @@ def shard_modules(
             continue
         if module not in made:
             made[module] = _shard(rule, module, context)
-        parent, _, attribute = name.rpartition(".")
-        setattr(stage.get_submodule(parent), attribute, made[module])
+        set_in(stage, name, made[module])
     if context.tp.size > 1 and bare:
         for stage in stages:
             shard_bare(stage, bare, context.tp)
 
 
-def _shard(rule: Split, module: nn.Module, context: ShardingContext) -> nn.Module:
+def _shard(rule: sharding.Split, module: nn.Module, context: ShardingContext) -> nn.Module:
     kinds, make = SHARDINGS[type(rule)]
     if not isinstance(module, kinds):
         names = " or ".join(kind.__name__ for kind in kinds)
@@ -201,11 +286,15 @@ def _shard(rule: Split, module: nn.Module, context: ShardingContext) -> nn.Modul
     return make(rule, module, context)
 
 
-def _named(model: nn.Module, table: Mapping[str, Split], bare: Collection[str]) -> list[tuple[str, nn.Module, Split]]:
+def _named(
+    model: nn.Module, table: Mapping[str, sharding.Split], bare: Collection[str]
+) -> list[tuple[str, nn.Module, sharding.Split]]:
     """Return the modules that the table names, each with its rule."""
-    patterns = Patterns(table)
+    patterns = sharding.Patterns(table)
     for name, _ in model.named_parameters():
-        if patterns.deciding(name.rpartition(".")[0]) is None and not any(matches(name, each) for each in bare):
+        if patterns.deciding(name.rpartition(".")[0]) is None and not any(
+            sharding.matches(name, each) for each in bare
+        ):
             raise ValueError(
                 f"the split table says nothing about the parameter {name!r}; give it Replicated() at least"
             )

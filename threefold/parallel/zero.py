@@ -40,14 +40,7 @@ from threefold.parallel.parameter import (
 )
 from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.recompute import unwrapped
-from threefold.torch_private.distributed import (
-    AllGather,
-    ReduceScatter,
-    StridedPlacement,
-    concatenate_meshes,
-    finish_backward,
-    fresh_parameter,
-)
+from threefold.torch_private import distributed
 from threefold.torch_private.tensors import foreach_mul_
 
 
@@ -208,7 +201,7 @@ def _set_up(module: nn.Module, axis: Axis, compression: torch.dtype | None = Non
 def _allocated(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     assert isinstance(parameter, DTensor)  # what `fully_shard` made it
     shard = torch.empty_like(parameter.to_local(), device=device, requires_grad=False)
-    return fresh_parameter(like(parameter, shard), parameter.requires_grad)
+    return distributed.fresh_parameter(like(parameter, shard), parameter.requires_grad)
 
 
 def _describe(parameter: nn.Parameter, before: nn.Parameter, axis: Axis) -> None:
@@ -216,12 +209,12 @@ def _describe(parameter: nn.Parameter, before: nn.Parameter, axis: Axis) -> None
     if not isinstance(before, DTensor) or not isinstance(parameter, DTensor):
         return
     assert axis.device_mesh is not None
-    mesh = concatenate_meshes([axis.device_mesh, before.device_mesh])
+    mesh = distributed.concatenate_meshes([axis.device_mesh, before.device_mesh])
     (shard,) = parameter.placements
     assert isinstance(shard, Shard)
     placement: Placement = shard
     if any(isinstance(cut, Shard) and cut.dim == shard.dim for cut in before.placements):
-        placement = StridedPlacement(shard.dim, split_factor=before.device_mesh.size())
+        placement = distributed.StridedPlacement(shard.dim, split_factor=before.device_mesh.size())
     whole = DTensor.from_local(
         parameter.to_local().detach(),
         mesh,
@@ -271,7 +264,7 @@ class ShardedGradients(Gradients):
             root.set_reshard_after_backward(True)
             root.set_reduce_scatter_unused_params(self._zero.stage == 1)
             # The end of a backward pass in torch: reduce-scatter the rest, free gathered weights, wait.
-            finish_backward(root)
+            distributed.finish_backward(root)
         for leaf, parameter in self._parameters.items():
             grad = parameter.grad
             self._gradients[leaf] = torch.zeros_like(leaf) if grad is None else grad.to_local()  # type: ignore[attr-defined]
@@ -284,7 +277,10 @@ class ShardedGradients(Gradients):
     def observe(self, observer: Observer | None) -> None:
         self._observer = observer
         for module in self._modules():
-            module.set_custom_reduce_scatter(_ReduceScatter(self._axis(module), observer))
+            assert isinstance(module, nn.Module)
+            experts = all(is_of_experts(stored(parameter)) for parameter in module.parameters())
+            axis = self._zero.expert_shards if experts else self._zero.shards
+            module.set_custom_reduce_scatter(_ReduceScatter(axis, observer))
 
     def weights_changed(self) -> None:
         for module in self._modules():
@@ -293,21 +289,15 @@ class ShardedGradients(Gradients):
     def _sum_over_replicas(self) -> None:
         for experts in (False, True):
             axis = self._zero.expert_shards if experts else self._zero.shards
-            if axis.size == 1 and self._observer is not None:  # no reduce-scatter has shown them
-                for grad in (grad for leaf, grad in self._gradients.items() if (leaf in self._experts) == experts):
-                    self._observer(grad)
             gradients = [grad for leaf, grad in self._gradients.items() if (leaf in self._experts) == experts]
+            if axis.size == 1 and self._observer is not None:  # no reduce-scatter has shown them
+                for gradient in gradients:
+                    self._observer(gradient)
             self._replicas(experts).all_reduce_together_(gradients, self._in_order)
 
     def _replicas(self, experts: bool) -> Axis:
         """Return the ranks that have the same shards, of experts or of other weights."""
         return self._zero.expert_replicas if experts else self._zero.replicas
-
-    def _axis(self, module: FSDPModule) -> Axis:
-        """Return the ranks over which a module's gradients are reduce-scattered."""
-        assert isinstance(module, nn.Module)
-        experts = all(is_of_experts(stored(parameter)) for parameter in module.parameters())
-        return self._zero.expert_shards if experts else self._zero.shards
 
     def _modules(self) -> Iterator[FSDPModule]:
         for root in self._roots:
@@ -324,7 +314,7 @@ class _OverAxis:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class _AllGather(_OverAxis, AllGather):
+class _AllGather(_OverAxis, distributed.AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
@@ -334,7 +324,7 @@ class _AllGather(_OverAxis, AllGather):
             return dist.all_gather_single(output_tensor, input_tensor, group=axis.group, async_op=async_op)
 
 
-class _ReduceScatter(_OverAxis, ReduceScatter):
+class _ReduceScatter(_OverAxis, distributed.ReduceScatter):
     """Reduce-scatter, in 16 bits if `dtype` says so (gradient compression); `tp` are the tensor ranks then."""
 
     def __init__(

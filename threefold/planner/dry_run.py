@@ -18,9 +18,8 @@ from threefold.config import Config
 from threefold.config.model import OWN
 from threefold.errors import UserError
 from threefold.models.block import UnknownBlock, describe_model
-from threefold.models.construct import told
 from threefold.models.sharding import Constant
-from threefold.models.source import ConfigSource, ModelSource
+from threefold.models.source import ConfigSource, ModelSource, told
 from threefold.parallel.pipeline.partition import stage_map
 from threefold.planner.dry_step import (
     ACTIVATIONS,

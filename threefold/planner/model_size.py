@@ -11,8 +11,13 @@ from threefold.config import Config, OptimizerConfig
 from threefold.config.model import ModelConfig
 from threefold.config.optimizer import BUILT_IN
 from threefold.models.block import BlockShape, ModelDescription, WeightShape, describe_model
-from threefold.parallel.pipeline.partition import stage_map
-from threefold.parallel.shard_shapes import ShardCoordinates, chosen_layers, local_shape, shard_coordinates
+from threefold.parallel.pipeline.partition import (
+    ShardCoordinates,
+    chosen_layers,
+    local_shape,
+    shard_coordinates,
+    stage_map,
+)
 
 _STATE_ALONE, _WEIGHTS_TOO = 1, 3  # values of parallel.zero
 

@@ -14,16 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from threefold.ops.attention import (
-    AttentionMask,
-    Drop,
-    TileGradients,
-    TileInputs,
-    gradient_shapes,
-    plain_tile,
-    plain_tile_gradients,
-    tile_inputs,
-)
+from threefold.ops import attention
 from threefold.random.rng import ALL, Positions, row_major, signed, stream_key
 from threefold.torch_private.runtime import Handle, operator
 
@@ -178,7 +169,9 @@ def _low_word(x: Tensor) -> Tensor:
     return (((x + 2**31) & _MASK32) - 2**31).to(torch.int32)
 
 
-def dropped_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: Dropout, keys: Tensor) -> Tensor:
+def dropped_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: attention.AttentionMask, dropout: Dropout, keys: Tensor
+) -> Tensor:
     """Compute `ops.attention.attention` with dropout of its attention weights: [B, Q, heads · d].
 
     Args:
@@ -215,8 +208,8 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int, keys: Tensor, layer: Handle
 ) -> Tensor:
     out, drop_of = q.new_empty(q.shape), _drops(q, keys, layer.value)
-    for part in tile_inputs(q, k, v, AttentionMask(window, documents), None):
-        out[part.at_queries] = plain_tile(part.q, part.k, part.v, part.bias, drop_of(part)).transpose(1, 2)
+    for part in attention.tile_inputs(q, k, v, attention.AttentionMask(window, documents), None):
+        out[part.at_queries] = attention.plain_tile(part.q, part.k, part.v, part.bias, drop_of(part)).transpose(1, 2)
     return out
 
 
@@ -225,31 +218,24 @@ def _forward_shapes(q: Tensor, *_: Any) -> Tensor:
 
 
 def _backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: Tensor | None,
-    window: int,
-    keys: Tensor,
-    layer: Handle,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int, keys: Tensor, layer: Handle
 ) -> tuple[Tensor, Tensor, Tensor]:
-    gradients, drop_of = TileGradients(q, k, v), _drops(q, keys, layer.value)
-    for part in tile_inputs(q, k, v, AttentionMask(window, documents), None):
+    gradients, drop_of = attention.TileGradients(q, k, v), _drops(q, keys, layer.value)
+    for part in attention.tile_inputs(q, k, v, attention.AttentionMask(window, documents), None):
         upper = part.of_queries(grad)
-        gradients.add(part, plain_tile_gradients(upper, part.q, part.k, part.v, part.bias, drop_of(part)))
+        gradients.add(part, attention.plain_tile_gradients(upper, part.q, part.k, part.v, part.bias, drop_of(part)))
     return gradients.whole()
 
 
 def _backward_shapes(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return gradient_shapes(q, k, v)
+    return attention.gradient_shapes(q, k, v)
 
 
-def _drops(q: Tensor, keys: Tensor, dropout: Dropout) -> Callable[[TileInputs], Drop]:
+def _drops(q: Tensor, keys: Tensor, dropout: Dropout) -> Callable[[attention.TileInputs], attention.Drop]:
     shape = q.shape[2], q.shape[1]
     rows = row_major(shape, [dropout.parts.get(dim, ALL) for dim in (1, 2)], q.device).view(shape)
 
-    def of_tile(part: TileInputs) -> Drop:
+    def of_tile(part: attention.TileInputs) -> attention.Drop:
         samples, queries = part.at_queries
         columns = torch.arange(part.tile.keys.start, part.tile.keys.stop, device=q.device)
         drawn = keys[samples], dropout.site, dropout.p, rows[:, queries], columns

@@ -77,12 +77,9 @@ def fill_normal_(local: Tensor, std: float, key: int, whole: tuple[int, ...], of
     # In blocks of rows, so that the indices do not need memory of the tensor's size.
     for part, first in zip(local.split(rows_at_once), rows.split(rows_at_once), strict=True):
         index = first.unsqueeze(-1) + inner
-        part.copy_(_normal_chunks(index.flatten(), key, elements).view(part.shape).mul_(std))
+        drawn = torch.cat([_normal(some, key) for some in index.flatten().split(elements)])
+        part.copy_(drawn.view(part.shape).mul_(std))
     return local
-
-
-def _normal_chunks(index: Tensor, key: int, elements: int) -> Tensor:
-    return torch.cat([_normal(part, key) for part in index.split(elements)])
 
 
 class Positions(Protocol):

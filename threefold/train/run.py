@@ -31,8 +31,8 @@ from threefold.host import keep_freed_memory
 from threefold.models.family import family_of
 from threefold.models.sharding import ModelPlan
 from threefold.models.source import ConfigSource, MakeModel, ModelSource, file_source
-from threefold.parallel.forward_check import check_layout, check_source
 from threefold.parallel.pipeline.partition import StageMap, stage_map
+from threefold.parallel.plan_check import check_layout, check_source
 from threefold.resilience.anomalies import AnomalyPolicy, BadSteps
 from threefold.resilience.corruption import CorruptionWatch, GradientCheck
 from threefold.resilience.memory_copy import KeptStates, StateKeeper

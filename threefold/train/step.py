@@ -35,12 +35,11 @@ from threefold.models.module_check import explaining_passes
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.gradients import Gradients
 from threefold.parallel.moving_buffers import MovingBuffers
-from threefold.parallel.parallelize import TrainableModel, apply_parallelism
+from threefold.parallel.parallelize import Parallelism, PieceSizes, TrainableModel, TrainingSettings, apply_parallelism
 from threefold.parallel.parameter import Weight, has_uneven_shards, is_split
 from threefold.parallel.pipeline.runner import LoopRunner, PipelineRunner, Runner
 from threefold.parallel.pipeline.stage import Stage, StepSamples, TiedWeights
 from threefold.parallel.recompute import as_written
-from threefold.parallel.settings import Parallelism, PieceSizes, TrainingSettings
 from threefold.random.rng import ProcessGenerators, generators_preserved
 from threefold.torch_private.fake import FakeTensor
 from threefold.torch_private.tensors import foreach_norm

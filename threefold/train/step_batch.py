@@ -14,12 +14,11 @@ from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.models.layers.experts import Routing
 from threefold.models.loss_terms import LossFunction, TermSums, count_terms
 from threefold.models.own_batch import batch_shapes, batch_size, map_tensors
-from threefold.parallel.parallelize import TrainableModel
+from threefold.parallel.context import check_whole_sequences
+from threefold.parallel.parallelize import TrainableModel, TrainingSettings
 from threefold.parallel.pipeline.runner import Runner
 from threefold.parallel.pipeline.stage import LocalBatch, OwnBatch, StepSamples
 from threefold.parallel.recompute import as_written
-from threefold.parallel.sequence import check_whole_sequences
-from threefold.parallel.settings import TrainingSettings
 from threefold.random.dropout import Dropout, sample_keys
 
 

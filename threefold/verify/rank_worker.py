@@ -17,8 +17,8 @@ from threefold.config import Config
 from threefold.config.optimizer import BUILT_IN
 from threefold.models.source import ModelSource
 from threefold.parallel.moving_buffers import stored_buffers
+from threefold.parallel.parallelize import PieceSizes
 from threefold.parallel.parameter import axes_of, offset
-from threefold.parallel.settings import PieceSizes
 from threefold.train.optim import LossScale
 from threefold.train.saving import checkpoint_tensors, loss_scale_facts, restore_engine
 from threefold.train.step import Engine

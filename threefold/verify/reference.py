@@ -20,16 +20,15 @@ from threefold.config import Config, OptimizerConfig
 from threefold.config.optimizer import BUILT_IN
 from threefold.constants import IGNORE_INDEX
 from threefold.data.loader import Batch
-from threefold.models.construct import construct, drawn
+from threefold.dtypes import DTYPES
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.models.loss_terms import LossFunction, TermSums, count_terms
 from threefold.models.module_check import explaining_passes
 from threefold.models.own_batch import LayerSignature, batch_size, forward_layer, has_forward, inputs_from
 from threefold.models.sharding import Constant, Drawn, Initial, ModelPlan, Normal
-from threefold.models.source import ModelSource
+from threefold.models.source import ModelSource, construct, drawn
 from threefold.parallel.gradients import Gradients, Observer
 from threefold.parallel.parameter import make_weights
-from threefold.parallel.settings import DTYPES
 from threefold.random.dropout import sample_keys
 from threefold.random.rng import fill_normal_, stream_key
 from threefold.torch_private.tensors import persistent_buffers

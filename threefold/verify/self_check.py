@@ -31,12 +31,11 @@ from threefold.config.schedules import find_schedule
 from threefold.data.loader import Batch
 from threefold.errors import UserError
 from threefold.files import checksum_of, read_text
-from threefold.models.construct import construct, skeleton, told
 from threefold.models.loss_terms import LossFunction
 from threefold.models.module_check import OF_MODULES
 from threefold.models.own_batch import batch_shapes, has_forward
 from threefold.models.sharding import ModelPlan
-from threefold.models.source import MakeModel, ModelSource
+from threefold.models.source import MakeModel, ModelSource, construct, skeleton, told
 from threefold.output import write_durably
 from threefold.plugins import modules_beside
 from threefold.random.rng import draws_in_sequence, generators_preserved

@@ -16,7 +16,7 @@ from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.models.loss_terms import LossFunction
 from threefold.models.source import ConfigSource, ModelSource
-from threefold.parallel.forward_check import check_source
+from threefold.parallel.plan_check import check_source
 from threefold.verify.batches import BatchSource, DataBatches, RandomBatches
 from threefold.verify.compare import TOLERANCE, coverage
 from threefold.verify.layout_selection import Selection

@@ -19,7 +19,7 @@ from threefold.data.formats.registry import TokenFormat, with_ending
 from threefold.errors import UserError
 from threefold.files import require_file, shown
 from threefold.output import Progress
-from threefold.random.permutation import Int64Array
+from threefold.random import Int64Array
 
 FORMAT: Final = "Megatron-LM"
 BIN: Final = ".bin"

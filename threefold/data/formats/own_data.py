@@ -14,7 +14,7 @@ from threefold.data.tokenizer import TextRule
 from threefold.errors import UserError
 from threefold.files import shown, told
 from threefold.plugins import is_import_path, load_path
-from threefold.random.permutation import Int64Array
+from threefold.random import Int64Array
 
 
 def named(path: str) -> str:

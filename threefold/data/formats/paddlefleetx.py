@@ -19,7 +19,7 @@ from threefold.data.corpus import StoredArray, StoredTokens
 from threefold.data.formats.registry import TokenFormat, with_ending
 from threefold.errors import UserError
 from threefold.files import require_file, shown
-from threefold.random.permutation import Int64Array
+from threefold.random import Int64Array
 
 _MOST_PACKED: Final = 1100
 """Upper bound of deflate's compression ratio; a larger claim means damage."""

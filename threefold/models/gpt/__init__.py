@@ -22,10 +22,7 @@ class GPTConfig(ModelConfig):
     embedding_dropout: float = derived(ge=0, lt=1)
     """For `gpt`: dropout probability of the embeddings. Default: `hidden_dropout`."""
 
-    comes_after: ClassVar[dict[str, str]] = {
-        "activation": "ffn_hidden_size",
-        "embedding_dropout": "hidden_dropout",
-    }
+    comes_after: ClassVar[dict[str, str]] = {"activation": "ffn_hidden_size", "embedding_dropout": "hidden_dropout"}
 
     def filled(self, sequence_length: int) -> dict[str, Any]:
         return super().filled(sequence_length) | {"embedding_dropout": self.hidden_dropout}

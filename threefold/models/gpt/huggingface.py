@@ -3,11 +3,10 @@
 from collections.abc import Collection
 from typing import Any, Final
 
+from threefold.models import huggingface as hf
 from threefold.models.gpt import GPTConfig
-from threefold.models.hf.config_json import MOST_LAYERS, ConfigJson
-from threefold.models.hf.model_type import HuggingFaceType, Shapes, SourceRows, TensorNames, WeightMap
 
-_NAMES: Final = TensorNames(
+_NAMES: Final = hf.TensorNames(
     outside={
         "embed.tokens.weight": "transformer.wte.weight",
         "embed.positions.weight": "transformer.wpe.weight",
@@ -45,10 +44,10 @@ _ACTIVATIONS: Final = {
 """Activation functions, by their names in transformers; export writes the first name that maps to ours."""
 
 
-class GPT2(HuggingFaceType):
+class GPT2(hf.HuggingFaceType):
     """Hugging Face models of type `gpt2`."""
 
-    def read(self, given: ConfigJson) -> dict[str, Any]:
+    def read(self, given: hf.ConfigJson) -> dict[str, Any]:
         hidden = given.whole("n_embd", least=1)
         activation = given.take("activation_function", "gelu_new")
         if not isinstance(activation, str) or activation not in _ACTIVATIONS:
@@ -64,7 +63,7 @@ class GPT2(HuggingFaceType):
         if embedded != hidden_dropout:
             own["embedding_dropout"] = embedded
         return {
-            "num_layers": given.whole("n_layer", least=1, most=MOST_LAYERS),
+            "num_layers": given.whole("n_layer", least=1, most=hf.MOST_LAYERS),
             "hidden_size": hidden,
             "num_attention_heads": given.whole("n_head", least=1),
             "ffn_hidden_size": given.whole("n_inner", 4 * hidden, least=1),
@@ -101,14 +100,14 @@ class GPT2(HuggingFaceType):
         return None if model.position_embedding == "learned" else "model.position_embedding rope"
 
     def rearranged(
-        self, name: str, in_block: str, block: str, model: GPTConfig, shapes: Shapes, present: Collection[str]
-    ) -> list[WeightMap]:
+        self, name: str, in_block: str, block: str, model: GPTConfig, shapes: hf.Shapes, present: Collection[str]
+    ) -> list[hf.WeightMap]:
         """Map matrices stored as [in, out], and rows stored as all queries, all keys, all values."""
         if in_block in _TRANSPOSED:
-            return [WeightMap(name, shapes[name], (SourceRows(block + _TRANSPOSED[in_block]),), transposed=True)]
+            return [hf.WeightMap(name, shapes[name], (hf.SourceRows(block + _TRANSPOSED[in_block]),), transposed=True)]
         tensor = block + in_block.replace("attn.qkv", "attn.c_attn")
-        sources = tuple(SourceRows(tensor, model.head_dim, start * model.hidden_size) for start in range(3))
-        return [WeightMap(name, shapes[name], sources, transposed=in_block.endswith("weight"))]
+        sources = tuple(hf.SourceRows(tensor, model.head_dim, start * model.hidden_size) for start in range(3))
+        return [hf.WeightMap(name, shapes[name], sources, transposed=in_block.endswith("weight"))]
 
 
 TYPES: Final = (GPT2("gpt2", "gpt", "GPT2LMHeadModel", _NAMES, "transformer."),)

@@ -1,47 +1,37 @@
 """Sharding of GPT's weights, and the costs and parameter shapes of its layers."""
 
 from threefold.config import ModelConfig
+from threefold.models import sharding
 from threefold.models.family import Shapes
 from threefold.models.gpt import GPTConfig
 from threefold.models.plan import decoder_plan
-from threefold.models.sharding import (
-    AttentionCore,
-    Column,
-    ModelPlan,
-    OverContext,
-    OverSequence,
-    Replicated,
-    Row,
-    Split,
-    Unit,
-    Vocab,
-    VocabLoss,
-)
 
 
-def gpt_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
+def gpt_plan(config: ModelConfig, sequence_length: int) -> sharding.ModelPlan:
     """Return the sharding plan of `models.gpt.GPT`; the tokens of a sample determine the cost of attention."""
     heads, d = config.num_attention_heads, config.head_dim
-    inner = Unit("ffn_hidden_size", config.ffn_hidden_size)
+    inner = sharding.Unit("ffn_hidden_size", config.ffn_hidden_size)
     learned = config.position_embedding == "learned"
-    positions: dict[str, Split] = (
-        {"embed.positions": OverSequence()} if learned else {"blocks.*.attn.rotary": OverContext()}
+    positions: dict[str, sharding.Split] = (
+        {"embed.positions": sharding.OverSequence()} if learned else {"blocks.*.attn.rotary": sharding.OverContext()}
     )
-    split: dict[str, Split] = {
+    split: dict[str, sharding.Split] = {
         **positions,
-        "embed.tokens": Vocab(),
-        "embed.dropout": OverSequence(),
-        "blocks.*.attn_norm": Replicated(),
-        "blocks.*.attn.qkv": Column(Unit("num_attention_heads", heads, (("query", d), ("key", d), ("value", d)))),
-        "blocks.*.attn.core": AttentionCore(heads),
-        "blocks.*.attn.proj": Row(Unit("num_attention_heads", heads, (("head", d),))),
-        "blocks.*.mlp_norm": Replicated(),
-        "blocks.*.mlp.up": Column(inner),
-        "blocks.*.mlp.down": Row(inner),
-        "blocks.*.dropout.*": OverSequence(),
-        "head.norm": Replicated(),
-        "head.output": Column(),
-        "head.loss.cross_entropy": VocabLoss(config.vocab_size),
+        "embed.tokens": sharding.Vocab(),
+        "embed.dropout": sharding.OverSequence(),
+        "blocks.*.attn_norm": sharding.Replicated(),
+        "blocks.*.attn.qkv": sharding.Column(
+            sharding.Unit("num_attention_heads", heads, (("query", d), ("key", d), ("value", d)))
+        ),
+        "blocks.*.attn.core": sharding.AttentionCore(heads),
+        "blocks.*.attn.proj": sharding.Row(sharding.Unit("num_attention_heads", heads, (("head", d),))),
+        "blocks.*.mlp_norm": sharding.Replicated(),
+        "blocks.*.mlp.up": sharding.Column(inner),
+        "blocks.*.mlp.down": sharding.Row(inner),
+        "blocks.*.dropout.*": sharding.OverSequence(),
+        "head.norm": sharding.Replicated(),
+        "head.output": sharding.Column(),
+        "head.loss.cross_entropy": sharding.VocabLoss(config.vocab_size),
     }
     # Multiply-adds per token.
     cost = config.hidden_size * (4 * config.hidden_size + 2 * config.ffn_hidden_size + sequence_length)

@@ -96,9 +96,6 @@ class CrossEntropy(nn.Module):
         super().__init__()
         self.logits_at_once = logits_at_once
 
-    def in_runs(self, logits_at_once: int) -> "CrossEntropy":
-        return CrossEntropy(logits_at_once)
-
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """`logits` [..., V], `labels` int64 [...] → [...]; zero for ignored labels."""
         return cross_entropy(logits.flatten(0, -2), labels.flatten(), self.logits_at_once).view(labels.shape)
@@ -116,10 +113,6 @@ class LinearCrossEntropy(nn.Module):
         super().__init__()
         self.chunk_size = chunk_size
         self.cross_entropy = cross_entropy or CrossEntropy()
-
-    def in_chunks(self, chunk_size: int, logits_at_once: int = LOGITS_AT_ONCE) -> "LinearCrossEntropy":
-        """Return this loss with other values of `chunk_size` and `CrossEntropy.logits_at_once`."""
-        return LinearCrossEntropy(chunk_size, self.cross_entropy.in_runs(logits_at_once))
 
     def forward(self, x: Tensor, output: Linear, labels: Tensor) -> Tensor:
         """Compute each token's loss [...] from `x` [..., H], the layer `output` to logits, and int64 `labels` [...].

@@ -54,21 +54,15 @@ def frequencies(
     if scaling.method == "linear":
         return plain / scaling.factor
     if scaling.method == "llama3":
-        return _mixed(plain, scaling.factor, _llama3_share(plain, scaling))
-    if scaling.method == "yarn":
-        return _mixed(plain, scaling.factor, _yarn_share(head_dim, theta, scaling, device))
-    return plain
-
-
-def _mixed(plain: Tensor, factor: float, stays: Tensor) -> Tensor:
-    """Return the mean of the frequencies unchanged (weight `stays`, in [0, 1]) and divided by the factor."""
-    return plain * stays + plain / factor * (1 - stays)
-
-
-def _llama3_share(plain: Tensor, scaling: RopeScaling) -> Tensor:
-    turns = scaling.original_positions * plain / (2 * pi)
-    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-    return ((turns - low) / (high - low)).clamp(0, 1)
+        turns = scaling.original_positions * plain / (2 * pi)
+        low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+        stays = ((turns - low) / (high - low)).clamp(0, 1)
+    elif scaling.method == "yarn":
+        stays = _yarn_share(head_dim, theta, scaling, device)
+    else:
+        return plain
+    # The mean of the frequencies unchanged (weight `stays`) and divided by the factor.
+    return plain * stays + plain / scaling.factor * (1 - stays)
 
 
 def _yarn_share(head_dim: int, theta: float, scaling: RopeScaling, device: torch.device | None) -> Tensor:

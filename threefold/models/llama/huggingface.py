@@ -8,22 +8,12 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from threefold.models.hf.config_json import MOST_LAYERS, ConfigJson, read_rope, write_rope
-from threefold.models.hf.model_type import (
-    HuggingFaceType,
-    Shapes,
-    SourceRows,
-    TensorNames,
-    WeightMap,
-    copied,
-    interleaved,
-    yaml_word,
-)
+from threefold.models import huggingface as hf
 from threefold.models.llama import LlamaConfig
 
 _MOST_EXPERTS: Final = 65_536
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_NAMES: Final = TensorNames(
+_NAMES: Final = hf.TensorNames(
     outside={
         "embed.tokens.weight": "model.embed_tokens.weight",
         "head.norm.weight": "model.norm.weight",
@@ -63,7 +53,7 @@ _DEFAULTS: Final[dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class LlamaType(HuggingFaceType):
+class LlamaType(hf.HuggingFaceType):
     """A `model_type` with Llama's architecture.
 
     Attributes:
@@ -79,12 +69,12 @@ class LlamaType(HuggingFaceType):
     experts: bool = False
     shared: bool = False
 
-    def read(self, given: ConfigJson) -> dict[str, Any]:
+    def read(self, given: hf.ConfigJson) -> dict[str, Any]:
         given.require("hidden_act", "silu", "swish")
         given.require("mlp_bias", False)
         given.require("attention_bias", False)  # in transformers, this also adds one to the output projection
         hidden, heads = given.whole("hidden_size", least=1), given.whole("num_attention_heads", least=1)
-        layers = given.whole("num_hidden_layers", least=1, most=MOST_LAYERS)
+        layers = given.whole("num_hidden_layers", least=1, most=hf.MOST_LAYERS)
         positions = given.whole("max_position_embeddings", least=1)
         if "head_dim" not in self.defaults and hidden % heads and not given.take("head_dim"):
             raise given.problem(
@@ -106,10 +96,10 @@ class LlamaType(HuggingFaceType):
             "initializer_range": float(given.number("initializer_range")),
             "tie_embeddings": given.flag("tie_word_embeddings"),
         }
-        settings |= read_rope(given, positions) | self._read_window(given, layers)
+        settings |= hf.read_rope(given, positions) | self._read_window(given, layers)
         return settings | (self._read_experts(given, layers) if self.experts else {})
 
-    def _read_window(self, given: ConfigJson, layers: int) -> dict[str, Any]:
+    def _read_window(self, given: hf.ConfigJson, layers: int) -> dict[str, Any]:
         """Read the sliding window, which all layers have, or all but the first few."""
         if self.window == "none":
             return {}
@@ -136,7 +126,7 @@ class LlamaType(HuggingFaceType):
             return {}
         return {"sliding_window": window, "full_attention_layers": first_full}
 
-    def _read_experts(self, given: ConfigJson, layers: int) -> dict[str, Any]:
+    def _read_experts(self, given: hf.ConfigJson, layers: int) -> dict[str, Any]:
         given.require("router_jitter_noise", 0.0, None)
         key = "num_local_experts" if given.take("num_local_experts") else "num_experts"
         count = given.whole(key, least=1, most=_MOST_EXPERTS)
@@ -176,7 +166,7 @@ class LlamaType(HuggingFaceType):
             "rms_norm_eps": model.norm_eps,
             "initializer_range": model.initializer_range,
             "tie_word_embeddings": model.tie_embeddings,
-            **write_rope(model),
+            **hf.write_rope(model),
         }
         if self.name == "llama":
             values |= {"attention_bias": False, "mlp_bias": False}
@@ -222,8 +212,8 @@ class LlamaType(HuggingFaceType):
 
     def obstacle(self, model: LlamaConfig) -> str | None:
         found = {
-            f"model.qkv_bias {yaml_word(model.qkv_bias)}": model.qkv_bias in self.qkv_bias,
-            f"model.qk_norm {yaml_word(model.qk_norm)}": model.qk_norm == self.qk_norm,
+            f"model.qkv_bias {hf.yaml_word(model.qkv_bias)}": model.qkv_bias in self.qkv_bias,
+            f"model.qk_norm {hf.yaml_word(model.qk_norm)}": model.qk_norm == self.qk_norm,
             f"model.sliding_window {model.sliding_window}": not model.sliding_window or self.window != "none",
             f"model.full_attention_layers {model.full_attention_layers}": not model.sliding_window
             or not model.full_attention_layers
@@ -234,7 +224,7 @@ class LlamaType(HuggingFaceType):
             shared, gate = model.shared_expert_ffn_hidden_size, model.shared_expert_gate
             found |= {
                 f"model.shared_expert_ffn_hidden_size {shared}": (shared > 0) == self.shared,
-                f"model.shared_expert_gate {yaml_word(gate)}": not shared or gate,
+                f"model.shared_expert_gate {hf.yaml_word(gate)}": not shared or gate,
             }
         if self.name == "mixtral":
             every = all(model.has_experts(layer) for layer in range(model.num_layers))
@@ -251,44 +241,46 @@ class LlamaType(HuggingFaceType):
         return ("router_z_loss", "expert_capacity_factor", "hidden_dropout")
 
     def rearranged(
-        self, name: str, in_block: str, block: str, model: LlamaConfig, shapes: Shapes, present: Collection[str]
-    ) -> list[WeightMap]:
+        self, name: str, in_block: str, block: str, model: LlamaConfig, shapes: hf.Shapes, present: Collection[str]
+    ) -> list[hf.WeightMap]:
         """Map gates interleaved with ups; queries, keys and values by key-value head (GQA); experts one by one."""
         if in_block in _GATE_UP:
-            return [interleaved(name, shapes[name], [SourceRows(block + tensor) for tensor in _GATE_UP[in_block]])]
+            return [
+                hf.interleaved(name, shapes[name], [hf.SourceRows(block + tensor) for tensor in _GATE_UP[in_block]])
+            ]
         if not in_block.startswith("attn.qkv."):
             return list(self._expert_weights(name, in_block, block, shapes, present))
         kind = in_block.rpartition(".")[2]
         served, width = model.num_attention_heads // model.num_key_value_heads, model.head_dim
         rows = {"q": served * width, "k": width, "v": width}
-        sources = [SourceRows(f"{block}self_attn.{each}_proj.{kind}", count) for each, count in rows.items()]
-        return [interleaved(name, shapes[name], sources)]
+        sources = [hf.SourceRows(f"{block}self_attn.{each}_proj.{kind}", count) for each, count in rows.items()]
+        return [hf.interleaved(name, shapes[name], sources)]
 
     def _expert_weights(
-        self, name: str, in_block: str, block: str, shapes: Shapes, present: Collection[str]
-    ) -> Iterator[WeightMap]:
+        self, name: str, in_block: str, block: str, shapes: hf.Shapes, present: Collection[str]
+    ) -> Iterator[hf.WeightMap]:
         router, expert, (gate, up, down) = _MIXTRAL if self.name == "mixtral" else _QWEN
         stacked = block + _STACKED[0] in present
         if in_block == "mlp.router.weight":
             named = block + router
-            yield copied(name, block + _QWEN[0] if stacked and named not in present else named, shapes)
+            yield hf.copied(name, block + _QWEN[0] if stacked and named not in present else named, shapes)
             return
         count, *shape = shapes[name]
         for number in range(count):
             own = block + expert.format(number)
             if in_block == "mlp.experts.gate_up" and stacked:
                 both = block + _STACKED[0]
-                sources = [SourceRows(both, 1, 0, number), SourceRows(both, 1, shape[0] // 2, number)]
+                sources = [hf.SourceRows(both, 1, 0, number), hf.SourceRows(both, 1, shape[0] // 2, number)]
             elif in_block == "mlp.experts.gate_up":
-                sources = [SourceRows(f"{own}{gate}.weight"), SourceRows(f"{own}{up}.weight")]
+                sources = [hf.SourceRows(f"{own}{gate}.weight"), hf.SourceRows(f"{own}{up}.weight")]
             elif stacked:
-                sources = [SourceRows(block + _STACKED[1], 1, 0, number)]
+                sources = [hf.SourceRows(block + _STACKED[1], 1, 0, number)]
             else:
-                sources = [SourceRows(f"{own}{down}.weight")]
-            yield interleaved(name, shape, sources, number)
+                sources = [hf.SourceRows(f"{own}{down}.weight")]
+            yield hf.interleaved(name, shape, sources, number)
 
 
-def _read_sparse_layers(given: ConfigJson, layers: int) -> tuple[dict[str, int], int]:
+def _read_sparse_layers(given: hf.ConfigJson, layers: int) -> tuple[dict[str, int], int]:
     """Return the `moe_every` and `dense_layers` that give experts to the same layers, and the number of these."""
     step, dense = given.whole("decoder_sparse_step", 1, least=1), set(given.listed("mlp_only_layers", int) or [])
     wanted = [layer not in dense and (layer + 1) % step == 0 for layer in range(layers)]

@@ -1,92 +1,75 @@
 """Sharding of Llama's weights, and the costs and parameter shapes of its layers."""
 
+from threefold.models import sharding
 from threefold.models.family import Shapes
 from threefold.models.llama import LlamaConfig
 from threefold.models.plan import decoder_plan
-from threefold.models.sharding import (
-    AttentionCore,
-    Column,
-    ModelPlan,
-    OverContext,
-    OverExperts,
-    OverSequence,
-    PerHead,
-    Replicated,
-    Row,
-    Split,
-    TokenRouting,
-    Unit,
-    Vocab,
-    VocabLoss,
-)
 
 _GATED = (("gate", 1), ("up", 1))
 
 
-def llama_plan(config: LlamaConfig, sequence_length: int) -> ModelPlan:
+def llama_plan(config: LlamaConfig, sequence_length: int) -> sharding.ModelPlan:
     """Return the sharding plan of `models.llama.Llama`; the tokens of a sample determine the cost of attention."""
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     group = (("query", heads // groups * d), ("key", d), ("value", d))  # the rows of a GQA group
-    split: dict[str, Split] = {
-        "embed.tokens": Vocab(),
-        "embed.dropout": OverSequence(),
-        "blocks.*.attn_norm": Replicated(),
-        "blocks.*.attn.proj": Row(Unit("num_attention_heads", heads, (("head", d),))),
-        "blocks.*.attn.qkv": Column(Unit("num_key_value_heads", groups, group, repeated=("key", "value"))),
-        "blocks.*.attn.q_norm": PerHead(),
-        "blocks.*.attn.k_norm": PerHead(),
-        "blocks.*.attn.rotary": OverContext(),
-        "blocks.*.attn.core": AttentionCore(heads),
-        "blocks.*.mlp_norm": Replicated(),
+    split: dict[str, sharding.Split] = {
+        "embed.tokens": sharding.Vocab(),
+        "embed.dropout": sharding.OverSequence(),
+        "blocks.*.attn_norm": sharding.Replicated(),
+        "blocks.*.attn.proj": sharding.Row(sharding.Unit("num_attention_heads", heads, (("head", d),))),
+        "blocks.*.attn.qkv": sharding.Column(
+            sharding.Unit("num_key_value_heads", groups, group, repeated=("key", "value"))
+        ),
+        "blocks.*.attn.q_norm": sharding.PerHead(),
+        "blocks.*.attn.k_norm": sharding.PerHead(),
+        "blocks.*.attn.rotary": sharding.OverContext(),
+        "blocks.*.attn.core": sharding.AttentionCore(heads),
+        "blocks.*.mlp_norm": sharding.Replicated(),
         **_mlp_split(config),
-        "blocks.*.dropout.*": OverSequence(),
-        "head.norm": Replicated(),
-        "head.output": Column(),
-        "head.loss.cross_entropy": VocabLoss(config.vocab_size),
+        "blocks.*.dropout.*": sharding.OverSequence(),
+        "head.norm": sharding.Replicated(),
+        "head.output": sharding.Column(),
+        "head.loss.cross_entropy": sharding.VocabLoss(config.vocab_size),
     }
-    layers = range(config.num_layers)
-    costs = [_attention_cost(config, layer, sequence_length) + _mlp_cost(config, layer) for layer in layers]
+    costs = []  # multiply-adds per token
+    for layer in range(config.num_layers):
+        seen = min(config.window(layer) or sequence_length, sequence_length)
+        inner = config.ffn_hidden_size
+        if experts := config.num_experts if config.has_experts(layer) else 0:
+            inner = config.experts_per_token * config.expert_ffn_hidden_size + config.shared_expert_ffn_hidden_size
+        costs.append(
+            d * (config.hidden_size * (2 * heads + 2 * groups) + heads * seen)
+            + config.hidden_size * (3 * inner + experts)
+        )
     return decoder_plan(config, split, costs)
 
 
-def _mlp_split(config: LlamaConfig) -> dict[str, Split]:
-    split: dict[str, Split] = {}
+def _mlp_split(config: LlamaConfig) -> dict[str, sharding.Split]:
+    split: dict[str, sharding.Split] = {}
     mixtures = [config.has_experts(layer) for layer in range(config.num_layers)]
     if not all(mixtures):
         split |= _gated("blocks.*.mlp", "ffn_hidden_size", config.ffn_hidden_size)
     if any(mixtures):
         split |= {
-            "blocks.*.mlp.router": Replicated(),
-            "blocks.*.mlp.routing": TokenRouting(),
-            "blocks.*.mlp.experts": OverExperts(
-                Unit("num_experts", config.num_experts),
-                Unit("expert_ffn_hidden_size", config.expert_ffn_hidden_size, _GATED),
+            "blocks.*.mlp.router": sharding.Replicated(),
+            "blocks.*.mlp.routing": sharding.TokenRouting(),
+            "blocks.*.mlp.experts": sharding.OverExperts(
+                sharding.Unit("num_experts", config.num_experts),
+                sharding.Unit("expert_ffn_hidden_size", config.expert_ffn_hidden_size, _GATED),
             ),
         }
         if shared := config.shared_expert_ffn_hidden_size:
             split |= _gated("blocks.*.mlp.shared", "shared_expert_ffn_hidden_size", shared)
         if config.shared_expert_gate:
-            split |= {"blocks.*.mlp.shared_gate": Replicated()}
+            split |= {"blocks.*.mlp.shared_gate": sharding.Replicated()}
     return split
 
 
-def _gated(name: str, setting: str, inner: int) -> dict[str, Split]:
-    return {f"{name}.gate_up": Column(Unit(setting, inner, _GATED)), f"{name}.down": Row(Unit(setting, inner))}
-
-
-def _attention_cost(config: LlamaConfig, layer: int, sequence_length: int) -> int:
-    """Multiply-adds per token."""
-    heads, groups = config.num_attention_heads, config.num_key_value_heads
-    seen = min(config.window(layer) or sequence_length, sequence_length)
-    return config.head_dim * (config.hidden_size * (2 * heads + 2 * groups) + heads * seen)
-
-
-def _mlp_cost(config: LlamaConfig, layer: int) -> int:
-    """Multiply-adds per token."""
-    if not config.has_experts(layer):
-        return 3 * config.hidden_size * config.ffn_hidden_size
-    inner = config.experts_per_token * config.expert_ffn_hidden_size + config.shared_expert_ffn_hidden_size
-    return config.hidden_size * (3 * inner + config.num_experts)
+def _gated(name: str, setting: str, inner: int) -> dict[str, sharding.Split]:
+    return {
+        f"{name}.gate_up": sharding.Column(sharding.Unit(setting, inner, _GATED)),
+        f"{name}.down": sharding.Row(sharding.Unit(setting, inner)),
+    }
 
 
 def layer_shapes(config: LlamaConfig, layer: str) -> Shapes:

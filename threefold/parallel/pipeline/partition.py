@@ -1,17 +1,18 @@
-"""Partition of a model's layers into pipeline stages, and placement of the stages on ranks."""
+"""Parts of a model that a rank holds, by arithmetic: layers of its pipeline stages, and shapes of its shards."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
 from itertools import accumulate, combinations, pairwise
 from typing import NamedTuple
 
+from threefold.comm.layout import Coordinates, shard_length
 from threefold.config.schedules import Schedule, find_schedule
-from threefold.config.schema import Config
+from threefold.config.schema import Config, ParallelConfig
 from threefold.errors import UserError
-from threefold.models.sharding import ModelPlan
+from threefold.models.sharding import ModelPlan, OverExperts, Split, matches
 
 
 @dataclass(frozen=True)
@@ -321,7 +322,7 @@ def shared_between(plan: ModelPlan, stages: StageMap) -> dict[str, tuple[int, ..
     """Map the owner of each tied weight on several pp ranks to those ranks, the owner's first."""
     used: dict[str, tuple[int, ...]] = {}
     for owner, *users in plan.tied_groups():
-        places = [_rank_of(name, plan, stages) for name in (owner, *users)]
+        places = [stages.ranks[_stage_of(name, plan, stages)] for name in (owner, *users)]
         ranks = tuple(dict.fromkeys(places))
         if len(ranks) > 1:
             used[owner] = ranks
@@ -343,9 +344,73 @@ def covers(owner: str, name: str) -> bool:
     return name == owner or name.startswith(owner + ".")
 
 
-def _rank_of(name: str, plan: ModelPlan, stages: StageMap) -> int:
-    return stages.ranks[_stage_of(name, plan, stages)]
-
-
 def _stage_of(name: str, plan: ModelPlan, stages: StageMap) -> int:
     return stages.stage_of(next(place for place, layer in enumerate(plan.layers) if covers(layer, name)))
+
+
+@dataclass(frozen=True)
+class ShardIndex:
+    """Index of one of `count` parts."""
+
+    index: int = 0
+    count: int = 1
+
+    def length(self, size: int) -> int:
+        """Return the length of this part of a dim."""
+        return shard_length(size, self.count, self.index)
+
+
+class ShardCoordinates(NamedTuple):
+    """Coordinates of a rank on the axes that shard weights.
+
+    Attributes:
+        tp, ep: coordinates on the tensor axis and the expert axis.
+        zero: index among the ranks that hold shards of one copy (ZeRO).
+        zero_experts: index among those of them that have the same experts.
+    """
+
+    tp: ShardIndex = ShardIndex()
+    ep: ShardIndex = ShardIndex()
+    zero: ShardIndex = ShardIndex()
+    zero_experts: ShardIndex = ShardIndex()
+
+    @property
+    def unshared(self) -> "ShardCoordinates":
+        """ShardCoordinates without ZeRO, which describes a gathered parameter."""
+        return self._replace(zero=ShardIndex(), zero_experts=ShardIndex())
+
+
+def shard_coordinates(parallel: ParallelConfig, at: Coordinates) -> ShardCoordinates:
+    """Return a rank's coordinates on the axes that shard weights, from those in the mesh and a resolved config."""
+    zero = experts = ShardIndex()
+    if parallel.zero:
+        shards = parallel.zero_shards * parallel.cp
+        zero = ShardIndex((at.dp * parallel.cp + at.cp) % shards, shards)
+        copies = max(1, parallel.zero_shards // parallel.ep) * parallel.cp
+        experts = ShardIndex((at.dp // parallel.ep * parallel.cp + at.cp) % copies, copies)
+    return ShardCoordinates(ShardIndex(at.tp, parallel.tp), ShardIndex(at.dp % parallel.ep, parallel.ep), zero, experts)
+
+
+def local_shape(shape: Sequence[int], split: Split, parameter: str, place: ShardCoordinates) -> tuple[int, ...]:
+    """Return the shape of a weight's shard on the rank at `place`; `parameter` is its name in the module."""
+    local = list(shape)
+    for axis, dim in split.cuts(parameter):
+        local[dim] = getattr(place, axis).length(local[dim])
+    if isinstance(split, OverExperts) and place.ep.count > 1:
+        dim = split.uncut_dim(parameter)
+        local[dim] = place.zero_experts.length(local[dim])
+    else:
+        local[0] = place.zero.length(local[0])
+    return tuple(local)
+
+
+def chosen_layers(layers: Sequence[str], patterns: Mapping[str, Sequence[str]], mode: str, every: int = 1) -> list[str]:
+    """Return the layers in which `mode` recomputes something, every `every`-th; `patterns` as in `ModelPlan`."""
+    if mode == "none":
+        return []
+    found = []
+    for layer in layers:
+        depth = layer.count(".") + 1
+        if any(matches(layer, ".".join(pattern.split(".")[:depth])) for pattern in patterns[mode]):
+            found.append(layer)
+    return found[::every]

@@ -1,7 +1,7 @@
 """Run of a step's micro-batches: gradient accumulation on one stage, a pipeline schedule on several."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -14,19 +14,11 @@ from threefold.comm.heartbeat import Activity, Heartbeat
 from threefold.comm.mesh import Mesh
 from threefold.config.schedules import Action, Orders, OwnSchedule, Schedule, TorchSchedule
 from threefold.models.own_batch import inputs_from
+from threefold.parallel.parallelize import Parallelism
 from threefold.parallel.pipeline.partition import StageMap
 from threefold.parallel.pipeline.scheduled_stage import Mailbox, ScheduledStage, SendQueue, StageShapes, TimedAction
 from threefold.parallel.pipeline.stage import DeferredGradients, LocalBatch, Stage, StepSamples
-from threefold.parallel.settings import Parallelism
-from threefold.torch_private.pipelining import (
-    AnyOrderRuntime,
-    PipelineAction,
-    PipelineSchedule,
-    Schedule1F1BOfAnyCount,
-    add_send_recv,
-    lone_schedule,
-    planned_actions,
-)
+from threefold.torch_private import pipelining
 
 __all__ = ["LocalBatch", "LoopRunner", "PipelineRunner", "Runner"]
 
@@ -56,12 +48,11 @@ class Runner(ABC):
             the scaled loss of all micro-batches together if `has_loss`, else zero (fp32 or fp64 scalar).
         """
 
-    @abstractmethod
     def knows(self, shapes: Hashable) -> bool:
         """Return whether samples of these shapes can run; otherwise `prepare` must be called with such samples."""
+        return True
 
-    @abstractmethod
-    def prepare(self, batch: StepSamples) -> None:
+    def prepare(self, batch: StepSamples) -> None:  # noqa: B027
         """Find the shapes of the activations that a batch makes. Collective over the ranks of the stages."""
 
     @abstractmethod
@@ -77,12 +68,6 @@ class LoopRunner(Runner):
     def __init__(self, stage: Stage, micro_batches: int, heartbeat: Heartbeat) -> None:
         self.stage, self.micro_batches, self.arrivals = stage, micro_batches, micro_batches
         self._heartbeat = heartbeat
-
-    def knows(self, shapes: Hashable) -> bool:
-        return True
-
-    def prepare(self, batch: StepSamples) -> None:
-        """Do nothing: no activations are sent."""
 
     def forward_backward(self, batch: StepSamples, scale: float) -> Tensor:
         losses = []
@@ -108,8 +93,8 @@ class _Passes(NamedTuple):
     """Torch's objects for the passes of batches of one shape: the schedules, and the stages of `train`."""
 
     stages: list[ScheduledStage]
-    train: PipelineSchedule
-    evaluate: PipelineSchedule
+    train: pipelining.PipelineSchedule
+    evaluate: pipelining.PipelineSchedule
 
 
 class PipelineRunner(Runner):
@@ -272,22 +257,6 @@ def _scaled(loss: Tensor, _number: Tensor, *, scale: float) -> Tensor:
     return loss * scale
 
 
-class TensorShape(NamedTuple):
-    """Shape, dtype and `requires_grad` of a tensor, which its receiver must know."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-    @classmethod
-    def from_tensor(cls, tensor: Tensor) -> "TensorShape":
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-
-    def on(self, device: torch.device | str) -> Tensor:
-        """Return an empty tensor of this shape and dtype."""
-        return torch.empty(self.shape, dtype=self.dtype, device=device, requires_grad=self.requires_grad)
-
-
 def find_activations(
     stages: Sequence[Stage], placement: StageMap, mesh: Mesh, micro_batch: StepSamples
 ) -> dict[int, tuple[Tensor, ...]]:
@@ -322,11 +291,13 @@ def find_activations(
 
 
 def _on_meta(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(TensorShape.from_tensor(each).on("meta") for each in tensors)
+    return tuple(
+        torch.empty(each.shape, dtype=each.dtype, device="meta", requires_grad=each.requires_grad) for each in tensors
+    )
 
 
 def _send(mesh: Mesh, to: int, tensors: Sequence[Tensor]) -> None:
-    shapes = [tuple(TensorShape.from_tensor(each)) for each in tensors]
+    shapes = [(tuple(each.shape), each.dtype, each.requires_grad) for each in tensors]
     with mesh.pp.waiting("send"):
         dist.send_object_list([shapes], mesh.pp.ranks[to], mesh.pp.group, mesh.device)
     for tensor in tensors:
@@ -338,10 +309,9 @@ def _receive(mesh: Mesh, source: int) -> tuple[Tensor, ...]:
     with mesh.pp.waiting("receive"):
         dist.recv_object_list(arrived, mesh.pp.ranks[source], mesh.pp.group, mesh.device)
     received = []
-    for shape in arrived[0]:
-        described = TensorShape(*shape)
-        tensor = mesh.pp.receive_(described._replace(requires_grad=False).on(mesh.device), source)
-        received.append(tensor.requires_grad_(described.requires_grad))
+    for shape, dtype, needs_gradient in arrived[0]:
+        tensor = mesh.pp.receive_(torch.empty(shape, dtype=dtype, device=mesh.device), source)
+        received.append(tensor.requires_grad_(needs_gradient))
     return tuple(received)
 
 
@@ -349,7 +319,7 @@ Loss = Callable[..., object]
 _KINDS = {"F": F, "B": B, "I": I, "W": W}
 
 
-class ActionSchedule(AnyOrderRuntime):
+class ActionSchedule(pipelining.AnyOrderRuntime):
     """Schedule given as a list of actions per rank (`orders`), with stages on any ranks (`ranks`, by stage)."""
 
     def __init__(
@@ -365,15 +335,17 @@ class ActionSchedule(AnyOrderRuntime):
         for stage in stages:
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
         computed = {
-            rank: [PipelineAction(action.stage, _KINDS[action.kind], action.micro_batch) for action in order]
+            rank: [pipelining.PipelineAction(action.stage, _KINDS[action.kind], action.micro_batch) for action in order]
             for rank, order in enumerate(orders)
         }
-        self.pipeline_order_with_comms = add_send_recv(computed, self.stage_index_to_group_rank.__getitem__, len(ranks))
+        self.pipeline_order_with_comms = pipelining.add_send_recv(
+            computed, self.stage_index_to_group_rank.__getitem__, len(ranks)
+        )
 
 
 def training_schedule(
     schedule: Schedule, stages: Sequence[ScheduledStage], micro_batches: int, loss: Loss
-) -> PipelineSchedule:
+) -> pipelining.PipelineSchedule:
     """Make torch's object for a schedule of the config."""
     if isinstance(schedule, OwnSchedule):
         pp = stages[0].group_size
@@ -381,14 +353,14 @@ def training_schedule(
         return ActionSchedule(stages, ranks, orders, micro_batches, loss)
     kind: Any = _torch_class(schedule)
     if issubclass(kind, PipelineScheduleSingle):
-        kind = Schedule1F1BOfAnyCount if schedule.name == "1f1b" else kind
+        kind = pipelining.Schedule1F1BOfAnyCount if schedule.name == "1f1b" else kind
         return kind(stages[0], micro_batches, loss_fn=loss, scale_grads=False)
     return kind(list(stages), micro_batches, loss_fn=loss, scale_grads=False)
 
 
 def evaluation_schedule(
     stages: Sequence[ScheduledStage], placement: StageMap, micro_batches: int, loss: Loss
-) -> PipelineSchedule:
+) -> pipelining.PipelineSchedule:
     """Make a schedule of forward passes for evaluation: all micro-batches through each of a rank's stages in turn.
 
     The order of a training schedule has gaps for backward passes, and torch's own evaluation fails if neighbouring
@@ -401,22 +373,19 @@ def evaluation_schedule(
     return ActionSchedule(stages, placement.ranks, orders, micro_batches, loss)
 
 
-def actions(schedule: PipelineSchedule) -> list[Action]:
-    """Return the actions of this rank in a training schedule, in order."""
-    return _as_actions(planned_actions(schedule))
+def actions(schedule: pipelining.PipelineSchedule, rank: int | None = None) -> list[Action]:
+    """Return the actions of a rank (by default of this one) in a training schedule, in order."""
+    planned = pipelining.planned_actions(schedule, rank)
+    return [Action(each.stage_index, each.computation_type.value, each.microbatch_index or 0) for each in planned]
 
 
 def orders_of_all_ranks(schedule: TorchSchedule, pp: int, stages_per_rank: int, micro_batches: int) -> Orders:
     """Return the actions of each rank in a training schedule of several stages per rank, without starting ranks."""
     kind: Any = _torch_class(schedule)
-    lone = lone_schedule(kind, list(schedule.stage_ranks(pp, stages_per_rank)), micro_batches)
-    return tuple(tuple(_as_actions(planned_actions(lone, rank))) for rank in range(pp))
+    lone = pipelining.lone_schedule(kind, list(schedule.stage_ranks(pp, stages_per_rank)), micro_batches)
+    return tuple(tuple(actions(lone, rank)) for rank in range(pp))
 
 
-def _torch_class(schedule: Schedule) -> type[PipelineSchedule]:
+def _torch_class(schedule: Schedule) -> type[pipelining.PipelineSchedule]:
     assert isinstance(schedule, TorchSchedule)  # the others are lists of actions
     return get_schedule_class(schedule.torch_class.removeprefix("Schedule"))
-
-
-def _as_actions(planned: Iterable[PipelineAction]) -> list[Action]:
-    return [Action(each.stage_index, each.computation_type.value, each.microbatch_index or 0) for each in planned]

@@ -35,10 +35,7 @@ from threefold.config.schedules import SENDS_UNDER_WAY, Action
 from threefold.errors import UserError
 from threefold.parallel.pipeline.partition import StageMap
 from threefold.parallel.pipeline.stage import Stage, StepSamples
-from threefold.torch_private.pipelining import (
-    BufferedPipelineStage,
-    RecvInfo,
-)
+from threefold.torch_private.pipelining import BufferedPipelineStage, RecvInfo
 
 SLOTS: Final = 8
 """Slots of each rank; a pipeline has about two waiting messages per micro-batch in flight between two stages."""
@@ -263,21 +260,18 @@ class SendQueue:
         for op in ops:
             work = dist.isend(op.tensor, group=op.group, tag=op.tag, group_dst=op.group_peer)
             self._under_way.append((work, op.tensor))
-        self._wait(SENDS_UNDER_WAY)
+        self.finish(SENDS_UNDER_WAY)
 
-    def finish(self) -> None:
-        """Wait for all sends."""
-        self._wait(0)
-
-    def abandon(self) -> None:
-        """Forget the sends of a step that failed."""
-        self._under_way.clear()
-
-    def _wait(self, rest: int) -> None:
+    def finish(self, rest: int = 0) -> None:
+        """Wait for all sends but `rest`."""
         while len(self._under_way) > rest:
             work, _ = self._under_way.popleft()
             if work is not None:
                 work.wait()
+
+    def abandon(self) -> None:
+        """Forget the sends of a step that failed."""
+        self._under_way.clear()
 
 
 _ACTIVITIES = {

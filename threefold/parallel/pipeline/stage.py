@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from threefold.comm.axis import Axis
-from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.models.loss_terms import TermSums
@@ -65,7 +64,11 @@ class Stage(nn.Module):
             of the logits. For `LayerInputs`, the last layer's output.
         """
         if isinstance(x, LayerInputs):
-            return self._through(x, samples)
+            output: Any = None
+            for place, name in enumerate(self.layer_names):
+                inputs = inputs_from(output, self.layer_names[place - 1]) if place else x
+                output = self.call(name, inputs, samples)
+            return output
         layers = [self.get_submodule(name) for name in self.layer_names]
         for name, layer in zip(self.layer_names[:-1], layers, strict=False):
             x = self._activations(name, layer, x, samples)
@@ -75,14 +78,6 @@ class Stage(nn.Module):
 
     def _activations(self, name: str, layer: nn.Module, x: Any, samples: SampleInfo) -> Any:
         return layer(x) if name in self._alone else layer(x, samples)
-
-    def _through(self, inputs: LayerInputs, samples: SampleInfo) -> Any:
-        output: Any = None
-        for place, name in enumerate(self.layer_names):
-            if place:
-                inputs = inputs_from(output, self.layer_names[place - 1])
-            output = self.call(name, inputs, samples)
-        return output
 
     def call(self, layer: str, inputs: LayerInputs, samples: SampleInfo = NOTHING) -> Any:
         """Run one layer, with `samples` if its `forward` has a parameter of that name."""
@@ -118,12 +113,17 @@ class TiedWeights:
     def __init__(self, plan: ModelPlan, stages: StageMap, mesh: Mesh) -> None:
         self._names: dict[str, list[str]] = {}
         self._axes: dict[str, Axis] = {}
-        made: dict[tuple[int, ...], Axis | None] = {}
+        # This rank's axis of the ranks at some indices of pp; None if it is not among them.
+        made: dict[tuple[int, ...], Axis | None] = {
+            tuple(range(mesh.pp.size)): replace(mesh.pp, name="tie", device_mesh=None)
+        }
+        layout = mesh.layout
+        places = list(product(range(layout.dp), range(layout.cp), range(layout.tp)))
         for owner, ranks in shared_between(plan, stages).items():
             if ranks not in made:
-                made[ranks] = _axis(ranks, mesh)
-            axis = made[ranks]
-            if axis is not None:
+                groups = [[layout.rank_of(dp, pp, cp, tp) for pp in ranks] for dp, cp, tp in places]
+                made[ranks] = mesh.new_axis("tie", groups)
+            if (axis := made[ranks]) is not None:
                 self._axes[owner] = axis
 
     def __contains__(self, name: str) -> bool:
@@ -148,18 +148,6 @@ class TiedWeights:
 
     def _axis_of(self, name: str) -> Axis | None:
         return next((axis for owner, axis in self._axes.items() if covers(owner, name)), None)
-
-
-def _axis(ranks: tuple[int, ...], mesh: Mesh) -> Axis | None:
-    """Return the indices `ranks` of this rank's pp axis as an axis; None if this rank is not among them."""
-    if ranks == tuple(range(mesh.pp.size)):
-        return replace(mesh.pp, name="tie", device_mesh=None)
-    return mesh.new_axis("tie", _groups(ranks, mesh.layout))
-
-
-def _groups(ranks: Sequence[int], layout: Layout) -> list[list[int]]:
-    places = product(range(layout.dp), range(layout.cp), range(layout.tp))
-    return [[layout.rank_of(dp=dp, pp=pp, cp=cp, tp=tp) for pp in ranks] for dp, cp, tp in places]
 
 
 class StepSamples(ABC):

@@ -18,11 +18,11 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config, resolve
 from threefold.data.loader import Batch
+from threefold.dtypes import DTYPES
 from threefold.host import keep_freed_memory
 from threefold.models.family import make_model, model_plan
 from threefold.ops.kernels import linear
 from threefold.parallel.pipeline.scheduled_stage import Mailbox
-from threefold.parallel.settings import DTYPES
 from threefold.train.step import Engine
 
 _LAYERS, _HIDDEN, _HEADS, _VOCAB, _LENGTH = 4, 32, 8, 32, 16

@@ -17,8 +17,7 @@ from threefold.config.schema import Config, ParallelConfig
 from threefold.errors import UserError
 from threefold.models.block import ModelDescription
 from threefold.models.sharding import ModelPlan
-from threefold.parallel.pipeline.partition import StageMap, partitioned
-from threefold.parallel.shard_shapes import ShardCoordinates, shard_coordinates
+from threefold.parallel.pipeline.partition import ShardCoordinates, StageMap, partitioned, shard_coordinates
 from threefold.planner.activations import LayerMemory
 from threefold.planner.model_size import RankSize, model_weights, optimizer_states
 from threefold.planner.search.space import LayoutChoice, MeshSizes, Options, Settings, in_layout

@@ -11,9 +11,9 @@ from tests.support.mistakes import Patch, replace, with_mistake
 from tests.support.parity import Case, departures, in_layout, make_engine, shard_of
 from tests.support.sweep import sweep
 from threefold.comm.axis import Event, gather_from
+from threefold.parallel import shard_modules
 from threefold.parallel.parameter import local
-from threefold.parallel.tensor import grouped_heads
-from threefold.parallel.tensor.grouped_heads import GroupedHeadsLinear
+from threefold.parallel.shard_modules import GroupedHeadsLinear
 
 
 def grouped(key_value_heads: int, tp: int, *model: tuple[str, Any], **changes: Any) -> Case:
@@ -84,7 +84,7 @@ def test_a_weight_is_stored_once_and_only_features_travel(pool) -> None:
 def gradients_not_summed() -> list[Patch]:
     """Each rank keeps the gradient of the repeated keys and values that its own queries give."""
 
-    return [replace(grouped_heads, "gather_shares", gather_from)]
+    return [replace(shard_modules, "gather_shares", gather_from)]
 
 
 def queries_of_the_first_rank() -> list[Patch]:

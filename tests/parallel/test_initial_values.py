@@ -11,7 +11,7 @@ from threefold.comm.mesh import Axis, Mesh
 from threefold.compat.paddle import Splitter, split
 from threefold.errors import UserError
 from threefold.parallel.parameter import whole
-from threefold.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from threefold.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 
 def tensor_axis() -> Axis:

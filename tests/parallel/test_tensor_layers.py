@@ -14,7 +14,7 @@ from threefold.comm.mesh import Event, Mesh
 from threefold.constants import IGNORE_INDEX
 from threefold.errors import UserError
 from threefold.parallel.parameter import like, local, whole
-from threefold.parallel.tensor.layers import (
+from threefold.parallel.tensor import (
     ColumnParallelLinear,
     ParallelCrossEntropy,
     RowParallelLinear,

@@ -13,11 +13,11 @@ from threefold.comm.axis import Axis
 from threefold.models.layers.decoder import PositionEmbedding
 from threefold.models.sharding import OverSequence
 from threefold.ops.kernels import linear
+from threefold.parallel import tensor
+from threefold.parallel.context import ShardingContext
 from threefold.parallel.parallelize import TrainableModel
 from threefold.parallel.parameter import is_split, local
-from threefold.parallel.sequence import ShardingContext
 from threefold.parallel.shard_modules import SHARDINGS
-from threefold.parallel.tensor import layers as tensor
 from threefold.random.dropout import Dropout
 from threefold.random.rng import Slice
 from threefold.train import step as engine
@@ -82,7 +82,8 @@ def positions_start_anew_on_every_rank() -> list[Patch]:
 
 def input_gradient_not_summed() -> list[Patch]:
     def own_part(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.chunk(ctx.axis.size, ctx.dim)[ctx.axis.index].contiguous(), None, None
+        axis, dim = ctx.where
+        return grad.chunk(axis.size, dim)[axis.index].contiguous(), None, None
 
     return [replace(collectives._GatherShares, "backward", staticmethod(own_part))]
 

@@ -23,7 +23,7 @@ from threefold.constants import IGNORE_INDEX
 from threefold.models.layers.decoder import Linear, LinearCrossEntropy
 from threefold.ops import cross_entropy
 from threefold.parallel.parameter import local
-from threefold.parallel.tensor.layers import ColumnParallelLinear, ParallelCrossEntropy
+from threefold.parallel.tensor import ColumnParallelLinear, ParallelCrossEntropy
 from threefold.planner.activations import head_bytes
 
 CHUNK = ("train.loss_chunk_size", 7)
@@ -123,7 +123,7 @@ def test_evaluation_keeps_nothing_and_gives_the_same() -> None:
     output, loss = Linear(4, 30, bias=False), LinearCrossEntropy()
     x, labels = torch.randn(2, 5, 4), torch.randint(0, 30, (2, 5))
     at_once = loss(x, output, labels)
-    chunked = loss.in_chunks(7)
+    chunked = LinearCrossEntropy(7, loss.cross_entropy)
     with torch.no_grad(), recording_saved(output.parameters()) as saved:
         torch.testing.assert_close(chunked(x, output, labels), at_once.detach())
     assert saved.nbytes == 0

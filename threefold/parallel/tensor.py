@@ -5,9 +5,9 @@ the loss, a rank computes its own columns of the logits (`ops.cross_entropy`); a
 all-reduced, once for all chunks of columns.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from difflib import get_close_matches
+from functools import partial
 from math import sqrt
 from typing import Any, Self, cast
 
@@ -33,7 +33,7 @@ from threefold.errors import UserError
 from threefold.models.sharding import Column, Row, Split, Vocab
 from threefold.ops.cross_entropy import check_labels, logit_sums, scaled_exponentials, tops_and_sums
 from threefold.ops.kernels import embedding, linear
-from threefold.parallel.parameter import empty_parameter, local, offset, split_parameter, stored
+from threefold.parallel.parameter import empty_parameter, local, offset, slice_of, split_parameter, stored
 from threefold.random.rng import fill_normal_, stream_key
 from threefold.torch_private.tensors import assert_async
 
@@ -69,7 +69,8 @@ def fill_(parameter: Tensor, initializer: Initializer, key: int, what: str) -> N
     if held.is_meta:
         return
     whole = torch.zeros(parameter.shape, dtype=torch.promote_types(held.dtype, torch.float32), device="cpu")
-    with _drawing_from(key):
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(key)
         returned = initializer(whole)
     if isinstance(returned, Tensor):
         if returned.shape != whole.shape:
@@ -84,31 +85,12 @@ def fill_(parameter: Tensor, initializer: Initializer, key: int, what: str) -> N
 @torch.no_grad()
 def keep_shard_(parameter: Tensor, whole: Tensor) -> None:
     """Set this rank's shard of a parameter to its part of the whole values."""
-    held = local(parameter).detach()
-    for dim, (first, size) in enumerate(zip(offset(parameter), held.shape, strict=True)):
-        whole = whole.narrow(dim, first, size)
-    held.copy_(whole)
+    local(parameter).detach().copy_(slice_of(parameter, whole))
 
 
-def linear_weight_(weight: Tensor) -> Tensor:
-    """Draw a weight [out, in] as `nn.Linear` does."""
-    return nn.init.kaiming_uniform_(weight, a=sqrt(5))
-
-
-def linear_bias(in_features: int) -> Initializer:
-    """Return an initializer that draws a bias as `nn.Linear` does."""
-    bound = 1 / sqrt(in_features) if in_features else 0.0
-    return lambda bias: nn.init.uniform_(bias, -bound, bound)
-
-
-@contextmanager
-def _drawing_from(key: int) -> Iterator[None]:
-    before = torch.get_rng_state()
-    torch.default_generator.manual_seed(key)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before)
+def _leave(x: Tensor, axis: Axis, sequence_dim: int | None) -> Tensor:
+    """Sum over the ranks (all-reduce), or to this rank's shard of the sum (reduce-scatter)."""
+    return reduce_from(x, axis) if sequence_dim is None else reduce_to_shares(x, axis, sequence_dim)
 
 
 class _SplitLayer(nn.Module):
@@ -126,7 +108,7 @@ class _SplitLayer(nn.Module):
 
     def _split(self, name: str, whole: Tensor) -> nn.Parameter:
         dim = self.rule.cut_dim(name, "tp")
-        return cast(nn.Parameter, whole) if dim is None else split_parameter(whole, self.axis, dim)
+        return cast(nn.Parameter, whole) if dim is None else split_parameter(whole, (self.axis, dim))
 
     def _shapes(self) -> str:
         """Describe the shapes of the weight and of this rank's part, which computes, for `repr`."""
@@ -153,11 +135,6 @@ def check_axis(axis: Any, argument: str) -> None:
         )
 
 
-def _leave(x: Tensor, axis: Axis, sequence_dim: int | None) -> Tensor:
-    """Sum over the ranks (all-reduce), or to this rank's shard of the sum (reduce-scatter)."""
-    return reduce_from(x, axis) if sequence_dim is None else reduce_to_shares(x, axis, sequence_dim)
-
-
 def _pad_rows(weight: Tensor, multiple: int) -> Tensor:
     """Pad with zero rows to a multiple, at least one: matrix units need whole tiles, a look-up needs a row."""
     rows = max(1, -(-weight.shape[0] // multiple) * multiple)
@@ -168,7 +145,6 @@ _ROW_ARGUMENTS = ("name", "seed", "weight_init", "bias_init", "bias", "input_is_
 
 
 def _check_sizes(axis: Any, **sizes: Any) -> None:
-    """Check the axis and the sizes that a layer is made with."""
     check_axis(axis, "axis")
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 0:
@@ -247,8 +223,7 @@ class VocabParallelEmbedding(_SplitLayer):
         if self.axis.size == 1:
             return self._without_gradient(ids, embedding(ids, table))
         assert_async(
-            ((ids >= 0) & (ids < self.num_embeddings)).all(),
-            f"an id is not in the table of {self.num_embeddings} rows",
+            ((ids >= 0) & (ids < self.num_embeddings)).all(), f"an id is not in the table of {self.num_embeddings} rows"
         )
         foreign = (ids < self.start) | (ids >= self.end)
         looked_up = embedding((ids - self.start).masked_fill(foreign, 0), table)
@@ -279,14 +254,24 @@ class _SplitLinear(_SplitLayer):
         return layer
 
     def _initialise(
-        self, name: str | None, seed: int, weight_init: Initializer | None, bias_init: Initializer | None
+        self,
+        shape: tuple[int, int],
+        bias: bool,
+        name: str | None,
+        seed: int,
+        weight_init: Initializer | None,
+        bias_init: Initializer | None,
     ) -> None:
         """Draw weight and bias, each by its initializer if given, else keyed by the name, else as `nn.Linear` does."""
+        self.weight = self._empty("weight", shape)
+        self.register_parameter("bias", self._empty("bias", shape[:1]) if bias else None)
         if name is not None:
             self.reset_parameters(name, seed)
         key = new_key(name, seed) if name is None or weight_init or bias_init else 0
-        weight_init = weight_init or (linear_weight_ if name is None else None)
-        bias_init = bias_init or (linear_bias(self.weight.shape[1]) if name is None else None)
+        if name is None:
+            bound = 1 / sqrt(shape[1]) if shape[1] else 0.0
+            weight_init = weight_init or partial(nn.init.kaiming_uniform_, a=sqrt(5))
+            bias_init = bias_init or partial(nn.init.uniform_, a=-bound, b=bound)
         if weight_init is not None:
             fill_(self.weight, weight_init, key, "weight_init")
         if bias_init is not None and self.bias is not None:
@@ -344,9 +329,7 @@ class ColumnParallelLinear(_SplitLinear):
         super().__init__()
         _check_sizes(axis, in_features=in_features, out_features=out_features)
         self.axis, self.gather_output, self.pad_to, self.sequence_dim = axis, gather_output, pad_to, sequence_dim
-        self.weight = self._empty("weight", (out_features, in_features))
-        self.register_parameter("bias", self._empty("bias", (out_features,)) if bias else None)
-        self._initialise(name, seed, weight_init, bias_init)
+        self._initialise((out_features, in_features), bias, name, seed, weight_init, bias_init)
 
     @classmethod
     def from_linear(
@@ -440,9 +423,7 @@ class RowParallelLinear(_SplitLinear):
         super().__init__()
         _check_sizes(axis, in_features=in_features, out_features=out_features)
         self.axis, self.input_is_parallel, self.sequence_dim = axis, input_is_parallel, sequence_dim
-        self.weight = self._empty("weight", (out_features, in_features))
-        self.register_parameter("bias", self._empty("bias", (out_features,)) if bias else None)
-        self._initialise(name, seed, weight_init, bias_init)
+        self._initialise((out_features, in_features), bias, name, seed, weight_init, bias_init)
 
     @classmethod
     def from_linear(
@@ -483,10 +464,6 @@ class ParallelCrossEntropy(nn.Module):
         super().__init__()
         self.axis, self.vocab_size, self.logits_at_once = axis, vocab_size, logits_at_once
         self.start, self.end = shard_bounds(vocab_size, axis.size, axis.index)
-
-    def in_runs(self, logits_at_once: int) -> "ParallelCrossEntropy":
-        """Return this loss with another number of logits at once."""
-        return ParallelCrossEntropy(self.vocab_size, self.axis, logits_at_once)
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of each token.

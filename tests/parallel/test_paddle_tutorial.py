@@ -14,7 +14,7 @@ from threefold.comm.capture import capturable, capture_step
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.parallel.parameter import local
-from threefold.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from threefold.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 DYNAMIC = [0.0, -0.14513375, -0.2902736, -0.43542737, -0.5806184]
 STATIC = [11.943981, -2.2283082, -13.341571, -29.284101, -63.219418]

@@ -1,0 +1,382 @@
+"""Hugging Face's configs and weights, for all families, without torch: config.json key by key, and maps of tensors.
+
+A key of config.json that was not read, and might change the model, is an error. A parameter is assembled from rows of
+the files' tensors.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import log
+from typing import Any, Final
+
+from threefold.config import ModelConfig
+from threefold.errors import UserError
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shapes of parameters, by name."""
+MOST_LAYERS: Final = 100_000
+LARGEST_SIZE: Final = 1 << 30
+"""Limit of a width, a vocabulary or positions: far above any model's, and a product of two is still exact."""
+_LARGEST_NUMBER: Final = 1e30
+
+_HARMLESS: Final = """
+_attn_implementation_autoset _commit_hash _name_or_path add_cross_attention architectures attn_implementation
+auto_map bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward cross_attention_hidden_size
+decoder_start_token_id diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size
+eos_token_id exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
+gradient_checkpointing id2label is_decoder is_encoder_decoder is_llama_config keys_to_ignore_at_inference
+label2id length_penalty max_length max_sequence_length min_length n_ctx no_repeat_ngram_size num_beam_groups
+num_beams num_return_sequences output_attentions output_hidden_states output_past output_router_logits
+output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads remove_invalid_values
+reorder_and_upcast_attn repetition_penalty return_dict return_dict_in_generate sep_token_id summary_activation
+summary_first_dropout summary_proj_to_labels summary_type summary_use_proj suppress_tokens task_specific_params
+temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript
+transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache
+"""
+HARMLESS: Final = frozenset(_HARMLESS.split())
+"""Keys that change neither logits nor loss: sampling, outputs, bookkeeping, rounding."""
+
+
+def shortened(text: str) -> str:
+    """Make text printable and truncate it, for an error message."""
+    text = "".join(letter if letter.isprintable() else " " for letter in text)
+    return text if len(text) <= 120 else f"{text[:119]}…"
+
+
+class ConfigJson:
+    """Keys of a config.json, with a record of those that have been read.
+
+    `values` is the content of the file, `defaults` are the values of keys that it lacks, and `where` names it in
+    messages.
+    """
+
+    def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> None:
+        self._values, self._defaults, self._where = values, defaults, where
+        self._seen: set[str] = set()
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """Return a key's value, which may be null."""
+        self._seen.add(key)
+        return self._values.get(key, self._defaults.get(key, default))
+
+    def number(self, key: str, default: float | None = None) -> Any:
+        """Return a number; null means the default. Raise UserError if it is missing or not a number."""
+        value = self.take(key)
+        value = default if value is None else value
+        if value is None:
+            raise self.problem(f"{key} is missing", "take it from the model's page")
+        return self.checked_number(key, value)
+
+    def checked_number(self, key: str, value: Any) -> Any:
+        """Return the value if it is a finite number, else raise UserError."""
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.problem(f"{key} is {shortened(repr(value))}, which is no number")
+        if abs(value) > _LARGEST_NUMBER or value != value:
+            raise self.problem(f"{key} is {shortened(str(value))}, which is no number of a model")
+        return value
+
+    def whole(self, key: str, default: int | None = None, least: int = 0, most: int = LARGEST_SIZE) -> int:
+        """Return an integer from `least` to `most`; null means the default. Raise UserError for anything else."""
+        value = self.number(key, default)
+        if value % 1 != 0:
+            raise self.problem(f"{key} is {value!r}, which is no whole number")
+        if not least <= value <= most:
+            rule = f"at least {least}" if value < least else f"at most {most}"
+            raise self.problem(f"{key} is {shortened(str(value))} but must be {rule}")
+        return int(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """Return a boolean; null means the default. Raise UserError for anything else."""
+        value = self.take(key, default)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise self.problem(f"{key} is {shortened(repr(value))}, which is neither true nor false")
+        return value
+
+    def listed(self, key: str, kind: type) -> list[Any] | None:
+        """Return a list of values of type `kind`; None if missing or null. Raise UserError for anything else."""
+        value = self.take(key)
+        if value is not None and not (isinstance(value, list) and all(type(each) is kind for each in value)):
+            what = {int: "whole numbers", str: "texts"}[kind]
+            raise self.problem(f"{key} is {shortened(repr(value))}, which is no list of {what}", "fetch it again")
+        return value
+
+    def require(self, key: str, *allowed: Any) -> None:
+        """Raise UserError if a key is present with an unsupported value."""
+        value = self.take(key, allowed[0])
+        if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed):
+            raise self.refuse(key, value, f"{key} {' or '.join(repr(each) for each in allowed)} alone")
+
+    def refuse(self, key: str, value: Any, can: str) -> UserError:
+        """Return the error that the value of `key` is unsupported."""
+        return self.problem(f"{key} is {shortened(repr(value))}", f"Threefold has {can}")
+
+    def problem(self, what: str, remedy: str = "fetch the file again") -> UserError:
+        return UserError(f"{self._where}: {what}; {remedy}.")
+
+    def finish(self, ignored: Collection[str]) -> None:
+        """Raise UserError if a key with a value was neither read, nor harmless, nor in `ignored`."""
+        known = self._seen | HARMLESS | set(ignored)
+        asked = {key: value for key, value in self._values.items() if key not in known and value}
+        if asked:
+            key = min(asked)
+            raise UserError(
+                f"{self._where}: {shortened(key)} is {shortened(repr(asked[key]))}, which Threefold does not know; "
+                f"if it changes neither logits nor loss, give --ignore {shortened(key)}."
+            )
+
+
+_FACTOR = ("rope_factor", "factor")
+_ORIGINAL = ("rope_original_positions", "original_max_position_embeddings")
+_METHODS: dict[str, tuple[tuple[str, str], ...]] = {
+    "linear": (_FACTOR,),
+    "dynamic": (_FACTOR,),
+    "llama3": (
+        _FACTOR,
+        _ORIGINAL,
+        ("rope_low_frequency_factor", "low_freq_factor"),
+        ("rope_high_frequency_factor", "high_freq_factor"),
+    ),
+    "yarn": (
+        _FACTOR,
+        _ORIGINAL,
+        ("rope_beta_fast", "beta_fast"),
+        ("rope_beta_slow", "beta_slow"),
+        ("rope_attention_factor", "attention_factor"),
+    ),
+}
+"""Our setting and the key of config.json for each value of a scaling method."""
+_WHOLE = "rope_original_positions"
+_NUMBERS = {key for names in _METHODS.values() for _, key in names} | {"rope_theta", "mscale", "mscale_all_dim"}
+
+
+def read_rope(keys: ConfigJson, positions: int) -> dict[str, Any]:
+    """Read the settings of rotary positions; raise UserError if a method or a value is unsupported.
+
+    The old spelling is `rope_theta` beside `rope_scaling`, the new one is `rope_parameters` with both. Like
+    transformers, prefer the old one if a file has both. `positions` is the length of the longest sequence.
+    """
+    old, new = keys.take("rope_scaling") or {}, keys.take("rope_parameters") or {}
+    for key, value in (("rope_scaling", old), ("rope_parameters", new)):
+        if not isinstance(value, dict) or any(isinstance(inner, dict) for inner in value.values()):
+            raise keys.refuse(key, value, "one kind of rotary positions for all layers")
+    if old and new and _plain(old) != _plain(new):
+        raise keys.problem(f"rope_scaling is {old} and rope_parameters {new}", "delete the one that is wrong")
+    given = {key: value for key, value in (old or new).items() if value is not None}
+    for key in _NUMBERS & given.keys():
+        keys.checked_number(key, given[key])
+    theta = given.get("rope_theta", keys.number("rope_theta"))
+    settings: dict[str, Any] = {"position_embedding": "rope", "rope_theta": float(theta)}
+    keys.require("partial_rotary_factor", 1.0, None)
+    method = given.get("rope_type", given.get("type", "default"))
+    if method == "default":
+        return settings
+    if not isinstance(method, str) or method not in _METHODS:
+        raise keys.refuse("rope_type", method, f"default, {', '.join(_METHODS)}")
+    return settings | {"rope_scaling": method} | _scaling(keys, method, given, positions)
+
+
+def _scaling(keys: ConfigJson, method: str, given: dict[str, Any], positions: int) -> dict[str, Any]:
+    names = dict(_METHODS[method])
+    known = {*names.values(), "type", "rope_type", "rope_theta", "mscale", "mscale_all_dim", "truncate"}
+    if method == "dynamic":
+        known.add("original_max_position_embeddings")  # ignored by transformers
+    if given.get("partial_rotary_factor", 1.0) == 1.0:
+        known.add("partial_rotary_factor")
+    for key in given.keys() - known:
+        raise keys.refuse(f"{key} of rope_type {method}", given[key], f"{', '.join(names.values())} for it")
+    if method != "yarn":
+        for key in given.keys() & {"mscale", "mscale_all_dim", "truncate"}:
+            raise keys.refuse(f"{key} of rope_type {method}", given[key], "it for yarn")
+    if given.get("truncate", True) is not True:
+        raise keys.refuse("truncate of rope_type yarn", given["truncate"], "bounds of whole dims alone")
+    read = {ours: given[theirs] for ours, theirs in names.items() if theirs in given}
+    if method == "yarn" and "original_max_position_embeddings" in given:
+        read.setdefault("rope_factor", positions / max(1.0, float(given["original_max_position_embeddings"])))
+    elif "factor" not in given:
+        raise keys.problem(f"factor of rope_type {method} is missing")
+    read.setdefault("rope_original_positions", positions)
+    if method == "llama3" and not {"low_freq_factor", "high_freq_factor"} <= given.keys():
+        raise keys.problem("low_freq_factor or high_freq_factor of rope_type llama3 is missing")
+    if method == "yarn":
+        # The default of transformers.
+        growth = log(read["rope_factor"]) if read["rope_factor"] > 1 else 0.0
+        over, under = given.get("mscale"), given.get("mscale_all_dim")
+        default = (0.1 * over * growth + 1) / (0.1 * under * growth + 1) if over and under else 0.1 * growth + 1
+        read.setdefault("rope_attention_factor", default)
+        read["rope_beta_fast"] = read.get("rope_beta_fast") or 32
+        read["rope_beta_slow"] = read.get("rope_beta_slow") or 1
+    return {name: int(value) if name == _WHOLE else float(value) for name, value in read.items()}
+
+
+def write_rope(model: ModelConfig) -> dict[str, Any]:
+    """Return the keys of config.json in both spellings, for old and new readers."""
+    theta, method = model.rope_theta, model.rope_scaling
+    if method == "none":
+        scaling, parameters = None, {"rope_type": "default", "rope_theta": theta}
+    else:
+        scaling = {"rope_type": method, **{theirs: getattr(model, ours) for ours, theirs in _METHODS[method]}}
+        parameters = {**scaling, "rope_theta": theta}
+    return {"rope_theta": theta, "rope_scaling": scaling, "rope_parameters": parameters}
+
+
+def _plain(spelled: dict[str, Any]) -> dict[str, Any]:
+    """Return a spelling without the keys that only one of the two has."""
+    kept = {key: value for key, value in spelled.items() if key not in ("rope_theta", "type", "rope_type")}
+    return {**kept, "rope_type": spelled.get("rope_type", spelled.get("type", "default"))}
+
+
+@dataclass(frozen=True)
+class SourceRows:
+    """Rows of a tensor in the files.
+
+    Attributes:
+        name: name of the tensor.
+        rows: number of its rows in each group of the parameter's rows.
+        start: first row.
+        index: index of the matrix, if the tensor is a stack of matrices.
+    """
+
+    name: str
+    rows: int = 1
+    start: int = 0
+    index: int | None = None
+
+
+@dataclass(frozen=True)
+class WeightMap:
+    """Map from tensors in the files to a parameter, or to one expert's matrix of a stacked parameter.
+
+    The rows of the parameter form groups, each with some rows of every source in order.
+
+    Attributes:
+        name: name of the parameter.
+        shape: shape of the parameter; for one expert's matrix, without the dim of the stack.
+        sources: rows that make up a group.
+        transposed: whether the files hold the transpose, [in, out].
+        expert: index of the expert, if the parameter is a stack.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    sources: tuple[SourceRows, ...]
+    transposed: bool = False
+    expert: int | None = None
+
+    @property
+    def group(self) -> int:
+        """Number of rows in a group."""
+        return sum(source.rows for source in self.sources)
+
+    def source_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each tensor in the files, by name; of a stack, without its dim."""
+        groups, rest = self.shape[0] // self.group, self.shape[1:]
+        rows: dict[str, int] = {}
+        for source in self.sources:
+            rows[source.name] = rows.get(source.name, 0) + source.rows * groups
+        shapes = {name: (count, *rest) for name, count in rows.items()}
+        return {name: shape[::-1] for name, shape in shapes.items()} if self.transposed else shapes
+
+
+def copied(name: str, source: str, shapes: Shapes) -> WeightMap:
+    """Map a parameter that the files hold unchanged."""
+    return WeightMap(name, shapes[name], (SourceRows(source),))
+
+
+def interleaved(name: str, shape: Sequence[int], sources: Sequence[SourceRows], expert: int | None = None) -> WeightMap:
+    """Map a parameter whose groups of rows alternate between several tensors."""
+    return WeightMap(name, tuple(shape), tuple(sources), expert=expert)
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """Names of the tensors that are copied unchanged.
+
+    Attributes:
+        outside: parameter outside the blocks → tensor.
+        in_block: parameter → tensor, both by their names within the block.
+        block: prefix of the names of a block's tensors; `{}` stands for its number.
+    """
+
+    outside: Mapping[str, str]
+    in_block: Mapping[str, str]
+    block: str
+
+
+@dataclass(frozen=True)
+class HuggingFaceType(ABC):
+    """A `model_type` of Hugging Face: its config.json and the names of its tensors.
+
+    Attributes:
+        name: the model_type.
+        architecture: family that it belongs to.
+        head: class of transformers that includes a language-model head.
+        names: names of the tensors that are copied unchanged.
+        prefix: prefix of all tensor names except the head's.
+        defaults: values of keys that a config.json lacks, as in transformers.
+    """
+
+    name: str
+    architecture: str
+    head: str
+    names: TensorNames
+    prefix: str = "model."
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    @abstractmethod
+    def read(self, given: ConfigJson) -> dict[str, Any]:
+        """Return the settings of `model`, except the architecture; raise UserError for an unsupported value."""
+
+    @abstractmethod
+    def write(self, model: Any) -> dict[str, Any]:
+        """Return the keys of config.json for a resolved model without an `obstacle`, except model_type and tokens."""
+
+    def obstacle(self, model: Any) -> str | None:
+        """Return the first setting of a model, with its value, that this type has no key for; None if there is none."""
+        return None
+
+    def is_near(self, model: Any) -> bool:
+        """Return whether an error about a model that fits no type should name this type's obstacle."""
+        return True
+
+    def training_only(self) -> Sequence[str]:
+        """Return the settings of `model` that only matter in training and have no key in config.json."""
+        return ()
+
+    def rearranged(
+        self, name: str, in_block: str, block: str, model: Any, shapes: Shapes, present: Collection[str]
+    ) -> list[WeightMap]:
+        """Map a parameter of a block that the files do not hold unchanged.
+
+        Args:
+            name: name of the parameter.
+            in_block: its name within the block.
+            block: prefix of the names of the block's tensors.
+            model: resolved `model` section.
+            shapes: shapes of all parameters, by name.
+            present: names in the files; empty when writing.
+        """
+        raise ValueError(f"{type(self).__name__} has no tensor for {name}")
+
+    def weights(self, model: ModelConfig, shapes: Shapes, present: Collection[str] = ()) -> list[WeightMap]:
+        """Map every parameter, in the order of the layers.
+
+        `present` are the names in the files, which determine how experts are stored: one by one if it is empty.
+        """
+        maps: list[WeightMap] = []
+        for name in shapes:
+            if name in self.names.outside:
+                maps.append(copied(name, self.names.outside[name], shapes))
+                continue
+            _, layer, in_block = name.split(".", 2)
+            block = self.names.block.format(layer)
+            if in_block in self.names.in_block:
+                maps.append(copied(name, block + self.names.in_block[in_block], shapes))
+            else:
+                maps += self.rearranged(name, in_block, block, model, shapes, present)
+        return maps
+
+
+def yaml_word(value: bool) -> str:
+    return str(value).lower()

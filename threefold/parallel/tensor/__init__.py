@@ -1,1 +1,0 @@
-"""Tensor and sequence parallelism: layers with weights or activations sharded over the tp axis."""
