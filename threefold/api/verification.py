@@ -14,10 +14,8 @@ from threefold.launch.process import prepare_fork, require_room
 from threefold.models.loss_terms import LossFunction
 from threefold.models.source import ModelSource
 from threefold.parallel.forward_check import layout_check
-from threefold.verify.layout_selection import asked_for, covering, possible
-from threefold.verify.report import EQUAL, LayoutResult
-from threefold.verify.shrunk_config import UNKNOWN_VOCABULARY, prepare, shrink
-from threefold.verify.verifier import Verification, choose_batches, verifier
+from threefold.verify.layouts import UNKNOWN_VOCABULARY, asked_for, covering, possible, prepare, shrink
+from threefold.verify.verifier import EQUAL, LayoutResult, Verification, choose_batches, verifier
 
 if TYPE_CHECKING:
     import torch

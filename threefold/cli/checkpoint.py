@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from threefold.byte_sizes import format_bytes, parse_bytes
-from threefold.cli.options import ModelFile, TrustCode, model_file, print_warnings
-from threefold.cli.terminal import Bars, counted, print_table, table
+from threefold.cli.terminal import Bars, ModelFile, TrustCode, counted, model_file, print_table, print_warnings, table
 
 if TYPE_CHECKING:
     from threefold.checkpoint.listing import ListedCheckpoint

@@ -6,8 +6,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from threefold.byte_sizes import format_bytes
-from threefold.cli.options import ConfigFile, ModelFile, Overrides, TrustCode, read_config, read_without_data
-from threefold.cli.terminal import counted, first_to_last, print_table
+from threefold.cli.terminal import (
+    ConfigFile,
+    ModelFile,
+    Overrides,
+    TrustCode,
+    counted,
+    first_to_last,
+    print_table,
+    read_config,
+    read_without_data,
+)
 from threefold.errors import UserError
 
 if TYPE_CHECKING:

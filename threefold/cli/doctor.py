@@ -13,7 +13,7 @@ from threefold.errors import UserError
 from threefold.files import shown
 
 if TYPE_CHECKING:
-    from threefold.planner.doctor.examination import Examination
+    from threefold.planner.doctor import Examination
     from threefold.planner.hardware import Hardware
 
 
@@ -38,7 +38,7 @@ def command(
     Measures matrix products, memory, collectives of 2, 4 and 8 local ranks, and the disk, in about half a minute.
     Saves the hardware entry `this-machine` for `threefold estimate` and the MFU of runs, and reports what is wrong.
     """
-    from threefold.planner.doctor.examination import examine, measured_entry
+    from threefold.planner.doctor import examine, measured_entry
 
     if save is not None:
         _check_save(save)

@@ -9,18 +9,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from threefold.byte_sizes import format_bytes
-from threefold.cli.options import (
+from threefold.cli.terminal import (
     ConfigFile,
     ModelFile,
     Overrides,
+    Steps,
     TrustCode,
+    counted,
+    first_to_last,
+    print_table,
     read_config,
     read_without_data,
     require_ranks,
     whole_number,
     with_model,
 )
-from threefold.cli.terminal import Steps, counted, first_to_last, print_table
 from threefold.errors import UserError
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from threefold.byte_sizes import format_bytes
-from threefold.cli.options import ConfigFile, Overrides, TrustCode, check_picture_file, read_without_data
-from threefold.cli.terminal import print_table
+from threefold.cli.terminal import ConfigFile, Overrides, TrustCode, check_picture_file, print_table, read_without_data
 from threefold.errors import UserError
 
 if TYPE_CHECKING:

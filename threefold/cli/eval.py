@@ -9,19 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from threefold.cli.options import (
+from threefold.cli.terminal import (
     DeviceName,
     DtypeName,
     ModelFile,
     PipelineRanks,
     RunFolder,
     SpecialTokensName,
+    Steps,
     TensorRanks,
     TrustCode,
     model_file,
     print_warnings,
+    table,
 )
-from threefold.cli.terminal import Steps, table
 from threefold.errors import UserError
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from threefold.cli.options import (
+from threefold.cli.terminal import (
     DeviceName,
     DtypeName,
     ModelFile,
@@ -16,8 +16,8 @@ from threefold.cli.options import (
     TrustCode,
     model_file,
     print_warnings,
+    read_standard_input,
 )
-from threefold.cli.terminal import read_standard_input
 from threefold.errors import OutputLost
 
 if TYPE_CHECKING:

@@ -10,15 +10,22 @@ import typer
 
 from threefold.byte_sizes import format_bytes
 from threefold.cli.estimate import AsJson, HardwareName, chosen_hardware
-from threefold.cli.options import ConfigFile, Overrides, TrustCode, check_picture_file, read_config, whole_number
-from threefold.cli.terminal import table
+from threefold.cli.terminal import (
+    ConfigFile,
+    Overrides,
+    TrustCode,
+    check_picture_file,
+    read_config,
+    table,
+    whole_number,
+)
 from threefold.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from threefold.planner.search.bounds import Evaluated
-    from threefold.planner.search.planning import Budget, SearchAnswer
+    from threefold.planner.bounds import Evaluated
+    from threefold.planner.planning import Budget, SearchAnswer
 
 
 def command(
@@ -61,7 +68,7 @@ def command(
     """
     began = perf_counter()
     from threefold.config.section import MOST_RANKS
-    from threefold.planner.search.planning import (
+    from threefold.planner.planning import (
         config_text,
         plan_layouts,
         read_request,

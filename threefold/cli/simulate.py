@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from threefold.cli.options import check_picture_file, times, whole_number
-from threefold.cli.terminal import counted, print_table
+from threefold.cli.terminal import check_picture_file, counted, print_table, times, whole_number
 from threefold.errors import UserError
 
 if TYPE_CHECKING:
     from threefold.config.schedules import Schedule
-    from threefold.planner.simulation import Simulation
+    from threefold.planner.schedule import Simulation
 
 
 _TIME = "per stage and micro-batch, in ms; several between commas are those of each stage."
@@ -61,8 +60,7 @@ def command(
     where cost is the longest time of a stage from its first action to its last.
     """
     from threefold.config.schedules import check_schedule_path, write_schedule_file
-    from threefold.planner.schedule import find_planned
-    from threefold.planner.simulation import simulated
+    from threefold.planner.schedule import find_planned, simulated
 
     if csv is not None:
         check_schedule_path(csv)
@@ -81,7 +79,7 @@ def command(
     ]
     found = simulated(row, pp, per_rank, count, passes, times(transfer, "--transfer"))
     if picture is not None:
-        from threefold.planner.timeline import draw_timeline, spans_of
+        from threefold.planner.pictures import draw_timeline, spans_of
 
         rows = "stage" if len(row.stage_ranks(pp, per_rank)) == pp else "rank"
         draw_timeline(picture, spans_of(found.timeline), _timeline_title(found), called=rows)

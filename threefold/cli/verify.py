@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 import typer
 
 from threefold.byte_sizes import format_bytes
-from threefold.cli.options import ConfigFile, Overrides, TrustCode, read_config
+from threefold.cli.terminal import ConfigFile, Overrides, TrustCode, read_config
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 
     from threefold.comm.layout import LayoutSpec
     from threefold.config import Config
-    from threefold.verify.layout_selection import Check, Selection
-    from threefold.verify.report import LayoutResult, Verdict
-    from threefold.verify.verifier import Verification
+    from threefold.verify.layouts import Check, Selection
+    from threefold.verify.verifier import LayoutResult, Verdict, Verification
 
 
 def command(
@@ -70,8 +69,7 @@ def command(
     from threefold.config.model import OWN, is_made_from_section, split_model_file
     from threefold.data.dataset import names_nested_data, vocabulary
     from threefold.launch.process import require_room
-    from threefold.verify.layout_selection import possible
-    from threefold.verify.shrunk_config import UNKNOWN_VOCABULARY, prepare, shrink
+    from threefold.verify.layouts import UNKNOWN_VOCABULARY, possible, prepare, shrink
 
     from_section = model is not None and is_made_from_section(*split_model_file(model))
     given = read_config(config, overrides, None if from_section else model, trust_code)
@@ -89,8 +87,7 @@ def command(
     # These import torch, and the errors above should not wait for it.
     from threefold.models.source import ConfigSource, FileSource
     from threefold.parallel.forward_check import layout_check
-    from threefold.verify.report import EQUAL
-    from threefold.verify.verifier import Verification, choose_batches, verifier
+    from threefold.verify.verifier import EQUAL, Verification, choose_batches, verifier
 
     source = FileSource.parse(model) if model is not None and from_section else ConfigSource()
     if own:
@@ -119,12 +116,12 @@ def _select(
     config: "Config", specs: "list[LayoutSpec]", ranks: int, every: bool, check: "Check | None" = None
 ) -> "Selection":
     """Return the layouts to verify; `check` tests layouts of a model that the config alone does not describe."""
-    from threefold.verify import layout_selection
+    from threefold.verify import layouts
 
-    check = check or layout_selection.suits
+    check = check or layouts.suits
     if specs:
-        return layout_selection.asked_for(config, specs, check)
-    select = layout_selection.every if every else layout_selection.covering
+        return layouts.asked_for(config, specs, check)
+    select = layouts.every if every else layouts.covering
     return select(config, ranks, check)
 
 
@@ -150,7 +147,7 @@ def _as_json(
     task: "Verification", selection: "Selection", parameters: int, results: "list[LayoutResult]", seconds: float
 ) -> str:
     """Return the JSON document (schema in docs/verify.md)."""
-    from threefold.verify.report import DEPARTS, EQUAL, FAILED, UNSPLIT
+    from threefold.verify.verifier import DEPARTS, EQUAL, FAILED, UNSPLIT
 
     counts = Counter(result.verdict for result in results)
     document = {
@@ -241,7 +238,7 @@ class _Table:
         from rich.padding import Padding
         from rich.text import Text
 
-        from threefold.verify.report import DEPARTS, EQUAL, FAILED, UNSPLIT
+        from threefold.verify.verifier import DEPARTS, EQUAL, FAILED, UNSPLIT
 
         marks = {
             EQUAL: Text("✓ equal", "green"),
@@ -291,8 +288,8 @@ class _Table:
         from rich.table import Column, Table
         from rich.text import Text
 
+        from threefold.verify.layouts import changes
         from threefold.verify.reference import CLIP_SHARE
-        from threefold.verify.shrunk_config import changes
 
         config, task = self._task.config, self._task
         size = "as it is" if task.full else f"shrunk (--full: as it is) {', '.join(changes(self._before, config))}"
@@ -326,7 +323,7 @@ class _Table:
 def _summary(results: "list[LayoutResult]", tolerance: float, seconds: float) -> "Text":
     from rich.text import Text
 
-    from threefold.verify.report import DEPARTS, EQUAL, FAILED, UNSPLIT
+    from threefold.verify.verifier import DEPARTS, EQUAL, FAILED, UNSPLIT
 
     counts, many = Counter(result.verdict for result in results), len(results)
     if counts[EQUAL] == many:

@@ -20,8 +20,7 @@ from threefold.config.resolve import default_largest
 from threefold.config.rules import default_micro_batches
 from threefold.constants import LOGITS_AT_ONCE
 from threefold.models.block import BlockShape, Mixture
-from threefold.planner.block import RankBlock, own_attention, rank_block
-from threefold.planner.model_size import ModelSize, ModelWeights
+from threefold.planner.model_size import ModelSize, ModelWeights, RankBlock, own_attention, rank_block
 from threefold.planner.systems import Keeps
 
 _POSITION = 8

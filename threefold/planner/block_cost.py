@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from threefold.config import Config
 from threefold.models.block import BlockShape
-from threefold.planner.block import RankBlock, rank_block
 from threefold.planner.collective_cost import (
     Group,
     all_to_all_seconds,
@@ -19,6 +18,7 @@ from threefold.planner.collective_cost import (
     send_seconds,
 )
 from threefold.planner.hardware import Hardware
+from threefold.planner.model_size import RankBlock, rank_block
 from threefold.planner.systems import System
 
 

@@ -11,7 +11,6 @@ from threefold.config.section import nearest_multiple
 from threefold.errors import UserError
 from threefold.models.block import describe_model, model_flops_per_token
 from threefold.parallel.pipeline.partition import stage_map
-from threefold.planner.block import described_blocks
 from threefold.planner.block_cost import (
     NOTHING,
     Passes,
@@ -30,7 +29,7 @@ from threefold.planner.collective_cost import (
     update_seconds,
 )
 from threefold.planner.hardware import Hardware
-from threefold.planner.model_size import most_states
+from threefold.planner.model_size import described_blocks, most_states
 from threefold.planner.stage_memory import RESERVE, StageMemory, stage_memory
 from threefold.planner.systems import SYSTEMS, System, find_system
 

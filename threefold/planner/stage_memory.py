@@ -14,8 +14,7 @@ from threefold.config import Config
 from threefold.config.schedules import SENDS_UNDER_WAY, Action, Schedule
 from threefold.config.schema import ParallelConfig, PrecisionConfig
 from threefold.planner.activations import LayerBytes, LayerMemory
-from threefold.planner.block import described_blocks
-from threefold.planner.model_size import ModelSize, RankSize
+from threefold.planner.model_size import ModelSize, RankSize, described_blocks
 from threefold.planner.schedule import orders_of
 from threefold.planner.systems import Keeps, keeps_of
 

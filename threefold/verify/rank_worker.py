@@ -24,8 +24,8 @@ from threefold.train.state import checkpoint_tensors, loss_scale_facts, restore_
 from threefold.train.step import Engine
 from threefold.verify.batches import BatchSource
 from threefold.verify.compare import EVALUATION, SCALE, TOLERANCE, Comparison, Error, Held
+from threefold.verify.layouts import compose
 from threefold.verify.reference import CLIP_SHARE, OneProcess, Trace
-from threefold.verify.shrunk_config import compose
 
 PIECES: Final = PieceSizes(bucket_bytes=8 << 10, norm_elements=16, logits_at_once=1 << 5)
 SHARED_MEMORY: Final = SharedMemorySizes(slot=4 << 10, sharing=2 << 10)

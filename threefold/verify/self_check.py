@@ -46,8 +46,7 @@ from threefold.train.callbacks.base import say
 from threefold.verify.batches import BatchSource
 from threefold.verify.rank_worker import run_rank
 from threefold.verify.reference import Trace, one_process, reference_loss
-from threefold.verify.report import DEPARTS, judge
-from threefold.verify.verifier import choose_batches
+from threefold.verify.verifier import DEPARTS, choose_batches, judge
 
 _ALIKE: Final = 1e-4
 """Largest relative difference at which gradients count as equal."""

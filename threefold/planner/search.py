@@ -8,9 +8,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from threefold.planner.search.bounds import Array, Evaluated, Mask
-from threefold.planner.search.least_seconds import ModelCosts
-from threefold.planner.search.space import Check, LayoutChoice, MeshSizes, Options, RuleAnswers, Settings, Space
+from threefold.planner.bounds import Array, Evaluated, Mask, ModelCosts
+from threefold.planner.space import Check, LayoutChoice, MeshSizes, Options, RuleAnswers, Settings, Space
 
 Weight = Callable[[int], float]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from threefold.errors import UserError
-from threefold.planner.search.planning import budget_of, parse_tokens
+from threefold.planner.planning import budget_of, parse_tokens
 
 
 @pytest.mark.parametrize(

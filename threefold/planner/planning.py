@@ -21,13 +21,12 @@ from threefold.data.dataset import resolve_without_data
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.models.family import model_plan
-from threefold.planner.block import described_blocks
+from threefold.planner.bounds import Evaluated, ModelCosts
 from threefold.planner.estimate import own_system
 from threefold.planner.hardware import Hardware
-from threefold.planner.search.bounds import Evaluated
-from threefold.planner.search.least_seconds import ModelCosts
-from threefold.planner.search.search import Found, search
-from threefold.planner.search.space import KEYS, LayoutChoice, Space, alone, layout_rules, without_layout
+from threefold.planner.model_size import described_blocks
+from threefold.planner.search import Found, search
+from threefold.planner.space import KEYS, LayoutChoice, Space, alone, layout_rules, without_layout
 from threefold.planner.systems import System, find_system
 from threefold.plugins import one_of
 
