@@ -17,15 +17,21 @@ from threefold.planner.doctor import (
     axis_routes,
     findings_of,
     gpu_of,
-    half_depth,
     interfaces,
     measure_disk,
     measured_entry,
-    measured_link,
     this_machine,
 )
 from threefold.planner.hardware import as_yaml, build, read_entries
-from threefold.planner.measuring import NCCL, AttentionRate, Collective, RankRates, tiny_config
+from threefold.planner.measuring import (
+    NCCL,
+    AttentionRate,
+    Collective,
+    RankRates,
+    half_depth,
+    measured_link,
+    tiny_config,
+)
 from threefold.planner.systems import SYSTEMS
 
 MACHINE = Machine(
