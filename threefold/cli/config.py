@@ -11,8 +11,8 @@ from threefold.cli.terminal import (
     ModelFile,
     Overrides,
     TrustCode,
-    counted,
     first_to_last,
+    print_layout,
     print_table,
     read_config,
     read_without_data,
@@ -129,16 +129,13 @@ def _print_size(size: "ModelSize", config: "Config") -> None:
     layout = Layout.from_config(config.parallel)
     active = f", {size.active:,} active per token" if size.active < size.parameters else ""
     typer.echo(f"Parameters: {size.parameters:,}{active}.")
-    zero = f", zero {config.parallel.zero}" if config.parallel.zero else ""
-    typer.echo(f"Layout: {layout}{zero}, {counted(layout.world_size, 'rank')}; {config.precision.dtype}.")
+    print_layout(config)
     if layout.pp > 1:
-        print_table(
-            ("stage", "pp rank", "layers", "parameters"),
-            [
-                (str(number), str(stage.pp_rank), first_to_last(stage.layers), f"{stage.parameters:,}")
-                for number, stage in enumerate(size.stages())
-            ],
-        )
+        stages = [
+            (str(number), str(stage.pp_rank), first_to_last(stage.layers), f"{stage.parameters:,}")
+            for number, stage in enumerate(size.stages())
+        ]
+        print_table(("stage", "pp rank", "layers", "parameters"), stages)
     rows = []
     for pp_rank in range(layout.pp):
         held = size.largest_rank(pp_rank)

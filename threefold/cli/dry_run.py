@@ -15,8 +15,8 @@ from threefold.cli.terminal import (
     Overrides,
     Steps,
     TrustCode,
-    counted,
     first_to_last,
+    print_layout,
     print_table,
     read_config,
     read_without_data,
@@ -97,26 +97,27 @@ def _replicas(config: "Config", world: int) -> int:
 
 def _print_reports(config: "Config", reports: Sequence["DryRunReport"], hardware: "Hardware | None") -> None:
     """Print memory, collectives and floating-point operations of each rank, and whether it fits."""
-    from threefold.comm.layout import Layout
-
-    layout, train = Layout.from_config(config.parallel), config.train
-    zero = f", zero {config.parallel.zero}" if config.parallel.zero else ""
+    train = config.train
     each = f"{train.gradient_accumulation_steps} of {train.micro_batch_size}"
-    typer.echo(f"Layout: {layout}{zero}, {counted(layout.world_size, 'rank')}; {config.precision.dtype}.")
+    print_layout(config)
     typer.echo(f"One step: {train.global_batch_size:,} samples, in micro-batches of each replica: {each}.")
-    places = [(f"{report.rank:,}", str(report.coordinates["pp"])) for report in reports]
-    work: list[tuple[str, ...]] = [
-        (*place, first_to_last(report.layers), f"{report.parameters:,}", f"{report.flops / 1e12:,.3f}")
-        for place, report in zip(places, reports, strict=True)
-    ]
+    work, memory = [], []
+    for report in reports:
+        place = (f"{report.rank:,}", str(report.coordinates["pp"]))
+        work.append((*place, first_to_last(report.layers), f"{report.parameters:,}", f"{report.flops / 1e12:,.3f}"))
+        memory.append((*place, *map(format_bytes, (*report.causes.values(), report.peak_bytes))))
     print_table(("rank", "stage", "layers", "parameters", "TFLOP"), work)
-    memory = [
-        (*place, *map(format_bytes, (*report.causes.values(), report.peak_bytes)))
-        for place, report in zip(places, reports, strict=True)
-    ]
     print_table(("rank", "stage", "weights", "gradients", "optimizer", "activations", "peak"), memory)
     typer.echo("At the peak, by the causes of threefold estimate, which adds what an allocator loses (fragmentation).")
-    if collectives := _collectives(reports):
+    collectives: list[tuple[str, ...]] = []
+    for of_rank, alike in groupby(reports, key=lambda report: list(report.collectives)):
+        ranks = [report.rank for report in alike]  # neighbours with the same collectives share the rows
+        named = f"{ranks[0]:,}" if len(ranks) == 1 else f"{ranks[0]:,} to {ranks[-1]:,}"
+        for each_kind in of_rank:
+            count, nbytes = f"{each_kind.count:,}", format_bytes(each_kind.nbytes)
+            collectives.append((named, each_kind.axis, each_kind.operation, count, nbytes))
+            named = ""
+    if collectives:
         print_table(("ranks", "axis", "collective", "count", "bytes"), collectives)
     largest = max(reports, key=lambda report: report.peak_bytes)
     needs = f"Rank {largest.rank:,} needs {format_bytes(largest.peak_bytes)} at its peak"
@@ -138,27 +139,12 @@ def _as_json(config: "Config", reports: Sequence["DryRunReport"], hardware: "Har
     for report in reports:  # the peak is broken down only by the causes of an estimate
         values = {**asdict(report), "causes": {**report.causes, "fragmentation": 0}}
         ranks.append({name: value for name, value in values.items() if name not in ("at_peak", "activation_bytes")})
-    document: dict[str, Any] = {
-        "layout": asdict(Layout.from_config(config.parallel)),
-        "world_size": Layout.from_config(config.parallel).world_size,
-        "peak_bytes": largest,
-        "ranks": ranks,
-    }
+    layout = Layout.from_config(config.parallel)
+    document: dict[str, Any] = {"layout": asdict(layout), "world_size": layout.world_size, "peak_bytes": largest}
+    document["ranks"] = ranks
     if hardware is not None:
         from threefold.planner.estimate import usable_memory
 
         document["hardware"] = hardware.name
         document["fits"] = largest <= usable_memory(hardware)
     return json.dumps(document, indent=2)
-
-
-def _collectives(reports: Sequence["DryRunReport"]) -> list[tuple[str, ...]]:
-    """Return a row for each kind of collective; consecutive ranks with the same collectives share theirs."""
-    rows: list[tuple[str, ...]] = []
-    for collectives, alike in groupby(reports, key=lambda report: list(report.collectives)):
-        ranks = [report.rank for report in alike]
-        named = f"{ranks[0]:,}" if len(ranks) == 1 else f"{ranks[0]:,} to {ranks[-1]:,}"
-        for number, each in enumerate(collectives):
-            first = "" if number else named
-            rows.append((first, each.axis, each.operation, f"{each.count:,}", format_bytes(each.nbytes)))
-    return rows

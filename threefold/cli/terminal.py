@@ -156,7 +156,7 @@ def _nearest(text: str, least: int, most: int) -> int:
     return round(min(max(meant, least), most)) if isfinite(meant) else least
 
 
-def times(text: str, option: str) -> list[float]:
+def times_of(text: str, option: str) -> list[float]:
     """Parse an option as times in ms, separated by commas; raise a `UserError` for an invalid one."""
     found = []
     for part in text.split(","):
@@ -210,6 +210,15 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     if Measurement.get(console, console.options.update(width=_UNBOUNDED), made).maximum > console.width:
         made.padding = (0, 0)
     console.print(made)
+
+
+def print_layout(config: "Config") -> None:
+    """Print the layout of a config, its ranks and its dtype."""
+    from threefold.comm.layout import Layout
+
+    layout = Layout.from_config(config.parallel)
+    zero = f", zero {config.parallel.zero}" if config.parallel.zero else ""
+    typer.echo(f"Layout: {layout}{zero}, {counted(layout.world_size, 'rank')}; {config.precision.dtype}.")
 
 
 def counted(count: int, thing: str, plural: str = "s") -> str:

@@ -356,19 +356,20 @@ def _of_file(path: Path, wanted: str) -> Hardware:
     return build(name, {**_entries(), **entries}, shown(path))
 
 
-def save_hardware(hardware: Hardware) -> Path:
-    """Write an entry to the user's folder, replacing any of the same name.
+def save_hardware(hardware: Hardware, path: Path | None = None) -> Path:
+    """Write an entry to a file, by default the one of its name in the user's folder, and return the path.
 
     Raises:
-        UserError: the folder cannot be written.
+        UserError: the file cannot be written.
     """
-    path = user_folder() / f"{hardware.name}.yaml"
+    target = path or user_folder() / f"{hardware.name}.yaml"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(as_yaml(hardware), encoding="utf-8")
+        if path is None:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(as_yaml(hardware), encoding="utf-8")
     except OSError as error:
-        raise UserError(f"Cannot write the hardware entry {shown(path)}: {error.strerror}.") from None
-    return path
+        raise UserError(f"Cannot write the hardware entry {shown(target)}: {error.strerror}.") from None
+    return target
 
 
 _OTHER_VARIANTS = ("pcie", "nvl", "max-q", "laptop")
