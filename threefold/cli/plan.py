@@ -20,6 +20,7 @@ from threefold.cli.terminal import (
     whole_number,
 )
 from threefold.errors import UserError
+from threefold.files import shown
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -74,7 +75,6 @@ def command(
         read_request,
         require_no_layout,
         require_writable,
-        write_config,
     )
 
     if gpus is None:
@@ -100,7 +100,11 @@ def command(
         if budget is not None:
             told = _told(budget)
             predicted.append(f"{told[0].upper()}{told[1:]}.")
-        write_config(write, config_text(given, planned.best.choice, asked, predicted, steps))
+        text = config_text(given, best.choice, asked, predicted, steps)
+        try:
+            write.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{shown(write)} cannot be written ({error.strerror}).") from None
     if png is not None:
         from threefold.planner.pictures import draw_layouts
 

@@ -69,9 +69,6 @@ class Evaluated:
         return max(self.peak_bytes)
 
 
-Counts = NDArray[np.float64]
-
-
 class LayerKinds:
     """Kinds of a model's layers; layers of a kind cost the same.
 
@@ -81,6 +78,9 @@ class LayerKinds:
     Attributes:
         of_layer: kind of each layer, from 0.
         first: first layer of each kind.
+        count: number of kinds.
+        blocks: kinds of blocks, each with the index of its first block.
+        head: kind of the last layer; the first layer's is 0.
     """
 
     def __init__(self, description: ModelDescription) -> None:
@@ -92,20 +92,8 @@ class LayerKinds:
             if kind == len(self.first):
                 self.first.append(layer)
             self.of_layer.append(kind)
-
-    @property
-    def count(self) -> int:
-        return len(self.first)
-
-    @property
-    def blocks(self) -> list[tuple[int, int]]:
-        """Kinds of blocks, each with the index of its first block."""
-        return [(kind, layer - 1) for kind, layer in enumerate(self.first) if 0 < layer < len(self.of_layer) - 1]
-
-    @property
-    def head(self) -> int:
-        """Kind of the last layer; the first layer's is 0."""
-        return self.of_layer[-1]
+        self.count, self.head, last = len(self.first), self.of_layer[-1], len(self.of_layer) - 1
+        self.blocks = [(kind, layer - 1) for kind, layer in enumerate(self.first) if 0 < layer < last]
 
 
 @dataclass(frozen=True)
@@ -125,12 +113,12 @@ class RankLayers:
 
     starts: NDArray[np.int64]
     schedule: NDArray[np.int64]
-    counts: Counts
-    smallest: Counts
-    passes: NDArray[np.float64]
-    deferred: NDArray[np.float64]
-    folded: NDArray[np.bool_]
-    chunks: NDArray[np.float64]
+    counts: Array
+    smallest: Array
+    passes: Array
+    deferred: Array
+    folded: Mask
+    chunks: Array
 
 
 def rank_layers(
@@ -145,7 +133,7 @@ def rank_layers(
         schedules: settings of each schedule.
         partition: `parallel.partition`.
     """
-    rows: list[tuple[int, Counts, Counts, float, float, bool]] = []
+    rows: list[tuple[int, Array, Array, float, float, bool]] = []
     starts: list[int] = []
     blocks = [kind for kind, _ in kinds.blocks]
     before = np.zeros((len(kinds.of_layer) + 1, kinds.count))
@@ -158,7 +146,7 @@ def rank_layers(
                 stages = partitioned(plan, pp, schedule, count, partition, 0)
         bounds = np.array(stages.bounds)
         each = before[bounds[1:]] - before[bounds[:-1]]
-        found: dict[bytes, tuple[Counts, Counts, list[tuple[float, float]]]] = {}
+        found: dict[bytes, tuple[Array, Array, list[tuple[float, float]]]] = {}
         for rank in range(max(stages.ranks) + 1):
             own = each[[stage for stage, holder in enumerate(stages.ranks) if holder == rank]]
             own = own[np.argsort(own[:, blocks].sum(axis=1), kind="stable")]
@@ -281,7 +269,7 @@ class LeastBytes:
     def _buffers(self, mesh: MeshSizes, options: Options, ranks: RankLayers, micro_batches: Array) -> Array:
         """Return ZeRO's bytes of one layer's gathered weights and unreduced gradients, [rows, micro, zero]."""
         narrow, wide = self._config.precision.itemsize, self._config.precision.master_itemsize
-        layers = self._table(self._place(mesh, 0))[:-1].sum(axis=1)
+        layers = self._table(_sharding(mesh, 0)[1])[:-1].sum(axis=1)
         least = np.where(ranks.counts > 0, layers, np.inf).min(axis=1)[:, None]
         repeated = np.where(micro_batches > 1, least * wide, 0)
         columns = []
@@ -321,18 +309,14 @@ class LeastBytes:
         columns = []
         for settings in options.zero:
             zero = settings["parallel.zero"]
-            place = self._place(mesh, zero)
+            parallel, place = _sharding(mesh, zero)
             own, whole = (self._elements(ranks, each) for each in (place, place.unshared))
             held: Any = own.sum(axis=1)
             copies = held * narrow if narrow < wide else 0
             size = RankSize(held, held * wide + copies, held * wide, own @ np.array(self._states) * wide)
-            parallel = _parallel(mesh, zero)
             size = standing_states(size, cast(int, whole.sum(axis=1)), parallel, precision, self._keeps, grow)
             columns.append(size.weights + size.gradients + size.optimizer)
         return np.stack(columns, axis=-1)
-
-    def _place(self, mesh: MeshSizes, zero: int) -> ShardCoordinates:
-        return shard_coordinates(_parallel(mesh, zero), Coordinates(0, 0, 0, 0))
 
     def _elements(self, ranks: RankLayers, place: ShardCoordinates) -> Array:
         """Return the weight elements that a rank holds, in hidden matrices and others, [rows, 2]."""
@@ -344,18 +328,20 @@ class LeastBytes:
         """Return the elements of a layer of each kind, and of those that the first and last layer share, in hidden
         matrices and others, [kinds and 1, 2]."""
         if place not in self._held:
-            alone = [self._weights.held([name], place) for name in self._names]
-            first, last = alone[0], alone[self._kinds.head]
-            both = self._weights.held([self._names[0], self._names[self._kinds.head]], place)
-            tied = [first.hidden + last.hidden - both.hidden, first.others + last.others - both.others]
-            self._held[place] = np.array([*([each.hidden, each.others] for each in alone), tied], dtype=float)
+            ends = [self._names[0], self._names[self._kinds.head]]
+            held = [self._weights.held(names, place) for names in (*([name] for name in self._names), ends)]
+            table = np.array([[each.hidden, each.others] for each in held], dtype=float)
+            table[-1] = table[0] + table[self._kinds.head] - table[-1]
+            self._held[place] = table
         return self._held[place]
 
 
-def _parallel(mesh: MeshSizes, zero: int) -> ParallelConfig:
-    """Return the sizes of a mesh as a stand-in for a config section, whose validation would take too long."""
+def _sharding(mesh: MeshSizes, zero: int) -> tuple[ParallelConfig, ShardCoordinates]:
+    """Return the sizes of a mesh as a stand-in for a config section, whose validation would take too long, and the
+    coordinates of the first rank."""
     axes = {axis: getattr(mesh, axis) for axis in ("dp", "tp", "pp", "cp", "ep")}
-    return cast(ParallelConfig, SimpleNamespace(**axes, zero_shards=mesh.dp, zero=zero))
+    parallel = cast(ParallelConfig, SimpleNamespace(**axes, zero_shards=mesh.dp, zero=zero))
+    return parallel, shard_coordinates(parallel, Coordinates(0, 0, 0, 0))
 
 
 _TOLD: Final = 2
@@ -392,21 +378,12 @@ class ModelCosts:
     def evaluate(self, choice: LayoutChoice) -> Evaluated:
         """Evaluate a layout exactly."""
         found = estimate(in_layout(self._config, choice), self._hardware, self._system)
-        causes = found.time.causes
+        causes, needed = {name: seconds for name, seconds in found.time.causes.items() if seconds}, found.needed_bytes
         largest = sorted(causes, key=causes.__getitem__, reverse=True)[:_TOLD]
-        return Evaluated(
-            choice,
-            found.step_seconds,
-            found.tokens_per_second,
-            found.mfu,
-            tuple(found.needed_bytes),
-            tuple((name, causes[name] / found.step_seconds) for name in largest),
-            {
-                "peak_bytes": found.peak_bytes,
-                "needed_bytes": found.needed_bytes,
-                "seconds": {name: seconds for name, seconds in causes.items() if seconds},
-            },
-        )
+        limits = tuple((name, causes[name] / found.step_seconds) for name in largest)
+        details = {"peak_bytes": found.peak_bytes, "needed_bytes": needed, "seconds": causes}
+        rates = found.step_seconds, found.tokens_per_second, found.mfu
+        return Evaluated(choice, *rates, tuple(needed), limits, details)
 
     def largest_part(self, choice: LayoutChoice) -> str:
         """Name what takes the most memory on the largest rank, with its size."""
@@ -503,8 +480,7 @@ class LeastSeconds:
         """Return the config in a mesh, with micro-batches of one sample."""
         key = mesh, sharded, mode
         if key not in self._configs:
-            axes = mesh.dp, mesh.tp, mesh.pp, mesh.cp, mesh.ep
-            schedule = self._config.parallel.schedule
+            axes, schedule = (mesh.dp, mesh.tp, mesh.pp, mesh.cp, mesh.ep), self._config.parallel.schedule
             choice = LayoutChoice(*axes, 0, schedule, 1, 1, mesh.share, mode, sharded)
             self._configs[key] = in_layout(self._config, choice)
         return self._configs[key]
@@ -522,13 +498,16 @@ class LeastSeconds:
             everything, weights = self._layers @ passes.sum(axis=0), self._layers @ passes[2]
             is_slowest = total == slowest[ranks.schedule]
             of_slowest = np.minimum.reduceat(np.where(is_slowest, weight, np.inf), ranks.starts, axis=0)
-            of_one = {
-                sharded: sent_bytes(self._in_layout(mesh, sharded), self._system) for sharded, _, _ in inner.parts
-            }
-            sent = np.concatenate([sizes * of_one[sharded] for sharded, _, sizes in inner.parts])
+            sent = np.concatenate(
+                [sizes * sent_bytes(self._in_layout(mesh, sharded), self._system) for sharded, _, sizes in inner.parts]
+            )
             group = axis_group(self._in_layout(mesh), "pp", hardware.gpus_per_node, self._system)
             send = send_seconds(hardware, group, sent)  # type: ignore[arg-type]
-            for rows, name, chunks in _alike(options):
+            by_name: dict[str, list[int]] = {}
+            for number, settings in enumerate(options.schedule):
+                by_name.setdefault(settings["parallel.schedule"], []).append(number)
+            for name, rows in by_name.items():
+                chunks = ranks.chunks[rows]
                 line[rows] += bubble_seconds(
                     everything,
                     slowest[rows],  # type: ignore[arg-type]
@@ -552,14 +531,17 @@ class LeastSeconds:
 
     def _computed(self, config: Config, hardware: Hardware) -> Array:
         """Compute the seconds of a layer of each kind for all micro-batch sizes, from a config with size 1."""
-        sizes, per_node, system = self._sizes, hardware.gpus_per_node, self._system
-        described = describe_model(config.model, config.data.sequence_length).blocks
+        sizes, per_node, system, model = self._sizes, hardware.gpus_per_node, self._system, config.model
+        described = describe_model(model, config.data.sequence_length).blocks
         blocks = {
             kind: replace(cost_block(config, described[layer], per_node, system), samples=sizes)  # type: ignore[arg-type]
             for kind, layer in self._kinds.blocks
         }
         first = next(iter(blocks.values()))
-        chunks = [self._chunk(config, size) for size in sizes.tolist()]
+        chunks = [config.train.loss_chunk_size] * len(sizes)
+        if is_derived(self._config, "train.loss_chunk_size"):
+            length, columns = -(-config.data.sequence_length // config.parallel.cp), -(-model.vocab_size // first.tp)
+            chunks = [logits_chunk(size * length, columns) for size in sizes.tolist()]
         found = np.empty((3, self._kinds.count, len(sizes)))
         found[:, 0] = _totals(embedding_passes(first, hardware), sizes)
         for kind, block in blocks.items():
@@ -567,29 +549,11 @@ class LeastSeconds:
         for chunked in (True, False):  # a head branches on this first
             some = np.array([(chunk > 0) == chunked for chunk in chunks], dtype=bool)
             if some.any():
-                head = head_passes(
-                    replace(first, samples=sizes[some]), config.model.vocab_size, int(chunked), hardware, system
-                )
+                block = replace(first, samples=sizes[some])
+                head = head_passes(block, model.vocab_size, int(chunked), hardware, system)
                 found[:, self._kinds.head, some] = _totals(head, sizes[some])
         return found
-
-    def _chunk(self, config: Config, size: int) -> int:
-        if not is_derived(self._config, "train.loss_chunk_size"):
-            return config.train.loss_chunk_size
-        tokens = size * -(-config.data.sequence_length // config.parallel.cp)
-        return logits_chunk(tokens, -(-config.model.vocab_size // config.parallel.tp))
 
 
 def _totals(passes: Passes, sizes: Sizes) -> Array:
     return np.array([np.broadcast_to(part.total, sizes.shape) for part in passes])
-
-
-def _alike(options: Options) -> list[tuple[list[int], str, Array]]:
-    """Group the schedules by name: their indices, the name, and the stages per rank of each."""
-    rows: dict[str, list[int]] = {}
-    for number, settings in enumerate(options.schedule):
-        rows.setdefault(settings["parallel.schedule"], []).append(number)
-    return [
-        (numbers, name, np.array([float(options.schedule[number]["parallel.stage_chunks"]) for number in numbers]))
-        for name, numbers in rows.items()
-    ]

@@ -1,7 +1,7 @@
 """Pictures of plans and runs as PNG or SVG in one style: timelines of schedules, memory, and search results."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median_low
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -161,6 +161,9 @@ def draw_timeline(path: Path, spans: Sequence[TimeSpan], title: str, unit: str =
     Raises:
         UserError: the picture cannot be written.
     """
+    from matplotlib.collections import PolyCollection
+    from matplotlib.patches import Patch
+
     check_picture(path)
     ranks = 1 + max((span.rank for span in spans), default=0)
     begin = min((span.start for span in spans), default=0.0)
@@ -173,63 +176,52 @@ def draw_timeline(path: Path, spans: Sequence[TimeSpan], title: str, unit: str =
     figure, axes = new_figure(_WIDTH, 1.35 + row * ranks, title)
     axes.set(xlim=(0, length), ylim=(ranks - 0.5, -0.5), xlabel=f"time ({unit})", ylabel=called)
     axes.barh(range(ranks), length, height=0.86, color=FAINT, linewidth=0)
-    groups = _grouped(moved)
+    groups: dict[tuple[str, int], list[TimeSpan]] = {}
+    for span in moved:
+        groups.setdefault((span.kind if span.kind in KINDS else "other", span.chunk), []).append(span)
     chunks = 1 + max((chunk for _, chunk in groups), default=0)
     pixels = (_WIDTH - 1.3) * DPI / length  # pixels per unit of time
     for (kind, chunk), group in sorted(groups.items()):
-        _draw_spans(axes, group, lighter(KINDS[kind], 0.5 * chunk / chunks), pixels, len(spans) > _MOST_DRAWN)
-    _label_spans(axes, moved, pixels, row)
+        # One collection for all spans of a colour, since a picture may have a hundred thousand.
+        corners = [
+            [(span.start, low), (span.start, high), (span.end, high), (span.end, low)]
+            for span, low, high in ((span, span.rank - 0.43, span.rank + 0.43) for span in group)
+        ]
+        narrowest = min(span.end - span.start for span in group) * pixels
+        boxes = PolyCollection(
+            corners,
+            facecolors=[lighter(KINDS[kind], 0.5 * chunk / chunks)],
+            edgecolors="white",
+            linewidths=0.6 if narrowest > 12 else 0.3 if narrowest > 5 else 0.0,
+            rasterized=len(spans) > _MOST_DRAWN,
+        )
+        axes.add_collection(boxes, autolim=False)
+    if len(spans) <= _MOST_LABELS:
+        for group in groups.values():
+            _label_spans(axes, group, pixels, row)
     _mark_ranks(axes, moved, ranks, length)
-    _legend(axes, [kind for kind in KINDS if any(kind == found for found, _ in groups)], chunks)
+    patches = [Patch(facecolor=KINDS[kind], label=kind) for kind in KINDS if any(kind == found for found, _ in groups)]
+    patches.append(Patch(facecolor=FAINT, label="wait"))
+    if chunks > 1:
+        patches.append(Patch(facecolor="none", label=f"lighter: the later of a rank's {chunks} stages"))
+    place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": len(patches)}
+    spaces = {"handlelength": 1.2, "columnspacing": 1.4, "borderaxespad": 0.2}
+    axes.legend(handles=patches, frameon=False, fontsize=TEXT_SIZE, **place, **spaces)
     save(figure, path)
 
 
-def _draw_spans(
-    axes: "Axes", group: Iterable[TimeSpan], color: tuple[float, float, float], pixels: float, rastered: bool
-) -> None:
-    """Draw all spans of a colour as one collection, since a picture may have a hundred thousand."""
-    from matplotlib.collections import PolyCollection
-
-    boxes = list(group)
-    corners = [
-        [
-            (span.start, span.rank - 0.43),
-            (span.start, span.rank + 0.43),
-            (span.end, span.rank + 0.43),
-            (span.end, span.rank - 0.43),
-        ]
-        for span in boxes
-    ]
-    narrowest = min(span.end - span.start for span in boxes) * pixels
-    edge = 0.6 if narrowest > 12 else 0.3 if narrowest > 5 else 0.0
-    axes.add_collection(
-        PolyCollection(corners, facecolors=[color], edgecolors="white", linewidths=edge, rasterized=rastered),
-        autolim=False,
-    )
-
-
 def _label_spans(axes: "Axes", spans: Sequence[TimeSpan], pixels: float, row: float) -> None:
-    """Write the labels of a kind where nearly all of them fit, in the largest font size that they fit in."""
-    for group in _grouped(spans).values():
-        named = sorted(((span.end - span.start) * pixels / len(span.label), span) for span in group if span.label)
-        if not named or len(spans) > _MOST_LABELS:
-            continue
-        room = named[len(named) // 50][0] - 2  # pixels per character; a real run has some shorter spans
-        size = min(SMALL_SIZE, 0.6 * 72 * row, room * 72 / DPI / 0.62)
-        if size < _SMALLEST_LABEL:
-            continue
-        dark = group[0].kind not in _LIGHT and not group[0].chunk
-        for space, span in named:
-            if space > room:
-                middle, color = (span.start + span.end) / 2, "white" if dark else INK
-                axes.text(middle, span.rank, span.label, fontsize=size, color=color, ha="center", va="center_baseline")
-
-
-def _grouped(spans: Sequence[TimeSpan]) -> dict[tuple[str, int], list[TimeSpan]]:
-    groups: dict[tuple[str, int], list[TimeSpan]] = {}
-    for span in spans:
-        groups.setdefault((span.kind if span.kind in KINDS else "other", span.chunk), []).append(span)
-    return groups
+    """Write the labels of a kind if nearly all of them fit, in the largest font size that they fit in."""
+    named = sorted(((span.end - span.start) * pixels / len(span.label), span) for span in spans if span.label)
+    if not named:
+        return
+    room = named[len(named) // 50][0] - 2  # pixels per character; a real run has some shorter spans
+    size = min(SMALL_SIZE, 0.6 * 72 * row, room * 72 / DPI / 0.62)
+    color = INK if spans[0].kind in _LIGHT or spans[0].chunk else "white"
+    for space, span in named if size >= _SMALLEST_LABEL else ():
+        if space > room:
+            middle = (span.start + span.end) / 2
+            axes.text(middle, span.rank, span.label, fontsize=size, color=color, ha="center", va="center_baseline")
 
 
 def _mark_ranks(axes: "Axes", spans: Sequence[TimeSpan], ranks: int, length: float) -> None:
@@ -245,26 +237,6 @@ def _mark_ranks(axes: "Axes", spans: Sequence[TimeSpan], ranks: int, length: flo
     right.tick_params(labelsize=TEXT_SIZE, colors=INK, length=0)
     right.spines["right"].set_visible(False)
     right.set_ylabel("works", fontsize=TEXT_SIZE, color=INK)
-
-
-def _legend(axes: "Axes", kinds: Sequence[str], chunks: int) -> None:
-    from matplotlib.patches import Patch
-
-    boxes = [Patch(facecolor=KINDS[kind], label=kind) for kind in kinds]
-    boxes.append(Patch(facecolor=FAINT, label="wait"))
-    if chunks > 1:
-        boxes.append(Patch(facecolor="none", label=f"lighter: the later of a rank's {chunks} stages"))
-    axes.legend(
-        handles=boxes,
-        loc="lower right",
-        bbox_to_anchor=(1.0, 1.0),
-        ncols=len(boxes),
-        frameon=False,
-        fontsize=TEXT_SIZE,
-        handlelength=1.2,
-        columnspacing=1.4,
-        borderaxespad=0.2,
-    )
 
 
 _OTHERS: Final = {"gradient sum": "communication", "update": "optimizer", "data": "other"}
@@ -306,7 +278,8 @@ def draw_run_timeline(path: Path) -> list[Path]:
     steps = measured_steps(found["ranks"])
     if not steps:
         return []
-    chosen = next(step for step in steps if step.seconds == median_low(each.seconds for each in steps))
+    median = median_low(each.seconds for each in steps)
+    chosen = next(step for step in steps if step.seconds == median)
     title = (  # the legend is beside the second line
         f"Step {chosen.number} of a run, {found['layout']}: {1000 * chosen.seconds:,.0f} ms\n"
         f"measured bubble {chosen.bubble:.1%}"
