@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from threefold.config import Config
     from threefold.verify.layouts import Check, Selection
-    from threefold.verify.verifier import LayoutResult, Verification
+    from threefold.verify.verifier import LayoutResult, Verdict, Verification
 
 
 def command(
@@ -305,7 +305,7 @@ def _summary(results: "list[LayoutResult]", tolerance: float, seconds: float) ->
         subject = f"All {many} layouts compute" if many > 1 else "The layout computes"
         text = f"{subject} what one process computes: worst relative error {worst:.1e}, {tolerance:.0e} allowed"
         return Text(f"✓ {text}; {seconds:.0f} s.", "bold green")
-    wrong = {
+    wrong: dict[Verdict, str] = {
         DEPARTS: "layouts depart from one process",
         FAILED: "layouts did not run to the end",
         UNSPLIT: "layouts with nothing split of the model over one of the axes, which proves nothing",

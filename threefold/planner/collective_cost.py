@@ -45,12 +45,8 @@ def matrix_seconds(
     """
     reached = hardware.achievable
     flops = PER_MULTIPLY_ADD * count * rows * columns * depth
-    fraction = (
-        reached.matrix
-        * depth
-        / (depth + reached.matrix_depth)
-        * _filled(hardware.multiprocessors, rows, columns, count)
-    )
+    filled = _filled(hardware.multiprocessors, rows, columns, count)
+    fraction = reached.matrix * depth / (depth + reached.matrix_depth) * filled
     moved = itemsize * count * (rows * depth + depth * columns + rows * columns)
     computing = flops / (hardware.matrix_rate(dtype) * fraction)
     moving = moved / (hardware.memory_bandwidth * reached.memory)
@@ -155,21 +151,18 @@ def all_to_all_seconds(hardware: Hardware, group: Group, nbytes: float) -> float
         return 0.0
     inside = nbytes * (group.in_node - 1) / group.ranks
     outside = nbytes * (group.ranks - group.in_node) / group.ranks
-    reached = hardware.achievable
-    return larger(
-        inside / (hardware.inside.bandwidth * reached.link), outside / (hardware.between.bandwidth * reached.network)
-    ) + latency(hardware, group)
+    over_link = inside / (hardware.inside.bandwidth * hardware.achievable.link)
+    over_network = outside / (hardware.between.bandwidth * hardware.achievable.network)
+    return larger(over_link, over_network) + latency(hardware, group)
 
 
 def send_seconds(hardware: Hardware, group: Group, nbytes: float) -> float:
     """Estimate sending `nbytes` to the next rank of the group, over its slowest link."""
     if group.ranks == 1:
         return 0.0
-    link, reached = (
-        (hardware.inside, hardware.achievable.link)
-        if group.nodes == 1
-        else (hardware.between, hardware.achievable.network)
-    )
+    link, reached = hardware.inside, hardware.achievable.link
+    if group.nodes > 1:
+        link, reached = hardware.between, hardware.achievable.network
     return link.latency + nbytes / (link.bandwidth * reached)
 
 

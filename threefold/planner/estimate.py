@@ -5,6 +5,7 @@ from functools import cached_property
 from math import log, sqrt
 from typing import Any, Final
 
+from threefold.comm.layout import Layout
 from threefold.config import Config
 from threefold.config.schedules import is_own_schedule
 from threefold.config.section import nearest_multiple
@@ -130,19 +131,10 @@ def step_time(config: Config, hardware: Hardware, system: System) -> StepTime:
         held[place] += sum(elements[layer] for layer in own)
     line = _pipeline(config, hardware, system, ranks, of_stages)
     slowest, count = max(ranks, key=lambda each: each.total), train.gradient_accumulation_steps
-    exposed = (
-        gradient_time(
-            config,
-            hardware,
-            system,
-            parallel.zero,
-            weights,
-            rank.forward.total,
-            rank.backward.total + rank.weight.total,
-            count,
-        )
-        for rank, weights in zip(ranks, held, strict=True)
-    )
+    exposed = []
+    for rank, weights in zip(ranks, held, strict=True):
+        passes_of_rank = rank.forward.total, rank.backward.total + rank.weight.total
+        exposed.append(gradient_time(config, hardware, system, parallel.zero, weights, *passes_of_rank, count))
     found = StepTime(
         compute=slowest.forward.plus(slowest.backward, slowest.weight).times(count),
         bubble=exposed_bubble(line.busy, line.bubble, hardware),
@@ -151,7 +143,7 @@ def step_time(config: Config, hardware: Hardware, system: System) -> StepTime:
         optimizer=update_time(config, hardware, system, parallel.zero, max(held)),
         fixed=hardware.achievable.step,
     )
-    world = parallel.dp * parallel.tp * parallel.pp * parallel.cp
+    world = Layout.from_config(parallel).world_size
     return replace(found, slowest_device=found.seconds * waiting_share(world))
 
 
@@ -175,20 +167,11 @@ def gradient_time(
         forward, backward: seconds of one micro-batch's passes through them.
         micro_batches: micro-batches of a step.
     """
-    precision = config.precision
-    return gradient_seconds(
-        hardware,
-        system,
-        axis_group(config, "dp·cp", hardware.gpus_per_node, system),
-        elements=elements,
-        forward=forward,
-        backward=backward,
-        micro_batches=micro_batches,
-        zero=zero,
-        itemsize=precision.itemsize,
-        gradient_bytes=precision.master_itemsize,
-        layers=max(1, config.model.num_layers // config.parallel.pp),
-    ).exposed
+    group = axis_group(config, "dp·cp", hardware.gpus_per_node, system)
+    sizes = config.precision.itemsize, config.precision.master_itemsize
+    layers = max(1, config.model.num_layers // config.parallel.pp)
+    step = elements, forward, backward, micro_batches, zero
+    return gradient_seconds(hardware, system, group, *step, *sizes, layers).exposed
 
 
 def update_time(config: Config, hardware: Hardware, system: System, zero: int, elements: Number) -> Number:
@@ -241,25 +224,27 @@ def _pipeline(
     parallel, micro_batches = config.parallel, config.train.gradient_accumulation_steps
     group = axis_group(config, "pp", hardware.gpus_per_node, system)
     send = send_seconds(hardware, group, sent_bytes(config, system))
-    if parallel.pp == 1 or not is_own_schedule(parallel.schedule):
-        return pipeline_seconds(
-            *_totals(ranks), parallel.schedule, parallel.stage_chunks, micro_batches, send, system.overlap_sends
-        )
+    is_own = parallel.pp > 1 and is_own_schedule(parallel.schedule)
+    # The seconds of all forward passes, of the backward passes for inputs, and of those for weights.
+    passes = zip(*(stages if is_own else ranks), strict=True)
+    forward, backward, weight = (tuple(part.total for part in parts) for parts in passes)
+    if not is_own:
+        chunks, overlapped = parallel.stage_chunks, system.overlap_sends
+        times = forward, backward, weight
+        return pipeline_seconds(*times, parallel.schedule, chunks, micro_batches, send, overlapped)
     from threefold.planner.schedule import StageTimes, program_of, simulate
 
     program = program_of(parallel.pipeline_schedule, parallel.pp, parallel.stage_chunks, micro_batches)
-    times, busy = StageTimes(*_totals(stages)), micro_batches * max(each.total for each in ranks)
-    alone = simulate(program, times, 0.0).length
-    return Pipeline(busy, alone - busy, simulate(program, times, send).length - alone)
+    of_stages, busy = StageTimes(forward, backward, weight), micro_batches * max(each.total for each in ranks)
+    alone = simulate(program, of_stages, 0.0).length
+    return Pipeline(busy, alone - busy, simulate(program, of_stages, send).length - alone)
 
 
-_Totals = tuple[float, ...]
-
-
-def _totals(passes: list[Passes]) -> tuple[_Totals, _Totals, _Totals]:
-    """Return the seconds of all forward passes, of the backward passes for inputs, and of those for weights."""
-    forward, backward, weight = (tuple(part.total for part in parts) for parts in zip(*passes, strict=True))
-    return forward, backward, weight
+_FIGURES: Final = (
+    *("step_seconds", "error_band", "tokens_per_second", "mfu", "hfu", "model_flops", "hardware_flops"),
+    *("peak_bytes", "needed_bytes", "usable_bytes", "fits"),
+)
+"""Attributes of an estimate that its JSON document has by the same name."""
 
 
 @dataclass(frozen=True)
@@ -279,8 +264,7 @@ class Estimate:
 
     @property
     def ranks(self) -> int:
-        parallel = self.config.parallel
-        return parallel.dp * parallel.tp * parallel.pp * parallel.cp
+        return Layout.from_config(self.config.parallel).world_size
 
     @property
     def tokens_per_step(self) -> int:
@@ -305,16 +289,17 @@ class Estimate:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilisation: the share of the peak matrix rate that the model's operations take."""
-        return self._share(self.model_flops)
+        return self.model_flops / self._most_flops
 
     @property
     def hfu(self) -> float:
         """Hardware FLOPs utilisation: the share of the peak matrix rate that all executed operations take."""
-        return self._share(self.hardware_flops)
+        return self.hardware_flops / self._most_flops
 
-    def _share(self, flops: float) -> float:
-        rate = self.hardware.matrix_rate(self.config.precision.dtype)
-        return flops / (self.step_seconds * self.ranks * rate)
+    @property
+    def _most_flops(self) -> float:
+        """Operations of a step at the peak matrix rate of all ranks."""
+        return self.step_seconds * self.ranks * self.hardware.matrix_rate(self.config.precision.dtype)
 
     @property
     def peak_bytes(self) -> list[int]:
@@ -339,23 +324,12 @@ class Estimate:
     @property
     def limit(self) -> str:
         """Name of the cause that takes longest."""
-        causes = self.time.causes
-        return max(causes, key=causes.__getitem__)
+        return max(self.time.causes, key=self.time.causes.__getitem__)
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values: seconds, bytes and operations."""
         return {
-            "step_seconds": self.step_seconds,
-            "error_band": list(self.error_band),
-            "tokens_per_second": self.tokens_per_second,
-            "mfu": self.mfu,
-            "hfu": self.hfu,
-            "model_flops": self.model_flops,
-            "hardware_flops": self.hardware_flops,
-            "peak_bytes": self.peak_bytes,
-            "needed_bytes": self.needed_bytes,
-            "usable_bytes": self.usable_bytes,
-            "fits": self.fits,
+            **{name: getattr(self, name) for name in _FIGURES},
             "hardware": self.hardware.name,
             "system": self.system.name,
             "ranks": self.ranks,
@@ -385,8 +359,7 @@ def estimate(config: Config, hardware: Hardware, system: System | str | None = N
         UserError: the ranks do not fill nodes, the hardware has no matrix rate for the dtype, the model is the user's
             own, or the system is unknown.
     """
-    parallel = config.parallel
-    world = parallel.dp * parallel.tp * parallel.pp * parallel.cp
+    parallel, world = config.parallel, Layout.from_config(config.parallel).world_size
     if not hardware.fills_nodes(world):
         per_node, rest = hardware.gpus_per_node, world // parallel.dp
         fitting = (dp for dp in range(parallel.dp, 0, -1) if dp * rest % per_node == 0)

@@ -78,7 +78,7 @@ class ModelSize:
         """Return the pipeline stages in order."""
         found, counted = [], 0
         for number, pp_rank in enumerate(self.map.ranks):
-            until = self.weights.held(self._names(0, number), ShardCoordinates()).all
+            until = self.weights.held(self.layers_of(0, number), ShardCoordinates()).all
             found.append(StageSize(pp_rank, self.layers_of(number), until - counted))
             counted = until
         return found
@@ -113,16 +113,17 @@ class ModelSize:
         return RankSize(held, held * wide + gathered, gradients, states)
 
     def largest_rank(self, pp_rank: int) -> RankSize:
-        """Return the memory of the largest rank at a pp coordinate: the first, as no shard is larger."""
+        """Return the memory of the largest rank at a pp coordinate."""
         return self.rank(pp_rank, self.largest_place(pp_rank))
 
     def largest_place(self, pp_rank: int) -> ShardCoordinates:
-        """Return the place of the rank that holds the most at a pp coordinate."""
+        """Return the place of the largest rank at a pp coordinate: the first, as no shard is larger."""
         return shard_coordinates(self._config.parallel, Coordinates(0, pp_rank, 0, 0))
 
-    def layers_of(self, stage: int) -> tuple[str, ...]:
-        """Return the names of the layers of a stage."""
-        return self._names(stage, stage)
+    def layers_of(self, stage: int, last: int | None = None) -> tuple[str, ...]:
+        """Return the names of the layers of a stage, or of the stages from it to the stage `last`."""
+        bounds = self.map.bounds
+        return self.weights.plan.layers[bounds[stage] : bounds[(stage if last is None else last) + 1]]
 
     def layers_of_rank(self, pp_rank: int) -> list[str]:
         """Return the names of the layers of all stages of a rank."""
@@ -137,8 +138,7 @@ class ModelSize:
             place: its other coordinates, without those of ZeRO.
             trained: whether to leave out frozen weights, which have no gradients.
         """
-        apart = self._config.parallel.ep > 1
-        found = []
+        found, apart = [], self._config.parallel.ep > 1
         for stage in self.map.held_by(pp_rank):
             layers = self.layers_of(stage)
             together = self.weights.sharing(layers)
@@ -149,10 +149,6 @@ class ModelSize:
                     held = held._replace(frozen=0)
                 found.append((held.dense, held.experts) if apart else (held.all, 0))
         return found
-
-    def _names(self, first: int, last: int) -> tuple[str, ...]:
-        """Return the layers from the stage `first` to the stage `last`, inclusive."""
-        return self.weights.plan.layers[self.map.bounds[first] : self.map.bounds[last + 1]]
 
 
 def optimizer_states(config: OptimizerConfig, hidden: bool) -> int:
@@ -206,9 +202,6 @@ class HeldElements(NamedTuple):
         """Elements outside the experts."""
         return self.all - self.experts
 
-    def plus(self, other: "HeldElements", times: int = 1) -> "HeldElements":
-        return HeldElements(*(mine + times * its for mine, its in zip(self, other, strict=True)))
-
 
 class ModelWeights:
     """Weights of a model, layer by layer.
@@ -244,11 +237,6 @@ class ModelWeights:
         self._held: dict[tuple[int, ShardCoordinates], HeldElements] = {}
         self._recomputed: dict[tuple[str, int], frozenset[str]] = {}
 
-    @property
-    def blocks(self) -> tuple[BlockShape, ...]:
-        """Descriptions of the layers between the first and the last; raises `UnknownBlock`."""
-        return self.description.blocks
-
     def held(self, layers: Iterable[str], place: ShardCoordinates) -> HeldElements:
         """Count the elements of some layers on the rank at `place`; weights that they share count once."""
         counts, shared = Counter[int](), set[WeightShape]()
@@ -259,7 +247,8 @@ class ModelWeights:
         for kind, count in counts.items():
             if (kind, place) not in self._held:
                 self._held[kind, place] = self._sum(self._own[kind], place)
-            found = found.plus(self._held[kind, place], count)
+            of_layer = self._held[kind, place]
+            found = HeldElements(*(all_ + count * each for all_, each in zip(found, of_layer, strict=True)))
         return found
 
     def sharing(self, layers: Iterable[str]) -> list[str]:

@@ -204,9 +204,9 @@ def draw_timeline(path: Path, spans: Sequence[TimeSpan], title: str, unit: str =
     patches.append(Patch(facecolor=FAINT, label="wait"))
     if chunks > 1:
         patches.append(Patch(facecolor="none", label=f"lighter: the later of a rank's {chunks} stages"))
-    place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": len(patches)}
-    spaces = {"handlelength": 1.2, "columnspacing": 1.4, "borderaxespad": 0.2}
-    axes.legend(handles=patches, frameon=False, fontsize=TEXT_SIZE, **place, **spaces)
+    options: dict[str, Any] = {"bbox_to_anchor": (1.0, 1.0), "frameon": False, "fontsize": TEXT_SIZE}
+    options |= {"handlelength": 1.2, "columnspacing": 1.4, "borderaxespad": 0.2}
+    axes.legend(handles=patches, loc="lower right", ncols=len(patches), **options)
     save(figure, path)
 
 
@@ -356,17 +356,18 @@ def draw_layouts(planned: "SearchAnswer", path: Path) -> None:
     front = [[each.peak / _GB for each in points.front], [each.tokens_per_second for each in points.front]]
     style = {"color": BLUE, "linewidth": 1.5, "label": "the fastest of each tenth less memory"}
     axes.plot(*front, marker="o", markersize=4, **style)
-    ranked = [[each.peak / _GB for each in best], [each.tokens_per_second for each in best]]
-    axes.scatter(*ranked, s=30, color=ORANGE, zorder=3, label=f"the best {len(best)} by {request.objective.name}")
+    peaks, rates = [each.peak / _GB for each in best], [each.tokens_per_second for each in best]
+    label = f"the best {len(best)} by {request.objective.name}"
+    axes.scatter(peaks, rates, s=30, color=ORANGE, zorder=3, label=label)
     label = f"memory that a rank may use, {format_bytes(planned.usable_bytes)}"
     axes.axvline(limit, color=RED, linestyle="--", linewidth=1.2, label=label)
     axes.set(xlabel="memory of the rank that needs the most, GB", ylabel="tokens per second")
     axes.set_xlim(0, limit * 1.03)
-    axes.set_ylim(0, max([float(tokens.max()), *ranked[1]]) * _ROOM)
+    axes.set_ylim(0, max([float(tokens.max()), *rates]) * _ROOM)
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(color=LINE, alpha=0.3)
     axes.set_axisbelow(True)
-    _note(axes, "1", (ranked[0][0], ranked[1][0]), (0, 6), fontsize=TEXT_SIZE, ha="center")
+    _note(axes, "1", (peaks[0], rates[0]), (0, 6), fontsize=TEXT_SIZE, ha="center")
     told = [
         f"{place}  {each.choice}: {each.seconds:.4g} s a step, {format_bytes(each.peak)}"
         for place, each in enumerate(best[:_LABELLED], 1)

@@ -32,11 +32,6 @@ class StageTimes:
     backward_input: tuple[float, ...]
     backward_weight: tuple[float, ...]
 
-    def by_kind(self) -> tuple[tuple[float, ...], ...]:
-        """Return the (F, B, I, W) times of each stage."""
-        parts = zip(self.forward, self.backward_input, self.backward_weight, strict=True)
-        return tuple((forward, inputs + weights, inputs, weights) for forward, inputs, weights in parts)
-
 
 def share_of_ranks(
     ranks: Sequence[int], forward: Sequence[float], backward_input: Sequence[float], backward_weight: Sequence[float]
@@ -118,11 +113,6 @@ class Timeline:
             found[rank] += end - start
         return tuple(found)
 
-    @property
-    def idle(self) -> float:
-        """Share of the ranks' time that they spend waiting, from 0 to 1, over the whole step."""
-        return 1 - sum(self.busy) / (self.length * len(self.busy)) if self.length else 0.0
-
     @cached_property
     def longest(self) -> float:
         """Longest time of a rank from the start of its first action to the end of its last.
@@ -161,9 +151,18 @@ def simulate(
         ValueError: ranks wait for one another forever or for an action that no rank has, or numbers of stages differ.
     """
     program = orders if isinstance(orders, Program) else Program(orders)
-    delays = _delays(program.stages, transfer)
+    between = [transfer] * (program.stages - 1) if isinstance(transfer, int | float) else list(transfer)
+    if len(between) != program.stages - 1:
+        raise ValueError(f"{len(between)} transfer times are given between {program.stages} stages")
+    # The transfer time of the awaited result, for each code of an action.
+    delays = [
+        delay
+        for before, after in zip([0.0, *between], [*between, 0.0], strict=True)
+        for delay in (before, after, after, 0.0)
+    ]
     if isinstance(cost, StageTimes):
-        by_code = [time for times in cost.by_kind() for time in times]
+        parts = zip(cost.forward, cost.backward_input, cost.backward_weight, strict=True)
+        by_code = [time for f, i, w in parts for time in (f, i + w, i, w)]  # in the order of `_KINDS`
         if len(by_code) != 4 * program.stages:
             raise ValueError(f"times are given for {len(cost.forward)} stages, and the schedule has {program.stages}")
         times = [by_code[code] for code in program.codes]
@@ -182,15 +181,6 @@ def simulate(
         free[rank] = end = start + time
         ends.append(end)
     return Timeline(program, starts, ends)
-
-
-def _delays(stages: int, transfer: float | Sequence[float]) -> list[float]:
-    """Return the transfer time of the awaited result, for each code of an action."""
-    between = [transfer] * (stages - 1) if isinstance(transfer, int | float) else list(transfer)
-    if len(between) != stages - 1:
-        raise ValueError(f"{len(between)} transfer times are given between {stages} stages")
-    before, after = [0.0, *between], [*between, 0.0]
-    return [delay for stage in range(stages) for delay in (before[stage], after[stage], after[stage], 0.0)]
 
 
 @dataclass(frozen=True)
@@ -326,10 +316,6 @@ class OneStageZeroBubble(Schedule):
     stages_per_rank = 1
     defers_weight_gradients = True
 
-    @property
-    def rounds(self) -> Rounds:
-        return Rounds(self.hop, self.hop)
-
     def stage_ranks(self, pp: int, stages_per_rank: int) -> tuple[int, ...]:
         return tuple(range(pp))
 
@@ -396,7 +382,7 @@ def _checked(schedule: Schedule | str, pp: int, chunks: int, micro_batches: int)
 def _orders_of(row: Schedule, pp: int, chunks: int, micro_batches: int) -> Orders:
     if isinstance(row, OwnSchedule):
         return row.orders(pp, micro_batches)
-    order = row.rounds.order if isinstance(row, OneStageZeroBubble) else _WRITTEN.get(row.name)
+    order = Rounds(row.hop, row.hop).order if isinstance(row, OneStageZeroBubble) else _WRITTEN.get(row.name)
     if order is not None:
         return tuple(order(pp, rank, chunks, micro_batches) for rank in range(pp))
     from threefold.parallel.pipeline.runner import orders_of_all_ranks  # imports torch
@@ -426,20 +412,11 @@ def check_numbers(row: Schedule, pp: int, chunks: int, micro_batches: int) -> No
         stages = f"{needed} stage{'s' * (needed != 1)}"
         raise UserError(f"The schedule {row.name} has {stages} on each rank, not {chunks}; use {needed}.")
     if not row.accepts(pp, micro_batches):
-        rule, use = row.micro_batch_rule(pp, micro_batches), _accepted(row, pp, micro_batches)
+        rule, use = row.micro_batch_rule(pp, micro_batches), row.micro_batches
+        distances = (sign * distance for distance in range(micro_batches + 2 * pp) for sign in (-1, 1))
+        nearest = (micro_batches + distance for distance in distances)  # the smaller of two first
+        use = use or next(count for count in nearest if count > 0 and row.accepts(pp, count))
         raise UserError(f"The schedule {row.name} cannot have {micro_batches} micro-batches, as it {rule}; use {use}.")
-
-
-def _accepted(row: Schedule, pp: int, micro_batches: int) -> int:
-    """Return the number of micro-batches nearest to the given one that a schedule supports, the smaller of two."""
-    if row.micro_batches is not None:
-        return row.micro_batches
-    away = (
-        near
-        for distance in range(micro_batches + 2 * pp)
-        for near in (micro_batches - distance, micro_batches + distance)
-    )
-    return next(count for count in away if count > 0 and row.accepts(pp, count))
 
 
 class HeldPasses(NamedTuple):
@@ -510,8 +487,7 @@ class Simulation:
         """Return the results as JSON values, with times in the unit of the input and lists per pipeline rank."""
         timeline = self.timeline
         of_rank = [max(1, len({action[0] for action in order})) for order in timeline.program.orders]
-        starts = [order[0][1] if order else 0.0 for order in timeline.spans]
-        ends = [order[-1][2] if order else 0.0 for order in timeline.spans]
+        held = list(zip(self.held, of_rank, strict=True))
         return {
             "schedule": self.schedule.name,
             "stages": self.pp,
@@ -521,13 +497,11 @@ class Simulation:
             "step_time": timeline.length,
             "longest_stage_time": timeline.longest,
             "peak_microbatches": [int(peak) if peak == int(peak) else peak for peak in self.peaks],
-            "peak_before_backward": [
-                held.until_backward / stages for held, stages in zip(self.held, of_rank, strict=True)
-            ],
-            "peak_deferred": [held.deferred / stages for held, stages in zip(self.held, of_rank, strict=True)],
+            "peak_before_backward": [each.until_backward / stages for each, stages in held],
+            "peak_deferred": [each.deferred / stages for each, stages in held],
             "busy_time": list(timeline.busy),
-            "start": starts,
-            "end": ends,
+            "start": [order[0][1] if order else 0.0 for order in timeline.spans],
+            "end": [order[-1][2] if order else 0.0 for order in timeline.spans],
         }
 
 
@@ -560,28 +534,21 @@ def simulated(
             f"The schedule {schedule.name} with {len(ranks):,} stages and {micro_batches:,} micro-batches has "
             f"{actions:,} actions, and at most {MOST_ACTIONS:,} are simulated; use {fitting:,} micro-batches or fewer."
         )
-    times = _times(passes, ranks, pp)
-    if not any(map(any, passes)):
-        raise UserError("All passes take 0 ms, so that there is nothing to simulate; give --forward a time above 0.")
-    if len(transfer) not in (1, len(ranks) - 1):
-        between = f"{len(ranks) - 1} of them, one from each of {len(ranks)} stages to the next"
-        raise UserError(f"--transfer has {len(transfer)} times and needs one for all or {between}; give one.")
-    program = program_of(schedule, pp, chunks, micro_batches)
-    return Simulation(
-        schedule, pp, chunks, micro_batches, simulate(program, times, transfer[0] if len(transfer) == 1 else transfer)
-    )
-
-
-def _times(passes: Sequence[Sequence[float]], ranks: Sequence[int], pp: int) -> StageTimes:
-    """Expand the given times to one per stage."""
     of_stages = []
     for given, option in zip(passes, ("--forward", "--backward-input", "--backward-weight"), strict=True):
         if len(given) in (1, pp):
-            of_ranks = list(given) * pp if len(given) == 1 else list(given)
+            of_ranks = list(given) * pp if len(given) == 1 else given
             of_stages.append(share_of_ranks(ranks, of_ranks, of_ranks, of_ranks).forward)
         elif len(given) == len(ranks):
             of_stages.append(tuple(given))
         else:
             counts = f"{pp}, one for each stage" if len(ranks) == pp else f"{pp} or {len(ranks)}, one per rank or stage"
             raise UserError(f"{option} has {len(given)} times and needs one for all or {counts}; give one.")
-    return StageTimes(*of_stages)
+    if not any(map(any, passes)):
+        raise UserError("All passes take 0 ms, so that there is nothing to simulate; give --forward a time above 0.")
+    if len(transfer) not in (1, len(ranks) - 1):
+        between = f"{len(ranks) - 1} of them, one from each of {len(ranks)} stages to the next"
+        raise UserError(f"--transfer has {len(transfer)} times and needs one for all or {between}; give one.")
+    program = program_of(schedule, pp, chunks, micro_batches)
+    timeline = simulate(program, StageTimes(*of_stages), transfer[0] if len(transfer) == 1 else transfer)
+    return Simulation(schedule, pp, chunks, micro_batches, timeline)

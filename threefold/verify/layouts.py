@@ -36,13 +36,11 @@ def prepare(config: Config, dtype: str, vocab_size: int) -> Config:
         UserError: its settings cannot be combined.
     """
     settings = _settings(config)
-    settings["parallel"] = {
-        key: settings["parallel"][key] for key in ("partition",) if isinstance(config.parallel.partition, str)
-    }  # a rule
+    partition = settings["parallel"].get("partition")
+    settings["parallel"] = {"partition": partition} if isinstance(config.parallel.partition, str) else {}  # a rule
     settings["precision"] = {"dtype": dtype}
-    settings["train"].update(
-        device="cpu", compile=False, global_batch_size=batch_sizes(config, largest=1).global_batch_size
-    )
+    batch = batch_sizes(config, largest=1).global_batch_size
+    settings["train"].update(device="cpu", compile=False, global_batch_size=batch)
     if "eps" in hyper_parameters(config.optimizer.name):
         settings["optimizer"]["eps"] = max(config.optimizer.eps, LEAST_EPS)
     settings["model"].setdefault("vocab_size", vocab_size)
@@ -70,7 +68,8 @@ def _shrink_model(config: Config, specs: Sequence[LayoutSpec], settings: Setting
     model = config.model
     sequence = config.data.sequence_length
     if not any(map(is_own_data, config.data.corpora)):
-        unit = lcm(*(_sequence_unit(spec.layout) for spec in specs))
+        # Lengths that both chunks of a context-parallel rank and sequence parallelism divide.
+        unit = lcm(*((2 * each.cp if each.cp > 1 else 1) * each.tp for each in (spec.layout for spec in specs)))
         sequence = min(sequence, -(-_SEQUENCE // unit) * unit)
     sizes = {**_widths(model, specs), **_lengths(config, sequence)}
     sizes["num_layers"] = min(model.num_layers, max(_LAYERS, *map(stages, specs)))
@@ -208,11 +207,6 @@ def _settings(config: Config) -> Settings:
     return sections
 
 
-def _sequence_unit(layout: Layout) -> int:
-    """Return the number that the sequence length must be a multiple of, with and without sequence parallelism."""
-    return 2 * layout.cp * layout.tp if layout.cp > 1 else layout.tp
-
-
 _SECOND_EVERY = 3
 """Interval of second runs in the quick default selection: a second run takes as long as the first."""
 Check = Callable[[Config], None]
@@ -277,14 +271,9 @@ def possible(ranks: int, experts: int = 0) -> list[LayoutSpec]:
 
 def every(base: Config, ranks: int, check: Check = suits) -> Selection:
     """Select all valid candidates of all factorizations of `ranks`."""
-    taken, unsupported = [], []
-    for spec in possible(ranks, base.model.num_experts):
-        reason = unsupported_because(base, spec, check)
-        if reason is None:
-            taken.append(spec)
-        else:
-            unsupported.append(UnsupportedLayout(spec, reason))
-    return Selection(tuple(taken), tuple(unsupported))
+    reasons = {spec: unsupported_because(base, spec, check) for spec in possible(ranks, base.model.num_experts)}
+    unsupported = tuple(UnsupportedLayout(spec, reason) for spec, reason in reasons.items() if reason is not None)
+    return Selection(tuple(spec for spec, reason in reasons.items() if reason is None), unsupported)
 
 
 def covering(base: Config, ranks: int, check: Check = suits) -> Selection:
@@ -333,14 +322,12 @@ def _meetings(spec: LayoutSpec) -> set[frozenset[Any]]:
 
 def _with_extras(base: Config, spec: LayoutSpec, number: int, check: Check) -> LayoutSpec:
     """Return the layout with valid features that `candidates` leaves out: ring attention, recompute, hybrid ZeRO."""
-    extras: list[tuple[str, Any]] = []
-    if spec.layout.cp > 1 and number % 2:
-        extras.append(("parallel.cp_method", "ring"))
-    if mode := (None, "selective", "full")[number % 3]:
-        extras.append(("train.recompute", mode))
-    if spec.setting("parallel.zero") and spec.layout.dp > 2:
-        extras.append(("parallel.zero_shards", 2))
-    for extra in extras:
+    extras = {
+        ("parallel.cp_method", "ring"): spec.layout.cp > 1 and number % 2,
+        ("train.recompute", ("none", "selective", "full")[number % 3]): number % 3,
+        ("parallel.zero_shards", 2): spec.setting("parallel.zero") and spec.layout.dp > 2,
+    }
+    for extra in (extra for extra, is_wanted in extras.items() if is_wanted):
         more = replace(spec, settings=(*spec.settings, extra))
         spec = spec if unsupported_because(base, more, check) else more
     return spec

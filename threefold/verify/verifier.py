@@ -32,7 +32,6 @@ from threefold.verify.compare import (
     TOLERANCE,
     WEIGHT,
     Error,
-    Held,
     coverage,
 )
 from threefold.verify.layouts import Selection, compose, with_further_features
@@ -111,19 +110,20 @@ def judge(
     `coverage`.
     """
     number = {name: place for place, name in enumerate(order)}
-    places = [_located(error, report.held, spec) for report in reports for error in report.errors]
+    places = []
+    for report in reports:
+        stages = {part.name: part.stage for part in report.held}
+        for error in report.errors:
+            at = spec.layout.coordinates(error.rank)
+            stage = stages.get(error.parameter, at.pp)
+            places.append(replace(error, dp=at.dp, tp=at.tp, pp=at.pp, cp=at.cp, stage=stage))
     wrong = [place for place in places if not place.relative <= tolerance]
-    first = min(
-        wrong,
-        key=lambda place: (
-            _ORDER.index(place.check),
-            place.step,
-            _FIRST.index(place.what),
-            number.get(place.parameter, 0),
-            place.rank,
-        ),
-        default=None,
-    )
+
+    def time_of(place: Error) -> tuple[int, ...]:
+        kind = place.step, _FIRST.index(place.what)
+        return _ORDER.index(place.check), *kind, number.get(place.parameter, 0), place.rank
+
+    first = min(wrong, key=time_of, default=None)
     together = [place for place in wrong if first and (place.check, place.step) == (first.check, first.step)]
     departing = {place.parameter for place in together if place.parameter}
     nearest_to_loss = ""
@@ -146,12 +146,6 @@ def judge(
         message=missing or idle,
         checks=tuple((check, max(found)) for check, found in checks if found),
     )
-
-
-def _located(error: Error, held: list[Held], spec: LayoutSpec) -> Error:
-    at = spec.layout.coordinates(error.rank)
-    stage = next((part.stage for part in held if part.name == error.parameter), at.pp)
-    return replace(error, dp=at.dp, tp=at.tp, pp=at.pp, cp=at.cp, stage=stage)
 
 
 def _nothing_split(spec: LayoutSpec, reports: list[RankReport], order: list[str]) -> str:
