@@ -9,21 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from threefold.byte_sizes import format_bytes
-from threefold.cli.terminal import (
-    ConfigFile,
-    ModelFile,
-    Overrides,
-    Steps,
-    TrustCode,
-    first_to_last,
-    print_layout,
-    print_table,
-    read_config,
-    read_without_data,
-    require_ranks,
-    whole_number,
-    with_model,
-)
+from threefold.cli import terminal
 from threefold.errors import UserError
 
 if TYPE_CHECKING:
@@ -33,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def command(
-    config: ConfigFile,
-    model: ModelFile = None,
-    trust_code: TrustCode = False,
+    config: terminal.ConfigFile,
+    model: terminal.ModelFile = None,
+    trust_code: terminal.TrustCode = False,
     rank: Annotated[str | None, typer.Option(metavar="R", help="Rank to run.", show_default="0")] = None,
     all_stages: Annotated[bool, typer.Option("--all-stages", help="Run one rank of each pipeline stage.")] = False,
     world: Annotated[
@@ -46,7 +32,7 @@ def command(
         str | None, typer.Option(metavar="NAME", help="GPU type, to say whether the ranks fit into its memory.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document instead of tables.")] = False,
-    overrides: Overrides = None,
+    overrides: terminal.Overrides = None,
 ) -> None:
     """Run the training code of one rank of CONFIG's layout for a step, on tensors without memory and without GPUs.
 
@@ -57,20 +43,20 @@ def command(
         raise UserError(f"--rank is {rank} and --all-stages is given too; give one of them.")
     from threefold.config.section import MOST_RANKS
 
-    number = 0 if rank is None else whole_number(rank, "--rank", least=0)
-    ranks = None if world is None else whole_number(world, "--world", most=MOST_RANKS)
-    settings = with_model(overrides, model)
+    number = 0 if rank is None else terminal.whole_number(rank, "--rank", least=0)
+    ranks = None if world is None else terminal.whole_number(world, "--world", most=MOST_RANKS)
+    settings = terminal.with_model(overrides, model)
     if ranks is not None:
-        given = read_config(config, settings, trust_code=trust_code)
+        given = terminal.read_config(config, settings, trust_code=trust_code)
         settings.append(f"parallel.dp={_replicas(given, ranks)}")
-    resolved = read_without_data(config, settings, trust_code=trust_code)
+    resolved = terminal.read_without_data(config, settings, trust_code=trust_code)
     from threefold.planner.hardware import find_hardware
 
     on = None if hardware is None else find_hardware(hardware)
-    require_ranks((number,), resolved, "--rank is")
+    terminal.require_ranks((number,), resolved, "--rank is")
     from threefold.planner.dry_run import run_ranks, run_stages
 
-    with Steps("Running", shown=not as_json) as steps:
+    with terminal.Steps("Running", shown=not as_json) as steps:
         reports = run_stages(resolved, steps.tell) if all_stages else run_ranks(resolved, [number], tell=steps.tell)
     if as_json:
         typer.echo(_as_json(resolved, reports, on))
@@ -99,15 +85,17 @@ def _print_reports(config: "Config", reports: Sequence["DryRunReport"], hardware
     """Print memory, collectives and floating-point operations of each rank, and whether it fits."""
     train = config.train
     each = f"{train.gradient_accumulation_steps} of {train.micro_batch_size}"
-    print_layout(config)
+    terminal.print_layout(config)
     typer.echo(f"One step: {train.global_batch_size:,} samples, in micro-batches of each replica: {each}.")
     work, memory = [], []
     for report in reports:
         place = (f"{report.rank:,}", str(report.coordinates["pp"]))
-        work.append((*place, first_to_last(report.layers), f"{report.parameters:,}", f"{report.flops / 1e12:,.3f}"))
+        work.append(
+            (*place, terminal.first_to_last(report.layers), f"{report.parameters:,}", f"{report.flops / 1e12:,.3f}")
+        )
         memory.append((*place, *map(format_bytes, (*report.causes.values(), report.peak_bytes))))
-    print_table(("rank", "stage", "layers", "parameters", "TFLOP"), work)
-    print_table(("rank", "stage", "weights", "gradients", "optimizer", "activations", "peak"), memory)
+    terminal.print_table(("rank", "stage", "layers", "parameters", "TFLOP"), work)
+    terminal.print_table(("rank", "stage", "weights", "gradients", "optimizer", "activations", "peak"), memory)
     typer.echo("At the peak, by the causes of threefold estimate, which adds what an allocator loses (fragmentation).")
     collectives: list[tuple[str, ...]] = []
     for of_rank, alike in groupby(reports, key=lambda report: list(report.collectives)):
@@ -118,7 +106,7 @@ def _print_reports(config: "Config", reports: Sequence["DryRunReport"], hardware
             collectives.append((named, each_kind.axis, each_kind.operation, count, nbytes))
             named = ""
     if collectives:
-        print_table(("ranks", "axis", "collective", "count", "bytes"), collectives)
+        terminal.print_table(("ranks", "axis", "collective", "count", "bytes"), collectives)
     largest = max(reports, key=lambda report: report.peak_bytes)
     needs = f"Rank {largest.rank:,} needs {format_bytes(largest.peak_bytes)} at its peak"
     if hardware is None:

@@ -9,20 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from threefold.cli.terminal import (
-    DeviceName,
-    DtypeName,
-    ModelFile,
-    PipelineRanks,
-    RunFolder,
-    SpecialTokensName,
-    Steps,
-    TensorRanks,
-    TrustCode,
-    model_file,
-    print_warnings,
-    table,
-)
+from threefold.cli import terminal
 from threefold.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,7 +21,7 @@ _LARGE = 1e6
 
 
 def command(
-    run: RunFolder,
+    run: terminal.RunFolder,
     data: Annotated[Path, typer.Option(metavar="FILE", help="JSON lines (.jsonl, also .gz, .zst), or text (.txt).")],
     task: Annotated[
         Literal["perplexity", "lambada"], typer.Option(help="lambada: accuracy on the last word of each text.")
@@ -47,7 +34,7 @@ def command(
         int | None, typer.Option(min=1, help="Context length, in tokens.", show_default="as trained")
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows per batch of a replica.")] = 8,
-    special_tokens: SpecialTokensName = None,
+    special_tokens: terminal.SpecialTokensName = None,
     loss_tokens: Annotated[
         Literal["answers", "all"] | None,
         typer.Option(
@@ -58,12 +45,12 @@ def command(
     dp: Annotated[
         int, typer.Option("--dp", min=1, help="Data-parallel replicas; each evaluates a part of the windows.")
     ] = 1,
-    own_model: ModelFile = None,
-    trust_code: TrustCode = False,
-    tp: TensorRanks = 1,
-    pp: PipelineRanks = 1,
-    dtype: DtypeName = "fp32",
-    device: DeviceName = "auto",
+    own_model: terminal.ModelFile = None,
+    trust_code: terminal.TrustCode = False,
+    tp: terminal.TensorRanks = 1,
+    pp: terminal.PipelineRanks = 1,
+    dtype: terminal.DtypeName = "fp32",
+    device: terminal.DeviceName = "auto",
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the metrics to FILE, as JSON.")
     ] = None,
@@ -76,13 +63,13 @@ def command(
     from threefold.inference.prompt_files import read_texts
     from threefold.launch.inference_run import InferenceRun
 
-    inference = InferenceRun.prepare(run, Layout(dp, tp, pp), dtype, device, model_file(own_model), trust_code)
+    inference = InferenceRun.prepare(run, Layout(dp, tp, pp), dtype, device, terminal.model_file(own_model), trust_code)
     counted = loss_tokens or inference.trained.config.data.loss_tokens
     chosen = _task(task, _context(context, inference), stride, counted)
     if json_file is not None:
         _check_json(json_file, data)
     texts = read_texts(data, key)
-    with Steps("reading", len(texts)) as steps:
+    with terminal.Steps("reading", len(texts)) as steps:
         work = chosen.prepare(inference.trained.documents(special_tokens), texts, steps.advance)
     about = {
         "run": str(run),
@@ -125,10 +112,10 @@ def measure(
     from threefold.inference.eval_tasks import score
 
     if model.prints:
-        print_warnings(model.trained.warnings)
+        terminal.print_warnings(model.trained.warnings)
     about["step"] = model.trained.checkpoint.step
     started = time.perf_counter()
-    with Steps("measuring", len(work.windows), shown=model.prints) as steps:
+    with terminal.Steps("measuring", len(work.windows), shown=model.prints) as steps:
         scores = score(model, work.texts, work.windows, batch_size, steps.advance, work.masks)
     seconds = time.perf_counter() - started
     if model.prints:
@@ -139,7 +126,9 @@ def measure(
         settings = ", ".join(f"{name} {about[name]}" for name in ("context", "stride") if name in about)
         title = f"{about['run']}, step {about['step']:,}, on {about['data']}: {about['task']}, {settings}"
         style: dict[str, Any] = {"box": None, "show_header": False, "pad_edge": False}
-        made = table(("",) * 3, rows, "lrl", range(3), title=title, title_justify="left", title_style="", **style)
+        made = terminal.table(
+            ("",) * 3, rows, "lrl", range(3), title=title, title_justify="left", title_style="", **style
+        )
         Console(highlight=False, soft_wrap=True).print(made)
         if file is not None:
             _write(file, about | {metric.name: metric.value for metric in metrics} | {"seconds": seconds})

@@ -22,19 +22,8 @@ from threefold.models.construct import told
 from threefold.models.sharding import Constant
 from threefold.models.source import ConfigSource, ModelSource
 from threefold.parallel.pipeline.partition import stage_map
-from threefold.planner.dry_step import (
-    ACTIVATIONS,
-    GRADIENTS,
-    OPTIMIZER,
-    WEIGHTS,
-    CollectiveTotal,
-    DryRunReport,
-    FakeNumbers,
-    FlopCount,
-    batch_of,
-    measure_step,
-    totals,
-)
+from threefold.planner import dry_step
+from threefold.planner.dry_step import CollectiveTotal, DryRunReport
 from threefold.torch_private.fake import FakeTensor, fake_process_group, fake_tensors, with_memory
 from threefold.train.step import Engine
 
@@ -92,7 +81,7 @@ def run_step(
     config: Config, rank: int, source: ModelSource | None = None, tell: TellPass | None = None
 ) -> tuple[DryRunReport, list[Event]]:
     """Run `dry_run` and also return the collectives in order."""
-    layout, flops, source = Layout.from_config(config.parallel), FlopCount(), source or ConfigSource()
+    layout, flops, source = Layout.from_config(config.parallel), dry_step.FlopCount(), source or ConfigSource()
     own, micro_batches = config.model.architecture == OWN, config.train.gradient_accumulation_steps
     if own and layout.pp > 1:
         raise UserError(
@@ -103,8 +92,8 @@ def run_step(
         raise UserError(f"rank is {rank} but the layout {layout} has ranks 0 to {last}; use {0 if rank < 0 else last}.")
     with fake_process_group(rank, layout.world_size):
         mesh = FakeMesh(layout)
-        batch = batch_of(config, mesh.dp.index)
-        with _explaining(own, rank), fake_tensors(), FakeNumbers():
+        batch = dry_step.batch_of(config, mesh.dp.index)
+        with _explaining(own, rank), fake_tensors(), dry_step.FakeNumbers():
             make_model, plan = source.load(config)
             plan = replace(plan, initial=lambda _: Constant(0.0))  # weights without memory have no values to initialise
             engine = Engine(make_model, plan, mesh, config, loss=source.loss(config))
@@ -122,7 +111,7 @@ def run_step(
 
             for stage in engine.stages if tell is not None else ():  # every micro-batch passes every stage once
                 stage.register_forward_pre_hook(begins)
-            measured = measure_step(engine, batch, flops)
+            measured = dry_step.measure_step(engine, batch, flops)
             layers = tuple(name for stage in engine.stages for name in stage.layer_names)
             parameters = sum(weight.master.numel() for weight in engine.model.weights)
     report = DryRunReport(
@@ -132,14 +121,14 @@ def run_step(
         layers=layers,
         micro_batches=micro_batches,
         parameters=parameters,
-        parameter_bytes=measured.held[WEIGHTS],
-        gradient_bytes=measured.held[GRADIENTS],
-        optimizer_bytes=measured.held[OPTIMIZER],
-        activation_bytes=measured.peak[ACTIVATIONS],
+        parameter_bytes=measured.held[dry_step.WEIGHTS],
+        gradient_bytes=measured.held[dry_step.GRADIENTS],
+        optimizer_bytes=measured.held[dry_step.OPTIMIZER],
+        activation_bytes=measured.peak[dry_step.ACTIVATIONS],
         peak_bytes=sum(measured.peak.values()),
         at_peak=measured.peak,
         causes=measured.causes,
-        collectives=[CollectiveTotal(*kind, *total) for kind, total in totals(measured.events).items()],
+        collectives=[CollectiveTotal(*kind, *total) for kind, total in dry_step.totals(measured.events).items()],
         flops=flops.total,
     )
     return report, measured.events

@@ -19,21 +19,9 @@ from threefold.config import Config
 from threefold.data.loader import Batch
 from threefold.ops.attention import TILED_ATTENTION, TILED_ATTENTION_BACKWARD, AttentionMask, tiles
 from threefold.random.dropout import DROPPED_ATTENTION, DROPPED_ATTENTION_BACKWARD
+from threefold.torch_private import fake
 from threefold.torch_private.distributed import unreduced_gradients
-from threefold.torch_private.fake import (
-    ALL_GATHER,
-    CPU_ATTENTION,
-    CPU_ATTENTION_BACKWARD,
-    ONEDNN_LINEAR,
-    RECEIVE,
-    SPLIT,
-    TOP_K,
-    FakeTensor,
-    OperationMode,
-    leaves,
-    storage_resizes,
-    with_memory,
-)
+from threefold.torch_private.fake import FakeTensor, OperationMode, leaves, with_memory
 from threefold.torch_private.tensors import number_of
 from threefold.train.step import Engine
 
@@ -99,16 +87,16 @@ class FakeNumbers(OperationMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _is_fake(func, args, kwargs):
-            if func is SPLIT:  # the norm of billions of elements would take many thousands of pieces
+            if func is fake.SPLIT:  # the norm of billions of elements would take many thousands of pieces
                 tensor, size, dim = (*args, 0)[:3]
                 args = tensor, max(size, -(-tensor.shape[dim] // _MOST_PARTS)), dim
-            return even_choice(func(*args, **kwargs), *args) if func is TOP_K else func(*args, **kwargs)
+            return even_choice(func(*args, **kwargs), *args) if func is fake.TOP_K else func(*args, **kwargs)
         with with_memory():
             done = func(*args, **kwargs)
-            if func is RECEIVE:  # the other ranks' answers to torch's queries: 1 for yes
+            if func is fake.RECEIVE:  # the other ranks' answers to torch's queries: 1 for yes
                 for tensor in args[0]:
                     tensor.fill_(1)
-            elif func is ALL_GATHER:
+            elif func is fake.ALL_GATHER:
                 gathered, own = args[:2]
                 gathered.view(-1, own.numel()).copy_(own.flatten())
             return done
@@ -180,9 +168,9 @@ def _linear(x: Tensor, weight: Tensor, *_rest: Any, **_options: Any) -> int:
 
 
 _OWN: dict[Any, _Formula] = {
-    CPU_ATTENTION: _attention,
-    CPU_ATTENTION_BACKWARD: _attention_backward,
-    ONEDNN_LINEAR: _linear,
+    fake.CPU_ATTENTION: _attention,
+    fake.CPU_ATTENTION_BACKWARD: _attention_backward,
+    fake.ONEDNN_LINEAR: _linear,
     TILED_ATTENTION.overloadpacket: _tiled,
     TILED_ATTENTION_BACKWARD.overloadpacket: _tiled_backward,
     DROPPED_ATTENTION.overloadpacket: _tiled,
@@ -264,7 +252,7 @@ class StorageTracker(OperationMode):
         return self._bytes[kind] - before
 
     def __enter__(self) -> Self:
-        self._resizes.enter_context(storage_resizes(self._resized))
+        self._resizes.enter_context(fake.storage_resizes(self._resized))
         entered: Self = super().__enter__()
         return entered
 

@@ -113,6 +113,11 @@ class Timeline:
             found[rank] += end - start
         return tuple(found)
 
+    @property
+    def idle(self) -> float:
+        """Share of the ranks' time that they spend waiting, from 0 to 1, over the whole step."""
+        return 1 - sum(self.busy) / (self.length * len(self.busy)) if self.length else 0.0
+
     @cached_property
     def longest(self) -> float:
         """Longest time of a rank from the start of its first action to the end of its last.

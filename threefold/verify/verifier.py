@@ -19,21 +19,9 @@ from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.models.loss_terms import LossFunction
 from threefold.models.source import ConfigSource, ModelSource
 from threefold.parallel.forward_check import check_source
+from threefold.verify import compare
 from threefold.verify.batches import BatchSource, DataBatches, RandomBatches
-from threefold.verify.compare import (
-    BUFFER,
-    CLIPPED,
-    EVALUATION,
-    GRADIENT,
-    INITIAL,
-    LOSS,
-    NORM,
-    SCALE,
-    TOLERANCE,
-    WEIGHT,
-    Error,
-    coverage,
-)
+from threefold.verify.compare import Error
 from threefold.verify.layouts import Selection, compose, with_further_features
 from threefold.verify.rank_worker import CHECKS, RankReport, SecondRun, run_rank, write_second_trace
 from threefold.verify.reference import Trace, write_trace
@@ -42,7 +30,17 @@ EQUAL: Final = "equal"
 DEPARTS: Final = "departs"
 FAILED: Final = "error"
 UNSPLIT: Final = "unsplit"
-_FIRST = (INITIAL, EVALUATION, GRADIENT, LOSS, NORM, CLIPPED, WEIGHT, BUFFER, SCALE)
+_FIRST = (
+    compare.INITIAL,
+    compare.EVALUATION,
+    compare.GRADIENT,
+    compare.LOSS,
+    compare.NORM,
+    compare.CLIPPED,
+    compare.WEIGHT,
+    compare.BUFFER,
+    compare.SCALE,
+)
 _ORDER = ("", *CHECKS)
 Verdict = Literal["equal", "departs", "error", "unsplit"]
 
@@ -127,8 +125,8 @@ def judge(
     together = [place for place in wrong if first and (place.check, place.step) == (first.check, first.step)]
     departing = {place.parameter for place in together if place.parameter}
     nearest_to_loss = ""
-    if first and first.what == GRADIENT and all(place.what != LOSS for place in together):
-        gradients = (place.parameter for place in together if place.what == GRADIENT)
+    if first and first.what == compare.GRADIENT and all(place.what != compare.LOSS for place in together):
+        gradients = (place.parameter for place in together if place.what == compare.GRADIENT)
         nearest_to_loss = max(gradients, key=lambda name: number.get(name, 0))
     idle = "" if wrong or missing else _nothing_split(spec, reports, order)
     checks = ((check, [place.relative for place in places if place.check == check]) for check in CHECKS)
@@ -184,7 +182,7 @@ class Verification:
 
     @property
     def tolerance(self) -> float:
-        return TOLERANCE[self.config.precision.dtype]
+        return compare.TOLERANCE[self.config.precision.dtype]
 
     @cached_property
     def second(self) -> SecondRun | None:
@@ -252,7 +250,7 @@ class Verifier:
         except WorkerError as error:
             seconds = time.perf_counter() - started
             return LayoutResult(spec, FAILED, seconds, message=_told(error), details=str(error))
-        missing = coverage([report.held for report in reports], self.shapes)
+        missing = compare.coverage([report.held for report in reports], self.shapes)
         return judge(spec, reports, list(self.shapes), task.tolerance, time.perf_counter() - started, missing)
 
 
