@@ -15,7 +15,6 @@ from threefold.errors import UserError
 if TYPE_CHECKING:
     from threefold.inference.eval_tasks import EncodedTexts, EvalTask
     from threefold.inference.model import Model
-    from threefold.launch.inference_run import InferenceRun
 
 _LARGE = 1e6
 
@@ -65,7 +64,11 @@ def command(
 
     inference = InferenceRun.prepare(run, Layout(dp, tp, pp), dtype, device, terminal.model_file(own_model), trust_code)
     counted = loss_tokens or inference.trained.config.data.loss_tokens
-    chosen = _task(task, _context(context, inference), stride, counted)
+    trained = inference.trained.config
+    longest = trained.model.max_position_embeddings
+    if context is not None and context > longest and trained.model.position_embedding == "learned":
+        raise UserError(f"--context is {context} but the model has {longest} positions; use {longest} at most.")
+    chosen = _task(task, trained.data.sequence_length if context is None else context, stride, counted)
     if json_file is not None:
         _check_json(json_file, data)
     texts = read_texts(data, key)
@@ -93,16 +96,6 @@ def _task(name: str, context: int, stride: int | None, loss_tokens: Literal["ans
     return LastWord(context)
 
 
-def _context(asked: int | None, inference: "InferenceRun") -> int:
-    config = inference.trained.config
-    if asked is None:
-        return config.data.sequence_length
-    longest = config.model.max_position_embeddings
-    if asked > longest and config.model.position_embedding == "learned":
-        raise UserError(f"--context is {asked} but the model has {longest} positions; use {longest} at most.")
-    return asked
-
-
 def measure(
     model: "Model", task: "EvalTask", work: "EncodedTexts", batch_size: int, about: dict[str, Any], file: Path | None
 ) -> None:
@@ -120,7 +113,10 @@ def measure(
     seconds = time.perf_counter() - started
     if model.prints:
         metrics = task.metrics(work, scores)
-        rows = [(metric.title, _shown(metric.value), metric.unit) for metric in metrics]
+        rows = []
+        for metric in metrics:
+            digits = "," if isinstance(metric.value, int) else ",.4f" if metric.value < _LARGE else ".4g"
+            rows.append((metric.title, f"{metric.value:{digits}}", metric.unit))
         count = next(metric.value for metric in metrics if metric.name == "tokens")
         rows += [("time", f"{seconds:,.1f}", "s"), ("speed", f"{count / seconds:,.0f}", "evaluated tokens/s")]
         settings = ", ".join(f"{name} {about[name]}" for name in ("context", "stride") if name in about)
@@ -132,12 +128,6 @@ def measure(
         Console(highlight=False, soft_wrap=True).print(made)
         if file is not None:
             _write(file, about | {metric.name: metric.value for metric in metrics} | {"seconds": seconds})
-
-
-def _shown(value: float | int) -> str:
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:,.4f}" if value < _LARGE else f"{value:.4g}"
 
 
 def _check_json(path: Path, data: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TextIO
@@ -138,22 +139,16 @@ def whole_number(text: str, option: str, least: int = 1, most: int = 10**7) -> i
     try:
         number = int(text.replace("_", ""))
     except ValueError:
-        nearest = _nearest(text, least, most)
+        nearest = least
+        with suppress(ValueError):  # a text such as `1e3`, `1,024` or `7.9`
+            meant = float(text.replace(",", ""))
+            nearest = round(min(max(meant, least), most)) if isfinite(meant) else least
         raise UserError(f"{option} {shown(text) or repr(text)} must be a whole number; use {nearest}.") from None
     if number < least:
         raise UserError(f"{option} {number} must be at least {least}; use {least}.")
     if number > most:
         raise UserError(f"{option} {number} must be at most {most:,}; use {most}.")
     return number
-
-
-def _nearest(text: str, least: int, most: int) -> int:
-    """Return the number from `least` to `most` nearest to a text such as `1e3`, `1,024` or `7.9`."""
-    try:
-        meant = float(text.replace(",", ""))
-    except ValueError:
-        return least
-    return round(min(max(meant, least), most)) if isfinite(meant) else least
 
 
 def times_of(text: str, option: str) -> list[float]:
