@@ -10,6 +10,7 @@ from threefold.planner.collective_cost import (
     Group,
     all_to_all_seconds,
     attention_seconds,
+    exposed_part,
     larger,
     matrix_seconds,
     memory_seconds,
@@ -136,17 +137,18 @@ def block_passes(block: RankBlock, hardware: Hardware, system: System, recompute
         experts = 2 * all_to_all_seconds(hardware, block.group("ep"), nbytes)
     weight_passes = _accumulation(block, hardware, system)
     hidden_by_core = system.overlap_context
+    exposed = exposed_part(tensor, linear / 2, _PIECES) if system.overlap_tensor else tensor
     forward = Seconds(
         matrix=linear,
         attention=core[0],
         memory=memory[0],
-        tensor=_exposed(tensor, linear / 2, system.overlap_tensor),
+        tensor=exposed,
         context=positive(context - core[0] * (1 - 1 / block.cp)) if hidden_by_core else context,
         experts=experts,
     )
     forward = forward._replace(host=_host(block, hardware, _HOST_FORWARD, forward.total))
     weight = Seconds(matrix=linear, memory=weight_passes)
-    backward_tensor = _exposed(tensor, linear / 2, system.overlap_tensor)
+    backward_tensor = exposed
     if system.overlap_tensor_backward and not system.overlap_tensor:
         # Of the two collectives of a half block, the input gradient's overlaps with the weight-gradient product.
         backward_tensor = (
@@ -309,13 +311,6 @@ def _tensor(block: RankBlock, hardware: Hardware) -> float:
     operations = ("all_gather", "reduce_scatter") if block.sequence_parallel else ("all_reduce",)
     each = sum(ring_seconds(hardware, block.group("tp"), operation, block.whole) for operation in operations)
     return each * (2 if block.experts is None else 1 + block.experts.per_token)
-
-
-def _exposed(collective: float, beside: float, overlapped: bool) -> float:
-    """Return the exposed part of a collective that runs in pieces beside a product: its first piece and any excess."""
-    if not overlapped:
-        return collective
-    return collective / _PIECES + positive(collective * (1 - 1 / _PIECES) - beside)
 
 
 def _context(block: RankBlock, hardware: Hardware) -> float:

@@ -23,7 +23,7 @@ from threefold.parallel.pipeline.partition import StageMap, partitioned
 from threefold.parallel.shard_shapes import ShardCoordinates, shard_coordinates
 from threefold.planner.activations import LayerMemory
 from threefold.planner.block_cost import Passes, axis_group, block_passes, cost_block, embedding_passes, head_passes
-from threefold.planner.collective_cost import bubble_seconds, send_seconds, send_waits
+from threefold.planner.collective_cost import ZERO_STATE, ZERO_WEIGHTS, bubble_seconds, send_seconds, send_waits
 from threefold.planner.estimate import (
     estimate,
     gradient_time,
@@ -185,7 +185,6 @@ def _passes(schedule: Schedule, pp: int, rank: int, chunks: int) -> tuple[float,
     return max(1.0, flight * chunks - 1), float(rank)
 
 
-_STATE_ALONE, _WEIGHTS_TOO = 1, 3  # values of parallel.zero
 _KEPT, _BACKWARD, _DEFERRED = range(3)
 
 
@@ -275,8 +274,8 @@ class LeastBytes:
         columns = []
         for settings in options.zero:
             zero = settings["parallel.zero"]
-            gathered = least * narrow if zero == _WEIGHTS_TOO else 0
-            columns.append(gathered + (repeated if zero > _STATE_ALONE else np.zeros_like(repeated)))
+            gathered = least * narrow if zero == ZERO_WEIGHTS else 0
+            columns.append(gathered + (repeated if zero > ZERO_STATE else np.zeros_like(repeated)))
         return np.stack(columns, axis=-1)
 
     def _of_kinds(self, mesh: MeshSizes, size: int, sharded: bool, mode: str) -> Array:

@@ -24,6 +24,7 @@ from threefold.host import keep_freed_memory
 from threefold.models.family import make_model, model_plan
 from threefold.ops.kernels import linear
 from threefold.parallel.pipeline.scheduled_stage import Mailbox
+from threefold.planner.collective_cost import ZERO_WEIGHTS
 from threefold.planner.hardware import Link
 from threefold.train.step import Engine
 
@@ -39,7 +40,6 @@ _LONGEST_PRODUCT: Final = 0.5
 _ATTENTION_WIDTH: Final = 256
 """Features of all heads together."""
 NCCL: Final = "NCCL"
-_SHARDED_WEIGHTS: Final = 3  # value of parallel.zero
 _LEAST_SECONDS: Final = 1e-7
 _BETWEEN: Final = 512
 """Size of the square product between collectives."""
@@ -158,7 +158,7 @@ def measure_ranks(info: Any, dtypes: Sequence[str], budget: MeasuringEffort, dev
         memory_bandwidth=2 * budget.copied / timer.of(lambda: target.copy_(source)),
         kernel=timer.of(chain) / (2 * links),
         block=measure_block(timer.of, world, on),
-        sharded_block=measure_block(timer.of, world, on, zero=_SHARDED_WEIGHTS) if world > 1 else 0.0,
+        sharded_block=measure_block(timer.of, world, on, zero=ZERO_WEIGHTS) if world > 1 else 0.0,
         tensor_block=mean(measure_block(timer.of, world, on, tp=tp) for tp in (2, world)) if world > 1 else 0.0,
         context_block=measure_block(timer.of, world, on, cp=2) if world > 1 else 0.0,
         collectives=_collectives(timer, mesh, budget.nbytes) if world > 1 else {},

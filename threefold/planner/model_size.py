@@ -15,10 +15,8 @@ from threefold.errors import UserError
 from threefold.models.block import BlockShape, ModelDescription, WeightShape, describe_model
 from threefold.parallel.pipeline.partition import stage_map
 from threefold.parallel.shard_shapes import ShardCoordinates, chosen_layers, local_shape, shard_coordinates
-from threefold.planner.collective_cost import Group
+from threefold.planner.collective_cost import ZERO_STATE, ZERO_WEIGHTS, Group
 from threefold.planner.systems import Attention, Kernels
-
-_STATE_ALONE, _WEIGHTS_TOO = 1, 3  # values of parallel.zero
 
 
 class StageSize(NamedTuple):
@@ -104,9 +102,9 @@ class ModelSize:
             return RankSize(held, held * wide + copies, trained * wide, states)
         whole = self.weights.held(layers, place.unshared)
         largest = max(max(group) for group in self.gathered_together(pp_rank, place.unshared))
-        gathered = (largest if zero == _WEIGHTS_TOO else whole.all) * narrow
+        gathered = (largest if zero == ZERO_WEIGHTS else whole.all) * narrow
         summed = max(max(group) for group in self.gathered_together(pp_rank, place.unshared, trained=True))
-        if zero == _STATE_ALONE:
+        if zero == ZERO_STATE:
             gradients = max(trained * wide, whole.trained * wide + (summed * narrow if narrow < wide else 0))
         else:
             gradients = trained * wide + summed * narrow

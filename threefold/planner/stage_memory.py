@@ -14,6 +14,7 @@ from threefold.config import Config
 from threefold.config.schedules import SENDS_UNDER_WAY, Action, Schedule
 from threefold.config.schema import ParallelConfig, PrecisionConfig
 from threefold.planner.activations import LayerBytes, LayerMemory
+from threefold.planner.collective_cost import ZERO_WEIGHTS
 from threefold.planner.model_size import ModelSize, RankSize, described_blocks
 from threefold.planner.schedule import orders_of
 from threefold.planner.systems import Keeps, keeps_of
@@ -24,7 +25,6 @@ RESERVE: Final = 2 << 30
 
 
 _IN_PASSING: Final = ("working", "logits", "buffers")
-_WEIGHTS_TOO: Final = 3  # value of parallel.zero
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class StageLayers:
         """Yield the largest moments of an action (`F`, `B`, `I` or `W`), relative to all that it begins with."""
         if kind == "F":  # the peak is at the end
             last = self.runs[-1]
-            gathered = self.narrow * (last.elements + self.tied) if self.zero == _WEIGHTS_TOO else 0
+            gathered = self.narrow * (last.elements + self.tied) if self.zero == ZERO_WEIGHTS else 0
             yield Moment(logits=last.layer.forward if last.is_head else 0, weights=gathered)
         elif kind == "W":
             blocks = (run.layer.largest for run in self.runs if not run.is_embedding or len(self.runs) == 1)
@@ -255,7 +255,7 @@ class StageLayers:
         start = Moment(activations=-freed, gradients=self.computed * tied)
         if self.zero > 1:
             start = start.plus(buffers=scattered * wide)
-        if self.zero == _WEIGHTS_TOO:
+        if self.zero == ZERO_WEIGHTS:
             start = start.plus(weights=(run.elements + self.tied) * narrow, buffers=ahead * narrow)
         largest = 0 if deferring and not run.is_embedding else self.computed * layer.largest
         yield start.plus(gradients=largest, **{"logits" if run.is_head else "working": layer.backward})
@@ -265,7 +265,7 @@ class StageLayers:
             ended = start.plus(activations=-layer.kept, working=layer.ending, gradients=self.computed * own)
             yield ended
             if self.zero > 1:
-                freed_weights = run.elements * narrow if self.zero == _WEIGHTS_TOO else 0
+                freed_weights = run.elements * narrow if self.zero == ZERO_WEIGHTS else 0
                 buffers = own * wide * (1 + 1 / self.ranks) - scattered * wide
                 yield ended.plus(weights=-freed_weights, working=-layer.ending, buffers=buffers)
 
