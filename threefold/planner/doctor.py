@@ -22,18 +22,10 @@ from threefold.errors import UserError
 from threefold.files import shown
 from threefold.host import memory, usable_cores
 from threefold.models.block import describe_model
+from threefold.planner import measuring
 from threefold.planner.block_cost import block_seconds, cost_block
 from threefold.planner.hardware import THIS_MACHINE, Achievable, Hardware, cpu_name, entry_of_gpu
-from threefold.planner.measuring import (
-    QUICK,
-    MeasuringEffort,
-    RankRates,
-    attention_shares,
-    half_depth,
-    measure_ranks,
-    measured_link,
-    tiny_config,
-)
+from threefold.planner.measuring import RankRates
 from threefold.planner.systems import SYSTEMS
 
 RANKS: Final = (2, 4, 8)
@@ -206,15 +198,15 @@ def examine(
     problems: list[MachineFinding] = []
     for number, count in enumerate(counts):
         tell(parts[number], number, len(parts))
-        effort = QUICK if quick else MeasuringEffort()
+        effort = measuring.QUICK if quick else measuring.MeasuringEffort()
         if not quick and gpus:
             attention = ((2048, 64), (2048, 128), (8192, 128))
             sizes = (512, 1024, 2048, 4096, 8192)
-            effort = MeasuringEffort(sizes=sizes, nbytes=256 << 20, attention=attention, copied=1 << 30)
+            effort = measuring.MeasuringEffort(sizes=sizes, nbytes=256 << 20, attention=attention, copied=1 << 30)
         elif not quick and count not in (1, counts[-1]):
-            effort = MeasuringEffort(sizes=(256,), seconds=0.2)
+            effort = measuring.MeasuringEffort(sizes=(256,), seconds=0.2)
         try:
-            measured = run_ranks(measure_ranks, (_DTYPES, effort, device), count, device)
+            measured = run_ranks(measuring.measure_ranks, (_DTYPES, effort, device), count, device)
             assert isinstance(measured, RankRates)
             rates.append(measured)
         except (UserError, RuntimeError) as error:
@@ -349,7 +341,7 @@ def measured_entry(found: Examination) -> Hardware | None:
     rates = {dtype: max(sizes.values()) for dtype, sizes in most.matrix.items() if sizes}
     fp32 = most.matrix.get("fp32") or next(sizes for sizes in most.matrix.values() if sizes)
     largest = max(fp32)
-    depth = half_depth(fp32, _LEAST_SIZE if largest >= _LEAST_SIZE else 0)
+    depth = measuring.half_depth(fp32, _LEAST_SIZE if largest >= _LEAST_SIZE else 0)
     peaks = {dtype: rate * (1 + depth / largest) for dtype, rate in rates.items()}
     title, bytes_of_rank = machine.processor, max(1, machine.memory // most.ranks)
     if is_gpu:
@@ -360,9 +352,9 @@ def measured_entry(found: Examination) -> Hardware | None:
         bytes_of_rank = listed.memory_bytes if listed is not None else _UNKNOWN_GPU_MEMORY
         if torch.cuda.is_available():
             bytes_of_rank = int(torch.cuda.get_device_properties(0).total_memory)
-    link = measured_link(most)
+    link = measuring.measured_link(most)
     reached = Achievable(
-        **attention_shares(most, peaks),
+        **measuring.attention_shares(most, peaks),
         matrix=1.0,
         matrix_depth=depth,
         memory=1.0,
@@ -394,7 +386,7 @@ def measured_entry(found: Examination) -> Hardware | None:
     }
     kernels = 0.0  # the part of the measured block time that is not the host's work
     if most.block:
-        config, system = tiny_config(), SYSTEMS["own-cpu"]
+        config, system = measuring.tiny_config(), SYSTEMS["own-cpu"]
         block = describe_model(config.model, config.data.sequence_length).blocks[0]
         kernels = block_seconds(cost_block(config, block, 1, system), entry, system).total
     return replace(entry, achievable=replace(reached, block=max(0.0, most.block - kernels), **longer))

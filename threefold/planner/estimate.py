@@ -12,16 +12,8 @@ from threefold.config.section import nearest_multiple
 from threefold.errors import UserError
 from threefold.models.block import describe_model, model_flops_per_token
 from threefold.parallel.pipeline.partition import stage_map
-from threefold.planner.block_cost import (
-    NOTHING,
-    Passes,
-    Seconds,
-    axis_group,
-    block_seconds,
-    cost_block,
-    embedding_passes,
-    head_passes,
-)
+from threefold.planner import block_cost
+from threefold.planner.block_cost import Passes, Seconds
 from threefold.planner.collective_cost import (
     Pipeline,
     gradient_seconds,
@@ -121,12 +113,12 @@ def step_time(config: Config, hardware: Hardware, system: System) -> StepTime:
     """
     model, parallel, train = config.model, config.parallel, config.train
     passes, elements = layer_passes(config, hardware, system), layer_elements(config)
-    ranks, held = [NOTHING] * parallel.pp, [0.0] * parallel.pp
+    ranks, held = [block_cost.NOTHING] * parallel.pp, [0.0] * parallel.pp
     stages = stage_map(describe_model(model, config.data.sequence_length).plan, config)
     of_stages = []
     for stage, place in enumerate(stages.ranks):
         own = range(*stages.layers(stage))
-        of_stages.append(NOTHING.plus(*(passes[layer] for layer in own)))
+        of_stages.append(block_cost.NOTHING.plus(*(passes[layer] for layer in own)))
         ranks[place] = ranks[place].plus(of_stages[-1])
         held[place] += sum(elements[layer] for layer in own)
     line = _pipeline(config, hardware, system, ranks, of_stages)
@@ -167,7 +159,7 @@ def gradient_time(
         forward, backward: seconds of one micro-batch's passes through them.
         micro_batches: micro-batches of a step.
     """
-    group = axis_group(config, "dp·cp", hardware.gpus_per_node, system)
+    group = block_cost.axis_group(config, "dp·cp", hardware.gpus_per_node, system)
     sizes = config.precision.itemsize, config.precision.master_itemsize
     layers = max(1, config.model.num_layers // config.parallel.pp)
     step = elements, forward, backward, micro_batches, zero
@@ -199,14 +191,14 @@ def layer_passes(config: Config, hardware: Hardware, system: System) -> list[Pas
     """Estimate the passes of each layer for one micro-batch: the embedding, the blocks and the head."""
     model, train = config.model, config.train
     described = described_blocks(config)
-    sizes = {block: cost_block(config, block, hardware.gpus_per_node, system) for block in set(described)}
+    sizes = {block: block_cost.cost_block(config, block, hardware.gpus_per_node, system) for block in set(described)}
     found = []
     for layer, block in enumerate(described):
         treated = train.recompute if layer % train.recompute_every == 0 else "none"
-        found.append(block_seconds(sizes[block], hardware, system, treated))
+        found.append(block_cost.block_seconds(sizes[block], hardware, system, treated))
     first = sizes[described[0]]
-    head = head_passes(first, model.vocab_size, train.loss_chunk_size, hardware, system)
-    return [embedding_passes(first, hardware), *found, head]
+    head = block_cost.head_passes(first, model.vocab_size, train.loss_chunk_size, hardware, system)
+    return [block_cost.embedding_passes(first, hardware), *found, head]
 
 
 def sent_bytes(config: Config, system: System) -> int:
@@ -222,7 +214,7 @@ def _pipeline(
     config: Config, hardware: Hardware, system: System, ranks: list[Passes], stages: list[Passes]
 ) -> Pipeline:
     parallel, micro_batches = config.parallel, config.train.gradient_accumulation_steps
-    group = axis_group(config, "pp", hardware.gpus_per_node, system)
+    group = block_cost.axis_group(config, "pp", hardware.gpus_per_node, system)
     send = send_seconds(hardware, group, sent_bytes(config, system))
     is_own = parallel.pp > 1 and is_own_schedule(parallel.schedule)
     # The seconds of all forward passes, of the backward passes for inputs, and of those for weights.
