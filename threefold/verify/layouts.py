@@ -59,14 +59,9 @@ def shrink(config: Config, specs: Sequence[LayoutSpec], batch_alone: bool = Fals
     fewest = (each.layout.dp * (_schedule(each).micro_batches or each.layout.pp) for each in specs)
     settings["train"]["global_batch_size"] = 2 * lcm(*fewest)
     settings["optimizer"]["warmup_steps"] = min(config.optimizer.warmup_steps, 1)
-    if not batch_alone:
-        _shrink_model(config, specs, settings)
-    return resolve(config_of(settings), vocab_size=1)
-
-
-def _shrink_model(config: Config, specs: Sequence[LayoutSpec], settings: Settings) -> None:
-    model = config.model
-    sequence = config.data.sequence_length
+    if batch_alone:
+        return resolve(config_of(settings), vocab_size=1)
+    model, sequence = config.model, config.data.sequence_length
     if not any(map(is_own_data, config.data.corpora)):
         # Lengths that both chunks of a context-parallel rank and sequence parallelism divide.
         unit = lcm(*((2 * each.cp if each.cp > 1 else 1) * each.tp for each in (spec.layout for spec in specs)))
@@ -79,6 +74,7 @@ def _shrink_model(config: Config, specs: Sequence[LayoutSpec], settings: Setting
     if chunk := config.train.loss_chunk_size:  # keep the number of chunks
         vocab = settings["model"]["vocab_size"]
         settings["train"]["loss_chunk_size"] = max(1, round(chunk * vocab / model.vocab_size))
+    return resolve(config_of(settings), vocab_size=1)
 
 
 def _widths(model: ModelConfig, specs: Sequence[LayoutSpec]) -> dict[str, Any]:
