@@ -26,7 +26,7 @@ from threefold.models.gpt.sharding import gpt_plan
 from threefold.parallel.parameter import local
 from threefold.parallel.pipeline.runner import PipelineRunner
 from threefold.planner.activations import block_bytes
-from threefold.planner.block import rank_block
+from threefold.planner.model_size import rank_block
 from threefold.train.step import Engine
 
 LENGTH, MICRO_BATCH, MICRO_BATCHES = 256, 2, 8

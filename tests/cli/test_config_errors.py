@@ -88,7 +88,7 @@ def test_names_of_the_parallel_package_are_imported_when_used() -> None:
     script = (
         "import sys, threefold.parallel as package\n"
         "from threefold.comm.layout import Layout\n"
-        "import threefold.verify.layout_selection, threefold.launch.training_run, threefold.checkpoint.folder\n"
+        "import threefold.verify.layouts, threefold.launch.training_run, threefold.checkpoint.folder\n"
         "assert 'torch' not in sys.modules\n"
         "assert package.Layout is Layout\n"
         "assert 'torch' not in sys.modules\n"

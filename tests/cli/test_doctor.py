@@ -42,7 +42,7 @@ def test_what_is_checked_before_it_measures(threefold, tmp_path: Path, monkeypat
         examined.append(arguments)
         raise UserError("examined")
 
-    monkeypatch.setattr("threefold.planner.doctor.examination.examine", examine)
+    monkeypatch.setattr("threefold.planner.doctor.examine", examine)
     mine = tmp_path / "lab.yaml"
     mine.write_text("lab: {like: h100}\n")
     for options, sentence in (

@@ -14,7 +14,7 @@ from threefold.comm.layout import parse
 from threefold.config import load_config
 from threefold.data.dataset import vocabulary
 from threefold.planner.model_size import ModelSize
-from threefold.verify.shrunk_config import compose, prepare
+from threefold.verify.layouts import compose, prepare
 
 VERIFY = [sys.executable, "-m", "threefold", "verify"]
 

@@ -3,8 +3,14 @@
 import pytest
 
 from threefold.config.schedules import SCHEDULES
-from threefold.planner.schedule import ONLY_PLANNED, find_planned, orders_of
-from threefold.planner.simulation import HeldPasses, held_by_rank, peak_micro_batches
+from threefold.planner.schedule import (
+    ONLY_PLANNED,
+    HeldPasses,
+    find_planned,
+    held_by_rank,
+    orders_of,
+    peak_micro_batches,
+)
 
 
 @pytest.mark.parametrize("name", [*SCHEDULES, *ONLY_PLANNED])

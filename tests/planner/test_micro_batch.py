@@ -29,8 +29,7 @@ from threefold.planner.activations import (
     largest_micro_batch,
     step_bytes,
 )
-from threefold.planner.block import own_attention, rank_block
-from threefold.planner.model_size import ModelSize
+from threefold.planner.model_size import ModelSize, own_attention, rank_block
 from threefold.random.dropout import sample_keys
 
 LLAMA: tuple[tuple[str, Any], ...] = (("architecture", "llama"), ("num_key_value_heads", 6), ("head_dim", 4))

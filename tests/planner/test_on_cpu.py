@@ -6,9 +6,9 @@ import pytest
 
 from tests.planner.ideal import GPT, config, ideal
 from threefold.models.block import describe_model
-from threefold.planner.block import rank_block
 from threefold.planner.estimate import step_time
 from threefold.planner.hardware import Hardware, Link
+from threefold.planner.model_size import rank_block
 from threefold.planner.systems import SYSTEMS
 
 BLOCKS = GPT["num_layers"] * 32

@@ -19,7 +19,7 @@ from threefold.planner.dry_run import dry_run, run_stages
 from threefold.planner.estimate import estimate
 from threefold.planner.hardware import find_hardware
 from threefold.planner.model_size import ModelSize
-from threefold.planner.search.planning import plan_layouts, read_request
+from threefold.planner.planning import plan_layouts, read_request
 from threefold.planner.stage_memory import stage_memory
 
 MODULE = '''

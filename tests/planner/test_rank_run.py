@@ -101,7 +101,7 @@ def test_no_number_has_memory(monkeypatch: pytest.MonkeyPatch, name: str) -> Non
         seen.extend(isinstance(each, FakeTensor) for each in numbers)
         return measure_step(engine, batch, observer)
 
-    monkeypatch.setattr(rank_run, "measure_step", checked)
+    monkeypatch.setattr(rank_run.dry_step, "measure_step", checked)
     dry_run(LAYOUTS[name].config)
     assert len(seen) > 100
     assert all(seen)

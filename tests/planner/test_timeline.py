@@ -7,9 +7,9 @@ import pytest
 from matplotlib.image import imread
 
 from threefold.errors import UserError
-from threefold.planner import timeline as style
+from threefold.planner import pictures as style
+from threefold.planner.pictures import KINDS, TimeSpan, draw_timeline, spans_of
 from threefold.planner.schedule import Timeline, find_planned, program_of, share_of_ranks, simulate
-from threefold.planner.timeline import KINDS, TimeSpan, draw_timeline, spans_of
 
 
 def simulated(name: str, pp: int, chunks: int, count: int) -> Timeline:

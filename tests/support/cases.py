@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from tests.support.parity import Case, departures, in_layout
-from threefold.planner.block import RankBlock
+from threefold.planner.model_size import RankBlock
 from threefold.planner.systems import Attention
 
 LLAMA_SIZES = (

@@ -9,8 +9,8 @@ from threefold.config import Config, resolve
 from threefold.config.loading import config_of
 from threefold.config.schedules import SCHEDULES
 from threefold.models.family import model_plan
-from threefold.planner.search.search import Soundness
-from threefold.planner.search.space import Check, LayoutChoice, Space, alone, layout_rules
+from threefold.planner.search import Soundness
+from threefold.planner.space import Check, LayoutChoice, Space, alone, layout_rules
 
 MODELS: dict[str, dict[str, dict[str, Any]]] = {
     "gpt": {

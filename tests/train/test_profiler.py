@@ -9,7 +9,7 @@ import pytest
 
 from tests.train.support import Run, losses_of, train, train_rank
 from threefold.launch.worker_pool import WorkerPool
-from threefold.planner.timeline import draw_run_timeline, measured_steps
+from threefold.planner.pictures import draw_run_timeline, measured_steps
 from threefold.train.profiling import ProfileRequest
 
 

@@ -10,9 +10,8 @@ from threefold.config import Config
 from threefold.launch.worker_pool import WorkerPool
 from threefold.models.source import ConfigSource, ModelSource
 from threefold.verify.batches import RandomBatches
-from threefold.verify.report import LayoutResult
-from threefold.verify.shrunk_config import prepare, shrink
-from threefold.verify.verifier import Verification, Verifier
+from threefold.verify.layouts import prepare, shrink
+from threefold.verify.verifier import LayoutResult, Verification, Verifier
 
 LAYOUTS = ("dp2", "tp2", "pp2", "dp2·tp2·pp2")
 

@@ -5,8 +5,7 @@ import pytest
 from tests.verify.support import config
 from threefold.comm.layout import Layout, parse, parse_layouts
 from threefold.errors import UserError
-from threefold.verify.layout_selection import asked_for, covering, every, possible, products
-from threefold.verify.shrunk_config import compose, prepare, shrink, stages
+from threefold.verify.layouts import asked_for, compose, covering, every, possible, prepare, products, shrink, stages
 
 
 @pytest.mark.parametrize(

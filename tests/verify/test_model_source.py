@@ -8,7 +8,7 @@ from tests.verify.support import task, verify
 from threefold.config import load_config
 from threefold.errors import UserError
 from threefold.models.source import FileSource
-from threefold.verify.report import DEPARTS, EQUAL, UNSPLIT
+from threefold.verify.verifier import DEPARTS, EQUAL, UNSPLIT
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model"
 LAYOUTS = ("dp2", "tp2", "pp2 zbv", "cp2", "dp2·tp2·pp2 interleaved sp", "dp2·tp2 zero3 full")

@@ -17,8 +17,7 @@ from threefold.models.sharding import Column, Replicated, Sharded, Split
 from threefold.models.source import ObjectSource
 from threefold.parallel.plan_check import check_plan, check_tensor_axis
 from threefold.parallel.shard_modules import ConcatenatedLinear
-from threefold.verify.report import DEPARTS, EQUAL
-from threefold.verify.verifier import Verification
+from threefold.verify.verifier import DEPARTS, EQUAL, Verification
 
 
 def fused_task(*layouts: str, dtype: str = "fp64") -> Verification:

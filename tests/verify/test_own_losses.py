@@ -16,8 +16,7 @@ from threefold.config import Config
 from threefold.models.sharding import ModelPlan
 from threefold.models.source import ModelSource
 from threefold.train.step_batch import BatchPreparation
-from threefold.verify.report import DEPARTS, EQUAL
-from threefold.verify.verifier import Verification
+from threefold.verify.verifier import DEPARTS, EQUAL, Verification
 
 LAYOUTS = ("dp2·tp2", "pp2", "dp2 zero3", "pp2·dp2 zbv")
 

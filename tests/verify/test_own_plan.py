@@ -10,7 +10,7 @@ from tests.verify.support import task, verify
 from threefold.config import load_config
 from threefold.models.source import ConfigSource, FileSource, ObjectSource
 from threefold.verify.compare import INITIAL
-from threefold.verify.report import EQUAL
+from threefold.verify.verifier import EQUAL
 
 FILE = Path(own_token_model.__file__)
 
@@ -47,9 +47,9 @@ def test_initial_values_have_the_same_bits_in_every_layout(pool, tmp_path: Path)
 
 def _reports(pool, folder: Path, layout: str):
     from threefold.comm.layout import parse
+    from threefold.verify.layouts import compose
     from threefold.verify.rank_worker import run_rank
     from threefold.verify.reference import write_trace
-    from threefold.verify.shrunk_config import compose
 
     todo, spec = task(layout, dtype="fp32", given=load_config(own_config(folder))), parse(layout)
     pool.run(1, write_trace, todo.source, todo.config, todo.rows, 1, str(folder))

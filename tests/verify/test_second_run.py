@@ -15,7 +15,7 @@ from threefold.parallel import zero
 from threefold.train import step, step_batch
 from threefold.verify import rank_worker as second_run
 from threefold.verify.rank_worker import CHECKS, MIXED, MOVED, OVERFLOW, RESUMED
-from threefold.verify.report import DEPARTS, EQUAL
+from threefold.verify.verifier import DEPARTS, EQUAL
 
 SEEN_AT_ONCE = ""
 """In the first run."""

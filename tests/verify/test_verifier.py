@@ -12,7 +12,7 @@ from threefold.constants import IGNORE_INDEX
 from threefold.verify.batches import RandomBatches
 from threefold.verify.compare import Comparison, Held, coverage
 from threefold.verify.reference import Trace
-from threefold.verify.report import DEPARTS, EQUAL, FAILED, LayoutResult
+from threefold.verify.verifier import DEPARTS, EQUAL, FAILED, LayoutResult
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 

@@ -27,11 +27,9 @@ from threefold.parallel.plan_check import layout_check
 from threefold.plugins import import_path_of
 from threefold.train.callbacks.base import Callback, say
 from threefold.train.callbacks.registry import require_packages
-from threefold.verify.layout_selection import asked_for, covering, possible
-from threefold.verify.report import EQUAL, LayoutResult
+from threefold.verify.layouts import UNKNOWN_VOCABULARY, asked_for, covering, possible, prepare, shrink
 from threefold.verify.self_check import self_check
-from threefold.verify.shrunk_config import UNKNOWN_VOCABULARY, prepare, shrink
-from threefold.verify.verifier import Verification, choose_batches, verifier
+from threefold.verify.verifier import EQUAL, LayoutResult, Verification, choose_batches, verifier
 
 if TYPE_CHECKING:
     import torch

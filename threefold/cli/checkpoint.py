@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from threefold.cli.options import ModelFile, TrustCode, model_file, print_warnings
-from threefold.cli.terminal import Bars, counted, print_table, table
+from threefold.cli.terminal import Bars, ModelFile, TrustCode, counted, model_file, print_table, print_warnings, table
 from threefold.files import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -135,18 +134,16 @@ def convert(
     with Bars() as bars:
         made = convert_checkpoint(Conversion(path, out, format_, dtype, weights_only, size, overwrite), bars)
     print_warnings(made.warnings)
-    print_table(
-        ("written", str(out)),
-        [
-            ("from", str(made.checkpoint)),
-            ("after", f"{made.step:,} steps"),
-            ("format", format_),
-            ("parameters", f"{made.parameters:,}, {', '.join(made.dtypes)}"),
-            ("tensors", f"{made.tensors:,}, {format_bytes(made.bytes)}"),
-            ("files", _files(made.files) if made.files else "none"),
-            ("other files", ", ".join(made.others) or "none"),
-        ],
-    )
+    facts = {
+        "from": str(made.checkpoint),
+        "after": f"{made.step:,} steps",
+        "format": format_,
+        "parameters": f"{made.parameters:,}, {', '.join(made.dtypes)}",
+        "tensors": f"{made.tensors:,}, {format_bytes(made.bytes)}",
+        "files": _files(made.files) if made.files else "none",
+        "other files": ", ".join(made.others) or "none",
+    }
+    print_table(("written", str(out)), [*facts.items()])
 
 
 @app.command("import")
@@ -171,18 +168,16 @@ def import_(
         found = import_model(Import(source, out, tuple(ignore or ()), overwrite, allow_not_finite), bars)
     model = found.config.model
     experts = f", {model.num_experts} experts, {model.experts_per_token} active per token" if model.num_experts else ""
-    print_table(
-        (str(out), ""),
-        [
-            ("family", found.family),
-            ("parameters", f"{found.parameters:,}"),
-            ("layers", f"{model.num_layers} of width {model.hidden_size:,}{experts}"),
-            ("vocabulary", f"{model.vocab_size:,} rows"),
-            ("positions", f"{model.max_position_embeddings:,}"),
-            ("weights", f"{', '.join(found.dtypes)}, {format_bytes(found.bytes)}"),
-            ("tokenizer", "tokenizer.json" if found.tokenizer else "none in the folder"),
-        ],
-    )
+    facts = {
+        "family": found.family,
+        "parameters": f"{found.parameters:,}",
+        "layers": f"{model.num_layers} of width {model.hidden_size:,}{experts}",
+        "vocabulary": f"{model.vocab_size:,} rows",
+        "positions": f"{model.max_position_embeddings:,}",
+        "weights": f"{', '.join(found.dtypes)}, {format_bytes(found.bytes)}",
+        "tokenizer": "tokenizer.json" if found.tokenizer else "none in the folder",
+    }
+    print_table((str(out), ""), [*facts.items()])
     if found.tokenizer:
         typer.echo(f'Next: threefold generate {out} --prompt "..."')
         typer.echo(f"  or: threefold data prepare TEXT --tokenizer {out / 'tokenizer.json'} --out tokens")
@@ -213,19 +208,19 @@ def export(
     with Bars() as bars:
         made = export_model(Export(run, out, _bytes(shard_size), dtype, overwrite, model_file(model), trust_code), bars)
     print_warnings(made.warnings)
-    print_table(
-        (str(out), ""),
-        [
-            ("family", made.family),
-            ("after", f"{made.step:,} steps"),
-            ("parameters", f"{made.parameters:,}"),
-            *((("layers", f"{blocks}"),) if (blocks := made.config.model.blocks) is not None else ()),
-            ("weights", f"{made.dtype}, {format_bytes(made.bytes)}"),
-            ("files", _files(made.files)),
-            ("other files", ", ".join(made.texts)),
-            *((("left out", f"{', '.join(made.left_out)}: used in training only"),) if made.left_out else ()),
-        ],
-    )
+    blocks, left_out = made.config.model.blocks, ", ".join(made.left_out)
+    facts = {
+        "family": made.family,
+        "after": f"{made.step:,} steps",
+        "parameters": f"{made.parameters:,}",
+        "layers": "" if blocks is None else str(blocks),
+        "weights": f"{made.dtype}, {format_bytes(made.bytes)}",
+        "files": _files(made.files),
+        "other files": ", ".join(made.texts),
+        "left out": f"{left_out}: used in training only" if left_out else "",
+    }
+    shown_facts = [(name, fact) for name, fact in facts.items() if fact or name not in ("layers", "left out")]
+    print_table((str(out), ""), shown_facts)
 
 
 def _bytes(text: str) -> int:

@@ -1,19 +1,23 @@
 """`threefold config`: show, size and convert configs."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from threefold.cli.options import ConfigFile, ModelFile, Overrides, TrustCode, read_config, read_without_data
-from threefold.cli.terminal import counted, first_to_last, print_table
+from threefold.cli.terminal import (
+    ConfigFile,
+    ModelFile,
+    Overrides,
+    TrustCode,
+    first_to_last,
+    print_layout,
+    print_table,
+    read_config,
+    read_without_data,
+)
 from threefold.errors import UserError
 from threefold.files import format_bytes
-
-if TYPE_CHECKING:
-    from threefold.config import Config
-    from threefold.planner.model_size import ModelSize
-
 
 app = typer.Typer(help="Show, size and convert configs.", no_args_is_help=True)
 
@@ -33,9 +37,26 @@ def size(
 ) -> None:
     """Print the parameter count of CONFIG's model and the memory of each rank's shards, without starting any."""
     resolved = read_without_data(config, overrides, model, trust_code)
+    from threefold.comm.layout import Layout
     from threefold.planner.model_size import ModelSize  # imports torch; errors should not wait for it
 
-    _print_size(ModelSize(resolved), resolved)
+    found, layout = ModelSize(resolved), Layout.from_config(resolved.parallel)
+    active = f", {found.active:,} active per token" if found.active < found.parameters else ""
+    typer.echo(f"Parameters: {found.parameters:,}{active}.")
+    print_layout(resolved)
+    if layout.pp > 1:
+        stages = [
+            (str(number), str(stage.pp_rank), first_to_last(stage.layers), f"{stage.parameters:,}")
+            for number, stage in enumerate(found.stages())
+        ]
+        print_table(("stage", "pp rank", "layers", "parameters"), stages)
+    rows = []
+    for pp_rank in range(layout.pp):
+        held = found.largest_rank(pp_rank)
+        amounts = map(format_bytes, (held.weights, held.gradients, held.optimizer, held.bytes))
+        rows.append((str(pp_rank), str(layout.world_size // layout.pp), f"{held.parameters:,}", *amounts))
+    print_table(("pp rank", "ranks", "parameters", "weights", "gradients", "optimizer", "together"), rows)
+    typer.echo("Upper bound per rank during a step; activations and buffers are not included.")
 
 
 ForeignFile = Annotated[
@@ -111,29 +132,3 @@ def compatibility(features: FeatureNames = None) -> None:
     listed = (f"{feature.name}: {feature.title}" for feature in FEATURES)
     for line in answers(features_named(features)) if features else listed:
         typer.echo(line)
-
-
-def _print_size(size: "ModelSize", config: "Config") -> None:
-    """Print the parameters of a model and its pipeline stages, and the memory of each rank's shards."""
-    from threefold.comm.layout import Layout
-
-    layout = Layout.from_config(config.parallel)
-    active = f", {size.active:,} active per token" if size.active < size.parameters else ""
-    typer.echo(f"Parameters: {size.parameters:,}{active}.")
-    zero = f", zero {config.parallel.zero}" if config.parallel.zero else ""
-    typer.echo(f"Layout: {layout}{zero}, {counted(layout.world_size, 'rank')}; {config.precision.dtype}.")
-    if layout.pp > 1:
-        print_table(
-            ("stage", "pp rank", "layers", "parameters"),
-            [
-                (str(number), str(stage.pp_rank), first_to_last(stage.layers), f"{stage.parameters:,}")
-                for number, stage in enumerate(size.stages())
-            ],
-        )
-    rows = []
-    for pp_rank in range(layout.pp):
-        held = size.largest_rank(pp_rank)
-        amounts = map(format_bytes, (held.weights, held.gradients, held.optimizer, held.bytes))
-        rows.append((str(pp_rank), str(layout.world_size // layout.pp), f"{held.parameters:,}", *amounts))
-    print_table(("pp rank", "ranks", "parameters", "weights", "gradients", "optimizer", "together"), rows)
-    typer.echo("Upper bound per rank during a step; activations and buffers are not included.")

@@ -113,13 +113,9 @@ def show(
         _show_conversations(corpus, split, sequence_length)
         return
     samples = PackedSamples.open(corpus, "train", split, sequence_length)
-    print_table(
-        ("split", "documents", "tokens", f"samples of {sequence_length}"),
-        [
-            (fact.name, f"{fact.documents:,}", f"{fact.tokens:,}", f"{fact.samples:,}")
-            for fact in split_facts(corpus, split, sequence_length)
-        ],
-    )
+    facts = split_facts(corpus, split, sequence_length)
+    rows = [(fact.name, f"{fact.documents:,}", f"{fact.tokens:,}", f"{fact.samples:,}") for fact in facts]
+    print_table(("split", "documents", "tokens", f"samples of {sequence_length}"), rows)
     typer.echo(f"Sample 0 of the training split ({sequence_length} tokens and the last label):\n")
     typer.echo(_decode(corpus, samples.read(np.array([0]))[0].tolist()))
 
@@ -241,17 +237,15 @@ def _made_from(files: "TokenFiles") -> list[tuple[str, str]]:
     sources = named if len(meta.sources) <= 3 else f"{named} and {len(meta.sources) - 3} more files"
     text = [("text", f"{format_bytes(meta.text_bytes)} ({meta.text_bytes / meta.tokens:.2f} bytes a token)")]
     read = {"parse": "parsed", "text": "read as text"}[meta.special_tokens]
-    begins = f"; each text begins with {_names(files, meta.beginning)}" if meta.beginning else ""
+    begins = ""
+    if meta.beginning:
+        names = ((files.tokenizer and files.tokenizer.id_to_token(token)) or str(token) for token in meta.beginning)
+        begins = f"; each text begins with {' '.join(names)}"
     rows = [*(text if meta.text_bytes else []), ("special tokens", f"{read} in text{begins}")]
     if files.loss_mask is not None:
         counted = int(files.loss_mask[: meta.tokens].sum(dtype="int64"))
         rows.append(("count for the loss", f"{counted:,} tokens ({counted / meta.tokens:.0%}), those of the answers"))
     return [*rows, ("made from", sources)]
-
-
-def _names(corpus: "Corpus", tokens: "tuple[int, ...]") -> str:
-    found = (corpus.tokenizer and corpus.tokenizer.id_to_token(token) for token in tokens)
-    return " ".join(name or str(token) for name, token in zip(found, tokens, strict=True))
 
 
 def _print_labelled(corpus: "Corpus", tokens: list[int], labels: list[int], documents: list[int]) -> None:

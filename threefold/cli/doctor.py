@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +13,7 @@ from threefold.errors import UserError
 from threefold.files import format_bytes, shown
 
 if TYPE_CHECKING:
-    from threefold.planner.doctor.examination import Examination
+    from threefold.planner.doctor import Examination
     from threefold.planner.hardware import Hardware
 
 
@@ -37,16 +38,22 @@ def command(
     Measures matrix products, memory, collectives of 2, 4 and 8 local ranks, and the disk, in about half a minute.
     Saves the hardware entry `this-machine` for `threefold estimate` and the MFU of runs, and reports what is wrong.
     """
-    from threefold.planner.doctor.examination import examine, measured_entry
+    from threefold.launch import spawn
+    from threefold.planner.doctor import examine, measured_entry
+    from threefold.planner.hardware import save_hardware
 
     if save is not None:
         _check_save(save)
     if not folder.is_dir():
         raise UserError(f"--folder is {shown(folder)} but there is no such folder; name one that exists, such as `.`.")
+
+    def run_ranks(worker: Callable[..., object], args: tuple[Any, ...], ranks: int, device: str) -> object:
+        return spawn(worker, args, ranks, device="cuda" if device == "cuda" else "cpu", timeout=60.0)
+
     with Steps("Measuring", shown=not as_json) as steps:
-        found = examine(_run_ranks, folder, quick, steps.tell)
+        found = examine(run_ranks, folder, quick, steps.tell)
     entry = measured_entry(found)
-    saved = None if entry is None or (quick and save is None) else _save(entry, save)
+    saved = None if entry is None or (quick and save is None) else save_hardware(entry, save)
     if as_json:
         values: dict[str, Any] = found.as_json()
         typer.echo(json.dumps({**values, "saved": None if saved is None else str(saved)}))
@@ -56,43 +63,21 @@ def command(
         raise typer.Exit(1)
 
 
-def _run_ranks(worker: Callable[..., object], args: tuple[Any, ...], ranks: int, device: str) -> object:
-    from threefold.launch import spawn
-
-    return spawn(worker, args, ranks, device="cuda" if device == "cuda" else "cpu", timeout=60.0)
-
-
 def _check_save(path: Path) -> None:
+    from threefold.planner.hardware import THIS_MACHINE
+
     if path.suffix.lower() not in (".yaml", ".yml"):
         raise UserError(f"--save is {shown(path)} but must end in .yaml; use {shown(path.with_suffix('.yaml'))}.")
     if not path.parent.is_dir() or path.is_dir():
         raise UserError(f"--save is {shown(path)} but no file can be written there; name one in a folder that exists.")
-    if path.is_file() and not _is_ours(path):
-        raise UserError(
-            f"--save is {shown(path)} but doctor has not written that file; name one that is not there yet."
-        )
-
-
-def _is_ours(path: Path) -> bool:
-    from threefold.planner.hardware import THIS_MACHINE
-
-    try:
-        with path.open("rb") as file:
-            return file.readline().strip() == f"{THIS_MACHINE}:".encode()
-    except OSError:
-        return False
-
-
-def _save(entry: "Hardware", path: Path | None) -> Path:
-    from threefold.planner.hardware import as_yaml, save_hardware
-
-    if path is None:
-        return save_hardware(entry)
-    try:
-        path.write_text(as_yaml(entry), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"Cannot write the hardware entry {shown(path)}: {error.strerror}.") from None
-    return path
+    if path.is_file():
+        begins = b""
+        with suppress(OSError), path.open("rb") as file:
+            begins = file.readline().strip()
+        if begins != f"{THIS_MACHINE}:".encode():
+            raise UserError(
+                f"--save is {shown(path)} but doctor has not written that file; name one that is not there yet."
+            )
 
 
 _MARKS = {"error": "Error", "warning": "Warning", "note": "Note"}
@@ -118,10 +103,8 @@ def _print_examination(found: "Examination", entry: "Hardware | None", saved: Pa
         speed, free = format_bytes(int(found.disk.bandwidth)), format_bytes(found.disk.free)
         rows.append(("disk", f"{found.disk.folder}: {speed}/s written, {free} free"))
     print_table((machine.host, ""), rows)
-    print_table(
-        ("axis", "ranks of this host", "ranks of other hosts"),
-        [(route.axis, route.here, route.hosts) for route in found.routes],
-    )
+    routes = [(route.axis, route.here, route.hosts) for route in found.routes]
+    print_table(("axis", "ranks of this host", "ranks of other hosts"), routes)
     if found.rates:
         _print_products(found)
         _print_collectives(found)

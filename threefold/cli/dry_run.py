@@ -8,18 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from threefold.cli.options import (
-    ConfigFile,
-    ModelFile,
-    Overrides,
-    TrustCode,
-    read_config,
-    read_without_data,
-    require_ranks,
-    whole_number,
-    with_model,
-)
-from threefold.cli.terminal import Steps, counted, first_to_last, print_table
+from threefold.cli import terminal
 from threefold.errors import UserError
 from threefold.files import format_bytes
 
@@ -30,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def command(
-    config: ConfigFile,
-    model: ModelFile = None,
-    trust_code: TrustCode = False,
+    config: terminal.ConfigFile,
+    model: terminal.ModelFile = None,
+    trust_code: terminal.TrustCode = False,
     rank: Annotated[str | None, typer.Option(metavar="R", help="Rank to run.", show_default="0")] = None,
     all_stages: Annotated[bool, typer.Option("--all-stages", help="Run one rank of each pipeline stage.")] = False,
     world: Annotated[
@@ -43,7 +32,7 @@ def command(
         str | None, typer.Option(metavar="NAME", help="GPU type, to say whether the ranks fit into its memory.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document instead of tables.")] = False,
-    overrides: Overrides = None,
+    overrides: terminal.Overrides = None,
 ) -> None:
     """Run the training code of one rank of CONFIG's layout for a step, on tensors without memory and without GPUs.
 
@@ -54,20 +43,20 @@ def command(
         raise UserError(f"--rank is {rank} and --all-stages is given too; give one of them.")
     from threefold.config.section import MOST_RANKS
 
-    number = 0 if rank is None else whole_number(rank, "--rank", least=0)
-    ranks = None if world is None else whole_number(world, "--world", most=MOST_RANKS)
-    settings = with_model(overrides, model)
+    number = 0 if rank is None else terminal.whole_number(rank, "--rank", least=0)
+    ranks = None if world is None else terminal.whole_number(world, "--world", most=MOST_RANKS)
+    settings = terminal.with_model(overrides, model)
     if ranks is not None:
-        given = read_config(config, settings, trust_code=trust_code)
+        given = terminal.read_config(config, settings, trust_code=trust_code)
         settings.append(f"parallel.dp={_replicas(given, ranks)}")
-    resolved = read_without_data(config, settings, trust_code=trust_code)
+    resolved = terminal.read_without_data(config, settings, trust_code=trust_code)
     from threefold.planner.hardware import find_hardware
 
     on = None if hardware is None else find_hardware(hardware)
-    require_ranks((number,), resolved, "--rank is")
+    terminal.require_ranks((number,), resolved, "--rank is")
     from threefold.planner.dry_run import run_ranks, run_stages
 
-    with Steps("Running", shown=not as_json) as steps:
+    with terminal.Steps("Running", shown=not as_json) as steps:
         reports = run_stages(resolved, steps.tell) if all_stages else run_ranks(resolved, [number], tell=steps.tell)
     if as_json:
         typer.echo(_as_json(resolved, reports, on))
@@ -94,27 +83,30 @@ def _replicas(config: "Config", world: int) -> int:
 
 def _print_reports(config: "Config", reports: Sequence["DryRunReport"], hardware: "Hardware | None") -> None:
     """Print memory, collectives and floating-point operations of each rank, and whether it fits."""
-    from threefold.comm.layout import Layout
-
-    layout, train = Layout.from_config(config.parallel), config.train
-    zero = f", zero {config.parallel.zero}" if config.parallel.zero else ""
+    train = config.train
     each = f"{train.gradient_accumulation_steps} of {train.micro_batch_size}"
-    typer.echo(f"Layout: {layout}{zero}, {counted(layout.world_size, 'rank')}; {config.precision.dtype}.")
+    terminal.print_layout(config)
     typer.echo(f"One step: {train.global_batch_size:,} samples, in micro-batches of each replica: {each}.")
-    places = [(f"{report.rank:,}", str(report.coordinates["pp"])) for report in reports]
-    work: list[tuple[str, ...]] = [
-        (*place, first_to_last(report.layers), f"{report.parameters:,}", f"{report.flops / 1e12:,.3f}")
-        for place, report in zip(places, reports, strict=True)
-    ]
-    print_table(("rank", "stage", "layers", "parameters", "TFLOP"), work)
-    memory = [
-        (*place, *map(format_bytes, (*report.causes.values(), report.peak_bytes)))
-        for place, report in zip(places, reports, strict=True)
-    ]
-    print_table(("rank", "stage", "weights", "gradients", "optimizer", "activations", "peak"), memory)
+    work, memory = [], []
+    for report in reports:
+        place = (f"{report.rank:,}", str(report.coordinates["pp"]))
+        work.append(
+            (*place, terminal.first_to_last(report.layers), f"{report.parameters:,}", f"{report.flops / 1e12:,.3f}")
+        )
+        memory.append((*place, *map(format_bytes, (*report.causes.values(), report.peak_bytes))))
+    terminal.print_table(("rank", "stage", "layers", "parameters", "TFLOP"), work)
+    terminal.print_table(("rank", "stage", "weights", "gradients", "optimizer", "activations", "peak"), memory)
     typer.echo("At the peak, by the causes of threefold estimate, which adds what an allocator loses (fragmentation).")
-    if collectives := _collectives(reports):
-        print_table(("ranks", "axis", "collective", "count", "bytes"), collectives)
+    collectives: list[tuple[str, ...]] = []
+    for of_rank, alike in groupby(reports, key=lambda report: list(report.collectives)):
+        ranks = [report.rank for report in alike]  # neighbours with the same collectives share the rows
+        named = f"{ranks[0]:,}" if len(ranks) == 1 else f"{ranks[0]:,} to {ranks[-1]:,}"
+        for each_kind in of_rank:
+            count, nbytes = f"{each_kind.count:,}", format_bytes(each_kind.nbytes)
+            collectives.append((named, each_kind.axis, each_kind.operation, count, nbytes))
+            named = ""
+    if collectives:
+        terminal.print_table(("ranks", "axis", "collective", "count", "bytes"), collectives)
     largest = max(reports, key=lambda report: report.peak_bytes)
     needs = f"Rank {largest.rank:,} needs {format_bytes(largest.peak_bytes)} at its peak"
     if hardware is None:
@@ -135,27 +127,12 @@ def _as_json(config: "Config", reports: Sequence["DryRunReport"], hardware: "Har
     for report in reports:  # the peak is broken down only by the causes of an estimate
         values = {**asdict(report), "causes": {**report.causes, "fragmentation": 0}}
         ranks.append({name: value for name, value in values.items() if name not in ("at_peak", "activation_bytes")})
-    document: dict[str, Any] = {
-        "layout": asdict(Layout.from_config(config.parallel)),
-        "world_size": Layout.from_config(config.parallel).world_size,
-        "peak_bytes": largest,
-        "ranks": ranks,
-    }
+    layout = Layout.from_config(config.parallel)
+    document: dict[str, Any] = {"layout": asdict(layout), "world_size": layout.world_size, "peak_bytes": largest}
+    document["ranks"] = ranks
     if hardware is not None:
         from threefold.planner.estimate import usable_memory
 
         document["hardware"] = hardware.name
         document["fits"] = largest <= usable_memory(hardware)
     return json.dumps(document, indent=2)
-
-
-def _collectives(reports: Sequence["DryRunReport"]) -> list[tuple[str, ...]]:
-    """Return a row for each kind of collective; consecutive ranks with the same collectives share theirs."""
-    rows: list[tuple[str, ...]] = []
-    for collectives, alike in groupby(reports, key=lambda report: list(report.collectives)):
-        ranks = [report.rank for report in alike]
-        named = f"{ranks[0]:,}" if len(ranks) == 1 else f"{ranks[0]:,} to {ranks[-1]:,}"
-        for number, each in enumerate(collectives):
-            first = "" if number else named
-            rows.append((first, each.axis, each.operation, f"{each.count:,}", format_bytes(each.nbytes)))
-    return rows

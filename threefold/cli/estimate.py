@@ -1,13 +1,13 @@
 """`threefold estimate`: time, throughput and memory of a training step, on hardware that need not be present."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from threefold.cli.options import ConfigFile, Overrides, TrustCode, check_picture_file, read_without_data
-from threefold.cli.terminal import print_table
+from threefold.cli.terminal import ConfigFile, Overrides, TrustCode, check_picture_file, print_table, read_without_data
 from threefold.errors import UserError
 from threefold.files import format_bytes
 
@@ -67,18 +67,19 @@ def command(
     check_picture_file(png)
     found = estimated(resolved, entry, chosen)
     if png is not None:
+        from threefold.comm.layout import Layout
         from threefold.planner.pictures import draw_memory
 
-        draw_memory(png, [stage.causes for stage in found.stages], found.usable_bytes, memory_title(found))
+        title = f"Memory of {Layout.from_config(resolved.parallel)} on {entry.title}\n{_fit(found)}"
+        draw_memory(png, [stage.causes for stage in found.stages], found.usable_bytes, title)
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2))
-        return
+    else:
+        _print_estimate(found, None if system is None else estimated(resolved, entry))
 
-    _print_estimate(found, None if system is None else estimated(resolved, entry))
 
-
-_SHORT = {"activations": "kept"}
-_PARTS = ("activations", "working", "logits", "buffers")
+_PARTS = {"activations": "kept", "working": "working", "logits": "logits", "buffers": "buffers"}
+"""Parts of the activations, and their names in the table."""
 _SMALLEST = 0.005
 """Smallest share of a step that is shown as a cause of its own."""
 _LARGE = 2 * 10**9
@@ -89,18 +90,19 @@ def _print_estimate(found: "Estimate", own: "Estimate | None") -> None:
     """Print an estimate and, for another system, a line with the result of this package's own kernels."""
     from threefold.comm.layout import Layout
 
-    config, hardware = found.config, found.hardware
-    train = config.train
+    config, hardware, whole, causes = found.config, found.hardware, found.step_seconds, found.time.causes
     typer.echo(f"{Layout.from_config(config.parallel)}, {found.ranks:,} × {hardware.title}, {config.precision.dtype}.")
     low, high = found.error_band
-    recomputed = f", with recompute {found.hfu:.1%}" if train.recompute != "none" else ""
+    recomputed = f", with recompute {found.hfu:.1%}" if config.train.recompute != "none" else ""
     typer.echo(
-        f"Step: {_seconds(found.step_seconds)} ({_seconds(low)} to {_seconds(high)}), "
-        f"{found.tokens_per_second:,.0f} tokens/s, {found.tokens_per_second / found.ranks:,.0f} per rank; "
-        f"MFU {found.mfu:.1%}{recomputed}."
+        f"Step: {_seconds(whole)} ({_seconds(low)} to {_seconds(high)}), {found.tokens_per_second:,.0f} tokens/s, "
+        f"{found.tokens_per_second / found.ranks:,.0f} per rank; MFU {found.mfu:.1%}{recomputed}."
     )
     typer.echo(f"As with {found.system.name}: {found.system.about}.")
-    _print_causes(found)
+    shown = {name: each for name, each in causes.items() if each >= _SMALLEST * whole}
+    shown["other"] = whole - sum(shown.values())
+    rows = [(name, _seconds(each), f"{each / whole:.1%}") for name, each in shown.items()]
+    print_table(("time of a step", "seconds", "share"), rows)
     _print_memory(found)
     if own is not None and own.system != found.system:
         typer.echo(
@@ -109,50 +111,32 @@ def _print_estimate(found: "Estimate", own: "Estimate | None") -> None:
         )
 
 
-def _print_causes(found: "Estimate") -> None:
-    whole = found.step_seconds
-    rows = [(name, _seconds(each), f"{each / whole:.1%}") for name, each in found.time.causes.items()]
-    causes = found.time.causes
-    shown = [row for row in rows if causes[row[0]] >= _SMALLEST * whole]
-    rest = whole - sum(causes[row[0]] for row in shown)
-    print_table(("time of a step", "seconds", "share"), [*shown, ("other", _seconds(rest), f"{rest / whole:.1%}")])
-
-
 def _print_memory(found: "Estimate") -> None:
-    unit, scale = ("GB", 1e9) if max(found.peak_bytes) >= _LARGE else ("MB", 1e6)
-    shown = [(str(rank), stage) for rank, stage in enumerate(found.stages) if rank in _extremes(found.peak_bytes)]
-    names = list(found.stages[0].by_dry_run)
-    rows = [
-        (rank, *(f"{size / scale:.1f}" for size in (*stage.by_dry_run.values(), stage.peak))) for rank, stage in shown
-    ]
-    print_table(("rank", *names, "peak"), rows)
+    """Print the memory of the pp ranks: of all if few, else of the first two, the middle, the last and the largest."""
+    peaks = found.peak_bytes
+    unit, scale = ("GB", 1e9) if max(peaks) >= _LARGE else ("MB", 1e6)
+    places = list(range(len(peaks)))
+    if len(places) > 8:
+        places = sorted({0, 1, len(peaks) // 2, len(peaks) - 1, peaks.index(max(peaks))})
+    stages = {str(rank): found.stages[rank] for rank in places}
+
+    def row(rank: str, sizes: Iterable[int]) -> tuple[str, ...]:
+        return (rank, *(f"{size / scale:.1f}" for size in sizes))
+
+    rows = [row(rank, (*stage.by_dry_run.values(), stage.peak)) for rank, stage in stages.items()]
+    print_table(("rank", *found.stages[0].by_dry_run, "peak"), rows)
     parts = [name for name in _PARTS if any(stage.causes.get(name) for stage in found.stages)]
-    kept = [(rank, *(f"{stage.causes[name] / scale:.1f}" for name in parts)) for rank, stage in shown]
-    print_table(("of the activations", *(_SHORT.get(name, name) for name in parts)), kept)
+    rows = [row(rank, (stage.causes[name] for name in parts)) for rank, stage in stages.items()]
+    print_table(("of the activations", *(_PARTS[name] for name in parts)), rows)
     typer.echo(f"{unit} of each pp rank; working: what comes and goes, fragmentation: what the allocator loses.")
     typer.echo(f"{_fit(found)}.")
 
 
-def memory_title(found: "Estimate") -> str:
-    """Return the title of the memory picture: the layout, and whether it fits."""
-    from threefold.comm.layout import Layout
-
-    return f"Memory of {Layout.from_config(found.config.parallel)} on {found.hardware.title}\n{_fit(found)}"
-
-
 def _fit(found: "Estimate") -> str:
-    left = found.usable_bytes - max(found.needed_bytes)
-    room = format_bytes(found.usable_bytes)
+    left, room = found.usable_bytes - max(found.needed_bytes), format_bytes(found.usable_bytes)
     if found.fits:
         return f"Fits: {format_bytes(left)} of {room} are left"
     return f"Does not fit: {format_bytes(-left)} more than the {room} of {found.hardware.name}"
-
-
-def _extremes(peaks: list[int]) -> set[int]:
-    """Return the pp ranks to show: all if few, else the first two, the middle, the last and the largest."""
-    if len(peaks) <= 8:
-        return set(range(len(peaks)))
-    return {0, 1, len(peaks) // 2, len(peaks) - 1, max(range(len(peaks)), key=peaks.__getitem__)}
 
 
 def _seconds(value: float) -> str:

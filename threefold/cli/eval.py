@@ -9,31 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from threefold.cli.options import (
-    DeviceName,
-    DtypeName,
-    ModelFile,
-    PipelineRanks,
-    RunFolder,
-    SpecialTokensName,
-    TensorRanks,
-    TrustCode,
-    model_file,
-    print_warnings,
-)
-from threefold.cli.terminal import Steps, table
+from threefold.cli import terminal
 from threefold.errors import UserError
 
 if TYPE_CHECKING:
     from threefold.inference.eval_tasks import EncodedTexts, EvalTask
     from threefold.inference.model import Model
-    from threefold.launch.launcher import InferenceRun
 
 _LARGE = 1e6
 
 
 def command(
-    run: RunFolder,
+    run: terminal.RunFolder,
     data: Annotated[Path, typer.Option(metavar="FILE", help="JSON lines (.jsonl, also .gz, .zst), or text (.txt).")],
     task: Annotated[
         Literal["perplexity", "lambada"], typer.Option(help="lambada: accuracy on the last word of each text.")
@@ -46,7 +33,7 @@ def command(
         int | None, typer.Option(min=1, help="Context length, in tokens.", show_default="as trained")
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows per batch of a replica.")] = 8,
-    special_tokens: SpecialTokensName = None,
+    special_tokens: terminal.SpecialTokensName = None,
     loss_tokens: Annotated[
         Literal["answers", "all"] | None,
         typer.Option(
@@ -57,12 +44,12 @@ def command(
     dp: Annotated[
         int, typer.Option("--dp", min=1, help="Data-parallel replicas; each evaluates a part of the windows.")
     ] = 1,
-    own_model: ModelFile = None,
-    trust_code: TrustCode = False,
-    tp: TensorRanks = 1,
-    pp: PipelineRanks = 1,
-    dtype: DtypeName = "fp32",
-    device: DeviceName = "auto",
+    own_model: terminal.ModelFile = None,
+    trust_code: terminal.TrustCode = False,
+    tp: terminal.TensorRanks = 1,
+    pp: terminal.PipelineRanks = 1,
+    dtype: terminal.DtypeName = "fp32",
+    device: terminal.DeviceName = "auto",
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the metrics to FILE, as JSON.")
     ] = None,
@@ -75,13 +62,17 @@ def command(
     from threefold.inference.eval_tasks import read_texts
     from threefold.launch.launcher import InferenceRun
 
-    inference = InferenceRun.prepare(run, Layout(dp, tp, pp), dtype, device, model_file(own_model), trust_code)
+    inference = InferenceRun.prepare(run, Layout(dp, tp, pp), dtype, device, terminal.model_file(own_model), trust_code)
     counted = loss_tokens or inference.trained.config.data.loss_tokens
-    chosen = _task(task, _context(context, inference), stride, counted)
+    trained = inference.trained.config
+    longest = trained.model.max_position_embeddings
+    if context is not None and context > longest and trained.model.position_embedding == "learned":
+        raise UserError(f"--context is {context} but the model has {longest} positions; use {longest} at most.")
+    chosen = _task(task, trained.data.sequence_length if context is None else context, stride, counted)
     if json_file is not None:
         _check_json(json_file, data)
     texts = read_texts(data, key)
-    with Steps("reading", len(texts)) as steps:
+    with terminal.Steps("reading", len(texts)) as steps:
         work = chosen.prepare(inference.trained.documents(special_tokens), texts, steps.advance)
     about = {
         "run": str(run),
@@ -105,16 +96,6 @@ def _task(name: str, context: int, stride: int | None, loss_tokens: Literal["ans
     return LastWord(context)
 
 
-def _context(asked: int | None, inference: "InferenceRun") -> int:
-    config = inference.trained.config
-    if asked is None:
-        return config.data.sequence_length
-    longest = config.model.max_position_embeddings
-    if asked > longest and config.model.position_embedding == "learned":
-        raise UserError(f"--context is {asked} but the model has {longest} positions; use {longest} at most.")
-    return asked
-
-
 def measure(
     model: "Model", task: "EvalTask", work: "EncodedTexts", batch_size: int, about: dict[str, Any], file: Path | None
 ) -> None:
@@ -124,30 +105,29 @@ def measure(
     from threefold.inference.eval_tasks import score
 
     if model.prints:
-        print_warnings(model.trained.warnings)
+        terminal.print_warnings(model.trained.warnings)
     about["step"] = model.trained.checkpoint.step
     started = time.perf_counter()
-    with Steps("measuring", len(work.windows), shown=model.prints) as steps:
+    with terminal.Steps("measuring", len(work.windows), shown=model.prints) as steps:
         scores = score(model, work.texts, work.windows, batch_size, steps.advance, work.masks)
     seconds = time.perf_counter() - started
     if model.prints:
         metrics = task.metrics(work, scores)
-        rows = [(metric.title, _shown(metric.value), metric.unit) for metric in metrics]
+        rows = []
+        for metric in metrics:
+            digits = "," if isinstance(metric.value, int) else ",.4f" if metric.value < _LARGE else ".4g"
+            rows.append((metric.title, f"{metric.value:{digits}}", metric.unit))
         count = next(metric.value for metric in metrics if metric.name == "tokens")
         rows += [("time", f"{seconds:,.1f}", "s"), ("speed", f"{count / seconds:,.0f}", "evaluated tokens/s")]
         settings = ", ".join(f"{name} {about[name]}" for name in ("context", "stride") if name in about)
         title = f"{about['run']}, step {about['step']:,}, on {about['data']}: {about['task']}, {settings}"
         style: dict[str, Any] = {"box": None, "show_header": False, "pad_edge": False}
-        made = table(("",) * 3, rows, "lrl", range(3), title=title, title_justify="left", title_style="", **style)
+        made = terminal.table(
+            ("",) * 3, rows, "lrl", range(3), title=title, title_justify="left", title_style="", **style
+        )
         Console(highlight=False, soft_wrap=True).print(made)
         if file is not None:
             _write(file, about | {metric.name: metric.value for metric in metrics} | {"seconds": seconds})
-
-
-def _shown(value: float | int) -> str:
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:,.4f}" if value < _LARGE else f"{value:.4g}"
 
 
 def _check_json(path: Path, data: Path) -> None:

@@ -5,19 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from threefold.cli.options import (
-    DeviceName,
-    DtypeName,
-    ModelFile,
-    PipelineRanks,
-    RunFolder,
-    SpecialTokensName,
-    TensorRanks,
-    TrustCode,
-    model_file,
-    print_warnings,
-)
-from threefold.cli.terminal import read_standard_input
+from threefold.cli import terminal
 from threefold.errors import OutputLost
 
 if TYPE_CHECKING:
@@ -27,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    run: RunFolder,
+    run: terminal.RunFolder,
     prompts: Annotated[
         list[str] | None,
         typer.Option("--prompt", help="Text to continue; may be repeated.", show_default="standard input"),
@@ -46,14 +34,14 @@ def command(
     top_p: Annotated[float, typer.Option(min=0, max=1, help="Nucleus (top-p) threshold; 1 = all tokens.")] = 0.95,
     seed: Annotated[int, typer.Option(min=0, help="Sampling seed.")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts per batch.")] = 16,
-    special_tokens: SpecialTokensName = None,
+    special_tokens: terminal.SpecialTokensName = None,
     show_special: Annotated[bool, typer.Option("--show-special", help="Also print special tokens.")] = False,
-    own_model: ModelFile = None,
-    trust_code: TrustCode = False,
-    tp: TensorRanks = 1,
-    pp: PipelineRanks = 1,
-    dtype: DtypeName = "fp32",
-    device: DeviceName = "auto",
+    own_model: terminal.ModelFile = None,
+    trust_code: terminal.TrustCode = False,
+    tp: terminal.TensorRanks = 1,
+    pp: terminal.PipelineRanks = 1,
+    dtype: terminal.DtypeName = "fp32",
+    device: terminal.DeviceName = "auto",
 ) -> None:
     """Continue each prompt with the newest checkpoint of RUN, on tp · pp local processes or torchrun ranks.
 
@@ -69,8 +57,10 @@ def command(
     request = GenerationRequest(
         max_new_tokens, Sampling(temperature, top_k, top_p), seed, batch_size, special_tokens, show_special
     )
-    inference = InferenceRun.prepare(run, Layout(tp=tp, pp=pp), dtype, device, model_file(own_model), trust_code)
-    given = given or [read_standard_input().rstrip("\n")]
+    inference = InferenceRun.prepare(
+        run, Layout(tp=tp, pp=pp), dtype, device, terminal.model_file(own_model), trust_code
+    )
+    given = given or [terminal.read_standard_input().rstrip("\n")]
     require_text(given)
     chosen = [_message(prompt, system) if chat and isinstance(prompt, str) else prompt for prompt in given]
     encode_prompts(inference.trained, chosen, request)  # raises encoding errors before any rank starts
@@ -105,7 +95,7 @@ def write(model: "Model", prompts: "list[Prompt]", request: "GenerationRequest")
             lost = error  # the other ranks need this one to the end
 
     if model.prints:
-        print_warnings(model.trained.warnings)
+        terminal.print_warnings(model.trained.warnings)
         echo(pending.pop(0))
     for number, text in generate_text(model, prompts, request):
         if not model.prints:

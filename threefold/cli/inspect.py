@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from threefold.cli.options import Overrides, model_file
+from threefold.cli.terminal import Overrides, model_file
 
 
 def command(

@@ -87,7 +87,13 @@ def main() -> None:
     atexit.register(gc.freeze)
     try:
         try:
-            _require_working_directory()
+            try:
+                os.getcwd()  # without a working directory, the BLAS library ends the process
+            except OSError as error:
+                raise UserError(
+                    f"The working directory cannot be used ({error.strerror}), as where it has been deleted; change to "
+                    "one that exists, as with cd ~."
+                ) from None
             app()  # turns Ctrl-C into its exit status
         finally:
             sys.stdout.flush()
@@ -97,17 +103,6 @@ def main() -> None:
         if error.errno not in _OF_A_PATH or error.filename is None:
             raise
         sys.exit(_tell(UserError(f"Cannot use {shown(os.fsdecode(error.filename))}: {error.strerror}")))
-
-
-def _require_working_directory() -> None:
-    """Raise a `UserError` if the working directory is gone: without one, the BLAS library ends the process."""
-    try:
-        os.getcwd()
-    except OSError as error:
-        raise UserError(
-            f"The working directory cannot be used ({error.strerror}), as where it has been deleted; change to one "
-            "that exists, as with cd ~."
-        ) from None
 
 
 def _tell(error: Exception) -> int:

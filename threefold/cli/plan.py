@@ -9,16 +9,23 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from threefold.cli.estimate import AsJson, HardwareName, chosen_hardware
-from threefold.cli.options import ConfigFile, Overrides, TrustCode, check_picture_file, read_config, whole_number
-from threefold.cli.terminal import table
+from threefold.cli.terminal import (
+    ConfigFile,
+    Overrides,
+    TrustCode,
+    check_picture_file,
+    read_config,
+    table,
+    whole_number,
+)
 from threefold.errors import UserError
-from threefold.files import format_bytes
+from threefold.files import format_bytes, shown
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from threefold.planner.search.bounds import Evaluated
-    from threefold.planner.search.planning import Budget, SearchAnswer
+    from threefold.planner.bounds import Evaluated
+    from threefold.planner.planning import Budget, SearchAnswer
 
 
 def command(
@@ -61,13 +68,12 @@ def command(
     """
     began = perf_counter()
     from threefold.config.section import MOST_RANKS
-    from threefold.planner.search.planning import (
+    from threefold.planner.planning import (
         config_text,
         plan_layouts,
         read_request,
         require_no_layout,
         require_writable,
-        write_config,
     )
 
     if gpus is None:
@@ -82,9 +88,22 @@ def command(
     planned = plan_layouts(request, lambda: perf_counter() - began)
     if write is not None:
         asked = f"{config} --gpus {gpus} --hardware {hardware}" + (f" --tokens {tokens}" if tokens else "")
-        budget = None if tokens is None else planned.budget(planned.best)
-        steps = None if budget is None else budget.steps
-        write_config(write, config_text(given, planned.best.choice, asked, _predictions(planned), steps))
+        best, budget = planned.best, planned.budget(planned.best)
+        steps = None if tokens is None or budget is None else budget.steps
+        predicted = [
+            f"Predicted on {best.choice.gpus:,} × {entry.title}, --system {request.system.name}: {best.seconds:.3f} s "
+            f"a step, {best.tokens_per_second:,.0f} tokens/s, MFU {best.mfu:.1%}.",
+            f"Peak memory {format_bytes(best.peak)} of {format_bytes(planned.usable_bytes)} that a rank may use; "
+            f"limited by {_limit(best)}.",
+        ]
+        if budget is not None:
+            told = _told(budget)
+            predicted.append(f"{told[0].upper()}{told[1:]}.")
+        text = config_text(given, best.choice, asked, predicted, steps)
+        try:
+            write.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{shown(write)} cannot be written ({error.strerror}).") from None
     if png is not None:
         from threefold.planner.pictures import draw_layouts
 
@@ -101,6 +120,7 @@ _IF_ROOM: Final = {"limited by": 100, "MFU": 20, "tokens/s": 20}
 _BETWEEN: Final = 3
 _WIDEST_REASON: Final = 80
 _TIMES: Final = (("days", 86400), ("hours", 3600), ("minutes", 60))
+_AMOUNTS: Final = (("T", 10**12), ("B", 10**9), ("M", 10**6))
 
 
 def _print_plan(planned: "SearchAnswer", written: Path | None, drawn: Path | None) -> None:
@@ -118,7 +138,14 @@ def _print_plan(planned: "SearchAnswer", written: Path | None, drawn: Path | Non
         f"{found.considered:,} layouts: {found.sound:,} are sound, of which {found.fitting:,} fit into "
         f"{format_bytes(planned.usable_bytes)}; {planned.seconds:.1f} s."
     )
-    _print_dropped(console, planned)
+    dropped = [(f"{each.count:,}", each.sentence, each.example) for each in found.refusals]
+    if (misfit := found.misfit) is not None:
+        reason = f"memory: the example needs {format_bytes(planned.unfit_bytes)}, of which {misfit.part}"
+        dropped.insert(0, (f"{misfit.count:,}", reason, str(misfit.nearest)))
+    if dropped:
+        made = table(("dropped", "why", "such as"), dropped, "rll", pad_edge=False)
+        made.columns[1].max_width = _WIDEST_REASON
+        console.print(made)
     _print_best(console, found.ranked)
     budget = planned.budget(planned.best)
     if budget is not None:
@@ -129,23 +156,26 @@ def _print_plan(planned: "SearchAnswer", written: Path | None, drawn: Path | Non
         console.print(f"Drew memory against throughput in {drawn}.")
 
 
-def _predictions(planned: "SearchAnswer") -> list[str]:
-    """Describe the predictions for the best layout, one per line."""
-    best = planned.best
-    lines = [
-        f"Predicted on {best.choice.gpus:,} × {planned.request.hardware.title}, --system "
-        f"{planned.request.system.name}: {best.seconds:.3f} s a step, {best.tokens_per_second:,.0f} tokens/s, "
-        f"MFU {best.mfu:.1%}.",
-        f"Peak memory {format_bytes(best.peak)} of {format_bytes(planned.usable_bytes)} that a rank may use; "
-        f"limited by {_limit(best)}.",
-    ]
-    if (budget := planned.budget(best)) is not None:
-        lines.append(f"{_told(budget)[0].upper()}{_told(budget)[1:]}.")
-    return lines
-
-
 def _as_json(planned: "SearchAnswer") -> str:
     request, found, misfit = planned.request, planned.found, planned.found.misfit
+    best = []
+    for each in found.ranked:
+        values = {
+            "layout": str(each.choice.spec),
+            "settings": each.choice.settings(),
+            "gpus": each.choice.gpus,
+            "step_seconds": each.seconds,
+            "tokens_per_second": each.tokens_per_second,
+            "mfu": each.mfu,
+            "peak_bytes": list(each.peak_bytes),  # where the two differ, `details` has the value of `estimate`
+            "limited_by": [{"cause": cause, "share": share} for cause, share in each.limits],
+            **each.details,
+        }
+        if (budget := planned.budget(each)) is not None:
+            values["budget"] = {
+                name: getattr(budget, name) for name in ("tokens", "steps", "days", "gpu_hours", "dollars")
+            }
+        best.append(values)
     document: dict[str, Any] = {
         "gpus": request.gpus,
         "hardware": request.hardware.name,
@@ -169,45 +199,9 @@ def _as_json(planned: "SearchAnswer") -> str:
             "short_bytes": planned.unfit_bytes - planned.usable_bytes,
             "largest_part": misfit.part,
         },
-        "best": [_as_values(planned, each) for each in found.ranked],
+        "best": best,
     }
     return json.dumps(document, indent=2, ensure_ascii=False)
-
-
-def _as_values(planned: "SearchAnswer", layout: "Evaluated") -> dict[str, Any]:
-    budget = planned.budget(layout)
-    values = {
-        "layout": str(layout.choice.spec),
-        "settings": layout.choice.settings(),
-        "gpus": layout.choice.gpus,
-        "step_seconds": layout.seconds,
-        "tokens_per_second": layout.tokens_per_second,
-        "mfu": layout.mfu,
-        "peak_bytes": list(layout.peak_bytes),  # where the two differ, `details` has the value of `threefold estimate`
-        "limited_by": [{"cause": cause, "share": share} for cause, share in layout.limits],
-        **layout.details,
-    }
-    if budget is not None:
-        values["budget"] = {
-            "tokens": budget.tokens,
-            "steps": budget.steps,
-            "days": budget.days,
-            "gpu_hours": budget.gpu_hours,
-            "dollars": budget.dollars,
-        }
-    return values
-
-
-def _print_dropped(console: "Console", planned: "SearchAnswer") -> None:
-    found, misfit, rows = planned.found, planned.found.misfit, []
-    if misfit is not None:
-        reason = f"memory: the example needs {format_bytes(planned.unfit_bytes)}, of which {misfit.part}"
-        rows.append((f"{misfit.count:,}", reason, str(misfit.nearest)))
-    rows += [(f"{each.count:,}", each.sentence, each.example) for each in found.refusals]
-    if rows:
-        made = table(("dropped", "why", "such as"), rows, "rll", pad_edge=False)
-        made.columns[1].max_width = _WIDEST_REASON
-        console.print(made)
 
 
 def _print_best(console: "Console", ranked: list["Evaluated"]) -> None:
@@ -242,20 +236,13 @@ def _limit(layout: "Evaluated") -> str:
 
 
 def _told(budget: "Budget") -> str:
+    def rounded(value: float) -> str:
+        return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
     dollars = ""
     if budget.dollars is not None:
-        dollars = f", ${_rounded(budget.dollars)} at ${budget.dollars_per_hour:.2f} per GPU-hour"
+        dollars = f", ${rounded(budget.dollars)} at ${budget.dollars_per_hour:.2f} per GPU-hour"
     unit, scale = next(((unit, scale) for unit, scale in _TIMES if budget.seconds >= scale), ("seconds", 1))
-    time = f"{budget.seconds / scale:,.1f} {unit}, {_rounded(budget.gpu_hours)} GPU-hours"
-    return f"{_amount(budget.tokens)} tokens are {budget.steps:,} steps, {time}{dollars}"
-
-
-def _rounded(value: float) -> str:
-    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
-
-
-def _amount(tokens: int) -> str:
-    for scale, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
-        if tokens >= scale:
-            return f"{tokens / scale:.3g}{unit}"
-    return f"{tokens:,}"
+    time = f"{budget.seconds / scale:,.1f} {unit}, {rounded(budget.gpu_hours)} GPU-hours"
+    amounts = (f"{budget.tokens / scale:.3g}{unit}" for unit, scale in _AMOUNTS if budget.tokens >= scale)
+    return f"{next(amounts, f'{budget.tokens:,}')} tokens are {budget.steps:,} steps, {time}{dollars}"

@@ -6,13 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from threefold.cli.options import check_picture_file, times, whole_number
-from threefold.cli.terminal import counted, print_table
+from threefold.cli.terminal import check_picture_file, counted, print_table, times_of, whole_number
 from threefold.errors import UserError
 
 if TYPE_CHECKING:
-    from threefold.config.schedules import Schedule
-    from threefold.planner.simulation import Simulation
+    from threefold.planner.schedule import Simulation
 
 
 _TIME = "per stage and micro-batch, in ms; several between commas are those of each stage."
@@ -61,8 +59,7 @@ def command(
     where cost is the longest time of a stage from its first action to its last.
     """
     from threefold.config.schedules import check_schedule_path, write_schedule_file
-    from threefold.planner.schedule import find_planned
-    from threefold.planner.simulation import simulated
+    from threefold.planner.schedule import find_planned, simulated
 
     if csv is not None:
         check_schedule_path(csv)
@@ -70,38 +67,37 @@ def command(
     row = find_planned(schedule)
     pp = _count(stages, "--stages", row.ranks)
     count = _count(micro_batches, "--microbatches", row.micro_batches)
-    per_rank = row.default_stages_per_rank if chunks is None else _chunks(whole_number(chunks, "--chunks"), row)
+    fixed = row.stages_per_rank
+    per_rank = row.default_stages_per_rank if chunks is None else whole_number(chunks, "--chunks")
+    if fixed not in (None, per_rank):
+        has = "1 stage" if fixed == 1 else f"{fixed} stages"
+        raise UserError(
+            f"--chunks is {per_rank} but the schedule {row.name} has {has} on each rank; use {fixed}, or "
+            "--schedule interleaved."
+        )
     passes = [
-        times(text, option)
+        times_of(text, option)
         for text, option in (
             (forward, "--forward"),
             (forward if backward_input is None else backward_input, "--backward-input"),
             (forward if backward_weight is None else backward_weight, "--backward-weight"),
         )
     ]
-    found = simulated(row, pp, per_rank, count, passes, times(transfer, "--transfer"))
+    found = simulated(row, pp, per_rank, count, passes, times_of(transfer, "--transfer"))
     if picture is not None:
-        from threefold.planner.timeline import draw_timeline, spans_of
+        from threefold.planner.pictures import draw_timeline, spans_of
 
         rows = "stage" if len(row.stage_ranks(pp, per_rank)) == pp else "rank"
-        draw_timeline(picture, spans_of(found.timeline), _timeline_title(found), called=rows)
+        length = found.timeline.length
+        time = f"{length:,.0f}" if length >= 1000 else f"{length:.4g}"
+        title = f"{_named(found)}: bubble {found.timeline.bubble:.1%}, step {time} ms"
+        draw_timeline(picture, spans_of(found.timeline), title, called=rows)
     if csv is not None:
         write_schedule_file(csv, found.timeline.program.orders)
     if as_json:
         typer.echo(json.dumps(found.facts()))
     else:
         _print_simulation(found)
-
-
-def _chunks(number: int, schedule: "Schedule") -> int:
-    fixed = schedule.stages_per_rank
-    if fixed not in (None, number):
-        stages = "1 stage" if fixed == 1 else f"{fixed} stages"
-        raise UserError(
-            f"--chunks is {number} but the schedule {schedule.name} has {stages} on each rank; use {fixed}, or "
-            "--schedule interleaved."
-        )
-    return number
 
 
 def _count(text: str | None, option: str, of_file: int | None) -> int:
@@ -118,28 +114,29 @@ _MOST_ROWS: Final = 24
 
 def _print_simulation(found: "Simulation") -> None:
     """Print what each rank does and holds, and a line about the bubble."""
-    timeline, several = found.timeline, found.timeline.program.stages > found.pp
+    timeline, facts, longest = found.timeline, found.facts(), found.timeline.longest
     typer.echo(f"{_named(found)}.")
-    held = ("held for B", "for W", "held") if found.schedule.defers_weight_gradients else ("held",)
-    header = ("rank" if several else "stage", "start, ms", "end, ms", "works, ms", "waits, ms", "bubble", *held)
-    rows = _rows(found)
+    called = "rank" if timeline.program.stages > found.pp else "stage"
+    held = {"peak_microbatches": "held"}
+    if found.schedule.defers_weight_gradients:
+        held = {"peak_before_backward": "held for B", "peak_deferred": "for W", **held}
+    header = (called, "start, ms", "end, ms", "works, ms", "waits, ms", "bubble", *held.values())
+    rows: list[tuple[str, ...]] = []
+    for rank, busy in enumerate(timeline.busy):
+        times = (facts["start"][rank], facts["end"][rank], busy, longest - busy)
+        counts = (f"{facts[key][rank]:.4g}" for key in held)
+        # A bubble is a share of the longest rank's time, so that the mean is the total bubble.
+        rows.append((str(rank), *(f"{time:,.1f}" for time in times), f"{1 - busy / longest:.1%}", *counts))
     if len(rows) > _MOST_ROWS:
         half = _MOST_ROWS // 2
         rows = [*rows[:half], ("…",) * len(header), *rows[-half:]]
     print_table(header, rows)
     most = max(found.peaks)
     typer.echo(
-        f"Bubble {timeline.bubble:.1%} of the {timeline.longest:,.1f} ms of the longest {header[0]}; the step takes "
-        f"{timeline.length:,.1f} ms, and {header[0]} {found.peaks.index(most)} holds the most: {most:.4g} of "
+        f"Bubble {timeline.bubble:.1%} of the {longest:,.1f} ms of the longest {called}; the step takes "
+        f"{timeline.length:,.1f} ms, and {called} {found.peaks.index(most)} holds the most: {most:.4g} of "
         f"{counted(found.micro_batches, 'micro-batch', 'es')}."
     )
-
-
-def _timeline_title(found: "Simulation") -> str:
-    """Return the title of the timeline: the schedule, its bubble and the time of a step."""
-    length = found.timeline.length
-    time = f"{length:,.0f}" if length >= 1000 else f"{length:.4g}"
-    return f"{_named(found)}: bubble {found.timeline.bubble:.1%}, step {time} ms"
 
 
 def _named(found: "Simulation") -> str:
@@ -147,17 +144,3 @@ def _named(found: "Simulation") -> str:
     of_ranks = f" on {counted(found.pp, 'rank')}" if stages > found.pp else ""
     micro_batches = counted(found.micro_batches, "micro-batch", "es")
     return f"{found.schedule.name}: {counted(stages, 'stage')}{of_ranks}, {micro_batches}"
-
-
-def _rows(found: "Simulation") -> list[tuple[str, ...]]:
-    """Return a row per rank; bubbles are shares of the longest rank's time, so that their mean is the total bubble."""
-    facts, longest = found.facts(), found.timeline.longest
-    keys = ("peak_before_backward", "peak_deferred", "peak_microbatches")
-    rows: list[tuple[str, ...]] = []
-    for rank in range(found.pp):
-        busy = facts["busy_time"][rank]
-        times = (facts["start"][rank], facts["end"][rank], busy, longest - busy)
-        held = [facts[key][rank] for key in (keys if found.schedule.defers_weight_gradients else keys[-1:])]
-        cells = (*(f"{time:,.1f}" for time in times), f"{1 - busy / longest:.1%}", *(f"{count:.4g}" for count in held))
-        rows.append((str(rank), *cells))
-    return rows

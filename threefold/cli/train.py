@@ -12,8 +12,7 @@ from typing import Annotated, Any, Final, Literal
 import typer
 from typer.core import TyperCommand
 
-from threefold.cli.options import ConfigFile, ModelFile, Overrides, TrustCode, read_config, require_ranks
-from threefold.cli.terminal import Bars
+from threefold.cli.terminal import Bars, ConfigFile, ModelFile, Overrides, TrustCode, read_config, require_ranks
 from threefold.errors import OutputLost, UserError
 from threefold.files import shown
 

@@ -9,18 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
 import typer
 
-from threefold.cli.options import ConfigFile, Overrides, TrustCode, read_config
+from threefold.cli.terminal import ConfigFile, Overrides, TrustCode, read_config
 from threefold.files import format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from threefold.comm.layout import LayoutSpec
     from threefold.config import Config
-    from threefold.verify.layout_selection import Check, Selection
-    from threefold.verify.report import LayoutResult, Verdict
-    from threefold.verify.verifier import Verification
+    from threefold.verify.layouts import Check, Selection
+    from threefold.verify.verifier import LayoutResult, Verdict, Verification
 
 
 def command(
@@ -70,8 +68,7 @@ def command(
     from threefold.config.model import OWN, is_made_from_section, split_model_file
     from threefold.data.dataset import names_nested_data, vocabulary
     from threefold.launch.process import require_room
-    from threefold.verify.layout_selection import possible
-    from threefold.verify.shrunk_config import UNKNOWN_VOCABULARY, prepare, shrink
+    from threefold.verify import layouts as choices
 
     from_section = model is not None and is_made_from_section(*split_model_file(model))
     given = read_config(config, overrides, None if from_section else model, trust_code)
@@ -80,21 +77,26 @@ def command(
     if specs and every:
         raise typer.BadParameter("give layouts or --all, not both", param_hint="--all")
     require_room(max((spec.world_size for spec in specs), default=ranks))
-    base = prepare(given, dtype, vocabulary(given) or UNKNOWN_VOCABULARY)
-    wanted = specs or possible(ranks, given.model.num_experts)
-    small = base if full else shrink(base, wanted, batch_alone=nested)
+    base = choices.prepare(given, dtype, vocabulary(given) or choices.UNKNOWN_VOCABULARY)
+    wanted = specs or choices.possible(ranks, given.model.num_experts)
+    small = base if full else choices.shrink(base, wanted, batch_alone=nested)
     own = given.model.architecture == OWN
+
+    def select(check: "Check") -> "Selection":
+        if specs:
+            return choices.asked_for(small, specs, check)
+        return (choices.every if every else choices.covering)(small, ranks, check)
+
     if not own:
-        selection = _select(small, specs, ranks, every)
+        selection = select(choices.suits)
     # These import torch, and the errors above should not wait for it.
     from threefold.models.source import ConfigSource, FileSource
     from threefold.parallel.plan_check import layout_check
-    from threefold.verify.report import EQUAL
-    from threefold.verify.verifier import Verification, choose_batches, verifier
+    from threefold.verify.verifier import EQUAL, Verification, choose_batches, verifier
 
     source = FileSource.parse(model) if model is not None and from_section else ConfigSource()
     if own:
-        selection = _select(small, specs, ranks, every, layout_check(source, small))
+        selection = select(layout_check(source, small))
     task = Verification(small, steps, choose_batches(given, source.loss(small)), source, full, thorough=every)
     started = time.perf_counter()
     view = _Table(task, selection, base, shown=not as_json, verbose=verbose)
@@ -103,29 +105,16 @@ def command(
         check.run_one_process()
         view.begin(check.shapes)
         for spec in selection.specs:
-            view.running(spec)
+            view.progress.update(view.line, description=str(spec))
             results.append(check.verify(spec, selection.has_second_run(spec)))
             view.add(results[-1])
     seconds = time.perf_counter() - started
     if as_json:
-        print(_as_json(task, selection, _parameters(check.shapes), results, seconds))
+        print(_as_json(task, selection, sum(map(prod, check.shapes.values())), results, seconds))
     else:
         view.finish(results, seconds)
     if any(result.verdict != EQUAL for result in results):
         raise typer.Exit(1)
-
-
-def _select(
-    config: "Config", specs: "list[LayoutSpec]", ranks: int, every: bool, check: "Check | None" = None
-) -> "Selection":
-    """Return the layouts to verify; `check` tests layouts of a model that the config alone does not describe."""
-    from threefold.verify import layout_selection
-
-    check = check or layout_selection.suits
-    if specs:
-        return layout_selection.asked_for(config, specs, check)
-    select = layout_selection.every if every else layout_selection.covering
-    return select(config, ranks, check)
 
 
 _AXES: Final = {
@@ -141,16 +130,11 @@ _LAYOUT, _WHERE, _WIDEST_WHERE = 16, 24, 44
 """Minimum width of the layout column; minimum and maximum width of the column with the worst error."""
 
 
-def _parameters(shapes: dict[str, tuple[int, ...]]) -> int:
-    """Return the parameter count of the verified model; tied embeddings count once."""
-    return sum(prod(shape) for shape in shapes.values())
-
-
 def _as_json(
     task: "Verification", selection: "Selection", parameters: int, results: "list[LayoutResult]", seconds: float
 ) -> str:
     """Return the JSON document (schema in docs/verify.md)."""
-    from threefold.verify.report import DEPARTS, EQUAL, FAILED, UNSPLIT
+    from threefold.verify.verifier import DEPARTS, EQUAL, FAILED, UNSPLIT
 
     counts = Counter(result.verdict for result in results)
     document = {
@@ -192,56 +176,43 @@ class _Table:
         self._tensors = 0
         live = shown and sys.stdout.isatty()
         self._console = Console(highlight=False, width=None if live else _WIDTH_OF_A_FILE, quiet=not shown)
-        self._progress = Progress(
-            SpinnerColumn(),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=24),
-            TimeElapsedColumn(),
-            TextColumn("{task.description}"),
-            console=self._console,
-            transient=True,
-            disable=not live,
-        )
-        self._line = self._progress.add_task("one process", total=len(selection.specs))
+        parts = (SpinnerColumn(), MofNCompleteColumn(), BarColumn(bar_width=24), TimeElapsedColumn())
+        doing = TextColumn("{task.description}")
+        self.progress = Progress(*parts, doing, console=self._console, transient=True, disable=not live)
+        self.line = self.progress.add_task("one process", total=len(selection.specs))
         layout = max([_LAYOUT, *(len(str(spec)) for spec in selection.specs)])
         axes = [axis for axis in _AXES if any(spec.layout.size(axis) > 1 for spec in selection.specs)]
         for self._axes in (axes, []):
             self._widths = [layout, 9, 7, 0, 11, *[8] * len(self._axes), 7]
-            room = self._console.width - self._width
+            room = self._console.width - sum(self._widths) - len(self._widths) + 1
             if room >= _WHERE:
                 break
         self._widths[3] = min(max(room, _WHERE), _WIDEST_WHERE)
-
-    @property
-    def _width(self) -> int:
-        return sum(self._widths) + len(self._widths) - 1
+        self._width = sum(self._widths) + len(self._widths) - 1
 
     def __enter__(self) -> Self:
-        self._progress.start()
+        self.progress.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._progress.stop()
+        self.progress.stop()
 
     def begin(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Print the facts and the header after the single-process run, whose parameters have these shapes."""
         self._tensors = len(shapes)
         self._console.print()
-        self._console.print(self._facts(_parameters(shapes)))
+        self._console.print(self._facts(sum(map(prod, shapes.values()))))
         self._console.print()
         heads = [f"{axis} bytes" for axis in self._axes]
         self._console.print(self._row("layout", "verdict", "worst", "of", "params/rank", *heads, "time", style="bold"))
         self._console.print("─" * self._width, style="dim")
-
-    def running(self, spec: "LayoutSpec") -> None:
-        self._progress.update(self._line, description=str(spec))
 
     def add(self, result: "LayoutResult") -> None:
         """Print the row of a layout, and an explanation if it is not equal."""
         from rich.padding import Padding
         from rich.text import Text
 
-        from threefold.verify.report import DEPARTS, EQUAL, FAILED, UNSPLIT
+        from threefold.verify.verifier import DEPARTS, EQUAL, FAILED, UNSPLIT
 
         marks = {
             EQUAL: Text("✓ equal", "green"),
@@ -250,11 +221,8 @@ class _Table:
             UNSPLIT: Text("⚠ unsplit", "bold yellow"),
         }
         worst, where = ("", "") if result.worst is None else (f"{result.worst.relative:.1e}", result.worst.short)
-        held, sent = (
-            result.parameters,
-            [sum(nbytes for axis, nbytes in result.sent if axis in _AXES[column]) for column in self._axes],
-        )
-        nothing = Text("·", "dim")
+        held, nothing = result.parameters, Text("·", "dim")
+        sent = [sum(nbytes for axis, nbytes in result.sent if axis in _AXES[column]) for column in self._axes]
         row = self._row(
             Text(str(result.spec)),
             marks[result.verdict],
@@ -265,14 +233,13 @@ class _Table:
             f"{result.seconds:.1f} s",
         )
         self._console.print(row)
-        lines = [
-            (line, "red" if result.verdict == DEPARTS else "yellow") for line in _explanation(result, self._tensors)
-        ]
+        color = "red" if result.verdict == DEPARTS else "yellow"
+        lines = [(line, color) for line in _explanation(result, self._tensors)]
         if self._verbose and result.details:
             lines.append((result.details.rstrip(), "dim"))
         for line, style in lines:
             self._console.print(Padding(Text(line), (0, 0, 0, 4), expand=False), style=style)
-        self._progress.advance(self._line)
+        self.progress.advance(self.line)
 
     def finish(self, results: "list[LayoutResult]", seconds: float) -> None:
         """Print the summary, and how many layouts are unsupported."""
@@ -291,17 +258,21 @@ class _Table:
         from rich.table import Column, Table
         from rich.text import Text
 
+        from threefold.config.optimizer import hyper_parameters
+        from threefold.verify.layouts import changes
         from threefold.verify.reference import CLIP_SHARE
-        from threefold.verify.shrunk_config import changes
 
         config, task = self._task.config, self._task
+        optimizer = config.optimizer.name
+        if "eps" in hyper_parameters(optimizer):
+            optimizer += f", eps {config.optimizer.eps:g}"
+        clip = f"clipped to {CLIP_SHARE:g} of the first norm" if config.optimizer.clip_grad_norm else "no clip"
         size = "as it is" if task.full else f"shrunk (--full: as it is) {', '.join(changes(self._before, config))}"
         facts = {
             "model": f"{task.source.describe(config)}, {parameters:,} parameters",
             "size": size,
             "steps": f"{task.steps} of {config.train.global_batch_size} × {config.data.sequence_length} tokens, "
-            f"{task.rows}{', some labels masked' if task.rows.masked else ''}; {_optimizer(config)}, "
-            f"{f'clipped to {CLIP_SHARE:g} of the first norm' if config.optimizer.clip_grad_norm else 'no clip'}",
+            f"{task.rows}{', some labels masked' if task.rows.masked else ''}; {optimizer}, {clip}",
             "equal": f"a relative error of at most {task.tolerance:.0e} in {config.precision.dtype}: initial weights, "
             "and loss, gradients, their norm and weights of each step",
             "also": _further(task, self._selection.second_every),
@@ -326,7 +297,7 @@ class _Table:
 def _summary(results: "list[LayoutResult]", tolerance: float, seconds: float) -> "Text":
     from rich.text import Text
 
-    from threefold.verify.report import DEPARTS, EQUAL, FAILED, UNSPLIT
+    from threefold.verify.verifier import DEPARTS, EQUAL, FAILED, UNSPLIT
 
     counts, many = Counter(result.verdict for result in results), len(results)
     if counts[EQUAL] == many:
@@ -334,12 +305,12 @@ def _summary(results: "list[LayoutResult]", tolerance: float, seconds: float) ->
         subject = f"All {many} layouts compute" if many > 1 else "The layout computes"
         text = f"{subject} what one process computes: worst relative error {worst:.1e}, {tolerance:.0e} allowed"
         return Text(f"✓ {text}; {seconds:.0f} s.", "bold green")
-    wrong: tuple[tuple[Verdict, str], ...] = (
-        (DEPARTS, "layouts depart from one process"),
-        (FAILED, "layouts did not run to the end"),
-        (UNSPLIT, "layouts with nothing split of the model over one of the axes, which proves nothing"),
-    )
-    parts = ", ".join(f"{counts[verdict]} of {many} {what}" for verdict, what in wrong if counts[verdict])
+    wrong: dict[Verdict, str] = {
+        DEPARTS: "layouts depart from one process",
+        FAILED: "layouts did not run to the end",
+        UNSPLIT: "layouts with nothing split of the model over one of the axes, which proves nothing",
+    }
+    parts = ", ".join(f"{counts[verdict]} of {many} {what}" for verdict, what in wrong.items() if counts[verdict])
     mark, style = ("✗", "bold red") if counts[DEPARTS] + counts[FAILED] else ("⚠", "bold yellow")
     return Text(f"{mark} {parts}; {counts[EQUAL]} equal; {seconds:.0f} s.", style)
 
@@ -359,14 +330,6 @@ def _explanation(result: "LayoutResult", parameters: int) -> list[str]:
             "look at the backward pass from there to the loss"
         )
     return [f"{line.rstrip('.')}." for line in lines]
-
-
-def _optimizer(config: "Config") -> str:
-    from threefold.config.optimizer import hyper_parameters
-
-    optimizer = config.optimizer
-    reads_eps = "eps" in hyper_parameters(optimizer.name)
-    return f"{optimizer.name}, eps {optimizer.eps:g}" if reads_eps else optimizer.name
 
 
 def _further(task: "Verification", every: int) -> str:

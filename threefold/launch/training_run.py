@@ -59,7 +59,7 @@ def train_as_rank(
 
     profile = None
     if profile_steps:
-        from threefold.planner.timeline import draw_run_timeline
+        from threefold.planner.pictures import draw_run_timeline
         from threefold.train.profiling import ProfileRequest
 
         profile = ProfileRequest(profile_steps, draw_run_timeline)

@@ -20,8 +20,7 @@ from threefold.config.resolve import default_largest
 from threefold.config.rules import default_micro_batches
 from threefold.constants import LOGITS_AT_ONCE
 from threefold.models.block import BlockShape, Mixture
-from threefold.planner.block import RankBlock, own_attention, rank_block
-from threefold.planner.model_size import ModelSize, ModelWeights
+from threefold.planner.model_size import ModelSize, ModelWeights, RankBlock, own_attention, rank_block
 from threefold.planner.systems import Keeps
 
 _POSITION = 8
@@ -49,7 +48,7 @@ def block_bytes(sizes: RankBlock, recompute: str = "none") -> int:
         # The block's input, and the outputs of attention and of every second matrix product.
         sums = sizes.samples * sizes.heads // sizes.tp * sizes.length // sizes.cp * sizes.wide
         return 2 * outer + 2 * sizes.queries + sums + sizes.keys + inner
-    core = _kept_for_core(sizes, recompute == "selective")
+    core = _core_bytes(sizes, recompute == "selective")
     masks = 2 * outer // sizes.itemsize * (kernels.mask_bytes or sizes.itemsize) if sizes.hidden_dropout else 0
     if sizes.experts is not None:
         feed_forward = _experts_bytes(sizes, sizes.experts)
@@ -77,28 +76,22 @@ def _rms_bytes(sizes: RankBlock, rows: int, nbytes: int) -> int:
     return 2 * nbytes * sizes.wide // sizes.itemsize + rows * sizes.wide
 
 
-def _kept_for_core(sizes: RankBlock, replayed: bool) -> int:
-    """Return the bytes kept up to the attention core's output, by QK-norm, rotary embeddings and the core itself."""
-    heads, key_heads = sizes.heads // sizes.tp, sizes.own_key_heads
-    split = sizes.queries + 2 * sizes.keys  # queries, keys and values as their projection returns them
-    inputs, before = split, 0
-    if sizes.rotary and not sizes.kernels.fused_rotary:
-        before += sizes.length // sizes.cp * sizes.head_dim * sizes.wide  # the table of angles
-        inputs += sizes.queries + sizes.keys
+def _core_bytes(sizes: RankBlock, replayed: bool) -> int:
+    """Return the bytes kept by QK-norm, rotary embeddings and the attention core, without the core's output, which its
+    projection keeps; a `replayed` core keeps only its inputs."""
+    cp, length, queries, kernels = sizes.cp, sizes.length, sizes.queries, sizes.kernels
+    before = 0
+    inputs = queries + 2 * sizes.keys  # of the core, and the tensors that they are views of
+    if sizes.rotary and not kernels.fused_rotary:
+        before += length // cp * sizes.head_dim * sizes.wide  # the table of angles
+        inputs += queries + sizes.keys
     if sizes.qk_norm:
-        before += _rms_bytes(sizes, sizes.tokens * heads, sizes.queries)
-        before += _rms_bytes(sizes, sizes.tokens * key_heads, sizes.keys)
+        before += _rms_bytes(sizes, sizes.tokens * (sizes.heads // sizes.tp), queries)
+        before += _rms_bytes(sizes, sizes.tokens * sizes.own_key_heads, sizes.keys)
         if sizes.wide == sizes.itemsize:
             before -= sizes.keys  # a view of a tensor counted above
     if replayed:
         return before + inputs
-    return before + _core_bytes(sizes, inputs)
-
-
-def _core_bytes(sizes: RankBlock, inputs: int) -> int:
-    """Return the bytes that the attention core keeps, without its output, which its projection keeps; `inputs` counts
-    its inputs and the tensors that they are views of."""
-    cp, length, queries = sizes.cp, sizes.length, sizes.queries
     chunk = length // (2 * cp)
     keys = (2 * cp + 1) * chunk if cp > 1 else length  # seen by the two chunks of one context-parallel rank
     pairs = keys * chunk if cp > 1 else length**2  # query-key pairs
@@ -108,16 +101,16 @@ def _core_bytes(sizes: RankBlock, inputs: int) -> int:
     bounds = _POSITION * sizes.samples * length if sizes.documents else 0
     if sizes.attention == "fused":
         sums = heads * length // cp * sizes.wide  # log-sum-exp of each query
-        return inputs + sums + gathered + bounds
-    if sizes.attention == "dropped again":
-        return inputs + gathered + bounds + _POSITION * sizes.samples  # plus the dropout key of each sample
-    if sizes.kernels.fused_softmax:
-        each = sizes.itemsize if sizes.attention == "plain" else 2 * sizes.itemsize + sizes.kernels.mask_bytes
-        return inputs + heads * pairs * each
+        return before + inputs + sums + gathered + bounds
+    if sizes.attention == "dropped again":  # keeps the dropout key of each sample
+        return before + inputs + gathered + bounds + _POSITION * sizes.samples
+    if kernels.fused_softmax:
+        each = sizes.itemsize if sizes.attention == "plain" else 2 * sizes.itemsize + kernels.mask_bytes
+        return before + inputs + heads * pairs * each
     dense = queries + 2 * queries * keys * cp // length  # contiguous copies for the matrix products
     weights = heads * pairs * sizes.itemsize
     # Dropout keeps the weights before and after it and its mask; `pairs` is the causal mask.
-    return dense + (weights if sizes.attention == "plain" else 3 * weights + pairs)
+    return before + dense + (weights if sizes.attention == "plain" else 3 * weights + pairs)
 
 
 def _experts_bytes(sizes: RankBlock, experts: Mixture) -> int:
@@ -286,34 +279,26 @@ class LayerMemory:
         keeps: memory behaviour of the training system.
         weights: weights of the model.
         replayed: names of recomputed layers.
+
+    Attributes:
+        output: bytes of a block's output.
+        narrow_logits: bytes of logits that are cast to fp32 for the loss; 0 where none are.
     """
 
     def __init__(
         self, config: Config, device: str, keeps: Keeps, weights: ModelWeights, replayed: Collection[str]
     ) -> None:
         self._config, self._device, self._keeps = config, device, keeps
-        self._layers, self._replayed = weights.plan.layers, replayed
-        self._blocks = dict(zip(self._layers[1:-1], weights.blocks, strict=True))
+        self._layers, self._replayed, blocks = weights.plan.layers, replayed, weights.description.blocks
+        self._blocks = dict(zip(self._layers[1:-1], blocks, strict=True))
         self._of_blocks: dict[tuple[BlockShape, bool], LayerBytes] = {}
-        self._first = self._sizes(weights.blocks[0])
-
-    @property
-    def output(self) -> int:
-        """Bytes of a block's output."""
-        return self._first.outer
-
-    @property
-    def _chunk_size(self) -> int:
-        return self._config.train.loss_chunk_size if self._keeps.system.chunked_loss else 0
-
-    @property
-    def narrow_logits(self) -> int:
-        """Bytes of logits that are cast to fp32 for the loss; 0 where none are."""
-        block = self._first
-        if self._chunk_size or not self._keeps.casts_logits or block.itemsize == block.wide:
-            return 0
-        columns = -(-self._config.model.vocab_size // (1 if self._keeps.system.whole_logits else block.tp))
-        return block.tokens * columns * block.itemsize
+        self._first = block = self._sizes(blocks[0])
+        self.output = block.outer
+        self._chunk_size = config.train.loss_chunk_size if keeps.system.chunked_loss else 0
+        self.narrow_logits = 0
+        if keeps.casts_logits and not self._chunk_size and block.itemsize < block.wide:
+            columns = -(-config.model.vocab_size // (1 if keeps.system.whole_logits else block.tp))
+            self.narrow_logits = block.tokens * columns * block.itemsize
 
     def of(self, name: str) -> LayerBytes:
         """Return the memory of the layer of this name."""
@@ -386,7 +371,7 @@ def activation_bytes(config: Config, device: str, size: ModelSize, pp_rank: int)
     model, train, weights = config.model, config.train, size.weights
     replayed = weights.recomputed(train.recompute, train.recompute_every)
     layers, of_layer = weights.plan.layers, {}
-    for name, described in zip(layers[1:-1], weights.blocks, strict=True):
+    for name, described in zip(layers[1:-1], weights.description.blocks, strict=True):
         of_layer[name] = rank_block(config, described, attention=own_attention(config, described, device))
     first = of_layer[layers[1]]
     kept = moment = 0

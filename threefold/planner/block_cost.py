@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from threefold.config import Config
 from threefold.models.block import BlockShape
-from threefold.planner.block import RankBlock, rank_block
 from threefold.planner.collective_cost import (
     Group,
     all_to_all_seconds,
     attention_seconds,
+    exposed_part,
     larger,
     matrix_seconds,
     memory_seconds,
@@ -19,6 +19,7 @@ from threefold.planner.collective_cost import (
     send_seconds,
 )
 from threefold.planner.hardware import Hardware
+from threefold.planner.model_size import RankBlock, rank_block
 from threefold.planner.systems import System
 
 
@@ -136,17 +137,18 @@ def block_passes(block: RankBlock, hardware: Hardware, system: System, recompute
         experts = 2 * all_to_all_seconds(hardware, block.group("ep"), nbytes)
     weight_passes = _accumulation(block, hardware, system)
     hidden_by_core = system.overlap_context
+    exposed = exposed_part(tensor, linear / 2, _PIECES) if system.overlap_tensor else tensor
     forward = Seconds(
         matrix=linear,
         attention=core[0],
         memory=memory[0],
-        tensor=_exposed(tensor, linear / 2, system.overlap_tensor),
+        tensor=exposed,
         context=positive(context - core[0] * (1 - 1 / block.cp)) if hidden_by_core else context,
         experts=experts,
     )
     forward = forward._replace(host=_host(block, hardware, _HOST_FORWARD, forward.total))
     weight = Seconds(matrix=linear, memory=weight_passes)
-    backward_tensor = _exposed(tensor, linear / 2, system.overlap_tensor)
+    backward_tensor = exposed
     if system.overlap_tensor_backward and not system.overlap_tensor:
         # Of the two collectives of a half block, the input gradient's overlaps with the weight-gradient product.
         backward_tensor = (
@@ -160,7 +162,12 @@ def block_passes(block: RankBlock, hardware: Hardware, system: System, recompute
         context=positive(2 * context - core[1] * (1 - 1 / block.cp)) if hidden_by_core else 2 * context,
         experts=experts,
     )
-    backward = backward.plus(_replayed(forward, recompute, system))
+    if recompute == "full":
+        backward = backward.plus(forward)
+    elif recompute == "selective" and system.replays_operations:
+        backward = backward.plus(forward._replace(matrix=forward.matrix / 2, attention=0.0))
+    elif recompute == "selective":
+        backward = backward.plus(Seconds(attention=forward.attention, context=forward.context))
     host = _host(block, hardware, 1 - _HOST_FORWARD, backward.total - backward.host + weight.total)
     return Passes(forward, backward._replace(host=backward.host + host), weight)
 
@@ -185,16 +192,6 @@ def _host(block: RankBlock, hardware: Hardware, share: float, kernels: float) ->
     return work if hardware.device == "cpu" else positive(work - kernels)
 
 
-def _replayed(forward: Seconds, recompute: str, system: System) -> Seconds:
-    if recompute == "full":
-        return forward
-    if recompute == "selective" and system.replays_operations:
-        return forward._replace(matrix=forward.matrix / 2, attention=0.0)
-    if recompute == "selective":
-        return Seconds(attention=forward.attention, context=forward.context)
-    return Seconds()
-
-
 def _linear(block: RankBlock, hardware: Hardware) -> float:
     """Return the seconds of a block's matrix products; its passes for input and weight gradients take as long each."""
     rows, hidden, ranks = block.tokens, block.hidden, block.tp
@@ -211,10 +208,8 @@ def _linear(block: RankBlock, hardware: Hardware) -> float:
 
 
 def _feed_forward(block: RankBlock, hardware: Hardware, rows: float, inner: int, count: int = 1) -> float:
-    up = inner * (2 if block.gated else 1)
-    return _product(block, hardware, rows, up, block.hidden, count) + _product(
-        block, hardware, rows, block.hidden, inner, count
-    )
+    found = _product(block, hardware, rows, inner * (2 if block.gated else 1), block.hidden, count)
+    return found + _product(block, hardware, rows, block.hidden, inner, count)
 
 
 def _product(block: RankBlock, hardware: Hardware, rows: float, columns: int, depth: int, count: int = 1) -> float:
@@ -228,18 +223,12 @@ def _core(block: RankBlock, hardware: Hardware, system: System) -> tuple[float, 
         flops = 4 * queries * block.seen * block.head_dim
         if not system.tuned_attention:
             flops /= hardware.achievable.general_attention
-        length = min(block.window or block.length, block.length)
-        return (
-            attention_seconds(hardware, block.dtype, flops, length, block.head_dim),
-            attention_seconds(hardware, block.dtype, 2.5 * flops, length, block.head_dim, backward=True),
-        )
-    length, rows = block.length, block.length // block.cp
-    products = matrix_seconds(
-        hardware, block.dtype, rows, length, block.head_dim, block.samples * block.own_heads, block.itemsize
-    )
-    products += matrix_seconds(
-        hardware, block.dtype, rows, block.head_dim, length, block.samples * block.own_heads, block.itemsize
-    )
+        sizes = min(block.window or block.length, block.length), block.head_dim
+        forward = attention_seconds(hardware, block.dtype, flops, *sizes)
+        return forward, attention_seconds(hardware, block.dtype, 2.5 * flops, *sizes, backward=True)
+    length, rows, count = block.length, block.length // block.cp, block.samples * block.own_heads
+    products = _product(block, hardware, rows, length, block.head_dim, count)
+    products += _product(block, hardware, rows, block.head_dim, length, count)
     weights = queries * length
     item = block.itemsize
     softmax = (2 if system.fused else 6) * item
@@ -264,7 +253,9 @@ def _memory(block: RankBlock, hardware: Hardware, system: System, recomputed: bo
     if not system.fused and block.hidden_dropout:
         forward += 2 * outer * 2 * item
         kernels += 2
-    inner = _inner(block)
+    experts = block.experts
+    width = block.ffn if experts is None else experts.per_token * experts.inner + experts.shared
+    inner = block.tokens * width // block.tp  # elements after the activation function
     if block.gated:
         forward += inner * (3 if system.fused else 5) * item
         backward += inner * (5 if system.fused else 8) * item
@@ -295,20 +286,12 @@ def _memory(block: RankBlock, hardware: Hardware, system: System, recomputed: bo
         added = block.tokens * columns + 2 * outer
         forward += added * 2 * item
         backward += added * item
-    if block.experts is not None:  # sorted by rank, then by expert among all received tokens, and back
-        rows = (block.own_tokens + block.tokens) * block.experts.per_token * block.hidden
+    if experts is not None:  # sorted by rank, then by expert among all received tokens, and back
+        rows = (block.own_tokens + block.tokens) * experts.per_token * block.hidden
         forward += 2 * 2 * rows * item
         backward += 2 * 2 * rows * item
         kernels += 8
     return memory_seconds(hardware, forward, kernels), memory_seconds(hardware, backward, kernels)
-
-
-def _inner(block: RankBlock) -> int:
-    """Return the elements after the feed-forward network's activation function."""
-    if block.experts is None:
-        return block.tokens * block.ffn // block.tp
-    experts = block.experts
-    return block.tokens * (experts.per_token * experts.inner + experts.shared) // block.tp
 
 
 def _accumulation(block: RankBlock, hardware: Hardware, system: System) -> float:
@@ -325,21 +308,9 @@ def _accumulation(block: RankBlock, hardware: Hardware, system: System) -> float
 def _tensor(block: RankBlock, hardware: Hardware) -> float:
     """Return the seconds of one pass's tensor-parallel collectives: per half block an all-reduce, or with sequence
     parallelism an all-gather and a reduce-scatter. An expert layer repeats them once per expert that a token visits."""
-    nbytes = block.whole
-    if block.sequence_parallel:
-        each = ring_seconds(hardware, block.group("tp"), "all_gather", nbytes) + ring_seconds(
-            hardware, block.group("tp"), "reduce_scatter", nbytes
-        )
-    else:
-        each = ring_seconds(hardware, block.group("tp"), "all_reduce", nbytes)
+    operations = ("all_gather", "reduce_scatter") if block.sequence_parallel else ("all_reduce",)
+    each = sum(ring_seconds(hardware, block.group("tp"), operation, block.whole) for operation in operations)
     return each * (2 if block.experts is None else 1 + block.experts.per_token)
-
-
-def _exposed(collective: float, beside: float, overlapped: bool) -> float:
-    """Return the exposed part of a collective that runs in pieces beside a product: its first piece and any excess."""
-    if not overlapped:
-        return collective
-    return collective / _PIECES + positive(collective * (1 - 1 / _PIECES) - beside)
 
 
 def _context(block: RankBlock, hardware: Hardware) -> float:
@@ -352,20 +323,12 @@ def _context(block: RankBlock, hardware: Hardware) -> float:
 
 def embedding_passes(block: RankBlock, hardware: Hardware) -> Passes:
     """Estimate the embedding look-up, its collectives and its gradient, from the blocks after it."""
-    outer = block.outer
-    tensor = ring_seconds(
-        hardware,
-        block.group("tp"),
-        "reduce_scatter" if block.sequence_parallel else "all_reduce",
-        block.whole,
-    )
-    gathered = ring_seconds(hardware, block.group("tp"), "all_gather", block.whole)
-    looked_up = memory_seconds(hardware, 2 * block.whole + (3 * outer if block.hidden_dropout else 0), 3)
-    return Passes(
-        Seconds(memory=looked_up, tensor=tensor),
-        Seconds(tensor=gathered if block.sequence_parallel else 0.0),
-        Seconds(memory=2 * looked_up),
-    )
+    operation = "reduce_scatter" if block.sequence_parallel else "all_reduce"
+    tensor = ring_seconds(hardware, block.group("tp"), operation, block.whole)
+    gathered = ring_seconds(hardware, block.group("tp"), "all_gather", block.whole) if block.sequence_parallel else 0.0
+    looked_up = memory_seconds(hardware, 2 * block.whole + (3 * block.outer if block.hidden_dropout else 0), 3)
+    forward = Seconds(memory=looked_up, tensor=tensor)
+    return Passes(forward, Seconds(tensor=gathered), Seconds(memory=2 * looked_up))
 
 
 def head_passes(block: RankBlock, vocab: int, chunk_size: int, hardware: Hardware, system: System) -> Passes:
@@ -377,27 +340,21 @@ def head_passes(block: RankBlock, vocab: int, chunk_size: int, hardware: Hardwar
         chunk_size: `train.loss_chunk_size`.
         hardware, system: see `block_passes`.
     """
-    rows, columns = block.tokens, -(-vocab // block.tp)
-    product = matrix_seconds(hardware, block.dtype, rows, columns, block.hidden, 1, block.itemsize)
+    rows, columns, group = block.tokens, -(-vocab // block.tp), block.group("tp")
+    product = _product(block, hardware, rows, columns, block.hidden)
     logits = rows * columns
     # Unfused, the loss reads narrow logits and writes wide ones, then maximum, difference, exponential, sum, quotient
     # and gradient.
     forward = logits * (block.itemsize + 4 if system.fused_loss else block.itemsize + 4 + 28)
     backward = logits * (block.itemsize + 4 if system.fused_loss else block.itemsize + 4 + 8)
     outer = block.outer
-    activations = block.whole
-    if block.sequence_parallel:
-        sums = (
-            ring_seconds(hardware, block.group("tp"), "all_gather", activations),
-            ring_seconds(hardware, block.group("tp"), "reduce_scatter", activations),
-        )
-    else:
-        sums = (0.0, ring_seconds(hardware, block.group("tp"), "all_reduce", activations))
-    loss = 2 * ring_seconds(hardware, block.group("tp"), "all_reduce", 4 * rows)
+    gathered = ring_seconds(hardware, group, "all_gather", block.whole) if block.sequence_parallel else 0.0
+    summed = ring_seconds(hardware, group, "reduce_scatter" if block.sequence_parallel else "all_reduce", block.whole)
+    loss = 2 * ring_seconds(hardware, group, "all_reduce", 4 * rows)
     replayed = product if chunk_size and system.chunked_loss else 0.0
     table = block.hidden * columns
     return Passes(
-        Seconds(matrix=product, memory=memory_seconds(hardware, forward + 2 * outer, 4), tensor=sums[0] + loss),
-        Seconds(matrix=product + replayed, memory=memory_seconds(hardware, backward + 3 * outer, 3), tensor=sums[1]),
+        Seconds(matrix=product, memory=memory_seconds(hardware, forward + 2 * outer, 4), tensor=gathered + loss),
+        Seconds(matrix=product + replayed, memory=memory_seconds(hardware, backward + 3 * outer, 3), tensor=summed),
         Seconds(matrix=product, memory=memory_seconds(hardware, 8 * table, 0)),
     )

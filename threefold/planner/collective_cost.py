@@ -45,12 +45,8 @@ def matrix_seconds(
     """
     reached = hardware.achievable
     flops = PER_MULTIPLY_ADD * count * rows * columns * depth
-    fraction = (
-        reached.matrix
-        * depth
-        / (depth + reached.matrix_depth)
-        * _filled(hardware.multiprocessors, rows, columns, count)
-    )
+    filled = _filled(hardware.multiprocessors, rows, columns, count)
+    fraction = reached.matrix * depth / (depth + reached.matrix_depth) * filled
     moved = itemsize * count * (rows * depth + depth * columns + rows * columns)
     computing = flops / (hardware.matrix_rate(dtype) * fraction)
     moving = moved / (hardware.memory_bandwidth * reached.memory)
@@ -155,21 +151,18 @@ def all_to_all_seconds(hardware: Hardware, group: Group, nbytes: float) -> float
         return 0.0
     inside = nbytes * (group.in_node - 1) / group.ranks
     outside = nbytes * (group.ranks - group.in_node) / group.ranks
-    reached = hardware.achievable
-    return larger(
-        inside / (hardware.inside.bandwidth * reached.link), outside / (hardware.between.bandwidth * reached.network)
-    ) + latency(hardware, group)
+    over_link = inside / (hardware.inside.bandwidth * hardware.achievable.link)
+    over_network = outside / (hardware.between.bandwidth * hardware.achievable.network)
+    return larger(over_link, over_network) + latency(hardware, group)
 
 
 def send_seconds(hardware: Hardware, group: Group, nbytes: float) -> float:
     """Estimate sending `nbytes` to the next rank of the group, over its slowest link."""
     if group.ranks == 1:
         return 0.0
-    link, reached = (
-        (hardware.inside, hardware.achievable.link)
-        if group.nodes == 1
-        else (hardware.between, hardware.achievable.network)
-    )
+    link, reached = hardware.inside, hardware.achievable.link
+    if group.nodes > 1:
+        link, reached = hardware.between, hardware.achievable.network
     return link.latency + nbytes / (link.bandwidth * reached)
 
 
@@ -177,8 +170,8 @@ _PIECES = 12
 """Pieces in which gradients are reduced during the backward pass; the last is exposed."""
 _CONTENTION = 0.25
 """Slowdown of computation by a collective beside it, as a share of its time: both need compute units and memory."""
-_SHARDED_WEIGHTS = 3  # values of parallel.zero
-_STATE_AND_GRADIENTS = 2
+ZERO_STATE, ZERO_GRADIENTS, ZERO_WEIGHTS = 1, 2, 3
+"""Values of `parallel.zero`: what is sharded in addition to what the smaller values shard."""
 
 
 class Sums(NamedTuple):
@@ -215,7 +208,7 @@ def gradient_seconds(
     if group.ranks == 1:
         return Sums(0.0, 0.0)
     summed = system.gradient_bytes or gradient_bytes
-    scatters = micro_batches if zero == _STATE_AND_GRADIENTS else 1
+    scatters = micro_batches if zero == ZERO_GRADIENTS else 1
     if zero and hardware.device == "cpu":
         # A CPU's cores also communicate, so that nothing overlaps, and `fully_shard` copies what it gathers and
         # reduce-scatters. The latency is part of `sharded_block`.
@@ -226,19 +219,19 @@ def gradient_seconds(
         scatter = ring_seconds(hardware, group, "reduce_scatter", elements * summed)
         scatter += memory_seconds(hardware, 2 * elements * summed, 0)
         blocks = layers * hardware.achievable.sharded_block
-        if zero == _SHARDED_WEIGHTS:
+        if zero == ZERO_WEIGHTS:
             return Sums(micro_batches * (blocks + 2 * gather + scatter), 0.0)
         return Sums(blocks + gather + scatters * scatter, 0.0)
-    pieces = layers if zero == _SHARDED_WEIGHTS else 1
+    pieces = layers if zero == ZERO_WEIGHTS else 1
     gather = pieces * ring_seconds(hardware, group, "all_gather", elements / pieces * itemsize)
     scatter = pieces * ring_seconds(hardware, group, "reduce_scatter", elements / pieces * summed)
-    if zero == _SHARDED_WEIGHTS:
-        first = _exposed(gather, forward, layers), _exposed(gather + scatter, backward, layers)
+    if zero == ZERO_WEIGHTS:
+        first = exposed_part(gather, forward, layers), exposed_part(gather + scatter, backward, layers)
         return _shared(micro_batches * sum(first), micro_batches * (2 * gather + scatter))
     whole = scatter * scatters + gather
     if not system.overlap_gradients:
         return Sums(whole, 0.0)
-    exposed = scatters * _exposed(scatter, backward, _PIECES) + _exposed(gather, forward, _PIECES)
+    exposed = scatters * exposed_part(scatter, backward, _PIECES) + exposed_part(gather, forward, _PIECES)
     return _shared(exposed, whole)
 
 
@@ -247,7 +240,7 @@ def _shared(exposed: float, whole: float) -> Sums:
     return Sums(exposed + slowed, whole - exposed - slowed)
 
 
-def _exposed(collective: float, beside: float, pieces: int) -> float:
+def exposed_part(collective: float, beside: float, pieces: int) -> float:
     """Return the exposed part of a collective that runs in pieces beside a computation: one piece and any excess."""
     return collective / pieces + positive(collective * (1 - 1 / pieces) - beside)
 

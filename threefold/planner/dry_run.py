@@ -21,19 +21,8 @@ from threefold.models.block import UnknownBlock, describe_model
 from threefold.models.sharding import Constant
 from threefold.models.source import ConfigSource, ModelSource, told
 from threefold.parallel.pipeline.partition import stage_map
-from threefold.planner.dry_step import (
-    ACTIVATIONS,
-    GRADIENTS,
-    OPTIMIZER,
-    WEIGHTS,
-    CollectiveTotal,
-    DryRunReport,
-    FakeNumbers,
-    FlopCount,
-    batch_of,
-    measure_step,
-    totals,
-)
+from threefold.planner import dry_step
+from threefold.planner.dry_step import CollectiveTotal, DryRunReport
 from threefold.torch_private.fake import FakeTensor, fake_process_group, fake_tensors, with_memory
 from threefold.train.step import Engine
 
@@ -91,8 +80,8 @@ def run_step(
     config: Config, rank: int, source: ModelSource | None = None, tell: TellPass | None = None
 ) -> tuple[DryRunReport, list[Event]]:
     """Run `dry_run` and also return the collectives in order."""
-    layout, flops, source = Layout.from_config(config.parallel), FlopCount(), source or ConfigSource()
-    own = config.model.architecture == OWN
+    layout, flops, source = Layout.from_config(config.parallel), dry_step.FlopCount(), source or ConfigSource()
+    own, micro_batches = config.model.architecture == OWN, config.train.gradient_accumulation_steps
     if own and layout.pp > 1:
         raise UserError(
             f"parallel.pp is {layout.pp} but a dry run cannot know what stages of a model of your own send; use 1."
@@ -102,15 +91,26 @@ def run_step(
         raise UserError(f"rank is {rank} but the layout {layout} has ranks 0 to {last}; use {0 if rank < 0 else last}.")
     with fake_process_group(rank, layout.world_size):
         mesh = FakeMesh(layout)
-        batch = batch_of(config, mesh.dp.index)
-        with _explaining(own, rank), fake_tensors(), FakeNumbers():
+        batch = dry_step.batch_of(config, mesh.dp.index)
+        with _explaining(own, rank), fake_tensors(), dry_step.FakeNumbers():
             make_model, plan = source.load(config)
             plan = replace(plan, initial=lambda _: Constant(0.0))  # weights without memory have no values to initialise
             engine = Engine(make_model, plan, mesh, config, loss=source.loss(config))
-            _pad_shards(engine)
-            if tell is not None:
-                _tell_passes(engine, config.train.gradient_accumulation_steps, tell)
-            measured = measure_step(engine, batch, flops)
+            if engine.parallelism.zero is not None:
+                # `fully_shard` pads uneven shards; in the step's first gather it would take them for new parameters.
+                for module in (each for stage in engine.stages for each in stage.modules()):
+                    if isinstance(module, FSDPModule):
+                        module.unshard()
+                        module.reshard()
+            passes, numbers = micro_batches * len(engine.stages), count()
+
+            def begins(*_: Any) -> None:
+                if tell is not None:
+                    tell(min(next(numbers), passes), passes)  # finding shapes may take one more pass
+
+            for stage in engine.stages if tell is not None else ():  # every micro-batch passes every stage once
+                stage.register_forward_pre_hook(begins)
+            measured = dry_step.measure_step(engine, batch, flops)
             layers = tuple(name for stage in engine.stages for name in stage.layer_names)
             parameters = sum(weight.master.numel() for weight in engine.model.weights)
     report = DryRunReport(
@@ -118,16 +118,16 @@ def run_step(
         coordinates=layout.coordinates(rank)._asdict(),
         world_size=layout.world_size,
         layers=layers,
-        micro_batches=config.train.gradient_accumulation_steps,
+        micro_batches=micro_batches,
         parameters=parameters,
-        parameter_bytes=measured.held[WEIGHTS],
-        gradient_bytes=measured.held[GRADIENTS],
-        optimizer_bytes=measured.held[OPTIMIZER],
-        activation_bytes=measured.peak[ACTIVATIONS],
+        parameter_bytes=measured.held[dry_step.WEIGHTS],
+        gradient_bytes=measured.held[dry_step.GRADIENTS],
+        optimizer_bytes=measured.held[dry_step.OPTIMIZER],
+        activation_bytes=measured.peak[dry_step.ACTIVATIONS],
         peak_bytes=sum(measured.peak.values()),
         at_peak=measured.peak,
         causes=measured.causes,
-        collectives=[CollectiveTotal(*kind, *total) for kind, total in totals(measured.events).items()],
+        collectives=[CollectiveTotal(*kind, *total) for kind, total in dry_step.totals(measured.events).items()],
         flops=flops.total,
     )
     return report, measured.events
@@ -153,28 +153,6 @@ def _explaining(own: bool, rank: int) -> Iterator[None]:
         logging.disable(before)
 
 
-def _pad_shards(engine: Engine) -> None:
-    """Let `fully_shard` pad uneven shards before the step; in its first gather it takes them for new parameters."""
-    if engine.parallelism.zero is None:
-        return
-    for stage in engine.stages:
-        for module in stage.modules():
-            if isinstance(module, FSDPModule):
-                module.unshard()
-                module.reshard()
-
-
-def _tell_passes(engine: Engine, micro_batches: int, tell: TellPass) -> None:
-    """Call `tell` before each forward pass of a stage; every micro-batch passes every stage once."""
-    passes, numbers = micro_batches * len(engine.stages), count()
-
-    def begins(*_: Any) -> None:
-        tell(min(next(numbers), passes), passes)  # finding shapes may take one more pass
-
-    for stage in engine.stages:
-        stage.register_forward_pre_hook(begins)
-
-
 Tell = Callable[[str, int, int], object]
 """Callback that takes what is run, the number of its passes done and their total."""
 
@@ -190,18 +168,14 @@ def stage_ranks(config: Config) -> list[int]:
     return [layout.rank_of(pp=pp) for pp in range(layout.pp)]
 
 
-def _tell_nothing(what: str, number: int, passes: int) -> None:
-    pass
-
-
 def run_ranks(
-    config: Config, ranks: Iterable[int], source: ModelSource | None = None, tell: Tell = _tell_nothing
+    config: Config, ranks: Iterable[int], source: ModelSource | None = None, tell: Tell = lambda *_: None
 ) -> list[DryRunReport]:
     """Dry-run each of the given ranks."""
     return [dry_run(config, rank, source, partial(tell, f"rank {rank}")) for rank in ranks]
 
 
-def run_stages(config: Config, tell: Tell = _tell_nothing) -> list[DryRunReport]:
+def run_stages(config: Config, tell: Tell = lambda *_: None) -> list[DryRunReport]:
     """Dry-run the first rank of each stage, extrapolating long regular pipelines from short ones.
 
     Args:
@@ -211,9 +185,39 @@ def run_stages(config: Config, tell: Tell = _tell_nothing) -> list[DryRunReport]
     Raises:
         UserError: see `dry_run`.
     """
+    ranks = stage_ranks(config)
     if not _is_regular(config):
-        return run_ranks(config, stage_ranks(config), tell=tell)
-    return _Line(config, tell).reports()
+        return run_ranks(config, ranks, tell=tell)
+    _, plan = ConfigSource().load(config)
+    stages, layout = stage_map(plan, config), Layout.from_config(config.parallel)
+    bounds = [stages.layers(stage) for stage in range(layout.pp)]
+    sizes, count = [end - first for first, end in bounds], config.train.gradient_accumulation_steps
+    fits: dict[tuple[str, int], _Fit | None] = {}
+    reports = []
+    for stage, (rank, size) in enumerate(zip(ranks, sizes, strict=True)):
+        kept, tell_rank = layout.pp - stage, partial(tell, f"rank {rank}")
+        kind = "first" if stage == 0 else "last" if kept == 1 else "middle", size
+        if kind not in fits:
+            fits[kind] = _fitted(partial(_run_short, config, sizes, stage, tell_rank), is_last=kept == 1)
+        fit = fits[kind]
+        if fit is None:
+            reports.append(dry_run(config, rank, tell=tell_rank))
+            continue
+        start, by_kept, by_count = fit
+        numbers = {
+            name: number + (kept - _KEPT[0]) * by_kept[name] + (count - _RUN) * by_count[name]
+            for name, number in _numbers(start).items()
+        }
+        report = replace(
+            _with_numbers(start, numbers),
+            rank=rank,
+            coordinates=layout.coordinates(rank)._asdict(),
+            world_size=layout.world_size,
+            layers=plan.layers[slice(*bounds[stage])],
+            micro_batches=count,
+        )
+        reports.append(report)
+    return reports
 
 
 def _is_regular(config: Config) -> bool:
@@ -235,80 +239,36 @@ _Fit = tuple[DryRunReport, _Numbers, _Numbers]
 """Report, and growth of its numbers with each micro-batch that the stage keeps, and with each of the step."""
 
 
-class _Line:
-    """Stages of a long, regular 1F1B pipeline, extrapolated from short ones."""
+def _fitted(run_short: Callable[[int, int], DryRunReport], is_last: bool) -> _Fit | None:
+    """Fit a stage's report as linear in the micro-batches kept and those of a step; None if it is not."""
+    if is_last:  # it keeps one micro-batch
+        along_kept = [run_short(1, _RUN)]
+        along_count = [along_kept[0], *(run_short(1, _RUN + more) for more in (1, 2))]
+    else:
+        along_kept = [run_short(kept, _RUN) for kept in _KEPT]
+        along_count = [along_kept[0], run_short(_KEPT[0], _RUN + 1)]
+    by_kept, by_count = _growth(along_kept), _growth(along_count)
+    return None if by_kept is None or by_count is None else (along_kept[0], by_kept, by_count)
 
-    def __init__(self, config: Config, tell: Tell) -> None:
-        self.config, self.ranks = config, stage_ranks(config)
-        self.tell = tell
-        _, plan = ConfigSource().load(config)
-        self.plan_layers = plan.layers
-        stages = stage_map(plan, config)
-        self.sizes = [end - first for first, end in (stages.layers(stage) for stage in range(config.parallel.pp))]
-        self.bounds = [stages.layers(stage) for stage in range(config.parallel.pp)]
-        self._known: dict[tuple[str, int], _Fit | None] = {}
 
-    def reports(self) -> list[DryRunReport]:
-        return [self._report(stage) for stage in range(len(self.sizes))]
-
-    def _report(self, stage: int) -> DryRunReport:
-        kept, count = len(self.sizes) - stage, self.config.train.gradient_accumulation_steps
-        kind = ("first" if stage == 0 else "last" if kept == 1 else "middle", self.sizes[stage])
-        if kind not in self._known:
-            self._known[kind] = self._fitted(stage, kept == 1)
-        fit = self._known[kind]
-        if fit is None:
-            return dry_run(self.config, self.ranks[stage], tell=self._of(stage))
-        start, by_kept, by_count = fit
-        numbers = _numbers(start)
-        for name in numbers:
-            numbers[name] += (kept - _KEPT[0]) * by_kept[name] + (count - _RUN) * by_count[name]
-        first, end = self.bounds[stage]
-        layout = Layout.from_config(self.config.parallel)
-        return replace(
-            _with_numbers(start, numbers),
-            rank=self.ranks[stage],
-            coordinates=layout.coordinates(self.ranks[stage])._asdict(),
-            world_size=layout.world_size,
-            layers=self.plan_layers[first:end],
-            micro_batches=count,
-        )
-
-    def _fitted(self, stage: int, is_last: bool) -> _Fit | None:
-        """Fit a stage's report as linear in the micro-batches kept and those of a step; None if it is not."""
-        if is_last:  # it keeps one micro-batch
-            along_kept = [self._short(stage, 1, _RUN)]
-            along_count = [along_kept[0], *(self._short(stage, 1, _RUN + more) for more in (1, 2))]
-        else:
-            along_kept = [self._short(stage, kept, _RUN) for kept in _KEPT]
-            along_count = [along_kept[0], self._short(stage, _KEPT[0], _RUN + 1)]
-        by_kept, by_count = _growth(along_kept), _growth(along_count)
-        return None if by_kept is None or by_count is None else (along_kept[0], by_kept, by_count)
-
-    def _short(self, stage: int, kept: int, micro_batches: int) -> DryRunReport:
-        """Dry-run a stage as one of the last `kept` of a short pipeline whose first and last stages are the long
-        one's."""
-        is_first, is_last = stage == 0, kept == 1
-        before = [] if is_first else [self.sizes[0]]
-        after = [] if is_last else [self.sizes[1]] * (kept - 2) + [self.sizes[-1]]
-        sizes = [*before, self.sizes[stage], *after]
-        config, parallel = self.config, self.config.parallel
-        train = config.train
-        rows = parallel.dp * train.micro_batch_size * micro_batches
-        sections = {
-            "model": config.model.model_copy(update={"num_layers": sum(sizes) - 2}),
-            "parallel": parallel.model_copy(
-                update={"pp": len(sizes), "partition": tuple(accumulate(sizes[:-1]))},
-            ),
-            "train": train.model_copy(
-                update={"global_batch_size": rows, "gradient_accumulation_steps": micro_batches},
-            ),
-        }
-        shorter = config.model_copy(update=sections)
-        return dry_run(shorter, Layout.from_config(shorter.parallel).rank_of(pp=len(before)), tell=self._of(stage))
-
-    def _of(self, stage: int) -> Callable[[int, int], object]:
-        return partial(self.tell, f"rank {self.ranks[stage]}")
+def _run_short(
+    config: Config, sizes: Sequence[int], stage: int, tell: TellPass, kept: int, micro_batches: int
+) -> DryRunReport:
+    """Dry-run a stage as one of the last `kept` of a short pipeline whose first and last stages are the long one's."""
+    before = [sizes[0]] if stage else []
+    after = [] if kept == 1 else [sizes[1]] * (kept - 2) + [sizes[-1]]
+    held = [*before, sizes[stage], *after]
+    parallel, train = config.parallel, config.train
+    partition = {"pp": len(held), "partition": tuple(accumulate(held[:-1]))}
+    rows = parallel.dp * train.micro_batch_size * micro_batches
+    batch = {"global_batch_size": rows, "gradient_accumulation_steps": micro_batches}
+    sections = {
+        "model": config.model.model_copy(update={"num_layers": sum(held) - 2}),
+        "parallel": parallel.model_copy(update=partition),
+        "train": train.model_copy(update=batch),
+    }
+    shorter = config.model_copy(update=sections)
+    return dry_run(shorter, Layout.from_config(shorter.parallel).rank_of(pp=len(before)), tell=tell)
 
 
 def _numbers(report: DryRunReport) -> _Numbers:
@@ -316,8 +276,7 @@ def _numbers(report: DryRunReport) -> _Numbers:
     named |= {("cause", kind): nbytes for kind, nbytes in report.causes.items()}
     named |= {(name,): getattr(report, name) for name in _AMOUNTS}
     for each in report.collectives:
-        named[each.axis, each.operation, "count"] = each.count
-        named[each.axis, each.operation, "nbytes"] = each.nbytes
+        named |= {(each.axis, each.operation, name): getattr(each, name) for name in ("count", "nbytes")}
     return named
 
 
@@ -347,11 +306,7 @@ def _with_numbers(start: DryRunReport, numbers: _Numbers) -> DryRunReport:
         at_peak=at_peak,
         causes={kind: numbers["cause", kind] for kind in start.causes},
         collectives=[
-            replace(
-                each,
-                count=numbers[each.axis, each.operation, "count"],
-                nbytes=numbers[each.axis, each.operation, "nbytes"],
-            )
-            for each in start.collectives
+            CollectiveTotal(*kind, numbers[*kind, "count"], numbers[*kind, "nbytes"])
+            for kind in ((each.axis, each.operation) for each in start.collectives)
         ],
     )

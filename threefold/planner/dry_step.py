@@ -19,21 +19,9 @@ from threefold.config import Config
 from threefold.data.loader import Batch
 from threefold.ops.attention import TILED_ATTENTION, TILED_ATTENTION_BACKWARD, AttentionMask, tiles
 from threefold.random.dropout import DROPPED_ATTENTION, DROPPED_ATTENTION_BACKWARD
+from threefold.torch_private import fake
 from threefold.torch_private.distributed import unreduced_gradients
-from threefold.torch_private.fake import (
-    ALL_GATHER,
-    CPU_ATTENTION,
-    CPU_ATTENTION_BACKWARD,
-    ONEDNN_LINEAR,
-    RECEIVE,
-    SPLIT,
-    TOP_K,
-    FakeTensor,
-    OperationMode,
-    leaves,
-    storage_resizes,
-    with_memory,
-)
+from threefold.torch_private.fake import FakeTensor, OperationMode, leaves, with_memory
 from threefold.torch_private.tensors import number_of
 from threefold.train.step import Engine
 
@@ -99,15 +87,16 @@ class FakeNumbers(OperationMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _is_fake(func, args, kwargs):
-            if func is SPLIT:
-                args = _coarser(*args)
-            return even_choice(func(*args, **kwargs), *args) if func is TOP_K else func(*args, **kwargs)
+            if func is fake.SPLIT:  # the norm of billions of elements would take many thousands of pieces
+                tensor, size, dim = (*args, 0)[:3]
+                args = tensor, max(size, -(-tensor.shape[dim] // _MOST_PARTS)), dim
+            return even_choice(func(*args, **kwargs), *args) if func is fake.TOP_K else func(*args, **kwargs)
         with with_memory():
             done = func(*args, **kwargs)
-            if func is RECEIVE:  # the other ranks' answers to torch's queries: 1 for yes
+            if func is fake.RECEIVE:  # the other ranks' answers to torch's queries: 1 for yes
                 for tensor in args[0]:
                     tensor.fill_(1)
-            elif func is ALL_GATHER:
+            elif func is fake.ALL_GATHER:
                 gathered, own = args[:2]
                 gathered.view(-1, own.numel()).copy_(own.flatten())
             return done
@@ -127,11 +116,6 @@ def even_choice(found: tuple[Tensor, Tensor], scores: Tensor, count: int, *_rest
     values, indices = found
     with with_memory():
         return values, (torch.arange(indices.numel()) % scores.shape[-1]).view(indices.shape)
-
-
-def _coarser(tensor: Tensor, size: int, dim: int = 0) -> tuple[Tensor, int, int]:
-    """Coarsen a split: the norm of billions of elements would take many thousands of pieces."""
-    return tensor, max(size, -(-tensor.shape[dim] // _MOST_PARTS)), dim
 
 
 def _is_fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -166,20 +150,17 @@ def _attention_backward(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_rest: 
     return 2 * batch * heads * queries * k.shape[2] * (3 * width + 2 * v.shape[3])
 
 
-def _tiled(q: Tensor, k: Tensor, v: Tensor, _documents: Any, window: int, *_rest: Any) -> int:
+def _tiled(q: Tensor, k: Tensor, v: Tensor, *rest: Any, products: int = 1) -> int:
     """Count a window's tiles; documents count as one, as tensors without memory hold no boundaries."""
-    return _of_tiles(q, k, window, q.shape[3] + v.shape[3])
-
-
-def _tiled_backward(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> int:
     window = next(each for each in rest if isinstance(each, int))
-    return _of_tiles(q, k, window, 3 * q.shape[3] + 2 * v.shape[3])
-
-
-def _of_tiles(q: Tensor, k: Tensor, window: int, widths: int) -> int:
     queries = range(k.shape[1] - q.shape[1], k.shape[1])
     parts = tiles(1, queries, range(k.shape[1]), AttentionMask(window))
+    widths = (2 * products - 1) * q.shape[3] + products * v.shape[3]
     return 2 * len(q) * q.shape[2] * widths * sum(len(tile.queries) * len(tile.keys) for tile in parts)
+
+
+def _tiled_backward(_grad: Tensor, *arguments: Any) -> int:
+    return _tiled(*arguments, products=2)
 
 
 def _linear(x: Tensor, weight: Tensor, *_rest: Any, **_options: Any) -> int:
@@ -187,9 +168,9 @@ def _linear(x: Tensor, weight: Tensor, *_rest: Any, **_options: Any) -> int:
 
 
 _OWN: dict[Any, _Formula] = {
-    CPU_ATTENTION: _attention,
-    CPU_ATTENTION_BACKWARD: _attention_backward,
-    ONEDNN_LINEAR: _linear,
+    fake.CPU_ATTENTION: _attention,
+    fake.CPU_ATTENTION_BACKWARD: _attention_backward,
+    fake.ONEDNN_LINEAR: _linear,
     TILED_ATTENTION.overloadpacket: _tiled,
     TILED_ATTENTION_BACKWARD.overloadpacket: _tiled_backward,
     DROPPED_ATTENTION.overloadpacket: _tiled,
@@ -271,7 +252,7 @@ class StorageTracker(OperationMode):
         return self._bytes[kind] - before
 
     def __enter__(self) -> Self:
-        self._resizes.enter_context(storage_resizes(self._resized))
+        self._resizes.enter_context(fake.storage_resizes(self._resized))
         entered: Self = super().__enter__()
         return entered
 
@@ -282,12 +263,9 @@ class StorageTracker(OperationMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if isinstance(out, Tensor):
-            self._note(out)
-        elif out is not None:
-            for each in leaves(out):
-                if isinstance(each, Tensor):
-                    self._note(each)
+        for each in (out,) if isinstance(out, Tensor) else leaves(out):
+            if isinstance(each, Tensor):
+                self._note(each)
         if self._observer is not None:
             self._observer(func, args, kwargs, out)
         return out
@@ -362,13 +340,13 @@ def measure_step(engine: Engine, batch: Batch, observer: Observer | None = None)
             WEIGHTS: tracker.claim(WEIGHTS, (each for weight in weights for each in (weight.leaf, weight.master))),
             OPTIMIZER: tracker.claim(OPTIMIZER, (state for _, _, state in engine.optimizer.states())),
         }
+        held[GRADIENTS] = 0
         if engine.parallelism.zero is None:  # else the step makes them
             held[GRADIENTS] = tracker.claim(GRADIENTS, (engine.gradients[weight.leaf] for weight in trained))
-        if engine.parallelism.zero is not None:
+        else:
             _claim_whole_tensors(engine, tracker)
         tracker.begin()
         loss, counted = engine.compute_gradients(batch, 0)
-        held.setdefault(GRADIENTS, 0)
         held[GRADIENTS] += tracker.claim(GRADIENTS, (engine.gradients[weight.leaf] for weight in trained))
         engine.update(loss, counted, 0)
     of_zero = {_GATHERED: WEIGHTS, _WHOLE: GRADIENTS}
@@ -378,42 +356,38 @@ def measure_step(engine: Engine, batch: Batch, observer: Observer | None = None)
 
 def _claim_whole_tensors(engine: Engine, tracker: StorageTracker) -> None:
     """Count ZeRO's gathered weights, and gradients not reduce-scattered yet, as kinds of their own."""
-    watched: set[torch.Tensor] = set()
+    watched: set[Tensor] = set()
+
+    def gathered(module: nn.Module, _arguments: Any) -> None:
+        whole = [each for each in module.parameters() if not isinstance(each, DTensor)]
+        tracker.claim(_GATHERED, whole)
+        for each in whole:  # torch keeps one object for each
+            if each.requires_grad and each not in watched:
+                watched.add(each)
+                each.register_post_accumulate_grad_hook(arrived)
+
+    def arrived(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            tracker.claim(_WHOLE, [parameter.grad])
+
+    def computed(sharded: Sequence[FSDPModule], _module: nn.Module, _arguments: Any, outputs: Any) -> None:
+        """Claim unreduced gradients when the backward pass reaches a module's outputs: later modules have theirs."""
+
+        def claim(_gradient: Tensor) -> None:
+            for module in sharded:
+                tracker.claim(_WHOLE, unreduced_gradients(module))
+
+        for tensor in (outputs,) if isinstance(outputs, Tensor) else outputs:
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(claim)
+                return
+
     for stage in engine.stages:
         sharded = [module for module in stage.modules() if isinstance(module, FSDPModule)]
         for module in sharded:
             assert isinstance(module, nn.Module)
-            module.register_forward_pre_hook(partial(_gathered, tracker, watched))
-            module.register_forward_hook(partial(_computed, tracker, sharded))
-
-
-def _gathered(tracker: StorageTracker, watched: set[torch.Tensor], module: nn.Module, _arguments: Any) -> None:
-    whole = [each for each in module.parameters() if not isinstance(each, DTensor)]
-    tracker.claim(_GATHERED, whole)
-    for each in whole:  # torch keeps one object for each
-        if each.requires_grad and each not in watched:
-            watched.add(each)
-            each.register_post_accumulate_grad_hook(partial(_arrived, tracker))
-
-
-def _arrived(tracker: StorageTracker, parameter: torch.Tensor) -> None:
-    if parameter.grad is not None:
-        tracker.claim(_WHOLE, [parameter.grad])
-
-
-def _computed(
-    tracker: StorageTracker, sharded: Sequence[FSDPModule], _module: nn.Module, _arguments: Any, outputs: Any
-) -> None:
-    """Claim unreduced gradients when the backward pass reaches a module's outputs: later modules have theirs."""
-
-    def claim(_gradient: torch.Tensor) -> None:
-        for module in sharded:
-            tracker.claim(_WHOLE, unreduced_gradients(module))
-
-    for tensor in (outputs,) if isinstance(outputs, torch.Tensor) else outputs:
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            tensor.register_hook(claim)
-            return
+            module.register_forward_pre_hook(gathered)
+            module.register_forward_hook(partial(computed, sharded))
 
 
 def _named(peak: dict[str, int], names: Mapping[str, str]) -> dict[str, int]:

@@ -5,23 +5,15 @@ from functools import cached_property
 from math import log, sqrt
 from typing import Any, Final
 
+from threefold.comm.layout import Layout
 from threefold.config import Config
 from threefold.config.schedules import is_own_schedule
 from threefold.config.section import nearest_multiple
 from threefold.errors import UserError
 from threefold.models.block import describe_model, model_flops_per_token
 from threefold.parallel.pipeline.partition import stage_map
-from threefold.planner.block import described_blocks
-from threefold.planner.block_cost import (
-    NOTHING,
-    Passes,
-    Seconds,
-    axis_group,
-    block_seconds,
-    cost_block,
-    embedding_passes,
-    head_passes,
-)
+from threefold.planner import block_cost
+from threefold.planner.block_cost import Passes, Seconds
 from threefold.planner.collective_cost import (
     Pipeline,
     gradient_seconds,
@@ -30,7 +22,7 @@ from threefold.planner.collective_cost import (
     update_seconds,
 )
 from threefold.planner.hardware import Hardware
-from threefold.planner.model_size import most_states
+from threefold.planner.model_size import described_blocks, most_states
 from threefold.planner.stage_memory import RESERVE, StageMemory, stage_memory
 from threefold.planner.systems import SYSTEMS, System, find_system
 
@@ -121,29 +113,20 @@ def step_time(config: Config, hardware: Hardware, system: System) -> StepTime:
     """
     model, parallel, train = config.model, config.parallel, config.train
     passes, elements = layer_passes(config, hardware, system), layer_elements(config)
-    ranks, held = [NOTHING] * parallel.pp, [0.0] * parallel.pp
+    ranks, held = [block_cost.NOTHING] * parallel.pp, [0.0] * parallel.pp
     stages = stage_map(describe_model(model, config.data.sequence_length).plan, config)
     of_stages = []
     for stage, place in enumerate(stages.ranks):
         own = range(*stages.layers(stage))
-        of_stages.append(NOTHING.plus(*(passes[layer] for layer in own)))
+        of_stages.append(block_cost.NOTHING.plus(*(passes[layer] for layer in own)))
         ranks[place] = ranks[place].plus(of_stages[-1])
         held[place] += sum(elements[layer] for layer in own)
     line = _pipeline(config, hardware, system, ranks, of_stages)
     slowest, count = max(ranks, key=lambda each: each.total), train.gradient_accumulation_steps
-    exposed = (
-        gradient_time(
-            config,
-            hardware,
-            system,
-            parallel.zero,
-            weights,
-            rank.forward.total,
-            rank.backward.total + rank.weight.total,
-            count,
-        )
-        for rank, weights in zip(ranks, held, strict=True)
-    )
+    exposed = []
+    for rank, weights in zip(ranks, held, strict=True):
+        passes_of_rank = rank.forward.total, rank.backward.total + rank.weight.total
+        exposed.append(gradient_time(config, hardware, system, parallel.zero, weights, *passes_of_rank, count))
     found = StepTime(
         compute=slowest.forward.plus(slowest.backward, slowest.weight).times(count),
         bubble=exposed_bubble(line.busy, line.bubble, hardware),
@@ -152,7 +135,7 @@ def step_time(config: Config, hardware: Hardware, system: System) -> StepTime:
         optimizer=update_time(config, hardware, system, parallel.zero, max(held)),
         fixed=hardware.achievable.step,
     )
-    world = parallel.dp * parallel.tp * parallel.pp * parallel.cp
+    world = Layout.from_config(parallel).world_size
     return replace(found, slowest_device=found.seconds * waiting_share(world))
 
 
@@ -176,20 +159,11 @@ def gradient_time(
         forward, backward: seconds of one micro-batch's passes through them.
         micro_batches: micro-batches of a step.
     """
-    precision = config.precision
-    return gradient_seconds(
-        hardware,
-        system,
-        axis_group(config, "dp·cp", hardware.gpus_per_node, system),
-        elements=elements,
-        forward=forward,
-        backward=backward,
-        micro_batches=micro_batches,
-        zero=zero,
-        itemsize=precision.itemsize,
-        gradient_bytes=precision.master_itemsize,
-        layers=max(1, config.model.num_layers // config.parallel.pp),
-    ).exposed
+    group = block_cost.axis_group(config, "dp·cp", hardware.gpus_per_node, system)
+    sizes = config.precision.itemsize, config.precision.master_itemsize
+    layers = max(1, config.model.num_layers // config.parallel.pp)
+    step = elements, forward, backward, micro_batches, zero
+    return gradient_seconds(hardware, system, group, *step, *sizes, layers).exposed
 
 
 def update_time(config: Config, hardware: Hardware, system: System, zero: int, elements: Number) -> Number:
@@ -217,14 +191,14 @@ def layer_passes(config: Config, hardware: Hardware, system: System) -> list[Pas
     """Estimate the passes of each layer for one micro-batch: the embedding, the blocks and the head."""
     model, train = config.model, config.train
     described = described_blocks(config)
-    sizes = {block: cost_block(config, block, hardware.gpus_per_node, system) for block in set(described)}
+    sizes = {block: block_cost.cost_block(config, block, hardware.gpus_per_node, system) for block in set(described)}
     found = []
     for layer, block in enumerate(described):
         treated = train.recompute if layer % train.recompute_every == 0 else "none"
-        found.append(block_seconds(sizes[block], hardware, system, treated))
+        found.append(block_cost.block_seconds(sizes[block], hardware, system, treated))
     first = sizes[described[0]]
-    head = head_passes(first, model.vocab_size, train.loss_chunk_size, hardware, system)
-    return [embedding_passes(first, hardware), *found, head]
+    head = block_cost.head_passes(first, model.vocab_size, train.loss_chunk_size, hardware, system)
+    return [block_cost.embedding_passes(first, hardware), *found, head]
 
 
 def sent_bytes(config: Config, system: System) -> int:
@@ -240,27 +214,29 @@ def _pipeline(
     config: Config, hardware: Hardware, system: System, ranks: list[Passes], stages: list[Passes]
 ) -> Pipeline:
     parallel, micro_batches = config.parallel, config.train.gradient_accumulation_steps
-    group = axis_group(config, "pp", hardware.gpus_per_node, system)
+    group = block_cost.axis_group(config, "pp", hardware.gpus_per_node, system)
     send = send_seconds(hardware, group, sent_bytes(config, system))
-    if parallel.pp == 1 or not is_own_schedule(parallel.schedule):
-        return pipeline_seconds(
-            *_totals(ranks), parallel.schedule, parallel.stage_chunks, micro_batches, send, system.overlap_sends
-        )
+    is_own = parallel.pp > 1 and is_own_schedule(parallel.schedule)
+    # The seconds of all forward passes, of the backward passes for inputs, and of those for weights.
+    passes = zip(*(stages if is_own else ranks), strict=True)
+    forward, backward, weight = (tuple(part.total for part in parts) for parts in passes)
+    if not is_own:
+        chunks, overlapped = parallel.stage_chunks, system.overlap_sends
+        times = forward, backward, weight
+        return pipeline_seconds(*times, parallel.schedule, chunks, micro_batches, send, overlapped)
     from threefold.planner.schedule import StageTimes, program_of, simulate
 
     program = program_of(parallel.pipeline_schedule, parallel.pp, parallel.stage_chunks, micro_batches)
-    times, busy = StageTimes(*_totals(stages)), micro_batches * max(each.total for each in ranks)
-    alone = simulate(program, times, 0.0).length
-    return Pipeline(busy, alone - busy, simulate(program, times, send).length - alone)
+    of_stages, busy = StageTimes(forward, backward, weight), micro_batches * max(each.total for each in ranks)
+    alone = simulate(program, of_stages, 0.0).length
+    return Pipeline(busy, alone - busy, simulate(program, of_stages, send).length - alone)
 
 
-_Totals = tuple[float, ...]
-
-
-def _totals(passes: list[Passes]) -> tuple[_Totals, _Totals, _Totals]:
-    """Return the seconds of all forward passes, of the backward passes for inputs, and of those for weights."""
-    forward, backward, weight = (tuple(part.total for part in parts) for parts in zip(*passes, strict=True))
-    return forward, backward, weight
+_FIGURES: Final = (
+    *("step_seconds", "error_band", "tokens_per_second", "mfu", "hfu", "model_flops", "hardware_flops"),
+    *("peak_bytes", "needed_bytes", "usable_bytes", "fits"),
+)
+"""Attributes of an estimate that its JSON document has by the same name."""
 
 
 @dataclass(frozen=True)
@@ -280,8 +256,7 @@ class Estimate:
 
     @property
     def ranks(self) -> int:
-        parallel = self.config.parallel
-        return parallel.dp * parallel.tp * parallel.pp * parallel.cp
+        return Layout.from_config(self.config.parallel).world_size
 
     @property
     def tokens_per_step(self) -> int:
@@ -306,16 +281,17 @@ class Estimate:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilisation: the share of the peak matrix rate that the model's operations take."""
-        return self._share(self.model_flops)
+        return self.model_flops / self._most_flops
 
     @property
     def hfu(self) -> float:
         """Hardware FLOPs utilisation: the share of the peak matrix rate that all executed operations take."""
-        return self._share(self.hardware_flops)
+        return self.hardware_flops / self._most_flops
 
-    def _share(self, flops: float) -> float:
-        rate = self.hardware.matrix_rate(self.config.precision.dtype)
-        return flops / (self.step_seconds * self.ranks * rate)
+    @property
+    def _most_flops(self) -> float:
+        """Operations of a step at the peak matrix rate of all ranks."""
+        return self.step_seconds * self.ranks * self.hardware.matrix_rate(self.config.precision.dtype)
 
     @property
     def peak_bytes(self) -> list[int]:
@@ -340,23 +316,12 @@ class Estimate:
     @property
     def limit(self) -> str:
         """Name of the cause that takes longest."""
-        causes = self.time.causes
-        return max(causes, key=causes.__getitem__)
+        return max(self.time.causes, key=self.time.causes.__getitem__)
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values: seconds, bytes and operations."""
         return {
-            "step_seconds": self.step_seconds,
-            "error_band": list(self.error_band),
-            "tokens_per_second": self.tokens_per_second,
-            "mfu": self.mfu,
-            "hfu": self.hfu,
-            "model_flops": self.model_flops,
-            "hardware_flops": self.hardware_flops,
-            "peak_bytes": self.peak_bytes,
-            "needed_bytes": self.needed_bytes,
-            "usable_bytes": self.usable_bytes,
-            "fits": self.fits,
+            **{name: getattr(self, name) for name in _FIGURES},
             "hardware": self.hardware.name,
             "system": self.system.name,
             "ranks": self.ranks,
@@ -386,8 +351,7 @@ def estimate(config: Config, hardware: Hardware, system: System | str | None = N
         UserError: the ranks do not fill nodes, the hardware has no matrix rate for the dtype, the model is the user's
             own, or the system is unknown.
     """
-    parallel = config.parallel
-    world = parallel.dp * parallel.tp * parallel.pp * parallel.cp
+    parallel, world = config.parallel, Layout.from_config(config.parallel).world_size
     if not hardware.fills_nodes(world):
         per_node, rest = hardware.gpus_per_node, world // parallel.dp
         fitting = (dp for dp in range(parallel.dp, 0, -1) if dp * rest % per_node == 0)

@@ -3,6 +3,7 @@
 import platform
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -122,9 +123,11 @@ class Hardware:
         if self.device != "cpu" or ranks == self.gpus_per_node:
             return self
         share = self.gpus_per_node / ranks
-        faster = self._turns(self.gpus_per_node) / self._turns(ranks)
+        # Ranks that are more than the cores take turns on them.
+        before, after = (max(1.0, count / self.cores) if self.cores else 1.0 for count in (self.gpus_per_node, ranks))
+        faster = before / after
         link = Link(self.inside.bandwidth * faster, self.inside.latency / faster)
-        reached = self.achievable
+        of_host = ("kernel", "block", "sharded_block", "tensor_block", "context_block")
         return replace(
             self,
             matrix_rates={dtype: rate * share for dtype, rate in self.matrix_rates.items()},
@@ -133,19 +136,8 @@ class Hardware:
             gpus_per_node=ranks,
             inside=link,
             between=link,
-            achievable=replace(
-                reached,
-                kernel=reached.kernel / faster,
-                block=reached.block / faster,
-                sharded_block=reached.sharded_block / faster,
-                tensor_block=reached.tensor_block / faster,
-                context_block=reached.context_block / faster,
-            ),
+            achievable=replace(self.achievable, **{name: getattr(self.achievable, name) / faster for name in of_host}),
         )
-
-    def _turns(self, ranks: int) -> float:
-        """Return how many ranks take turns on a core."""
-        return max(1.0, ranks / self.cores) if self.cores else 1.0
 
     def __hash__(self) -> int:
         return hash((self.name, self.gpus_per_node))
@@ -158,18 +150,8 @@ _DEVICES: Final = ("cuda", "cpu")
 _FRACTIONS: Final = ("matrix", "memory", "link", "network", "uncertainty")
 """Figures that are at most 1. Attention may exceed 1, since doctor measures it beside small products."""
 _ZERO_ALLOWED: Final = (
-    "latency",
-    "matrix_depth",
-    "attention_length",
-    "attention_depth",
-    "kernel",
-    "block",
-    "sharded_block",
-    "tensor_block",
-    "context_block",
-    "step",
-    "cores",
-    "dollars_per_hour",
+    *("latency", "matrix_depth", "attention_length", "attention_depth", "kernel", "block", "sharded_block"),
+    *("tensor_block", "context_block", "step", "cores", "dollars_per_hour"),
 )
 
 Entries = dict[str, dict[str, Any]]
@@ -193,20 +175,6 @@ def one_entry(given: object, names: list[str]) -> str:
     return f"one of {', '.join(names)}; the nearest is {begun[0]}" if begun else one_of(given, names)
 
 
-def build(name: str, entries: Entries, where: str) -> Hardware:
-    """Build the `Hardware` of an entry.
-
-    Args:
-        name: name of the entry in `entries`.
-        entries: all entries that `like` may name.
-        where: name of the file, for error messages.
-
-    Raises:
-        UserError: a figure is missing, unknown or out of range.
-    """
-    return _hardware(name, _expanded(name, entries, where), f"{where}, {name}")
-
-
 def _expanded(name: str, entries: Entries, where: str, depth: int = 0) -> dict[str, Any]:
     """Return the figures of an entry merged over those of the entry that `like` names."""
     given = dict(entries[name])
@@ -225,7 +193,18 @@ def _expanded(name: str, entries: Entries, where: str, depth: int = 0) -> dict[s
     return {**inherited, **given}
 
 
-def _hardware(name: str, values: dict[str, Any], where: str) -> Hardware:
+def build(name: str, entries: Entries, where: str) -> Hardware:
+    """Build the `Hardware` of an entry.
+
+    Args:
+        name: name of the entry in `entries`.
+        entries: all entries that `like` may name.
+        where: name of the file, for error messages.
+
+    Raises:
+        UserError: a figure is missing, unknown or out of range.
+    """
+    values, where = _expanded(name, entries, where), f"{where}, {name}"
     known = [each for each in fields(Hardware) if each.name != "name"]
     _require_known(values, [*(each.name for each in known), "like"], where)
     for each in known:
@@ -246,10 +225,9 @@ def _hardware(name: str, values: dict[str, Any], where: str) -> Hardware:
         elif key == "sources":
             if not isinstance(value or (), list | tuple):
                 raise UserError(f"{where}: sources is {shown(repr(value))} but must be a list of text.")
-            made[key] = tuple(str(source) for source in value or ())
+            made[key] = tuple(map(str, value or ()))
         elif key == "achievable" and value is not None:
-            known_shares = [each.name for each in fields(Achievable)]
-            made[key] = Achievable(**_numbers(values, key, where, known_shares))
+            made[key] = Achievable(**_numbers(values, key, where, [each.name for each in fields(Achievable)]))
         elif value is not None or key not in ("achievable", "dollars_per_hour"):
             number = _number(values, key, where)
             made[key] = int(number) if key in _WHOLE else number
@@ -356,19 +334,20 @@ def _of_file(path: Path, wanted: str) -> Hardware:
     return build(name, {**_entries(), **entries}, shown(path))
 
 
-def save_hardware(hardware: Hardware) -> Path:
-    """Write an entry to the user's folder, replacing any of the same name.
+def save_hardware(hardware: Hardware, path: Path | None = None) -> Path:
+    """Write an entry to a file, by default the one of its name in the user's folder, and return the path.
 
     Raises:
-        UserError: the folder cannot be written.
+        UserError: the file cannot be written.
     """
-    path = user_folder() / f"{hardware.name}.yaml"
+    target = path or user_folder() / f"{hardware.name}.yaml"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(as_yaml(hardware), encoding="utf-8")
+        if path is None:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(as_yaml(hardware), encoding="utf-8")
     except OSError as error:
-        raise UserError(f"Cannot write the hardware entry {shown(path)}: {error.strerror}.") from None
-    return path
+        raise UserError(f"Cannot write the hardware entry {shown(target)}: {error.strerror}.") from None
+    return target
 
 
 _OTHER_VARIANTS = ("pcie", "nvl", "max-q", "laptop")
@@ -387,11 +366,16 @@ def cpu_name() -> str:
     return f"{name}, {cores} {'core' if cores == 1 else 'cores'}"
 
 
+def _readable(name: str) -> Hardware | None:
+    """Find an entry; None if it is invalid, which must not end a run."""
+    with suppress(UserError):
+        return find_hardware(name)
+    return None
+
+
 def saved_entry(title: str) -> Hardware | None:
     """Return the entry that `threefold doctor` saved; None if there is none or its title differs from `title`."""
-    if not (user_folder() / f"{THIS_MACHINE}.yaml").is_file():
-        return None
-    entry = _readable(THIS_MACHINE)
+    entry = _readable(THIS_MACHINE) if (user_folder() / f"{THIS_MACHINE}.yaml").is_file() else None
     return entry if entry is not None and entry.title == title else None
 
 
@@ -426,11 +410,3 @@ def peak_rate(dtype: str, device: str, local_ranks: int, gpu: tuple[str, int] | 
     if entry is None or entry.device != "cpu" or dtype not in entry.matrix_rates:
         return None
     return entry.matrix_rates[dtype] * entry.gpus_per_node / local_ranks
-
-
-def _readable(name: str) -> Hardware | None:
-    """Find an entry; None if it is invalid, which must not end a run."""
-    try:
-        return find_hardware(name)
-    except UserError:
-        return None

@@ -1,15 +1,17 @@
-"""Parameter counts of a model and memory of each rank's shards, computed from shapes without starting processes."""
+"""Size of a model on each rank from shapes alone: parameters, memory of shards, and a block as one rank computes it."""
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 from threefold.comm.layout import Coordinates
 from threefold.config import Config, OptimizerConfig
-from threefold.config.model import ModelConfig
+from threefold.config.model import OWN, ModelConfig
 from threefold.config.optimizer import BUILT_IN
+from threefold.errors import UserError
 from threefold.models.block import BlockShape, ModelDescription, WeightShape, describe_model
 from threefold.parallel.pipeline.partition import (
     ShardCoordinates,
@@ -18,8 +20,8 @@ from threefold.parallel.pipeline.partition import (
     shard_coordinates,
     stage_map,
 )
-
-_STATE_ALONE, _WEIGHTS_TOO = 1, 3  # values of parallel.zero
+from threefold.planner.collective_cost import ZERO_STATE, ZERO_WEIGHTS, Group
+from threefold.planner.systems import Attention, Kernels
 
 
 class StageSize(NamedTuple):
@@ -79,7 +81,7 @@ class ModelSize:
         """Return the pipeline stages in order."""
         found, counted = [], 0
         for number, pp_rank in enumerate(self.map.ranks):
-            until = self.weights.held(self._names(0, number), ShardCoordinates()).all
+            until = self.weights.held(self.layers_of(0, number), ShardCoordinates()).all
             found.append(StageSize(pp_rank, self.layers_of(number), until - counted))
             counted = until
         return found
@@ -105,25 +107,26 @@ class ModelSize:
             return RankSize(held, held * wide + copies, trained * wide, states)
         whole = self.weights.held(layers, place.unshared)
         largest = max(max(group) for group in self.gathered_together(pp_rank, place.unshared))
-        gathered = (largest if zero == _WEIGHTS_TOO else whole.all) * narrow
+        gathered = (largest if zero == ZERO_WEIGHTS else whole.all) * narrow
         summed = max(max(group) for group in self.gathered_together(pp_rank, place.unshared, trained=True))
-        if zero == _STATE_ALONE:
+        if zero == ZERO_STATE:
             gradients = max(trained * wide, whole.trained * wide + (summed * narrow if narrow < wide else 0))
         else:
             gradients = trained * wide + summed * narrow
         return RankSize(held, held * wide + gathered, gradients, states)
 
     def largest_rank(self, pp_rank: int) -> RankSize:
-        """Return the memory of the largest rank at a pp coordinate: the first, as no shard is larger."""
+        """Return the memory of the largest rank at a pp coordinate."""
         return self.rank(pp_rank, self.largest_place(pp_rank))
 
     def largest_place(self, pp_rank: int) -> ShardCoordinates:
-        """Return the place of the rank that holds the most at a pp coordinate."""
+        """Return the place of the largest rank at a pp coordinate: the first, as no shard is larger."""
         return shard_coordinates(self._config.parallel, Coordinates(0, pp_rank, 0, 0))
 
-    def layers_of(self, stage: int) -> tuple[str, ...]:
-        """Return the names of the layers of a stage."""
-        return self._names(stage, stage)
+    def layers_of(self, stage: int, last: int | None = None) -> tuple[str, ...]:
+        """Return the names of the layers of a stage, or of the stages from it to the stage `last`."""
+        bounds = self.map.bounds
+        return self.weights.plan.layers[bounds[stage] : bounds[(stage if last is None else last) + 1]]
 
     def layers_of_rank(self, pp_rank: int) -> list[str]:
         """Return the names of the layers of all stages of a rank."""
@@ -138,8 +141,7 @@ class ModelSize:
             place: its other coordinates, without those of ZeRO.
             trained: whether to leave out frozen weights, which have no gradients.
         """
-        apart = self._config.parallel.ep > 1
-        found = []
+        found, apart = [], self._config.parallel.ep > 1
         for stage in self.map.held_by(pp_rank):
             layers = self.layers_of(stage)
             together = self.weights.sharing(layers)
@@ -150,10 +152,6 @@ class ModelSize:
                     held = held._replace(frozen=0)
                 found.append((held.dense, held.experts) if apart else (held.all, 0))
         return found
-
-    def _names(self, first: int, last: int) -> tuple[str, ...]:
-        """Return the layers from the stage `first` to the stage `last`, inclusive."""
-        return self.weights.plan.layers[self.map.bounds[first] : self.map.bounds[last + 1]]
 
 
 def optimizer_states(config: OptimizerConfig, hidden: bool) -> int:
@@ -207,9 +205,6 @@ class HeldElements(NamedTuple):
         """Elements outside the experts."""
         return self.all - self.experts
 
-    def plus(self, other: "HeldElements", times: int = 1) -> "HeldElements":
-        return HeldElements(*(mine + times * its for mine, its in zip(self, other, strict=True)))
-
 
 class ModelWeights:
     """Weights of a model, layer by layer.
@@ -245,11 +240,6 @@ class ModelWeights:
         self._held: dict[tuple[int, ShardCoordinates], HeldElements] = {}
         self._recomputed: dict[tuple[str, int], frozenset[str]] = {}
 
-    @property
-    def blocks(self) -> tuple[BlockShape, ...]:
-        """Descriptions of the layers between the first and the last; raises `UnknownBlock`."""
-        return self.description.blocks
-
     def held(self, layers: Iterable[str], place: ShardCoordinates) -> HeldElements:
         """Count the elements of some layers on the rank at `place`; weights that they share count once."""
         counts, shared = Counter[int](), set[WeightShape]()
@@ -260,7 +250,8 @@ class ModelWeights:
         for kind, count in counts.items():
             if (kind, place) not in self._held:
                 self._held[kind, place] = self._sum(self._own[kind], place)
-            found = found.plus(self._held[kind, place], count)
+            of_layer = self._held[kind, place]
+            found = HeldElements(*(all_ + count * each for all_, each in zip(found, of_layer, strict=True)))
         return found
 
     def sharing(self, layers: Iterable[str]) -> list[str]:
@@ -305,3 +296,155 @@ def model_weights(config: ModelConfig, sequence_length: int) -> ModelWeights:
 
 
 _of_description = lru_cache(maxsize=16)(ModelWeights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankBlock(BlockShape):
+    """Transformer block as one rank computes it for one micro-batch.
+
+    Attributes:
+        samples, length: micro-batch size, and sequence length over all context-parallel ranks.
+        tp, cp, ep: ranks that share heads and features, positions, and experts.
+        sequence_parallel: whether activations between the tensor-parallel layers are sharded along the sequence.
+        ring: whether context parallelism passes keys and values around a ring instead of gathering them.
+        per_node, expert_stride: ranks per node, and global ranks between neighbours on the expert axis.
+        dtype, itemsize: dtype of the computation, and bytes per element.
+        documents: whether attention stops at document boundaries.
+        attention: implementation of the attention core, as its memory depends on it.
+        balanced: whether routing to experts is balanced; otherwise a rank's experts are chosen up to twice the mean.
+        kernels: what the kernels keep; by default those of this package on a CPU.
+    """
+
+    samples: int
+    length: int
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    sequence_parallel: bool = False
+    ring: bool = False
+    per_node: int = 8
+    expert_stride: int = 1
+    dtype: str = "bf16"
+    itemsize: int = 2
+    documents: bool = False
+    attention: Attention = "fused"
+    balanced: bool = False
+    kernels: Kernels = field(default_factory=Kernels)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one micro-batch on a rank."""
+        return self.samples * self.length // self.cp
+
+    @property
+    def own_tokens(self) -> int:
+        """Tokens that the rank holds between the tensor-parallel layers."""
+        return self.tokens // self.tp if self.sequence_parallel else self.tokens
+
+    @property
+    def own_heads(self) -> int:
+        return max(1, self.heads // self.tp)
+
+    @property
+    def own_key_heads(self) -> int:
+        """Key and value heads on the rank; at least one, which several ranks may share."""
+        return max(1, self.key_heads // self.tp)
+
+    @property
+    def own_experts(self) -> int:
+        """Experts on the rank with the most."""
+        return 0 if self.experts is None else -(-self.experts.count // self.ep)
+
+    @property
+    def seen(self) -> float:
+        """Positions that a token attends to, on average."""
+        window = min(self.window or self.length, self.length)
+        return window * (1 - window / (2 * self.length))
+
+    @property
+    def wide(self) -> int:
+        """Bytes per element of tensors computed in at least fp32."""
+        return max(4, self.itemsize)
+
+    @property
+    def outer(self) -> int:
+        """Bytes of the activations that the rank holds between the tensor-parallel layers."""
+        return self.own_tokens * self.hidden * self.itemsize
+
+    @property
+    def whole(self) -> int:
+        """Bytes of these activations before sequence parallelism shards them."""
+        return self.tokens * self.hidden * self.itemsize
+
+    @property
+    def gathered(self) -> int:
+        """Bytes of the activations that sequence parallelism gathers before a product; 0 without it."""
+        return self.whole if self.sequence_parallel else 0
+
+    @property
+    def queries(self) -> int:
+        """Bytes of the rank's queries."""
+        return self.tokens * self.head_dim * self.heads // self.tp * self.itemsize
+
+    @property
+    def keys(self) -> int:
+        """Bytes of the rank's keys, before GQA expands them; also those of its values."""
+        return self.tokens * self.head_dim * self.itemsize * self.own_key_heads
+
+    def group(self, axis: str) -> Group:
+        """Return the ranks of the axis `tp`, `cp` or `ep`."""
+        ranks, stride = {"tp": (self.tp, 1), "cp": (self.cp, self.tp), "ep": (self.ep, self.expert_stride)}[axis]
+        return Group(ranks, stride, self.per_node)
+
+
+def described_blocks(config: Config) -> tuple[BlockShape, ...]:
+    """Return the description of each block of a model.
+
+    Raises:
+        UserError: the planner has no formulas for the blocks, or the model comes from a file.
+    """
+    if config.model.architecture == OWN:
+        raise UserError(
+            f"model.architecture is {OWN}, whose operations have no formulas; plan with a family of the same sizes, or "
+            "use threefold dry-run, which runs the model."
+        )
+    return describe_model(config.model, config.data.sequence_length).blocks
+
+
+def rank_block(config: Config, block: BlockShape, **changes: Any) -> RankBlock:
+    """Return a block as one rank computes it.
+
+    Args:
+        config: resolved config of the run.
+        block: description of the block.
+        changes: further attributes of the result.
+    """
+    parallel = config.parallel
+    return RankBlock(
+        **vars(block),
+        samples=config.train.micro_batch_size,
+        length=config.data.sequence_length,
+        tp=parallel.tp,
+        cp=parallel.cp,
+        ep=parallel.ep,
+        sequence_parallel=parallel.sequence_parallel and parallel.tp > 1,
+        ring=parallel.cp_method == "ring",
+        dtype=config.precision.dtype,
+        itemsize=config.precision.itemsize,
+        documents=config.data.separate_documents,
+        **changes,
+    )
+
+
+_LONGEST_PLAIN: Final = 512
+"""Longest sequence for which bf16 attention on a CPU (see `kernels`), and attention with dropout, keeps its weights."""
+
+
+def own_attention(config: Config, block: BlockShape, device: str) -> Attention:
+    """Return how this package computes a block's attention on `cpu` or `cuda`."""
+    length = config.data.sequence_length
+    tiled = config.data.separate_documents or 0 < block.window < length
+    short = not tiled and length <= _LONGEST_PLAIN
+    if block.attention_dropout:
+        return "dropped" if short else "dropped again"
+    return "plain" if device == "cpu" and config.precision.dtype == "bf16" and short else "fused"

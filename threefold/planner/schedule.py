@@ -1,10 +1,10 @@
-"""Pipeline schedules over time: the actions of each rank as data, and a simulator for when each of them runs."""
+"""Pipeline schedules over time: the actions of each rank as data, when each of them runs, and what a rank holds."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 from threefold.config.schedules import (
     SCHEDULES,
@@ -31,11 +31,6 @@ class StageTimes:
     forward: tuple[float, ...]
     backward_input: tuple[float, ...]
     backward_weight: tuple[float, ...]
-
-    def by_kind(self) -> tuple[tuple[float, ...], ...]:
-        """Return the (F, B, I, W) times of each stage."""
-        parts = zip(self.forward, self.backward_input, self.backward_weight, strict=True)
-        return tuple((forward, inputs + weights, inputs, weights) for forward, inputs, weights in parts)
 
 
 def share_of_ranks(
@@ -161,9 +156,18 @@ def simulate(
         ValueError: ranks wait for one another forever or for an action that no rank has, or numbers of stages differ.
     """
     program = orders if isinstance(orders, Program) else Program(orders)
-    delays = _delays(program.stages, transfer)
+    between = [transfer] * (program.stages - 1) if isinstance(transfer, int | float) else list(transfer)
+    if len(between) != program.stages - 1:
+        raise ValueError(f"{len(between)} transfer times are given between {program.stages} stages")
+    # The transfer time of the awaited result, for each code of an action.
+    delays = [
+        delay
+        for before, after in zip([0.0, *between], [*between, 0.0], strict=True)
+        for delay in (before, after, after, 0.0)
+    ]
     if isinstance(cost, StageTimes):
-        by_code = [time for times in cost.by_kind() for time in times]
+        parts = zip(cost.forward, cost.backward_input, cost.backward_weight, strict=True)
+        by_code = [time for f, i, w in parts for time in (f, i + w, i, w)]  # in the order of `_KINDS`
         if len(by_code) != 4 * program.stages:
             raise ValueError(f"times are given for {len(cost.forward)} stages, and the schedule has {program.stages}")
         times = [by_code[code] for code in program.codes]
@@ -182,15 +186,6 @@ def simulate(
         free[rank] = end = start + time
         ends.append(end)
     return Timeline(program, starts, ends)
-
-
-def _delays(stages: int, transfer: float | Sequence[float]) -> list[float]:
-    """Return the transfer time of the awaited result, for each code of an action."""
-    between = [transfer] * (stages - 1) if isinstance(transfer, int | float) else list(transfer)
-    if len(between) != stages - 1:
-        raise ValueError(f"{len(between)} transfer times are given between {stages} stages")
-    before, after = [0.0, *between], [*between, 0.0]
-    return [delay for stage in range(stages) for delay in (before[stage], after[stage], after[stage], 0.0)]
 
 
 @dataclass(frozen=True)
@@ -326,10 +321,6 @@ class OneStageZeroBubble(Schedule):
     stages_per_rank = 1
     defers_weight_gradients = True
 
-    @property
-    def rounds(self) -> Rounds:
-        return Rounds(self.hop, self.hop)
-
     def stage_ranks(self, pp: int, stages_per_rank: int) -> tuple[int, ...]:
         return tuple(range(pp))
 
@@ -396,7 +387,7 @@ def _checked(schedule: Schedule | str, pp: int, chunks: int, micro_batches: int)
 def _orders_of(row: Schedule, pp: int, chunks: int, micro_batches: int) -> Orders:
     if isinstance(row, OwnSchedule):
         return row.orders(pp, micro_batches)
-    order = row.rounds.order if isinstance(row, OneStageZeroBubble) else _WRITTEN.get(row.name)
+    order = Rounds(row.hop, row.hop).order if isinstance(row, OneStageZeroBubble) else _WRITTEN.get(row.name)
     if order is not None:
         return tuple(order(pp, rank, chunks, micro_batches) for rank in range(pp))
     from threefold.parallel.pipeline.runner import orders_of_all_ranks  # imports torch
@@ -426,17 +417,143 @@ def check_numbers(row: Schedule, pp: int, chunks: int, micro_batches: int) -> No
         stages = f"{needed} stage{'s' * (needed != 1)}"
         raise UserError(f"The schedule {row.name} has {stages} on each rank, not {chunks}; use {needed}.")
     if not row.accepts(pp, micro_batches):
-        rule, use = row.micro_batch_rule(pp, micro_batches), _accepted(row, pp, micro_batches)
+        rule, use = row.micro_batch_rule(pp, micro_batches), row.micro_batches
+        distances = (sign * distance for distance in range(micro_batches + 2 * pp) for sign in (-1, 1))
+        nearest = (micro_batches + distance for distance in distances)  # the smaller of two first
+        use = use or next(count for count in nearest if count > 0 and row.accepts(pp, count))
         raise UserError(f"The schedule {row.name} cannot have {micro_batches} micro-batches, as it {rule}; use {use}.")
 
 
-def _accepted(row: Schedule, pp: int, micro_batches: int) -> int:
-    """Return the number of micro-batches nearest to the given one that a schedule supports, the smaller of two."""
-    if row.micro_batches is not None:
-        return row.micro_batches
-    away = (
-        near
-        for distance in range(micro_batches + 2 * pp)
-        for near in (micro_batches - distance, micro_batches + distance)
-    )
-    return next(count for count in away if count > 0 and row.accepts(pp, count))
+class HeldPasses(NamedTuple):
+    """Peak number of passes that a rank holds at once, each pass being one micro-batch through one stage.
+
+    Attributes:
+        until_weights: passes without weight gradients yet, as if they kept all activations until then.
+        until_backward: passes whose activations wait for their backward pass.
+        deferred: passes that have had their backward pass and wait for their weight gradients.
+    """
+
+    until_weights: int
+    until_backward: int
+    deferred: int
+
+
+def held_by_rank(order: Sequence[Action]) -> HeldPasses:
+    """Return a rank's peaks, each at its own time.
+
+    A pass counts from the start of its forward pass to the end of its last action.
+    """
+    waiting = deferred = most = most_waiting = most_deferred = 0
+    for _, kind, _ in order:
+        if kind == "F":
+            waiting += 1
+        elif kind == "B":
+            waiting -= 1
+        elif kind == "I":
+            waiting, deferred = waiting - 1, deferred + 1
+        else:
+            deferred -= 1
+        most = max(most, waiting + deferred)
+        most_waiting, most_deferred = max(most_waiting, waiting), max(most_deferred, deferred)
+    return HeldPasses(most, most_waiting, most_deferred)
+
+
+def peak_micro_batches(orders: Sequence[Sequence[Action]]) -> list[float]:
+    """Return each rank's peak of micro-batches held until their weight gradients are computed. A pass through one of a
+    rank's v stages counts as 1/v micro-batch."""
+    return [held_by_rank(order).until_weights / max(1, len({action[0] for action in order})) for order in orders]
+
+
+MOST_ACTIONS: Final = 3_000_000
+"""Largest number of actions to simulate: about a gigabyte of memory and ten seconds."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Timeline of one step under a schedule, in the unit of the given times."""
+
+    schedule: Schedule
+    pp: int
+    chunks: int
+    micro_batches: int
+    timeline: Timeline
+
+    @cached_property
+    def peaks(self) -> list[float]:
+        """Each rank's peak of micro-batches held until their weight gradients are computed."""
+        return peak_micro_batches(self.timeline.program.orders)
+
+    @cached_property
+    def held(self) -> list[HeldPasses]:
+        """Each rank's peaks of passes held at once."""
+        return [held_by_rank(order) for order in self.timeline.program.orders]
+
+    def facts(self) -> dict[str, Any]:
+        """Return the results as JSON values, with times in the unit of the input and lists per pipeline rank."""
+        timeline = self.timeline
+        of_rank = [max(1, len({action[0] for action in order})) for order in timeline.program.orders]
+        held = list(zip(self.held, of_rank, strict=True))
+        return {
+            "schedule": self.schedule.name,
+            "stages": self.pp,
+            "chunks": self.chunks,
+            "microbatches": self.micro_batches,
+            "bubble": timeline.bubble,
+            "step_time": timeline.length,
+            "longest_stage_time": timeline.longest,
+            "peak_microbatches": [int(peak) if peak == int(peak) else peak for peak in self.peaks],
+            "peak_before_backward": [each.until_backward / stages for each, stages in held],
+            "peak_deferred": [each.deferred / stages for each, stages in held],
+            "busy_time": list(timeline.busy),
+            "start": [order[0][1] if order else 0.0 for order in timeline.spans],
+            "end": [order[-1][2] if order else 0.0 for order in timeline.spans],
+        }
+
+
+def simulated(
+    schedule: Schedule,
+    pp: int,
+    chunks: int,
+    micro_batches: int,
+    passes: Sequence[Sequence[float]],
+    transfer: Sequence[float],
+) -> Simulation:
+    """Simulate a step.
+
+    Args:
+        schedule: schedule to simulate, built in or from a file.
+        pp, chunks, micro_batches: see `Simulation`.
+        passes: times of the forward pass, the backward pass for inputs and that for weights; each has one time for all
+            ranks, one per rank, or one per stage. A rank's time is split evenly over its stages.
+        transfer: one time for all stages, or one from each stage to the next.
+
+    Raises:
+        UserError: the schedule does not support these numbers, the counts of times do not match, or all times are 0.
+    """
+    check_numbers(schedule, pp, chunks, micro_batches)
+    ranks = schedule.stage_ranks(pp, chunks)
+    actions = len(ranks) * micro_batches * (3 if schedule.defers_weight_gradients else 2)
+    if actions > MOST_ACTIONS:
+        fitting = max(1, micro_batches * MOST_ACTIONS // actions)
+        raise UserError(
+            f"The schedule {schedule.name} with {len(ranks):,} stages and {micro_batches:,} micro-batches has "
+            f"{actions:,} actions, and at most {MOST_ACTIONS:,} are simulated; use {fitting:,} micro-batches or fewer."
+        )
+    of_stages = []
+    for given, option in zip(passes, ("--forward", "--backward-input", "--backward-weight"), strict=True):
+        if len(given) in (1, pp):
+            of_ranks = list(given) * pp if len(given) == 1 else given
+            of_stages.append(share_of_ranks(ranks, of_ranks, of_ranks, of_ranks).forward)
+        elif len(given) == len(ranks):
+            of_stages.append(tuple(given))
+        else:
+            counts = f"{pp}, one for each stage" if len(ranks) == pp else f"{pp} or {len(ranks)}, one per rank or stage"
+            raise UserError(f"{option} has {len(given)} times and needs one for all or {counts}; give one.")
+    if not any(map(any, passes)):
+        raise UserError("All passes take 0 ms, so that there is nothing to simulate; give --forward a time above 0.")
+    if len(transfer) not in (1, len(ranks) - 1):
+        between = f"{len(ranks) - 1} of them, one from each of {len(ranks)} stages to the next"
+        raise UserError(f"--transfer has {len(transfer)} times and needs one for all or {between}; give one.")
+    program = program_of(schedule, pp, chunks, micro_batches)
+    timeline = simulate(program, StageTimes(*of_stages), transfer[0] if len(transfer) == 1 else transfer)
+    return Simulation(schedule, pp, chunks, micro_batches, timeline)

@@ -14,8 +14,8 @@ from threefold.config import Config
 from threefold.config.schedules import SENDS_UNDER_WAY, Action, Schedule
 from threefold.config.schema import ParallelConfig, PrecisionConfig
 from threefold.planner.activations import LayerBytes, LayerMemory
-from threefold.planner.block import described_blocks
-from threefold.planner.model_size import ModelSize, RankSize
+from threefold.planner.collective_cost import ZERO_WEIGHTS
+from threefold.planner.model_size import ModelSize, RankSize, described_blocks
 from threefold.planner.schedule import orders_of
 from threefold.planner.systems import Keeps, keeps_of
 
@@ -25,7 +25,6 @@ RESERVE: Final = 2 << 30
 
 
 _IN_PASSING: Final = ("working", "logits", "buffers")
-_WEIGHTS_TOO: Final = 3  # value of parallel.zero
 
 
 @dataclass(frozen=True)
@@ -100,21 +99,18 @@ def stage_memory(config: Config, device: str = "cuda", system: str = "own") -> l
     for rank in range(config.parallel.pp):
         states, moment = layout.peak(rank)
         left = layout.layers.narrow_logits if moment.logits else 0
-        passing = moment.activations + moment.working + moment.logits + moment.buffers
-        found.append(
-            StageMemory(
-                rank,
-                int(states.weights + moment.weights),
-                int(states.gradients + moment.gradients),
-                int(states.optimizer),
-                int(moment.activations),
-                int(moment.working),
-                int(moment.logits),
-                int(moment.buffers),
-                int(layout.keeps.fragmentation * (passing + left)) + left,
-                left,
-            )
+        passing = {name: int(getattr(moment, name)) for name in ("activations", "working", "logits", "buffers")}
+        lost = moment.activations + moment.working + moment.logits + moment.buffers + left
+        stage = StageMemory(
+            pp_rank=rank,
+            weights=int(states.weights + moment.weights),
+            gradients=int(states.gradients + moment.gradients),
+            optimizer=int(states.optimizer),
+            **passing,
+            fragmentation=int(layout.keeps.fragmentation * lost) + left,
+            given_back=left,
         )
+        found.append(stage)
     return found
 
 
@@ -175,7 +171,7 @@ class StageLayers:
         tied: elements of weights shared by layers of the stage, gathered for all of them together.
         zero, ranks: `parallel.zero`, and number of ranks that shard a replica.
         narrow, wide: bytes per element of compute weights and of master weights.
-        in_place: whether weight gradients accumulate directly into their sums.
+        computed: bytes per element of a weight gradient that a backward pass computes; 0 if it adds to the sum at once.
         repeated: whether an earlier micro-batch has run.
         grows: whether accumulated gradients take memory only as a backward pass makes them.
     """
@@ -189,7 +185,7 @@ class StageLayers:
     ranks: int
     narrow: int
     wide: int
-    in_place: bool
+    computed: int
     repeated: bool
     grows: bool
 
@@ -207,17 +203,13 @@ class StageLayers:
         """Yield the largest moments of an action (`F`, `B`, `I` or `W`), relative to all that it begins with."""
         if kind == "F":  # the peak is at the end
             last = self.runs[-1]
-            gathered = self.narrow * (last.elements + self.tied) if self.zero == _WEIGHTS_TOO else 0
+            gathered = self.narrow * (last.elements + self.tied) if self.zero == ZERO_WEIGHTS else 0
             yield Moment(logits=last.layer.forward if last.is_head else 0, weights=gathered)
         elif kind == "W":
             blocks = (run.layer.largest for run in self.runs if not run.is_embedding or len(self.runs) == 1)
-            yield Moment(activations=self.deferred, gradients=self._gradient(max(blocks)))
+            yield Moment(activations=self.deferred, gradients=self.computed * max(blocks))
         else:
             yield from self._backward(kind == "I")
-
-    def _gradient(self, elements: float) -> float:
-        """Return the bytes of weight gradients as a backward pass computes them."""
-        return 0 if self.in_place else elements * self.narrow
 
     def _backward(self, deferring: bool) -> Iterator[Moment]:
         """Yield the candidates for the peak of a backward pass, one or a few for each run of layers; weight gradients
@@ -260,20 +252,20 @@ class StageLayers:
         """
         layer, narrow, wide = run.layer, self.narrow, self.wide
         own = run.elements + (self.tied if run.is_head or run.is_embedding else 0)
-        start = Moment(activations=-freed, gradients=self._gradient(tied))
+        start = Moment(activations=-freed, gradients=self.computed * tied)
         if self.zero > 1:
             start = start.plus(buffers=scattered * wide)
-        if self.zero == _WEIGHTS_TOO:
+        if self.zero == ZERO_WEIGHTS:
             start = start.plus(weights=(run.elements + self.tied) * narrow, buffers=ahead * narrow)
-        largest = 0 if deferring and not run.is_embedding else self._gradient(layer.largest)
+        largest = 0 if deferring and not run.is_embedding else self.computed * layer.largest
         yield start.plus(gradients=largest, **{"logits" if run.is_head else "working": layer.backward})
         if run.is_head and not deferring:  # the weight's gradient, once the probabilities are freed
-            yield start.plus(activations=-layer.kept, logits=layer.ending, gradients=self._gradient(own))
+            yield start.plus(activations=-layer.kept, logits=layer.ending, gradients=self.computed * own)
         if self.zero:
-            ended = start.plus(activations=-layer.kept, working=layer.ending, gradients=self._gradient(own))
+            ended = start.plus(activations=-layer.kept, working=layer.ending, gradients=self.computed * own)
             yield ended
             if self.zero > 1:
-                freed_weights = run.elements * narrow if self.zero == _WEIGHTS_TOO else 0
+                freed_weights = run.elements * narrow if self.zero == ZERO_WEIGHTS else 0
                 buffers = own * wide * (1 + 1 / self.ranks) - scattered * wide
                 yield ended.plus(weights=-freed_weights, working=-layer.ending, buffers=buffers)
 
@@ -302,12 +294,17 @@ class LayoutMemory:
         self._gradients_grow = self._micro_batches == 1 and device == "cpu"
 
     def peak(self, pp_rank: int) -> tuple[RankSize, Moment]:
-        """Return a rank's standing memory and, relative to it, its largest moment."""
-        stages = [self._stage(number, pp_rank) for number in self.size.map.held_by(pp_rank)]
-        states, moments = self._states(pp_rank), list(self._moments(pp_rank, stages))
-        return states, max(moments, key=lambda moment: moment.total)
+        """Return a rank's memory from the first micro-batch to the update, without ZeRO's per-layer gathers, and its
+        largest moment, relative to that."""
+        place, config = self.size.largest_place(pp_rank), self._config
+        whole = self.size.weights.held(self.size.layers_of_rank(pp_rank), place.unshared).all
+        states = self.size.rank(pp_rank, place)
+        grow = self._gradients_grow
+        states = standing_states(states, whole, config.parallel, config.precision, self.keeps, grow)
+        return states, max(self._moments(pp_rank), key=lambda moment: moment.total)
 
-    def _moments(self, pp_rank: int, stages: Sequence[StageLayers]) -> Iterator[Moment]:
+    def _moments(self, pp_rank: int) -> Iterator[Moment]:
+        stages = [self._stage(number, pp_rank) for number in self.size.map.held_by(pp_rank)]
         flights = self._flights[pp_rank]
         kept = flights.held @ np.array([stage.kept for stage in stages], dtype=float)
         kept += flights.deferred @ np.array([stage.deferred for stage in stages], dtype=float)
@@ -319,27 +316,12 @@ class LayoutMemory:
             most = int(kept[actions].max())
             for moment in stages[place].moments(kind):
                 yield moment.plus(activations=most)
-        yield from self._reduction(pp_rank)
-
-    def _reduction(self, pp_rank: int) -> Iterator[Moment]:
-        """Yield the end of a step with ZeRO 1, where the first group of gradients is reduce-scattered."""
-        if self._config.parallel.zero == 1:
+        if self._config.parallel.zero == 1:  # at the end of a step the first group of gradients is reduce-scattered
             precision = self._config.precision
             groups = self.size.gathered_together(pp_rank, self.size.largest_place(pp_rank).unshared)
-            largest = max(sum(group) for group in groups)
-            all_new = sum(map(sum, groups)) * precision.master_itemsize if self._gradients_grow else 0
-            yield Moment(
-                buffers=largest * precision.master_itemsize,
-                weights=-largest * precision.itemsize,
-                gradients=all_new,
-            )
-
-    def _states(self, pp_rank: int) -> RankSize:
-        """Return the memory held from the first micro-batch to the update, without ZeRO's per-layer gathers."""
-        place = self.size.largest_place(pp_rank)
-        whole = self.size.weights.held(self.size.layers_of_rank(pp_rank), place.unshared).all
-        found, config = self.size.rank(pp_rank, place), self._config
-        return standing_states(found, whole, config.parallel, config.precision, self.keeps, self._gradients_grow)
+            largest, wide = max(map(sum, groups)), precision.master_itemsize
+            new = sum(map(sum, groups)) * wide if self._gradients_grow else 0
+            yield Moment(buffers=largest * wide, weights=-largest * precision.itemsize, gradients=new)
 
     def _stage(self, number: int, pp_rank: int) -> StageLayers:
         config, place = self._config, self.size.largest_place(pp_rank)
@@ -364,7 +346,7 @@ class LayoutMemory:
             ranks=max(1, place.zero.count),
             narrow=config.precision.itemsize,
             wide=config.precision.master_itemsize,
-            in_place=self.keeps.kernels.gradients_in_place,
+            computed=0 if self.keeps.kernels.gradients_in_place else config.precision.itemsize,
             repeated=self._micro_batches > 1,
             grows=self._gradients_grow,
         )

@@ -100,6 +100,26 @@ _MEGATRON_2021: Final = System(
     overlap_sends=False,
     about="Megatron-LM of 2021: attention weights in memory, fused kernels, nothing overlapped",
 )
+_LLAMA_2023: Final = System(
+    "llama-2023",
+    narrow_gradients=("bf16", "fp16"),
+    whole_logits=True,
+    fused=False,
+    fused_norm_recomputed=False,  # as in arXiv 2311.05610, none of whose runs combines fused norms with recompute
+    scatters_sends=False,
+    overlap_tensor_backward=False,
+    overlap_sends=False,
+    about="trainers of 2023 with flash attention 2 and fused norms, and no overlap of tensor-parallel collectives",
+)
+_TORCHTITAN: Final = replace(
+    _CORE,
+    name="torchtitan-compiled",
+    tuned_attention=False,
+    fused_gradients=False,
+    replays_operations=True,
+    data_inside_pipeline=False,
+    about="torchtitan with torch.compile",
+)
 _ROWS: Final = (
     _OWN,
     replace(_OWN, name="own-compiled", fused=True, fused_norm=True, about="this package with train.compile"),
@@ -116,26 +136,12 @@ _ROWS: Final = (
         overlap_tensor_backward=True,
         about="Megatron-LM of 2022: tensor-parallel collectives of the backward pass beside products for weights",
     ),
-    System(
-        "llama-2023",
-        narrow_gradients=("bf16", "fp16"),
-        whole_logits=True,
-        fused=False,
-        fused_norm_recomputed=False,  # as in arXiv 2311.05610, none of whose runs combines fused norms with recompute
-        scatters_sends=False,
-        overlap_tensor_backward=False,
-        overlap_sends=False,
-        about="trainers of 2023 with flash attention 2 and fused norms, and no overlap of tensor-parallel collectives",
-    ),
-    System(
-        "llama-2023-plain-norm",
-        narrow_gradients=("bf16", "fp16"),
-        whole_logits=True,
-        fused=False,
-        scatters_sends=False,
+    _LLAMA_2023,
+    replace(
+        _LLAMA_2023,
+        name="llama-2023-plain-norm",
         fused_norm=False,
-        overlap_tensor_backward=False,
-        overlap_sends=False,
+        fused_norm_recomputed=True,
         about="the same with root-mean-square norms of single operations",
     ),
     _CORE,
@@ -147,13 +153,9 @@ _ROWS: Final = (
         about="Megatron-Core with every overlap switched off",
     ),
     replace(
-        _CORE,
+        _TORCHTITAN,
         name="fsdp",
-        tuned_attention=False,
-        replays_operations=True,
         fused=False,
-        fused_gradients=False,
-        data_inside_pipeline=False,
         about="PyTorch's fully sharded data parallelism with flash attention and unfused work between",
     ),
     replace(
@@ -167,25 +169,13 @@ _ROWS: Final = (
         about="NeMo of 2024: tensor-parallel collectives in pieces beside products, gradients summed in bf16",
     ),
     replace(
-        _CORE,
+        _TORCHTITAN,
         name="torchtitan",
-        tuned_attention=False,
         fused=False,
         fused_norm=False,  # the PyTorch releases of its published runs computed a norm operation by operation
-        fused_gradients=False,
-        replays_operations=True,
-        data_inside_pipeline=False,
         about="torchtitan without torch.compile: PyTorch's kernels, FSDP with gathers overlapped",
     ),
-    replace(
-        _CORE,
-        name="torchtitan-compiled",
-        tuned_attention=False,
-        fused_gradients=False,
-        replays_operations=True,
-        data_inside_pipeline=False,
-        about="torchtitan with torch.compile",
-    ),
+    _TORCHTITAN,
 )
 SYSTEMS: Final = {row.name: row for row in _ROWS}
 """Training systems by name."""

@@ -24,8 +24,8 @@ from threefold.train.saving import checkpoint_tensors, loss_scale_facts, restore
 from threefold.train.step import Engine
 from threefold.verify.batches import BatchSource
 from threefold.verify.compare import EVALUATION, SCALE, TOLERANCE, Comparison, Error, Held
+from threefold.verify.layouts import compose
 from threefold.verify.reference import CLIP_SHARE, OneProcess, Trace
-from threefold.verify.shrunk_config import compose
 
 PIECES: Final = PieceSizes(bucket_bytes=8 << 10, norm_elements=16, logits_at_once=1 << 5)
 SHARED_MEMORY: Final = SharedMemorySizes(slot=4 << 10, sharing=2 << 10)
@@ -106,30 +106,21 @@ class _Training:
         config = config.model_copy(update={"optimizer": clipped})
         make_model, plan = source.load(config)
         loss = source.loss(config)
-        self.engine = Engine(make_model, plan, mesh, config, loss=loss, loss_scale=loss_scale, pieces=PIECES)
-        self.held = self._held_parts()
-        self.comparison = Comparison(expected, self.held, mesh.rank)
-
-    def _held_parts(self) -> dict[str, Held]:
-        """Return this rank's shard of each parameter of its stages, by name."""
-        engine, stages = self.engine, dict[str, int]()
-        for number, stage in zip(engine.parallelism.stages.held_by(self.mesh.pp.index), engine.stages, strict=True):
+        self.engine = engine = Engine(make_model, plan, mesh, config, loss=loss, loss_scale=loss_scale, pieces=PIECES)
+        stages: dict[str, int] = {}
+        for number, stage in zip(engine.parallelism.stages.held_by(mesh.pp.index), engine.stages, strict=True):
             for name, _ in stage.named_parameters():
                 stages.setdefault(engine.plan.whole_name(name), number)
-        return {
+        self.held = {  # this rank's shard of each parameter of its stages
             weight.name: Held(weight.name, stages[weight.name], offset(weight.parameter), tuple(weight.master.shape))
             for weight in engine.model.weights
         }
+        self.comparison = Comparison(expected, self.held, mesh.rank)
 
     @property
     def weights(self) -> dict[str, Tensor]:
         """This rank's part of each master weight."""
         return {weight.name: weight.master.detach() for weight in self.engine.model.weights}
-
-    @property
-    def gradients(self) -> dict[str, Tensor]:
-        """This rank's part of each gradient."""
-        return {entry.name: entry.gradient.detach() for entry in self.engine.optimizer.entries}
 
     def step(self, place: int, check: str = "") -> list[Event]:
         """Make the step with this index in the trace and compare it; return its collectives.
@@ -148,16 +139,20 @@ class _Training:
                 evaluated = engine.eval_batch(batch, engine.loss).loss
                 del events[of_step:]
                 comparison.number(EVALUATION, place, evaluated, expected.evaluations[place])
-            gradients = {name: gradient.clone() for name, gradient in self.gradients.items()}
+            entries = engine.optimizer.entries
+            gradients = {entry.name: entry.gradient.detach().clone() for entry in entries}
             overflows = bool(check) and place == _OVERFLOWS
-            if overflows:
-                self._overflow()
+            if overflows:  # on the last rank that holds any gradient
+                filled = [entry.gradient for entry in entries if entry.gradient.numel()]
+                holds = self.mesh.world.gather_objects(bool(filled))
+                if self.mesh.rank == max(rank for rank, has_any in enumerate(holds) if has_any):
+                    filled[-1][(0,) * filled[-1].dim()] = inf
             result = engine.update(term, tokens, step)
         comparison.gradients(place, gradients)
         norm = expected.norms[place] if check and result.skipped else result.grad_norm
         comparison.scalars(place, result.loss, norm)
         if not check and self.config.optimizer.name in BUILT_IN:  # other packages' may change the gradients they get
-            comparison.clipped(place, self.gradients)
+            comparison.clipped(place, {entry.name: entry.gradient.detach() for entry in entries})
         comparison.weights(place, self.weights)
         if check:
             self._compare_scale(place)
@@ -186,13 +181,6 @@ class _Training:
     def _compare_scale(self, place: int) -> None:
         assert self.engine.loss_scale is not None  # the second run has one
         self.comparison.number(SCALE, place, self.engine.loss_scale.value, _SCALES[place])
-
-    def _overflow(self) -> None:
-        """Make a gradient overflow on the last rank that holds any."""
-        filled = [entry for entry in self.engine.optimizer.entries if entry.gradient.numel()]
-        holders = [rank for rank, holds in enumerate(self.mesh.world.gather_objects(bool(filled))) if holds]
-        if self.mesh.rank == holders[-1]:
-            filled[-1].gradient[(0,) * filled[-1].gradient.dim()] = inf
 
 
 def run_rank(
@@ -229,7 +217,7 @@ def run_rank(
         limit = TOLERANCE[config.precision.dtype]
         is_equal = all(error.relative <= limit for error in errors) and held.keys() <= expected.initial.keys()
         if all(mesh.world.gather_objects(is_equal)):  # after a departure the second run adds nothing
-            errors = errors + _second_errors(source, *second, mesh, folder)
+            errors = errors + _second_errors(source, *second, mesh, Path(folder) / "second")
     return RankReport(errors, list(held.values()), dict(sent), cut)
 
 
@@ -248,9 +236,8 @@ def write_second_trace(source: ModelSource, run: SecondRun, folder: str) -> None
     _second_training(source, config, run, tiny_mesh(config), path).save(path / _OF_ONE_PROCESS)
 
 
-def _second_errors(source: ModelSource, config: Config, run: SecondRun, mesh: Mesh, folder: str) -> list[Error]:
-    """Make the second run as a rank of the config's layout, and compare it with the trace in `folder`. Collective."""
-    path = Path(folder) / "second"
+def _second_errors(source: ModelSource, config: Config, run: SecondRun, mesh: Mesh, path: Path) -> list[Error]:
+    """Make the second run as a rank of the config's layout, and compare it with the trace at `path`. Collective."""
     first = _second_training(source, config, run, mesh, path)
     checkpoint = first.save(path / _OF_LAYOUT)
     second = _second_training(source, config, run, mesh, path, steps=0)

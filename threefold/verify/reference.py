@@ -25,7 +25,7 @@ from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.models.loss_terms import LossFunction, TermSums, count_terms
 from threefold.models.module_check import explaining_passes
 from threefold.models.own_batch import LayerSignature, batch_size, forward_layer, has_forward, inputs_from
-from threefold.models.sharding import Constant, Drawn, Initial, ModelPlan, Normal
+from threefold.models.sharding import Constant, Drawn, ModelPlan, Normal
 from threefold.models.source import ModelSource, construct, drawn
 from threefold.parallel.gradients import Gradients, Observer
 from threefold.parallel.parameter import make_weights
@@ -107,7 +107,15 @@ class OneProcess:
         convert_floats_(self.model, DTYPES[config.precision.dtype])
         parameters = dict(self.model.named_parameters())
         for name, parameter in parameters.items():
-            _draw_(parameter, plan.initial(name), name, config.train.seed)
+            initial, shape = plan.initial(name), tuple(parameter.shape)
+            with torch.no_grad():  # the constructor has set all others
+                if isinstance(initial, Normal):
+                    key = stream_key("weights", config.train.seed, name)
+                    fill_normal_(parameter, initial.std, key, shape, (0,) * parameter.dim())
+                elif isinstance(initial, Constant):
+                    parameter.fill_(initial.value)
+                elif isinstance(initial, Drawn):
+                    parameter.copy_(drawn(initial.fill, name, shape, config.train.seed))
         self.trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         kind = _Added if config.optimizer.name not in BUILT_IN else _OPTIMIZERS[config.optimizer.name]
         self.optimizer = kind(self.trained, config.optimizer, plan)
@@ -126,7 +134,7 @@ class OneProcess:
         """
         trace, before = self.trace, self._buffers()
         self.model.zero_grad()
-        mean = self._mean_loss(batch, step)
+        mean = reference_loss(self.model, self.plan, batch, step, self.config, self.loss)
         mean.backward()
         for parameter in self.trained.values():
             if parameter.grad is None:  # unused by the loss: zero, as in the engine's cleared buffers
@@ -155,7 +163,7 @@ class OneProcess:
     def _evaluate(self, batch: Any) -> float:
         before, modes = self._buffers(), [(module, module.training) for module in self.model.modules()]
         self.model.eval()
-        loss = self._mean_loss(batch, None).item()
+        loss = reference_loss(self.model, self.plan, batch, None, self.config, self.loss).item()
         for module, mode in modes:
             module.training = mode
         self._put_back(before)
@@ -183,9 +191,6 @@ class OneProcess:
         self.optimizer.step(lr)
         for name in trained:
             trace.leverage[name] += lr * self.optimizer.leverage(name)
-
-    def _mean_loss(self, batch: Any, step: int | None) -> Tensor:
-        return reference_loss(self.model, self.plan, batch, step, self.config, self.loss)
 
 
 def one_process(
@@ -268,18 +273,6 @@ def convert_floats_(model: nn.Module, dtype: torch.dtype) -> None:
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             if buffer.is_floating_point():
                 setattr(module, name, buffer.to(dtype))
-
-
-@torch.no_grad()
-def _draw_(parameter: nn.Parameter, initial: Initial, name: str, seed: int) -> None:
-    """Set a whole parameter to its initial values, unless the constructor has set them."""
-    if isinstance(initial, Normal):
-        key = stream_key("weights", seed, name)
-        fill_normal_(parameter, initial.std, key, tuple(parameter.shape), (0,) * parameter.dim())
-    elif isinstance(initial, Constant):
-        parameter.fill_(initial.value)
-    elif isinstance(initial, Drawn):
-        parameter.copy_(drawn(initial.fill, name, tuple(parameter.shape), seed))
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

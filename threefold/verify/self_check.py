@@ -44,8 +44,7 @@ from threefold.train.callbacks.base import say
 from threefold.verify.batches import BatchSource
 from threefold.verify.rank_worker import run_rank
 from threefold.verify.reference import Trace, one_process, reference_loss
-from threefold.verify.report import DEPARTS, judge
-from threefold.verify.verifier import choose_batches
+from threefold.verify.verifier import DEPARTS, choose_batches, judge
 
 _ALIKE: Final = 1e-4
 """Largest relative difference at which gradients count as equal."""
@@ -104,7 +103,16 @@ def find_hidden_state(
     if not _are_equal(first, second):
         return HiddenState(_told(model, changed))
     another = make()
-    _copy_state(model, another)
+    state = dict(another.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in state:
+                state[name].copy_(parameter)
+        for module, other in zip(model.modules(), another.modules(), strict=True):
+            others = dict(persistent_buffers(other))
+            for name, value in persistent_buffers(module):
+                if name in others:
+                    others[name].copy_(value)
     kept, made = _attributes(model, by_value=True), _attributes(another, by_value=True)
     with state_preserved(another):
         third = _passes(another, loss)
@@ -167,27 +175,10 @@ def _passes(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> list[Tenso
 
 def _are_equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     """Return whether losses are equal, and gradients up to the order in which threads may sum."""
-    return (
-        len(one) == len(other)
-        and torch.equal(one[0], other[0])
-        and all(
-            a.shape == b.shape and not (a - b).abs().max() > _ALIKE * a.abs().max()
-            for a, b in zip(one[1:], other[1:], strict=True)
-        )
-    )
-
-
-@torch.no_grad()
-def _copy_state(model: nn.Module, another: nn.Module) -> None:
-    state = dict(another.named_parameters())
-    for name, parameter in model.named_parameters():
-        if name in state:
-            state[name].copy_(parameter)
-    for module, other in zip(model.modules(), another.modules(), strict=True):
-        others = dict(persistent_buffers(other))
-        for name, value in persistent_buffers(module):
-            if name in others:
-                others[name].copy_(value)
+    if len(one) != len(other) or not torch.equal(one[0], other[0]):
+        return False
+    gradients = zip(one[1:], other[1:], strict=True)
+    return all(a.shape == b.shape and not (a - b).abs().max() > _ALIKE * a.abs().max() for a, b in gradients)
 
 
 def _place(name: str, attribute: str) -> str:
@@ -228,12 +219,11 @@ def _watching(model: nn.Module) -> Iterator[list[str]]:
 @contextmanager
 def state_preserved(model: nn.Module) -> Iterator[None]:
     """Restore parameters, persistent buffers and generators after the block."""
-    places = [
-        (module, name, value)
+    kept = [
+        (module, name, value, value.detach().clone())
         for module in model.modules()
         for name, value in (*module.named_parameters(recurse=False), *persistent_buffers(module))
     ]
-    kept = [(module, name, value, value.detach().clone()) for module, name, value in places]
     with generators_preserved():
         yield
     with torch.no_grad():
@@ -359,7 +349,9 @@ def self_check(config: Config, run_dir: Path, source: ModelSource, mesh: Mesh) -
         if line:
             say(f"{line}; {time.monotonic() - began:.1f} s.")
         if found.key:
-            _remember(run_dir, found.key)
+            known = [*_remembered(run_dir)[-_KEPT + 1 :], found.key]
+            with suppress(OSError):  # otherwise the next run verifies again
+                write_durably(run_dir / FILE, json.dumps(known, indent=2) + "\n")
 
 
 def _small(config: Config) -> Config:
@@ -372,18 +364,13 @@ def _small(config: Config) -> Config:
     share = train.global_batch_size // parallel.dp
     count, schedule = share // train.micro_batch_size, find_schedule(parallel.schedule)
     if count > 1:
-        count = next(
-            n for n in range(2, count + 1) if parallel.pp == 1 or schedule.accepts(parallel.pp, n) or n == count
-        )
+        accepted = (n for n in range(2, count) if parallel.pp == 1 or schedule.accepts(parallel.pp, n))
+        count = next(accepted, count)
     size = min(train.micro_batch_size, _SAMPLES)
     for key in ("micro_batch_size", "callbacks", "epochs", "max_seconds", "spike_factor"):
         sections["train"].pop(key, None)
-    sections["train"] |= {
-        "global_batch_size": parallel.dp * count * size,
-        "gradient_accumulation_steps": count,
-        "device": "cpu",
-        "compile": False,
-    }
+    batch = {"global_batch_size": parallel.dp * count * size, "gradient_accumulation_steps": count}
+    sections["train"] |= {**batch, "device": "cpu", "compile": False}
     sections["parallel"] |= {"gradient_compression": "none"}
     sections["parallel"].pop("fallbacks", None)
     sections["precision"] = {"dtype": "fp32"}
@@ -407,11 +394,8 @@ def _prepare(config: Config, small: Config, run_dir: Path, source: ModelSource, 
         if not reason:
             model = construct(make_model, small.train.seed)
             batch, loss = rows.batch(small, 0), source.loss(small)
-            found = find_hidden_state(
-                model,
-                partial(construct, make_model, small.train.seed),
-                partial(reference_loss, plan=plan, batch=batch, step=0, config=small, loss=loss),
-            )
+            of_batch = partial(reference_loss, plan=plan, batch=batch, step=0, config=small, loss=loss)
+            found = find_hidden_state(model, partial(construct, make_model, small.train.seed), of_batch)
             if loss is not None and not found.refusal and not found.drawing:
                 other = _other_forward(model, plan, batch, small, loss)
             if not (found.refusal or found.drawing or other):
@@ -438,14 +422,15 @@ def _other_forward(model: nn.Module, plan: ModelPlan, batch: Any, small: Config,
     """Return a clause about a model whose forward computes something else than its layers; empty if it does not."""
     if not has_forward(model):
         return ""
-    with torch.no_grad(), state_preserved(model):
-        whole = reference_loss(model, plan, batch, 0, small, loss).item()
-    with torch.no_grad(), state_preserved(model):
-        by_layers = reference_loss(model, plan, batch, 0, small, loss, by_layers=True).item()
-    if abs(whole - by_layers) <= TOLERANCE * abs(whole):
+    losses = []
+    for by_layers in (False, True):
+        with torch.no_grad(), state_preserved(model):
+            losses.append(reference_loss(model, plan, batch, 0, small, loss, by_layers).item())
+    whole, in_layers = losses
+    if abs(whole - in_layers) <= TOLERANCE * abs(whole):
         return ""
     return (
-        f"its forward computes a loss of {whole:.5g} and its layers, one after another, {by_layers:.5g}, and training "
+        f"its forward computes a loss of {whole:.5g} and its layers, one after another, {in_layers:.5g}, and training "
         f"calls the layers ({plan.layers[0]} … {plan.layers[-1]}) alone; move into a layer what forward does between "
         "them"
     )
@@ -525,13 +510,7 @@ def _loaded(files: Sequence[Path], model: nn.Module) -> set[Path]:
 
 
 def _remembered(run_dir: Path) -> list[str]:
-    try:
+    with suppress(UserError, ValueError):
         found = json.loads(read_text(run_dir / FILE))
-    except (UserError, ValueError):
-        return []
-    return [each for each in found if isinstance(each, str)] if isinstance(found, list) else []
-
-
-def _remember(run_dir: Path, key: str) -> None:
-    with suppress(OSError):  # otherwise the next run verifies again
-        write_durably(run_dir / FILE, json.dumps([*_remembered(run_dir)[-_KEPT + 1 :], key], indent=2) + "\n")
+        return [each for each in found if isinstance(each, str)] if isinstance(found, list) else []
+    return []

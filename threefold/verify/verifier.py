@@ -1,13 +1,15 @@
-"""Layouts to verify (given ones, all valid ones, or a selection that covers every feature), and their verification."""
+"""Verification of layouts: one process first, then each layout, with a verdict and where it first departs."""
 
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
+from math import prod
 from pathlib import Path
+from typing import Any, Final, Literal
 
 from threefold.comm.layout import LayoutSpec
 from threefold.config import Config
@@ -17,13 +19,145 @@ from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.models.loss_terms import LossFunction
 from threefold.models.source import ConfigSource, ModelSource
 from threefold.parallel.plan_check import check_source
+from threefold.verify import compare
 from threefold.verify.batches import BatchSource, DataBatches, RandomBatches
-from threefold.verify.compare import TOLERANCE, coverage
-from threefold.verify.layout_selection import Selection
-from threefold.verify.rank_worker import SecondRun, run_rank, write_second_trace
+from threefold.verify.compare import Error
+from threefold.verify.layouts import Selection, compose, with_further_features
+from threefold.verify.rank_worker import CHECKS, RankReport, SecondRun, run_rank, write_second_trace
 from threefold.verify.reference import Trace, write_trace
-from threefold.verify.report import FAILED, LayoutResult, judge
-from threefold.verify.shrunk_config import compose, with_further_features
+
+EQUAL: Final = "equal"
+DEPARTS: Final = "departs"
+FAILED: Final = "error"
+UNSPLIT: Final = "unsplit"
+_FIRST = (
+    compare.INITIAL,
+    compare.EVALUATION,
+    compare.GRADIENT,
+    compare.LOSS,
+    compare.NORM,
+    compare.CLIPPED,
+    compare.WEIGHT,
+    compare.BUFFER,
+    compare.SCALE,
+)
+_ORDER = ("", *CHECKS)
+Verdict = Literal["equal", "departs", "error", "unsplit"]
+
+
+@dataclass(frozen=True)
+class LayoutResult:
+    """Result of comparing a layout with a single process.
+
+    Attributes:
+        verdict: `equal`, `departs`, `error` (did not run to the end) or `unsplit` (equal, but one of its axes shards
+            nothing of the model, so nothing is verified).
+        seconds: wall-clock time.
+        worst: largest relative error of all comparisons; None if the run failed.
+        first: first departure: the earliest step, then the earliest of initial weights, evaluation, gradients, loss,
+            norm, clipped gradients, weights and buffers, then the first in model order and the lowest rank.
+        nearest_to_loss: if gradients depart while the step's loss is equal, the last of them in model order. The fault
+            is there, as the backward pass goes from the last layer to the first.
+        departing: names of the parameters that depart in the step of the first departure, in model order.
+        sent: axis → largest number of bytes of a rank's tensors in the collectives of one step.
+        parameters: largest number of parameter elements that a rank updates.
+        message: message of an error, of a departure that is not numerical, or about the axes that shard nothing.
+        details: traceback of an error.
+        checks: checks of the second run, each with its largest relative error, in order.
+    """
+
+    spec: LayoutSpec
+    verdict: Verdict
+    seconds: float
+    worst: Error | None = None
+    first: Error | None = None
+    nearest_to_loss: str = ""
+    departing: tuple[str, ...] = ()
+    sent: tuple[tuple[str, int], ...] = ()
+    parameters: int = 0
+    message: str = ""
+    details: str = ""
+    checks: tuple[tuple[str, float], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as the JSON object that docs/verify.md describes."""
+        layout = self.spec.layout
+        return {
+            "layout": str(self.spec),
+            "axes": {axis: layout.size(axis) for axis in ("dp", "tp", "pp", "cp", "ep")},
+            "settings": dict(self.spec.settings),
+            "verdict": self.verdict,
+            "seconds": round(self.seconds, 3),
+            "worst": self.worst and asdict(self.worst),
+            "first_departure": self.first and asdict(self.first),
+            "nearest_to_loss": self.nearest_to_loss,
+            "departing_parameters": list(self.departing),
+            "bytes_per_step": dict(self.sent),
+            "parameters_per_rank": self.parameters,
+            "message": self.message,
+            "checks": dict(self.checks),
+        }
+
+
+def judge(
+    spec: LayoutSpec, reports: list[RankReport], order: list[str], tolerance: float, seconds: float, missing: str | None
+) -> LayoutResult:
+    """Return the result of a layout from the reports of its ranks.
+
+    `order` lists the parameters in model order; errors up to `tolerance` are equal; `missing` is the result of
+    `coverage`.
+    """
+    number = {name: place for place, name in enumerate(order)}
+    places = []
+    for report in reports:
+        stages = {part.name: part.stage for part in report.held}
+        for error in report.errors:
+            at = spec.layout.coordinates(error.rank)
+            stage = stages.get(error.parameter, at.pp)
+            places.append(replace(error, dp=at.dp, tp=at.tp, pp=at.pp, cp=at.cp, stage=stage))
+    wrong = [place for place in places if not place.relative <= tolerance]
+
+    def time_of(place: Error) -> tuple[int, ...]:
+        kind = place.step, _FIRST.index(place.what)
+        return _ORDER.index(place.check), *kind, number.get(place.parameter, 0), place.rank
+
+    first = min(wrong, key=time_of, default=None)
+    together = [place for place in wrong if first and (place.check, place.step) == (first.check, first.step)]
+    departing = {place.parameter for place in together if place.parameter}
+    nearest_to_loss = ""
+    if first and first.what == compare.GRADIENT and all(place.what != compare.LOSS for place in together):
+        gradients = (place.parameter for place in together if place.what == compare.GRADIENT)
+        nearest_to_loss = max(gradients, key=lambda name: number.get(name, 0))
+    idle = "" if wrong or missing else _nothing_split(spec, reports, order)
+    checks = ((check, [place.relative for place in places if place.check == check]) for check in CHECKS)
+    axes = sorted({axis for report in reports for axis in report.sent})
+    return LayoutResult(
+        spec,
+        DEPARTS if wrong or missing else UNSPLIT if idle else EQUAL,
+        seconds,
+        worst=max(places, key=lambda place: place.relative),
+        first=first,
+        nearest_to_loss=nearest_to_loss,
+        departing=tuple(sorted(departing, key=lambda name: number.get(name, 0))),
+        sent=tuple((axis, max(report.sent.get(axis, 0) for report in reports)) for axis in axes),
+        parameters=max(sum(prod(part.shape) for part in report.held) for report in reports),
+        message=missing or idle,
+        checks=tuple((check, max(found)) for check, found in checks if found),
+    )
+
+
+def _nothing_split(spec: LayoutSpec, reports: list[RankReport], order: list[str]) -> str:
+    """Return a message that names the axes that should shard the model but do not; empty if there are none."""
+    layout, cut = spec.layout, {axis for report in reports for axis in report.cut}
+    sharing = {
+        "tp": layout.tp == 1 or "tp" in cut,
+        "ep": layout.ep == 1 or "ep" in cut,
+        "pp": layout.pp == 1 or any({part.name for part in report.held} != set(order) for report in reports),
+        "zero": not spec.setting("parallel.zero") or bool(cut - {"tp", "ep"}),
+    }
+    idle = [axis for axis, shared in sharing.items() if not shared]
+    return f"nothing is split over {' and '.join(idle)}: every rank of it holds the same parameters" if idle else ""
+
 
 PATIENCE = {True: timedelta(minutes=30), False: timedelta(minutes=2)}
 """Timeout of a collective, full-size and shrunk."""
@@ -34,7 +168,7 @@ class Verification:
     """Task of a verification.
 
     Attributes:
-        config: config of the single process (`shrunk_config.prepare`, and `shrink` unless `full`).
+        config: config of the single process (`layouts.prepare`, and `shrink` unless `full`).
         full: whether the model keeps the full size of the config file; there is no second run then.
         thorough: whether attention drops in the second run too.
     """
@@ -48,7 +182,7 @@ class Verification:
 
     @property
     def tolerance(self) -> float:
-        return TOLERANCE[self.config.precision.dtype]
+        return compare.TOLERANCE[self.config.precision.dtype]
 
     @cached_property
     def second(self) -> SecondRun | None:
@@ -116,7 +250,7 @@ class Verifier:
         except WorkerError as error:
             seconds = time.perf_counter() - started
             return LayoutResult(spec, FAILED, seconds, message=_told(error), details=str(error))
-        missing = coverage([report.held for report in reports], self.shapes)
+        missing = compare.coverage([report.held for report in reports], self.shapes)
         return judge(spec, reports, list(self.shapes), task.tolerance, time.perf_counter() - started, missing)
 
 

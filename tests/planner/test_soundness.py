@@ -12,7 +12,7 @@ from threefold.config.schedules import SCHEDULES
 from threefold.errors import UserError
 from threefold.models.family import model_plan
 from threefold.parallel.pipeline.partition import stage_map
-from threefold.planner.search.space import LayoutChoice, RuleAnswers, in_layout, without_layout
+from threefold.planner.space import LayoutChoice, RuleAnswers, in_layout, without_layout
 
 
 def accepted(name: str, choice: LayoutChoice) -> str:

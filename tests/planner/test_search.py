@@ -7,11 +7,11 @@ import pytest
 
 from tests.support.small_searches import base, every_layout, rules_of, space_of
 from threefold.config import Config
+from threefold.planner.bounds import Array, Evaluated, Mask
 from threefold.planner.hardware import Hardware
-from threefold.planner.search.bounds import Array, Evaluated, Mask
-from threefold.planner.search.planning import OBJECTIVES
-from threefold.planner.search.search import BEST, Found, points_of, search
-from threefold.planner.search.space import LayoutChoice, MeshSizes, Options
+from threefold.planner.planning import OBJECTIVES
+from threefold.planner.search import BEST, Found, points_of, search
+from threefold.planner.space import LayoutChoice, MeshSizes, Options
 
 
 class ToyCosts:

@@ -3,7 +3,7 @@
 import pytest
 
 from threefold.errors import UserError
-from threefold.planner.search.planning import budget_of, parse_tokens
+from threefold.planner.planning import Budget, parse_tokens
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ def test_no_number_of_tokens(text: str) -> None:
 
 
 def test_whole_steps_on_all_gpus() -> None:
-    budget = budget_of(1001, 100, 2.0, 3600, 0.5)
+    budget = Budget(1001, 100, 2.0, 3600, 0.5)
     assert (budget.steps, budget.seconds, budget.gpu_hours, budget.dollars) == (11, 22.0, 22.0, 11.0)
     assert budget.days == pytest.approx(22 / 86400)
-    assert budget_of(1, 1, 1.0, 1, None).dollars is None
+    assert Budget(1, 1, 1.0, 1, None).dollars is None

@@ -1,28 +1,42 @@
-"""Lower bounds of the memory of all options of a mesh at once, for the search."""
+"""Cost model of the search: exact estimates of one layout, and lower bounds of the memory and time of many at once."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from threefold.comm.layout import Coordinates
-from threefold.config.resolve import is_derived
+from threefold.config.resolve import is_derived, logits_chunk
 from threefold.config.schedules import Schedule, find_schedule
 from threefold.config.schema import Config, ParallelConfig
+from threefold.config.section import divisors
 from threefold.errors import UserError
-from threefold.models.block import ModelDescription
+from threefold.files import format_bytes
+from threefold.models.block import ModelDescription, describe_model
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.pipeline.partition import ShardCoordinates, StageMap, partitioned, shard_coordinates
 from threefold.planner.activations import LayerMemory
+from threefold.planner.block_cost import Passes, axis_group, block_passes, cost_block, embedding_passes, head_passes
+from threefold.planner.collective_cost import ZERO_STATE, ZERO_WEIGHTS, bubble_seconds, send_seconds, send_waits
+from threefold.planner.estimate import (
+    estimate,
+    gradient_time,
+    layer_elements,
+    sent_bytes,
+    update_time,
+    usable_memory,
+    waiting_share,
+)
+from threefold.planner.hardware import Hardware
 from threefold.planner.model_size import RankSize, model_weights, optimizer_states
-from threefold.planner.search.space import LayoutChoice, MeshSizes, Options, Settings, in_layout
+from threefold.planner.space import LayoutChoice, MeshSizes, Options, Settings, in_layout
 from threefold.planner.stage_memory import standing_states
-from threefold.planner.systems import Keeps
+from threefold.planner.systems import Keeps, System, keeps_of
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -54,9 +68,6 @@ class Evaluated:
         return max(self.peak_bytes)
 
 
-Counts = NDArray[np.float64]
-
-
 class LayerKinds:
     """Kinds of a model's layers; layers of a kind cost the same.
 
@@ -66,6 +77,9 @@ class LayerKinds:
     Attributes:
         of_layer: kind of each layer, from 0.
         first: first layer of each kind.
+        count: number of kinds.
+        blocks: kinds of blocks, each with the index of its first block.
+        head: kind of the last layer; the first layer's is 0.
     """
 
     def __init__(self, description: ModelDescription) -> None:
@@ -77,20 +91,8 @@ class LayerKinds:
             if kind == len(self.first):
                 self.first.append(layer)
             self.of_layer.append(kind)
-
-    @property
-    def count(self) -> int:
-        return len(self.first)
-
-    @property
-    def blocks(self) -> list[tuple[int, int]]:
-        """Kinds of blocks, each with the index of its first block."""
-        return [(kind, layer - 1) for kind, layer in enumerate(self.first) if 0 < layer < len(self.of_layer) - 1]
-
-    @property
-    def head(self) -> int:
-        """Kind of the last layer; the first layer's is 0."""
-        return self.of_layer[-1]
+        self.count, self.head, last = len(self.first), self.of_layer[-1], len(self.of_layer) - 1
+        self.blocks = [(kind, layer - 1) for kind, layer in enumerate(self.first) if 0 < layer < last]
 
 
 @dataclass(frozen=True)
@@ -110,12 +112,12 @@ class RankLayers:
 
     starts: NDArray[np.int64]
     schedule: NDArray[np.int64]
-    counts: Counts
-    smallest: Counts
-    passes: NDArray[np.float64]
-    deferred: NDArray[np.float64]
-    folded: NDArray[np.bool_]
-    chunks: NDArray[np.float64]
+    counts: Array
+    smallest: Array
+    passes: Array
+    deferred: Array
+    folded: Mask
+    chunks: Array
 
 
 def rank_layers(
@@ -130,7 +132,7 @@ def rank_layers(
         schedules: settings of each schedule.
         partition: `parallel.partition`.
     """
-    rows: list[tuple[int, Counts, Counts, float, float, bool]] = []
+    rows: list[tuple[int, Array, Array, float, float, bool]] = []
     starts: list[int] = []
     blocks = [kind for kind, _ in kinds.blocks]
     before = np.zeros((len(kinds.of_layer) + 1, kinds.count))
@@ -143,7 +145,7 @@ def rank_layers(
                 stages = partitioned(plan, pp, schedule, count, partition, 0)
         bounds = np.array(stages.bounds)
         each = before[bounds[1:]] - before[bounds[:-1]]
-        found: dict[bytes, tuple[Counts, Counts, list[tuple[float, float]]]] = {}
+        found: dict[bytes, tuple[Array, Array, list[tuple[float, float]]]] = {}
         for rank in range(max(stages.ranks) + 1):
             own = each[[stage for stage, holder in enumerate(stages.ranks) if holder == rank]]
             own = own[np.argsort(own[:, blocks].sum(axis=1), kind="stable")]
@@ -182,7 +184,6 @@ def _passes(schedule: Schedule, pp: int, rank: int, chunks: int) -> tuple[float,
     return max(1.0, flight * chunks - 1), float(rank)
 
 
-_STATE_ALONE, _WEIGHTS_TOO = 1, 3  # values of parallel.zero
 _KEPT, _BACKWARD, _DEFERRED = range(3)
 
 
@@ -266,14 +267,14 @@ class LeastBytes:
     def _buffers(self, mesh: MeshSizes, options: Options, ranks: RankLayers, micro_batches: Array) -> Array:
         """Return ZeRO's bytes of one layer's gathered weights and unreduced gradients, [rows, micro, zero]."""
         narrow, wide = self._config.precision.itemsize, self._config.precision.master_itemsize
-        layers = self._table(self._place(mesh, 0))[:-1].sum(axis=1)
+        layers = self._table(_sharding(mesh, 0)[1])[:-1].sum(axis=1)
         least = np.where(ranks.counts > 0, layers, np.inf).min(axis=1)[:, None]
         repeated = np.where(micro_batches > 1, least * wide, 0)
         columns = []
         for settings in options.zero:
             zero = settings["parallel.zero"]
-            gathered = least * narrow if zero == _WEIGHTS_TOO else 0
-            columns.append(gathered + (repeated if zero > _STATE_ALONE else np.zeros_like(repeated)))
+            gathered = least * narrow if zero == ZERO_WEIGHTS else 0
+            columns.append(gathered + (repeated if zero > ZERO_STATE else np.zeros_like(repeated)))
         return np.stack(columns, axis=-1)
 
     def _of_kinds(self, mesh: MeshSizes, size: int, sharded: bool, mode: str) -> Array:
@@ -306,18 +307,14 @@ class LeastBytes:
         columns = []
         for settings in options.zero:
             zero = settings["parallel.zero"]
-            place = self._place(mesh, zero)
+            parallel, place = _sharding(mesh, zero)
             own, whole = (self._elements(ranks, each) for each in (place, place.unshared))
             held: Any = own.sum(axis=1)
             copies = held * narrow if narrow < wide else 0
             size = RankSize(held, held * wide + copies, held * wide, own @ np.array(self._states) * wide)
-            parallel = _parallel(mesh, zero)
             size = standing_states(size, cast(int, whole.sum(axis=1)), parallel, precision, self._keeps, grow)
             columns.append(size.weights + size.gradients + size.optimizer)
         return np.stack(columns, axis=-1)
-
-    def _place(self, mesh: MeshSizes, zero: int) -> ShardCoordinates:
-        return shard_coordinates(_parallel(mesh, zero), Coordinates(0, 0, 0, 0))
 
     def _elements(self, ranks: RankLayers, place: ShardCoordinates) -> Array:
         """Return the weight elements that a rank holds, in hidden matrices and others, [rows, 2]."""
@@ -329,15 +326,232 @@ class LeastBytes:
         """Return the elements of a layer of each kind, and of those that the first and last layer share, in hidden
         matrices and others, [kinds and 1, 2]."""
         if place not in self._held:
-            alone = [self._weights.held([name], place) for name in self._names]
-            first, last = alone[0], alone[self._kinds.head]
-            both = self._weights.held([self._names[0], self._names[self._kinds.head]], place)
-            tied = [first.hidden + last.hidden - both.hidden, first.others + last.others - both.others]
-            self._held[place] = np.array([*([each.hidden, each.others] for each in alone), tied], dtype=float)
+            ends = [self._names[0], self._names[self._kinds.head]]
+            held = [self._weights.held(names, place) for names in (*([name] for name in self._names), ends)]
+            table = np.array([[each.hidden, each.others] for each in held], dtype=float)
+            table[-1] = table[0] + table[self._kinds.head] - table[-1]
+            self._held[place] = table
         return self._held[place]
 
 
-def _parallel(mesh: MeshSizes, zero: int) -> ParallelConfig:
-    """Return the sizes of a mesh as a stand-in for a config section, whose validation would take too long."""
+def _sharding(mesh: MeshSizes, zero: int) -> tuple[ParallelConfig, ShardCoordinates]:
+    """Return the sizes of a mesh as a stand-in for a config section, whose validation would take too long, and the
+    coordinates of the first rank."""
     axes = {axis: getattr(mesh, axis) for axis in ("dp", "tp", "pp", "cp", "ep")}
-    return cast(ParallelConfig, SimpleNamespace(**axes, zero_shards=mesh.dp, zero=zero))
+    parallel = cast(ParallelConfig, SimpleNamespace(**axes, zero_shards=mesh.dp, zero=zero))
+    return parallel, shard_coordinates(parallel, Coordinates(0, 0, 0, 0))
+
+
+_TOLD: Final = 2
+"""Number of causes that are named as limits of a layout."""
+
+
+class ModelCosts:
+    """Cost model of a resolved config on one rank, for a hardware and a training system."""
+
+    def __init__(self, config: Config, hardware: Hardware, system: System) -> None:
+        self._config, self._hardware, self._system = config, hardware, system
+        description = describe_model(self._config.model, self._config.data.sequence_length)
+        self._plan, self._kinds = description.plan, LayerKinds(description)
+        self._ranks: dict[tuple[int, int], RankLayers] = {}
+        keeps = keeps_of(self._system.name, self._hardware.device)
+        self._seconds = LeastSeconds(self._config, self._hardware, self._system, self._kinds)
+        self._bytes = LeastBytes(self._config, self._hardware.device, keeps, self._kinds)
+
+    def usable_bytes(self, gpus: int) -> int:
+        """Return the memory that a rank may use when there are `gpus` devices."""
+        return usable_memory(self._hardware.shared_by(gpus))
+
+    def least_bytes(self, mesh: MeshSizes, options: Options) -> Array:
+        """Return a lower bound of the largest rank's bytes for all options of a mesh at once, unsound ones included."""
+        return self._bytes(mesh, options, self._rank_layers(mesh.pp, options.schedule))
+
+    def least_seconds(self, mesh: MeshSizes, options: Options, wanted: Mask) -> Array:
+        """Return a lower bound of the seconds of a step; arbitrary for options outside the mask `wanted`."""
+        ranks = self._rank_layers(mesh.pp, options.schedule)
+        first = options.choice(mesh, [0] * len(options.shape))
+        elements = np.array(layer_elements(in_layout(self._config, first)))[self._kinds.first]
+        return self._seconds(mesh, options, ranks, ranks.counts @ elements, wanted)
+
+    def evaluate(self, choice: LayoutChoice) -> Evaluated:
+        """Evaluate a layout exactly."""
+        found = estimate(in_layout(self._config, choice), self._hardware, self._system)
+        causes, needed = {name: seconds for name, seconds in found.time.causes.items() if seconds}, found.needed_bytes
+        largest = sorted(causes, key=causes.__getitem__, reverse=True)[:_TOLD]
+        limits = tuple((name, causes[name] / found.step_seconds) for name in largest)
+        details = {"peak_bytes": found.peak_bytes, "needed_bytes": needed, "seconds": causes}
+        rates = found.step_seconds, found.tokens_per_second, found.mfu
+        return Evaluated(choice, *rates, tuple(needed), limits, details)
+
+    def largest_part(self, choice: LayoutChoice) -> str:
+        """Name what takes the most memory on the largest rank, with its size."""
+        found = estimate(in_layout(self._config, choice), self._hardware, self._system)
+        stage = max(found.stages, key=lambda each: each.peak)
+        name = max(stage.causes, key=stage.causes.__getitem__)
+        return f"{name} {format_bytes(stage.causes[name])}"
+
+    def _rank_layers(self, pp: int, schedules: Sequence[Settings]) -> RankLayers:
+        key = pp, id(schedules)
+        if key not in self._ranks:
+            partition = self._config.parallel.partition
+            self._ranks[key] = rank_layers(self._plan, self._kinds, pp, schedules, partition)
+        return self._ranks[key]
+
+
+Sizes = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _Inner:
+    """Wanted options that the time of one micro-batch depends on, one after another.
+
+    Attributes:
+        places: indices of micro-batch size, sequence parallelism and recompute.
+        parts: runs of equal sequence parallelism and recompute, each with its micro-batch sizes.
+        micro_batches: micro-batches of a step.
+    """
+
+    places: tuple[Sizes, Sizes, Sizes]
+    parts: list[tuple[bool, str, Sizes]]
+    micro_batches: Sizes
+
+
+class LeastSeconds:
+    """Lower bounds of step times of one config on one type of hardware.
+
+    Args:
+        config: resolved config on one rank.
+        hardware, system: device type and training system that compute it.
+        kinds: kinds of the model's layers.
+    """
+
+    def __init__(self, config: Config, hardware: Hardware, system: System, kinds: LayerKinds) -> None:
+        self._config, self._hardware, self._system, self._kinds = config, hardware, system, kinds
+        self._passes: dict[object, Array] = {}
+        self._sizes = np.array(divisors(config.train.global_batch_size))
+        self._configs: dict[object, Config] = {}
+        self._layers = np.bincount(kinds.of_layer, minlength=kinds.count)
+
+    def __call__(self, mesh: MeshSizes, options: Options, ranks: RankLayers, elements: Array, wanted: Mask) -> Array:
+        """Return the seconds of a step, infinite for options that are not wanted.
+
+        Args:
+            mesh: sizes of the mesh.
+            options: options of the mesh.
+            ranks: layers of the ranks under each schedule.
+            elements: weight elements of each row of `ranks`.
+            wanted: mask of the options asked for, in all dims.
+        """
+        inner = self._inner(mesh, options, wanted)
+        found = np.full(options.shape, np.inf)
+        hardware = self._hardware.shared_by(mesh.gpus)
+        config, system = self._in_layout(mesh), self._system
+        line, forward, backward = self._pipeline(mesh, options, ranks, inner, hardware)
+        for number, settings in enumerate(options.zero):
+            if not wanted[..., number].any():
+                continue
+            zero = settings["parallel.zero"]
+            sums = gradient_time(
+                config, hardware, system, zero, elements[:, None], forward, backward, inner.micro_batches
+            )
+            exposed = np.maximum.reduceat(np.broadcast_to(sums, forward.shape), ranks.starts, axis=0)
+            update = update_time(config, hardware, system, zero, np.maximum.reduceat(elements, ranks.starts))
+            seconds = line + exposed + np.asarray(update)[:, None] + hardware.achievable.step
+            found[(*inner.places, slice(None), number)] = (seconds * (1 + waiting_share(mesh.gpus))).T
+        return np.where(wanted, found, np.inf)
+
+    def _inner(self, mesh: MeshSizes, options: Options, wanted: Mask) -> _Inner:
+        asked: Mask = np.any(wanted, axis=(3, 4))
+        sizes = np.array([each["train.micro_batch_size"] for each in options.micro_batch])
+        places: list[tuple[Sizes, Sizes, Sizes]] = []
+        parts = []
+        for sequence, recompute in np.argwhere(asked.any(axis=0)):
+            micro = np.flatnonzero(asked[:, sequence, recompute])
+            places.append((micro, np.full_like(micro, sequence), np.full_like(micro, recompute)))
+            sharded = options.sequence_parallel[sequence]["parallel.sequence_parallel"]
+            mode = options.recompute[recompute]["train.recompute"]
+            parts.append((sharded, mode, sizes[micro]))
+        micro, sequences, recomputes = (np.concatenate(each) for each in zip(*places, strict=True))
+        return _Inner((micro, sequences, recomputes), parts, mesh.share // sizes[micro])
+
+    def _in_layout(self, mesh: MeshSizes, sharded: bool = False, mode: str = "none") -> Config:
+        """Return the config in a mesh, with micro-batches of one sample."""
+        key = mesh, sharded, mode
+        if key not in self._configs:
+            axes, schedule = (mesh.dp, mesh.tp, mesh.pp, mesh.cp, mesh.ep), self._config.parallel.schedule
+            choice = LayoutChoice(*axes, 0, schedule, 1, 1, mesh.share, mode, sharded)
+            self._configs[key] = in_layout(self._config, choice)
+        return self._configs[key]
+
+    def _pipeline(
+        self, mesh: MeshSizes, options: Options, ranks: RankLayers, inner: _Inner, hardware: Hardware
+    ) -> tuple[Array, Array, Array]:
+        """Return the seconds of all micro-batches by schedule, and of one through each row, forward and backward."""
+        passes = np.concatenate([self._of_kinds(mesh, *part, hardware) for part in inner.parts], axis=-1)
+        forward, backward, weight = (ranks.counts @ part for part in passes)  # [rows, inner]
+        total = forward + backward + weight
+        slowest = np.maximum.reduceat(total, ranks.starts, axis=0)
+        line = np.asarray(inner.micro_batches * slowest, dtype=float)
+        if mesh.pp > 1:
+            everything, weights = self._layers @ passes.sum(axis=0), self._layers @ passes[2]
+            is_slowest = total == slowest[ranks.schedule]
+            of_slowest = np.minimum.reduceat(np.where(is_slowest, weight, np.inf), ranks.starts, axis=0)
+            sent = np.concatenate(
+                [sizes * sent_bytes(self._in_layout(mesh, sharded), self._system) for sharded, _, sizes in inner.parts]
+            )
+            group = axis_group(self._in_layout(mesh), "pp", hardware.gpus_per_node, self._system)
+            send = send_seconds(hardware, group, sent)  # type: ignore[arg-type]
+            by_name: dict[str, list[int]] = {}
+            for number, settings in enumerate(options.schedule):
+                by_name.setdefault(settings["parallel.schedule"], []).append(number)
+            for name, rows in by_name.items():
+                chunks = ranks.chunks[rows]
+                line[rows] += bubble_seconds(
+                    everything,
+                    slowest[rows],  # type: ignore[arg-type]
+                    weights,
+                    of_slowest[rows],  # type: ignore[arg-type]
+                    name,
+                    chunks[:, None],  # type: ignore[arg-type]
+                    inner.micro_batches,  # type: ignore[arg-type]
+                )
+                for row, count in zip(rows, chunks, strict=True):
+                    line[row] += send_waits(mesh.pp, int(count), inner.micro_batches, send, self._system.overlap_sends)  # type: ignore[arg-type]
+        return line, forward, backward + weight
+
+    def _of_kinds(self, mesh: MeshSizes, sharded: bool, mode: str, sizes: Sizes, hardware: Hardware) -> Array:
+        """Return the seconds of a layer of each kind, [forward, backward and weight; kinds; sizes]."""
+        stride = mesh.pp if mesh.ep > 1 else 1
+        key = mesh.tp, mesh.cp, mesh.ep, stride, sharded, mode, hardware.gpus_per_node
+        if key not in self._passes:
+            self._passes[key] = self._computed(self._in_layout(mesh, sharded, mode), hardware)
+        return self._passes[key][:, :, np.searchsorted(self._sizes, sizes)]
+
+    def _computed(self, config: Config, hardware: Hardware) -> Array:
+        """Compute the seconds of a layer of each kind for all micro-batch sizes, from a config with size 1."""
+        sizes, per_node, system, model = self._sizes, hardware.gpus_per_node, self._system, config.model
+        described = describe_model(model, config.data.sequence_length).blocks
+        blocks = {
+            kind: replace(cost_block(config, described[layer], per_node, system), samples=sizes)  # type: ignore[arg-type]
+            for kind, layer in self._kinds.blocks
+        }
+        first = next(iter(blocks.values()))
+        chunks = [config.train.loss_chunk_size] * len(sizes)
+        if is_derived(self._config, "train.loss_chunk_size"):
+            length, columns = -(-config.data.sequence_length // config.parallel.cp), -(-model.vocab_size // first.tp)
+            chunks = [logits_chunk(size * length, columns) for size in sizes.tolist()]
+        found = np.empty((3, self._kinds.count, len(sizes)))
+        found[:, 0] = _totals(embedding_passes(first, hardware), sizes)
+        for kind, block in blocks.items():
+            found[:, kind] = _totals(block_passes(block, hardware, system, config.train.recompute), sizes)
+        for chunked in (True, False):  # a head branches on this first
+            some = np.array([(chunk > 0) == chunked for chunk in chunks], dtype=bool)
+            if some.any():
+                block = replace(first, samples=sizes[some])
+                head = head_passes(block, model.vocab_size, int(chunked), hardware, system)
+                found[:, self._kinds.head, some] = _totals(head, sizes[some])
+        return found
+
+
+def _totals(passes: Passes, sizes: Sizes) -> Array:
+    return np.array([np.broadcast_to(part.total, sizes.shape) for part in passes])

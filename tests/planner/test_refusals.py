@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from threefold.planner.search.planning import no_layout
-from threefold.planner.search.search import Found
+from threefold.planner.planning import no_layout
+from threefold.planner.search import Found
 
 
 def test_no_number_of_gpus_is_searched_twice() -> None:

@@ -4,13 +4,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from operator import itemgetter
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from threefold.planner.search.bounds import Array, Evaluated, Mask
-from threefold.planner.search.least_seconds import ModelCosts
-from threefold.planner.search.space import Check, LayoutChoice, MeshSizes, Options, RuleAnswers, Settings, Space
+from threefold.planner.bounds import Array, Evaluated, Mask, ModelCosts
+from threefold.planner.space import Check, LayoutChoice, MeshSizes, Options, RuleAnswers, Settings, Space
 
 Weight = Callable[[int], float]
 
@@ -37,26 +37,20 @@ class Soundness:
         """Return a mask of a mesh's sound options (length 1 where all are alike); None if none is sound."""
         sound: Mask = np.ones((1,) * len(options.shape), dtype=bool)
         for number, rule in enumerate(self._rules):
-            before = sound
             allowed, sentence = self._allowed(number, rule, mesh, options)
             if not sentence:
                 continue
-            sound = before & allowed
-            self._count(rule, mesh, options, before, sound)
+            before, sound = sound, sound & allowed
+            if lost := _size(before, options) - _size(sound, options):
+                place = tuple(int(index[0]) for index in np.nonzero(before & ~sound))
+                choice = options.choice(mesh, place)
+                sentence = rule.sentence({**choice.settings(), "parallel.zero_shards": choice.dp})
+                key = sentence.split(" ", 1)[0]
+                self.refused[key] += lost
+                self.examples.setdefault(key, (str(choice), sentence))
             if not sound.any():
                 return None
         return sound
-
-    def _count(self, rule: RuleAnswers, mesh: MeshSizes, options: Options, before: Mask, after: Mask) -> None:
-        lost = _size(before, options) - _size(after, options)
-        if not lost:
-            return
-        place = tuple(int(index[0]) for index in np.nonzero(before & ~after))
-        choice = options.choice(mesh, place)
-        sentence = rule.sentence({**choice.settings(), "parallel.zero_shards": choice.dp})
-        key = sentence.split(" ", 1)[0]
-        self.refused[key] += lost
-        self.examples.setdefault(key, (str(choice), sentence))
 
     def _allowed(self, number: int, rule: RuleAnswers, mesh: MeshSizes, options: Options) -> tuple[Mask, str]:
         """Return a mask of where a rule holds, and one of its messages if it does not hold everywhere."""
@@ -137,10 +131,6 @@ class Fitting:
     seconds: Array
     peak: Array
 
-    def choice(self, number: int) -> LayoutChoice:
-        """Return the layout of this index."""
-        return self.options.choice(self.mesh, [int(indices[number]) for indices in self.places])
-
 
 @dataclass(frozen=True)
 class Found:
@@ -182,9 +172,8 @@ def search(space: Space, checks: tuple[Check, ...], costs: ModelCosts, counts: S
     """
     soundness = Soundness(space, checks)
     considered = sound_count = 0
-    least_misfit = least_bytes = np.inf
-    misfit: LayoutChoice | None = None
-    nearest: LayoutChoice | None = None
+    misfit: tuple[float, LayoutChoice | None] = np.inf, None  # the least bytes, and the layout that needs them
+    nearest = misfit
     looked: list[Fitting] = []
     for mesh in (mesh for count in counts for mesh in space.meshes(count)):
         options = space.options(mesh)
@@ -197,11 +186,9 @@ def search(space: Space, checks: tuple[Check, ...], costs: ModelCosts, counts: S
         needed = np.broadcast_to(costs.least_bytes(mesh, options), options.shape)
         fits = sound & (needed <= costs.usable_bytes(mesh.gpus))
         least, place = _least(needed, sound & ~fits)
-        if least < least_misfit:
-            least_misfit, misfit = least, options.choice(mesh, place)
+        misfit = min(misfit, (least, options.choice(mesh, place)), key=itemgetter(0))
         least, place = _least(needed, sound)
-        if least < least_bytes:
-            least_bytes, nearest = least, options.choice(mesh, place)
+        nearest = min(nearest, (least, options.choice(mesh, place)), key=itemgetter(0))
         places = np.nonzero(fits)
         if len(places[0]):
             seconds = np.broadcast_to(costs.least_seconds(mesh, options, fits), options.shape)
@@ -209,9 +196,8 @@ def search(space: Space, checks: tuple[Check, ...], costs: ModelCosts, counts: S
     fitting = sum(len(each.seconds) for each in looked)
     ranked, unfit, evaluated = _best(looked, costs, weight)
     unfit_layouts = None
-    if sound_count > fitting and misfit is not None:
-        part = costs.largest_part(misfit)
-        unfit_layouts = UnfitLayouts(sound_count - fitting, misfit, int(least_misfit), part)
+    if (layout := misfit[1]) is not None:
+        unfit_layouts = UnfitLayouts(sound_count - fitting, layout, int(misfit[0]), costs.largest_part(layout))
     return Found(
         considered=considered,
         sound=sound_count,
@@ -220,7 +206,7 @@ def search(space: Space, checks: tuple[Check, ...], costs: ModelCosts, counts: S
         ranked=ranked,
         refusals=[RefusedLayouts(key, n, *soundness.examples[key]) for key, n in soundness.refused.most_common()],
         misfit=unfit_layouts,
-        nearest=nearest,
+        nearest=nearest[1],
         meshes=looked,
         unfit=unfit,
     )
@@ -256,15 +242,22 @@ def _ascending(looked: list[Fitting], weight: Weight) -> Iterator[tuple[float, i
     if not looked:
         return
     scores = np.concatenate([each.seconds * weight(each.mesh.gpus) for each in looked])
-    starts = np.cumsum([0, *(len(each.seconds) for each in looked)])
     below, count = -np.inf, _AT_ONCE
     while below < scores.max():
         limit = np.partition(scores, count - 1)[count - 1] if count < len(scores) else scores.max()
         chosen = np.flatnonzero((scores > below) & (scores <= limit))
-        for place in chosen[np.argsort(scores[chosen], kind="stable")]:
-            owner = int(np.searchsorted(starts, place, side="right")) - 1
-            yield float(scores[place]), int(place), looked[owner].choice(int(place - starts[owner]))
+        for place in chosen[np.argsort(scores[chosen], kind="stable")].tolist():
+            yield float(scores[place]), place, _choice(looked, place)
         below, count = limit, count * 4
+
+
+def _choice(looked: list[Fitting], place: int) -> LayoutChoice:
+    """Return the layout of an index among those of all meshes."""
+    for each in looked:
+        if place < len(each.seconds):
+            break
+        place -= len(each.seconds)
+    return each.options.choice(each.mesh, [int(indices[place]) for indices in each.places])
 
 
 _POINTS: Final = 4000
@@ -294,7 +287,6 @@ def points_of(found: Found, costs: ModelCosts, step: float = _STEP, most: int = 
     """
     seconds = np.concatenate([each.seconds for each in found.meshes])
     peak = np.concatenate([each.peak for each in found.meshes])
-    starts = np.cumsum([0, *(len(each.seconds) for each in found.meshes)])
     fits = np.ones(len(seconds), dtype=bool)
     fits[found.unfit] = False
     front = [min(found.ranked, key=lambda each: (each.seconds, each.peak))]
@@ -309,8 +301,7 @@ def points_of(found: Found, costs: ModelCosts, step: float = _STEP, most: int = 
                 break
             left[place] = np.inf
             if place not in evaluated:
-                owner = int(np.searchsorted(starts, place, side="right")) - 1
-                evaluated[place] = costs.evaluate(found.meshes[owner].choice(place - int(starts[owner])))
+                evaluated[place] = costs.evaluate(_choice(found.meshes, place))
             layout = evaluated[place]
             peak[place] = layout.peak
             if layout.peak <= limit and (fastest is None or layout.seconds < fastest.seconds):

@@ -6,6 +6,7 @@ why there are none, and the config of the best layout.
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -19,13 +20,12 @@ from threefold.data.dataset import resolve_without_data
 from threefold.errors import UserError
 from threefold.files import format_bytes, shown
 from threefold.models.family import model_plan
-from threefold.planner.block import described_blocks
+from threefold.planner.bounds import Evaluated, ModelCosts
 from threefold.planner.estimate import own_system
 from threefold.planner.hardware import Hardware
-from threefold.planner.search.bounds import Evaluated
-from threefold.planner.search.least_seconds import ModelCosts
-from threefold.planner.search.search import Found, search
-from threefold.planner.search.space import KEYS, LayoutChoice, Space, alone, layout_rules, without_layout
+from threefold.planner.model_size import described_blocks
+from threefold.planner.search import Found, search
+from threefold.planner.space import KEYS, LayoutChoice, Space, alone, layout_rules, without_layout
 from threefold.planner.systems import System, find_system
 from threefold.plugins import one_of
 
@@ -36,13 +36,21 @@ _HOUR, _DAY = 3600, 86400
 
 @dataclass(frozen=True)
 class Budget:
-    """Whole steps of the global batch for a number of tokens, and their seconds; the price is per GPU, if known."""
+    """Tokens to train on, in whole steps of `tokens_per_step`; the price is per GPU, None if unknown."""
 
     tokens: int
-    steps: int
-    seconds: float
+    tokens_per_step: int
+    step_seconds: float
     gpus: int
     dollars_per_hour: float | None
+
+    @property
+    def steps(self) -> int:
+        return -(-self.tokens // self.tokens_per_step)
+
+    @property
+    def seconds(self) -> float:
+        return self.steps * self.step_seconds
 
     @property
     def days(self) -> float:
@@ -68,20 +76,6 @@ def parse_tokens(text: str) -> int:
     if not match or not 0 < count <= 10**18:
         raise UserError(f"--tokens is {shown(text)} but must be a number of tokens above 0; write it as 300B or 1.4T.")
     return count
-
-
-def budget_of(tokens: int, tokens_per_step: int, step_seconds: float, gpus: int, dollars: float | None) -> Budget:
-    """Return the budget of training in whole steps.
-
-    Args:
-        tokens: tokens to train on.
-        tokens_per_step: tokens of the global batch.
-        step_seconds: seconds of a step.
-        gpus: GPUs that compute it.
-        dollars: price per hour and GPU; None if unknown.
-    """
-    steps = -(-tokens // tokens_per_step)
-    return Budget(tokens, steps, steps * step_seconds, gpus, dollars)
 
 
 @dataclass(frozen=True)
@@ -253,7 +247,7 @@ class SearchAnswer:
         if request.tokens is None:
             return None
         dollars = request.hardware.dollars_per_hour
-        return budget_of(request.tokens, request.tokens_per_step, layout.seconds, layout.choice.gpus, dollars)
+        return Budget(request.tokens, request.tokens_per_step, layout.seconds, layout.choice.gpus, dollars)
 
 
 def plan_layouts(request: Request, clock: Callable[[], float]) -> SearchAnswer:
@@ -266,20 +260,20 @@ def plan_layouts(request: Request, clock: Callable[[], float]) -> SearchAnswer:
     Raises:
         UserError: no layout is sound, or none fits; the message says what would make one possible.
     """
-    costs = ModelCosts(request.config, request.hardware, request.system)
+    costs, objective = ModelCosts(request.config, request.hardware, request.system), request.objective
     checks = layout_rules(model_plan(request.config.model, request.config.data.sequence_length))
 
     def run(gpus: int, fixed: Mapping[str, Any]) -> Found:
-        counts = [count for count in request.objective.counts(gpus) if request.hardware.fills_nodes(count)]
-        return search(request.space(fixed), checks, costs, counts, request.objective.weight)
+        counts = [count for count in objective.counts(gpus) if request.hardware.fills_nodes(count)]
+        return search(request.space(fixed), checks, costs, counts, objective.weight)
 
     found = run(request.gpus, request.fixed)
     if not found.sound:
         raise no_layout(request.gpus, request.fixed, found, run)
+    answer = SearchAnswer(request, found, costs, costs.usable_bytes(request.gpus), clock())
     if not found.ranked:
-        usable = costs.usable_bytes(request.gpus)
-        raise none_fits(request.gpus, request.fixed, request.hardware, usable, found, costs, run)
-    return SearchAnswer(request, found, costs, costs.usable_bytes(request.gpus), clock())
+        raise none_fits(answer, run)
+    return answer
 
 
 Run = Callable[[int, Mapping[str, Any]], Found]
@@ -306,7 +300,7 @@ def no_layout(gpus: int, fixed: Mapping[str, Any], found: Found, run: Run) -> Us
     head = f"--gpus is {gpus} but no layout of so many GPUs{having} is sound"
     why = f" ({found.refusals[0].example}: {found.refusals[0].sentence.rstrip('.')})" if found.refusals else ""
     for key, value in fixed.items():
-        if run(gpus, {other: given for other, given in fixed.items() if other != key}).sound:
+        if run(gpus, _without(fixed, key)).sound:
             near = _around(value) if isinstance(value, int) and not isinstance(value, bool) else ()
             better = next((count for count in near if run(gpus, {**fixed, key: count}).sound), None)
             use = f"use --fix {key}={better}, or " if better is not None else ""
@@ -321,49 +315,35 @@ def no_layout(gpus: int, fixed: Mapping[str, Any], found: Found, run: Run) -> Us
     return UserError(f"{head}{why}; use a number that divides the global batch and the model's heads and layers.")
 
 
-def none_fits(
-    gpus: int,
-    fixed: Mapping[str, Any],
-    hardware: Hardware,
-    usable: int,
-    found: Found,
-    costs: ModelCosts,
-    run: Run,
-) -> UserError:
-    """Return the error that no sound layout fits into memory.
-
-    Args:
-        gpus, fixed, found, run: see `no_layout`.
-        hardware: type of the GPUs.
-        usable: bytes that a rank may use.
-        costs: cost model of the search.
-    """
+def none_fits(answer: SearchAnswer, run: Run) -> UserError:
+    """Return the error that no sound layout fits into memory."""
+    gpus, fixed, found = answer.request.gpus, answer.request.fixed, answer.found
+    hardware, usable = answer.request.hardware, answer.usable_bytes
     assert found.nearest is not None
-    nearest = costs.evaluate(found.nearest)
+    nearest = answer.costs.evaluate(found.nearest)
     short = nearest.peak - usable
     head = (
         f"None of the {found.sound:,} sound layouts of {gpus:,} × {hardware.name} fits into {format_bytes(usable)}: "
         f"the nearest, {nearest.choice}, needs {format_bytes(nearest.peak)}, {format_bytes(short)} too much "
-        f"({costs.largest_part(nearest.choice)})"
+        f"({answer.costs.largest_part(nearest.choice)})"
     )
     ways = [f"devices of {format_bytes(hardware.memory_bytes + short)}"]
     for key in fixed:
-        if run(gpus, {other: value for other, value in fixed.items() if other != key}).ranked:
+        if run(gpus, _without(fixed, key)).ranked:
             ways.insert(0, f"no --fix {key}={_word(fixed[key])}")
-    if (enough := _enough(gpus, fixed, run)) is not None:
-        ways.insert(0, f"{enough:,} of them (--gpus {enough})")
+    for times in _LARGER:
+        if times > _LARGER[0] and gpus * times > _MOST:
+            break
+        if run(gpus * times, fixed).ranked:
+            between = [int(gpus * times * part) for part in _BETWEEN if gpus * times * part % 1 == 0]
+            enough = next((count for count in between if run(count, fixed).ranked), gpus * times)
+            ways.insert(0, f"{enough:,} of them (--gpus {enough})")
+            break
     return UserError(f"{head}; it takes {' or '.join(ways)}.")
 
 
-def _enough(gpus: int, fixed: Mapping[str, Any], run: Run) -> int | None:
-    """Return the smallest of some larger numbers of GPUs for which a layout fits; None if none does."""
-    for times in _LARGER:
-        if times > _LARGER[0] and gpus * times > _MOST:
-            return None
-        if run(gpus * times, fixed).ranked:
-            between = [int(gpus * times * part) for part in _BETWEEN if gpus * times * part % 1 == 0]
-            return next((count for count in between if run(count, fixed).ranked), gpus * times)
-    return None
+def _without(fixed: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {other: value for other, value in fixed.items() if other != key}
 
 
 def _around(gpus: int) -> Iterator[int]:
@@ -396,7 +376,7 @@ def config_text(
         comments: further comment lines at the top.
         steps: steps of the run, if the request gives a number of tokens; None for those of the config.
     """
-    sections = {name: dict(values) for name, values in without_layout(config).items()}
+    sections = without_layout(config)
     for name, key in KEYS.items():
         section, setting = key.split(".")
         if name != _FOLLOWS:
@@ -418,35 +398,15 @@ def require_writable(path: Path) -> None:
         raise UserError(f"{shown(path)} is a folder; name a file in it, such as {shown(path / 'best.yaml')}.")
     if not path.parent.is_dir():
         raise UserError(f"{shown(path)} cannot be written as {shown(path.parent)} is no folder; make it first.")
-    if path.is_file() and not _is_ours(path):
+    if not path.is_file():
+        return
+    begins = b""
+    with suppress(OSError), path.open("rb") as file:
+        begins = file.read(len(_HEAD))
+    if begins != _HEAD.encode():
+        names = (path.with_name(f"{path.stem}-planned{number}{path.suffix}") for number in ("", *range(2, 10**6)))
+        free = next(name for name in names if not name.exists())
         raise UserError(
             f"{shown(path)} is there already and threefold plan has not written it; name another file, such as "
-            f"{shown(_free(path))}."
+            f"{shown(free)}."
         )
-
-
-def write_config(path: Path, text: str) -> None:
-    """Write a config.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{shown(path)} cannot be written ({error.strerror}).") from None
-
-
-def _is_ours(path: Path) -> bool:
-    """Return whether a file begins as `config_text` does."""
-    try:
-        with path.open("rb") as file:
-            return file.read(len(_HEAD)) == _HEAD.encode()
-    except OSError:
-        return False
-
-
-def _free(path: Path) -> Path:
-    """Return the path of a new file beside another."""
-    names = (path.with_name(f"{path.stem}-planned{number}{path.suffix}") for number in ("", *range(2, 10**6)))
-    return next(name for name in names if not name.exists())

@@ -8,12 +8,12 @@ import pytest
 
 from tests.support.small_searches import every_layout, rules_of
 from threefold.config.loading import config_of
+from threefold.planner.bounds import ModelCosts
 from threefold.planner.estimate import estimate
 from threefold.planner.hardware import find_hardware
-from threefold.planner.search.least_seconds import ModelCosts
-from threefold.planner.search.planning import OBJECTIVES, Request, read_request
-from threefold.planner.search.search import BEST, Soundness, search
-from threefold.planner.search.space import in_layout
+from threefold.planner.planning import OBJECTIVES, Request, read_request
+from threefold.planner.search import BEST, Soundness, search
+from threefold.planner.space import in_layout
 
 MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "gpt": ("h100", 64, {"model": {"preset": "gpt3-13b"}, "data": {"path": "x", "sequence_length": 2048}}),

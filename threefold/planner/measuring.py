@@ -1,11 +1,12 @@
-"""Measured rates of local ranks: products, attention, copies, collectives, and the host's work for a block."""
+"""Measured rates of local ranks (products, attention, copies, collectives, the host's work) and fits to them."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import count
-from statistics import mean
+from math import log2
+from statistics import geometric_mean, mean, median
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -23,69 +24,9 @@ from threefold.host import keep_freed_memory
 from threefold.models.family import make_model, model_plan
 from threefold.ops.kernels import linear
 from threefold.parallel.pipeline.scheduled_stage import Mailbox
+from threefold.planner.collective_cost import ZERO_WEIGHTS
+from threefold.planner.hardware import Link
 from threefold.train.step import Engine
-
-_LAYERS, _HIDDEN, _HEADS, _VOCAB, _LENGTH = 4, 32, 8, 32, 16
-_FEW, _MANY = 1, 4
-"""Micro-batches of the two steps whose difference cancels the fixed cost of a step."""
-
-
-@cache
-def tiny_config(
-    micro_batches: int = _FEW, dp: int = 1, tp: int = 1, cp: int = 1, zero: int = 0, device: str = "cpu"
-) -> Config:
-    """Return a resolved config of a minimal GPT with `micro_batches` per data-parallel rank of a layout."""
-    given: dict[str, Any] = {
-        "model": {
-            "num_layers": _LAYERS,
-            "hidden_size": _HIDDEN,
-            "num_attention_heads": _HEADS,
-            "vocab_size": _VOCAB,
-        },
-        "data": {"path": "none", "sequence_length": _LENGTH},
-        "parallel": {"dp": dp, "tp": tp, "cp": cp, "zero": zero},
-        "train": {"global_batch_size": dp * micro_batches, "micro_batch_size": 1, "device": device},
-    }
-    return resolve(Config.model_validate(given), _VOCAB)
-
-
-def measure_block(
-    seconds_of: Callable[[Callable[[], object]], float],
-    ranks: int,
-    device: torch.device,
-    *,
-    tp: int = 1,
-    cp: int = 1,
-    zero: int = 0,
-) -> float:
-    """Return the seconds of one tiny block's forward and backward pass of a micro-batch. Collective over the world.
-
-    Its kernels take almost no time, so that Python and autograd remain.
-
-    Args:
-        seconds_of: function that times an operation on all ranks at once.
-        ranks: number of ranks in the world.
-        device: device of this rank.
-        tp, cp, zero: settings of `parallel`; tp · cp divides `ranks`.
-    """
-    dp = ranks // (tp * cp)
-    mesh = Mesh(Layout(dp=dp, tp=tp, cp=cp), device)
-    configs = (tiny_config(micro_batches, dp, tp, cp, zero, device.type) for micro_batches in (_FEW, _MANY))
-    few, many = (seconds_of(_step(config, mesh)) for config in configs)
-    return max(0.0, many - few) / ((_MANY - _FEW) * _LAYERS)
-
-
-def _step(config: Config, mesh: Mesh) -> Callable[[], object]:
-    engine = Engine(lambda: make_model(config.model), model_plan(config.model, _LENGTH), mesh, config)
-    rows = torch.arange(config.train.global_batch_size).chunk(mesh.dp.size)[mesh.dp.index]
-    tokens = torch.zeros(len(rows), _LENGTH, dtype=torch.int64)  # the engine takes them to the device
-    numbers = count()
-
-    def step() -> object:
-        return engine.train_step(Batch(tokens, tokens, rows), next(numbers))
-
-    return step
-
 
 _COPIED: Final = 64 << 20
 """Bytes of the copied tensor, more than caches hold."""
@@ -99,7 +40,6 @@ _LONGEST_PRODUCT: Final = 0.5
 _ATTENTION_WIDTH: Final = 256
 """Features of all heads together."""
 NCCL: Final = "NCCL"
-_SHARDED_WEIGHTS: Final = 3  # value of parallel.zero
 _LEAST_SECONDS: Final = 1e-7
 _BETWEEN: Final = 512
 """Size of the square product between collectives."""
@@ -200,15 +140,25 @@ def measure_ranks(info: Any, dtypes: Sequence[str], budget: MeasuringEffort, dev
     mesh = Mesh(Layout(dp=world // 2, tp=2) if world > 1 else Layout(), on)
     timer = _Timer(mesh, budget.seconds)
     matrix = {dtype: _products(timer, DTYPES[dtype], budget.sizes) for dtype in dtypes}
+    source = torch.zeros(budget.copied // 4, device=on)
+    target = torch.empty_like(source)
+    tiny, links = torch.ones(_TINY, device=on, requires_grad=True), 16
+
+    def chain() -> None:
+        out = tiny
+        for _ in range(links):
+            out = out + tiny
+        torch.autograd.grad(out.sum(), tiny)
+
     return RankRates(
         ranks=world,
         threads=torch.get_num_threads(),
         matrix=matrix,
         attention={dtype: [_attention(timer, DTYPES[dtype], *shape) for shape in budget.attention] for dtype in dtypes},
-        memory_bandwidth=_copy(timer, budget.copied),
-        kernel=_kernel(timer),
+        memory_bandwidth=2 * budget.copied / timer.of(lambda: target.copy_(source)),
+        kernel=timer.of(chain) / (2 * links),
         block=measure_block(timer.of, world, on),
-        sharded_block=measure_block(timer.of, world, on, zero=_SHARDED_WEIGHTS) if world > 1 else 0.0,
+        sharded_block=measure_block(timer.of, world, on, zero=ZERO_WEIGHTS) if world > 1 else 0.0,
         tensor_block=mean(measure_block(timer.of, world, on, tp=tp) for tp in (2, world)) if world > 1 else 0.0,
         context_block=measure_block(timer.of, world, on, cp=2) if world > 1 else 0.0,
         collectives=_collectives(timer, mesh, budget.nbytes) if world > 1 else {},
@@ -249,6 +199,57 @@ class _Timer:
             torch.cuda.synchronize(self.device)
 
 
+_LAYERS, _VOCAB, _LENGTH = 4, 32, 16
+_FEW, _MANY = 1, 4
+"""Micro-batches of the two steps whose difference cancels the fixed cost of a step."""
+
+
+@cache
+def tiny_config(
+    micro_batches: int = _FEW, dp: int = 1, tp: int = 1, cp: int = 1, zero: int = 0, device: str = "cpu"
+) -> Config:
+    """Return a resolved config of a minimal GPT with `micro_batches` per data-parallel rank of a layout."""
+    given: dict[str, Any] = {
+        "model": {"num_layers": _LAYERS, "hidden_size": 32, "num_attention_heads": 8, "vocab_size": _VOCAB},
+        "data": {"path": "none", "sequence_length": _LENGTH},
+        "parallel": {"dp": dp, "tp": tp, "cp": cp, "zero": zero},
+        "train": {"global_batch_size": dp * micro_batches, "micro_batch_size": 1, "device": device},
+    }
+    return resolve(Config.model_validate(given), _VOCAB)
+
+
+def measure_block(
+    seconds_of: Callable[[Callable[[], object]], float],
+    ranks: int,
+    device: torch.device,
+    *,
+    tp: int = 1,
+    cp: int = 1,
+    zero: int = 0,
+) -> float:
+    """Return the seconds of one tiny block's forward and backward pass of a micro-batch. Collective over the world.
+
+    Its kernels take almost no time, so that Python and autograd remain.
+
+    Args:
+        seconds_of: function that times an operation on all ranks at once.
+        ranks: number of ranks in the world.
+        device: device of this rank.
+        tp, cp, zero: settings of `parallel`; tp · cp divides `ranks`.
+    """
+    dp = ranks // (tp * cp)
+    mesh = Mesh(Layout(dp=dp, tp=tp, cp=cp), device)
+    configs = (tiny_config(micro_batches, dp, tp, cp, zero, device.type) for micro_batches in (_FEW, _MANY))
+    times = []
+    for config in configs:
+        engine = Engine(partial(make_model, config.model), model_plan(config.model, _LENGTH), mesh, config)
+        rows = torch.arange(config.train.global_batch_size).chunk(dp)[mesh.dp.index]
+        tokens = torch.zeros(len(rows), _LENGTH, dtype=torch.int64)  # the engine takes them to the device
+        step = map(partial(engine.train_step, Batch(tokens, tokens, rows)), count())
+        times.append(seconds_of(partial(next, step)))
+    return max(0.0, times[1] - times[0]) / ((_MANY - _FEW) * _LAYERS)
+
+
 def _products(timer: _Timer, dtype: torch.dtype, sizes: Sequence[int]) -> dict[int, float]:
     """Return the FLOP/s of the models' linear layers by size, without sizes that would take long."""
     found: dict[int, float] = {}
@@ -277,25 +278,6 @@ def _attention(timer: _Timer, dtype: torch.dtype, positions: int, head_dim: int)
 
     seconds = timer.of(forward)
     return AttentionRate(positions, head_dim, flops / seconds, 2.5 * flops / max(timer.of(both) - seconds, 1e-9))
-
-
-def _copy(timer: _Timer, nbytes: int) -> float:
-    source = torch.zeros(nbytes // 4, device=timer.device)
-    target = torch.empty_like(source)
-    return 2 * nbytes / timer.of(lambda: target.copy_(source))
-
-
-def _kernel(timer: _Timer) -> float:
-    x = torch.ones(_TINY, device=timer.device, requires_grad=True)
-    steps = 16
-
-    def chain() -> None:
-        out = x
-        for _ in range(steps):
-            out = out + x
-        torch.autograd.grad(out.sum(), x)
-
-    return timer.of(chain) / (2 * steps)
 
 
 def _collectives(timer: _Timer, mesh: Mesh, nbytes: int) -> dict[str, Collective]:
@@ -327,7 +309,8 @@ def _collectives(timer: _Timer, mesh: Mesh, nbytes: int) -> dict[str, Collective
         for whole in (_SMALL, nbytes):
             tensor = torch.zeros(max(1, whole // 4 // parts // world.size) * world.size, device=mesh.device)
             with torch.no_grad():
-                times.append(max(timer.of(partial(_both, between, partial(operation, tensor))) - alone, _LEAST_SECONDS))
+                both = timer.of(lambda: (between(), operation(tensor)))  # noqa: B023
+                times.append(max(both - alone, _LEAST_SECONDS))
         transport = sockets if name == "send" or not axis.shares_memory else "shared memory"
         found[name] = Collective(times[0], times[1], nbytes, transport)
     return found
@@ -351,6 +334,53 @@ def _send_of_stages(pair: Axis, nbytes: int) -> Callable[[Tensor], Tensor] | Non
     return exchange
 
 
-def _both(first: Callable[[], object], second: Callable[[], object]) -> None:
-    first()
-    second()
+def attention_shares(rates: RankRates, peaks: Mapping[str, float]) -> dict[str, float]:
+    """Return the fractions of attention, in the first dtype that has rates, and the sizes that reach half of them."""
+    dtype = next((dtype for dtype in peaks if rates.attention.get(dtype)), None)
+    if dtype is None:
+        return {"attention": 0.5, "attention_backward": 0.5, "attention_length": 0.0, "attention_depth": 0.0}
+    narrow, wide, long = rates.attention[dtype]
+    # FLOP/s of both passes; the backward pass has 2.5 times the operations of the forward pass.
+    both = {each: 3.5 / (1 / each.forward + 2.5 / each.backward) for each in (narrow, wide, long)}
+    depth = half_depth({each.head_dim: both[each] for each in (narrow, wide)})
+    length = half_depth({each.positions: both[each] for each in (wide, long)})
+    shares = [
+        (1 + depth / each.head_dim) * (1 + length / each.positions) * rate / peaks[dtype]
+        for each in (narrow, wide, long)
+        for rate in each[-2:]
+    ]
+    return {
+        "attention": geometric_mean(shares[::2]),
+        "attention_backward": geometric_mean(shares[1::2]),
+        "attention_length": length,
+        "attention_depth": depth,
+    }
+
+
+def half_depth(rates: Mapping[int, float], least: int = 0) -> float:
+    """Fit the size d at which a product reaches half its rate, if the rate at size n is proportional to n / (n + d).
+
+    Args:
+        rates: FLOP/s by size.
+        least: smallest size to consider.
+    """
+    sizes = sorted(size for size in rates if size >= least)
+    largest = sizes[-1]
+    found = []
+    for size in sizes[:-1]:
+        ratio = rates[largest] / rates[size]  # n (s + d) / (s (n + d)) for sizes n and s
+        if ratio > 1 and largest > ratio * size:
+            found.append(size * largest * (ratio - 1) / (largest - ratio * size))
+    return median(found) if found else 0.0
+
+
+def measured_link(rates: RankRates) -> Link:
+    """Fit the link that explains the collectives of shared memory or NCCL as rings, or for one rank a copy."""
+    if not rates.collectives:
+        return Link(rates.memory_bandwidth / 2, rates.kernel)
+    bandwidths, latencies = [], []
+    for name, ranks in (("pairs", 2), ("all_reduce", rates.ranks)):
+        measured = rates.collectives[name]
+        bandwidths.append(2 * (ranks - 1) / ranks * measured.bandwidth)
+        latencies.append(measured.latency / (2 * (log2(ranks) if measured.transport == NCCL else 1)))
+    return Link(geometric_mean(bandwidths), geometric_mean(latencies))

@@ -8,20 +8,30 @@ import pytest
 from threefold.errors import UserError
 from threefold.models.block import describe_model
 from threefold.planner.block_cost import block_seconds, cost_block
-from threefold.planner.doctor.examination import Examination, findings_of, half_depth, measured_entry, measured_link
-from threefold.planner.doctor.machine import (
+from threefold.planner.doctor import (
     DiskSpeed,
+    Examination,
     Gpu,
     Interface,
     Machine,
     axis_routes,
+    findings_of,
     gpu_of,
     interfaces,
     measure_disk,
+    measured_entry,
     this_machine,
 )
-from threefold.planner.doctor.measuring import NCCL, AttentionRate, Collective, RankRates, tiny_config
 from threefold.planner.hardware import as_yaml, build, read_entries
+from threefold.planner.measuring import (
+    NCCL,
+    AttentionRate,
+    Collective,
+    RankRates,
+    half_depth,
+    measured_link,
+    tiny_config,
+)
 from threefold.planner.systems import SYSTEMS
 
 MACHINE = Machine(

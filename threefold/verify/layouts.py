@@ -1,10 +1,12 @@
-"""Configs for verification: shrunk so that every layout runs in minutes, and composed for each layout."""
+"""Layouts that verify compares, and the small configs that they run; without torch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, product
 from math import gcd, lcm
 from typing import Any
 
-from threefold.comm.layout import Layout, LayoutSpec
+from threefold.comm.layout import SCHEDULES, Layout, LayoutSpec
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
 from threefold.config.model import OWN, ModelConfig
@@ -12,6 +14,7 @@ from threefold.config.optimizer import hyper_parameters
 from threefold.config.rules import batch_sizes
 from threefold.config.schedules import Schedule, find_schedule
 from threefold.data.formats.own_data import is_own_data
+from threefold.errors import UserError
 
 _HEAD_DIM, _VOCABULARY, _SEQUENCE, _LAYERS, _SERVED, _EXPERTS = 4, 64, 12, 3, 2, 4
 """Target sizes of shrinking, unless a layout needs more."""
@@ -33,13 +36,11 @@ def prepare(config: Config, dtype: str, vocab_size: int) -> Config:
         UserError: its settings cannot be combined.
     """
     settings = _settings(config)
-    settings["parallel"] = {
-        key: settings["parallel"][key] for key in ("partition",) if isinstance(config.parallel.partition, str)
-    }  # a rule
+    partition = settings["parallel"].get("partition")
+    settings["parallel"] = {"partition": partition} if isinstance(config.parallel.partition, str) else {}  # a rule
     settings["precision"] = {"dtype": dtype}
-    settings["train"].update(
-        device="cpu", compile=False, global_batch_size=batch_sizes(config, largest=1).global_batch_size
-    )
+    batch = batch_sizes(config, largest=1).global_batch_size
+    settings["train"].update(device="cpu", compile=False, global_batch_size=batch)
     if "eps" in hyper_parameters(config.optimizer.name):
         settings["optimizer"]["eps"] = max(config.optimizer.eps, LEAST_EPS)
     settings["model"].setdefault("vocab_size", vocab_size)
@@ -58,16 +59,12 @@ def shrink(config: Config, specs: Sequence[LayoutSpec], batch_alone: bool = Fals
     fewest = (each.layout.dp * (_schedule(each).micro_batches or each.layout.pp) for each in specs)
     settings["train"]["global_batch_size"] = 2 * lcm(*fewest)
     settings["optimizer"]["warmup_steps"] = min(config.optimizer.warmup_steps, 1)
-    if not batch_alone:
-        _shrink_model(config, specs, settings)
-    return resolve(config_of(settings), vocab_size=1)
-
-
-def _shrink_model(config: Config, specs: Sequence[LayoutSpec], settings: Settings) -> None:
-    model = config.model
-    sequence = config.data.sequence_length
+    if batch_alone:
+        return resolve(config_of(settings), vocab_size=1)
+    model, sequence = config.model, config.data.sequence_length
     if not any(map(is_own_data, config.data.corpora)):
-        unit = lcm(*(_sequence_unit(spec.layout) for spec in specs))
+        # Lengths that both chunks of a context-parallel rank and sequence parallelism divide.
+        unit = lcm(*((2 * each.cp if each.cp > 1 else 1) * each.tp for each in (spec.layout for spec in specs)))
         sequence = min(sequence, -(-_SEQUENCE // unit) * unit)
     sizes = {**_widths(model, specs), **_lengths(config, sequence)}
     sizes["num_layers"] = min(model.num_layers, max(_LAYERS, *map(stages, specs)))
@@ -77,6 +74,7 @@ def _shrink_model(config: Config, specs: Sequence[LayoutSpec], settings: Setting
     if chunk := config.train.loss_chunk_size:  # keep the number of chunks
         vocab = settings["model"]["vocab_size"]
         settings["train"]["loss_chunk_size"] = max(1, round(chunk * vocab / model.vocab_size))
+    return resolve(config_of(settings), vocab_size=1)
 
 
 def _widths(model: ModelConfig, specs: Sequence[LayoutSpec]) -> dict[str, Any]:
@@ -205,6 +203,127 @@ def _settings(config: Config) -> Settings:
     return sections
 
 
-def _sequence_unit(layout: Layout) -> int:
-    """Return the number that the sequence length must be a multiple of, with and without sequence parallelism."""
-    return 2 * layout.cp * layout.tp if layout.cp > 1 else layout.tp
+_SECOND_EVERY = 3
+"""Interval of second runs in the quick default selection: a second run takes as long as the first."""
+Check = Callable[[Config], None]
+"""Check that raises a `UserError` if a layout's resolved config does not suit the model."""
+
+
+def suits(config: Config) -> None:
+    """Accept every config, for models described by the config alone, whose rules its resolution has checked."""
+
+
+@dataclass(frozen=True)
+class UnsupportedLayout:
+    """Unsupported layout, with the error of the config checks."""
+
+    spec: LayoutSpec
+    reason: str
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Layouts to verify, and the unsupported ones.
+
+    Attributes:
+        unsupported: layouts that were left out.
+        second_every: every n-th of `specs` makes the second run too.
+    """
+
+    specs: tuple[LayoutSpec, ...]
+    unsupported: tuple[UnsupportedLayout, ...] = ()
+    second_every: int = 1
+
+    def has_second_run(self, spec: LayoutSpec) -> bool:
+        """Return whether a layout makes the second run."""
+        return self.specs.index(spec) % self.second_every == 0
+
+
+def products(ranks: int) -> list[Layout]:
+    """Return all factorizations of `ranks` into dp · tp · pp · cp."""
+    sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
+    return [Layout(dp, tp, pp, cp) for dp, tp, pp, cp in product(sizes, repeat=4) if dp * tp * pp * cp == ranks]
+
+
+def candidates(layout: Layout, experts: int) -> Iterator[LayoutSpec]:
+    """Yield the layout with each schedule, ZeRO stage, expert-parallel size and sequence parallelism with an effect.
+
+    Expert-parallel sizes divide the number of the model's `experts`.
+    """
+    shares = [ep for ep in range(1, layout.dp + 1) if layout.dp % ep == 0 == experts % ep and (experts or ep == 1)]
+    schedules = SCHEDULES if layout.pp > 1 else ("1f1b",)
+    stages = range(4) if layout.dp > 1 else (0,)
+    shared = (False, True) if layout.tp > 1 else (False,)
+    for ep, schedule, zero, sequence in product(shares, schedules, stages, shared):
+        given = {"parallel.schedule": schedule, "parallel.zero": zero, "parallel.sequence_parallel": sequence}
+        settings = tuple((key, value) for key, value in given.items() if value not in ("1f1b", 0, False))
+        yield LayoutSpec(replace(layout, ep=ep), settings)
+
+
+def possible(ranks: int, experts: int = 0) -> list[LayoutSpec]:
+    """Return all candidates of all factorizations of `ranks`, valid or not."""
+    return [spec for layout in products(ranks) for spec in candidates(layout, experts)]
+
+
+def every(base: Config, ranks: int, check: Check = suits) -> Selection:
+    """Select all valid candidates of all factorizations of `ranks`."""
+    reasons = {spec: unsupported_because(base, spec, check) for spec in possible(ranks, base.model.num_experts)}
+    unsupported = tuple(UnsupportedLayout(spec, reason) for spec, reason in reasons.items() if reason is not None)
+    return Selection(tuple(spec for spec, reason in reasons.items() if reason is None), unsupported)
+
+
+def covering(base: Config, ranks: int, check: Check = suits) -> Selection:
+    """Select each factorization of `ranks` once, with features that cover most pairs (greedy pairwise testing).
+
+    For each one, take the candidate that adds most new pairs of features and single features, so that each schedule,
+    ZeRO stage, sequence parallelism and recompute mode is covered, and most of their pairs.
+    """
+    taken: list[LayoutSpec] = []
+    seen: set[frozenset[Any]] = set()
+    for number, layout in enumerate(products(ranks)):
+        tried = candidates(layout, base.model.num_experts)
+        found = [spec for spec in tried if unsupported_because(base, spec, check) is None]
+        if not found:
+            continue
+        best = max(found, key=lambda spec: sum(1 if len(each) == 2 else 10 for each in _meetings(spec) - seen))
+        seen |= _meetings(best)
+        taken.append(_with_extras(base, best, number, check))
+    return Selection(tuple(taken), second_every=_SECOND_EVERY)
+
+
+def asked_for(base: Config, specs: list[LayoutSpec], check: Check = suits) -> Selection:
+    """Select the given layouts; raise a `UserError` if one is unsupported."""
+    for spec in specs:
+        reason = unsupported_because(base, spec, check)
+        if reason is not None:
+            raise UserError(f"Unsupported layout {spec}: {reason}")
+    return Selection(tuple(specs))
+
+
+def unsupported_because(base: Config, spec: LayoutSpec, check: Check = suits) -> str | None:
+    """Return the error of the config checks or the model's check for a layout; None if it is valid."""
+    try:
+        check(compose(base, spec))
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def _meetings(spec: LayoutSpec) -> set[frozenset[Any]]:
+    layout = spec.layout
+    chosen: list[Any] = [*spec.settings, *([("ep", layout.ep)] if layout.ep > 1 else [])]
+    facts = [*chosen, *(axis for axis in ("dp", "tp", "pp", "cp") if layout.size(axis) > 1)]
+    return {frozenset(pair) for pair in combinations(facts, 2)} | {frozenset([fact]) for fact in chosen}
+
+
+def _with_extras(base: Config, spec: LayoutSpec, number: int, check: Check) -> LayoutSpec:
+    """Return the layout with valid features that `candidates` leaves out: ring attention, recompute, hybrid ZeRO."""
+    extras = {
+        ("parallel.cp_method", "ring"): spec.layout.cp > 1 and number % 2,
+        ("train.recompute", ("none", "selective", "full")[number % 3]): number % 3,
+        ("parallel.zero_shards", 2): spec.setting("parallel.zero") and spec.layout.dp > 2,
+    }
+    for extra in (extra for extra, is_wanted in extras.items() if is_wanted):
+        more = replace(spec, settings=(*spec.settings, extra))
+        spec = spec if unsupported_because(base, more, check) else more
+    return spec

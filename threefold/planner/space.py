@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import product
 from typing import Any, Final, NamedTuple, cast, get_args
 
 from threefold.comm.layout import Layout, LayoutSpec
@@ -141,11 +142,7 @@ _SECTIONS: Final = frozenset(key.split(".")[0] for key in KEYS.values())
 
 def layout_rules(plan: ModelPlan) -> tuple[Check, ...]:
     """Return the checks of a resolved config before its ranks start, in order; each raises a `UserError`."""
-
-    def check_stages(config: Config) -> None:
-        stage_map(plan, config)
-
-    return (*rules(), check_stages)
+    return (*rules(), partial(stage_map, plan))
 
 
 class RuleAnswers:
@@ -177,10 +174,9 @@ class RuleAnswers:
         return self._ask(settings) if node is None else node
 
     def _ask(self, settings: Settings) -> str:
-        view = _ConfigView(self._config, settings)
+        view, answer = _ConfigView(self._config, settings), ""
         try:
             self._rule(cast(Config, view))
-            answer = ""
         except UserError as error:
             answer = str(error)
         self.read |= view.read.keys()
@@ -200,19 +196,12 @@ class _ConfigView:
     """Config in another layout as rules see it, which records in order the layout settings that they read."""
 
     def __init__(self, config: Config, settings: Settings) -> None:
-        self._config, self._settings = config, settings
+        self._config, self.settings = config, settings
         self.read: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._config, name)
         return _SectionView(self, name, value) if name in _SECTIONS else value
-
-    def value(self, key: str) -> Any:
-        found = self.read[key] = self._settings[key]
-        return found
-
-    def has(self, key: str) -> bool:
-        return key in self._settings
 
 
 class _SectionView:
@@ -220,13 +209,11 @@ class _SectionView:
         self._view, self._name, self._section = config, name, section
 
     def __getattr__(self, name: str) -> Any:
-        key = f"{self._name}.{name}"
-        if self._view.has(key):
-            return self._view.value(key)
+        key, view = f"{self._name}.{name}", self._view
+        if key in view.settings:
+            return view.read.setdefault(key, view.settings[key])
         derived = getattr(type(self._section), name, None)
-        if isinstance(derived, cached_property):
-            return derived.func(self)
-        return getattr(self._section, name)
+        return derived.func(self) if isinstance(derived, cached_property) else getattr(self._section, name)
 
 
 _RECOMPUTE: Final[tuple[str, ...]] = get_args(TrainConfig.model_fields["recompute"].annotation)
@@ -246,14 +233,8 @@ class MeshSizes:
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {
-            "parallel.dp": self.dp,
-            "parallel.tp": self.tp,
-            "parallel.pp": self.pp,
-            "parallel.cp": self.cp,
-            "parallel.ep": self.ep,
-            "parallel.zero_shards": self.dp,
-        }
+        axes = {KEYS[axis]: getattr(self, axis) for axis in ("dp", "tp", "pp", "cp", "ep")}
+        return {**axes, "parallel.zero_shards": self.dp}
 
     @property
     def gpus(self) -> int:
@@ -293,46 +274,40 @@ class Space:
         """Return the options of a mesh; meshes with equal values of a dim share one tuple of them."""
         sharded, zero = mesh.tp > 1, mesh.dp * mesh.cp > 1
         shares = [False, True] if sharded else [False]
+        shared, levels = {"parallel.sequence_parallel": shares}, range(_MOST_ZERO + 1) if zero else [0]
         return Options(
-            self._once(("micro-batch", mesh.share), lambda: self._micro_batches(mesh.share)),
-            self._once(("sp", sharded), lambda: self._single("parallel.sequence_parallel", shares)),
-            self._once("recompute", lambda: self._single("train.recompute", _RECOMPUTE)),
-            self._once(("schedule", mesh.pp), lambda: self._schedules(mesh.pp)),
-            self._once(("zero", zero), lambda: self._single("parallel.zero", range(_MOST_ZERO + 1) if zero else [0])),
+            self._once(("micro-batch", mesh.share), self._micro_batches, mesh.share),
+            self._once(("sp", sharded), self._combined, shared),
+            self._once("recompute", self._combined, {"train.recompute": _RECOMPUTE}),
+            self._once(("schedule", mesh.pp), self._schedules, mesh.pp),
+            self._once(("zero", zero), self._combined, {"parallel.zero": levels}),
         )
 
-    def _once(self, key: object, make: Callable[[], tuple[Settings, ...]]) -> tuple[Settings, ...]:
+    def _once(self, key: object, make: Callable[..., tuple[Settings, ...]], *arguments: Any) -> tuple[Settings, ...]:
         if key not in self._made:
-            self._made[key] = make()
+            self._made[key] = make(*arguments)
         return self._made[key]
 
     def _micro_batches(self, share: int) -> tuple[Settings, ...]:
-        sizes = self._allowed("train.micro_batch_size", divisors(share))
-        both = [{"train.micro_batch_size": size, "train.gradient_accumulation_steps": share // size} for size in sizes]
-        return tuple(
-            each
-            for each in both
-            if self._allowed("train.gradient_accumulation_steps", [each["train.gradient_accumulation_steps"]])
-        )
+        size, count = KEYS["micro_batch_size"], KEYS["accumulation"]
+        return tuple(each for own in divisors(share) for each in self._combined({size: [own], count: [share // own]}))
 
     def _schedules(self, pp: int) -> tuple[Settings, ...]:
         """List each schedule with each number of stages per rank that the layers allow."""
-        names = self.schedules if pp > 1 else self.schedules[:1]
-        found = []
-        for name in self._allowed("parallel.schedule", names):
+        found: list[Settings] = []
+        for name in self.schedules if pp > 1 else self.schedules[:1]:
             stages = find_schedule(name).stages_per_rank
-            most = max(1, self.layers // pp)
-            for chunks in self._allowed("parallel.stage_chunks", range(1, most + 1) if stages is None else [stages]):
-                found.append({"parallel.schedule": name, "parallel.stage_chunks": chunks})
+            chunks = range(1, max(1, self.layers // pp) + 1) if stages is None else [stages]
+            found += self._combined({"parallel.schedule": [name], "parallel.stage_chunks": chunks})
         return tuple(found)
 
-    def _single(self, key: str, values: Sequence[Any]) -> tuple[Settings, ...]:
-        return tuple({key: value} for value in self._allowed(key, values))
+    def _combined(self, values: Mapping[str, Sequence[Any]]) -> tuple[Settings, ...]:
+        """Return all combinations of the values that the fixed settings allow."""
+        allowed = [self._allowed(key, each) for key, each in values.items()]
+        return tuple(dict(zip(values, chosen, strict=True)) for chosen in product(*allowed))
 
     def _allowed(self, key: str, values: Sequence[Any]) -> Sequence[Any]:
-        if key not in self.fixed:
-            return values
-        return [value for value in values if value == self.fixed[key]]
+        return [value for value in values if value == self.fixed.get(key, value)]
 
 
 class Options(NamedTuple):
