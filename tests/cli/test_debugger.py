@@ -108,6 +108,7 @@ def stopping(config_file: Path) -> list[str]:
     return command(config_file, config_file.parent / "run", "--model", f"{model}:Tiny", *settings)
 
 
+@pytest.mark.slow
 def test_one_rank_has_the_terminal(stopping: list[str], tmp_path: Path) -> None:
     """After `c` the run goes on to its end."""
     with terminal([*stopping, "--debug-rank", "1"], tmp_path) as screen:

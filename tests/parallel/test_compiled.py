@@ -32,7 +32,7 @@ def traces(pool, expected, case: Case) -> list[tuple[int, int, int]]:
     "case",
     [
         SMALL,
-        SMALL.with_layout(1, 2, 1),
+        pytest.param(SMALL.with_layout(1, 2, 1), marks=pytest.mark.slow),
         pytest.param(SMALL.with_layout(1, 2, 1, settings=SP), marks=pytest.mark.slow),
         pytest.param(with_recompute(SMALL, "full"), marks=pytest.mark.slow),
         pytest.param(SMALL.with_layout(1, 1, 1, cp=2), marks=pytest.mark.slow),

@@ -18,6 +18,7 @@ def test_published_peaks() -> None:
         assert abs(peak.error) <= 0.05, peak
 
 
+@pytest.mark.slow
 def test_which_published_steps_fit() -> None:
     ran, refused, failed, missed = judged()
     assert ran > 400 < failed + 100

@@ -129,6 +129,7 @@ def test_the_logged_run(tmp_path: Path, recipe: str) -> None:
     check_log(tmp_path / "run", STEPS, theory=11.05, tolerance=0.08)
 
 
+@pytest.mark.slow
 def test_the_recipe_of_the_logged_run_on_a_small_model(pool: WorkerPool, tmp_path: Path) -> None:
     """fp16 with a loss scale, full recompute and dropout of 0.1, on all three axes: the losses of one process in fp32,
     which has the same dropout masks."""

@@ -25,6 +25,7 @@ def refuse(path: Path) -> list[Path]:
     raise OSError(28, "No space left on device")
 
 
+@pytest.mark.slow
 def test_a_pipeline(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
     run = small_run.but(pp=2, tp=2, steps=5, set=(("train.micro_batch_size", 2),))
     pool.run(4, train_rank, run, tmp_path / "plain")

@@ -106,14 +106,20 @@ class ModelSize:
             copies = held * narrow if narrow < wide else 0
             return RankSize(held, held * wide + copies, trained * wide, states)
         whole = self.weights.held(layers, place.unshared)
-        largest = max(max(group) for group in self.gathered_together(pp_rank, place.unshared))
-        gathered = (largest if zero == ZERO_WEIGHTS else whole.all) * narrow
-        summed = max(max(group) for group in self.gathered_together(pp_rank, place.unshared, trained=True))
-        if zero == ZERO_STATE:
-            gradients = max(trained * wide, whole.trained * wide + (summed * narrow if narrow < wide else 0))
+        gathered = (self._most_together(pp_rank, place) if zero == ZERO_WEIGHTS else whole.all) * narrow
+        if zero != ZERO_STATE:
+            gradients = trained * wide + self._most_together(pp_rank, place, trained=True) * narrow
+        elif narrow < wide:
+            gradients = max(
+                trained * wide, whole.trained * wide + self._most_together(pp_rank, place, trained=True) * narrow
+            )
         else:
-            gradients = trained * wide + summed * narrow
+            gradients = max(trained, whole.trained) * wide
         return RankSize(held, held * wide + gathered, gradients, states)
+
+    def _most_together(self, pp_rank: int, place: ShardCoordinates, trained: bool = False) -> int:
+        """Return the largest number of elements that ZeRO gathers, or reduces if `trained`, at once."""
+        return max(max(group) for group in self.gathered_together(pp_rank, place.unshared, trained=trained))
 
     def largest_rank(self, pp_rank: int) -> RankSize:
         """Return the memory of the largest rank at a pp coordinate."""

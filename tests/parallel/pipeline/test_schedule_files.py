@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.parity import Case, departures, in_layout, make_engine
+from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, steps_of, train_rank
 from tests.verify.support import task, verify
 from threefold.checkpoint.folder import newest, stored_config
@@ -86,6 +87,7 @@ def test_a_class_of_torch_trains_what_one_process_trains(pool, expected, name: s
     assert not found, "\n".join(found[:10])
 
 
+@sweep("schedule", [*FILES], quick=(3,), indirect=True)
 def test_verify_finds_a_file_equal(pool, tmp_path: Path, schedule: tuple[str, int]) -> None:
     layout = f"dp2·pp2 schedule={schedule[0]}"
     (result,) = verify(pool, task(layout), tmp_path, layout)
