@@ -10,6 +10,7 @@ reads the same batches. A way whose packages are missing is left out.
 
 import argparse
 import csv
+import gc
 import json
 import os
 import random
@@ -335,6 +336,8 @@ def run_launched(way: Way, path: Path, epochs: int, result: Path, **meeting: Any
     found = train(way, path, epochs)
     if dist.get_rank() == 0:
         result.write_text(json.dumps(found))
+    # Nothing may keep gloo's threads: one that releases a tensor while Python ends would abort the process.
+    gc.collect()
     dist.destroy_process_group()
 
 
