@@ -148,7 +148,7 @@ def shown(path: Path | str) -> str:
     return text if len(text) <= 200 else f"{text[:120]}…{text[-60:]}"
 
 
-def told(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Return the type and the message of an error in a user's code, on one line and without its full stop."""
     return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(".")
 

@@ -19,7 +19,7 @@ from threefold.errors import UserError, naming_arguments, require_whole
 from threefold.models.loss_terms import LossFunction, LossSums
 from threefold.models.plan import Plan
 from threefold.models.sharding import ModelPlan
-from threefold.models.source import told
+from threefold.models.source import error_line
 from threefold.parallel.gradients import COMPRESSIONS
 from threefold.parallel.parallelize import TrainingSettings
 from threefold.parallel.parameter import publish_
@@ -277,8 +277,8 @@ def _plan_of(model: Callable[..., nn.Module], plan: Any, make: Callable[[], nn.M
             raise
         raise UserError(
             f"{name or 'The model'} cannot be made on the meta device, on which ranks make their parts of it "
-            f"({told(error)}); have its constructor read no values of tensors, and give initial values that need them "
-            "in Plan(initial=…)."
+            f"({error_line(error)}); have its constructor read no values of tensors, and give initial values that need "
+            "them in Plan(initial=…)."
         ) from error
     built: ModelPlan = plan.build(made)
     return built

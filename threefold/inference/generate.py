@@ -257,7 +257,7 @@ def generate(run: Path, prompts: Sequence[str], request: GenerationRequest | Non
 
 
 def require_text(prompts: Sequence[Prompt]) -> None:
-    """Check that there are prompts. Raises UserError if there is none, or one is empty or not UTF-8."""
+    """Require at least one prompt. Raises UserError if there is no prompt, or one is empty or not UTF-8."""
     if not prompts or not all(prompts):
         raise UserError("--prompt is empty; give at least one character to continue.")
     for prompt in (prompt for prompt in prompts if isinstance(prompt, str)):

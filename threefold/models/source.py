@@ -68,10 +68,10 @@ def call(function: Callable[..., Any], positional: tuple[Any, ...], named: Mappi
         if "on meta tensors" in str(error):
             advice = ", as ranks make their parts without memory; give device='cpu' to a tensor whose values the "
             advice += "constructor reads"
-        raise UserError(f"{said} raises {told(error)}{advice}.") from error
+        raise UserError(f"{said} raises {error_line(error)}{advice}.") from error
 
 
-def told(error: Exception) -> str:
+def error_line(error: Exception) -> str:
     """Return an exception's type and the first line of its message."""
     first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
     return f"{type(error).__name__}{': ' if first else ''}{first}"
@@ -307,7 +307,7 @@ class FileSource(ModelSource):
         try:
             return import_file(self.path)
         except Exception as error:
-            raise UserError(f"{self.path.name} cannot be imported: {told(error)}.") from error
+            raise UserError(f"{self.path.name} cannot be imported: {error_line(error)}.") from error
 
 
 @dataclass(frozen=True)

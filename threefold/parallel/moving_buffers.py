@@ -103,7 +103,7 @@ class MovingBuffers:
     """Persistent buffers of a rank's stages, of which training updates those that forward passes change.
 
     Attributes:
-        is_idle: whether the first step has shown that there are none, so that later ones need no `begin` and `finish`.
+        is_idle: whether steps need no `begin` and `finish`: after the first step, if there are no persistent buffers.
     """
 
     def __init__(self, stages: Sequence[Stage], plan: ModelPlan, mesh: Mesh) -> None:

@@ -19,7 +19,7 @@ from threefold.config.model import OWN
 from threefold.errors import UserError
 from threefold.models.block import UnknownBlock, describe_model
 from threefold.models.sharding import Constant
-from threefold.models.source import ConfigSource, ModelSource, told
+from threefold.models.source import ConfigSource, ModelSource, error_line
 from threefold.parallel.pipeline.partition import stage_map
 from threefold.planner import dry_step
 from threefold.planner.dry_step import CollectiveTotal, DryRunReport
@@ -148,7 +148,7 @@ def _explaining(own: bool, rank: int) -> Iterator[None]:
     except Exception as error:
         if not own:
             raise
-        raise UserError(f"The model fails on rank {rank} with {told(error)}.") from error
+        raise UserError(f"The model fails on rank {rank} with {error_line(error)}.") from error
     finally:
         logging.disable(before)
 

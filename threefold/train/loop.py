@@ -21,7 +21,7 @@ from threefold.config import Config
 from threefold.data.loader import Loader
 from threefold.data.samples import ConsumedSamples
 from threefold.errors import UserError
-from threefold.files import told
+from threefold.files import describe_error
 from threefold.host import peak_memory
 from threefold.models.block import model_flops_per_token
 from threefold.models.loss_terms import LOSS, LossSums
@@ -504,7 +504,7 @@ def call(callback: Callback, moment: str, rank: int, *arguments: Any) -> None:
     except UserError:
         raise
     except Exception as error:
-        what, name = told(error).removesuffix(":"), type(callback).__name__
+        what, name = describe_error(error).removesuffix(":"), type(callback).__name__
         raise CallbackFailed(f"The callback {name} on rank {rank} failed in {moment} with {what}.") from error
 
 

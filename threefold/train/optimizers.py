@@ -20,7 +20,7 @@ from torch import Tensor
 from threefold.config import OptimizerConfig
 from threefold.config.optimizer import OPTIMIZERS
 from threefold.errors import UserError
-from threefold.files import shown, told
+from threefold.files import describe_error, shown
 from threefold.plugins import one_of
 from threefold.train.optim import AdamW, Entry, UpdateRule
 
@@ -341,7 +341,7 @@ def _make(config: OptimizerConfig, groups: Sequence[tuple[list[Tensor], float]])
     try:
         made = make(given, lr=config.lr, **arguments)
     except Exception as error:
-        raise UserError(f"{_called(config)} cannot be made: {told(error)}.") from error
+        raise UserError(f"{_called(config)} cannot be made: {describe_error(error)}.") from error
     if not isinstance(made, torch.optim.Optimizer):
         raise UserError(
             f"{_called(config)} makes a {type(made).__name__} but must make a torch.optim.Optimizer; return one."
@@ -358,7 +358,7 @@ def _trial(config: OptimizerConfig, like: Tensor, decays: bool = True) -> dict[s
     try:
         optimizer.step()
     except Exception as error:
-        raise UserError(f"{_called(config)} cannot step: {told(error)}.") from error
+        raise UserError(f"{_called(config)} cannot step: {describe_error(error)}.") from error
     found = {str(name): value for name, value in optimizer.state[parameter].items() if value is not None}
     for name, value in found.items():
         if not isinstance(value, Tensor | int | float):

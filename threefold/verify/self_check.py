@@ -35,7 +35,7 @@ from threefold.models.loss_terms import LossFunction
 from threefold.models.module_check import OF_MODULES
 from threefold.models.own_batch import batch_shapes, has_forward
 from threefold.models.sharding import ModelPlan
-from threefold.models.source import MakeModel, ModelSource, construct, skeleton, told
+from threefold.models.source import MakeModel, ModelSource, construct, error_line, skeleton
 from threefold.output import write_durably
 from threefold.plugins import modules_beside
 from threefold.random.rng import draws_in_sequence, generators_preserved
@@ -403,7 +403,7 @@ def _prepare(config: Config, small: Config, run_dir: Path, source: ModelSource, 
                 (run_dir / _PARTIAL).mkdir(exist_ok=True)
                 trace.save(run_dir / _PARTIAL)
     except Exception as error:  # for example of a model that runs only layer by layer
-        reason = f"one process does not run it ({told(error)})"
+        reason = f"one process does not run it ({error_line(error)})"
     if reason:
         return _Prepared((f"Not verified against one process: {reason}.",))
     name = source.describe(config)

@@ -12,7 +12,7 @@ from threefold.constants import IGNORE_INDEX
 from threefold.data.samples import SPLITS, SingleCorpus, document_numbers
 from threefold.data.tokenizer import TextRule
 from threefold.errors import UserError
-from threefold.files import shown, told
+from threefold.files import describe_error, shown
 from threefold.plugins import is_import_path, load_path
 from threefold.random import Int64Array
 
@@ -182,7 +182,7 @@ class OwnSamples(SingleCorpus):
             tokens, labels = _pair(sample)
         except Exception as error:
             raise UserError(
-                f"{begin} cannot be read as tokens and labels ({told(error)}); return a pair of equally long "
+                f"{begin} cannot be read as tokens and labels ({describe_error(error)}); return a pair of equally long "
                 "sequences of ids, or one sequence."
             ) from error
         if unknown:
@@ -232,8 +232,8 @@ def _parts(path: str) -> Mapping[str, Any]:
             found = found()
         except Exception as error:
             raise UserError(
-                f"{named(path)}, which cannot be called without arguments ({told(error)}); name a function that "
-                "makes the data set."
+                f"{named(path)}, which cannot be called without arguments ({describe_error(error)}); name a function "
+                "that makes the data set."
             ) from error
     parts = found if isinstance(found, Mapping) else {"": found}
     for name, part in parts.items():
@@ -284,8 +284,8 @@ class NestedSamples(SingleCorpus):
                 samples.append(self.part[number])
             except Exception as error:
                 raise UserError(
-                    f"{named(self.path)}, whose sample {number:,} cannot be read ({told(error)}); correct its "
-                    "__getitem__."
+                    f"{named(self.path)}, whose sample {number:,} cannot be read ({describe_error(error)}); correct "
+                    "its __getitem__."
                 ) from error
         try:
             for number, sample in zip(numbers[1:], samples[1:], strict=True):
@@ -294,7 +294,7 @@ class NestedSamples(SingleCorpus):
         except Exception as error:
             raise UserError(
                 f"{named(self.path)}, whose samples {', '.join(map(str, numbers[:3]))}, … cannot be "
-                f"put into one batch ({told(error)}); give all the same nesting, keys and shapes, padded say."
+                f"put into one batch ({describe_error(error)}); give all the same nesting, keys and shapes, padded say."
             ) from error
         if kind := _wrong_leaf(batch):
             raise UserError(
