@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 import threefold as t3
+from tests.api.layer_list import layers
 from tests.support.command import Command
-from tests.support.layer_list import layers
 
 
 def saved(folder: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import threefold
-from tests.support.layer_list import data, layers, loss_fn
+from tests.api.layer_list import data, layers, loss_fn
 from tests.support.parity import whole_tensors
 from tests.support.sweep import sweep
 

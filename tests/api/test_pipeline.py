@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import threefold
-from tests.support.layer_list import Mix, data, layers, loss_fn
+from tests.api.layer_list import Mix, data, layers, loss_fn
 from threefold.errors import UserError
 
 

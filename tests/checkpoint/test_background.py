@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.faults import Fault, train_with
+from tests.resilience.faults import Fault, train_with
 from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, train, train_rank
 from threefold.checkpoint.folder import complete, newest

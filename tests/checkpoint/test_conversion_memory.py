@@ -1,5 +1,8 @@
 """A checkpoint is converted tensor by tensor: memory holds the largest of them, never all."""
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -7,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tests.support.hf_models import Silent
-from tests.support.process_memory import anonymous_growth
 from threefold.checkpoint.conversion import Conversion, Format, convert_checkpoint
 from threefold.checkpoint.folder import LOOP, path_of
 from threefold.checkpoint.manifest import Facts, write_manifest
@@ -39,6 +41,34 @@ def write_large(run: Path) -> None:
     save_tensors_alone(tensors, folder)
     (folder / LOOP).write_text("{}")
     write_manifest(folder, Facts(1, 0, 0, eod=None, tokenizer_sha256=None, tokens=0, documents=0))
+
+
+def anonymous() -> int:
+    """Return the bytes that this process holds outside files, as Linux counts them."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+
+@contextmanager
+def anonymous_growth() -> Iterator[Callable[[], int]]:
+    """Yield a function that returns the largest growth of memory outside files, in bytes, sampled by a thread.
+
+    A mapped file is not counted: the system reclaims its pages when needed.
+    """
+    before, most, ended = anonymous(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not ended.wait(0.001):
+            most = max(most, anonymous() - before)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield lambda: most
+    finally:
+        ended.set()
+        thread.join()
 
 
 def convert_large(run: Path, out: Path, kind: Format) -> int:

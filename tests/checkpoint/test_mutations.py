@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.mistakes import Patch, patched, replace
+from tests.support.mistakes import Patch, patched
 from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, same, train_rank
 from threefold.checkpoint.folder import Checkpoint
@@ -23,12 +23,12 @@ HALF, WHOLE, BATCH = 3, 6, 48
 
 def next_batch_is_the_last_one_again() -> list[Patch]:
     batch = Loader.batch
-    return [replace(Loader, "batch", lambda self, step, *_: batch(self, step - 1))]
+    return [(Loader, "batch", lambda self, step, *_: batch(self, step - 1))]
 
 
 def samples_from_the_start() -> list[Patch]:
     batch = Loader.batch
-    return [replace(Loader, "batch", lambda self, step, *_: batch(self, step - HALF))]
+    return [(Loader, "batch", lambda self, step, *_: batch(self, step - HALF))]
 
 
 def order_of_the_first_epoch_again() -> list[Patch]:
@@ -38,7 +38,7 @@ def order_of_the_first_epoch_again() -> list[Patch]:
         counters = (step * BATCH + self.share.rows) % len(self.train)
         return self._make_batch(self.train, self.train.ordered(counters, self.seed))
 
-    return [replace(Loader, "_read_train", read)]
+    return [(Loader, "_read_train", read)]
 
 
 def epoch_starts_with_the_resumed_run() -> list[Patch]:
@@ -48,7 +48,7 @@ def epoch_starts_with_the_resumed_run() -> list[Patch]:
         counters = len(self.train) + (step - HALF) * BATCH + self.share.rows
         return self._make_batch(self.train, self.train.ordered(counters, self.seed))
 
-    return [replace(Loader, "_read_train", read)]
+    return [(Loader, "_read_train", read)]
 
 
 def position_counted_in_samples_of_a_replica() -> list[Patch]:
@@ -58,7 +58,7 @@ def position_counted_in_samples_of_a_replica() -> list[Patch]:
         counters = HALF * BATCH // 2 * 3 + (step - HALF) * BATCH + self.share.rows
         return self._make_batch(self.train, self.train.ordered(counters, self.seed))
 
-    return [replace(Loader, "_read_train", read)]
+    return [(Loader, "_read_train", read)]
 
 
 def _restored_without(*names: str) -> list[Patch]:
@@ -70,7 +70,7 @@ def _restored_without(*names: str) -> list[Patch]:
             if name in names:
                 value.zero_()
 
-    return [replace(entry_point, "restore_engine", restored)]
+    return [(entry_point, "restore_engine", restored)]
 
 
 def adam_counts_its_updates_anew() -> list[Patch]:
@@ -83,12 +83,12 @@ def moments_of_adam_forgotten() -> list[Patch]:
 
 def warm_up_and_decay_start_anew() -> list[Patch]:
     rate = step_module.learning_rate
-    return [replace(step_module, "learning_rate", lambda step, config: rate(step - HALF, config))]
+    return [(step_module, "learning_rate", lambda step, config: rate(step - HALF, config))]
 
 
 def dropout_masks_start_anew() -> list[Patch]:
     keys = step_batch.sample_keys
-    return [replace(step_batch, "sample_keys", lambda seed, step, rows: keys(seed, step - HALF, rows))]
+    return [(step_batch, "sample_keys", lambda seed, step, rows: keys(seed, step - HALF, rows))]
 
 
 def masters_from_the_narrow_weights() -> list[Patch]:
@@ -99,7 +99,7 @@ def masters_from_the_narrow_weights() -> list[Patch]:
         for entry in engine.optimizer.entries:
             entry.master.detach().copy_(entry.leaf.detach())
 
-    return [replace(entry_point, "restore_engine", restored)]
+    return [(entry_point, "restore_engine", restored)]
 
 
 def resumed(mistake: Callable[[], list[Patch]], run: Run, folder: Path) -> None:

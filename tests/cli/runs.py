@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.cli.kills import pause
 from tests.support import ready
-from tests.support.kills import pause
 from threefold.checkpoint.folder import check_whole, complete
 from threefold.train.callbacks.metrics import MEASURED, read_metrics_file
 

@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from tests.support.foreign_configs import FLEET, FLEET_BASE
+from tests.convert.foreign_configs import FLEET, FLEET_BASE
 from threefold import __version__
 from threefold.cli.main import COMMANDS, make_app
 from threefold.config import load_config

@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from tests.support.damaged_configs import damaged_config
+from tests.config.damaged_configs import damaged_config
 
 _SCRIPT = """\
 import contextlib, io, json, sys

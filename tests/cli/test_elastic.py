@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.kills import beacon, moments, pids
 from tests.cli.runs import (
     LONGEST,
     check_checkpoints,
@@ -28,7 +29,6 @@ from tests.cli.runs import (
     undisturbed,
     wait_for,
 )
-from tests.support.kills import beacon, moments, pids
 from tests.support.processes import assert_gone, free_port
 
 DEADLINE = 60.0

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.runs import command, read_until, start
-from tests.support.cpu_waits import CpuWaits
-from tests.support.processes import errors_of
+from tests.support.processes import CpuWaits, errors_of
 
 
 @pytest.mark.slow

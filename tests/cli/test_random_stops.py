@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.kills import Moment, beacon, moments, pause, ticks
 from tests.cli.runs import (
     LONGEST,
     check_checkpoints,
@@ -23,7 +24,6 @@ from tests.cli.runs import (
     start,
     undisturbed,
 )
-from tests.support.kills import Moment, beacon, moments, pause, ticks
 from threefold.checkpoint.folder import newest, path_of
 
 PHASES = ("start-up", "compile", "step", "evaluation", "save", "background save")

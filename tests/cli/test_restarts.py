@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.kills import Killer, beacon, moments, pids
 from tests.cli.runs import (
     check_checkpoints,
     command,
@@ -20,7 +21,6 @@ from tests.cli.runs import (
     write_config,
 )
 from tests.support import ready
-from tests.support.kills import Killer, beacon, moments, pids
 from tests.support.processes import assert_gone
 from threefold.checkpoint.folder import check_whole, complete
 

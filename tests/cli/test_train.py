@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import ready
-from tests.support.cpu_waits import CpuWaits
+from tests.support.processes import CpuWaits
 from threefold.config import load_config
 from threefold.launch.output import log_file
 from threefold.launch.training_run import resolve_run

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from tests.support.damaged_configs import damaged_config
+from tests.config.damaged_configs import damaged_config
 from threefold.config import load_config
 from threefold.config.loading import LARGEST_DOCUMENT
 from threefold.config.resolve import check_settings

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.foreign_configs import COLOSSAL, FLEET, FLEET_BASE, LLAMA, MEGATRON
+from tests.convert.foreign_configs import COLOSSAL, FLEET, FLEET_BASE, LLAMA, MEGATRON
 from threefold.config import Config, load_config, resolve
 from threefold.convert import Converted, convert
 from threefold.errors import UserError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.foreign_configs import (
+from tests.convert.foreign_configs import (
     COLOSSAL,
     FLEET_BASE,
     FLEET_FLAGS,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.foreign_configs import MEGATRON_EXPECTED as EXPECTED
-from tests.support.foreign_configs import MEGATRON_SCRIPTS as SCRIPTS
+from tests.convert.foreign_configs import MEGATRON_EXPECTED as EXPECTED
+from tests.convert.foreign_configs import MEGATRON_SCRIPTS as SCRIPTS
 from threefold.config import load_config
 from threefold.convert import Converted, convert
 from threefold.convert.megatron import read

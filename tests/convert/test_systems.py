@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.foreign_configs import FLEET_FLAGS, HYBRID_GPT, LOGGED_RUN
+from tests.convert.foreign_configs import FLEET_FLAGS, HYBRID_GPT, LOGGED_RUN
 from threefold.config import load_config
 from threefold.convert import Converted, convert
 from threefold.errors import UserError

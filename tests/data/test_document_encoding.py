@@ -13,7 +13,6 @@ from tests.support.chats import (
     TURN_END,
     conversations,
     transformers_tokenizer,
-    unmarked,
     write_tokenizer,
 )
 from threefold.data.conversations import Chat, ChatTemplate, Completion, chat_of
@@ -52,7 +51,8 @@ def test_tokens_and_masks_are_those_of_transformers(style: str, files: dict[str,
 def test_templates_that_mark_nothing_count_the_same(style: str, files: dict[str, Path]) -> None:
     """The difference between a conversation before and after an answer gives what marked blocks give."""
     theirs = transformers_tokenizer(style)
-    plain = ChatTemplate(unmarked(TEMPLATES[style]), tuple(theirs.special_tokens_map.items()))
+    unmarked = TEMPLATES[style].replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    plain = ChatTemplate(unmarked, tuple(theirs.special_tokens_map.items()))
     assert not plain.marks_answers
     ours = encoder(files[style], template=plain)
     for messages in conversations(style):

@@ -5,10 +5,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.cases import LLAMA, MOE, with_recompute
+from tests.models.masks_by_hand import dropout_factors
 from tests.support.devices import DEVICES, alone_on, device_of
-from tests.support.masks_by_hand import dropout_factors
-from tests.support.parity import Case, departures, in_layout, make_engine, shard_of, whole_tensors
+from tests.support.parity import (
+    LLAMA,
+    MOE,
+    Case,
+    departures,
+    in_layout,
+    make_engine,
+    shard_of,
+    whole_tensors,
+    with_recompute,
+)
 from tests.support.precision import narrow_departures
 from threefold.random.dropout import Dropout, keep_mask, sample_keys
 from threefold.train.step import StepResult

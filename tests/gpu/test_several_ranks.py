@@ -5,9 +5,8 @@ Each layout is compared with one process on the CPU. NCCL refuses several ranks 
 
 import pytest
 
-from tests.support.cases import over
 from tests.support.devices import DEVICES, staged_on
-from tests.support.parity import Case, departures, in_layout
+from tests.support.parity import Case, departures, in_layout, over
 
 GPT = Case(sequence=12, layers=4, dropout=0.1, steps=2, shared_memory=False)
 

@@ -9,7 +9,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.support.hf_models import LLAMA, Silent, write_llama
-from tests.support.process_memory import forget_peak, read_bytes, status
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.host import keep_freed_memory
@@ -73,11 +72,21 @@ def write_billion(folder: Path) -> int:
     return sum(torch.Size(shape).numel() for shapes in files.values() for shape in shapes.values())
 
 
+def status(key: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) * 1024
+
+
+def read_bytes() -> int:
+    """Return the bytes read from files so far, from disk or cache."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
 def import_rank(source: Path, out: Path) -> int:
     """Import in this process, and return by how much its memory grew at most."""
     import_model(Import(write_llama(out / "small"), out / "of small"), Silent())  # for what is made only once
     before = status("VmRSS")
-    forget_peak()
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     import_model(Import(source, out / "run"), Silent())
     return status("VmHWM") - before
 
@@ -92,7 +101,7 @@ def load_rank(run: Path, layout: Layout) -> tuple[int, int, int]:
     mesh = Mesh(layout, torch.device("cpu"))
     trained = Trained.find(run)
     before, read = status("VmRSS"), read_bytes()
-    forget_peak()
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     model = trained.load(mesh)
     grown, read = status("VmHWM") - before, read_bytes() - read
     shard = sum(local(parameter).numel() * 4 for parameter in model.stage.parameters())

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import ready
-from tests.support.cpu_waits import CpuWaits
-from tests.support.processes import assert_gone, errors_of, pids_of
+from tests.support.processes import CpuWaits, assert_gone, errors_of, pids_of
 from tests.support.sweep import sweep
 from threefold.launch.output import log_file
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.faulty_runs import STOPPED, TIMEOUT, end, started, train_command, wait_until_stopped, write_config
+from tests.launch.faulty_runs import STOPPED, TIMEOUT, end, started, train_command, wait_until_stopped, write_config
 from tests.support.processes import free_port
 from tests.train.support import Run
 

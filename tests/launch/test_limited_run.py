@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.runs import check_checkpoints, record, restarts
-from tests.support.faulty_runs import DEADLINE, end, started, train_command, write_config
+from tests.launch.faulty_runs import DEADLINE, end, started, train_command, write_config
 from tests.support.processes import assert_gone, pids_of
 from tests.train.support import Run
 

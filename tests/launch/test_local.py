@@ -10,8 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support import ready
-from tests.support.cpu_waits import CpuWaits
-from tests.support.processes import assert_gone, pids_of
+from tests.support.processes import CpuWaits, assert_gone, pids_of
 from tests.support.sweep import sweep
 from threefold.errors import UserError
 from threefold.launch.failure import RankFailed

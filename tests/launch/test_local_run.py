@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cpu_waits import CpuWaits
-from tests.support.faulty_runs import (
+from tests.launch.faulty_runs import (
     DEADLINE,
     STOPPED,
     TIMEOUT,
@@ -19,7 +18,7 @@ from tests.support.faulty_runs import (
     wait_until_stopped,
     write_config,
 )
-from tests.support.processes import pids_of
+from tests.support.processes import CpuWaits, pids_of
 from tests.train.support import Run
 
 LATEST = TIMEOUT + 2 + 3

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from tests.support.masks_by_hand import dropout_factors
+from tests.models.masks_by_hand import dropout_factors
 from tests.support.parity import Case, make_engine, shard_of, whole_tensors
 from tests.support.sweep import sweep
 from threefold.config import Config, resolve

@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from tests.support.cases import LLAMA
-from tests.support.parity import Case, Trace, departures, in_layout
+from tests.support.parity import LLAMA, Case, Trace, departures, in_layout
 from tests.support.sweep import sweep
 from threefold.launch.worker_pool import WorkerPool
 

@@ -6,8 +6,7 @@ import sys
 import pytest
 import torch
 
-from tests.support.cases import LLAMA, over
-from tests.support.parity import Case
+from tests.support.parity import LLAMA, Case, over
 from threefold.models.family import make_model, model_plan
 from threefold.models.sharding import Column, OverExperts, Row
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.attention import numbered
+from tests.ops.attention import numbered
 from tests.support.compiled import traced
 from tests.support.sweep import sweep
 from threefold.comm.layout import Layout

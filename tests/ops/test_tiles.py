@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.attention import hidden, numbered
+from tests.ops.attention import hidden, numbered
 from threefold.ops.attention import AttentionMask, document_bounds, tiles
 
 DEVICE = torch.device("cpu")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.attention import masked_attention, numbered
+from tests.ops.attention import masked_attention, numbered
 from threefold.ops import attention as module
 from threefold.ops.attention import AttentionMask, attention, varlen_lengths
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.cases import sizes
-from tests.support.mistakes import Patch, patched, replace, with_patches
-from tests.support.parity import Case, Trace, departures, in_layout, make_engine
+from tests.parallel.support import sizes
+from tests.support.mistakes import Patch, with_mistake
+from tests.support.parity import Case, departures, in_layout, make_engine
 from tests.support.saved_tensors import recording_saved
 from tests.support.sweep import sweep
 from threefold.comm.axis import Axis
@@ -216,7 +216,7 @@ def gradient_of_a_chunk_forgotten() -> list[Patch]:
         of_weight[ctx.chunk : 2 * ctx.chunk] = 0
         return of_x, of_weight, *rest
 
-    return [replace(cross_entropy._LogitSums, "backward", staticmethod(without_second))]
+    return [(cross_entropy._LogitSums, "backward", staticmethod(without_second))]
 
 
 def last_chunk_left_out_of_the_sums() -> list[Patch]:
@@ -226,24 +226,19 @@ def last_chunk_left_out_of_the_sums() -> list[Patch]:
         yield from list(chunks(weight, size))[:-1]
 
     sums = cross_entropy._LogitSums
-    forward = partial(with_patches, [(cross_entropy, "_chunks", all_but_last)], sums.forward)
-    return [replace(sums, "forward", staticmethod(forward))]
+    forward = partial(with_mistake, lambda: [(cross_entropy, "_chunks", all_but_last)], sums.forward)
+    return [(sums, "forward", staticmethod(forward))]
 
 
 def sums_of_ranks_not_brought_to_one_maximum() -> list[Patch]:
-    return [replace(Axis, "all_reduce_max_", lambda self, tensor: tensor)]
+    return [(Axis, "all_reduce_max_", lambda self, tensor: tensor)]
 
 
 def gradient_of_x_not_summed_over_the_ranks() -> list[Patch]:
     def alone(self: ColumnParallelLinear, compute: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
         return compute(x, local(self.weight))
 
-    return [replace(ColumnParallelLinear, "with_weight", alone)]
-
-
-def with_mistake(mistake: Callable[[], list[Patch]], case: Case) -> Trace:
-    with patched(mistake()):
-        return in_layout(case)
+    return [(ColumnParallelLinear, "with_weight", alone)]
 
 
 @pytest.mark.parametrize(
@@ -257,7 +252,7 @@ def with_mistake(mistake: Callable[[], list[Patch]], case: Case) -> Trace:
 )
 def test_mistake_is_found(pool, expected, mistake: Any, layout: dict[str, Any], sign: str) -> None:
     case = chunked(layout)
-    found = departures(expected(case), pool.run(case.world_size, with_mistake, mistake, case), case)
+    found = departures(expected(case), pool.run(case.world_size, with_mistake, mistake, in_layout, case), case)
     assert any(sign in departure for departure in found), found[:5]
 
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.cases import LLAMA, MOE, check, with_recompute
+from tests.parallel.support import check
 from tests.support.compiled import in_layout_counted
-from tests.support.parity import Case, departures
+from tests.support.parity import LLAMA, MOE, Case, departures, with_recompute
 
 SP = (("parallel.sequence_parallel", True),)
 RING = (("parallel.cp_method", "ring"),)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.cases import case
-from tests.support.mistakes import Patch, replace, sharded_by, with_mistake
-from tests.support.parity import departures
+from tests.parallel.support import case
+from tests.support.mistakes import Patch, sharded_by, with_mistake
+from tests.support.parity import departures, in_layout
 from threefold.comm.axis import Axis
 from threefold.comm.mesh import Mesh
 from threefold.constants import IGNORE_INDEX
@@ -42,7 +42,7 @@ def labels_shifted_after_the_split() -> list[Patch]:
         right = work(self, batch, *facts)
         return LocalBatch(right.tokens, follow, right.samples)
 
-    return [replace(BatchPreparation, "local_batch", shifted)]
+    return [(BatchPreparation, "local_batch", shifted)]
 
 
 def learned_positions_restart_on_each_rank() -> list[Patch]:
@@ -63,14 +63,14 @@ def rotary_positions_restart_on_each_rank() -> list[Patch]:
 
 def plain_causal_mask_on_balanced_chunks() -> list[Patch]:
     """Keys stay in the order of the ranks, as if each rank held one run of the sequence."""
-    return [replace(context, name, lambda cp: list(range(2 * cp))) for name in ("_places", "_held")]
+    return [(context, name, lambda cp: list(range(2 * cp))) for name in ("_places", "_held")]
 
 
 def causal_mask_aligned_with_the_first_key() -> list[Patch]:
     def later(queries: int, keys: int, device: torch.device) -> Tensor:
         return torch.ones(queries, keys, dtype=torch.bool, device=device).triu(1)
 
-    return [replace(attention, "later", later)]
+    return [(attention, "later", later)]
 
 
 def tiles_from_the_first_key_on() -> list[Patch]:
@@ -83,7 +83,7 @@ def tiles_from_the_first_key_on() -> list[Patch]:
             moved = range(tile.queries.start + queries.start, tile.queries.stop + queries.start)
             yield dataclasses.replace(tile, queries=moved)
 
-    return [replace(tiles, "tiles", first)]
+    return [(tiles, "tiles", first)]
 
 
 def documents_attend_across() -> list[Patch]:
@@ -92,7 +92,7 @@ def documents_attend_across() -> list[Patch]:
     def across(self: Any, q: Tensor, k: Tensor, v: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
         return forward(self, q, k, v, SampleInfo(samples.keys))
 
-    return [replace(context.ContextParallelAttention, "forward", across)]
+    return [(context.ContextParallelAttention, "forward", across)]
 
 
 def _documents_from_the_first(argument: int) -> Callable[..., Iterator[tiles.Tile]]:
@@ -109,7 +109,7 @@ def _documents_from_the_first(argument: int) -> Callable[..., Iterator[tiles.Til
 
 
 def documents_of_the_first_positions_for_every_chunk() -> list[Patch]:
-    return [replace(tiles, "tiles", _documents_from_the_first(1))]
+    return [(tiles, "tiles", _documents_from_the_first(1))]
 
 
 def key_gradients_not_returned_to_their_owner() -> list[Patch]:
@@ -119,7 +119,7 @@ def key_gradients_not_returned_to_their_owner() -> list[Patch]:
         by_rank = context._take_chunks(grad, ctx.dim, context._held(ctx.axis.size))
         return by_rank.chunk(ctx.axis.size, ctx.dim)[ctx.axis.index], None, None
 
-    return [replace(context._GatherSequence, "backward", staticmethod(backward))]
+    return [(context._GatherSequence, "backward", staticmethod(backward))]
 
 
 def key_gradients_returned_to_another_rank() -> list[Patch]:
@@ -128,7 +128,7 @@ def key_gradients_returned_to_another_rank() -> list[Patch]:
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.axis.reduce_scatter(grad, ctx.dim), None, None
 
-    return [replace(context._GatherSequence, "backward", staticmethod(backward))]
+    return [(context._GatherSequence, "backward", staticmethod(backward))]
 
 
 def mean_of_means_over_the_context_ranks() -> list[Patch]:
@@ -142,7 +142,7 @@ def mean_of_means_over_the_context_ranks() -> list[Patch]:
         )
         return max(1, counted * self.mesh.cp.size), padding
 
-    return [replace(BatchPreparation, "_count", own)]
+    return [(BatchPreparation, "_count", own)]
 
 
 def gradients_not_summed_over_the_context_ranks() -> list[Patch]:
@@ -152,17 +152,17 @@ def gradients_not_summed_over_the_context_ranks() -> list[Patch]:
         make(self, everyone)
         self.replicas = self.dp
 
-    return [replace(Mesh, "_make_axes", without_context)]
+    return [(Mesh, "_make_axes", without_context)]
 
 
 def attention_mask_by_local_row() -> list[Patch]:
     indices = staticmethod(lambda size, device: torch.arange(size, device=device))
-    return [replace(context.SequenceChunk, "indices", lambda self, size, device: indices(size, device))]
+    return [(context.SequenceChunk, "indices", lambda self, size, device: indices(size, device))]
 
 
 def attention_mask_of_a_shorter_sequence() -> list[Patch]:
     """Rows of the second head and on are counted as if the sequence ended with the chunk."""
-    return [replace(context.SequenceChunk, "whole", lambda self, size: size)]
+    return [(context.SequenceChunk, "whole", lambda self, size: size)]
 
 
 def hidden_mask_by_local_position() -> list[Patch]:
@@ -182,7 +182,7 @@ def attention_dropout_loses_its_stream() -> list[Patch]:
         with patch.object(core.dropout, "name", ""):
             return of_chunk(core, heads, queries)
 
-    return [replace(context, "_of_chunk", unnamed)]
+    return [(context, "_of_chunk", unnamed)]
 
 
 def ring_gradients_end_a_rank_short() -> list[Patch]:
@@ -199,26 +199,26 @@ def ring_gradients_end_a_rank_short() -> list[Patch]:
         with patch.object(Axis, "start_shift", counted):
             return backward(ctx, grad)
 
-    return [replace(ring._Attention, "backward", staticmethod(one_less))]
+    return [(ring._Attention, "backward", staticmethod(one_less))]
 
 
 def ring_parts_joined_without_their_weights() -> list[Patch]:
     """The mean over the parts that a rank's keys fall into, instead of the mean over the keys."""
-    return [replace(torch, "logaddexp", lambda sofar, new: torch.maximum(sofar, new))]
+    return [(torch, "logaddexp", lambda sofar, new: torch.maximum(sofar, new))]
 
 
 def ring_attends_to_what_comes_later() -> list[Patch]:
     def all_of_it(self: tiles.Tile, device: torch.device) -> Tensor:
         return torch.zeros(len(self.queries), len(self.keys), dtype=torch.bool, device=device)
 
-    return [replace(tiles.Tile, "hidden", all_of_it)]
+    return [(tiles.Tile, "hidden", all_of_it)]
 
 
 def ring_leaves_out_the_chunks_of_others() -> list[Patch]:
     """A rank's queries attend to its own keys alone."""
     part = ring._Ring.of_owner
     return [
-        replace(
+        (
             ring._Ring,
             "of_owner",
             lambda self, owner, *rest: part(self, owner, *rest) if owner == self.axis.index else iter(()),
@@ -233,12 +233,12 @@ def ring_mask_by_the_place_in_the_block() -> list[Patch]:
         local = range(self.at_keys.start, self.at_keys.stop)
         return drop(dataclasses.replace(self, tile=dataclasses.replace(self.tile, keys=local)), *rest)
 
-    return [replace(ring._RingTile, "drop", by_place)]
+    return [(ring._RingTile, "drop", by_place)]
 
 
 def ring_documents_of_the_own_chunks() -> list[Patch]:
     """Documents are those of the first positions for the keys of every chunk."""
-    return [replace(ring, "tiles", _documents_from_the_first(2))]
+    return [(ring, "tiles", _documents_from_the_first(2))]
 
 
 RING = {"cp": 2, "settings": (("parallel.cp_method", "ring"),)}
@@ -275,10 +275,10 @@ def test_mistake_is_found(
     pool, expected, mistake: Callable[[], list[Patch]], changes: dict[str, Any], sign: str
 ) -> None:
     spread = case(**changes)
-    found = departures(expected(spread), pool.run(spread.world_size, with_mistake, mistake, spread), spread)
+    found = departures(expected(spread), pool.run(spread.world_size, with_mistake, mistake, in_layout, spread), spread)
     assert any(sign in departure for departure in found), found[:5]
 
 
 def test_without_a_mistake_nothing_is_found(pool, expected) -> None:
     spread = case(cp=2, tp=2, positions="rope", documents=True)
-    assert not departures(expected(spread), pool.run(spread.world_size, with_mistake, list, spread), spread)
+    assert not departures(expected(spread), pool.run(spread.world_size, with_mistake, list, in_layout, spread), spread)

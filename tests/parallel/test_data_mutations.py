@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from tests.support.mistakes import Patch, replace, with_mistake
-from tests.support.parity import Case, departures
+from tests.support.mistakes import Patch, with_mistake
+from tests.support.parity import Case, departures, in_layout
 from threefold.comm.axis import Axis
 from threefold.parallel import parameter as weights
 from threefold.parallel import zero
@@ -26,7 +26,7 @@ def average_over_replicas_taken_twice() -> list[Patch]:
         set_up(module, axis, *compression)
         module.set_gradient_divide_factor(float(axis.size))  # type: ignore[operator]
 
-    return [replace(zero, "_set_up", averaging)]
+    return [(zero, "_set_up", averaging)]
 
 
 def last_micro_batch_not_reduced() -> list[Patch]:
@@ -39,12 +39,12 @@ def last_micro_batch_not_reduced() -> list[Patch]:
                 parameter.unsharded_param.grad = None
         post_backward(self, *unused)
 
-    return [replace(FSDPParamGroup, "post_backward", without_the_second)]
+    return [(FSDPParamGroup, "post_backward", without_the_second)]
 
 
 def weights_gathered_before_the_update() -> list[Patch]:
     """Without letting go of them, the next step computes with the weights of the one before."""
-    return [replace(FSDPParamGroup, "reshard", lambda self: None)]
+    return [(FSDPParamGroup, "reshard", lambda self: None)]
 
 
 def weights_used_before_their_gather_ends() -> list[Patch]:
@@ -57,19 +57,19 @@ def weights_used_before_their_gather_ends() -> list[Patch]:
         output_tensor.zero_()
         under_way.append(partial(gather, self, output_tensor, input_tensor.clone(), group))
 
-    return [replace(zero._AllGather, "__call__", late)]
+    return [(zero._AllGather, "__call__", late)]
 
 
 def shards_counted_once_a_copy_in_the_norm() -> list[Patch]:
-    return [replace(zero.ShardedGradients, "is_in_norm", lambda self, leaf: True)]
+    return [(zero.ShardedGradients, "is_in_norm", lambda self, leaf: True)]
 
 
 def shards_of_one_rank_counted_in_the_norm() -> list[Patch]:
-    return [replace(zero.ShardedGradients, "is_in_norm", lambda self, leaf: self._zero.shards.is_first)]
+    return [(zero.ShardedGradients, "is_in_norm", lambda self, leaf: self._zero.shards.is_first)]
 
 
 def copies_not_summed() -> list[Patch]:
-    return [replace(zero.ShardedGradients, "_sum_over_replicas", lambda self: None)]
+    return [(zero.ShardedGradients, "_sum_over_replicas", lambda self: None)]
 
 
 def gradients_added_up_in_half_precision() -> list[Patch]:
@@ -78,11 +78,11 @@ def gradients_added_up_in_half_precision() -> list[Patch]:
     def narrow(**options: Any) -> Any:
         return policy(**{**options, "reduce_dtype": torch.bfloat16})
 
-    return [replace(zero, "MixedPrecisionPolicy", narrow)]
+    return [(zero, "MixedPrecisionPolicy", narrow)]
 
 
 def shards_drawn_alike() -> list[Patch]:
-    return [replace(weights, "offset", lambda parameter: (0,) * parameter.dim())]
+    return [(weights, "offset", lambda parameter: (0,) * parameter.dim())]
 
 
 def replicas_cut_before_the_tensor_axis() -> list[Patch]:
@@ -97,7 +97,7 @@ def replicas_cut_before_the_tensor_axis() -> list[Patch]:
             starts[0] = (shard * tensors + tensor) * (parameter.shape[0] // (shards * tensors))
         return tuple(starts)
 
-    return [replace(weights, "offset", other_order)]
+    return [(weights, "offset", other_order)]
 
 
 MISTAKES = [
@@ -131,5 +131,5 @@ def test_mistake_is_found(
     axes = {"dp": 2, **changes}
     shards = axes.pop("shards", axes["dp"])
     case = Case(dtype="fp64", steps=2, settings=(("parallel.zero", stage), ("parallel.zero_shards", shards)), **axes)
-    found = departures(expected(case), pool.run(case.world_size, with_mistake, mistake, case), case)
+    found = departures(expected(case), pool.run(case.world_size, with_mistake, mistake, in_layout, case), case)
     assert any(sign in departure for departure in found), found[:5]

@@ -1,14 +1,14 @@
 """Tests of the tests: silent mistakes of experts and shared heads, put back, must make the comparison fail."""
 
 from collections.abc import Callable
-from dataclasses import replace as changed
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from tests.support.cases import LLAMA, SHARED, over
-from tests.support.mistakes import Patch, replace, with_mistake
-from tests.support.parity import Case, departures
+from tests.parallel.support import SHARED
+from tests.support.mistakes import Patch, with_mistake
+from tests.support.parity import LLAMA, Case, departures, in_layout, over
 from tests.support.sweep import sweep
 from threefold.comm import mesh
 from threefold.models.layers import experts as routing
@@ -21,7 +21,7 @@ from threefold.parallel.gradients import GradientBuckets, JoinedGradients
 def experts_summed_over_all_replicas() -> list[Patch]:
     """Replicas that hold different experts add their gradients up."""
     planned = mesh.Mesh._experts
-    return [replace(mesh.Mesh, "_experts", lambda self: planned(self)[:1])]
+    return [(mesh.Mesh, "_experts", lambda self: planned(self)[:1])]
 
 
 def experts_not_summed_over_copies() -> list[Patch]:
@@ -33,15 +33,15 @@ def experts_not_summed_over_copies() -> list[Patch]:
         else:
             start(self, bucket)
 
-    return [replace(GradientBuckets, "_start", others)]
+    return [(GradientBuckets, "_start", others)]
 
 
 def experts_counted_once_a_rank_in_the_norm() -> list[Patch]:
-    return [replace(GradientBuckets, "is_in_norm", lambda self, leaf: True)]
+    return [(GradientBuckets, "is_in_norm", lambda self, leaf: True)]
 
 
 def experts_of_first_rank_alone_in_the_norm() -> list[Patch]:
-    return [replace(JoinedGradients, "is_in_norm", lambda self, leaf: self._parts[0].is_in_norm(leaf))]
+    return [(JoinedGradients, "is_in_norm", lambda self, leaf: self._parts[0].is_in_norm(leaf))]
 
 
 def answers_sent_back_unsorted() -> list[Patch]:
@@ -50,7 +50,7 @@ def answers_sent_back_unsorted() -> list[Patch]:
     def unsorted(rows: Tensor, axis: Any, sent: list[int], received: list[int]) -> Tensor:
         return exchange(rows.flip(0), axis, sent, received)
 
-    return [replace(experts, "all_to_all", unsorted)]
+    return [(experts, "all_to_all", unsorted)]
 
 
 def capacity_of_a_ranks_own_positions() -> list[Patch]:
@@ -60,11 +60,11 @@ def capacity_of_a_ranks_own_positions() -> list[Patch]:
         settings = self.per_token, self.capacity_factor, self.normalize, self.aux_loss, self.z_loss
         return routing.Routing(self.experts, *settings)._taken(chosen)
 
-    return [replace(ParallelRouting, "_taken", own)]
+    return [(ParallelRouting, "_taken", own)]
 
 
 def balance_of_a_ranks_own_positions() -> list[Patch]:
-    return [replace(ParallelRouting, "_sum_over_shares", lambda self, counts: counts)]
+    return [(ParallelRouting, "_sum_over_shares", lambda self, counts: counts)]
 
 
 def auxiliary_losses_once_a_tensor_rank() -> list[Patch]:
@@ -74,13 +74,13 @@ def auxiliary_losses_once_a_tensor_rank() -> list[Patch]:
     def late(x: Tensor, axis: Any) -> Tensor:
         return routing._WithLoss.apply(copy_to(x, axis), x.square().sum() * 1e-4)
 
-    return [replace(experts, "copy_to", late)]
+    return [(experts, "copy_to", late)]
 
 
 def auxiliary_losses_whole_in_each_micro_batch() -> list[Patch]:
     """Two micro-batches, each of which adds the loss of a whole batch."""
     losses = routing.Routing._losses
-    return [replace(routing.Routing, "_losses", lambda self, *args: losses(self, *args) * 2)]
+    return [(routing.Routing, "_losses", lambda self, *args: losses(self, *args) * 2)]
 
 
 def auxiliary_losses_averaged_by_micro_batch() -> list[Patch]:
@@ -90,16 +90,16 @@ def auxiliary_losses_averaged_by_micro_batch() -> list[Patch]:
     def averaged(self: routing.Routing, logits: Tensor, chances: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         return losses(self, logits, chances, chosen, weights / weights.sum() / 2)
 
-    return [replace(routing.Routing, "_losses", averaged)]
+    return [(routing.Routing, "_losses", averaged)]
 
 
 def router_gets_a_part_of_its_gradient() -> list[Patch]:
     copy_to = experts.copy_to
-    return [replace(experts, "copy_to", lambda x, axis: x if x.shape[-1] == 2 else copy_to(x, axis))]
+    return [(experts, "copy_to", lambda x, axis: x if x.shape[-1] == 2 else copy_to(x, axis))]
 
 
 def head_norms_not_summed() -> list[Patch]:
-    return [replace(ModelPlan, "has_partial_gradient", lambda self, name: False)]
+    return [(ModelPlan, "has_partial_gradient", lambda self, name: False)]
 
 
 MISTAKES = [
@@ -121,6 +121,6 @@ MISTAKES = [
 
 @sweep(("mistake", "case", "sign"), MISTAKES, ids=lambda value: getattr(value, "__name__", ""), quick=(0, 1))
 def test_mistake_is_found(pool, expected, mistake: Callable[[], list[Patch]], case: Case, sign: str) -> None:
-    case = changed(case, steps=1)
-    found = departures(expected(case), pool.run(case.world_size, with_mistake, mistake, case), case)
+    case = replace(case, steps=1)
+    found = departures(expected(case), pool.run(case.world_size, with_mistake, mistake, in_layout, case), case)
     assert any(sign in departure for departure in found), found[:5]

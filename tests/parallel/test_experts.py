@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.cases import over
-from tests.support.parity import Case, Trace, departures, in_layout
+from tests.support.parity import Case, Trace, departures, in_layout, over
 from tests.support.sweep import sweep
 from threefold.launch.worker_pool import WorkerPool
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import threefold
-from tests.support.odd_parameters import batch_of, loss
 from threefold import Column, PerHead, Replicated, Row, Sharded, Vocab
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
@@ -23,7 +22,8 @@ from threefold.parallel.parallelize import TrainingSettings
 from threefold.parallel.plan_check import check_cut_modules, check_forward, check_plan, check_sharded_parameters
 from threefold.train.step import GradientStep
 
-WIDTH = 8
+WORDS, WIDTH = 23, 8
+BATCH = tuple(torch.randint(WORDS, (2, 8, 5), generator=torch.Generator().manual_seed(900)))
 
 
 class Attended(nn.Module):
@@ -44,7 +44,7 @@ class Attended(nn.Module):
 class Model(nn.Module):
     def __init__(self, use: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(23, WIDTH), nn.Linear(WIDTH, 23)
+        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
         self.blocks = nn.ModuleList(Attended(use) for _ in range(2))
 
 
@@ -182,6 +182,10 @@ class _Same(torch.autograd.Function):
         return gradient
 
 
+def loss(output: Tensor, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), batch[1].flatten())
+
+
 def detached(output: Tensor, batch: Any) -> Tensor:
     return loss(output, batch).detach()
 
@@ -215,11 +219,11 @@ def test_usual_errors_of_a_pass_name_what_to_write(use: Any, own_loss: Any, sent
 
     step = GradientStep(make, planned(make), Mesh.alone(), TrainingSettings(dtype=torch.float64, micro_batches=1))
     with pytest.raises(UserError, match=sentence):
-        step.train_batch(batch_of(0), 0, own_loss)
+        step.train_batch(BATCH, 0, own_loss)
     fine = dataclasses.replace(step.settings, micro_batches=2)
     assert GradientStep(partial(Model, alike), planned(partial(Model, alike)), Mesh.alone(), fine).train_batch(
-        batch_of(0), 0, loss
-    ).samples == len(batch_of(0)[0])
+        BATCH, 0, loss
+    ).samples == len(BATCH[0])
 
 
 def test_sizes_in_a_pass_of_several_tensor_ranks() -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.cases import check
-from tests.support.mistakes import Patch, replace, with_mistake
+from tests.parallel.support import check
+from tests.support.mistakes import Patch, with_mistake
 from tests.support.parity import Case, departures, in_layout, make_engine, shard_of
 from tests.support.sweep import sweep
 from threefold.comm.axis import Event, gather_from
@@ -84,7 +84,7 @@ def test_a_weight_is_stored_once_and_only_features_travel(pool) -> None:
 def gradients_not_summed() -> list[Patch]:
     """Each rank keeps the gradient of the repeated keys and values that its own queries give."""
 
-    return [replace(shard_modules, "gather_shares", gather_from)]
+    return [(shard_modules, "gather_shares", gather_from)]
 
 
 def queries_of_the_first_rank() -> list[Patch]:
@@ -94,13 +94,13 @@ def queries_of_the_first_rank() -> list[Patch]:
         first = features.narrow(-1, 0, queries // ranks)
         return torch.cat([first, features.narrow(-1, queries, self.unit.size - queries)], -1)
 
-    return [replace(GroupedHeadsLinear, "_own", own)]
+    return [(GroupedHeadsLinear, "_own", own)]
 
 
 @sweep("mistake", [gradients_not_summed, queries_of_the_first_rank], quick=(0,))
 def test_mistakes_are_found(pool, expected, mistake) -> None:
     case = grouped(2, 4, layers=1, steps=1)
-    assert departures(expected(case), pool.run(4, with_mistake, mistake, case), case)
+    assert departures(expected(case), pool.run(4, with_mistake, mistake, in_layout, case), case)
     assert not departures(expected(case), pool.run(4, in_layout, case), case)
 
 

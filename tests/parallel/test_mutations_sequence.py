@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 from torch import Tensor, nn
 
-from tests.support.cases import shared
-from tests.support.mistakes import Patch, replace, sharded_by, with_mistake
-from tests.support.parity import Case, departures
+from tests.parallel.support import shared
+from tests.support.mistakes import Patch, sharded_by, with_mistake
+from tests.support.parity import Case, departures, in_layout
 from threefold.comm import axis as collectives
 from threefold.comm.axis import Axis
 from threefold.models.layers.decoder import PositionEmbedding
@@ -31,7 +31,7 @@ def _summed_only(matches: Callable[[str], bool]) -> list[Patch]:
     def some(model: TrainableModel) -> list[Tensor]:
         return [weight.leaf for weight in model.trained if not is_split(weight.parameter) and matches(weight.name)]
 
-    return [replace(engine, "partial_over_tensor_ranks", some)]
+    return [(engine, "partial_over_tensor_ranks", some)]
 
 
 def norm_gradients_not_summed() -> list[Patch]:
@@ -52,14 +52,14 @@ def split_gradients_summed_too() -> list[Patch]:
     def and_more(model: TrainableModel) -> list[Tensor]:
         return partial(model) + [weight.leaf for weight in model.trained if weight.name.endswith("up.bias")]
 
-    return [replace(engine, "partial_over_tensor_ranks", and_more)]
+    return [(engine, "partial_over_tensor_ranks", and_more)]
 
 
 def row_bias_added_by_every_rank() -> list[Patch]:
     def forward(self: tensor.RowParallelLinear, x: Tensor) -> Tensor:
         return tensor._leave(linear(x, local(self.weight), self.bias), self.axis, self.sequence_dim)
 
-    return [replace(tensor.RowParallelLinear, "forward", forward)]
+    return [(tensor.RowParallelLinear, "forward", forward)]
 
 
 def dropout_mask_by_local_position() -> list[Patch]:
@@ -85,7 +85,7 @@ def input_gradient_not_summed() -> list[Patch]:
         axis, dim = ctx.where
         return grad.chunk(axis.size, dim)[axis.index].contiguous(), None, None
 
-    return [replace(collectives._GatherShares, "backward", staticmethod(own_part))]
+    return [(collectives._GatherShares, "backward", staticmethod(own_part))]
 
 
 def shares_joined_in_another_order() -> list[Patch]:
@@ -94,11 +94,11 @@ def shares_joined_in_another_order() -> list[Patch]:
     def rolled(self: Axis, x: Tensor, dim: int) -> Tensor:
         return gather(self, x, dim).roll(x.shape[dim], dim)
 
-    return [replace(Axis, "all_gather_equal", rolled)]
+    return [(Axis, "all_gather_equal", rolled)]
 
 
 def pipeline_expects_whole_activations() -> list[Patch]:
-    return [replace(engine, "PipelineRunner", _whole_activation)]
+    return [(engine, "PipelineRunner", _whole_activation)]
 
 
 def _whole_activation(stages, parallelism, schedule, micro_batches, activation, *others):
@@ -127,11 +127,11 @@ MISTAKES = [
 @pytest.mark.parametrize(("mistake", "layout", "sign"), MISTAKES, ids=[f"{m.__name__}-{at}" for m, at, _ in MISTAKES])
 def test_mistake_is_found(pool, expected, mistake: Callable[[], list[Patch]], layout: dict, sign: str) -> None:
     case = shared(dtype="fp64", dropout=0.1, **layout)
-    found = departures(expected(case), pool.run(case.world_size, with_mistake, mistake, case), case)
+    found = departures(expected(case), pool.run(case.world_size, with_mistake, mistake, in_layout, case), case)
     assert any(sign in departure for departure in found), found[:5]
 
 
 def test_wrong_activation_shapes_end_the_run(pool) -> None:
     case: Case = shared(dtype="fp64", **TP_PP)
     with pytest.raises(Exception, match="were declared"):
-        pool.run(case.world_size, with_mistake, pipeline_expects_whole_activations, case)
+        pool.run(case.world_size, with_mistake, pipeline_expects_whole_activations, in_layout, case)

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.mistakes import Patch, patched, replace
-from tests.support.own_models import OwnCase, in_layout, one_process, own_case
-from tests.support.parity import Trace, departures
+from tests.support.mistakes import Patch, with_mistake
+from tests.support.own_models import in_layout, one_process, own_case
+from tests.support.parity import departures
 from threefold.models.loss_terms import TermSums
 from threefold.parallel.pipeline.stage import OwnBatch
 from threefold.torch_private.pipelining import BufferedPipelineStage
@@ -25,12 +25,12 @@ def counts_of_one_replica() -> list[Patch]:
         found = exchange(self, unknown, size, counts)
         return found[0], found[1], {name: count * self.mesh.dp.size for name, count in counts.items()}
 
-    return [replace(BatchPreparation, "_exchange_counts", own)]
+    return [(BatchPreparation, "_exchange_counts", own)]
 
 
 def dropout_keyed_by_the_rows_of_a_replica() -> list[Patch]:
     keys = step_batch.sample_keys
-    return [replace(step_batch, "sample_keys", lambda seed, step, rows: keys(seed, step, rows - rows[0]))]
+    return [(step_batch, "sample_keys", lambda seed, step, rows: keys(seed, step, rows - rows[0]))]
 
 
 def terms_not_weighted() -> list[Patch]:
@@ -39,12 +39,12 @@ def terms_not_weighted() -> list[Patch]:
     def plain(self: TermSums, value: Any, samples: int) -> Any:
         return {name: term._replace(weight=1.0) for name, term in terms(self, value, samples).items()}
 
-    return [replace(TermSums, "_terms", plain)]
+    return [(TermSums, "_terms", plain)]
 
 
 def mean_of_the_last_micro_batch() -> list[Patch]:
     split = OwnBatch.split
-    return [replace(OwnBatch, "split", lambda self, parts: [split(self, parts)[-1]] * parts)]
+    return [(OwnBatch, "split", lambda self, parts: [split(self, parts)[-1]] * parts)]
 
 
 def gradient_of_the_first_activation_alone() -> list[Patch]:
@@ -56,7 +56,7 @@ def gradient_of_the_first_activation_alone() -> list[Patch]:
             op.tensor = torch.zeros_like(op.tensor)
         return [] if first is None else [first, *others]
 
-    return [replace(BufferedPipelineStage, "get_bwd_send_ops", first_only)]
+    return [(BufferedPipelineStage, "get_bwd_send_ops", first_only)]
 
 
 MISTAKES = [
@@ -68,14 +68,9 @@ MISTAKES = [
 ]
 
 
-def with_mistake(mistake: Callable[[], list[Patch]], own: OwnCase) -> Trace:
-    with patched(mistake()):
-        return in_layout(own)
-
-
 @pytest.mark.parametrize(("mistake", "kind", "layout", "sign"), MISTAKES, ids=[m[0].__name__ for m in MISTAKES])
 def test_mistake_is_found(pool, mistake: Callable[[], list[Patch]], kind: str, layout: dict, sign: str) -> None:
     own = own_case(kind, blocks=2, dtype="fp64", accumulation=4, **layout)
     (expected,) = pool.run(1, one_process, own)
-    found = departures(expected, pool.run(own.case.world_size, with_mistake, mistake, own), own.case)
+    found = departures(expected, pool.run(own.case.world_size, with_mistake, mistake, in_layout, own), own.case)
     assert any(sign in departure for departure in found), found[:5]

@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 import torch
 
-from tests.support.cases import check
+from tests.parallel.support import check
 from tests.support.parity import Case, in_layout
 from tests.support.sweep import sweep
 from threefold.models.gpt import Activation

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.cases import sizes, with_recompute
-from tests.support.parity import Case, Trace, departures, in_layout, make_engine, shard_of
+from tests.parallel.support import sizes
+from tests.support.parity import Case, Trace, departures, in_layout, make_engine, shard_of, with_recompute
 from tests.support.saved_tensors import recording_saved
 from tests.support.sweep import sweep
 from threefold.comm.mesh import Event

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from unittest.mock import patch
 
-from tests.support.golden_collectives import LAYOUTS, first_difference, read, record
+from tests.planner.golden_collectives import LAYOUTS, first_difference, read, record
 from tests.support.parity import Case, Trace, departures, in_layout
 from tests.support.sweep import sweep
 from threefold.comm import mesh

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.cases import over
-from tests.support.parity import Case, make_engine, shard_of
+from tests.support.parity import Case, make_engine, over, shard_of
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.launch.worker_pool import WorkerPool

@@ -33,8 +33,3 @@ def measured_ranks(pool: WorkerPool, case: Case) -> Iterator[list[Measured]]:
     """
     for _ in range(4):
         yield pool.run(case.world_size, measure, replace(case, shared_memory=False))
-
-
-def names_of(events: Any) -> list[str]:
-    """As the file of golden collectives has them."""
-    return [f"{event.axis} {event.operation} {event.nbytes}" for event in events]

@@ -1,6 +1,6 @@
 """The collectives of a training step (axis, operation, bytes, order) are those that were recorded once and kept."""
 
-from tests.support.golden_collectives import FILE, LAYOUTS, first_difference, read, record
+from tests.planner.golden_collectives import FILE, LAYOUTS, first_difference, read, record
 from tests.support.sweep import sweep
 
 
@@ -8,7 +8,7 @@ from tests.support.sweep import sweep
 def test_a_step_enters_the_recorded_collectives(pool, name: str) -> None:
     case = LAYOUTS[name]
     difference = first_difference(pool.run(case.world_size, record, case), read()[name])
-    assert difference is None, f"{name}: {difference}; see tests/support/golden_collectives.py for how to record anew"
+    assert difference is None, f"{name}: {difference}; see tests/planner/golden_collectives.py for how to record anew"
 
 
 def test_the_file_holds_these_layouts_and_no_others() -> None:

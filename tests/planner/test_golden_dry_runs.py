@@ -6,7 +6,7 @@ After an intended change, record anew with `python -m tests.planner.test_golden_
 from pathlib import Path
 from unittest.mock import patch
 
-from tests.support.golden_collectives import LAYOUTS
+from tests.planner.golden_collectives import LAYOUTS
 from tests.support.sweep import sweep
 from threefold.ops import kernels
 from threefold.planner.dry_run import run_ranks, stage_ranks

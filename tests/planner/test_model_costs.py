@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.small_searches import every_layout, rules_of
+from tests.planner.small_searches import every_layout, rules_of
 from threefold.config.loading import config_of
 from threefold.planner.bounds import ModelCosts
 from threefold.planner.estimate import estimate

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.parallel.pipeline.pipelines import alone, chunked
 from tests.support.parity import Case, make_engine, shard_of
-from tests.support.pipelines import alone, chunked
 from tests.support.sweep import sweep
 from threefold.config.schedules import SCHEDULES, Action, TorchSchedule, find_schedule
 from threefold.errors import UserError

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from tests.planner.dry_run_support import measured_ranks, names_of
-from tests.support.golden_collectives import LAYOUTS, first_difference, read
+from tests.planner.dry_run_support import measured_ranks
+from tests.planner.golden_collectives import LAYOUTS, first_difference, names_of, read
 from tests.support.parity import Case
 from tests.support.sweep import sweep
 from threefold.config import Config, resolve

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tests.support.small_searches import base, every_layout, rules_of, space_of
+from tests.planner.small_searches import base, every_layout, rules_of, space_of
 from threefold.config import Config
 from threefold.planner.bounds import Array, Evaluated, Mask
 from threefold.planner.hardware import Hardware

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.small_searches import MODELS, base, every_layout, given, space_of
+from tests.planner.small_searches import MODELS, base, every_layout, given, space_of
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
 from threefold.config.schedules import SCHEDULES

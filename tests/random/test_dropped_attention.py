@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.attention import masked_weights, numbered
+from tests.ops.attention import masked_weights, numbered
 from tests.support.compiled import operators_of
 from tests.support.saved_tensors import recording_saved
 from threefold.models.layers.attention import CausalAttention

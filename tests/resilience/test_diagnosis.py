@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.faults import Fault, train_with
+from tests.resilience.faults import Fault, train_with
 from tests.support.sweep import sweep
 from tests.train.support import Run, manifest
 from threefold.checkpoint.folder import path_of

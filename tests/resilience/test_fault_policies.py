@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.faults import Fault, train_with
+from tests.resilience.faults import Fault, train_with
 from tests.support.plugin_package import write_package
 from tests.train.support import Run, steps_of
 from threefold.config.loading import config_of

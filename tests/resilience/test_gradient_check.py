@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.cases import over
-from tests.support.parity import Case, make_engine, shard_of
+from tests.support.parity import Case, make_engine, over, shard_of
 from threefold.comm.layout import Layout
 from threefold.data.loader import Batch, Share
 from threefold.errors import HardwareFault

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.support.faults import Fault, train_with
+from tests.resilience.faults import Fault, train_with
 from tests.support.sweep import sweep
 from tests.train.support import Run, engine_of, losses_of, manifest, same, steps_of, train_rank
 from threefold.checkpoint.folder import path_of

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.support.callback_faults import Slow
+from tests.launch.callback_faults import Slow
 from tests.train.support import Run, train
 from threefold.comm.heartbeat import PAGE_BYTES, Heartbeat, read
 from threefold.launch.worker_pool import WorkerPool

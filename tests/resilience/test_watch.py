@@ -7,8 +7,7 @@ from random import Random
 import pytest
 import torch
 
-from tests.support.cases import LLAMA, LLAMA_SIZES, over
-from tests.support.parity import Case, make_engine, shard_of
+from tests.support.parity import LLAMA, LLAMA_SIZES, Case, make_engine, over, shard_of
 from tests.support.sweep import sweep
 from threefold.errors import DivergenceError, HardwareFault
 from threefold.launch.worker_pool import WorkerPool

@@ -14,11 +14,6 @@ TEMPLATES: dict[str, str] = {name: style["template"] for name, style in STYLES.i
 TURN_END: dict[str, str] = {name: style["turn_end"] for name, style in STYLES.items()}
 
 
-def unmarked(template: str) -> str:
-    """Return the template without its generation blocks, as most are published."""
-    return template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-
-
 CONVERSATIONS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is 4."}],
     [

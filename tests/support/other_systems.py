@@ -1,10 +1,8 @@
-"""Files of Megatron-LM and Fleet, made byte by byte from the published formats, and a slow reader of them."""
+"""Files of Megatron-LM and Fleet, made byte by byte from the published formats."""
 
 import struct
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 Documents = list[list[list[int]]]
@@ -76,34 +74,3 @@ def write_fleet_npz(prefix: Path, documents: Documents, dtype: str = "<u2", pack
     ids, lens, _ = fleet_parts(documents, dtype)
     npz(Path(f"{prefix}_ids.npz"), zipfile.ZIP_DEFLATED if packed else zipfile.ZIP_STORED, ids=ids, lens=lens)
     return prefix
-
-
-@dataclass(frozen=True)
-class SlowSample:
-    """Sample in plain Python: inputs, labels (-100 where they do not count), and the document of each input."""
-
-    tokens: list[int]
-    labels: list[int]
-    documents: list[int]
-
-
-def slow_samples(documents: Documents, members: Sequence[int], length: int, eod: int | None) -> list[SlowSample]:
-    """Return the samples of the documents `members`, packed end to end.
-
-    With an end-of-document token, the label after it does not count; without one, the label at the last token of each
-    document does not.
-    """
-    stream: list[tuple[int, int, bool]] = []
-    for member in members:
-        tokens = [token for sequence in documents[member] for token in sequence]
-        stream += [(token, member, place == len(tokens) - 1) for place, token in enumerate(tokens)]
-    samples = []
-    for start in range(0, len(stream) - length, length):
-        window = stream[start : start + length + 1]
-        labels = []
-        for (token, _, is_last), (following, _, _) in pairwise(window):
-            is_end = token == eod if eod is not None else is_last
-            labels.append(-100 if is_end else following)
-        inputs = window[:-1]
-        samples.append(SlowSample([token for token, *_ in inputs], labels, [document for _, document, _ in inputs]))
-    return samples

@@ -9,8 +9,7 @@ import torch
 from tokenizers import Tokenizer, models
 from torch.nn import functional as F
 
-from tests.support.cases import MOE, MOE_SIZES
-from tests.support.parity import Case, make_engine, shard_of
+from tests.support.parity import MOE, MOE_SIZES, Case, make_engine, shard_of
 from tests.support.sweep import sweep
 from tests.train.support import Run, engine_of, evaluated, write_ids
 from threefold.data.dataset import open_dataset

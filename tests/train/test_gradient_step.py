@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.support.cases import MOE
 from tests.support.own_models import (
     MaskedModel,
     StreamModel,
@@ -21,7 +20,7 @@ from tests.support.own_models import (
     plan_of,
     stream_batch,
 )
-from tests.support.parity import Case, make_engine, shard_of, whole_tensors
+from tests.support.parity import MOE, Case, make_engine, shard_of, whole_tensors
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.data.loader import Batch

@@ -16,10 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 import threefold
-from tests.support.cases import LLAMA, MOE, MOE_SIZES
+from tests.planner.golden_collectives import LAYOUTS
 from tests.support.devices import alone_on
-from tests.support.golden_collectives import LAYOUTS
-from tests.support.parity import Case, make_engine, shard_of
+from tests.support.parity import LLAMA, MOE, MOE_SIZES, Case, make_engine, shard_of
 from tests.support.sweep import sweep
 from threefold.random.dropout import Dropout
 from threefold.torch_private.fake import OperationMode, leaves

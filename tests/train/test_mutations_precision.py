@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.cases import with_recompute
-from tests.support.mistakes import Patch, patched
-from tests.support.parity import Case, Trace, departures, in_layout
+from tests.support.mistakes import Patch, with_mistake
+from tests.support.parity import Case, Trace, departures, in_layout, with_recompute
 from tests.support.precision import FP16, check_skipped_by_all, narrow_departures, narrow_sum, narrow_sums, overflowing
 from threefold.parallel import gradients as compression
 from threefold.parallel import gradients as data
@@ -119,11 +118,6 @@ def update_made_all_the_same() -> list[Patch]:
 def scale_kept_after_an_overflow() -> list[Patch]:
     update = optim.LossScale.update
     return [(optim.LossScale, "update", lambda self, finite: update(self, finite) if finite else None)]
-
-
-def with_mistake(mistake: Mistake, run: Callable[..., Any], *args: Any) -> Any:
-    with patched(mistake()):
-        return run(*args)
 
 
 def test_dropout_of_a_replay(pool, expected) -> None:

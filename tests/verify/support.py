@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.support.mistakes import Patch, patched
+from tests.support.mistakes import Patch, with_mistake
 from threefold.comm.layout import LayoutSpec, parse
 from threefold.config import Config
 from threefold.launch.worker_pool import WorkerPool
@@ -57,8 +57,3 @@ class MistakenPool:
         if fn.__name__ != "run_rank":
             return self.pool.run(world_size, fn, *args)
         return self.pool.run(world_size, with_mistake, self.mistake, fn, *args)
-
-
-def with_mistake(mistake: Callable[[], list[Patch]], fn: Callable[..., Any], *args: Any) -> Any:
-    with patched(mistake()):
-        return fn(*args)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.mistakes import Patch, replace
+from tests.support.mistakes import Patch
 from tests.support.own_cut_model import Fused
 from tests.support.sweep import sweep
 from tests.verify.support import MistakenPool, task, verify
@@ -47,7 +47,7 @@ def test_layouts_are_equal(pool, tmp_path: Path, dtype: str, layouts: tuple[str,
 
 def thirds_of_another_order() -> list[Patch]:
     forward = ConcatenatedLinear.forward
-    return [replace(ConcatenatedLinear, "forward", lambda self, x: torch.cat(forward(self, x).chunk(3, -1)[::-1], -1))]
+    return [(ConcatenatedLinear, "forward", lambda self, x: torch.cat(forward(self, x).chunk(3, -1)[::-1], -1))]
 
 
 def test_a_wrong_order_is_found(pool, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tests.support.mistakes import Patch, replace
+from tests.support.mistakes import Patch
 from tests.support.own_models import OwnBatches, OwnCase, frozen_case, own_case
 from tests.support.sweep import sweep
 from tests.verify.support import MistakenPool, verify
@@ -66,7 +66,7 @@ def counts_of_one_replica() -> list[Patch]:
         found = exchange(self, unknown, size, counts)
         return found[0], found[1], {name: count * self.mesh.dp.size for name, count in counts.items()}
 
-    return [replace(BatchPreparation, "_exchange_counts", own)]
+    return [(BatchPreparation, "_exchange_counts", own)]
 
 
 def test_a_mean_of_means_is_found(pool, tmp_path: Path) -> None:

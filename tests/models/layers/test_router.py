@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.support.cases import over
-from tests.support.parity import Case, make_engine, shard_of
+from tests.support.parity import Case, make_engine, over, shard_of
 from threefold.comm.mesh import Event
 from threefold.config import Config
 from threefold.config.resolve import resolve

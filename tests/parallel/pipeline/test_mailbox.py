@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.parallel.pipeline.pipelines import chunked
 from tests.support.parity import Case, in_layout, make_engine, shard_of
-from tests.support.pipelines import chunked
 from tests.support.sweep import sweep
 from threefold.comm.segments import PeerLostError, Shared
 from threefold.parallel.pipeline.scheduled_stage import MOST_BYTES, SLOTS, Mailbox, room_for_mail

@@ -1,23 +1,22 @@
 """Tests of the tests: known mistakes of pipelines, put back on purpose, must make the parity comparison fail."""
 
-from collections.abc import Callable
-from dataclasses import replace as changed
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 from torch import Tensor
 
-from tests.support import tied_model
+from tests.parallel.pipeline import tied_model
 from tests.support.mistakes import (
     Patch,
     logged_loss_of_the_first_stage,
     logged_loss_of_the_last_micro_batch,
     logged_loss_of_the_last_rank,
     patched,
-    replace,
+    with_mistake,
 )
-from tests.support.parity import Case, Trace, departures, in_layout
+from tests.support.parity import Case, departures, in_layout
 from threefold.config.schedules import TorchSchedule
 from threefold.launch.worker_pool import WorkerError
 from threefold.models.sharding import ModelPlan
@@ -34,7 +33,7 @@ Store = deferred.DeferredGradients
 
 
 def weight_gradients_dropped() -> list[Patch]:
-    return [replace(Store, "_add_all", lambda self, entries: None)]
+    return [(Store, "_add_all", lambda self, entries: None)]
 
 
 def weight_gradients_after_the_optimizer() -> list[Patch]:
@@ -50,8 +49,8 @@ def weight_gradients_after_the_optimizer() -> list[Patch]:
         return collecting(self, add)
 
     return [
-        replace(Store, "_add_all", lambda self, entries: late.append(entries)),
-        replace(Store, "collecting", collecting_late),
+        (Store, "_add_all", lambda self, entries: late.append(entries)),
+        (Store, "collecting", collecting_late),
     ]
 
 
@@ -63,24 +62,24 @@ def last_micro_batch_not_worked_off() -> list[Patch]:
             self.dw_runner[bwd_chunk_id] = partial(_forget, self.dw_runner[bwd_chunk_id])
         work_off(self, bwd_chunk_id, last_backward)
 
-    return [replace(scheduled_stage.ScheduledStage, "backward_weight_one_chunk", skip_last)]
+    return [(scheduled_stage.ScheduledStage, "backward_weight_one_chunk", skip_last)]
 
 
 def _forget(run: Any) -> None:
-    with patched([replace(Store, "_add_all", lambda self, entries: None)]):
+    with patched([(Store, "_add_all", lambda self, entries: None)]):
         run()
 
 
 def bias_gradient_forgotten() -> list[Patch]:
     defer = Store.defer
-    return [replace(Store, "defer", lambda self, leaf, make: defer(self, leaf, make) if leaf.dim() > 1 else None)]
+    return [(Store, "defer", lambda self, leaf, make: defer(self, leaf, make) if leaf.dim() > 1 else None)]
 
 
 def first_and_last_stage_on_different_ranks() -> list[Patch]:
     def looped(self: TorchSchedule, pp: int, chunks: int) -> tuple[int, ...]:
         return tuple(stage % pp for stage in range(pp * chunks))
 
-    return [replace(TorchSchedule, "stage_ranks", looped)]
+    return [(TorchSchedule, "stage_ranks", looped)]
 
 
 def layer_dropped_at_the_end_of_a_stage() -> list[Patch]:
@@ -90,22 +89,22 @@ def layer_dropped_at_the_end_of_a_stage() -> list[Patch]:
         first, end = layers(self, stage)
         return first, end - 1 if stage == 0 else end
 
-    return [replace(placement.StageMap, "layers", one_less)]
+    return [(placement.StageMap, "layers", one_less)]
 
 
 def replicas_summed_at_the_first_use_of_a_tied_weight() -> list[Patch]:
     begin = data.GradientBuckets.begin
     # Half of what arrives: the embedding's and the head's, each once a micro-batch.
-    return [replace(data.GradientBuckets, "begin", lambda self, arrivals: begin(self, 2))]
+    return [(data.GradientBuckets, "begin", lambda self, arrivals: begin(self, 2))]
 
 
 def tied_weight_of_a_rank_in_two_copies() -> list[Patch]:
-    return [replace(parallelize, "_tie", lambda stages, plan: None)]
+    return [(parallelize, "_tie", lambda stages, plan: None)]
 
 
 def third_use_forgotten() -> list[Patch]:
     groups = ModelPlan.tied_groups
-    return [replace(ModelPlan, "tied_groups", lambda self: [group[:2] for group in groups(self)])]
+    return [(ModelPlan, "tied_groups", lambda self: [group[:2] for group in groups(self)])]
 
 
 def ties_of_borrowers_alone_forgotten() -> list[Patch]:
@@ -117,7 +116,7 @@ def ties_of_borrowers_alone_forgotten() -> list[Patch]:
         if "blocks.1.mlp.up.weight" in held:
             tie(stages, plan)
 
-    return [replace(parallelize, "_tie", owners_only)]
+    return [(parallelize, "_tie", owners_only)]
 
 
 def micro_batches_of_the_labels_reversed() -> list[Patch]:
@@ -127,12 +126,7 @@ def micro_batches_of_the_labels_reversed() -> list[Patch]:
         return loss(self, run, batch(given.tokens, given.labels.flip(0), given.samples), scale)
 
     loss = runner.PipelineRunner._run_micro_batches
-    return [replace(runner.PipelineRunner, "_run_micro_batches", reversed_labels)]
-
-
-def with_mistake(mistake: Callable[[], list[Patch]], case: Case, run: Callable[[Case], Trace]) -> Trace:
-    with patched(mistake()):
-        return run(case)
+    return [(runner.PipelineRunner, "_run_micro_batches", reversed_labels)]
 
 
 ZERO_BUBBLE = {"schedule": "zero-bubble", "pp": 2, "accumulation": 4}
@@ -164,15 +158,15 @@ MISTAKES = [
 def test_mistake_is_found(pool, expected, mistake: Any, layout: dict[str, Any], sign: str) -> None:
     case = Case(dtype="fp64", layers=4, dropout=0.1, steps=2, **layout)
     if mistake is replicas_summed_at_the_first_use_of_a_tied_weight:  # with shared memory no sum begins before its end
-        case = changed(case, shared_memory=False)
-    found = departures(expected(case), pool.run(case.world_size, with_mistake, mistake, case, in_layout), case)
+        case = replace(case, shared_memory=False)
+    found = departures(expected(case), pool.run(case.world_size, with_mistake, mistake, in_layout, case), case)
     assert any(sign in departure for departure in found), found[:5]
 
 
 @pytest.mark.parametrize("layout", [V | {"dp": 2}], ids=str)
 def test_without_a_mistake_nothing_is_found(pool, expected, layout: dict[str, Any]) -> None:
     case = Case(dtype="fp64", layers=4, dropout=0.1, steps=2, **layout)
-    assert not departures(expected(case), pool.run(case.world_size, with_mistake, list, case, in_layout), case)
+    assert not departures(expected(case), pool.run(case.world_size, with_mistake, list, in_layout, case), case)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +177,7 @@ def test_without_a_mistake_nothing_is_found(pool, expected, layout: dict[str, An
 def test_mistake_with_three_tied_layers_is_found(pool, mistake: Any, tp: int, bounds: tuple[int, ...]) -> None:
     settings = (("parallel.partition", bounds),)
     case = Case(dtype="fp64", layers=7, steps=2, settings=settings).with_layout(1, tp, len(bounds) + 1)
-    traces = pool.run(case.world_size, with_mistake, mistake, case, tied_model.in_layout)
+    traces = pool.run(case.world_size, with_mistake, mistake, tied_model.in_layout, case)
     found = departures(pool.run(1, tied_model.one_process, case.unsplit)[0], traces, case)
     assert any("blocks.1.mlp" in departure for departure in found), found[:5]
 
@@ -191,4 +185,4 @@ def test_mistake_with_three_tied_layers_is_found(pool, mistake: Any, tp: int, bo
 def test_a_placement_that_is_not_the_schedules_fails(pool) -> None:
     case = Case(layers=4, steps=1, **V)
     with pytest.raises(WorkerError):
-        pool.run(2, with_mistake, first_and_last_stage_on_different_ranks, case, in_layout)
+        pool.run(2, with_mistake, first_and_last_stage_on_different_ranks, in_layout, case)

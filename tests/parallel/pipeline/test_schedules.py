@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.parallel.pipeline.pipelines import alone, chunked
 from tests.support.parity import Case, departures, in_layout, make_engine, shard_of
-from tests.support.pipelines import alone, chunked
 from tests.support.sweep import sweep
 from threefold.config.schedules import SCHEDULES as ROWS
 from threefold.config.schedules import Action

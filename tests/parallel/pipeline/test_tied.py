@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from tests.parallel.pipeline.tied_model import SHARED, in_layout, one_process
 from tests.support.parity import Case, departures
 from tests.support.sweep import sweep
-from tests.support.tied_model import SHARED, in_layout, one_process
 from threefold.errors import UserError
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.models.sharding import ModelPlan, Normal

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-_DATA = Path(__file__).parents[1] / "convert" / "data"
+_DATA = Path(__file__).with_name("data")
 _NAMES = ("fleet_base.yaml", "fleet.yaml", "fleet_flags.sh", "fleet_logged.yaml", "colossal.txt", "colossal_hybrid.txt")
 FLEET_BASE, FLEET, FLEET_FLAGS, LOGGED_RUN, COLOSSAL, HYBRID_GPT = ((_DATA / name).read_text() for name in _NAMES)
 MEGATRON, LLAMA = (_DATA / "megatron.sh").read_text(), (_DATA / "megatron_llama.txt").read_text()

@@ -1,18 +1,18 @@
 """Collectives of one training step in many layouts as the mesh records them, and the golden file that holds them.
 
-After an intended change, rewrite the file with `python -m tests.support.golden_collectives`.
+After an intended change, rewrite the file with `python -m tests.planner.golden_collectives`.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any
 
-from tests.support.cases import LLAMA_SIZES, MOE_SIZES
-from tests.support.parity import Case, make_engine, shard_of
+from tests.support.parity import LLAMA_SIZES, MOE_SIZES, Case, make_engine, shard_of
+from threefold.comm.axis import Event
 
-FILE = Path(__file__).parents[1] / "planner" / "data" / "collectives.json"
+FILE = Path(__file__).with_name("data") / "collectives.json"
 
 Sequences = list[list[str]]
 """One sequence per rank: `axis operation bytes` of each collective, in the order in which the rank entered them."""
@@ -70,6 +70,10 @@ def record(case: Case) -> list[str]:
     engine = make_engine(case)
     with engine.mesh.recorder.recording() as events:
         engine.train_step(shard_of(case, 0, engine.mesh.dp.index), 0)
+    return names_of(events)
+
+
+def names_of(events: Iterable[Event]) -> list[str]:
     return [f"{event.axis} {event.operation} {event.nbytes}" for event in events]
 
 

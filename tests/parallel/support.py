@@ -1,61 +1,8 @@
-"""Cases that tests of several folders use."""
-
-from dataclasses import replace
-from typing import Any
+"""Cases of sequence and context parallelism, the sizes of a case, and the comparison of a layout with one process."""
 
 from tests.support.parity import Case, departures, in_layout
 from threefold.planner.model_size import RankBlock
 from threefold.planner.systems import Attention
-
-LLAMA_SIZES = (
-    ("architecture", "llama"),
-    ("num_key_value_heads", 6),
-    ("head_dim", 4),
-    ("qkv_bias", True),
-    ("qk_norm", True),
-    ("sliding_window", 5),
-    ("full_attention_layers", 1),
-)
-
-
-LLAMA = Case(
-    model=LLAMA_SIZES,
-    positions="rope",
-    layers=3,
-    sequence=12,
-    dropout=0.1,
-    documents=True,
-    tie=False,
-    dtype="fp64",
-    steps=2,
-)
-
-
-MOE_SIZES: tuple[tuple[str, Any], ...] = (
-    ("architecture", "llama"),
-    ("num_key_value_heads", 6),
-    ("head_dim", 4),
-    ("num_experts", 4),
-    ("experts_per_token", 2),
-    ("expert_ffn_hidden_size", 18),
-    ("expert_capacity_factor", 0.8),
-    ("shared_expert_ffn_hidden_size", 12),
-    ("shared_expert_gate", True),
-    ("dense_layers", 1),
-    ("router_aux_loss", 0.1),
-    ("router_z_loss", 0.01),
-)
-
-
-MOE = Case(model=MOE_SIZES, positions="rope", sequence=12, dropout=0.1, tie=False, dtype="fp64", steps=2)
-
-
-def over(dp: int, tp: int, pp: int, *settings: tuple[str, Any], ep: int = 1, **changes: Any) -> Case:
-    return MOE.with_layout(dp, tp, pp, settings=(("parallel.ep", ep), *settings), **changes)
-
-
-def with_recompute(case: Case, mode: str, every: int = 1) -> Case:
-    return replace(case, settings=(*case.settings, ("train.recompute", mode), ("train.recompute_every", every)))
 
 
 def sizes(case: Case) -> RankBlock:

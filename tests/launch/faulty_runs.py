@@ -1,4 +1,4 @@
-"""Start runs with a fault of `tests/support/callback_faults.py` as a user does, and watch until all processes end."""
+"""Start runs with a fault of `tests/launch/callback_faults.py` as a user does, and watch until all processes end."""
 
 import os
 import subprocess

@@ -1,6 +1,8 @@
 """GPT with layers that share weights, and with some of torch's own linear layers."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 from torch import nn
@@ -32,11 +34,9 @@ def tied_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
     return replace(gpt_plan(config, sequence_length), shared=(SHARED,))
 
 
-def in_layout(case: Case) -> Trace:
-    with patch.object(parity, "make_model", TiedGPT), patch.object(parity, "model_plan", tied_plan):
-        return parity.in_layout(case)
+def _tied(run: Callable[[Case], Trace], case: Case) -> Trace:
+    with patch.multiple(parity, make_model=TiedGPT, model_plan=tied_plan):
+        return run(case)
 
 
-def one_process(case: Case) -> Trace:
-    with patch.object(parity, "make_model", TiedGPT), patch.object(parity, "model_plan", tied_plan):
-        return parity.one_process(case)
+in_layout, one_process = partial(_tied, parity.in_layout), partial(_tied, parity.one_process)
