@@ -14,7 +14,7 @@ import pytest
 from hypothesis import settings
 
 import threefold as package
-from tests.support.command import Command, Ended
+from tests.support.command import Command, Ended, Silent
 from threefold.cli import main
 
 # Not torch: the process that hands the tests to others begins with this file, and they wait for it.
@@ -204,15 +204,5 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = folder / "text.jsonl"
     lines = [{"text": f"Document {n} says that {n * n} is the square of {n}."} for n in range(400)]
     text.write_text("\n".join(json.dumps(line) for line in lines))
-    prepare(PrepareRequest((text,), folder / "tokens", vocab_size=300, workers=1), _Quiet())
+    prepare(PrepareRequest((text,), folder / "tokens", vocab_size=300, workers=1), Silent())
     return folder / "tokens"
-
-
-class _Quiet:
-    """No progress bar."""
-
-    def phase(self, name: str, total_bytes: int) -> None:
-        pass
-
-    def advance(self, read_bytes: int) -> None:
-        pass

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import threefold as t3
-from tests.support import own_plain_model
+from tests.api import own_plain_model
+from tests.api.own_plain_model import Plain
 from tests.support.command import Command
-from tests.support.own_plain_model import Plain
 from tests.support.own_token_model import Tiny
 from threefold.parallel.plan_check import check_plan
 

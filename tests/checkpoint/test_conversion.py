@@ -10,8 +10,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.support.command import Command
-from tests.support.hf_models import Silent
+from tests.support.command import Command, Silent
 from tests.train.support import Run, losses_of, train_rank
 from threefold.checkpoint.conversion import Conversion, convert_checkpoint
 from threefold.checkpoint.errors import DamagedCheckpoint

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.hf_models import Silent
+from tests.support.command import Silent
 from threefold.checkpoint.conversion import Conversion, Format, convert_checkpoint
 from threefold.checkpoint.folder import LOOP, path_of
 from threefold.checkpoint.manifest import Facts, write_manifest

@@ -16,8 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.command import Command
-from tests.support.hf_models import Silent
+from tests.support.command import Command, Silent
 from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, train_rank
 from threefold.checkpoint.errors import DamagedCheckpoint

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command import Command
-from tests.support.hf_models import Silent
+from tests.support.command import Command, Silent
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.index import read_index
 from threefold.checkpoint.summary import verify_checkpoint

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.huggingface.hand_made import write_llama
 from tests.support.command import Command
-from tests.support.hf_models import write_llama
 from tests.support.other_systems import write_megatron
 from threefold.data.corpus import META_FILE
 from threefold.data.formats.threefold_folder import Meta

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.python_schedules import TOY
+from tests.config.python_schedules import TOY
 from threefold.checkpoint.code import require_named_code
 from threefold.checkpoint.folder import FOLDER
 from threefold.config import Config

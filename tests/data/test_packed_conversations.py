@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.support.chats import CONVERSATIONS, write_tokenizer
-from tests.support.hf_models import Silent
+from tests.support.command import Silent
 from threefold.config import Config
 from threefold.data.corpus import Corpus
 from threefold.data.dataset import open_dataset

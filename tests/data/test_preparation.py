@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from tests.support.command import Silent
 from tests.support.sweep import sweep
 from threefold.data.formats.threefold_folder import TokenFiles
 from threefold.data.preparation import PrepareRequest, prepare
@@ -24,17 +25,6 @@ SENTENCES = [
     "def f(x):\n    return x  # code, too\n",
 ]
 TEXTS = [" ".join(SENTENCES[: 1 + i % 4]) + f" Document {i}." for i in range(400)]
-
-
-class Silent:
-    def __init__(self) -> None:
-        self.phases: list[list[object]] = []
-
-    def phase(self, name: str, total_bytes: int) -> None:
-        self.phases.append([name, total_bytes, 0])
-
-    def advance(self, read_bytes: int) -> None:
-        self.phases[-1][2] += read_bytes  # type: ignore[operator]
 
 
 def write_lines(path: Path, texts: list[str]) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.support.hf_models import Silent
+from tests.support.command import Silent
 from threefold.checkpoint.folder import select_checkpoint
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.config import load_config, resolve

@@ -15,8 +15,9 @@ from tokenizers import Tokenizer, models
 from tests.fuzz import readers
 from tests.fuzz.damage import damaged_file, flipped_file
 from tests.fuzz.judge import Judge, Reader, Verdict, examine
+from tests.huggingface.hand_made import write_llama
 from tests.support.chats import CONVERSATIONS, write_tokenizer
-from tests.support.hf_models import Silent, write_llama
+from tests.support.command import Silent
 from tests.support.other_systems import write_fleet, write_fleet_npz, write_megatron
 from threefold.data.formats.jsonl import JsonLines
 from threefold.data.preparation import PrepareRequest, prepare, to_threefold

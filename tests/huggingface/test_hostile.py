@@ -16,7 +16,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from typer.testing import CliRunner
 
-from tests.support.hf_models import Silent, llama_tensors, stored, write_llama
+from tests.huggingface.hand_made import llama_tensors, stored, write_llama
+from tests.support.command import Silent
 from threefold.cli.main import app
 from threefold.errors import UserError
 from threefold.huggingface.import_hf import Import, import_model

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.support.hf_models import LLAMA, Silent, write_llama
+from tests.huggingface.hand_made import LLAMA, write_llama
+from tests.support.command import Silent
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.host import keep_freed_memory

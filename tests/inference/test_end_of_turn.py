@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.chats import TURN_END, write_tokenizer
-from tests.support.hf_models import Silent
+from tests.support.command import Silent
 from threefold.data.conversations import Chat
 from threefold.huggingface.import_hf import Import, import_model
 from threefold.inference.generate import GenerationRequest, Sampling, encode_prompts, generate_text, generate_tokens

@@ -10,7 +10,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from tests.support.hf_models import Silent, write_llama
+from tests.huggingface.hand_made import write_llama
+from tests.support.command import Silent
 from threefold.data.tokenizer import TextRule, beginning_of
 from threefold.errors import UserError
 from threefold.huggingface.import_hf import Import, import_model

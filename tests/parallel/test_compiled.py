@@ -8,10 +8,11 @@ import shutil
 from dataclasses import replace
 
 import pytest
+from torch._dynamo.utils import counters
 
 from tests.parallel.support import check
-from tests.support.compiled import in_layout_counted
-from tests.support.parity import LLAMA, MOE, Case, departures, with_recompute
+from tests.support.compiled import traced
+from tests.support.parity import LLAMA, MOE, Case, Trace, departures, make_engine, shard_of, trained, with_recompute
 
 SP = (("parallel.sequence_parallel", True),)
 RING = (("parallel.cp_method", "ring"),)
@@ -20,9 +21,29 @@ HEAD = 1
 """A graph of its own."""
 
 
+def in_layout_counted(case: Case) -> tuple[Trace, int, int, int]:
+    """Run the engine on this rank, with an evaluation after its first step.
+
+    Returns:
+        the trace, the number of graphs (each with its forward and backward pass) compiled in the first step, the number
+        compiled later, and the number of places where layers could not be compiled whole.
+    """
+    counters.clear()
+    engine, first = make_engine(case), 0
+
+    def after(step: int) -> None:
+        nonlocal first
+        if step == 0:
+            first = counters["stats"]["unique_graphs"]
+            engine.evaluate(shard_of(case, step, engine.mesh.dp.index))
+
+    trace = trained(engine, case.steps, lambda step: shard_of(case, step, engine.mesh.dp.index), after)
+    return trace, first, counters["stats"]["unique_graphs"] - first, sum(counters["graph_break"].values())
+
+
 def traces(pool, expected, case: Case) -> list[tuple[int, int, int]]:
     """Of each rank: graphs of the first step, of anything later, and breaks; after the comparison with one process."""
-    found = pool.run(case.world_size, in_layout_counted, case)
+    found = pool.run(case.world_size, traced, in_layout_counted, case)
     wrong = departures(expected(case), [trace for trace, *_ in found], case)
     assert not wrong, "\n".join(wrong[:10])
     return [(first, later, breaks) for _, first, later, breaks in found]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.chats import conversations, transformers_tokenizer
-from tests.support.hf_models import Silent
+from tests.support.command import Silent
 from tests.train.support import losses_of, same, train
 from threefold.checkpoint.resume import find_resumption
 from threefold.config import Config, load_config

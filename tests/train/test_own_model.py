@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import own_cut_model, own_plain_model, own_token_model
+from tests.api import own_plain_model
+from tests.support import own_token_model
 from tests.support.sweep import sweep
 from tests.train.support import Run, steps_of, train_rank
+from tests.verify import own_cut_model
 from threefold.checkpoint.code import remembered_model
 from threefold.checkpoint.folder import OWN_MODEL, newest
 from threefold.checkpoint.tensors import load_tensors, stored_tensors

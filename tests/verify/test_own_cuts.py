@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from tests.support.mistakes import Patch
-from tests.support.own_cut_model import Fused
 from tests.support.sweep import sweep
+from tests.verify.own_cut_model import Fused
 from tests.verify.support import MistakenPool, task, verify
 from threefold.config.loading import config_of
 from threefold.errors import UserError

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from tests.config.python_schedules import TOY
 from tests.support.parity import Case, departures, in_layout
-from tests.support.python_schedules import TOY
 from tests.verify.support import task, verify
 from threefold.comm.layout import parse
 

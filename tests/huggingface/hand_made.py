@@ -1,4 +1,4 @@
-"""Hand-made Hugging Face models, and readers of imported runs."""
+"""A hand-made Hugging Face model, and the tensors of exported folders and of runs."""
 
 import json
 from pathlib import Path
@@ -6,25 +6,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from threefold.checkpoint.errors import MODEL
-from threefold.checkpoint.folder import newest, stored_config
+from threefold.checkpoint.folder import newest
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
-from threefold.models.family import make_model, model_plan
-
-
-class Silent:
-    """Progress that is counted but not shown."""
-
-    total = moved = 0
-
-    def phase(self, name: str, total_bytes: int) -> None:
-        self.total += total_bytes
-
-    def advance(self, moved_bytes: int) -> None:
-        self.moved += moved_bytes
-
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -84,25 +69,5 @@ def stored(run: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def model_of(run: Path) -> nn.Module:
-    """Return the model of a run's newest checkpoint, in fp32."""
-    checkpoint = newest(run)
-    assert checkpoint is not None
-    config = stored_config(checkpoint.path)
-    with torch.device("meta"):
-        model = make_model(config.model)
-    weights = {name.removeprefix(MODEL): tensor.float() for name, tensor in stored(run).items()}
-    ties = model_plan(config.model, 16).ties
-    model.load_state_dict(weights | {name: weights[owner] for name, owner in ties.items()}, assign=True)
-    return model.eval()
-
-
 def file_tensors(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
-
-
-def same_tensors(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Return whether both have equal names, dtypes and bits."""
-    return one.keys() == other.keys() and all(
-        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
-    )
