@@ -14,11 +14,11 @@ from tests.support.parity import (
     departures,
     in_layout,
     make_engine,
+    narrow_departures,
     shard_of,
     whole_tensors,
     with_recompute,
 )
-from tests.support.precision import narrow_departures
 from threefold.random.dropout import Dropout, keep_mask, sample_keys
 from threefold.train.step import StepResult
 from threefold.verify.compare import relative_error

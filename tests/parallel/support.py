@@ -1,6 +1,14 @@
-"""Cases of sequence and context parallelism, the sizes of a case, and the comparison of a layout with one process."""
+"""Cases of sequence and context parallelism, the sizes of a case, a comparison, and sums of narrow gradients."""
+
+import torch
+from torch import Tensor, nn
 
 from tests.support.parity import Case, departures, in_layout
+from threefold.comm.axis import Event
+from threefold.comm.layout import Layout
+from threefold.comm.mesh import Mesh
+from threefold.dtypes import DTYPES
+from threefold.parallel.gradients import GradientBuckets, NarrowSum
 from threefold.planner.model_size import RankBlock
 from threefold.planner.systems import Attention
 
@@ -46,3 +54,33 @@ def case(**changes: object) -> Case:
 def check(pool, expected, case: Case) -> None:
     found = departures(expected(case), pool.run(case.world_size, in_layout, case), case)
     assert not found, "\n".join(found[:10])
+
+
+def part(rank: int, size: float) -> Tensor:
+    """Return one replica's bucket: numbers of either sign over nine powers of ten below `size`."""
+    generator = torch.Generator().manual_seed(rank)
+    magnitude = 10 ** (torch.rand(1001, generator=generator) * 9 - 9)
+    return magnitude * torch.randn(1001, generator=generator) * size
+
+
+def narrow_sums(name: str, sizes: list[float]) -> tuple[list[Tensor], list[Event]]:
+    mesh = Mesh(Layout(dp=torch.distributed.get_world_size()))
+    found = []
+    with mesh.recorder.recording() as events:
+        for size in sizes:
+            flat = part(mesh.rank, size)
+            NarrowSum(flat, mesh.dp, DTYPES[name]).finish()
+            found.append(flat)
+    return found, list(events)
+
+
+def narrow_sum() -> Tensor:
+    """Sum many small bf16 gradients; a sum in bf16 would stop growing."""
+    mesh = Mesh(Layout())
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    buckets = GradientBuckets([weight], mesh.dp, torch.float32)
+    buckets.begin(1000)
+    for _ in range(1000):
+        (weight * 1.0).sum().backward()
+    buckets.finish()
+    return buckets[weight].clone()

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.parallel.support import narrow_sums, part
 from tests.planner.step_traffic import wire_bytes
 from tests.support.parity import Case, make_engine, shard_of, whole_tensors
-from tests.support.precision import narrow_sums, part
 from tests.support.sweep import sweep
 from threefold.comm.axis import Event
 from threefold.comm.layout import Layout

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.parallel.support import narrow_sum
 from tests.support.parity import Case, make_engine, shard_of
-from tests.support.precision import narrow_sum
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.parallel.gradients import GradientBuckets, JoinedGradients, buckets_by_dtype

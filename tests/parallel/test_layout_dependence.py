@@ -1,14 +1,16 @@
 """Layers whose result depends on the layout are refused by name; weights drawn by numpy are the same on every rank."""
 
 import random
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from tests.support.own_state_models import Model
+from tests.support.own_state_models import LENGTH, PARTS, WIDTH, Model, Part
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
@@ -17,6 +19,42 @@ from threefold.models.source import construct
 from threefold.parallel.parallelize import TrainingSettings
 from threefold.train.step import GradientStep
 
+
+class LookUp(nn.Module):
+    """Embedding of rounded activations."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, WIDTH, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table((x.sum(-1) * 7).long() % 11)
+
+
+class Wrapped(Part):
+    def __init__(self, name: str, make: Callable[[], nn.Module]) -> None:
+        super().__init__(name)
+        self.inner = make()
+
+    def forward(self, x: Tensor, samples: object) -> Tensor:
+        return self.inner(x) * self.gain
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "no dropout": lambda: nn.Dropout(0.0),
+    "Dropout": lambda: nn.Dropout(0.1),
+    "AlphaDropout": lambda: nn.AlphaDropout(0.2),
+    "RReLU": nn.RReLU,
+    "attention dropout": lambda: nn.MultiheadAttention(WIDTH, 2, dropout=0.1),
+    "LSTM dropout": lambda: nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=0.3, batch_first=True),
+    "encoder layer": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.1, batch_first=True),
+    "batch norm": lambda: nn.BatchNorm1d(LENGTH, track_running_stats=False),
+    "max_norm": lambda: LookUp(max_norm=1.0),
+    "scale_grad_by_freq": lambda: LookUp(scale_grad_by_freq=True),
+    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH, device="cpu")),
+    "old spectral norm": lambda: nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH, device="cpu")),
+}
+PARTS.update({kind: partial(Wrapped, make=make) for kind, make in LAYERS.items()})
 REFUSED = {
     "Dropout": "'blocks.0.part.inner' is Dropout(p=0.1), which draws from torch's generator, so that the layout "
     "would change what is dropped; use threefold.Dropout(0.1, 'blocks.0.part.inner'), called with the activation and "

@@ -240,15 +240,6 @@ def scale_by_table(part: Any, x: Tensor) -> Tensor:
     return x * part.gain * part.table
 
 
-class Wrapped(Part):
-    def __init__(self, name: str, inner: nn.Module) -> None:
-        super().__init__(name)
-        self.inner = inner
-
-    def forward(self, x: Tensor, samples: object) -> Tensor:
-        return self.inner(x) * self.gain
-
-
 class Tracked(Part):
     """Scale by a running mean of the activations' size, which `forward` updates; drop by the samples' keys."""
 
@@ -373,24 +364,6 @@ class SplitStatistics(Part):
         return x + self.down(y / y.square().mean(-1, keepdim=True).sqrt())
 
 
-def looked_up(**options: object) -> nn.Module:
-    """Return an embedding of rounded activations."""
-    return LookUp(nn.Embedding(11, WIDTH, **options))  # type: ignore[arg-type]
-
-
-class LookUp(nn.Module):
-    def __init__(self, table: nn.Embedding) -> None:
-        super().__init__()
-        self.table = table
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.table((x.sum(-1) * 7).long() % 11)
-
-
-def attention() -> nn.Module:
-    return nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.1, batch_first=True)
-
-
 PARTS |= {
     "plain": Part,
     "tracked": Tracked,
@@ -408,20 +381,4 @@ PARTS |= {
     "random": lambda name: Part(name, lambda part, x: x * part.gain * (0.9 + 0.2 * random.random())),
     "numpy": lambda name: Part(name, lambda part, x: x * part.gain * (0.9 + 0.2 * np.random.rand())),
     "numpy weights": lambda name: DrawnWeights(name, lambda: np.random.rand(WIDTH) + random.random()),
-    "no dropout": lambda name: Wrapped(name, nn.Dropout(0.0)),
-    "Dropout": lambda name: Wrapped(name, nn.Dropout(0.1)),
-    "AlphaDropout": lambda name: Wrapped(name, nn.AlphaDropout(0.2)),
-    "RReLU": lambda name: Wrapped(name, nn.RReLU()),
-    "attention dropout": lambda name: Wrapped(name, nn.MultiheadAttention(WIDTH, 2, dropout=0.1)),
-    "LSTM dropout": lambda name: Wrapped(name, nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=0.3, batch_first=True)),
-    "encoder layer": lambda name: Wrapped(name, attention()),
-    "batch norm": lambda name: Wrapped(name, nn.BatchNorm1d(LENGTH, track_running_stats=False)),
-    "max_norm": lambda name: Wrapped(name, looked_up(max_norm=1.0)),
-    "scale_grad_by_freq": lambda name: Wrapped(name, looked_up(scale_grad_by_freq=True)),
-    "spectral norm": lambda name: Wrapped(
-        name, torch.nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH, device="cpu"))
-    ),
-    "old spectral norm": lambda name: Wrapped(
-        name, torch.nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH, device="cpu"))
-    ),
 }

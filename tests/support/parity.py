@@ -32,6 +32,7 @@ from threefold.verify.compare import (
     Error,
     Held,
     coverage,
+    relative_error,
 )
 
 
@@ -313,3 +314,17 @@ def departures(expected: Trace, ranks: list[Trace], case: Case) -> list[str]:
     found = [f"{_where(error)}: relative error {error.relative:.3g}" for error in errors if not error.relative <= limit]
     missing = coverage(parts, {name: tuple(weight.shape) for name, weight in expected.initial.items()})
     return found if missing is None else [missing, *found]
+
+
+def narrow_departures(expected: Trace, traces: list[Trace], limit: float) -> list[str]:
+    """Return losses, norms or gradients of the first step that differ from fp32 by more than rounding explains."""
+    found = []
+    for trace in traces:
+        if not abs(trace.losses[0] / expected.losses[0] - 1) <= limit:
+            found.append(f"loss {trace.losses[0]} is not {expected.losses[0]}")
+        if not abs(trace.norms[0] / expected.norms[0] - 1) <= limit:
+            found.append(f"norm {trace.norms[0]} is not {expected.norms[0]}")
+        for name, gradient in trace.gradients[0].items():
+            if not relative_error(gradient, expected.gradients[0][name]) <= 4 * limit:
+                found.append(f"grad {name}")
+    return found

@@ -13,6 +13,8 @@ from unittest import mock
 import numpy as np
 from tokenizers import Tokenizer
 
+from tests.support import own_state_models
+from tests.support.own_state_models import LENGTH, WORDS
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config, resolve
@@ -110,6 +112,19 @@ class Run:
             given[section][name] = value
         config = Config.model_validate(given)
         return resolve(config, open_dataset(config).vocab_size)
+
+
+def run_of(kind: str, **changes: Any) -> Run:
+    """A small run of the own model with a part that keeps state or draws, on its own rows."""
+    file = own_state_models.__file__
+    name = {"split statistics": "Cut", "own forward": "Whole"}.get(kind, "Model")
+    model = {"architecture": "own", "file": f"{file}:{name}", "vocab_size": WORDS, "arguments": {"kind": kind}}
+    data = {"path": f"{file}:Sums", "sequence_length": LENGTH, "split": "80,20"}
+    return Run(Path("unused"), sections=(("model", model), ("data", data))).but(**changes)
+
+
+def micro_batches(count: int) -> tuple[tuple[str, Any], ...]:
+    return (("train.gradient_accumulation_steps", count),)
 
 
 def train(*arguments: Any, **options: Any) -> Stopped | None:

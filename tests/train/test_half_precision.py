@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.parity import Case, in_layout
-from tests.support.precision import narrow_departures
+from tests.support.parity import Case, in_layout, narrow_departures
 from tests.support.sweep import sweep
 
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.parallel.support import narrow_sum, narrow_sums
 from tests.support.mistakes import Patch, with_mistake
-from tests.support.parity import Case, Trace, departures, in_layout, with_recompute
-from tests.support.precision import FP16, check_skipped_by_all, narrow_departures, narrow_sum, narrow_sums, overflowing
+from tests.support.parity import Case, Trace, departures, in_layout, narrow_departures, with_recompute
+from tests.train.overflows import FP16, check_skipped_by_all, overflowing
 from threefold.parallel import gradients as compression
 from threefold.parallel import gradients as data
 from threefold.random import dropout

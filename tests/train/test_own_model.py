@@ -9,7 +9,7 @@ import torch
 from tests.api import own_plain_model
 from tests.support import own_token_model
 from tests.support.sweep import sweep
-from tests.train.support import Run, steps_of, train_rank
+from tests.train.support import Run, losses_of, train_rank
 from tests.verify import own_cut_model
 from threefold.checkpoint.code import remembered_model
 from threefold.checkpoint.folder import OWN_MODEL, newest
@@ -29,10 +29,6 @@ def own_run(run: Run, file: Path = FILE, **changes: object) -> Run:
     return run.but(dropout=0.0, set=own, **changes)
 
 
-def losses(folder: Path) -> list[float]:
-    return [step["loss"] for step in steps_of(folder).values()]
-
-
 @sweep(
     ("before", "after"),
     [({"dp": 2, "tp": 2}, {"tp": 2, "pp": 2}), ({"tp": 2, "pp": 2}, {"dp": 4})],
@@ -45,12 +41,12 @@ def test_losses_are_those_of_one_process_and_a_run_resumes_in_another_layout(
     run = own_run(small_run, steps=6)
     [printed] = pool.run(1, train_rank, run, tmp_path / "alone")
     assert "Training 12,840 parameters" in printed
-    alone = losses(tmp_path / "alone")
+    alone = losses_of(tmp_path / "alone")
     assert alone[-1] < alone[0]
     first, second = run.but(steps=3, **before), run.but(**after)
     pool.run(first.world_size, train_rank, first, tmp_path / "run")
     pool.run(second.world_size, train_rank, second, tmp_path / "run", True)
-    assert losses(tmp_path / "run") == pytest.approx(alone, rel=1e-5)
+    assert losses_of(tmp_path / "run") == pytest.approx(alone, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -100,13 +96,13 @@ def test_a_model_without_anything_of_this_package_and_its_own_loss(pool, small_r
     own = (("model.architecture", "own"), ("model.file", f"{file}:Plain"), ("model.arguments", {"vocab_size": 301}))
     run = small_run.but(dropout=0.0, set=own)
     pool.run(1, train_rank, run, tmp_path / "alone")
-    alone = losses(tmp_path / "alone")
+    alone = losses_of(tmp_path / "alone")
     assert alone[-1] < alone[0]
     for layout in ({"dp": 2, "tp": 2}, {"tp": 2, "pp": 2}):
         other = run.but(**layout)
         folder = tmp_path / "-".join(layout)
         pool.run(other.world_size, train_rank, other, folder)
-        assert losses(folder) == pytest.approx(alone, rel=1e-5)
+        assert losses_of(folder) == pytest.approx(alone, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -118,8 +114,8 @@ def test_cuts_of_one_layer_and_of_bare_parameters_resume_without_them(pool, smal
     pool.run(2, train_rank, run.but(steps=2, tp=2), tmp_path / "run")
     pool.run(1, train_rank, run.but(steps=3), tmp_path / "run", True)
     pool.run(2, train_rank, run.but(dp=2, set=(*own, ("parallel.zero", 3))), tmp_path / "run", True)
-    assert len(losses(tmp_path / "alone")) == 4
-    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+    assert len(losses_of(tmp_path / "alone")) == 4
+    assert losses_of(tmp_path / "run") == pytest.approx(losses_of(tmp_path / "alone"), rel=1e-5)
 
 
 FROZEN = """
@@ -155,7 +151,7 @@ def test_a_run_with_frozen_weights_resumes_in_another_layout(
     first, second = run.but(steps=2, **changes[0]), run.but(**changes[1])
     pool.run(first.world_size, train_rank, first, tmp_path / "run")
     pool.run(second.world_size, train_rank, second, tmp_path / "run", True)
-    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+    assert losses_of(tmp_path / "run") == pytest.approx(losses_of(tmp_path / "alone"), rel=1e-5)
     saved = [newest(tmp_path / folder) for folder in ("alone", "run")]
     names = [{name: shape for name, (shape, _) in stored_tensors(each.path).items()} for each in saved if each]
     assert names[0] == names[1]

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from tests.support.own_state_models import WIDTH, Model, Sums, loss
-from tests.support.own_state_runs import losses, micro_batches, run_of
-from tests.train.support import Run, steps_of, train_rank
+from tests.train.support import Run, losses_of, micro_batches, run_of, steps_of, train_rank
 from threefold.checkpoint.folder import newest
 from threefold.checkpoint.tensors import load_tensors, stored_names, stored_tensors
 from threefold.comm.mesh import Mesh
@@ -53,7 +52,7 @@ def test_a_running_mean_is_that_of_one_process_and_resumes_bit_for_bit(pool, tmp
     pool.run(1, train_rank, whole, tmp_path / "whole")
     pool.run(1, train_rank, whole.but(steps=2), tmp_path / "parts")
     pool.run(1, train_rank, whole, tmp_path / "parts", True)
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert losses_of(tmp_path / "parts") == losses_of(tmp_path / "whole")
     expected, got = tensors(tmp_path / "whole"), tensors(tmp_path / "parts")
     assert expected.keys() == got.keys()
     assert all(torch.equal(expected[name], got[name]) for name in expected)
@@ -69,7 +68,7 @@ def test_a_running_mean_is_the_same_in_every_layout_and_resumes_in_another(pool,
     pool.run(1, train_rank, whole, tmp_path / "whole")
     pool.run(other.world_size, train_rank, other.but(steps=2), tmp_path / "parts")
     pool.run(1, train_rank, whole, tmp_path / "parts", True)
-    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+    assert losses_of(tmp_path / "parts") == pytest.approx(losses_of(tmp_path / "whole"), rel=1e-5)
     expected, got = tensors(tmp_path / "whole"), tensors(tmp_path / "parts")
     assert expected.keys() == got.keys()
     for name in (name for name in expected if ".part." in name and name.startswith("model.")):
@@ -99,7 +98,7 @@ def test_evaluations_leave_buffers_and_generators_as_they_are(pool, tmp_path: Pa
         pool.run(1, drawn_rank, run, tmp_path / kind / "plain")
         evaluated = run.but(set=(*run.set, ("train.eval_every", 1), ("train.eval_batches", 2)))
         pool.run(1, drawn_rank, evaluated, tmp_path / kind / "evaluated")
-        assert losses(tmp_path / kind / "evaluated") == losses(tmp_path / kind / "plain")
+        assert losses_of(tmp_path / kind / "evaluated") == losses_of(tmp_path / kind / "plain")
         expected, found = tensors(tmp_path / kind / "plain"), tensors(tmp_path / kind / "evaluated")
         assert expected.keys() == found.keys()
         assert all(torch.equal(expected[name], found[name]) for name in expected)
@@ -134,7 +133,7 @@ def test_generators_go_on_where_a_run_resumes_in_the_same_layout(pool, tmp_path:
     pool.run(1, drawn_rank, whole, tmp_path / "whole")
     pool.run(1, drawn_rank, whole.but(steps=2), tmp_path / "parts")
     pool.run(1, drawn_rank, whole, tmp_path / "parts", True)
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert losses_of(tmp_path / "parts") == losses_of(tmp_path / "whole")
 
 
 def test_what_a_run_draws_follows_from_its_seed(pool, tmp_path: Path) -> None:
@@ -143,7 +142,7 @@ def test_what_a_run_draws_follows_from_its_seed(pool, tmp_path: Path) -> None:
         run = run_of(kind, steps=2, set=micro_batches(2))
         pool.run(1, drawn_rank, run, tmp_path / kind / "one")
         pool.run(1, train_rank, run, tmp_path / kind / "two")
-        assert losses(tmp_path / kind / "one") == losses(tmp_path / kind / "two")
+        assert losses_of(tmp_path / kind / "one") == losses_of(tmp_path / kind / "two")
 
 
 @pytest.mark.parametrize(
@@ -177,7 +176,7 @@ def test_generators_follow_from_seed_and_step_in_another_layout(pool, tmp_path: 
         pool.run(1, drawn_rank, run, tmp_path / name)
         [printed, _] = pool.run(2, drawn_rank if name == "one" else train_rank, other, tmp_path / name, True)
         assert "The states of the generators of torch, random and numpy.random belong to another layout" in printed
-    assert losses(tmp_path / "one") == losses(tmp_path / "two")
+    assert losses_of(tmp_path / "one") == losses_of(tmp_path / "two")
 
 
 def test_a_run_that_draws_nothing_stores_no_generators(pool, tmp_path: Path) -> None:
@@ -217,4 +216,4 @@ def test_generators_of_every_rank_go_on(pool, tmp_path: Path) -> None:
     pool.run(2, drawn_rank, whole, tmp_path / "whole")
     pool.run(2, drawn_rank, whole.but(steps=2), tmp_path / "parts")
     pool.run(2, drawn_rank, whole, tmp_path / "parts", True)
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert losses_of(tmp_path / "parts") == losses_of(tmp_path / "whole")

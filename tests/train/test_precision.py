@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.support.parity import Case, make_engine, shard_of, whole_tensors
-from tests.support.precision import FP16, check_skipped_by_all, overflowing
 from tests.support.sweep import sweep
+from tests.train.overflows import FP16, check_skipped_by_all, overflowing
 from tests.train.support import Run, losses_of, manifest, steps_of, train_rank
 from threefold.comm.layout import Layout
 from threefold.config import Config

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from tests.support import own_state_models
-from tests.support.own_state_runs import StateRun, losses, micro_batches, run_of
-from tests.train.support import train
+from tests.train.support import Run, losses_of, micro_batches, run_of, train
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError
@@ -24,7 +23,7 @@ from threefold.verify.self_check import FILE, self_check
 ALONE = micro_batches(1)
 
 
-def checked_rank(run: StateRun, folder: Path, resume: bool = False) -> str:
+def checked_rank(run: Run, folder: Path, resume: bool = False) -> str:
     """Train as `threefold train` does, with the check before the first step; returns what was printed."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -32,7 +31,7 @@ def checked_rank(run: StateRun, folder: Path, resume: bool = False) -> str:
     return printed.getvalue()
 
 
-def refusal(pool, run: StateRun, folder: Path) -> str:
+def refusal(pool, run: Run, folder: Path) -> str:
     """The sentence that ends a run before its first step."""
     with pytest.raises(WorkerError) as told:
         pool.run(run.world_size, checked_rank, run, folder)
@@ -53,7 +52,7 @@ def test_batch_norm_by_hand_is_refused_before_the_first_step(pool, tmp_path: Pat
     assert "Verified 4 layers one by one against one process: 2 steps of 2 samples are equal" in printed
     off = run_of("batch norm by hand", dp=2, steps=1, set=(("train.verify", False),))
     pool.run(2, checked_rank, off, tmp_path / "off")
-    assert len(losses(tmp_path / "off")) == 1
+    assert len(losses_of(tmp_path / "off")) == 1
 
 
 DEPARTING = {
@@ -126,7 +125,7 @@ def test_a_layout_that_computes_what_one_process_does_is_verified_once(pool, tmp
     assert not (tmp_path / "run" / "verify.partial").exists()
 
 
-def checked_behind_the_first(run: StateRun, folder: Path) -> str:
+def checked_behind_the_first(run: Run, folder: Path) -> str:
     """Train with a check whose folder is gone, as rank 0 removes it, when the ranks have met."""
 
     def run_rank(*args: Any, mesh: Mesh) -> RankReport:
@@ -148,19 +147,19 @@ def test_no_bit_of_the_run_depends_on_the_check(pool, tmp_path: Path) -> None:
     run = run_of("tracked", dp=2, steps=2)
     pool.run(2, checked_rank, run, tmp_path / "checked")
     pool.run(2, checked_rank, run.but(set=(("train.verify", False),)), tmp_path / "unchecked")
-    assert losses(tmp_path / "checked") == losses(tmp_path / "unchecked")
+    assert losses_of(tmp_path / "checked") == losses_of(tmp_path / "unchecked")
     drawing = run_of("F.dropout", steps=2, set=ALONE)
     pool.run(1, seeded_rank, drawing, tmp_path / "one")
     pool.run(1, seeded_rank, drawing.but(set=(*ALONE, ("train.verify", False))), tmp_path / "two")
-    assert losses(tmp_path / "one") == losses(tmp_path / "two")
+    assert losses_of(tmp_path / "one") == losses_of(tmp_path / "two")
 
 
-def seeded_rank(run: StateRun, folder: Path) -> None:
+def seeded_rank(run: Run, folder: Path) -> None:
     torch.manual_seed(5)
     checked_rank(run, folder)
 
 
-def of_file(kind: str, file: Path, **changes: object) -> StateRun:
+def of_file(kind: str, file: Path, **changes: object) -> Run:
     return run_of(kind, **changes).but(set=(("model.file", f"{file}:Model"), *dict(changes).get("set", ())))
 
 
@@ -219,7 +218,7 @@ def test_what_is_too_large_is_not_verified(pool, tmp_path: Path, bound: str, rea
     assert not (tmp_path / "run" / FILE).exists()
 
 
-def bounded_rank(run: StateRun, folder: Path, bound: str) -> str:
+def bounded_rank(run: Run, folder: Path, bound: str) -> str:
     from unittest import mock
 
     from threefold.verify import self_check as module
