@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from tests.support.parity import LLAMA, Case, Trace, departures, in_layout
+from tests.support.parity import LLAMA, Case, Trace, check
 from tests.support.sweep import sweep
 from threefold.launch.worker_pool import WorkerPool
 
@@ -27,4 +27,4 @@ RING = (("parallel.cp_method", "ring"),)
 def test_a_layout_trains_what_one_process_trains(
     pool: WorkerPool, expected: Callable[[Case], Trace], case: Case
 ) -> None:
-    assert departures(expected(case), pool.run(case.world_size, in_layout, case), case) == []
+    check(pool, expected, case)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parallel.support import sizes
 from tests.support.mistakes import Patch, with_mistake
-from tests.support.parity import Case, departures, in_layout, make_engine
+from tests.support.parity import Case, check, departures, in_layout, make_engine
 from tests.support.saved_tensors import recording_saved
 from tests.support.sweep import sweep
 from threefold.comm.axis import Axis
@@ -198,8 +198,7 @@ SLOW = (1, 3, 4, 6)  # of which others have the parts
 )
 def test_layout(pool, expected, layout: dict[str, Any]) -> None:
     case = chunked(layout)
-    found = departures(expected(case), pool.run(case.world_size, in_layout, case), case)
-    assert not found, "\n".join(found[:10])
+    check(pool, expected, case)
 
 
 @pytest.mark.slow

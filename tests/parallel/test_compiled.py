@@ -10,9 +10,19 @@ from dataclasses import replace
 import pytest
 from torch._dynamo.utils import counters
 
-from tests.parallel.support import check
 from tests.support.compiled import traced
-from tests.support.parity import LLAMA, MOE, Case, Trace, departures, make_engine, shard_of, trained, with_recompute
+from tests.support.parity import (
+    LLAMA,
+    MOE,
+    Case,
+    Trace,
+    check,
+    departures,
+    make_engine,
+    shard_of,
+    trained,
+    with_recompute,
+)
 
 SP = (("parallel.sequence_parallel", True),)
 RING = (("parallel.cp_method", "ring"),)

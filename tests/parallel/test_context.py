@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.parallel.support import case, check
-from tests.support.parity import Case, in_layout, make_engine, shard_of
+from tests.parallel.support import case
+from tests.support.parity import Case, check, in_layout, make_engine, shard_of
 from tests.support.sweep import sweep
 from threefold.comm.axis import Event
 from threefold.models.gpt.model import GPT

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.parity import Case, Trace, departures, in_layout, over
+from tests.support.parity import Case, Trace, check, over
 from tests.support.sweep import sweep
 from threefold.launch.worker_pool import WorkerPool
 
@@ -68,4 +68,4 @@ def slow(case: Case) -> Any:
 def test_a_layout_trains_what_one_process_trains(
     pool: WorkerPool, expected: Callable[[Case], Trace], case: Case
 ) -> None:
-    assert departures(expected(case), pool.run(case.world_size, in_layout, case), case) == []
+    check(pool, expected, case)

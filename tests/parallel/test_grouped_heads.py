@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.parallel.support import check
 from tests.support.mistakes import Patch, with_mistake
-from tests.support.parity import Case, departures, in_layout, make_engine, shard_of
+from tests.support.parity import Case, check, departures, in_layout, make_engine, shard_of
 from tests.support.sweep import sweep
 from threefold.comm.axis import Event, gather_from
 from threefold.parallel import shard_modules

@@ -14,6 +14,7 @@ from tests.support.mistakes import (
     Patch,
     biases_decayed,
     column_input_gradient_not_summed,
+    dropout_keyed_by_the_rows_of_a_replica,
     layer_dropped,
     logged_loss_of_one_replica,
     logged_loss_of_the_first_stage,
@@ -82,11 +83,6 @@ def norm_of_one_rank() -> list[Patch]:
 
     both = Engine._loss_and_norm
     return [(Engine, "_loss_and_norm", alone)]
-
-
-def dropout_keyed_by_the_rows_of_a_replica() -> list[Patch]:
-    keys = step_batch.sample_keys
-    return [(step_batch, "sample_keys", lambda seed, step, rows: keys(seed, step, rows - rows[0]))]
 
 
 def different_masks_in_the_replicated_region() -> list[Patch]:

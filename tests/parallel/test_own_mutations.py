@@ -6,31 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.mistakes import Patch, with_mistake
+from tests.support.mistakes import Patch, counts_of_one_replica, dropout_keyed_by_the_rows_of_a_replica, with_mistake
 from tests.support.own_models import in_layout, one_process, own_case
 from tests.support.parity import departures
 from threefold.models.loss_terms import TermSums
 from threefold.parallel.pipeline.stage import OwnBatch
 from threefold.torch_private.pipelining import BufferedPipelineStage
-from threefold.train import step_batch
-from threefold.train.step_batch import BatchPreparation
 
 pytestmark = pytest.mark.slow  # they test the tests
-
-
-def counts_of_one_replica() -> list[Patch]:
-    exchange = BatchPreparation._exchange_counts
-
-    def own(self: BatchPreparation, unknown: bool, size: int, counts: Any) -> Any:
-        found = exchange(self, unknown, size, counts)
-        return found[0], found[1], {name: count * self.mesh.dp.size for name, count in counts.items()}
-
-    return [(BatchPreparation, "_exchange_counts", own)]
-
-
-def dropout_keyed_by_the_rows_of_a_replica() -> list[Patch]:
-    keys = step_batch.sample_keys
-    return [(step_batch, "sample_keys", lambda seed, step, rows: keys(seed, step, rows - rows[0]))]
 
 
 def terms_not_weighted() -> list[Patch]:

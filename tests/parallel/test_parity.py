@@ -9,8 +9,7 @@ from typing import get_args
 import pytest
 import torch
 
-from tests.parallel.support import check
-from tests.support.parity import Case, in_layout
+from tests.support.parity import Case, check, in_layout
 from tests.support.sweep import sweep
 from threefold.models.gpt import Activation
 from threefold.verify.compare import relative_error

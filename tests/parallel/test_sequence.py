@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.parallel.support import SHARED, shared
-from tests.support.parity import Case, departures, in_layout, make_engine, shard_of
+from tests.support.parity import Case, check, in_layout, make_engine, shard_of
 from tests.support.sweep import sweep
 from threefold.comm.axis import Event
 from threefold.comm.layout import Layout
@@ -15,12 +15,6 @@ from threefold.parallel.context import sum_over_shares_
 from threefold.parallel.parameter import like, local, whole
 from threefold.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from threefold.train.step import Engine
-
-
-def check(pool, expected, case: Case) -> None:
-    found = departures(expected(case), pool.run(case.world_size, in_layout, case), case)
-    assert not found, "\n".join(found[:10])
-
 
 LAYOUTS = [
     {"tp": 2},

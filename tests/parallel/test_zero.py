@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.parity import Case, Trace, departures, in_layout, make_engine, shard_of, whole_tensors
+from tests.support.parity import Case, Trace, check, departures, in_layout, make_engine, shard_of, whole_tensors
 from tests.support.sweep import sweep
 from threefold.models.layers.decoder import PositionEmbedding, SampleInfo
 from threefold.parallel.parameter import whole
@@ -18,11 +18,6 @@ from threefold.parallel.zero import _OverAxis
 def zero(stage: int, shards: int | None = None, **changes) -> Case:
     settings = (("parallel.zero", stage), *([("parallel.zero_shards", shards)] if shards else []))
     return Case(**{"dtype": "fp64", "dropout": 0.2, "steps": 2, "settings": settings, **changes})
-
-
-def check(pool, expected, case: Case) -> None:
-    found = departures(expected(case), pool.run(case.world_size, in_layout, case), case)
-    assert not found, "\n".join(found[:10])
 
 
 @sweep("layout", [(2, 1, 1), (3, 2, 1), (2, 1, 2), (2, 2, 2)], ids=str, quick=(3,))

@@ -147,3 +147,18 @@ def same_mask_on_every_head_shard() -> list[Patch]:
 
 def biases_decayed() -> list[Patch]:
     return [(optim.Entry, "decays", True)]
+
+
+def dropout_keyed_by_the_rows_of_a_replica() -> list[Patch]:
+    keys = step_batch.sample_keys
+    return [(step_batch, "sample_keys", lambda seed, step, rows: keys(seed, step, rows - rows[0]))]
+
+
+def counts_of_one_replica() -> list[Patch]:
+    exchange = step_batch.BatchPreparation._exchange_counts
+
+    def own(self: step_batch.BatchPreparation, unknown: bool, size: int, counts: Any) -> Any:
+        found = exchange(self, unknown, size, counts)
+        return found[0], found[1], {name: count * self.mesh.dp.size for name, count in counts.items()}
+
+    return [(step_batch.BatchPreparation, "_exchange_counts", own)]

@@ -15,6 +15,7 @@ from threefold.config import Config
 from threefold.config.resolve import resolve
 from threefold.constants import IGNORE_INDEX
 from threefold.data.loader import Batch, Share
+from threefold.launch.worker_pool import WorkerPool
 from threefold.models.family import make_model, model_plan
 from threefold.parallel.parallelize import PieceSizes
 from threefold.parallel.parameter import Weight, offset
@@ -314,6 +315,12 @@ def departures(expected: Trace, ranks: list[Trace], case: Case) -> list[str]:
     found = [f"{_where(error)}: relative error {error.relative:.3g}" for error in errors if not error.relative <= limit]
     missing = coverage(parts, {name: tuple(weight.shape) for name, weight in expected.initial.items()})
     return found if missing is None else [missing, *found]
+
+
+def check(pool: WorkerPool, expected: Callable[[Case], Trace], case: Case) -> None:
+    """Compare all ranks of a layout with one process."""
+    found = departures(expected(case), pool.run(case.world_size, in_layout, case), case)
+    assert not found, "\n".join(found[:10])
 
 
 def narrow_departures(expected: Trace, traces: list[Trace], limit: float) -> list[str]:

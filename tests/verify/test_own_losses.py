@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tests.support.mistakes import Patch
+from tests.support.mistakes import counts_of_one_replica
 from tests.support.own_models import OwnBatches, OwnCase, frozen_case, own_case
 from tests.support.sweep import sweep
 from tests.verify.support import MistakenPool, verify
 from threefold.config import Config
 from threefold.models.sharding import ModelPlan
 from threefold.models.source import ModelSource
-from threefold.train.step_batch import BatchPreparation
 from threefold.verify.verifier import DEPARTS, EQUAL, Verification
 
 LAYOUTS = ("dp2·tp2", "pp2", "dp2 zero3", "pp2·dp2 zbv")
@@ -57,16 +56,6 @@ def test_layouts_of_a_model_with_frozen_parameters_are_equal(pool, tmp_path: Pat
     todo = Verification(own.case.config, 3, OwnBatches(own.batches), Made(own))
     for result in verify(pool, todo, tmp_path, *LAYOUTS):
         assert result.verdict == EQUAL, (str(result.spec), result.worst, result.message)
-
-
-def counts_of_one_replica() -> list[Patch]:
-    exchange = BatchPreparation._exchange_counts
-
-    def own(self: BatchPreparation, unknown: bool, size: int, counts: Any) -> Any:
-        found = exchange(self, unknown, size, counts)
-        return found[0], found[1], {name: count * self.mesh.dp.size for name, count in counts.items()}
-
-    return [(BatchPreparation, "_exchange_counts", own)]
 
 
 def test_a_mean_of_means_is_found(pool, tmp_path: Path) -> None:

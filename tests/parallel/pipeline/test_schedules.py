@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.parallel.pipeline.pipelines import alone, chunked
-from tests.support.parity import Case, departures, in_layout, make_engine, shard_of
+from tests.support.parity import Case, check, in_layout, make_engine, shard_of
 from tests.support.sweep import sweep
 from threefold.config.schedules import SCHEDULES as ROWS
 from threefold.config.schedules import Action
@@ -27,11 +27,6 @@ from threefold.verify.compare import relative_error
 
 SINGLE = ["1f1b", "gpipe"]
 SCHEDULES = ["interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"]
-
-
-def check(pool, expected, case: Case) -> None:
-    found = departures(expected(case), pool.run(case.world_size, in_layout, case), case)
-    assert not found, "\n".join(found[:10])
 
 
 @sweep(("pp", "tie"), [(2, False), (4, True)], ids=["pp2-untied", "pp4-tied"], quick=(1,))

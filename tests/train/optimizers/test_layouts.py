@@ -4,17 +4,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.parity import Case, departures, in_layout
+from tests.support.parity import Case, check, in_layout
 from tests.support.sweep import sweep
 
 ZERO1, ZERO2, ZERO3 = ((("parallel.zero", stage),) for stage in (1, 2, 3))
 EXPERTS = (("num_experts", 4), ("experts_per_token", 2), ("expert_ffn_hidden_size", 12), ("router_aux_loss", 0.01))
 LLAMA: dict[str, Any] = {"positions": "rope", "head_dim": 4, "model": (("architecture", "llama"),)}
-
-
-def check(pool, expected, case: Case) -> None:
-    found = departures(expected(case), pool.run(case.world_size, in_layout, case), case)
-    assert not found, "\n".join(found[:10])
 
 
 def muon(**changes: Any) -> Case:

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from tests.support.command import Command
-from tests.support.parity import Case, departures, in_layout
+from tests.support.parity import Case, check
 from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, same, steps_of, train
 from threefold.config import Config, resolve
@@ -130,11 +130,6 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("own") / "my_optim.py"
     path.write_text(FILE)
     return path
-
-
-def check(pool, expected, case: Case) -> None:
-    found = departures(expected(case), pool.run(case.world_size, in_layout, case), case)
-    assert not found, "\n".join(found[:10])
 
 
 @pytest.mark.slow
