@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     from threefold.random.dropout import Dropout as Dropout
     from threefold.random.dropout import sample_keys as sample_keys
     from threefold.random.rng import RandomStreams as RandomStreams
-    from threefold.train.attempt import Stopped as Stopped
     from threefold.train.callbacks.base import Callback as Callback
+    from threefold.train.stop import Stopped as Stopped
 
 __version__ = "0.1.0"
 

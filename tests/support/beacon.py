@@ -4,7 +4,8 @@ import os
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContext, StepRecord
+from threefold.train.callbacks.base import Callback, RunContext
+from threefold.train.callbacks.records import EvaluationRecord, StepRecord
 
 
 class Beacon(Callback):

@@ -8,12 +8,10 @@ before the step instead, 0 for the first; here it is called `done`.
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from math import isfinite, nan
-from typing import Any, ClassVar, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor
 
 from threefold.comm.heartbeat import Activity, RunSection
 from threefold.comm.mesh import Mesh
@@ -25,103 +23,15 @@ from threefold.files import describe_error
 from threefold.host import peak_memory
 from threefold.models.block import model_flops_per_token
 from threefold.models.loss_terms import LOSS, LossSums
-from threefold.train.attempt import Stopped
-from threefold.train.callbacks.base import (
-    Callback,
-    CallbackFailed,
-    EvaluationRecord,
-    Performance,
-    RunContext,
-    StepRecord,
-    stop_reason,
-)
+from threefold.train.callbacks.base import BadStep, Callback, CallbackFailed, Guard, Response, RunContext
+from threefold.train.callbacks.records import EvaluationRecord, Performance, StepRecord
 from threefold.train.optim import learning_rate
 from threefold.train.saving import SafeSaving
 from threefold.train.step import Engine, NonFiniteStep
+from threefold.train.stop import Stopped
 
 _PATIENCE: Final = 60.0
 """Seconds that a failed run waits for background writes to complete."""
-
-
-@dataclass(frozen=True)
-class BadStep:
-    """Step that made no update, as its loss or gradient norm is not finite, or a guard refused it.
-
-    Attributes:
-        step: 1 for the first.
-        refused: reason of the guard that refused it; empty if loss or norm are not finite.
-        error: error of a step that is not finite.
-        batch: this replica's samples.
-        loss: this rank's term of the mean loss.
-        streams: state of the random streams before the step.
-    """
-
-    step: int
-    refused: str
-    error: NonFiniteStep | None
-    batch: Any
-    loss: Tensor
-    streams: Mapping[str, Tensor]
-
-
-class Response(NamedTuple):
-    """Response to a bad step.
-
-    Attributes:
-        reason: why the step is bad, in words.
-        start: updates of the checkpoint that was loaded; None if only the step is skipped.
-    """
-
-    reason: str
-    start: int | None = None
-
-
-class Guard(Callback):
-    """Callback of all ranks that also takes part in the steps themselves, and decides whether they count.
-
-    Each method is called at its moment, on all ranks alike; the defaults do nothing. In a step these are, in order:
-    skipped_for, before_forward, before_update, refuses, and after_update. If no update was made, after_divergence
-    (unless a guard refused it) and respond follow instead. Exceptions pass unchanged.
-    """
-
-    ranks: ClassVar[Literal["first", "all"]] = "all"
-    checks_state: bool = False
-    """Whether `check_state` is to be called before a save."""
-
-    def skipped_for(self, step: int) -> str:
-        """Return why a step (1 for the first) is skipped without reading its samples; empty if it is not."""
-        return ""
-
-    def next_step(self, step: int) -> int:
-        """Return the first step from `step` on that is not skipped."""
-        return step
-
-    def before_forward(self, step: int) -> None:
-        """Hook called when the samples are read and all callbacks have had their `before_step`."""
-
-    def before_update(self, step: int) -> None:
-        """Hook called between the computation of the gradients and the update."""
-
-    def refuses(self, loss: float, norm: float) -> str:
-        """Return why a step with this loss and gradient norm, both finite, must not update; empty to update."""
-        return ""
-
-    def after_update(self, step: int) -> None:
-        """Hook called after the update, or a skipped one."""
-
-    def after_divergence(self, step: int) -> None:
-        """Hook called after `step` updates, when the next one was not made, as loss or norm are not finite."""
-
-    def respond(self, bad: BadStep) -> Response | None:
-        """Skip a bad step, go back to a checkpoint, or raise; None leaves it to the next guard."""
-        return None
-
-    def check_state(self, step: int) -> Response | None:
-        """Go back to a checkpoint if the state after `step` updates must not be saved."""
-        return None
-
-    def before_save(self, step: int) -> None:
-        """Hook called before the `before_checkpoint` of the callbacks."""
 
 
 def is_due(step: int, every: int, last: int) -> bool:
@@ -422,21 +332,21 @@ class TrainingLoop:
 
     def _next_step(self, step: int) -> int:
         """Return the first step from `step` on that is not skipped."""
-        return max([step, *(guard.next_step(step) for guard in self.guards)])
+        return max([step, *(guard.next_step(step) for guard in self.guards if _is_own(guard, "next_step", Guard))])
 
     def _ask_guards(self, moment: str, *arguments: Any) -> Any:
         """Call a method of the guards in their order, until one returns an answer; return that, or None."""
-        return next((found for guard in self.guards if (found := getattr(guard, moment)(*arguments))), None)
+        asked = (getattr(guard, moment) for guard in self.guards if _is_own(guard, moment, Guard))
+        return next((found for ask in asked if (found := ask(*arguments))), None)
 
     def _notify(self, moment: str, *arguments: Any, step: int | None = None) -> None:
         """Call a method of the callbacks that override it; those of a step only at the callback's `step_interval`."""
         for callback in self.callbacks:
             every = 1 if step is None else callback.step_interval
-            is_own = getattr(getattr(callback, moment), "__func__", None) is not getattr(Callback, moment)
-            if is_own and every and (step is None or step % every == 0):
+            if every and (step is None or step % every == 0) and _is_own(callback, moment, Callback):
                 self.heartbeat.callback(type(callback).__name__, alone=callback.ranks == "first")
                 call(callback, moment, self.engine.mesh.rank, *arguments)
-            if reason := stop_reason(callback):
+            if reason := callback.stop_reason:
                 self.engine.stop.ask(reason)
 
     def _close(self) -> None:
@@ -495,6 +405,11 @@ class PerformanceMeter:
             waited=self._heartbeat.waited - self._waited,
             wall_clock=time.time() - self._began,
         )
+
+
+def _is_own(callback: Callback, moment: str, base: type[Callback]) -> bool:
+    """Return whether a callback overrides a method of its base class, which does nothing there."""
+    return getattr(getattr(callback, moment), "__func__", None) is not getattr(base, moment)
 
 
 def call(callback: Callback, moment: str, rank: int, *arguments: Any) -> None:

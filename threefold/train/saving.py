@@ -29,9 +29,10 @@ from threefold.models.source import file_source
 from threefold.parallel.moving_buffers import stored_buffers
 from threefold.random.rng import STREAMS, is_of_process, stored_as
 from threefold.torch_private.tensors import foreach_norm
-from threefold.train.attempt import RunClock
-from threefold.train.callbacks.base import EvaluationRecord, StepRecord, say
+from threefold.train.callbacks.base import say
+from threefold.train.callbacks.records import EvaluationRecord, StepRecord
 from threefold.train.step import Engine
+from threefold.train.stop import RunClock
 
 
 @dataclass(frozen=True)

@@ -43,10 +43,10 @@ from threefold.parallel.recompute import as_written
 from threefold.random.rng import ProcessGenerators, generators_preserved
 from threefold.torch_private.fake import FakeTensor
 from threefold.torch_private.tensors import foreach_norm
-from threefold.train.attempt import Stop
 from threefold.train.optim import LossScale, Optimizer, learning_rate
 from threefold.train.optimizers import update_rule
 from threefold.train.step_batch import BatchFacts, BatchPreparation
+from threefold.train.stop import Stop
 
 
 class GradientStep:
