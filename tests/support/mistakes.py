@@ -22,7 +22,7 @@ from threefold.parallel.pipeline import runner, stage
 from threefold.parallel.pipeline import stage as tied
 from threefold.train import optim as optimizer
 from threefold.train import step as engine
-from threefold.train import step_batch
+from threefold.train import step_batch, update_rule
 
 Patch = tuple[Any, str, Any]
 
@@ -204,7 +204,7 @@ def loss_summed_over_gathered_logits_twice() -> list[Patch]:
 
 
 def biases_decayed() -> list[Patch]:
-    return [replace(optimizer.Entry, "decays", True)]
+    return [replace(update_rule.Entry, "decays", True)]
 
 
 def weights_decayed_twice() -> list[Patch]:

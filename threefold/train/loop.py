@@ -5,8 +5,9 @@ step counts as one. The engine's `compute_gradients` and `update` and the loader
 before the step instead, 0 for the first; here it is called `done`.
 """
 
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from math import isfinite, nan
 from typing import Any, Final, NamedTuple
@@ -20,11 +21,10 @@ from threefold.data.loader import Loader
 from threefold.data.samples import ConsumedSamples
 from threefold.errors import UserError
 from threefold.files import describe_error
-from threefold.host import peak_memory
 from threefold.models.block import model_flops_per_token
-from threefold.models.loss_terms import LOSS, LossSums
 from threefold.train.callbacks.base import BadStep, Callback, CallbackFailed, Guard, Response, RunContext
 from threefold.train.callbacks.records import EvaluationRecord, Performance, StepRecord
+from threefold.train.evaluation import evaluate
 from threefold.train.optim import learning_rate
 from threefold.train.saving import SafeSaving
 from threefold.train.step import Engine, NonFiniteStep
@@ -73,6 +73,8 @@ class TrainingLoop:
         self.guards = [callback for callback in callbacks if isinstance(callback, Guard)]
         self.meter = PerformanceMeter(run.mesh, run.config, run.peak_rate, run.attempt.began)
         self._evaluation: EvaluationRecord | None = None
+        self._save_due = False
+        self._is_healthy = True  # whether the last step made an update, and the last loss was finite
         self._updated = 0  # last step of this process that made an update
         self._known_epoch: Epoch | None = None
         self._is_mixture = bool(loader.corpus_epochs(0))
@@ -197,7 +199,7 @@ class TrainingLoop:
             "update": ended - computed,
         }
         record = StepRecord(
-            **vars(result) | self._place(step) | {"terms": several(result.terms), "reason": reason},
+            **vars(result) | self._place(step) | {"reason": reason},
             tokens_read=self.config.train.global_batch_size * length - result.padding,
             reader_cost=times["data"],
             seconds=ended - started,
@@ -237,12 +239,14 @@ class TrainingLoop:
         }
 
     def _finish_step(self, record: StepRecord) -> None:
-        self.saving.after_step(record)
+        self._is_healthy = not record.skipped
+        if self._is_healthy and self.saving.awaits_good_step:
+            self.saving.after_good_step()
         self._notify("after_step", record, step=record.step)
 
     def _rolled_back(self, step: int, response: Response) -> int:
         assert response.start is not None
-        self._evaluation, self._updated = None, 0
+        self._evaluation, self._updated, self._save_due, self._is_healthy = None, 0, False, False
         self._notify("after_rollback", step, response.start, response.reason)
         return response.start
 
@@ -254,7 +258,7 @@ class TrainingLoop:
         if record is None:
             return False
         self._evaluation = record
-        self.saving.after_evaluation(record)
+        self._is_healthy = self._is_healthy and isfinite(record.loss)
         self._notify("after_evaluation", record)
         return True
 
@@ -268,23 +272,28 @@ class TrainingLoop:
         """Roll back if the state to save is not finite; return the updates made then, or None if the run goes on."""
         ends = step == self.config.train.max_steps or self.engine.stop.is_due
         checks = any(guard.checks_state for guard in self.guards)
-        if not checks or not (ends or self.saving.will_save(self._is_due(step))):
+        if not checks or not (ends or self._will_save(step)):
             return None
         self._finish_saving()  # a rollback may load it
         response = self._ask_guards("check_state", step)
         return None if response is None else self._rolled_back(step, response)
 
-    def _is_due(self, step: int) -> bool:
-        by_clock = self.engine.stop.save_is_due
-        return by_clock or is_due(step, self.config.checkpoint.every, self.config.train.max_steps)
+    def _will_save(self, step: int) -> bool:
+        """Return whether a checkpoint is or was due after `step`, and the last loss was finite."""
+        by_clock, every = self.engine.stop.save_is_due, self.config.checkpoint.every
+        self._save_due = self._save_due or by_clock or is_due(step, every, self.config.train.max_steps)
+        return self._save_due and self._is_healthy
 
     def _save(self, step: int) -> bool:
-        due, self.engine.stop.save_is_due = self._is_due(step), False
-        if self.saving.will_save(due):
-            self.heartbeat.section(RunSection.SAVE, step)
-            self._finish_saving()
-            self._before_save(step)
-        path = self.saving.save(step, due)
+        """Save if a checkpoint is due; one that could not be written is tried again when the next one is due."""
+        will_save, self.engine.stop.save_is_due = self._will_save(step), False
+        if not will_save:
+            return False
+        self._save_due = False
+        self.heartbeat.section(RunSection.SAVE, step)
+        self._finish_saving()
+        self._before_save(step)
+        path = self.saving.save(step)
         if path is not None:
             self._notify(
                 *(("after_staging", step) if self.saving.store.is_background else ("after_checkpoint", step, path))
@@ -300,7 +309,7 @@ class TrainingLoop:
         self.heartbeat.section(RunSection.SAVE, step)
         self._finish_saving()
         self._before_save(step)
-        path = self.saving.save_last(step, lambda: self._loss_after(step), evaluation_missed)
+        path = self.saving.save_last(step, lambda: self._loss_after(step), self._is_healthy, evaluation_missed)
         self._notify("after_checkpoint", step, path)
 
     def _before_save(self, step: int) -> None:
@@ -407,6 +416,16 @@ class PerformanceMeter:
         )
 
 
+def peak_memory() -> int:
+    """Return the peak resident memory of this process in bytes, or 0 if unknown."""
+    try:
+        import resource
+    except ImportError:  # not a Unix
+        return 0
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest if sys.platform == "darwin" else largest * 1024
+
+
 def _is_own(callback: Callback, moment: str, base: type[Callback]) -> bool:
     """Return whether a callback overrides a method of its base class, which does nothing there."""
     return getattr(getattr(callback, moment), "__func__", None) is not getattr(base, moment)
@@ -421,60 +440,3 @@ def call(callback: Callback, moment: str, rank: int, *arguments: Any) -> None:
     except Exception as error:
         what, name = describe_error(error).removesuffix(":"), type(callback).__name__
         raise CallbackFailed(f"The callback {name} on rank {rank} failed in {moment} with {what}.") from error
-
-
-def evaluate(engine: Engine, loader: Loader, batches: int, step: int) -> EvaluationRecord | None:
-    """Return the mean loss over the first `batches` global batches of the validation part, the same on every rank.
-
-    The batches are divided among the corpora of a mixture by their weights, and the loss is the weighted mean of the
-    corpora's losses. Gradients and random state are unchanged. Collective over the world.
-
-    Args:
-        engine: model to evaluate.
-        loader: loader of the validation samples, with the same number of batches on every rank.
-        batches: maximum number of batches.
-        step: updates made so far.
-
-    Returns:
-        the record; None if the run is to end before all batches were seen (`engine.stop`).
-
-    Raises:
-        UserError: all labels of the batches are masked.
-    """
-    started = time.perf_counter()
-    loss, tokens, by_corpus, terms = 0.0, 0, {}, dict[str, float]()
-    for part, count in loader.eval_parts(batches):
-        measured = _sums(engine, loader.eval_batches(count, part.samples), part.name)
-        if measured is None:
-            return None
-        # Valid tokens, or the count of the only term; samples for several terms.
-        (only, *others) = measured.counts.values()
-        tokens += measured.samples if others else int(only)
-        loss += part.weight * measured.loss
-        by_corpus[part.name] = measured.loss
-        for name, mean in several(measured.terms).items():
-            terms[name] = terms.get(name, 0.0) + part.weight * mean
-    seconds = time.perf_counter() - started
-    return EvaluationRecord(step, loss, tokens, seconds, by_corpus if loader.is_mixture else {}, terms)
-
-
-def several(terms: Mapping[str, float]) -> dict[str, float]:
-    """Return the terms of a loss; none for a loss that is a single mean."""
-    return {} if set(terms) <= {LOSS} else dict(terms)
-
-
-def _sums(engine: Engine, batches: Iterator[Any], name: str) -> LossSums | None:
-    """Sum the loss over batches; None if the run is to end."""
-    sums, heartbeat = LossSums(), engine.mesh.heartbeat
-    heartbeat.activity(Activity.DATA)
-    for batch in batches:
-        sums = sums + engine.eval_batch(batch, engine.loss)
-        heartbeat.activity(Activity.DATA)
-        if engine.stop.is_due:
-            return None
-    if not any(sums.counts.values()):
-        of = f" of {name}" if name else ""
-        raise UserError(
-            f"All labels of the validation batches{of} are masked, as its documents are empty; prepare other data."
-        )
-    return sums

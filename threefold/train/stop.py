@@ -17,6 +17,8 @@ from threefold.errors import UserError
 from threefold.files import shown
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from threefold.comm.mesh import Mesh
     from threefold.config import Config
 
@@ -192,6 +194,19 @@ class Stop:
         told = mesh.world.gather_objects((self._reason, "" if self._clock is None else self._clock.limit))
         reasons = [reason for reason, _ in told if reason is not None]
         return Stopped(0, step, reasons[0]) if reasons else Stopped(0, step, limit=told[0][1])
+
+
+def sum_over_ranks(totals: "Tensor", mesh: "Mesh", stop: Stop | None) -> list[float]:
+    """Sum numbers over all ranks; the requests to end the run travel in the same small collective."""
+    if stop is None:
+        return mesh.world.all_reduce_values(totals)
+    import torch  # not needed by a launcher
+
+    # Fill on the device: copying a tensor from a Python number would block the host.
+    request = torch.full((1,), stop.request(), dtype=totals.dtype, device=totals.device)
+    *summed, requests = mesh.world.all_reduce_values(torch.cat([totals, request]))
+    stop.receive(requests)
+    return summed
 
 
 def _holds(requests: float, flag: float) -> bool:
