@@ -86,8 +86,8 @@ _NAMES: Final = {
     "parallel.tensor": "ColumnParallelLinear ParallelCrossEntropy RowParallelLinear VocabParallelEmbedding",
     "random.dropout": "Dropout sample_keys",
     "random.rng": "RandomStreams",
-    "train.attempt": "Stopped",
     "train.callbacks.base": "Callback",
+    "train.stop": "Stopped",
 }
 """Module, relative to the package → the public names that it defines."""
 

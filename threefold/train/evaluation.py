@@ -1,4 +1,7 @@
-"""Evaluation: the loss of batches in evaluation mode, by a model that is built here once for its steps too."""
+"""Evaluation: the loss of batches in evaluation mode.
+
+`EvaluationStep` also builds, once, what a training step shares with it: the sharded model and its runner.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -12,7 +12,7 @@ averaged.
 `GradientStep` makes 1 to 3, and `Engine` all five for a run's config. In a loop around `threefold.parallelize`, the
 `GradientStep` is in the model, and the optimizer makes 4 and 5. In one around `threefold.prepare`, the caller runs the
 forward passes; `GradSync` makes 3 in the last backward pass. The rules of 4 and 5 stand here once for all of them:
-`GradientNorm`, `LossScale`, `clip_` and `clip_and_update`.
+`GradientNorm`, `clip_` and `clip_and_update`. What a step shares with an evaluation is built in `EvaluationStep`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
