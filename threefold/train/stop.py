@@ -22,15 +22,10 @@ if TYPE_CHECKING:
     from threefold.comm.mesh import Mesh
     from threefold.config import Config
 
-
 # Powers far enough apart to be recognized in a sum over up to 2^16 ranks; exact in fp64. Only one rank watches the
 # folder and the clock.
 _INTERRUPT, _TERMINATE, _REASON = 1.0, float(1 << 16), float(1 << 32)
-
-
 _FOLDER_LOST, _SAVE_DUE, _TIME_UP, _SAVED = (float(1 << bit) for bit in (49, 50, 51, 52))
-
-
 _LONGEST_REASON = 1000
 """Maximum number of characters of a reason that are exchanged."""
 

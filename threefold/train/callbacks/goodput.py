@@ -22,8 +22,6 @@ from threefold.train.callbacks.base import Callback, RunContext, say
 from threefold.train.callbacks.records import EvaluationRecord, StepRecord
 
 GOODPUT_FILE: Final = "goodput.json"
-
-
 LEDGER_SIZE: Final = 1024
 """Bytes of the ledger, which lie in one page of the kernel's cache: a kill leaves either the old or the new content."""
 

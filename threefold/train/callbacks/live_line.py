@@ -11,6 +11,10 @@ from threefold.train.callbacks.records import EvaluationRecord, StepRecord
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
+_SPEED_OF = 20
+"""Span, in steps, of the exponential average of the displayed speed."""
+_SECONDS_BETWEEN_REFRESHES = 0.1
+
 
 class LiveLine(Callback):
     """Live line at the bottom of a terminal: step, losses, speed, time left; evaluations and checkpoints above it."""
@@ -92,10 +96,3 @@ class LiveLine(Callback):
     def _print(self, line: str) -> None:
         if self._progress is not None:
             self._progress.console.print(line, soft_wrap=True, markup=False)
-
-
-_SPEED_OF = 20
-"""Span, in steps, of the exponential average of the displayed speed."""
-
-
-_SECONDS_BETWEEN_REFRESHES = 0.1

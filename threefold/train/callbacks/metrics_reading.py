@@ -11,12 +11,8 @@ from threefold.output import replace_link, sync
 from threefold.train.callbacks.base import say
 
 _BEGINNING = b'{"step": '
-
-
 _KINDS = ("loss", "valid_loss", "goodput")
 """Distinctive key of each kind of line, in the order of the lines of one step."""
-
-
 MEASURED = (
     "tokens_per_second",
     "seconds",
@@ -30,8 +26,6 @@ MEASURED = (
     "wall_clock",
 )
 """Keys of a step that measure time and hardware; all others are the same whenever the step is made."""
-
-
 _NAMED_LINES = 5
 """Maximum number of damaged lines that a warning lists."""
 

@@ -14,8 +14,6 @@ from threefold.train.callbacks.base import Callback, RunContext, reason_of, say
 from threefold.train.callbacks.records import EvaluationRecord, StepRecord, evaluation_values, step_values
 
 TENSORBOARD_FOLDER = "tensorboard"
-
-
 SECONDS_BETWEEN_FLUSHES = 10
 
 
