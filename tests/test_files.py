@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from threefold.checksums import checksum, checksum_of, checksums
 from threefold.errors import UserError
-from threefold.files import checksum, checksum_of, checksums, read_bytes, read_json, read_text, require_file
+from threefold.files import read_bytes, read_json, read_text, require_file
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     from threefold.random.dropout import Dropout as Dropout
     from threefold.random.dropout import sample_keys as sample_keys
     from threefold.random.rng import RandomStreams as RandomStreams
-    from threefold.train.attempt import Stopped as Stopped
     from threefold.train.callbacks.base import Callback as Callback
+    from threefold.train.stop import Stopped as Stopped
 
 __version__ = "0.1.0"
 
@@ -86,8 +86,8 @@ _NAMES: Final = {
     "parallel.tensor": "ColumnParallelLinear ParallelCrossEntropy RowParallelLinear VocabParallelEmbedding",
     "random.dropout": "Dropout sample_keys",
     "random.rng": "RandomStreams",
-    "train.attempt": "Stopped",
     "train.callbacks.base": "Callback",
+    "train.stop": "Stopped",
 }
 """Module, relative to the package → the public names that it defines."""
 

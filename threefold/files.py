@@ -1,4 +1,4 @@
-"""Files: safe reading of small ones, checksums of any, JSON that carries its own checksum, and sizes in bytes.
+"""Files: safe reading of small ones, of text and of JSON; names and sizes fit for messages.
 
 Every reader of configs, manifests, metadata and indexes goes through here, as a person or another program may have
 damaged them. A missing file, a folder, a FIFO, a device, an overlong path, text that is not UTF-8 and endlessly nested
@@ -9,13 +9,10 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Final, TypeVar
-
-import xxhash
+from typing import Any, Final, TypeVar
 
 from threefold.errors import UserError
 
@@ -133,15 +130,6 @@ def _adapter(kind: type) -> Any:
     return TypeAdapter(kind)
 
 
-@dataclass(frozen=True)
-class FileRecord:
-    """Size in bytes and checksum of a file."""
-
-    bytes: int
-    checksum: str
-    __pydantic_config__: ClassVar[Any] = STRICT
-
-
 def shown(path: Path | str) -> str:
     """Return a path fit for a message: printable, and cut in the middle if longer than 200 characters."""
     text = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in str(path))
@@ -151,78 +139,6 @@ def shown(path: Path | str) -> str:
 def describe_error(error: Exception) -> str:
     """Return the type and the message of an error in a user's code, on one line and without its full stop."""
     return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(".")
-
-
-ALGORITHM: Final = "xxh3_128"
-_BLOCK: Final = 8 << 20
-_THREADS: Final = 4
-
-
-def checksum(path: Path, advance: Callable[[int], None] = lambda size: None) -> str:
-    """Return the checksum of a file's content as `xxh3_128:` and 32 hexadecimal digits.
-
-    Args:
-        advance: called with the size of each block read.
-    """
-    digest = xxhash.xxh3_128()
-    buffer = bytearray(_BLOCK)
-    view = memoryview(buffer)
-    with path.open("rb", buffering=0) as file:
-        while size := file.readinto(buffer):
-            digest.update(view[:size])
-            advance(size)
-    return f"{ALGORITHM}:{digest.hexdigest()}"
-
-
-def checksum_of(content: bytes | memoryview) -> str:
-    """Return the checksum of bytes in memory, in the form of `checksum`."""
-    return f"{ALGORITHM}:{xxhash.xxh3_128_hexdigest(content)}"
-
-
-def checksum_of_blocks(blocks: Iterable[bytes | memoryview]) -> str:
-    """Return the checksum of concatenated blocks, in the form of `checksum`."""
-    digest = xxhash.xxh3_128()
-    for block in blocks:
-        digest.update(block)
-    return f"{ALGORITHM}:{digest.hexdigest()}"
-
-
-def checksums(paths: Iterable[Path], advance: Callable[[int], None] = lambda size: None) -> list[str]:
-    """Return the checksum of each file, in order, reading several files at a time."""
-    from concurrent.futures import ThreadPoolExecutor  # slow to import, and every command imports this module
-
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="threefold-checksum") as pool:
-        return list(pool.map(lambda path: checksum(path, advance), paths))
-
-
-_MARK: Final = '  "checksum": "'
-
-
-def seal(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the members of a JSON object with their checksum, which is independent of their order, appended."""
-    return {**facts, "checksum": _checksum(facts)}
-
-
-def unseal(facts: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the members without their checksum, or None if it is missing or wrong."""
-    members = {name: value for name, value in facts.items() if name != "checksum"}
-    return members if facts.get("checksum") == _checksum(members) else None
-
-
-def seal_text(document: str) -> str:
-    """Append a checksum to the text of a JSON object, as its last member on a line of its own."""
-    body = document.rstrip().removesuffix("}").rstrip() + ",\n"
-    return f'{body}{_MARK}{checksum_of(body.encode())}"\n}}\n'
-
-
-def is_intact(text: str) -> bool:
-    """Return whether a text is exactly what `seal_text` returned."""
-    body, mark, end = text.rpartition(_MARK)
-    return bool(mark) and end == f'{checksum_of(body.encode())}"\n}}\n'
-
-
-def _checksum(facts: Mapping[str, Any]) -> str:
-    return checksum_of(json.dumps(facts, sort_keys=True).encode())
 
 
 _UNITS: Final = {"GB": 10**9, "MB": 10**6, "kB": 10**3}

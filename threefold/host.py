@@ -170,16 +170,6 @@ def swap() -> int:
     return 0
 
 
-def peak_memory() -> int:
-    """Return the peak resident memory of this process in bytes, or 0 if unknown."""
-    try:
-        import resource
-    except ImportError:  # not a Unix
-        return 0
-    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return largest if sys.platform == "darwin" else largest * 1024
-
-
 def _group_limits(groups: Path, root: Path) -> list[int]:
     """Return the memory limits of a process's control group and its parents; `groups` lists them in version 1 or 2."""
     limits = []

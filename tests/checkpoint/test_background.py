@@ -21,7 +21,8 @@ from threefold.checkpoint.save import BackgroundSaver
 from threefold.checkpoint.tensors import load_tensors
 from threefold.comm.mesh import Mesh
 from threefold.launch.worker_pool import WorkerError, WorkerPool
-from threefold.train.callbacks.base import Callback, StepRecord
+from threefold.train.callbacks.base import Callback
+from threefold.train.callbacks.records import StepRecord
 
 ASYNC = ("checkpoint.async_save", True)
 

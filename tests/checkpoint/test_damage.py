@@ -23,8 +23,8 @@ from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import folders, path_of, select_checkpoint
 from threefold.checkpoint.resume import find_resumption, find_warm_start, has_all_steps
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
+from threefold.checksums import seal_text
 from threefold.errors import UserError
-from threefold.files import seal_text
 from threefold.huggingface.export_hf import Export, export_model
 from threefold.inference.model import Trained
 from threefold.launch.worker_pool import WorkerPool
@@ -216,7 +216,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path.write_text(seal_text(json.dumps(document)))
     manifest = path.with_name("checkpoint.json")
     if path != manifest:
-        from threefold.files import checksum
+        from threefold.checksums import checksum
 
         held = {"bytes": path.stat().st_size, "checksum": checksum(path)}
         rewrite(manifest, lambda document: document["files"].update({path.name: held}))

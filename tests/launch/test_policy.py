@@ -10,8 +10,8 @@ from threefold.config import Config
 from threefold.errors import HardwareFault, UserError
 from threefold.launch.failure import RankFailed, from_exception, from_exit_code
 from threefold.launch.restarts import Fallback, Restarts, fallbacks_of
-from threefold.train.attempt import GOODPUT_FILE, Attempt
-from threefold.train.callbacks.metrics import GoodputLedger
+from threefold.train.attempt import Attempt
+from threefold.train.callbacks.goodput import GOODPUT_FILE, GoodputLedger
 
 KILLED = -9
 

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.train.support import record
-from threefold.train.attempt import Attempt, Goodput
-from threefold.train.callbacks.base import EvaluationRecord
-from threefold.train.callbacks.metrics import GoodputLedger, MetricsFile, read_metrics_file
+from threefold.train.attempt import Attempt
+from threefold.train.callbacks.goodput import Goodput, GoodputLedger
+from threefold.train.callbacks.metrics import MetricsFile
+from threefold.train.callbacks.metrics_reading import read_metrics_file
+from threefold.train.callbacks.records import EvaluationRecord
 
 
 def make_steps(made: GoodputLedger, first: int, last: int) -> None:

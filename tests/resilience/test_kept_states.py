@@ -8,7 +8,8 @@ from pathlib import Path
 from tests.train.support import Run, manifest, train, train_rank
 from threefold.checkpoint.folder import newest, path_of
 from threefold.launch.worker_pool import WorkerPool
-from threefold.train.attempt import Attempt, Stopped, memory_files
+from threefold.train.attempt import Attempt, memory_files
+from threefold.train.stop import Stopped
 
 Files = tuple[tuple[Path, ...], ...]
 

@@ -15,8 +15,8 @@ from threefold.data.loader import Batch
 from threefold.models.sharding import AttentionCore, Split
 from threefold.parallel import parameter, shard_modules, tensor
 from threefold.parallel.pipeline import runner, stage
-from threefold.train import optim, step_batch
 from threefold.train import step as engine
+from threefold.train import step_batch, update_rule
 
 Patch = tuple[Any, str, Any]
 """Arguments of `patch.object`."""
@@ -146,7 +146,7 @@ def same_mask_on_every_head_shard() -> list[Patch]:
 
 
 def biases_decayed() -> list[Patch]:
-    return [(optim.Entry, "decays", True)]
+    return [(update_rule.Entry, "decays", True)]
 
 
 def dropout_keyed_by_the_rows_of_a_replica() -> list[Patch]:

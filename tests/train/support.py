@@ -33,13 +33,13 @@ from threefold.data.tokenizer import END_OF_DOCUMENT, train_tokenizer
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.train import run as entry_point
-from threefold.train.attempt import Stopped
 from threefold.train.callbacks import loss_curve
-from threefold.train.callbacks.base import StepRecord
-from threefold.train.callbacks.metrics import read_metrics
-from threefold.train.loop import evaluate
+from threefold.train.callbacks.metrics_reading import read_metrics
+from threefold.train.callbacks.records import StepRecord
+from threefold.train.evaluation import evaluate
 from threefold.train.run import open_loader, open_samples
 from threefold.train.step import Engine
+from threefold.train.stop import Stopped
 
 TOLERANCE = {"fp32": 1e-5, "fp64": 1e-12}
 

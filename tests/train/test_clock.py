@@ -13,7 +13,7 @@ from tests.train.support import Run, losses_of, train, train_rank
 from threefold.checkpoint.folder import complete, newest, superfluous
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
-from threefold.train.attempt import RunClock, Stop, Stopped
+from threefold.train.stop import RunClock, Stop, Stopped
 
 
 def steps(run_dir: Path) -> list[int]:

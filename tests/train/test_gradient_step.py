@@ -31,8 +31,8 @@ from threefold.models.sharding import Column, ModelPlan, Normal, Replicated, Row
 from threefold.parallel.parallelize import TrainingSettings
 from threefold.parallel.parameter import local, offset
 from threefold.random.rng import fill_normal_, stream_key
-from threefold.train.optim import LossScale
 from threefold.train.step import GradientStep
+from threefold.train.update_rule import LossScale
 from threefold.verify.compare import relative_error
 
 WIDTHS = (3, 8, 5, 2)

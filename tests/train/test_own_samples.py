@@ -22,10 +22,10 @@ from threefold.data.map_dataset import DistributedDataLoader
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
 from threefold.plugins import import_file
-from threefold.train.callbacks.base import StepRecord
 from threefold.train.callbacks.optional import CSVLog, EpochRecord
+from threefold.train.callbacks.records import StepRecord
 from threefold.train.data_checks import DataCheck
-from threefold.train.loop import several
+from threefold.train.evaluation import several
 
 WHOLE = Share(4)
 FILE = Path(__file__).parents[2] / "examples" / "two_tower.py"

@@ -12,8 +12,8 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.launch.worker_pool import WorkerPool
 from threefold.models.block import model_flops_per_token
-from threefold.train.callbacks.base import Performance, step_values
 from threefold.train.callbacks.console import MeanRates, Summary, step_line
+from threefold.train.callbacks.records import Performance, step_values
 from threefold.train.loop import PerformanceMeter
 
 USED = Performance(2e12, 0.25, 3_000_000_000, 5_000_000_000, 6, 0.125, 61.25)

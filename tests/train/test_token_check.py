@@ -17,13 +17,13 @@ from tests.support.other_systems import write_megatron
 from tests.train.support import Run, manifest, train_rank
 from threefold.checkpoint.folder import path_of
 from threefold.checkpoint.resume import find_resumption
+from threefold.checksums import seal_text
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.data.corpus import DOCUMENTS_FILE, META_FILE, TOKENS_FILE, StoredArray
 from threefold.data.dataset import open_dataset
 from threefold.data.formats.threefold_folder import Meta, TokenFiles, file_checksums
 from threefold.errors import UserError
-from threefold.files import seal_text
 from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.train.data_checks import TokenCheck
 

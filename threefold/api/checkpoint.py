@@ -21,7 +21,7 @@ from threefold.errors import UserError, require_whole
 from threefold.files import parse_json, read_text
 from threefold.parallel.moving_buffers import stored_buffers
 from threefold.parallel.parameter import like, local, stored
-from threefold.train.optim import LossScale
+from threefold.train.update_rule import LossScale
 
 if TYPE_CHECKING:
     from threefold.data.map_dataset import DistributedDataLoader

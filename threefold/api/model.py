@@ -24,8 +24,8 @@ from threefold.parallel.gradients import COMPRESSIONS
 from threefold.parallel.parallelize import TrainingSettings
 from threefold.parallel.parameter import publish_
 from threefold.plugins import require_one_of
-from threefold.train.optim import LossScale
 from threefold.train.step import GradientStep
+from threefold.train.update_rule import LossScale
 
 
 def with_arguments(model: Callable[..., Any], arguments: Mapping[str, Any] | None) -> Callable[[], Any]:

@@ -11,9 +11,9 @@ from torch import Tensor
 from threefold.api.model import DistributedModel
 from threefold.errors import UserError
 from threefold.parallel.parameter import ShardedMatrix
-from threefold.train.optim import Entry
 from threefold.train.optimizers import UpdatedWeights
 from threefold.train.step import GradientNorm, clip_and_update
+from threefold.train.update_rule import Entry
 
 
 class ModelOptimizer:

@@ -28,7 +28,7 @@ from threefold.parallel.parameter import local, longest_shard
 from threefold.parallel.shard_modules import SHARDINGS
 from threefold.parallel.zero import ShardedGradients, make_zero_sharding, shard_values
 from threefold.plugins import require_one_of
-from threefold.train.optim import LossScale
+from threefold.train.update_rule import LossScale
 
 _TAKEN: Final = (Optimizer, DataLoader, LRScheduler, PreparedLoader, PreparedScheduler)
 

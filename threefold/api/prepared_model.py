@@ -19,8 +19,8 @@ from threefold.parallel.gradients import Gradients
 from threefold.parallel.parameter import Weight, like, local, slice_of, stored, whole
 from threefold.parallel.zero import report_gradients
 from threefold.random.rng import signed, stream_key
-from threefold.train.optim import LossScale
 from threefold.train.step import GradientNorm, clip_
+from threefold.train.update_rule import LossScale
 
 Reduction = Literal["mean", "sum"]
 

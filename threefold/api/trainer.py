@@ -34,7 +34,7 @@ from threefold.verify.verifier import EQUAL, LayoutResult, Verification, choose_
 if TYPE_CHECKING:
     import torch
 
-    from threefold.train.attempt import Stopped
+    from threefold.train.stop import Stopped
 
 AnyConfig = Config | Path | str | Mapping[str, Mapping[str, Any]]
 """A `Config` from `load_config`, the path of a YAML file, or a mapping of sections."""

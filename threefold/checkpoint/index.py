@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from threefold.checkpoint.errors import MODEL, DamagedCheckpoint, is_plain_name, whole
+from threefold.checksums import FileRecord, is_intact, seal_text
 from threefold.config import ModelConfig
 from threefold.errors import UserError
-from threefold.files import FileRecord, is_intact, parse_json, read_text, require_file, seal_text, shown
+from threefold.files import parse_json, read_text, require_file, shown
 from threefold.models.family import make_model
 from threefold.models.sharding import ModelPlan
 from threefold.torch_private.tensors import persistent_buffers

@@ -21,25 +21,13 @@ import yaml
 from pydantic import Field
 
 from threefold.checkpoint.errors import DamagedCheckpoint, is_plain_name
+from threefold.checksums import FileRecord, checksum, is_intact, seal_text
 from threefold.comm.layout import AXES, Layout
 from threefold.config.schema import ParallelConfig
 from threefold.data.corpus import Content
 from threefold.data.tokenizer import BEFORE_RULES, SpecialTokens, TextRule
 from threefold.errors import UserError
-from threefold.files import (
-    STRICT,
-    FileRecord,
-    WrongFact,
-    checksum,
-    is_intact,
-    parse_facts,
-    parse_json,
-    read_json,
-    read_text,
-    require_file,
-    seal_text,
-    shown,
-)
+from threefold.files import STRICT, WrongFact, parse_facts, parse_json, read_json, read_text, require_file, shown
 from threefold.output import sync, write_durably
 
 MANIFEST: Final = "checkpoint.json"

@@ -17,8 +17,9 @@ from filelock import FileLock
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import FOLDER, complete, path_of, superfluous
 from threefold.checkpoint.manifest import MANIFEST, PARTIAL, read_manifest
+from threefold.checksums import is_intact
 from threefold.errors import UserError
-from threefold.files import is_intact, shown
+from threefold.files import shown
 from threefold.host import WorkThread
 from threefold.output import sync
 

@@ -36,9 +36,10 @@ from threefold.checkpoint.manifest import (
     read_writer,
 )
 from threefold.checkpoint.tensors import read_chunk
+from threefold.checksums import checksum
 from threefold.config import Config
 from threefold.errors import UserError
-from threefold.files import checksum, shown
+from threefold.files import shown
 from threefold.output import Progress
 
 if TYPE_CHECKING:  # importing torch takes longer than finding a checkpoint

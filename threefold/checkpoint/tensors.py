@@ -44,10 +44,10 @@ from torch.futures import Future
 
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.index import DTYPES, INDEX, StoredTensor, TensorChunk, index_text, read_index
+from threefold.checksums import ALGORITHM, FileRecord
 from threefold.comm.axis import Axis
 from threefold.comm.heartbeat import Heartbeat
 from threefold.errors import UserError
-from threefold.files import ALGORITHM, FileRecord
 from threefold.host import begin_writing, finish_writing
 from threefold.output import write_durably
 from threefold.parallel.parameter import offset

@@ -8,6 +8,7 @@ from typing import Final
 
 import numpy as np
 
+from threefold.checksums import checksum
 from threefold.data.corpus import META_FILE, TOKENS_FILE, StoredTokens
 from threefold.data.formats.jsonl import CACHE_ENDING, FACTS, entry_checksums, is_entry, is_stamp, read_stamp
 from threefold.data.formats.registry import holds_tokens, is_own, read_stored
@@ -15,7 +16,7 @@ from threefold.data.formats.threefold_folder import TokenFiles
 from threefold.data.sources import is_json_lines
 from threefold.data.tokenizer import id_count, load_tokenizer
 from threefold.errors import UserError
-from threefold.files import checksum, require_file, shown
+from threefold.files import require_file, shown
 from threefold.output import Progress
 
 _CHUNK: Final = 1 << 22

@@ -12,10 +12,11 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar, Final, Literal, Self, overl
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from threefold.checksums import checksum_of, checksum_of_blocks
 from threefold.data.conversations import ChatTemplate
 from threefold.data.tokenizer import TextRule
 from threefold.errors import UserError
-from threefold.files import STRICT, checksum_of, checksum_of_blocks, require_file, shown
+from threefold.files import STRICT, require_file, shown
 from threefold.random import Int64Array
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from threefold.launch.environment import find_launched_rank
 from threefold.launch.failure import Failure, RankFailed
 from threefold.launch.output import failure_file
 from threefold.launch.worker import NextAttempt
-from threefold.train.attempt import GOODPUT_FILE, Attempt, Goodput, fresh_files, memory_files
+from threefold.train.attempt import Attempt, fresh_files, memory_files
+from threefold.train.callbacks.goodput import GOODPUT_FILE, Goodput
 
 _NAMED = ("cp_method", "schedule", "stage_chunks", "sequence_parallel", "zero", "zero_shards")
 """Settings of `parallel` besides the axes that a layout's text names, or leaves at their default."""

@@ -31,14 +31,15 @@ from threefold.launch.restarts import Fallback, Restarts, fallbacks_of, in_world
 from threefold.launch.run_lock import LOCK_FILE, cannot_write, require_folder, require_free, run_lock
 from threefold.launch.worker import Device, RankInfo
 from threefold.output import SILENT, Progress, write_durably
-from threefold.train.attempt import GOODPUT_FILE, Attempt
-from threefold.train.callbacks.metrics import import_writer
+from threefold.train.attempt import Attempt
+from threefold.train.callbacks.goodput import GOODPUT_FILE
+from threefold.train.callbacks.tensorboard import import_writer
 
 if TYPE_CHECKING:
     from threefold.models.source import ModelSource
-    from threefold.train.attempt import Stopped
     from threefold.train.callbacks.base import Callback
     from threefold.train.run import SelfCheck
+    from threefold.train.stop import Stopped
 
 
 def train_as_rank(

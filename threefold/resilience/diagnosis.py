@@ -14,9 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from threefold.checksums import checksum_of_blocks
 from threefold.comm.layout import Layout
 from threefold.data.loader import Batch, Loader
-from threefold.files import checksum_of_blocks
 from threefold.models.own_batch import map_tensors
 from threefold.parallel.parameter import local
 from threefold.parallel.pipeline.runner import PipelineRunner

@@ -25,10 +25,11 @@ from torch.distributed.tensor import DTensor
 from threefold.checkpoint.folder import newest
 from threefold.checkpoint.manifest import AnomalyFacts
 from threefold.checkpoint.resume import find_warm_start
+from threefold.checksums import checksum_of, checksum_of_blocks
 from threefold.comm.axis import Axis
 from threefold.config import Config
 from threefold.data.samples import ConsumedSamples
-from threefold.files import checksum_of, checksum_of_blocks, parse_facts
+from threefold.files import parse_facts
 from threefold.train.callbacks.base import Callback, reason_of, say
 from threefold.train.saving import (
     Checkpoints,

@@ -8,7 +8,8 @@ from statistics import median_low
 from typing import Final, NamedTuple
 
 from threefold.comm.mesh import Mesh
-from threefold.train.callbacks.base import Callback, RunContext, StepRecord, on_terminal, say
+from threefold.train.callbacks.base import Callback, RunContext, on_terminal, say
+from threefold.train.callbacks.records import StepRecord
 
 FACTOR: Final = 1.3
 """Multiple of the median from which on a rank is slow: NVIDIA's Resiliency Extension reports one at 1 / 0.75."""

@@ -23,7 +23,8 @@ from threefold.data.loader import Batch, fingerprint
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.models.own_batch import batch_shapes, map_tensors
-from threefold.train.callbacks.base import Callback, EvaluationRecord, say
+from threefold.train.callbacks.base import Callback, say
+from threefold.train.callbacks.records import EvaluationRecord
 
 
 def agree_on_micro_batch(config: Config, mesh: Mesh) -> Config:

@@ -5,15 +5,14 @@ step counts as one. The engine's `compute_gradients` and `update` and the loader
 before the step instead, 0 for the first; here it is called `done`.
 """
 
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from math import isfinite, nan
-from typing import Any, ClassVar, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor
 
 from threefold.comm.heartbeat import Activity, RunSection
 from threefold.comm.mesh import Mesh
@@ -22,106 +21,17 @@ from threefold.data.loader import Loader
 from threefold.data.samples import ConsumedSamples
 from threefold.errors import UserError
 from threefold.files import describe_error
-from threefold.host import peak_memory
 from threefold.models.block import model_flops_per_token
-from threefold.models.loss_terms import LOSS, LossSums
-from threefold.train.attempt import Stopped
-from threefold.train.callbacks.base import (
-    Callback,
-    CallbackFailed,
-    EvaluationRecord,
-    Performance,
-    RunContext,
-    StepRecord,
-    stop_reason,
-)
+from threefold.train.callbacks.base import BadStep, Callback, CallbackFailed, Guard, Response, RunContext
+from threefold.train.callbacks.records import EvaluationRecord, Performance, StepRecord
+from threefold.train.evaluation import evaluate
 from threefold.train.optim import learning_rate
 from threefold.train.saving import SafeSaving
 from threefold.train.step import Engine, NonFiniteStep
+from threefold.train.stop import Stopped
 
 _PATIENCE: Final = 60.0
 """Seconds that a failed run waits for background writes to complete."""
-
-
-@dataclass(frozen=True)
-class BadStep:
-    """Step that made no update, as its loss or gradient norm is not finite, or a guard refused it.
-
-    Attributes:
-        step: 1 for the first.
-        refused: reason of the guard that refused it; empty if loss or norm are not finite.
-        error: error of a step that is not finite.
-        batch: this replica's samples.
-        loss: this rank's term of the mean loss.
-        streams: state of the random streams before the step.
-    """
-
-    step: int
-    refused: str
-    error: NonFiniteStep | None
-    batch: Any
-    loss: Tensor
-    streams: Mapping[str, Tensor]
-
-
-class Response(NamedTuple):
-    """Response to a bad step.
-
-    Attributes:
-        reason: why the step is bad, in words.
-        start: updates of the checkpoint that was loaded; None if only the step is skipped.
-    """
-
-    reason: str
-    start: int | None = None
-
-
-class Guard(Callback):
-    """Callback of all ranks that also takes part in the steps themselves, and decides whether they count.
-
-    Each method is called at its moment, on all ranks alike; the defaults do nothing. In a step these are, in order:
-    skipped_for, before_forward, before_update, refuses, and after_update. If no update was made, after_divergence
-    (unless a guard refused it) and respond follow instead. Exceptions pass unchanged.
-    """
-
-    ranks: ClassVar[Literal["first", "all"]] = "all"
-    checks_state: bool = False
-    """Whether `check_state` is to be called before a save."""
-
-    def skipped_for(self, step: int) -> str:
-        """Return why a step (1 for the first) is skipped without reading its samples; empty if it is not."""
-        return ""
-
-    def next_step(self, step: int) -> int:
-        """Return the first step from `step` on that is not skipped."""
-        return step
-
-    def before_forward(self, step: int) -> None:
-        """Hook called when the samples are read and all callbacks have had their `before_step`."""
-
-    def before_update(self, step: int) -> None:
-        """Hook called between the computation of the gradients and the update."""
-
-    def refuses(self, loss: float, norm: float) -> str:
-        """Return why a step with this loss and gradient norm, both finite, must not update; empty to update."""
-        return ""
-
-    def after_update(self, step: int) -> None:
-        """Hook called after the update, or a skipped one."""
-
-    def after_divergence(self, step: int) -> None:
-        """Hook called after `step` updates, when the next one was not made, as loss or norm are not finite."""
-
-    def respond(self, bad: BadStep) -> Response | None:
-        """Skip a bad step, go back to a checkpoint, or raise; None leaves it to the next guard."""
-        return None
-
-    def check_state(self, step: int) -> Response | None:
-        """Go back to a checkpoint if the state after `step` updates must not be saved."""
-        return None
-
-    def before_save(self, step: int) -> None:
-        """Hook called before the `before_checkpoint` of the callbacks."""
 
 
 def is_due(step: int, every: int, last: int) -> bool:
@@ -163,6 +73,8 @@ class TrainingLoop:
         self.guards = [callback for callback in callbacks if isinstance(callback, Guard)]
         self.meter = PerformanceMeter(run.mesh, run.config, run.peak_rate, run.attempt.began)
         self._evaluation: EvaluationRecord | None = None
+        self._save_due = False
+        self._is_healthy = True  # whether the last step made an update, and the last loss was finite
         self._updated = 0  # last step of this process that made an update
         self._known_epoch: Epoch | None = None
         self._is_mixture = bool(loader.corpus_epochs(0))
@@ -287,7 +199,7 @@ class TrainingLoop:
             "update": ended - computed,
         }
         record = StepRecord(
-            **vars(result) | self._place(step) | {"terms": several(result.terms), "reason": reason},
+            **vars(result) | self._place(step) | {"reason": reason},
             tokens_read=self.config.train.global_batch_size * length - result.padding,
             reader_cost=times["data"],
             seconds=ended - started,
@@ -327,12 +239,14 @@ class TrainingLoop:
         }
 
     def _finish_step(self, record: StepRecord) -> None:
-        self.saving.after_step(record)
+        self._is_healthy = not record.skipped
+        if self._is_healthy and self.saving.awaits_good_step:
+            self.saving.after_good_step()
         self._notify("after_step", record, step=record.step)
 
     def _rolled_back(self, step: int, response: Response) -> int:
         assert response.start is not None
-        self._evaluation, self._updated = None, 0
+        self._evaluation, self._updated, self._save_due, self._is_healthy = None, 0, False, False
         self._notify("after_rollback", step, response.start, response.reason)
         return response.start
 
@@ -344,7 +258,7 @@ class TrainingLoop:
         if record is None:
             return False
         self._evaluation = record
-        self.saving.after_evaluation(record)
+        self._is_healthy = self._is_healthy and isfinite(record.loss)
         self._notify("after_evaluation", record)
         return True
 
@@ -358,23 +272,28 @@ class TrainingLoop:
         """Roll back if the state to save is not finite; return the updates made then, or None if the run goes on."""
         ends = step == self.config.train.max_steps or self.engine.stop.is_due
         checks = any(guard.checks_state for guard in self.guards)
-        if not checks or not (ends or self.saving.will_save(self._is_due(step))):
+        if not checks or not (ends or self._will_save(step)):
             return None
         self._finish_saving()  # a rollback may load it
         response = self._ask_guards("check_state", step)
         return None if response is None else self._rolled_back(step, response)
 
-    def _is_due(self, step: int) -> bool:
-        by_clock = self.engine.stop.save_is_due
-        return by_clock or is_due(step, self.config.checkpoint.every, self.config.train.max_steps)
+    def _will_save(self, step: int) -> bool:
+        """Return whether a checkpoint is or was due after `step`, and the last loss was finite."""
+        by_clock, every = self.engine.stop.save_is_due, self.config.checkpoint.every
+        self._save_due = self._save_due or by_clock or is_due(step, every, self.config.train.max_steps)
+        return self._save_due and self._is_healthy
 
     def _save(self, step: int) -> bool:
-        due, self.engine.stop.save_is_due = self._is_due(step), False
-        if self.saving.will_save(due):
-            self.heartbeat.section(RunSection.SAVE, step)
-            self._finish_saving()
-            self._before_save(step)
-        path = self.saving.save(step, due)
+        """Save if a checkpoint is due; one that could not be written is tried again when the next one is due."""
+        will_save, self.engine.stop.save_is_due = self._will_save(step), False
+        if not will_save:
+            return False
+        self._save_due = False
+        self.heartbeat.section(RunSection.SAVE, step)
+        self._finish_saving()
+        self._before_save(step)
+        path = self.saving.save(step)
         if path is not None:
             self._notify(
                 *(("after_staging", step) if self.saving.store.is_background else ("after_checkpoint", step, path))
@@ -390,7 +309,7 @@ class TrainingLoop:
         self.heartbeat.section(RunSection.SAVE, step)
         self._finish_saving()
         self._before_save(step)
-        path = self.saving.save_last(step, lambda: self._loss_after(step), evaluation_missed)
+        path = self.saving.save_last(step, lambda: self._loss_after(step), self._is_healthy, evaluation_missed)
         self._notify("after_checkpoint", step, path)
 
     def _before_save(self, step: int) -> None:
@@ -422,21 +341,21 @@ class TrainingLoop:
 
     def _next_step(self, step: int) -> int:
         """Return the first step from `step` on that is not skipped."""
-        return max([step, *(guard.next_step(step) for guard in self.guards)])
+        return max([step, *(guard.next_step(step) for guard in self.guards if _is_own(guard, "next_step", Guard))])
 
     def _ask_guards(self, moment: str, *arguments: Any) -> Any:
         """Call a method of the guards in their order, until one returns an answer; return that, or None."""
-        return next((found for guard in self.guards if (found := getattr(guard, moment)(*arguments))), None)
+        asked = (getattr(guard, moment) for guard in self.guards if _is_own(guard, moment, Guard))
+        return next((found for ask in asked if (found := ask(*arguments))), None)
 
     def _notify(self, moment: str, *arguments: Any, step: int | None = None) -> None:
         """Call a method of the callbacks that override it; those of a step only at the callback's `step_interval`."""
         for callback in self.callbacks:
             every = 1 if step is None else callback.step_interval
-            is_own = getattr(getattr(callback, moment), "__func__", None) is not getattr(Callback, moment)
-            if is_own and every and (step is None or step % every == 0):
+            if every and (step is None or step % every == 0) and _is_own(callback, moment, Callback):
                 self.heartbeat.callback(type(callback).__name__, alone=callback.ranks == "first")
                 call(callback, moment, self.engine.mesh.rank, *arguments)
-            if reason := stop_reason(callback):
+            if reason := callback.stop_reason:
                 self.engine.stop.ask(reason)
 
     def _close(self) -> None:
@@ -497,6 +416,21 @@ class PerformanceMeter:
         )
 
 
+def peak_memory() -> int:
+    """Return the peak resident memory of this process in bytes, or 0 if unknown."""
+    try:
+        import resource
+    except ImportError:  # not a Unix
+        return 0
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest if sys.platform == "darwin" else largest * 1024
+
+
+def _is_own(callback: Callback, moment: str, base: type[Callback]) -> bool:
+    """Return whether a callback overrides a method of its base class, which does nothing there."""
+    return getattr(getattr(callback, moment), "__func__", None) is not getattr(base, moment)
+
+
 def call(callback: Callback, moment: str, rank: int, *arguments: Any) -> None:
     """Call a method of a callback; a `UserError` passes, and any other exception becomes `CallbackFailed`."""
     try:
@@ -506,60 +440,3 @@ def call(callback: Callback, moment: str, rank: int, *arguments: Any) -> None:
     except Exception as error:
         what, name = describe_error(error).removesuffix(":"), type(callback).__name__
         raise CallbackFailed(f"The callback {name} on rank {rank} failed in {moment} with {what}.") from error
-
-
-def evaluate(engine: Engine, loader: Loader, batches: int, step: int) -> EvaluationRecord | None:
-    """Return the mean loss over the first `batches` global batches of the validation part, the same on every rank.
-
-    The batches are divided among the corpora of a mixture by their weights, and the loss is the weighted mean of the
-    corpora's losses. Gradients and random state are unchanged. Collective over the world.
-
-    Args:
-        engine: model to evaluate.
-        loader: loader of the validation samples, with the same number of batches on every rank.
-        batches: maximum number of batches.
-        step: updates made so far.
-
-    Returns:
-        the record; None if the run is to end before all batches were seen (`engine.stop`).
-
-    Raises:
-        UserError: all labels of the batches are masked.
-    """
-    started = time.perf_counter()
-    loss, tokens, by_corpus, terms = 0.0, 0, {}, dict[str, float]()
-    for part, count in loader.eval_parts(batches):
-        measured = _sums(engine, loader.eval_batches(count, part.samples), part.name)
-        if measured is None:
-            return None
-        # Valid tokens, or the count of the only term; samples for several terms.
-        (only, *others) = measured.counts.values()
-        tokens += measured.samples if others else int(only)
-        loss += part.weight * measured.loss
-        by_corpus[part.name] = measured.loss
-        for name, mean in several(measured.terms).items():
-            terms[name] = terms.get(name, 0.0) + part.weight * mean
-    seconds = time.perf_counter() - started
-    return EvaluationRecord(step, loss, tokens, seconds, by_corpus if loader.is_mixture else {}, terms)
-
-
-def several(terms: Mapping[str, float]) -> dict[str, float]:
-    """Return the terms of a loss; none for a loss that is a single mean."""
-    return {} if set(terms) <= {LOSS} else dict(terms)
-
-
-def _sums(engine: Engine, batches: Iterator[Any], name: str) -> LossSums | None:
-    """Sum the loss over batches; None if the run is to end."""
-    sums, heartbeat = LossSums(), engine.mesh.heartbeat
-    heartbeat.activity(Activity.DATA)
-    for batch in batches:
-        sums = sums + engine.eval_batch(batch, engine.loss)
-        heartbeat.activity(Activity.DATA)
-        if engine.stop.is_due:
-            return None
-    if not any(sums.counts.values()):
-        of = f" of {name}" if name else ""
-        raise UserError(
-            f"All labels of the validation batches{of} are masked, as its documents are empty; prepare other data."
-        )
-    return sums

@@ -22,7 +22,8 @@ from threefold.config.optimizer import OPTIMIZERS
 from threefold.errors import UserError
 from threefold.files import describe_error, shown
 from threefold.plugins import one_of
-from threefold.train.optim import AdamW, Entry, UpdateRule
+from threefold.train.optim import AdamW
+from threefold.train.update_rule import Entry, UpdateRule
 
 
 class UpdatedWeights:

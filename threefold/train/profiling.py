@@ -17,7 +17,8 @@ from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
 from threefold.output import replace_link
 from threefold.torch_private.runtime import quieten_kineto
-from threefold.train.callbacks.base import Callback, StepRecord, reason_of, say
+from threefold.train.callbacks.base import Callback, reason_of, say
+from threefold.train.callbacks.records import StepRecord
 
 _ACTION_KINDS: Final = {
     Activity.FORWARD: "F",

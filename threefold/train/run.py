@@ -36,7 +36,7 @@ from threefold.parallel.plan_check import check_layout, check_source
 from threefold.resilience.anomalies import AnomalyPolicy, BadSteps
 from threefold.resilience.corruption import CorruptionWatch, GradientCheck
 from threefold.resilience.memory_copy import KeptStates, StateKeeper
-from threefold.train.attempt import Attempt, RunClock, Stop, Stopped
+from threefold.train.attempt import Attempt
 from threefold.train.callbacks.base import Callback, RunContext, say
 from threefold.train.callbacks.registry import import_always, make_callbacks
 from threefold.train.data_checks import DataCheck, TokenCheck, agree_on_micro_batch
@@ -46,6 +46,7 @@ from threefold.train.optimizers import update_rule
 from threefold.train.profiling import Profiler, ProfileRequest, SpanRecorder
 from threefold.train.saving import Checkpoints, SafeSaving, StartingPoint, load_weights, restore_engine
 from threefold.train.step import Engine
+from threefold.train.stop import RunClock, Stop, Stopped
 
 SelfCheck = Callable[[Config, Path, ModelSource, Mesh], None]
 """Check of a run's layout, called on all its ranks; raises a `UserError` on every rank."""
@@ -153,6 +154,7 @@ def train(
             *reports,  # goodput, console, metrics, TensorBoard, log, stragglers, curve, summary; then the user's
             profiler,
             watch,
+            policy,
             BadSteps(engine, loader, saving, policy),
         ]
         loop = TrainingLoop(run, engine, loader, saving, [each for each in all_callbacks if each is not None])

@@ -29,9 +29,9 @@ from threefold.models.source import file_source
 from threefold.parallel.moving_buffers import stored_buffers
 from threefold.random.rng import STREAMS, is_of_process, stored_as
 from threefold.torch_private.tensors import foreach_norm
-from threefold.train.attempt import RunClock
-from threefold.train.callbacks.base import EvaluationRecord, StepRecord, say
+from threefold.train.callbacks.base import say
 from threefold.train.step import Engine
+from threefold.train.stop import RunClock
 
 
 @dataclass(frozen=True)
@@ -70,48 +70,40 @@ class SafeSaving:
     A checkpoint is good once its weights have given a finite loss, in a step that was not skipped or in an evaluation:
     a bad update shows in the next loss. Hence
 
-    - a save that is due while steps are skipped, or after a loss that is not finite, waits for the next good step;
+    - the training loop saves after a good step alone: a save that is due while steps are skipped, or after a loss that
+      is not finite, waits for the next one;
     - older checkpoints are deleted only when the new one is complete, good, and proved by `is_proved`, given its step;
     - when the run diverges, a checkpoint that no good step followed is renamed; a resumed run starts from the one
       before.
 
     All ranks see the same losses and make the same decisions.
+
+    Attributes:
+        awaits_good_step: whether the next good step shows something: `after_good_step` is to be called then.
     """
 
     def __init__(self, store: "Checkpoints", is_proved: Callable[[int], bool] = lambda step: True) -> None:
         self.store, self._is_proved = store, is_proved
-        self._due, self._healthy = False, True
+        self.awaits_good_step = True
         self._unproved: int | None = None
         self._tried: Path | None = None
         self._newest: int | None = None
         """Step of a checkpoint that a good step followed, while older ones are kept."""
         self._has_good_steps = False
 
-    def after_step(self, record: StepRecord) -> None:
-        """Record a step; call it directly after the step."""
-        self._healthy = not record.skipped
-        if self._healthy:
-            self._has_good_steps, self._tried = True, None
-            self._prove()
+    def after_good_step(self) -> None:
+        """Record a step that was not skipped; call it directly after the step."""
+        self._has_good_steps, self._tried = True, None
+        self._prove()
+        self.awaits_good_step = self._newest is not None
 
-    def after_evaluation(self, record: EvaluationRecord) -> None:
-        """Record the validation loss."""
-        self._healthy = self._healthy and isfinite(record.loss)
-
-    def will_save(self, due: bool) -> bool:
-        """Return whether `save` would save now: a checkpoint is or was due, and the last loss was finite."""
-        return (self._due or due) and self._healthy
-
-    def save(self, step: int, due: bool) -> Path | None:
-        """Save after `step` updates if a checkpoint is or was due and the last loss was finite; return its folder.
-
-        A checkpoint that could not be written is tried again when the next one is due.
+    def save(self, step: int) -> Path | None:
+        """Save after `step` updates, after a good step; return the checkpoint's folder, or None if it is not written.
 
         Raises:
             DivergenceError: the weights are not finite.
         """
-        self._due = self._due or due
-        return self._save(step) if self.will_save(due) else None
+        return self._save(step)
 
     def finish(self) -> Written | None:
         """Wait for the checkpoint being written in the background; return it once if complete. Collective."""
@@ -122,10 +114,13 @@ class SafeSaving:
             self._unproved = None
         return None
 
-    def save_last(self, step: int, loss: Callable[[], float], evaluation_missed: bool = False) -> Path:
+    def save_last(
+        self, step: int, loss: Callable[[], float], is_after_good_step: bool, evaluation_missed: bool = False
+    ) -> Path:
         """Save the checkpoint after the last step of this process.
 
         No later step can show that its weights are good, so `loss` is called, which returns the loss that they give.
+        After a skipped step they are only known to be unchanged since the last good one.
 
         Raises:
             DivergenceError: weights or loss are not finite.
@@ -136,7 +131,7 @@ class SafeSaving:
             raise self.explained(f"Training diverged at step {step}: the loss of the weights after it is {value:g}")
         path = self._save(step, True, evaluation_missed)
         assert path is not None  # the last save raises instead
-        if self._healthy:  # otherwise the weights are only known to be unchanged since the last good step
+        if is_after_good_step:
             self._prove()
         return path
 
@@ -153,7 +148,7 @@ class SafeSaving:
                 return None
             self._unproved, found = None, moved[1]
         if found is not None:
-            self._tried, self._due, self._healthy = found, False, False
+            self._tried, self.awaits_good_step = found, True
         return found
 
     def kept(self) -> str:
@@ -181,10 +176,9 @@ class SafeSaving:
             raise self.explained(
                 f"Training diverged at step {step}: weights or optimizer state are not finite after it"
             )
-        self._due = False
         path = self.store.save(step, last, evaluation_missed)
         if path is not None:
-            self._unproved = step
+            self._unproved, self.awaits_good_step = step, True
         return path
 
     def _prove(self) -> None:

@@ -12,11 +12,11 @@ averaged.
 `GradientStep` makes 1 to 3, and `Engine` all five for a run's config. In a loop around `threefold.parallelize`, the
 `GradientStep` is in the model, and the optimizer makes 4 and 5. In one around `threefold.prepare`, the caller runs the
 forward passes; `GradSync` makes 3 in the last backward pass. The rules of 4 and 5 stand here once for all of them:
-`GradientNorm`, `LossScale`, `clip_` and `clip_and_update`.
+`GradientNorm`, `clip_` and `clip_and_update`. What a step shares with an evaluation is built in `EvaluationStep`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
@@ -28,28 +28,25 @@ from threefold.comm.heartbeat import Activity
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.config.model import OWN
-from threefold.constants import IGNORE_INDEX
 from threefold.errors import DivergenceError, UserError
-from threefold.models.loss_terms import LOSS, LossFunction, LossSums, TermSums
+from threefold.models.loss_terms import LossFunction, LossSums
 from threefold.models.module_check import explaining_passes
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.gradients import Gradients
-from threefold.parallel.moving_buffers import MovingBuffers
-from threefold.parallel.parallelize import Parallelism, PieceSizes, TrainableModel, TrainingSettings, apply_parallelism
+from threefold.parallel.parallelize import PieceSizes, TrainableModel, TrainingSettings
 from threefold.parallel.parameter import Weight, has_uneven_shards, is_split
-from threefold.parallel.pipeline.runner import LoopRunner, PipelineRunner, Runner
-from threefold.parallel.pipeline.stage import Stage, StepSamples, TiedWeights
-from threefold.parallel.recompute import as_written
-from threefold.random.rng import ProcessGenerators, generators_preserved
+from threefold.parallel.pipeline.stage import StepSamples, TiedWeights
 from threefold.torch_private.fake import FakeTensor
 from threefold.torch_private.tensors import foreach_norm
-from threefold.train.attempt import Stop
-from threefold.train.optim import LossScale, Optimizer, learning_rate
+from threefold.train.evaluation import EvaluationStep, loss_of_tokens, several
+from threefold.train.optim import Optimizer, learning_rate
 from threefold.train.optimizers import update_rule
-from threefold.train.step_batch import BatchFacts, BatchPreparation
+from threefold.train.step_batch import BatchFacts
+from threefold.train.stop import Stop, sum_over_ranks
+from threefold.train.update_rule import LossScale
 
 
-class GradientStep:
+class GradientStep(EvaluationStep):
     """A model sharded over a mesh, and the gradients of a global batch's mean loss.
 
     The last layer computes the loss of a batch of tokens and labels. Otherwise the loss is a function of the last
@@ -59,17 +56,8 @@ class GradientStep:
     The constructor and all methods are collective over the world.
 
     Args:
-        make_model: makes the whole, single-device model.
-        activation: shape [b, S, H] of a micro-batch's activations between pipeline stages; None to find it at the first
-            step.
-        loss: loss of the last layer's output, where a call gives none; None if the last layer computes it.
         loss_scale: loss scale: multiplies the loss in the backward pass, and divides the gradients afterwards.
-        stop: requests to end the run; every sum over the ranks adds them up. None without them.
-
-    Attributes:
-        model: this rank's part of the model, with its weights and gradients.
-        buffers: persistent buffers, which forward passes may change.
-        generators: random generators of this process, for user models that draw from them.
+        make_model, plan, mesh, settings, activation, loss, stop: see `EvaluationStep`.
 
     Raises:
         UserError: the plan does not fit the model, or the settings do not fit the layout.
@@ -86,15 +74,8 @@ class GradientStep:
         loss_scale: LossScale | None = None,
         stop: Stop | None = None,
     ) -> None:
-        self.mesh, self.plan, self.settings = mesh, plan, settings
-        self.loss, self.loss_scale, self.stop = loss, loss_scale, stop
-        self.parallelism = Parallelism.make(plan, mesh, settings)
-        self.model = apply_parallelism(make_model, plan, self.parallelism, settings)
-        self.stages, self.gradients, self.streams = self.model.stages, self.model.gradients, self.model.streams
-        self.buffers = MovingBuffers(self.stages, plan, mesh)
-        self.generators = ProcessGenerators(mesh.coordinates, mesh.device)
-        self.runner = _make_runner(self.model, settings, activation)
-        self._batches = BatchPreparation(self.model, settings, self.runner, self.preserved)
+        super().__init__(make_model, plan, mesh, settings, activation, loss, stop)
+        self.loss_scale, self.gradients = loss_scale, self.model.gradients
         self._trained = self.model.trained
         self._partial = partial_over_tensor_ranks(self.model)
         self._in_order = any(has_uneven_shards(weight.parameter) for weight in self.model.weights)
@@ -168,32 +149,8 @@ class GradientStep:
         assert self._batch is not None
         if self._batch.sums is not None:
             return self._summed(self._batch.sums, self._batch.samples)
-        (total,) = self._sum_over_ranks(self._own_summands(term.double().view(1) * counted))
-        return _of_tokens(total, counted, self._batch.samples)
-
-    def eval_batch(self, batch: Any, loss: LossFunction | None = None) -> LossSums:
-        """Return the loss of a global batch in evaluation mode; gradients and random states stay unchanged.
-
-        There is no dropout, and experts drop no tokens, whatever their capacity. The loss and its terms are equal on
-        every rank; those of several batches can be added. See `compute_gradients` for arguments and errors.
-        """
-        loss = loss or self.loss
-        with self.preserved(), _in_evaluation_mode(self.stages), as_written(self.settings.compile):
-            if loss is not None:
-                local, sizes = self._batches.own_samples(batch, loss)
-                self.runner.evaluate(local)
-                return self._summed(local.loss, sum(sizes))
-            tokens = self._batches.local_batch(batch)
-            total = self.runner.evaluate(tokens).double()
-        totals = torch.stack([total, (tokens.labels != IGNORE_INDEX).sum().to(total)])
-        summed, count = self._sum_over_ranks(self._own_summands(totals))
-        return _of_tokens(summed, int(count), len(batch.labels) * self.mesh.dp.size)
-
-    @contextmanager
-    def preserved(self, streams: Mapping[str, Tensor] | None = None) -> Iterator[None]:
-        """Restore random streams, generators and buffers after the block, which starts with `streams` if given."""
-        with self.streams.preserved(streams), generators_preserved(self.mesh.device), self.buffers.preserved():
-            yield
+        (total,) = sum_over_ranks(self._own_summands(term.double().view(1) * counted), self.mesh, self.stop)
+        return loss_of_tokens(total, counted, self._batch.samples)
 
     def _require_unchanged_weights(self) -> None:
         """Refuse weights that a forward pass changed: the update overwrites narrow weights with their masters."""
@@ -205,24 +162,6 @@ class GradientStep:
                     f"forward changes the parameter {weight.name!r}, and in {weight.leaf.dtype} the change would be "
                     "lost, as another copy is updated; compute with a changed copy, keep it in a buffer, or use fp32."
                 )
-
-    def _summed(self, sums: TermSums, samples: int) -> LossSums:
-        """Return the loss terms, summed over all ranks."""
-        return sums.over_all(self._sum_over_ranks(self._own_summands(sums.values(self.mesh.device))), samples)
-
-    def _own_summands(self, totals: Tensor) -> Tensor:
-        """Return this rank's summands: zero except on the first tensor rank of the last stage."""
-        return totals if self.runner.has_loss and self.mesh.tp.is_first else torch.zeros_like(totals)
-
-    def _sum_over_ranks(self, totals: Tensor) -> list[float]:
-        """Sum numbers over all ranks; the requests to end the run travel in the same small collective."""
-        if self.stop is None:
-            return self.mesh.world.all_reduce_values(totals)
-        # Fill on the device: copying a tensor from a Python number would block the host.
-        request = torch.full((1,), self.stop.request(), dtype=totals.dtype, device=totals.device)
-        *summed, requests = self.mesh.world.all_reduce_values(torch.cat([totals, request]))
-        self.stop.receive(requests)
-        return summed
 
 
 @dataclass(frozen=True)
@@ -237,7 +176,7 @@ class StepResult:
         skipped: whether no update was made, because the gradient was not finite or the step was refused.
         loss_scale: factor of the loss in the backward pass; None without loss scaling.
         padding: padding tokens of the global batch.
-        terms: unweighted mean of each term of the user's loss.
+        terms: for a loss of several terms, the unweighted mean of each.
         reason: why the step was refused; empty if it was not.
     """
 
@@ -370,18 +309,6 @@ class Engine(GradientStep):
         )
         return result
 
-    def evaluate(self, batch: Any) -> tuple[float, int]:
-        """Return the summed loss and the number of valid tokens of a global batch; gradients and random state are kept.
-
-        For a user's loss with one term, return its sum and its count; with several terms, the mean times the number of
-        samples, and that number. Experts drop no token, whatever their capacity, as in a trained model.
-        """
-        found = self.eval_batch(batch)
-        if len(found.counts) > 1:
-            return found.loss * found.samples, found.samples
-        (name,) = found.counts
-        return found.weighted[name], int(found.counts[name])
-
     def _loss_and_norm(self, loss: Tensor) -> tuple[float, float, dict[str, float]]:
         """Return the loss, the global gradient norm and the terms of the user's loss, in one all-reduce."""
         assert self._batch is not None
@@ -395,8 +322,8 @@ class Engine(GradientStep):
             totals[1] = self._norm.squared_or_overflow()
         if sums is not None:
             totals = torch.cat([totals, self._own_summands(sums.values(self.mesh.device))])
-        mean, squared, *summed = self._sum_over_ranks(totals)
-        return mean, squared**0.5, {} if sums is None else sums.over_all(summed, 0).terms
+        mean, squared, *summed = sum_over_ranks(totals, self.mesh, self.stop)
+        return mean, squared**0.5, {} if sums is None else several(sums.over_all(summed, 0).terms)
 
 
 class GradientNorm:
@@ -530,34 +457,3 @@ def partial_over_tensor_ranks(model: TrainableModel) -> list[Tensor]:
         and not is_split(weight.parameter)
         and (how.sequence_parallel or model.plan.has_partial_gradient(weight.name))
     ]
-
-
-def _make_runner(model: TrainableModel, settings: TrainingSettings, activation: tuple[int, int, int] | None) -> Runner:
-    mesh, count = model.parallelism.mesh, settings.micro_batches
-    if mesh.pp.size == 1:
-        return LoopRunner(model.stages[0], count, mesh.heartbeat)
-    schedule, pp = settings.pipeline_schedule, mesh.pp.size
-    if not schedule.accepts(pp, count):
-        raise UserError(
-            f"micro_batches is {count} but the schedule {schedule.name} {schedule.micro_batch_rule(pp, count)}; "
-            f"use {next(larger for larger in range(count, 4 * pp * count + 1) if schedule.accepts(pp, larger))}."
-        )
-    return PipelineRunner(model.stages, model.parallelism, schedule, count, activation, model.gradients.add_)
-
-
-def _of_tokens(total: float, count: int, samples: int) -> LossSums:
-    return LossSums({LOSS: total}, {LOSS: total}, {LOSS: count}, samples)
-
-
-@contextmanager
-def _in_evaluation_mode(stages: Sequence[Stage]) -> Iterator[None]:
-    modes = [(module, module.training) for stage in stages for module in stage.modules()]
-    for stage in stages:
-        stage.eval()
-    try:
-        yield
-    finally:
-        for stage in stages:
-            stage.train()
-        for module, mode in modes:  # a constructor may leave a part of its model in evaluation mode
-            module.training = mode

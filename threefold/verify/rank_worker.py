@@ -19,9 +19,9 @@ from threefold.models.source import ModelSource
 from threefold.parallel.moving_buffers import stored_buffers
 from threefold.parallel.parallelize import PieceSizes
 from threefold.parallel.parameter import axes_of, offset
-from threefold.train.optim import LossScale
 from threefold.train.saving import checkpoint_tensors, loss_scale_facts, restore_engine
 from threefold.train.step import Engine
+from threefold.train.update_rule import LossScale
 from threefold.verify.batches import BatchSource
 from threefold.verify.compare import EVALUATION, SCALE, TOLERANCE, Comparison, Error, Held
 from threefold.verify.layouts import compose

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from threefold.checkpoint.folder import from_first
+from threefold.checksums import checksum_of
 from threefold.comm.layout import Layout, LayoutSpec
 from threefold.comm.mesh import Mesh
 from threefold.config import Config, resolve
@@ -30,7 +31,7 @@ from threefold.config.model import OWN
 from threefold.config.schedules import find_schedule
 from threefold.data.loader import Batch
 from threefold.errors import UserError
-from threefold.files import checksum_of, read_text
+from threefold.files import read_text
 from threefold.models.loss_terms import LossFunction
 from threefold.models.module_check import OF_MODULES
 from threefold.models.own_batch import batch_shapes, has_forward

@@ -15,11 +15,12 @@ from tests.train.support import Run, losses_of, record, steps_of, train_rank
 from threefold.checkpoint.folder import newest
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError, WorkerPool
-from threefold.train.attempt import Stopped
-from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContext, StepRecord, stop_reason
-from threefold.train.callbacks.metrics import MEASURED, read_metrics
+from threefold.train.callbacks.base import Callback, RunContext
+from threefold.train.callbacks.metrics_reading import MEASURED, read_metrics
 from threefold.train.callbacks.optional import EarlyStopping
+from threefold.train.callbacks.records import EvaluationRecord, StepRecord
 from threefold.train.run import train
+from threefold.train.stop import Stopped
 
 EVERY_RANK = "all"
 
@@ -236,16 +237,16 @@ def test_what_early_stopping_counts() -> None:
     reasons = []
     for step, loss in enumerate((3.0, 2.95, 2.8, float("nan"), 2.75), 1):
         stopping.after_step(record(step, loss=loss))
-        reasons.append(stop_reason(stopping))
+        reasons.append(stopping.stop_reason)
     assert reasons == [None, None, None, None, "loss has not improved on 2.8 2 times in a row"]
     highest = EarlyStopping("grad_norm", patience=1, mode="max")
     highest.after_step(record(1, grad_norm=1.0))
     highest.after_step(record(2, grad_norm=1.5))
-    assert (highest.best, stop_reason(highest)) == (1.5, None)
+    assert (highest.best, highest.stop_reason) == (1.5, None)
     highest.after_step(replace(record(3, grad_norm=0.1), skipped=True))
-    assert stop_reason(highest) is None
+    assert highest.stop_reason is None
     highest.after_step(record(4, grad_norm=1.5))
-    assert stop_reason(highest) == "grad_norm has not improved on 1.5 1 time"
+    assert highest.stop_reason == "grad_norm has not improved on 1.5 1 time"
 
 
 @pytest.mark.parametrize(

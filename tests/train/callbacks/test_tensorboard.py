@@ -6,7 +6,7 @@ from pathlib import Path
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
-from threefold.train.callbacks.metrics import framed
+from threefold.train.callbacks.tensorboard import framed
 
 
 def test_records_are_framed_as_tensorboard_reads_them(tmp_path: Path) -> None:

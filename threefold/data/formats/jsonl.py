@@ -21,6 +21,7 @@ import numpy as np
 from platformdirs import user_cache_path
 from tokenizers import Tokenizer
 
+from threefold.checksums import checksum, checksum_of, checksums, seal, unseal
 from threefold.data.conversations import ChatTemplate
 from threefold.data.corpus import (
     DOCUMENT_DTYPE,
@@ -38,7 +39,7 @@ from threefold.data.encoding import EncodingSpec, encode_documents
 from threefold.data.sources import SourceReader, holds_chat
 from threefold.data.tokenizer import SpecialTokens, TextRule, find_end, id_count, load_tokenizer
 from threefold.errors import UserError
-from threefold.files import checksum, checksum_of, checksums, read_json, require_file, seal, shown, unseal
+from threefold.files import read_json, require_file, shown
 from threefold.host import usable_cores
 from threefold.output import Progress, staged_directory
 

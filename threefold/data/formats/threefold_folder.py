@@ -20,6 +20,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 import numpy as np
 from pydantic import Field
 
+from threefold.checksums import checksum, checksums, seal, unseal
 from threefold.data.conversations import ChatTemplate
 from threefold.data.corpus import (
     DOCUMENT_DTYPE,
@@ -36,18 +37,7 @@ from threefold.data.corpus import (
 )
 from threefold.data.tokenizer import BEFORE_RULES, SpecialTokens, TextRule
 from threefold.errors import UserError
-from threefold.files import (
-    STRICT,
-    WrongFact,
-    checksum,
-    checksums,
-    parse_facts,
-    read_json,
-    require_file,
-    seal,
-    shown,
-    unseal,
-)
+from threefold.files import STRICT, WrongFact, parse_facts, read_json, require_file, shown
 
 FORMAT: Final = "threefold-tokens"
 VERSION: Final = 2

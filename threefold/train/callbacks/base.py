@@ -1,128 +1,22 @@
-"""Training callbacks: base class, the records passed to callbacks, and helpers to write callbacks."""
+"""Training callbacks: their base classes, the context of a run, and helpers to write callbacks."""
 
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from threefold.config import Config
 from threefold.errors import OutputLost, UserError
 from threefold.train.attempt import Attempt
+from threefold.train.callbacks.records import EvaluationRecord, StepRecord
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from threefold.comm.mesh import Mesh
-
-
-@dataclass(frozen=True)
-class Performance:
-    """Hardware use of a step.
-
-    Attributes:
-        flops_per_second: model FLOPs (`threefold.models.block`) of the step per second and rank, averaged over the
-            ranks; None for a user's own model.
-        mfu: share of a rank's peak rate that this is; None if the peak is not known.
-        memory: peak memory of this rank in bytes: resident memory of its process on a CPU, memory reserved by torch on
-            a GPU.
-        largest_memory: peak memory of the rank that uses most, among the ranks that this one hears of.
-        largest_rank: number of that rank.
-        waited: seconds of the step that this rank waited in collectives; on a GPU, whose collectives run beside the
-            Python code, only the seconds that the code waits.
-        wall_clock: seconds since the run, or this attempt of it, started.
-    """
-
-    flops_per_second: float | None
-    mfu: float | None
-    memory: int
-    largest_memory: int
-    largest_rank: int
-    waited: float
-    wall_clock: float
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """Record of a finished step, the same on every rank except for the times.
-
-    Attributes:
-        step: 1 for the first.
-        loss: mean over the global batch's tokens whose label is not ignored.
-        grad_norm: global gradient norm before clipping; not finite if the gradient overflowed.
-        lr: learning rate of this update.
-        tokens: tokens of the global batch whose label is not ignored.
-        tokens_read: all tokens of the global batch except padding.
-        epoch: passes over the training samples completed before the step.
-        batch: number of the step in its epoch, 0 for the first.
-        reader_cost: seconds that the step waited for its data.
-        seconds: duration of the step, including reading.
-        skipped: whether no update was made, because the gradient overflowed or for `reason`.
-        loss_scale: loss scale of the backward pass; None without loss scaling.
-        padding: padding tokens of the global batch.
-        corpus_epochs: for a mixture, passes over each corpus before the step, by name.
-        phases: seconds of each phase, which add up to `seconds`: `data`, `callbacks` (their `before_step`),
-            `forward_backward` and `update`. On a GPU, `update` includes the forward and backward passes, as it waits
-            for their work.
-        terms: for a loss of several terms, the mean of each over the global batch, by name; NaN if it counts nothing.
-        unit: unit of `tokens` and `tokens_read`: samples for a data set whose samples are not tokens.
-        consumed_samples: training samples consumed up to the end of the step, if the global batch size has changed so
-            that this is not the step times the size; otherwise None.
-        reason: reason why no update was made; empty if one was made or the gradient overflowed. A step that
-            `data.skip_steps` or a rollback skips reads no samples: loss and norm are NaN, and the tokens are 0.
-        performance: hardware use of the step; None if its samples were not read.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    tokens: int
-    tokens_read: int
-    epoch: int
-    batch: int
-    reader_cost: float
-    seconds: float
-    skipped: bool = False
-    loss_scale: float | None = None
-    padding: int = 0
-    corpus_epochs: Mapping[str, float] = field(default_factory=dict)
-    phases: Mapping[str, float] = field(default_factory=dict)
-    terms: Mapping[str, float] = field(default_factory=dict)
-    unit: Literal["tokens", "samples"] = "tokens"
-    consumed_samples: int | None = None
-    reason: str = ""
-    performance: Performance | None = None
-
-    @property
-    def is_read(self) -> bool:
-        """Whether the samples of the step were read; False for a step skipped on purpose or by a rollback."""
-        return self.tokens_read > 0
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens read per second, without padding."""
-        return self.tokens_read / self.seconds if self.tokens_read else 0.0
-
-
-@dataclass(frozen=True)
-class EvaluationRecord:
-    """Record of a finished evaluation.
-
-    Attributes:
-        step: updates made so far.
-        loss: mean over the tokens whose label is not ignored; for a mixture, the weighted sum of the corpora's means.
-        tokens: number of those tokens; number of samples for a data set whose samples are not tokens.
-        seconds: duration of the evaluation.
-        corpus_losses: for a mixture, the mean of each corpus by name.
-        terms: for a loss of several terms, the mean of each by name; for a mixture, weighted like the loss.
-    """
-
-    step: int
-    loss: float
-    tokens: int
-    seconds: float
-    corpus_losses: Mapping[str, float] = field(default_factory=dict)
-    terms: Mapping[str, float] = field(default_factory=dict)
+    from threefold.train.step import NonFiniteStep
 
 
 @dataclass(frozen=True)
@@ -151,8 +45,7 @@ class CallbackFailed(UserError):
 class Callback:
     """Base class of training callbacks: each method is called at its moment of the run, and does nothing by default.
 
-    A callback reports. A built-in callback that also takes part in steps, and decides whether they count, is a `Guard`
-    (`threefold.train.loop`).
+    A callback reports. A built-in callback that also takes part in steps, and decides whether they count, is a `Guard`.
 
     Methods are called in this order: setup, before_fit; for each step before_epoch (if one begins), before_step,
     after_step, after_epoch (if one is complete), before_evaluation and after_evaluation (if due), before_checkpoint,
@@ -169,6 +62,7 @@ class Callback:
         packages: packages that must be importable, beyond those that Threefold installs.
         step_interval: before_step and after_step are called in each step whose number is a multiple of this; 0 for no
             step. A callback may change it at any time.
+        stop_reason: reason that it gave to `stop`; None before.
 
     Example:
         >>> class StopAtLoss(threefold.Callback):
@@ -180,7 +74,7 @@ class Callback:
     ranks: ClassVar[Literal["first", "all"]] = "first"
     packages: ClassVar[tuple[str, ...]] = ()
     step_interval: int = 1
-    _stop_reason: str | None = None
+    stop_reason: str | None = None
 
     @classmethod
     def for_run(cls, run: RunContext) -> "Callback | None":
@@ -254,12 +148,88 @@ class Callback:
         Args:
             reason: reason, on one line.
         """
-        self._stop_reason = self._stop_reason or str(reason)
+        self.stop_reason = self.stop_reason or str(reason)
 
 
-def stop_reason(callback: Callback) -> str | None:
-    """Return the reason that a callback gave to `stop`; None if it has not called it."""
-    return callback._stop_reason
+@dataclass(frozen=True)
+class BadStep:
+    """Step that made no update, as its loss or gradient norm is not finite, or a guard refused it.
+
+    Attributes:
+        step: 1 for the first.
+        refused: reason of the guard that refused it; empty if loss or norm are not finite.
+        error: error of a step that is not finite.
+        batch: this replica's samples.
+        loss: this rank's term of the mean loss.
+        streams: state of the random streams before the step.
+    """
+
+    step: int
+    refused: str
+    error: "NonFiniteStep | None"
+    batch: Any
+    loss: "Tensor"
+    streams: "Mapping[str, Tensor]"
+
+
+class Response(NamedTuple):
+    """Response to a bad step.
+
+    Attributes:
+        reason: why the step is bad, in words.
+        start: updates of the checkpoint that was loaded; None if only the step is skipped.
+    """
+
+    reason: str
+    start: int | None = None
+
+
+class Guard(Callback):
+    """Callback of all ranks that also takes part in the steps themselves, and decides whether they count.
+
+    Each method is called at its moment, on all ranks alike; the defaults do nothing. In a step these are, in order:
+    skipped_for, before_forward, before_update, refuses, and after_update. If no update was made, after_divergence
+    (unless a guard refused it) and respond follow instead. Exceptions pass unchanged.
+    """
+
+    ranks: ClassVar[Literal["first", "all"]] = "all"
+    checks_state: bool = False
+    """Whether `check_state` is to be called before a save."""
+
+    def skipped_for(self, step: int) -> str:
+        """Return why a step (1 for the first) is skipped without reading its samples; empty if it is not."""
+        return ""
+
+    def next_step(self, step: int) -> int:
+        """Return the first step from `step` on that is not skipped."""
+        return step
+
+    def before_forward(self, step: int) -> None:
+        """Hook called when the samples are read and all callbacks have had their `before_step`."""
+
+    def before_update(self, step: int) -> None:
+        """Hook called between the computation of the gradients and the update."""
+
+    def refuses(self, loss: float, norm: float) -> str:
+        """Return why a step with this loss and gradient norm, both finite, must not update; empty to update."""
+        return ""
+
+    def after_update(self, step: int) -> None:
+        """Hook called after the update, or a skipped one."""
+
+    def after_divergence(self, step: int) -> None:
+        """Hook called after `step` updates, when the next one was not made, as loss or norm are not finite."""
+
+    def respond(self, bad: BadStep) -> Response | None:
+        """Skip a bad step, go back to a checkpoint, or raise; None leaves it to the next guard."""
+        return None
+
+    def check_state(self, step: int) -> Response | None:
+        """Go back to a checkpoint if the state after `step` updates must not be saved."""
+        return None
+
+    def before_save(self, step: int) -> None:
+        """Hook called before the `before_checkpoint` of the callbacks."""
 
 
 def on_terminal() -> bool:
@@ -278,59 +248,6 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def step_values(record: StepRecord) -> dict[str, float]:
-    """Return the loggable values of a step by name.
-
-    These are `loss`, `grad_norm`, `lr`, `tokens_per_second`, `epoch`, `loss_scale` with loss scaling, `seconds/PHASE`,
-    `tflops` and `mfu` if known, `memory`, `largest_memory`, and `term/NAME` for each term of a loss of several; only
-    `lr` and `epoch` if its samples were not read.
-    """
-    if not record.is_read:
-        return {"lr": record.lr, "epoch": record.epoch}
-    values: dict[str, float] = {
-        "loss": record.loss,
-        "grad_norm": record.grad_norm,
-        "lr": record.lr,
-        "tokens_per_second": record.tokens_per_second,
-        "epoch": record.epoch,
-    }
-    if record.loss_scale is not None:
-        values["loss_scale"] = record.loss_scale
-    values |= {f"seconds/{phase}": seconds for phase, seconds in record.phases.items()}
-    if (used := record.performance) is not None:
-        if used.flops_per_second is not None:
-            values["tflops"] = used.flops_per_second / 1e12
-        if used.mfu is not None:
-            values["mfu"] = used.mfu
-        values |= {"memory": used.memory, "largest_memory": used.largest_memory}
-    return values | {f"term/{name}": mean for name, mean in record.terms.items()}
-
-
-def evaluation_values(record: EvaluationRecord) -> dict[str, float]:
-    """Return `valid_loss`, `valid_loss/NAME` of each corpus of a mixture, and `valid_term/NAME` of several terms."""
-    values = {"valid_loss": record.loss}
-    values |= {f"valid_loss/{name}": loss for name, loss in record.corpus_losses.items()}
-    return values | {f"valid_term/{name}": mean for name, mean in record.terms.items()}
-
-
-class WriteFailures:
-    """Context that reports the first `OSError` of the writes to a file, and lets the run go on without it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self._reported = path, False
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        if not isinstance(error, OSError):
-            return False
-        if not self._reported:
-            self._reported = True
-            say(f"Warning: {self.path} cannot be written ({error.strerror}); training continues without it.")
-        return True
 
 
 def reason_of(error: Exception) -> str:

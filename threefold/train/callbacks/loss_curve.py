@@ -8,7 +8,7 @@ from typing import Any
 from threefold.output import replace_link
 from threefold.train.callbacks.base import Callback, RunContext, reason_of, say
 from threefold.train.callbacks.metrics import FILE as METRICS_FILE
-from threefold.train.callbacks.metrics import read_metrics
+from threefold.train.callbacks.metrics_reading import read_metrics
 
 FILE = "loss.png"
 _TRAIN, _VALID, _GREY = "#3366aa", "#cc4422", "#777777"

@@ -16,10 +16,10 @@ from threefold.plugins import Registry, one_of
 from threefold.train.callbacks.base import Callback, RunContext
 
 _ALWAYS: Final = {
-    "goodput": "threefold.train.callbacks.metrics:GoodputLedger",
-    "live_line": "threefold.train.callbacks.console:LiveLine",
+    "goodput": "threefold.train.callbacks.goodput:GoodputLedger",
+    "live_line": "threefold.train.callbacks.live_line:LiveLine",
     "metrics": "threefold.train.callbacks.metrics:MetricsFile",
-    "tensorboard": "threefold.train.callbacks.metrics:TensorBoard",
+    "tensorboard": "threefold.train.callbacks.tensorboard:TensorBoard",
     "step_log": "threefold.train.callbacks.console:StepLog",
     "stragglers": "threefold.resilience.stragglers:StragglerReport",
     "loss_curve": "threefold.train.callbacks.loss_curve:LossCurve",

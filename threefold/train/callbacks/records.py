@@ -1,0 +1,150 @@
+"""Records of steps and evaluations, which the training loop passes to the callbacks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Performance:
+    """Hardware use of a step.
+
+    Attributes:
+        flops_per_second: model FLOPs (`threefold.models.block`) of the step per second and rank, averaged over the
+            ranks; None for a user's own model.
+        mfu: share of a rank's peak rate that this is; None if the peak is not known.
+        memory: peak memory of this rank in bytes: resident memory of its process on a CPU, memory reserved by torch on
+            a GPU.
+        largest_memory: peak memory of the rank that uses most, among the ranks that this one hears of.
+        largest_rank: number of that rank.
+        waited: seconds of the step that this rank waited in collectives; on a GPU, whose collectives run beside the
+            Python code, only the seconds that the code waits.
+        wall_clock: seconds since the run, or this attempt of it, started.
+    """
+
+    flops_per_second: float | None
+    mfu: float | None
+    memory: int
+    largest_memory: int
+    largest_rank: int
+    waited: float
+    wall_clock: float
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """Record of a finished step, the same on every rank except for the times.
+
+    Attributes:
+        step: 1 for the first.
+        loss: mean over the global batch's tokens whose label is not ignored.
+        grad_norm: global gradient norm before clipping; not finite if the gradient overflowed.
+        lr: learning rate of this update.
+        tokens: tokens of the global batch whose label is not ignored.
+        tokens_read: all tokens of the global batch except padding.
+        epoch: passes over the training samples completed before the step.
+        batch: number of the step in its epoch, 0 for the first.
+        reader_cost: seconds that the step waited for its data.
+        seconds: duration of the step, including reading.
+        skipped: whether no update was made, because the gradient overflowed or for `reason`.
+        loss_scale: loss scale of the backward pass; None without loss scaling.
+        padding: padding tokens of the global batch.
+        corpus_epochs: for a mixture, passes over each corpus before the step, by name.
+        phases: seconds of each phase, which add up to `seconds`: `data`, `callbacks` (their `before_step`),
+            `forward_backward` and `update`. On a GPU, `update` includes the forward and backward passes, as it waits
+            for their work.
+        terms: for a loss of several terms, the mean of each over the global batch, by name; NaN if it counts nothing.
+        unit: unit of `tokens` and `tokens_read`: samples for a data set whose samples are not tokens.
+        consumed_samples: training samples consumed up to the end of the step, if the global batch size has changed so
+            that this is not the step times the size; otherwise None.
+        reason: reason why no update was made; empty if one was made or the gradient overflowed. A step that
+            `data.skip_steps` or a rollback skips reads no samples: loss and norm are NaN, and the tokens are 0.
+        performance: hardware use of the step; None if its samples were not read.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    tokens_read: int
+    epoch: int
+    batch: int
+    reader_cost: float
+    seconds: float
+    skipped: bool = False
+    loss_scale: float | None = None
+    padding: int = 0
+    corpus_epochs: Mapping[str, float] = field(default_factory=dict)
+    phases: Mapping[str, float] = field(default_factory=dict)
+    terms: Mapping[str, float] = field(default_factory=dict)
+    unit: Literal["tokens", "samples"] = "tokens"
+    consumed_samples: int | None = None
+    reason: str = ""
+    performance: Performance | None = None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the samples of the step were read; False for a step skipped on purpose or by a rollback."""
+        return self.tokens_read > 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens read per second, without padding."""
+        return self.tokens_read / self.seconds if self.tokens_read else 0.0
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    """Record of a finished evaluation.
+
+    Attributes:
+        step: updates made so far.
+        loss: mean over the tokens whose label is not ignored; for a mixture, the weighted sum of the corpora's means.
+        tokens: number of those tokens; number of samples for a data set whose samples are not tokens.
+        seconds: duration of the evaluation.
+        corpus_losses: for a mixture, the mean of each corpus by name.
+        terms: for a loss of several terms, the mean of each by name; for a mixture, weighted like the loss.
+    """
+
+    step: int
+    loss: float
+    tokens: int
+    seconds: float
+    corpus_losses: Mapping[str, float] = field(default_factory=dict)
+    terms: Mapping[str, float] = field(default_factory=dict)
+
+
+def step_values(record: StepRecord) -> dict[str, float]:
+    """Return the loggable values of a step by name.
+
+    These are `loss`, `grad_norm`, `lr`, `tokens_per_second`, `epoch`, `loss_scale` with loss scaling, `seconds/PHASE`,
+    `tflops` and `mfu` if known, `memory`, `largest_memory`, and `term/NAME` for each term of a loss of several; only
+    `lr` and `epoch` if its samples were not read.
+    """
+    if not record.is_read:
+        return {"lr": record.lr, "epoch": record.epoch}
+    values: dict[str, float] = {
+        "loss": record.loss,
+        "grad_norm": record.grad_norm,
+        "lr": record.lr,
+        "tokens_per_second": record.tokens_per_second,
+        "epoch": record.epoch,
+    }
+    if record.loss_scale is not None:
+        values["loss_scale"] = record.loss_scale
+    values |= {f"seconds/{phase}": seconds for phase, seconds in record.phases.items()}
+    if (used := record.performance) is not None:
+        if used.flops_per_second is not None:
+            values["tflops"] = used.flops_per_second / 1e12
+        if used.mfu is not None:
+            values["mfu"] = used.mfu
+        values |= {"memory": used.memory, "largest_memory": used.largest_memory}
+    return values | {f"term/{name}": mean for name, mean in record.terms.items()}
+
+
+def evaluation_values(record: EvaluationRecord) -> dict[str, float]:
+    """Return `valid_loss`, `valid_loss/NAME` of each corpus of a mixture, and `valid_term/NAME` of several terms."""
+    values = {"valid_loss": record.loss}
+    values |= {f"valid_loss/{name}": loss for name, loss in record.corpus_losses.items()}
+    return values | {f"valid_term/{name}": mean for name, mean in record.terms.items()}

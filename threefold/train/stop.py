@@ -1,0 +1,217 @@
+"""Agreement of all ranks to end a run early, or to save a checkpoint, after the same step.
+
+A rank's request is one more element of an all-reduce that each step and evaluation makes anyway. It needs no collective
+of its own, and every rank receives it at the same point of its program. Only if a callback asked do the ranks also
+exchange the text of its reason.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from threefold.errors import UserError
+from threefold.files import shown
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from threefold.comm.mesh import Mesh
+    from threefold.config import Config
+
+# Powers far enough apart to be recognized in a sum over up to 2^16 ranks; exact in fp64. Only one rank watches the
+# folder and the clock.
+_INTERRUPT, _TERMINATE, _REASON = 1.0, float(1 << 16), float(1 << 32)
+_FOLDER_LOST, _SAVE_DUE, _TIME_UP, _SAVED = (float(1 << bit) for bit in (49, 50, 51, 52))
+_LONGEST_REASON = 1000
+"""Maximum number of characters of a reason that are exchanged."""
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """Early end of a run by a signal, a callback or its time limit.
+
+    Attributes:
+        signal: SIGINT or SIGTERM; 0 for another cause.
+        step: updates made.
+        reason: reason given by a callback; empty for another cause.
+        limit: setting and value of the time limit; empty for another cause.
+    """
+
+    signal: int
+    step: int
+    reason: str = ""
+    limit: str = ""
+
+
+_FIRST_SAVE: Final = 100e6
+"""Assumed speed of the first save in bytes per second, until one has been measured."""
+
+
+class RunClock:
+    """Clock of the first rank that makes saves and the end of the run due; the ranks agree in a step's collective.
+
+    The run ends early enough for twice the longest pause between two queries, plus the longest save so far.
+
+    Args:
+        config: resolved config.
+        began: start of the run in `time.time` seconds.
+        save_ended: returns whether the checkpoint written in the background is complete or has failed; None if none is.
+
+    Attributes:
+        limit: the setting that ends the run, with its value.
+        longest_save: seconds of the longest save, updated by `saved`.
+    """
+
+    def __init__(self, config: "Config", began: float, save_ended: Callable[[], bool] | None = None) -> None:
+        self._every, seconds = config.checkpoint.every_seconds, config.train.max_seconds
+        self.limit = f"train.max_seconds {seconds:g}" if seconds else ""
+        self._end = None if seconds is None else time.monotonic() + seconds - (time.time() - began)
+        self.save_ended = save_ended
+        self._saved = time.monotonic()
+        self._measured, self.longest_save = False, 1.0
+        self._asked: float | None = None
+        self._longest_pause = 0.0
+
+    def begin(self, state_bytes: int) -> None:
+        """Begin to count to the first save, of a checkpoint of this size, now that there is a state to save."""
+        self._saved, self.longest_save = time.monotonic(), 1.0 + state_bytes / _FIRST_SAVE
+
+    def saving(self) -> None:
+        self._saved = time.monotonic()
+
+    def saved(self, seconds: float) -> None:
+        """Note that a save took this many seconds."""
+        self.longest_save = max(self.longest_save, seconds) if self._measured else seconds
+        self._measured = True
+
+    def save_is_due(self) -> bool:
+        """Return whether `checkpoint.every_seconds` have passed since the last save began."""
+        return self._every is not None and time.monotonic() - self._saved >= self._every
+
+    def time_is_up(self) -> bool:
+        """Return whether the run must end now; call it once per step and during evaluations."""
+        if self._end is None:
+            return False
+        now = time.monotonic()
+        if self._asked is not None:
+            self._longest_pause = max(self._longest_pause, now - self._asked)
+        self._asked = now
+        return now + 2 * self._longest_pause + self.longest_save >= self._end
+
+
+class Stop:
+    """Agreement of all ranks on whether the run is to end.
+
+    Args:
+        asked: returns the number of the signal that asked this rank to end the run, 0 for none.
+        run_dir: folder of the run; None if there is none.
+        watches: whether this rank checks that the folder still exists.
+        clock: clock of the first rank; None on other ranks.
+
+    Attributes:
+        signal: agreed number of the signal that ends the run, 0 for none.
+        is_due: whether the ranks agreed to end the run, by a signal, a callback's reason or the time limit.
+        save_is_due: whether the ranks agreed that a checkpoint is due by the clock; the training loop resets it.
+        save_ended: whether the ranks agreed that the background checkpoint is written; the training loop resets it.
+    """
+
+    def __init__(
+        self,
+        asked: Callable[[], int] = lambda: 0,
+        run_dir: Path | None = None,
+        watches: bool = False,
+        clock: RunClock | None = None,
+    ) -> None:
+        self._clock = clock
+        self.save_is_due, self.save_ended, self._limited = False, False, False
+        self._asked, self._run_dir = asked, run_dir
+        self._watched = run_dir if watches else None
+        self._identity = _identity(self._watched) if self._watched else None
+        self._reason: str | None = None
+        self.signal = 0
+        self.is_due = False
+
+    def ask(self, reason: str) -> None:
+        """Ask from this rank to end the run; the ranks agree in their next all-reduce."""
+        self._reason = self._reason or " ".join(reason.split())[:_LONGEST_REASON] or "no reason was given"
+
+    def request(self) -> float:
+        """Return this rank's term of the all-reduce."""
+        if self._watched is not None and _identity(self._watched) != self._identity:
+            return _FOLDER_LOST
+        term, asked = 0.0, self._asked()
+        if asked:
+            term += _INTERRUPT if asked == signal.SIGINT else _TERMINATE
+        if self._reason is not None:
+            term += _REASON
+        if (clock := self._clock) is not None:
+            term += _SAVE_DUE if not self.save_is_due and clock.save_is_due() else 0.0
+            term += _TIME_UP if clock.time_is_up() else 0.0
+            if clock.save_ended is not None and not self.save_ended and clock.save_ended():
+                term += _SAVED
+        return term
+
+    def receive(self, requests: float) -> None:
+        """Update the agreed attributes from the sum of all requests; raise a `UserError` if the folder is gone."""
+        if _holds(requests, _FOLDER_LOST):
+            name = f" {shown(self._run_dir)}" if self._run_dir else ""
+            raise UserError(
+                f"The run's folder{name} was deleted or replaced while the run was writing to it, so the run ends "
+                "here without a checkpoint; start it again."
+            )
+        signals = requests % _REASON
+        if signals:
+            self.signal = signal.SIGTERM if signals >= _TERMINATE else signal.SIGINT
+        self._limited = self._limited or _holds(requests, _TIME_UP)
+        self.save_is_due = self.save_is_due or _holds(requests, _SAVE_DUE)
+        self.save_ended = self.save_ended or _holds(requests, _SAVED)
+        self.is_due = self.is_due or self._limited or requests % _FOLDER_LOST > 0
+
+    def agree(self, mesh: "Mesh") -> bool:
+        """All-reduce the requests now, and return `is_due`. Collective over the world."""
+        import torch  # not needed by a launcher
+
+        request = torch.tensor([self.request()], dtype=torch.float64, device=mesh.device)
+        self.receive(mesh.world.all_reduce_(request).item())
+        return self.is_due
+
+    def result(self, mesh: "Mesh", step: int) -> Stopped:
+        """Return how the run ended after `step` updates, once `is_due`; collective over the world.
+
+        A signal takes precedence over a reason, and a reason over the time limit; the lowest rank's reason is used.
+        """
+        if self.signal:
+            return Stopped(self.signal, step)
+        told = mesh.world.gather_objects((self._reason, "" if self._clock is None else self._clock.limit))
+        reasons = [reason for reason, _ in told if reason is not None]
+        return Stopped(0, step, reasons[0]) if reasons else Stopped(0, step, limit=told[0][1])
+
+
+def sum_over_ranks(totals: "Tensor", mesh: "Mesh", stop: Stop | None) -> list[float]:
+    """Sum numbers over all ranks; the requests to end the run travel in the same small collective."""
+    if stop is None:
+        return mesh.world.all_reduce_values(totals)
+    import torch  # not needed by a launcher
+
+    # Fill on the device: copying a tensor from a Python number would block the host.
+    request = torch.full((1,), stop.request(), dtype=totals.dtype, device=totals.device)
+    *summed, requests = mesh.world.all_reduce_values(torch.cat([totals, request]))
+    stop.receive(requests)
+    return summed
+
+
+def _holds(requests: float, flag: float) -> bool:
+    """Return whether a sum of requests contains a flag that only one rank sets."""
+    return requests // flag % 2 == 1
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    try:
+        found = os.stat(folder)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
