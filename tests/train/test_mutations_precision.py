@@ -15,8 +15,8 @@ from tests.train.overflows import FP16, check_skipped_by_all, overflowing
 from threefold.parallel import gradients as compression
 from threefold.parallel import gradients as data
 from threefold.random import dropout
-from threefold.train import optim
 from threefold.train import step as engine
+from threefold.train import update_rule
 
 pytestmark = pytest.mark.slow  # they test the tests; the quick run has those of the other two files
 
@@ -117,8 +117,8 @@ def update_made_all_the_same() -> list[Patch]:
 
 
 def scale_kept_after_an_overflow() -> list[Patch]:
-    update = optim.LossScale.update
-    return [(optim.LossScale, "update", lambda self, finite: update(self, finite) if finite else None)]
+    update = update_rule.LossScale.update
+    return [(update_rule.LossScale, "update", lambda self, finite: update(self, finite) if finite else None)]
 
 
 def test_dropout_of_a_replay(pool, expected) -> None:
