@@ -8,7 +8,8 @@ from torch import Tensor
 
 from tests.support.attention import masked_attention, numbered
 from threefold.ops import attention as module
-from threefold.ops.attention import AttentionMask, attention, varlen_lengths
+from threefold.ops.attention import attention, varlen_lengths
+from threefold.ops.kernels import AttentionMask
 
 
 def stand_in(

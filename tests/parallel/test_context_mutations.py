@@ -19,7 +19,7 @@ from threefold.data.loader import Batch
 from threefold.models.layers import attention
 from threefold.models.layers.decoder import NOTHING, PositionEmbedding, SampleInfo
 from threefold.models.sharding import OverContext, OverSequence
-from threefold.ops import attention as tiles
+from threefold.ops import tiles
 from threefold.parallel import context
 from threefold.parallel import context as ring
 from threefold.parallel.pipeline.runner import LocalBatch

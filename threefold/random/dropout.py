@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from threefold.ops import attention
+from threefold.ops import tiles
 from threefold.random.rng import ALL, Positions, row_major, signed, stream_key
 from threefold.torch_private.runtime import Handle, operator
 
@@ -170,7 +170,7 @@ def _low_word(x: Tensor) -> Tensor:
 
 
 def dropped_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: attention.AttentionMask, dropout: Dropout, keys: Tensor
+    q: Tensor, k: Tensor, v: Tensor, mask: tiles.AttentionMask, dropout: Dropout, keys: Tensor
 ) -> Tensor:
     """Compute `ops.attention.attention` with dropout of its attention weights: [B, Q, heads · d].
 
@@ -208,8 +208,8 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int, keys: Tensor, layer: Handle
 ) -> Tensor:
     out, drop_of = q.new_empty(q.shape), _drops(q, keys, layer.value)
-    for part in attention.tile_inputs(q, k, v, attention.AttentionMask(window, documents), None):
-        out[part.at_queries] = attention.plain_tile(part.q, part.k, part.v, part.bias, drop_of(part)).transpose(1, 2)
+    for part in tiles.tile_inputs(q, k, v, tiles.AttentionMask(window, documents), None):
+        out[part.at_queries] = tiles.plain_tile(part.q, part.k, part.v, part.bias, drop_of(part)).transpose(1, 2)
     return out
 
 
@@ -220,22 +220,22 @@ def _forward_shapes(q: Tensor, *_: Any) -> Tensor:
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int, keys: Tensor, layer: Handle
 ) -> tuple[Tensor, Tensor, Tensor]:
-    gradients, drop_of = attention.TileGradients(q, k, v), _drops(q, keys, layer.value)
-    for part in attention.tile_inputs(q, k, v, attention.AttentionMask(window, documents), None):
+    gradients, drop_of = tiles.TileGradients(q, k, v), _drops(q, keys, layer.value)
+    for part in tiles.tile_inputs(q, k, v, tiles.AttentionMask(window, documents), None):
         upper = part.of_queries(grad)
-        gradients.add(part, attention.plain_tile_gradients(upper, part.q, part.k, part.v, part.bias, drop_of(part)))
+        gradients.add(part, tiles.plain_tile_gradients(upper, part.q, part.k, part.v, part.bias, drop_of(part)))
     return gradients.whole()
 
 
 def _backward_shapes(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return attention.gradient_shapes(q, k, v)
+    return tiles.gradient_shapes(q, k, v)
 
 
-def _drops(q: Tensor, keys: Tensor, dropout: Dropout) -> Callable[[attention.TileInputs], attention.Drop]:
+def _drops(q: Tensor, keys: Tensor, dropout: Dropout) -> Callable[[tiles.TileInputs], tiles.Drop]:
     shape = q.shape[2], q.shape[1]
     rows = row_major(shape, [dropout.parts.get(dim, ALL) for dim in (1, 2)], q.device).view(shape)
 
-    def of_tile(part: attention.TileInputs) -> attention.Drop:
+    def of_tile(part: tiles.TileInputs) -> tiles.Drop:
         samples, queries = part.at_queries
         columns = torch.arange(part.tile.keys.start, part.tile.keys.stop, device=q.device)
         drawn = keys[samples], dropout.site, dropout.p, rows[:, queries], columns
