@@ -385,7 +385,7 @@ class Axis:
         """Note in the heartbeat that a block waits for the others, as it uses the process group directly.
 
         Args:
-            operation: one of `threefold.comm.heartbeat.OPERATIONS`.
+            operation: one of `threefold.comm.rank_state.OPERATIONS`.
         """
         return self.heartbeat.waiting(wait_code(operation, self.number))
 

@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from threefold.comm.axis import Axis, Event, Recorder
 from threefold.comm.backends import SharedMemoryGroup, over_shared_memory
-from threefold.comm.heartbeat import Activity, Heartbeat, wait_code
+from threefold.comm.heartbeat import Heartbeat, wait_code
 from threefold.comm.layout import AXES, Coordinates, Layout
+from threefold.comm.rank_state import Activity
 from threefold.errors import naming_arguments
 from threefold.torch_private import distributed
 

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining.schedules import B, F, I, PipelineScheduleSingle, W, get_schedule_class
 
-from threefold.comm.heartbeat import Activity, Heartbeat
+from threefold.comm.heartbeat import Heartbeat
 from threefold.comm.mesh import Mesh
+from threefold.comm.rank_state import Activity
 from threefold.config.schedules import Action, Orders, OwnSchedule, Schedule, TorchSchedule
 from threefold.models.own_batch import inputs_from
 from threefold.parallel.parallelize import Parallelism
