@@ -10,7 +10,8 @@ from tests.support.devices import DEVICES, alone_on, device_of
 from tests.support.masks_by_hand import dropout_factors
 from tests.support.parity import Case, departures, in_layout, make_engine, shard_of, whole_tensors
 from tests.support.precision import narrow_departures
-from threefold.random.dropout import Dropout, keep_mask, sample_keys
+from threefold.random.dropout import Dropout
+from threefold.random.dropout_mask import keep_mask, sample_keys
 from threefold.train.step import StepResult
 from threefold.verify.compare import relative_error
 

@@ -10,9 +10,10 @@ from tests.support.cases import check
 from tests.support.mistakes import Patch, replace, with_mistake
 from tests.support.parity import Case, departures, in_layout, make_engine, shard_of
 from tests.support.sweep import sweep
-from threefold.comm.axis import Event, gather_from
+from threefold.comm.axis import gather_from
+from threefold.comm.reductions import Event
 from threefold.parallel import shard_modules
-from threefold.parallel.parameter import local
+from threefold.parallel.leaf import local
 from threefold.parallel.shard_modules import GroupedHeadsLinear
 
 

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from tests.support.parity import Case, Trace, in_layout
-from threefold.comm import axis as collectives
+from threefold.comm import reductions as collectives
 from threefold.comm.mesh import Axis
 from threefold.constants import IGNORE_INDEX
 from threefold.data.loader import Batch
 from threefold.models.sharding import AttentionCore, Split
+from threefold.parallel import cross_entropy as loss
 from threefold.parallel import gradients as data
 from threefold.parallel import parallelize, shard_modules, tensor
 from threefold.parallel import parameter as weights
-from threefold.parallel import tensor as loss
 from threefold.parallel.pipeline import runner, stage
 from threefold.parallel.pipeline import stage as tied
 from threefold.train import optim as optimizer

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 import threefold
 from threefold.models.sharding import Split
 from threefold.models.source import construct
-from threefold.parallel.parameter import like, whole
+from threefold.parallel.leaf import like
+from threefold.parallel.parameter import whole
 from threefold.verify.compare import largest, relative_error
 
 WORDS, WIDTH, LENGTH, SAMPLES, STEPS = 23, 8, 5, 8, 3

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.parity import Case, Trace, make_engine, shard_of
-from threefold.comm.axis import Event
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
+from threefold.comm.reductions import Event
 from threefold.dtypes import DTYPES
-from threefold.parallel.gradients import GradientBuckets, NarrowSum
+from threefold.parallel.compression import NarrowSum
+from threefold.parallel.gradients import GradientBuckets
 from threefold.train.step import Engine, StepResult
 from threefold.verify.compare import relative_error
 

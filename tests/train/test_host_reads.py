@@ -157,7 +157,7 @@ def _place() -> str:
 
 
 STEPS = 2
-LOSS_AND_NORM = {"comm/axis.py: all_reduce_values": STEPS}
+LOSS_AND_NORM = {"comm/reductions.py: all_reduce_values": STEPS}
 
 ON_A_CPU = (
     "ops/kernels.py: backward",  # of a narrow embedding, whose sums a CPU would round

@@ -12,7 +12,7 @@ from tests.support.cases import with_recompute
 from tests.support.mistakes import Patch, patched
 from tests.support.parity import Case, Trace, departures, in_layout
 from tests.support.precision import FP16, check_skipped_by_all, narrow_departures, narrow_sum, narrow_sums, overflowing
-from threefold.parallel import gradients as compression
+from threefold.parallel import compression
 from threefold.parallel import gradients as data
 from threefold.random import dropout
 from threefold.train import optim

@@ -141,7 +141,7 @@ def join(info: RankInfo, store: "Store", timeout: float = 0.0) -> None:
         if timeout:
             longest = timedelta(seconds=min(_WAITS_ON_GPU * timeout, _LONGEST_WAIT.total_seconds()))
     elif info.device == "cuda":
-        from threefold.comm.backends import BACKEND, register_backend
+        from threefold.comm.staged import BACKEND, register_backend
 
         register_backend()
         backend = BACKEND

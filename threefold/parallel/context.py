@@ -14,7 +14,7 @@ from threefold.models.layers.attention import CausalAttention
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.ops.kernels import AttentionMask, serve_heads
 from threefold.ops.tiles import Tile, tiles
-from threefold.random.dropout import drop
+from threefold.random.dropout_mask import drop
 from threefold.random.rng import Positions, Slice
 
 
