@@ -24,13 +24,12 @@ from threefold.models.sharding import ModelPlan
 from threefold.parallel import gradients as data
 from threefold.parallel import parallelize
 from threefold.parallel.pipeline import partition as placement
-from threefold.parallel.pipeline import runner, scheduled_stage
-from threefold.parallel.pipeline import stage as deferred
+from threefold.parallel.pipeline import runner, scheduled_stage, schedules
 
 pytestmark = pytest.mark.slow  # they test the tests; the quick run has those of the other two files
 
 
-Store = deferred.DeferredGradients
+Store = schedules.DeferredGradients
 
 
 def weight_gradients_dropped() -> list[Patch]:
