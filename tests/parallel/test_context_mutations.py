@@ -22,7 +22,7 @@ from threefold.models.sharding import OverContext, OverSequence
 from threefold.ops import tiles
 from threefold.parallel import context
 from threefold.parallel import context as ring
-from threefold.parallel.pipeline.runner import LocalBatch
+from threefold.parallel.pipeline.stage import LocalBatch
 from threefold.parallel.shard_modules import SHARDINGS
 from threefold.random.dropout import Dropout
 from threefold.random.rng import Slice

@@ -93,8 +93,8 @@ def replicas_reduced_before_the_last_micro_batch() -> list[Patch]:
 
 
 def last_micro_batch_dropped() -> list[Patch]:
-    split = runner.LocalBatch.split
-    return [replace(runner.LocalBatch, "split", lambda self, parts: split(self, parts)[:-1])]
+    split = stage.LocalBatch.split
+    return [replace(stage.LocalBatch, "split", lambda self, parts: split(self, parts)[:-1])]
 
 
 def layer_dropped() -> list[Patch]:
@@ -144,13 +144,13 @@ def logged_loss_of_one_replica() -> list[Patch]:
 
 
 def logged_loss_of_the_last_micro_batch() -> list[Patch]:
-    def looped(self: runner.LoopRunner, batch: runner.LocalBatch, scale: float) -> Tensor:
+    def looped(self: runner.LoopRunner, batch: stage.LocalBatch, scale: float) -> Tensor:
         for micro in batch.split(self.micro_batches):
             last = self.stage(micro.tokens, micro.labels, micro.samples) * scale
             last.backward()
         return last.detach() * self.micro_batches
 
-    def piped(self: runner.PipelineRunner, run: Any, batch: runner.LocalBatch, scale: float) -> Tensor:
+    def piped(self: runner.PipelineRunner, run: Any, batch: stage.LocalBatch, scale: float) -> Tensor:
         def keep_last(*args: Any, losses: list[Tensor], **options: Any) -> None:
             run(*args, losses=losses, **options)
             losses[:] = losses[-1:] * len(losses)

@@ -11,29 +11,17 @@ from contextlib import contextmanager
 from typing import Any
 
 from threefold.comm.rank_state import (
-    ACTIVITY,
-    ANSWERED,
-    ASIDE,
-    ASKED,
     AXES_PER_OPERATION,
-    BEATS,
     HEADER_BYTES,
-    MEMORY,
     MICRO_BATCH_BITS,
     OPERATIONS,
     PAGE_BYTES,
-    PROGRESS,
-    SECTION,
     STAGE_BITS,
-    STEP,
-    TEXT_BYTES,
-    WAIT,
-    WAITED,
-    WORKED,
     Activity,
     Page,
     RankState,
     RunSection,
+    Slot,
     Wait,
     read,
     text_of_ranks,
@@ -65,16 +53,15 @@ class Heartbeat:
         self._aside: tuple[int, int] | None = None
         self._saves = False
 
-    # -- written by the training thread
-    # ----------------------------------------------------------------------------------
+    # -- written by the training thread ----------------------------------------------------------------------------
 
     def section(self, section: RunSection, step: int = 0) -> None:
         """Begin a part of the run; the first step is 1."""
         numbers = self._numbers
-        if numbers[WAIT]:
+        if numbers[Slot.WAIT]:
             self.resume()
-        numbers[SECTION], numbers[STEP], numbers[ACTIVITY] = section, step, Activity.NOTHING
-        numbers[PROGRESS] += 1
+        numbers[Slot.SECTION], numbers[Slot.STEP], numbers[Slot.ACTIVITY] = section, step, Activity.NOTHING
+        numbers[Slot.PROGRESS] += 1
         self._end_aside()
         self._saves = section is RunSection.SAVE
         if self._saves:
@@ -83,10 +70,10 @@ class Heartbeat:
     def activity(self, activity: Activity, stage: int = 0, micro_batch: int = 0) -> None:
         """Begin another activity within the section, which ends a wait."""
         numbers = self._numbers
-        if numbers[WAIT]:
+        if numbers[Slot.WAIT]:
             self.resume()
-        numbers[ACTIVITY] = activity | stage << STAGE_BITS | micro_batch << MICRO_BATCH_BITS
-        numbers[PROGRESS] += 1
+        numbers[Slot.ACTIVITY] = activity | stage << STAGE_BITS | micro_batch << MICRO_BATCH_BITS
+        numbers[Slot.PROGRESS] += 1
         if self._aside is not None and not self._saves:
             self._end_aside()
 
@@ -100,16 +87,16 @@ class Heartbeat:
             self._begin_aside()
 
     def _begin_aside(self) -> None:
-        self._aside = (time.monotonic_ns(), self._numbers[WAITED])
+        self._aside = (time.monotonic_ns(), self._numbers[Slot.WAITED])
 
     def _end_aside(self) -> None:
         if self._aside is not None:
             (since, waited), self._aside = self._aside, None
-            self._numbers[ASIDE] += time.monotonic_ns() - since - (self._numbers[WAITED] - waited)
+            self._numbers[Slot.ASIDE] += time.monotonic_ns() - since - (self._numbers[Slot.WAITED] - waited)
 
     def progress(self) -> None:
         """Note progress within an activity, such as another tensor of a checkpoint."""
-        self._numbers[PROGRESS] += 1
+        self._numbers[Slot.PROGRESS] += 1
 
     def axis(self, name: str, ranks: Sequence[int]) -> int:
         """Add an axis whose collectives this rank will wait in; return its number for `wait_code`."""
@@ -122,23 +109,23 @@ class Heartbeat:
     def wait(self, code: int) -> None:
         """Begin to wait in a collective, given its `wait_code`."""
         numbers = self._numbers
-        numbers[WAIT] = code
-        numbers[PROGRESS] += 1
+        numbers[Slot.WAIT] = code
+        numbers[Slot.PROGRESS] += 1
         self._since = time.monotonic_ns()
 
     def resume(self) -> None:
         """End the wait in a collective, if there is one."""
         numbers = self._numbers
-        if not numbers[WAIT]:
+        if not numbers[Slot.WAIT]:
             return
-        numbers[WAITED] += time.monotonic_ns() - self._since
-        numbers[WAIT] = 0
-        numbers[PROGRESS] += 1
+        numbers[Slot.WAITED] += time.monotonic_ns() - self._since
+        numbers[Slot.WAIT] = 0
+        numbers[Slot.PROGRESS] += 1
 
     @contextmanager
     def waiting(self, code: int) -> Iterator[None]:
         """Note that this rank waits during a block; afterwards restore the wait around it."""
-        before = self._numbers[WAIT]
+        before = self._numbers[Slot.WAIT]
         self.wait(code)
         try:
             yield
@@ -150,7 +137,7 @@ class Heartbeat:
     @contextmanager
     def working(self) -> Iterator[None]:
         """Note that this rank works during a block within a wait, such as a call from another library's collective."""
-        code = self._numbers[WAIT]
+        code = self._numbers[Slot.WAIT]
         self.resume()
         try:
             yield
@@ -160,15 +147,14 @@ class Heartbeat:
 
     def memory(self, largest: int) -> None:
         """Report this rank's peak memory in bytes."""
-        self._numbers[MEMORY] = largest
+        self._numbers[Slot.MEMORY] = largest
 
-    # -- written by the heartbeat thread
-    # ---------------------------------------------------------------------------------
+    # -- written by the heartbeat thread ---------------------------------------------------------------------------
 
     def beat(self, worked: float = 0.0) -> None:
         """Report that the process runs, and that it has had work for a processor for `worked` seconds in total."""
-        self._numbers[WORKED] = int(worked * 1e9)
-        self._numbers[BEATS] += 1
+        self._numbers[Slot.WORKED] = int(worked * 1e9)
+        self._numbers[Slot.BEATS] += 1
 
     def identify(self, process: str) -> None:
         """Publish an identifier of this process."""
@@ -178,19 +164,18 @@ class Heartbeat:
     @property
     def is_asked(self) -> bool:
         """Whether a reader of the page has requested work of the heartbeat thread that is not done yet."""
-        return bool(self._numbers[ASKED] and not self._numbers[ANSWERED])
+        return bool(self._numbers[Slot.ASKED] and not self._numbers[Slot.ANSWERED])
 
     def answer(self) -> None:
         """Report that the requested work is done."""
-        self._numbers[ANSWERED] = 1
+        self._numbers[Slot.ANSWERED] = 1
 
     @property
     def waited(self) -> float:
         """Seconds that this rank has waited in collectives, without the current one."""
-        return float(self._numbers[WAITED]) / 1e9
+        return float(self._numbers[Slot.WAITED]) / 1e9
 
-    # -- reading
-    # ---------------------------------------------------------------------------------------------------------
+    # -- reading ---------------------------------------------------------------------------------------------------
 
     def place(self) -> RankState:
         """Read this rank's own state."""
@@ -198,7 +183,7 @@ class Heartbeat:
 
     def content(self) -> bytes:
         """Return the used part of the page as bytes."""
-        return bytes(self._page[: HEADER_BYTES + self._numbers[TEXT_BYTES]])
+        return bytes(self._page[: HEADER_BYTES + self._numbers[Slot.TEXT_BYTES]])
 
     def everyone(self) -> Sequence[RankState | None]:
         """Read the state of each rank, by rank; None if unknown."""
@@ -214,9 +199,9 @@ class Heartbeat:
                 break
             axes.pop()
         text = text[: len(self._page) - HEADER_BYTES]
-        self._numbers[TEXT_BYTES] = 0  # so that no reader sees half of it
+        self._numbers[Slot.TEXT_BYTES] = 0  # so that no reader sees half of it
         self._page[HEADER_BYTES : HEADER_BYTES + len(text)] = text
-        self._numbers[TEXT_BYTES] = len(text)
+        self._numbers[Slot.TEXT_BYTES] = len(text)
 
 
 def wait_code(operation: str, axis: int) -> int:

@@ -11,23 +11,9 @@ from enum import IntEnum
 from typing import Final, NamedTuple
 
 PAGE_BYTES: Final = 4096
-
-
 HEADER_BYTES: Final = 128
-
-
-BEATS, PROGRESS, SECTION, STEP, ACTIVITY, WAIT, WAITED, TEXT_BYTES, ASKED, ANSWERED = range(10)
-
-
-WORKED, ASIDE, MEMORY = 10, 11, 12
-
-
 STAGE_BITS, MICRO_BATCH_BITS = 8, 24
-
-
 _MOST_LISTED_RANKS = 64
-
-
 OPERATIONS: Final = (
     "all_reduce",
     "all_reduce_max",
@@ -41,9 +27,14 @@ OPERATIONS: Final = (
     "barrier",
 )
 """Collectives that a rank can wait in."""
-
-
 AXES_PER_OPERATION = 256
+
+
+class Slot:
+    """Places of the integers in a page."""
+
+    BEATS, PROGRESS, SECTION, STEP, ACTIVITY, WAIT, WAITED, TEXT_BYTES, ASKED, ANSWERED = range(10)
+    WORKED, ASIDE, MEMORY = 10, 11, 12
 
 
 class RunSection(IntEnum):
@@ -163,14 +154,14 @@ Page = memoryview
 
 def ask(page: Page) -> None:
     """Request the page owner's heartbeat thread to do its work and `answer`."""
-    page[:HEADER_BYTES].cast("q")[ASKED] = 1
+    page[:HEADER_BYTES].cast("q")[Slot.ASKED] = 1
 
 
 def read(page: Page | bytes) -> RankState:
     """Read the state of a rank from its page."""
     numbers = memoryview(page)[:HEADER_BYTES].cast("q")
-    activity, wait = numbers[ACTIVITY], numbers[WAIT]
-    text = bytes(page[HEADER_BYTES : HEADER_BYTES + numbers[TEXT_BYTES]])
+    activity, wait = numbers[Slot.ACTIVITY], numbers[Slot.WAIT]
+    text = bytes(page[HEADER_BYTES : HEADER_BYTES + numbers[Slot.TEXT_BYTES]])
     try:
         known = json.loads(text)
     except ValueError:  # nothing there yet, or just being written
@@ -178,21 +169,21 @@ def read(page: Page | bytes) -> RankState:
     stage, kind = activity >> STAGE_BITS & 0xFFFF, Activity(activity & 0xFF)
     names = known["names"]
     return RankState(
-        beats=numbers[BEATS],
-        progress=numbers[PROGRESS],
-        section=RunSection(numbers[SECTION]),
-        step=numbers[STEP],
+        beats=numbers[Slot.BEATS],
+        progress=numbers[Slot.PROGRESS],
+        section=RunSection(numbers[Slot.SECTION]),
+        step=numbers[Slot.STEP],
         activity=kind,
         stage=stage,
         micro_batch=activity >> MICRO_BATCH_BITS,
         wait=wait_of(wait, known["axes"]) if wait else None,
-        waited=numbers[WAITED] / 1e9,
-        aside=numbers[ASIDE] / 1e9,
-        worked=numbers[WORKED] / 1e9,
+        waited=numbers[Slot.WAITED] / 1e9,
+        aside=numbers[Slot.ASIDE] / 1e9,
+        worked=numbers[Slot.WORKED] / 1e9,
         name=names[stage] if kind is Activity.CALLBACK and stage < len(names) else "",
         process=known["process"],
-        answered=bool(numbers[ANSWERED]),
-        memory=numbers[MEMORY],
+        answered=bool(numbers[Slot.ANSWERED]),
+        memory=numbers[Slot.MEMORY],
     )
 
 

@@ -1,26 +1,17 @@
 """Causal attention of the last positions of a sequence, also within a sliding window and within documents.
 
-Without either, torch's kernels or plain products compute it (`ops.kernels`). If a window or documents hide keys, only
-the nonzero parts of the attention matrix are computed: on a GPU by torch's fused kernel for sequences of different
-lengths, elsewhere tile by tile (`ops.tiles`).
+Without either, torch's kernels or plain products compute it (`ops.kernels`); otherwise `ops.tiles`.
 """
 
-from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import Final
 
-import torch
 from torch import Tensor
 
 from threefold.ops.kernels import AttentionMask, causal_attention, plain_attention_serves
-from threefold.ops.tiles import document_bounds, tiled_attention
+from threefold.ops.tiles import tiled_attention, varlen_attention, varlen_lengths, varlen_serves
 
 ALL_BEFORE: Final = AttentionMask()
 """The causal mask alone."""
-
-_DTYPES: Final = (torch.bfloat16, torch.float16)
-_WIDEST_HEAD: Final = 256
-_HEAD_MULTIPLE: Final = 8
-_CAPABILITY: Final = (8, 0)  # Ampere
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask = ALL_BEFORE) -> Tensor:
@@ -39,68 +30,3 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask = ALL_BEFORE)
     if varlen_serves(q) and (lengths := varlen_lengths(q, k, mask)) is not None:
         return varlen_attention(q, k, v, lengths)
     return tiled_attention(q, k, v, mask)
-
-
-class Lengths(NamedTuple):
-    """Documents of all samples, concatenated.
-
-    Attributes:
-        queries, keys: int32 [documents + 1], offsets of the queries and keys of each document, and the end of the last.
-        most_queries, most_keys: longest document, in queries and in keys.
-        window: window of the `AttentionMask`.
-    """
-
-    queries: Tensor
-    keys: Tensor
-    most_queries: int
-    most_keys: int
-    window: int
-
-
-def varlen_serves(q: Tensor) -> bool:
-    """Return whether the kernel takes queries [B, Q, heads, d]: 16-bit floats on a GPU since Ampere, but not fp32."""
-    if not q.is_cuda or q.dtype not in _DTYPES:
-        return False
-    fits = q.shape[-1] <= _WIDEST_HEAD and q.shape[-1] % _HEAD_MULTIPLE == 0
-    return fits and torch.cuda.get_device_capability(q.device) >= _CAPABILITY
-
-
-@torch.compiler.disable  # compiled code would be recompiled for the documents of every batch
-def varlen_lengths(q: Tensor, k: Tensor, mask: AttentionMask) -> Lengths | None:
-    """Return the documents of the last Q of K positions, on the device of `q` [B, Q, heads, d].
-
-    None if a document is in several pieces, which the kernel cannot express.
-    """
-    keys = k.shape[1]
-    ends_q, ends_k, most_q, most_k = [0], [0], 0, 0
-    for bounds in document_bounds(len(q), keys, mask.documents):
-        if bounds is None:
-            return None
-        for begin, end in pairwise(bounds):
-            count_q = max(0, end - max(begin, keys - q.shape[1]))
-            ends_q.append(ends_q[-1] + count_q)
-            ends_k.append(ends_k[-1] + end - begin)
-            most_q, most_k = max(most_q, count_q), max(most_k, end - begin)
-    # One copy for both, from pinned memory, which the host does not wait for.
-    both = torch.tensor([ends_q, ends_k], dtype=torch.int32, pin_memory=q.is_cuda).to(q.device, non_blocking=True)
-    of_queries, of_keys = both
-    return Lengths(of_queries, of_keys, most_q, most_k, mask.window)
-
-
-def varlen_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths) -> Tensor:
-    """Compute `attention` for queries that `varlen_serves`: [B, Q, heads · d]."""
-    from torch.nn.attention.varlen import varlen_attn  # imports the compiler
-
-    out = varlen_attn(
-        q.flatten(0, 1),
-        k.flatten(0, 1),
-        v.flatten(0, 1),
-        lengths.queries,
-        lengths.keys,
-        lengths.most_queries,
-        lengths.most_keys,
-        window_size=(lengths.window - 1, 0),  # keys before and after the query's own; −1 for all
-        enable_gqa=q.shape[2] != k.shape[2],
-    )
-    assert isinstance(out, Tensor)  # a tuple is returned only on request
-    return out.view(*q.shape[:2], -1)

@@ -6,8 +6,6 @@ from torch import Tensor
 from threefold.comm.axis import Axis
 
 _TOP = 15  # sums stay below 2^15; fp16 overflows at 2^16
-
-
 _FARTHEST = 126  # 2^126 and 2^-126 are both normal numbers in fp32
 
 

@@ -1,9 +1,9 @@
 """Run of a step's micro-batches: gradient accumulation on one stage, a pipeline schedule on several."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,18 +12,9 @@ from threefold.comm.heartbeat import Heartbeat
 from threefold.comm.rank_state import Activity
 from threefold.config.schedules import Action, Schedule
 from threefold.parallel.parallelize import Parallelism
-from threefold.parallel.pipeline.scheduled_stage import Mailbox, ScheduledStage, SendQueue, StageShapes, TimedAction
-from threefold.parallel.pipeline.schedules import (
-    DeferredGradients,
-    actions,
-    evaluation_schedule,
-    find_activations,
-    training_schedule,
-)
-from threefold.parallel.pipeline.stage import LocalBatch, Stage, StepSamples
-from threefold.torch_private import pipelining
-
-__all__ = ["LocalBatch", "LoopRunner", "PipelineRunner", "Runner"]
+from threefold.parallel.pipeline.scheduled_stage import ScheduledStage, SendQueue, TimedAction
+from threefold.parallel.pipeline.schedules import PassMaker, ScheduledPasses, actions
+from threefold.parallel.pipeline.stage import Stage, StepSamples
 
 
 class Runner(ABC):
@@ -92,14 +83,6 @@ class LoopRunner(Runner):
         return torch.stack(losses).sum()
 
 
-class _Passes(NamedTuple):
-    """Torch's objects for the passes of batches of one shape: the schedules, and the stages of `train`."""
-
-    stages: list[ScheduledStage]
-    train: pipelining.PipelineSchedule
-    evaluate: pipelining.PipelineSchedule
-
-
 class PipelineRunner(Runner):
     """Several stages, run in the order of a pipeline schedule by `torch.distributed.pipelining`.
 
@@ -119,81 +102,44 @@ class PipelineRunner(Runner):
         activation: tuple[int, int, int] | None,
         add_gradient: Callable[[Tensor, Tensor], None],
     ) -> None:
-        self._stages, self._parallelism, self._schedule = stages, parallelism, schedule
+        self._mesh, self._deferred, self._add_gradient = parallelism.mesh, parallelism.deferred, add_gradient
         self.has_loss = any(stage.gives_loss for stage in stages)
         # With several stages on a rank, a tied weight may get a gradient from each, or a deferred one.
         self.arrivals = micro_batches if schedule.one_backward_per_micro_batch else None
         loss_dtype = torch.promote_types(parallelism.dtype, torch.float32)
-        self._zero = torch.zeros((), dtype=loss_dtype, device=parallelism.mesh.device)
-        self._loss_shape = torch.empty((), dtype=loss_dtype, device="meta", requires_grad=True)
-        self._deferred, self._add_gradient = parallelism.deferred, add_gradient
+        self._zero = torch.zeros((), dtype=loss_dtype, device=self._mesh.device)
         # Torch's schedules split their arguments along dim 0, which samples of any nesting do not allow. So they get
         # the numbers of the micro-batches, and a stage looks up the samples of a number in `_micro_batches`.
         self._numbers = torch.arange(micro_batches)
         self._micro_batches: list[StepSamples] = []
         self._sends = SendQueue()
-        self._mailbox: Mailbox | None = None
         self._log: list[TimedAction] | None = None
-        self._found: dict[Hashable, _Passes] = {}
+        self._maker = PassMaker(
+            stages,
+            parallelism.stages,
+            self._mesh,
+            schedule,
+            self._numbers,
+            self._micro_batches,
+            self._zero,
+            self._sends,
+            None if self._deferred is None else self._deferred.take,
+        )
+        self._found: dict[Hashable, ScheduledPasses] = {}
         self._declared = activation is not None
         self.scheduled_stages: list[ScheduledStage] = []
         if activation is not None:
             shape = torch.empty(activation, dtype=parallelism.dtype, device="meta", requires_grad=True)
-            numbers = parallelism.stages.held_by(parallelism.mesh.pp.index)
-            self._use(self._make_passes({place: (shape,) for stage in numbers for place in (stage - 1, stage)}))
+            self._use(self._maker.of_declared(shape))
 
     def knows(self, shapes: Hashable) -> bool:
         return self._declared or shapes in self._found
 
     def prepare(self, batch: StepSamples) -> None:
-        first = batch.split(len(self._numbers))[0]
-        mesh, placement = self._parallelism.mesh, self._parallelism.stages
-        self._found[batch.shapes] = self._make_passes(find_activations(self._stages, placement, mesh, first))
+        self._found[batch.shapes] = self._maker.of_samples(batch.split(len(self._numbers))[0])
 
-    def _use(self, passes: _Passes) -> None:
+    def _use(self, passes: ScheduledPasses) -> None:
         self.scheduled_stages, self._train, self._eval = passes
-
-    def _make_passes(self, activations: Mapping[int, tuple[Tensor, ...]]) -> _Passes:
-        """Make the schedules for the activations that each stage (of this rank, or before one of them) sends on."""
-        count, placement = len(self._numbers), self._parallelism.stages
-        self._mailbox = self._mailbox or self._make_mailbox(activations)
-        stages = self._make_stages(activations, self._schedule.sends_apart, self._deferred, self._mailbox)
-        train = training_schedule(self._schedule, stages, count, _scaled)
-        # Separate stages: torch's keep buffers and shapes of the last pass, with or without gradients.
-        evaluate = evaluation_schedule(self._make_stages(activations, True), placement, count, _scaled)
-        return _Passes(stages, train, evaluate)
-
-    def _make_mailbox(self, activations: Mapping[int, tuple[Tensor, ...]]) -> Mailbox | None:
-        """Make the mailbox for training; evaluation uses the process group, whose waits keep stages in step."""
-        pp = self._parallelism.mesh.pp
-        if pp.group is None or not pp.shares_memory:
-            return None
-        nbytes = max(each.nbytes for given in activations.values() for each in given)
-        tensors = max(map(len, activations.values()))
-        # An activation and a gradient per micro-batch and stage.
-        messages = 2 * tensors * len(self._numbers) * len(self._stages)
-        with pp.waiting("gather"):
-            return Mailbox.try_create(pp.group, nbytes, messages)
-
-    def _make_stages(
-        self,
-        activations: Mapping[int, tuple[Tensor, ...]],
-        apart: bool,
-        deferred: DeferredGradients | None = None,
-        mailbox: Mailbox | None = None,
-    ) -> list[ScheduledStage]:
-        mesh, placement = self._parallelism.mesh, self._parallelism.stages
-        later = None if deferred is None else deferred.take
-        sends = self._sends if apart else None
-        number_of_one = torch.empty(1, dtype=self._numbers.dtype, device="meta")
-        made = []
-        for stage, number in zip(self._stages, placement.held_by(mesh.pp.index), strict=True):
-            inputs = activations[number - 1] if number else (number_of_one,)
-            shapes = StageShapes(inputs, (self._loss_shape,) if stage.gives_loss else activations[number])
-            made.append(
-                ScheduledStage(stage, number, placement, mesh, self._micro_batches, shapes, later, sends, mailbox)
-            )
-        return made
 
     def actions(self) -> list[Action]:
         """Return the actions of this rank in a step, in order."""
@@ -220,11 +166,12 @@ class PipelineRunner(Runner):
     def _step(self, *args: Any, **options: Any) -> None:
         for stage in self.scheduled_stages:
             stage.log = self._log
-        if self._mailbox is not None:
-            self._mailbox.begin()
+        mailbox = self._maker.mailbox
+        if mailbox is not None:
+            mailbox.begin()
         self._train.step(*args, **options)
-        if self._mailbox is not None:
-            self._mailbox.finish()
+        if mailbox is not None:
+            mailbox.finish()
 
     def _evaluate(self, *args: Any, **options: Any) -> None:
         self._eval.eval(*args, **options)
@@ -234,12 +181,11 @@ class PipelineRunner(Runner):
         if not self._declared:
             self._use(self._found[batch.shapes])
         self._micro_batches[:] = batch.split(len(self._numbers))
-        mesh = self._parallelism.mesh
-        mesh.heartbeat.activity(Activity.PIPELINE)
+        self._mesh.heartbeat.activity(Activity.PIPELINE)
         losses: list[Tensor] = []
         is_first = any(stage.is_first for stage in self.scheduled_stages)
         try:
-            with mesh.pp.waiting("send"):  # except while an action runs
+            with self._mesh.pp.waiting("send"):  # except while an action runs
                 run(  # with numbers in place of samples; the last stage computes the loss, so it needs no target
                     *([self._numbers] if is_first else []),
                     target=self._numbers if self.has_loss else None,
@@ -253,8 +199,3 @@ class PipelineRunner(Runner):
             self._micro_batches.clear()
             self._sends.abandon()  # left over if the step failed
         return torch.stack([loss.detach() for loss in losses]).sum() if self.has_loss else self._zero
-
-
-def _scaled(loss: Tensor, _number: Tensor, *, scale: float) -> Tensor:
-    """Scale the loss, which the last stage has computed already."""
-    return loss * scale

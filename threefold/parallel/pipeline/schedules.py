@@ -1,9 +1,9 @@
-"""Schedules of a pipeline: torch's objects for them, the shapes that their stages exchange, and deferred gradients."""
+"""What the passes of a pipeline are made of: torch's schedules, the shapes of activations, and deferred gradients."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,16 +11,24 @@ from torch import Tensor
 from torch.distributed.pipelining.schedules import B, F, I, PipelineScheduleSingle, W, get_schedule_class
 
 from threefold.comm.mesh import Mesh
+from threefold.comm.segments import Room, share, whole_pages
 from threefold.config.schedules import Action, Orders, OwnSchedule, Schedule, TorchSchedule
 from threefold.models.own_batch import inputs_from
 from threefold.parallel.pipeline.partition import StageMap
-from threefold.parallel.pipeline.scheduled_stage import ScheduledStage
+from threefold.parallel.pipeline.scheduled_stage import (
+    MOST_BYTES,
+    NOTE,
+    SLOTS,
+    DeferredWeights,
+    Mailbox,
+    ScheduledStage,
+    SendQueue,
+    StageShapes,
+)
 from threefold.parallel.pipeline.stage import Stage, StepSamples
 from threefold.torch_private import pipelining
 
 Loss = Callable[..., object]
-
-
 _KINDS = {"F": F, "B": B, "I": I, "W": W}
 
 
@@ -94,6 +102,122 @@ def orders_of_all_ranks(schedule: TorchSchedule, pp: int, stages_per_rank: int, 
 def _torch_class(schedule: Schedule) -> type[pipelining.PipelineSchedule]:
     assert isinstance(schedule, TorchSchedule)  # the others are lists of actions
     return get_schedule_class(schedule.torch_class.removeprefix("Schedule"))
+
+
+def share_mailbox(group: dist.ProcessGroup, nbytes: int, messages: int) -> Mailbox | None:
+    """Set up a mailbox between the ranks of a gloo group; None if there can be none. Collective over the group.
+
+    All ranks get the same answer. There can be none if the ranks are not all on one host, if the host has no room for
+    the memory or for so many notes, or if a rank has messages of more than `MOST_BYTES`.
+
+    Args:
+        nbytes: largest message that goes through memory; the first rank's value counts.
+        messages: most messages that a rank sends or receives in a pass.
+    """
+    shared = share([group], partial(room_for_mail, nbytes=nbytes, messages=messages))[0]
+    return None if shared is None else Mailbox(shared, group)
+
+
+def room_for_mail(size: int, nbytes: int, messages: int) -> Room | None:
+    """Return the memory and pipes that `size` ranks need for messages of up to `nbytes`; None if these are too long."""
+    if nbytes > MOST_BYTES:
+        return None
+    names = [f"{kind}-{index}" for kind in ("inbox", "returns") for index in range(size)]
+    return Room(size * SLOTS * whole_pages(nbytes), dict.fromkeys(names, b""), unread=2 * messages * NOTE.size)
+
+
+class ScheduledPasses(NamedTuple):
+    """Torch's objects for the passes of batches of one shape: the schedules, and the stages of `train`."""
+
+    stages: list[ScheduledStage]
+    train: pipelining.PipelineSchedule
+    evaluate: pipelining.PipelineSchedule
+
+
+class PassMaker:
+    """Maker of the passes of a rank's stages, for batches of each shape.
+
+    Args:
+        numbers: numbers of the micro-batches, which the passes get in place of samples.
+        micro_batches: list that holds the micro-batches of the current pass.
+        loss: tensor like the loss.
+        sends: queue of the stages' sends.
+        later: returns the function that computes deferred weight gradients, as for `ScheduledStage`.
+
+    Attributes:
+        mailbox: mailbox for training; None if sends and receives go through the process group.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        placement: StageMap,
+        mesh: Mesh,
+        schedule: Schedule,
+        numbers: Tensor,
+        micro_batches: Sequence[StepSamples],
+        loss: Tensor,
+        sends: SendQueue,
+        later: DeferredWeights | None,
+    ) -> None:
+        self._stages, self._placement, self._mesh, self._schedule = stages, placement, mesh, schedule
+        self._numbers, self._micro_batches, self._sends, self._later = numbers, micro_batches, sends, later
+        self._loss = torch.empty_like(loss, device="meta").requires_grad_()
+        self.mailbox: Mailbox | None = None
+
+    def of_declared(self, activation: Tensor) -> ScheduledPasses:
+        """Make the passes for stages that all send an activation like the given one."""
+        numbers = self._placement.held_by(self._mesh.pp.index)
+        return self._make({place: (activation,) for stage in numbers for place in (stage - 1, stage)})
+
+    def of_samples(self, micro_batch: StepSamples) -> ScheduledPasses:
+        """Make the passes for micro-batches of the shapes of the given one. Collective, as `find_activations`."""
+        return self._make(find_activations(self._stages, self._placement, self._mesh, micro_batch))
+
+    def _make(self, activations: Mapping[int, tuple[Tensor, ...]]) -> ScheduledPasses:
+        """Make the schedules for the activations that each stage (of this rank, or before one of them) sends on."""
+        count = len(self._numbers)
+        self.mailbox = self.mailbox or self._make_mailbox(activations)
+        stages = self._make_stages(activations, self._schedule.sends_apart, self._later, self.mailbox)
+        train = training_schedule(self._schedule, stages, count, _scaled)
+        # Separate stages: torch's keep buffers and shapes of the last pass, with or without gradients.
+        evaluate = evaluation_schedule(self._make_stages(activations, True), self._placement, count, _scaled)
+        return ScheduledPasses(stages, train, evaluate)
+
+    def _make_mailbox(self, activations: Mapping[int, tuple[Tensor, ...]]) -> Mailbox | None:
+        """Make the mailbox for training; evaluation uses the process group, whose waits keep stages in step."""
+        pp = self._mesh.pp
+        if pp.group is None or not pp.shares_memory:
+            return None
+        nbytes = max(each.nbytes for given in activations.values() for each in given)
+        tensors = max(map(len, activations.values()))
+        # An activation and a gradient per micro-batch and stage.
+        messages = 2 * tensors * len(self._numbers) * len(self._stages)
+        with pp.waiting("gather"):
+            return share_mailbox(pp.group, nbytes, messages)
+
+    def _make_stages(
+        self,
+        activations: Mapping[int, tuple[Tensor, ...]],
+        apart: bool,
+        later: DeferredWeights | None = None,
+        mailbox: Mailbox | None = None,
+    ) -> list[ScheduledStage]:
+        mesh, placement, sends = self._mesh, self._placement, self._sends if apart else None
+        number_of_one = torch.empty(1, dtype=self._numbers.dtype, device="meta")
+        made = []
+        for stage, number in zip(self._stages, placement.held_by(mesh.pp.index), strict=True):
+            inputs = activations[number - 1] if number else (number_of_one,)
+            shapes = StageShapes(inputs, (self._loss,) if stage.gives_loss else activations[number])
+            made.append(
+                ScheduledStage(stage, number, placement, mesh, self._micro_batches, shapes, later, sends, mailbox)
+            )
+        return made
+
+
+def _scaled(loss: Tensor, _number: Tensor, *, scale: float) -> Tensor:
+    """Scale the loss, which the last stage has computed already."""
+    return loss * scale
 
 
 def find_activations(
