@@ -23,7 +23,7 @@ from threefold.launch.worker_pool import WorkerPool
 from threefold.models.block import describe_model
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
-from threefold.parallel.parameter import local
+from threefold.parallel.leaf import local
 from threefold.parallel.pipeline.runner import PipelineRunner
 from threefold.planner.activations import block_bytes
 from threefold.planner.model_size import rank_block

@@ -351,12 +351,27 @@ def indented(text: str) -> str:
     return "\n".join([first, *(indent(line, "  ") for line in rest)])
 
 
+def inherited(found: Found) -> list[ast.FunctionDef]:
+    """The methods and properties of the classes of another module of the package that a class is made of."""
+    assert isinstance(found.node, ast.ClassDef)
+    bases = {ast.unparse(base) for base in found.node.bases}
+    ours = [
+        find(node.module, alias.name)
+        for node in parsed(found.file).body
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE)
+        for alias in node.names
+        if alias.name in bases
+    ]
+    return [node for each in ours for node in each.node.body if isinstance(node, ast.FunctionDef)]
+
+
 def members(name: str, found: Found) -> Iterator[ast.FunctionDef]:
     """The public methods and properties of a class that the page has."""
     assert isinstance(found.node, ast.ClassDef)
     chosen = MEMBERS.get(name)
     nodes = [node for node in found.node.body if isinstance(node, ast.FunctionDef)]
     if chosen is not None:
+        nodes += inherited(found)
         missing = set(chosen) - {node.name for node in nodes}
         if missing:
             raise SystemExit(f"docs/api.py: {name} has no {', '.join(sorted(missing))}")

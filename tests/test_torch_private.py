@@ -204,7 +204,7 @@ def test_child_names() -> None:
 
 
 def test_share_contents() -> None:
-    from threefold.torch_private.tensors import share_contents
+    from threefold.torch_private.distributed import share_contents
 
     module, other = nn.Module(), nn.Sequential(nn.Linear(1, 1))
     share_contents(module, other)
@@ -217,7 +217,7 @@ def test_share_contents() -> None:
 
 
 def test_no_torch_function() -> None:
-    from threefold.torch_private.tensors import NO_TORCH_FUNCTION
+    from threefold.torch_private.distributed import NO_TORCH_FUNCTION
 
     class Part(torch.Tensor):
         __torch_function__ = NO_TORCH_FUNCTION

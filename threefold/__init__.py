@@ -49,12 +49,12 @@ if TYPE_CHECKING:
     from threefold.models.sharding import Row as Row
     from threefold.models.sharding import Sharded as Sharded
     from threefold.models.sharding import Vocab as Vocab
+    from threefold.parallel.cross_entropy import ParallelCrossEntropy as ParallelCrossEntropy
     from threefold.parallel.tensor import ColumnParallelLinear as ColumnParallelLinear
-    from threefold.parallel.tensor import ParallelCrossEntropy as ParallelCrossEntropy
     from threefold.parallel.tensor import RowParallelLinear as RowParallelLinear
     from threefold.parallel.tensor import VocabParallelEmbedding as VocabParallelEmbedding
     from threefold.random.dropout import Dropout as Dropout
-    from threefold.random.dropout import sample_keys as sample_keys
+    from threefold.random.dropout_mask import sample_keys as sample_keys
     from threefold.random.rng import RandomStreams as RandomStreams
     from threefold.train.callbacks.base import Callback as Callback
     from threefold.train.stop import Stopped as Stopped
@@ -83,8 +83,10 @@ _NAMES: Final = {
     "models.loss_terms": "CountedLoss LossTerm",
     "models.plan": "Plan",
     "models.sharding": "Column Constant Normal PerHead Replicated Row Sharded Vocab",
-    "parallel.tensor": "ColumnParallelLinear ParallelCrossEntropy RowParallelLinear VocabParallelEmbedding",
-    "random.dropout": "Dropout sample_keys",
+    "parallel.cross_entropy": "ParallelCrossEntropy",
+    "parallel.tensor": "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding",
+    "random.dropout": "Dropout",
+    "random.dropout_mask": "sample_keys",
     "random.rng": "RandomStreams",
     "train.callbacks.base": "Callback",
     "train.stop": "Stopped",

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import threefold as t3
 from threefold.api.prepared_optimizer import PreparedOptimizer
-from threefold.parallel.parameter import like, local, stored, whole
+from threefold.parallel.leaf import like, local, stored
+from threefold.parallel.parameter import whole
 
 CLASSES = 5
 FEATURES = 7

@@ -23,7 +23,8 @@ from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
 from threefold.models.gpt.model import GPT
-from threefold.parallel.parameter import local, split_parameter
+from threefold.parallel.leaf import local
+from threefold.parallel.parameter import split_parameter
 
 
 def stored(folder: Path) -> dict[str, Tensor]:

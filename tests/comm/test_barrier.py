@@ -11,8 +11,8 @@ from unittest.mock import patch
 
 import pytest
 
-from threefold.comm.backends import Barrier
 from threefold.comm.segments import BARRIER_PIPES, PeerLostError, Shared, memory_bytes, tickets
+from threefold.comm.shared_memory import Barrier
 
 
 def test_all_pass_and_who_has_passed_may_end(tmp_path):

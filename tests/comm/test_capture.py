@@ -16,10 +16,11 @@ from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.models.layers.decoder import SampleInfo
 from threefold.parallel.context import sum_over_shares_
+from threefold.parallel.leaf import local
 from threefold.parallel.parallelize import Parallelism, apply_parallelism
-from threefold.parallel.parameter import draw_, is_split, local
+from threefold.parallel.parameter import draw_, is_split
 from threefold.parallel.pipeline.partition import StageMap
-from threefold.random.dropout import sample_keys
+from threefold.random.dropout_mask import sample_keys
 
 
 def losses_of(case: Case, captured: bool) -> tuple[list[float], float]:

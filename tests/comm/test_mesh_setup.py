@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from threefold.comm import backends as shared_memory
+from threefold.comm import shared_memory
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import ModelConfig

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tests.support.sweep import sweep
 from threefold.comm import segments as shared_memory_setup
-from threefold.comm.backends import DEFAULT_CAPACITY, SharedMemoryGroup, over_shared_memory
 from threefold.comm.segments import PeerLostError
+from threefold.comm.shared_memory import DEFAULT_CAPACITY, SharedMemoryGroup, over_shared_memory
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 DTYPES = [*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool]

@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from threefold.comm import segments as shared_memory_setup
-from threefold.comm.backends import SharedMemoryGroup, over_shared_memory
 from threefold.comm.segments import Room, StoreExchange
+from threefold.comm.shared_memory import SharedMemoryGroup, over_shared_memory
 
 NOBODY = 65534
 

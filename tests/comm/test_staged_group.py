@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.devices import AllStaged, staged_on
-from threefold.comm.backends import StagedGroup
+from threefold.comm.staged import StagedGroup
 from threefold.torch_private.distributed import FUNCTIONAL_COLLECTIVES, process_group_timeout
 
 RANKS = 3

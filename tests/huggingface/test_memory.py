@@ -16,7 +16,7 @@ from threefold.host import keep_freed_memory
 from threefold.huggingface.import_hf import Import, import_model
 from threefold.inference.model import Trained
 from threefold.launch.worker_pool import WorkerPool
-from threefold.parallel.parameter import local
+from threefold.parallel.leaf import local
 
 BILLION = LLAMA | {
     "vocab_size": 32000,

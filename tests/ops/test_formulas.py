@@ -22,14 +22,15 @@ from threefold.constants import IGNORE_INDEX
 from threefold.launch.worker_pool import WorkerPool
 from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import Embedding, Head, Linear, PositionEmbedding, SampleInfo
-from threefold.models.layers.experts import MixtureOfExperts, SwiGLU
+from threefold.models.layers.experts import MixtureOfExperts, SwiGLU, grouped_linear
 from threefold.models.layers.rope_scaling import RopeScaling
 from threefold.models.llama import LlamaConfig
-from threefold.ops.attention import AttentionMask, attention, plain_tile, plain_tile_gradients
+from threefold.ops.attention import attention
 from threefold.ops.cross_entropy import chunked_cross_entropy, cross_entropy
-from threefold.ops.kernels import ACTIVATIONS, embedding, grouped_linear, linear
-from threefold.parallel.tensor import ParallelCrossEntropy
-from threefold.random.dropout import sample_keys
+from threefold.ops.kernels import ACTIVATIONS, AttentionMask, embedding, linear
+from threefold.ops.tiles import plain_tile, plain_tile_gradients
+from threefold.parallel.cross_entropy import ParallelCrossEntropy
+from threefold.random.dropout_mask import sample_keys
 
 LIMIT = {torch.float64: 1e-12, torch.bfloat16: 5 * 2.0**-8}
 DTYPES = pytest.mark.parametrize("dtype", LIMIT, ids=str)

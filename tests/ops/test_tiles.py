@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tests.ops.attention import hidden, numbered
-from threefold.ops.attention import AttentionMask, document_bounds, tiles
+from threefold.ops.kernels import AttentionMask
+from threefold.ops.tiles import document_bounds, tiles
 
 DEVICE = torch.device("cpu")
 SHAPES = [  # queries and keys

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from tests.ops.attention import masked_attention, numbered
 from threefold.ops import attention as module
-from threefold.ops.attention import AttentionMask, attention, varlen_lengths
+from threefold.ops.attention import attention
+from threefold.ops.kernels import AttentionMask
+from threefold.ops.tiles import varlen_lengths
 
 
 def stand_in(

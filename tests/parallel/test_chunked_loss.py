@@ -22,8 +22,9 @@ from threefold.config import Config, resolve
 from threefold.constants import IGNORE_INDEX
 from threefold.models.layers.decoder import Linear, LinearCrossEntropy
 from threefold.ops import cross_entropy
-from threefold.parallel.parameter import local
-from threefold.parallel.tensor import ColumnParallelLinear, ParallelCrossEntropy
+from threefold.parallel.cross_entropy import ParallelCrossEntropy
+from threefold.parallel.leaf import local
+from threefold.parallel.tensor import ColumnParallelLinear
 from threefold.planner.activations import head_bytes
 
 CHUNK = ("train.loss_chunk_size", 7)

@@ -19,10 +19,10 @@ from threefold.data.loader import Batch
 from threefold.models.layers import attention
 from threefold.models.layers.decoder import NOTHING, PositionEmbedding, SampleInfo
 from threefold.models.sharding import OverContext, OverSequence
-from threefold.ops import attention as tiles
+from threefold.ops import tiles
 from threefold.parallel import context
 from threefold.parallel import context as ring
-from threefold.parallel.pipeline.runner import LocalBatch
+from threefold.parallel.pipeline.stage import LocalBatch
 from threefold.parallel.shard_modules import SHARDINGS
 from threefold.random.dropout import Dropout
 from threefold.random.rng import Slice

@@ -136,7 +136,7 @@ class Calls(nn.Module):
 
 
 def trained() -> tuple[list[float], list[str]]:
-    from threefold.parallel.parameter import local
+    from threefold.parallel.leaf import local
 
     model, ids = Calls(tensor_axis()), torch.arange(10).view(2, 5)
     torch.set_default_dtype(torch.float64)

@@ -31,9 +31,9 @@ from tests.support.mistakes import (
 )
 from tests.support.parity import Case, departures, in_layout
 from tests.support.sweep import sweep
-from threefold.parallel import parallelize, parameter, tensor
+from threefold.parallel import cross_entropy, parallelize, parameter
 from threefold.parallel.gradients import GradientBuckets
-from threefold.parallel.pipeline.runner import LocalBatch
+from threefold.parallel.pipeline.stage import LocalBatch
 from threefold.train import step, step_batch
 from threefold.train.optim import Optimizer
 from threefold.train.step import Engine
@@ -91,8 +91,8 @@ def different_masks_in_the_replicated_region() -> list[Patch]:
 
 
 def loss_summed_over_gathered_logits_twice() -> list[Patch]:
-    all_reduce = tensor.all_reduce
-    return [(tensor, "all_reduce", lambda values, axis: all_reduce(values, axis).mul_(axis.size))]
+    all_reduce = cross_entropy.all_reduce
+    return [(cross_entropy, "all_reduce", lambda values, axis: all_reduce(values, axis).mul_(axis.size))]
 
 
 def weights_decayed_twice() -> list[Patch]:

@@ -15,8 +15,9 @@ from threefold.models.sharding import OverSequence
 from threefold.ops.kernels import linear
 from threefold.parallel import tensor
 from threefold.parallel.context import ShardingContext
+from threefold.parallel.leaf import local
 from threefold.parallel.parallelize import TrainableModel
-from threefold.parallel.parameter import is_split, local
+from threefold.parallel.parameter import is_split
 from threefold.parallel.shard_modules import SHARDINGS
 from threefold.random.dropout import Dropout
 from threefold.random.rng import Slice

@@ -13,7 +13,7 @@ from threefold.comm.axis import Axis
 from threefold.comm.capture import capturable, capture_step
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
-from threefold.parallel.parameter import local
+from threefold.parallel.leaf import local
 from threefold.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 DYNAMIC = [0.0, -0.14513375, -0.2902736, -0.43542737, -0.5806184]

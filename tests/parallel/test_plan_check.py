@@ -35,8 +35,8 @@ from threefold.models.sharding import (
     Vocab,
     VocabLoss,
 )
+from threefold.parallel.leaf import local
 from threefold.parallel.parallelize import Parallelism, apply_parallelism
-from threefold.parallel.parameter import local
 from threefold.parallel.pipeline.partition import StageMap
 from threefold.parallel.plan_check import check_plan
 

@@ -17,11 +17,12 @@ from threefold.errors import UserError
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.models.sharding import Constant, ModelPlan, Replicated
-from threefold.parallel.parameter import local, replace_parameters
+from threefold.parallel.leaf import local
+from threefold.parallel.parameter import replace_parameters
 from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.recompute import Recomputed, apply_recompute, chosen_layers, unwrapped
 from threefold.planner.activations import block_bytes
-from threefold.random.dropout import sample_keys
+from threefold.random.dropout_mask import sample_keys
 
 SEQUENCE_PARALLEL = (("parallel.sequence_parallel", True),)
 MODES = [("selective", 1), ("full", 1), ("full", 2)]

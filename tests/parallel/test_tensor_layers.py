@@ -13,13 +13,10 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Event, Mesh
 from threefold.constants import IGNORE_INDEX
 from threefold.errors import UserError
-from threefold.parallel.parameter import like, local, whole
-from threefold.parallel.tensor import (
-    ColumnParallelLinear,
-    ParallelCrossEntropy,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-)
+from threefold.parallel.cross_entropy import ParallelCrossEntropy
+from threefold.parallel.leaf import like, local
+from threefold.parallel.parameter import whole
+from threefold.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 SIZES = (1, 2, 3, 4)
 

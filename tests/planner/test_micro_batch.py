@@ -20,7 +20,7 @@ from threefold.launch.training_run import resolve_run
 from threefold.launch.worker_pool import WorkerPool
 from threefold.models.block import describe_model
 from threefold.models.layers.decoder import NOTHING, SampleInfo
-from threefold.parallel.parameter import local
+from threefold.parallel.leaf import local
 from threefold.planner.activations import (
     _under_way,
     activation_bytes,
@@ -30,7 +30,7 @@ from threefold.planner.activations import (
     step_bytes,
 )
 from threefold.planner.model_size import ModelSize, own_attention, rank_block
-from threefold.random.dropout import sample_keys
+from threefold.random.dropout_mask import sample_keys
 
 LLAMA: tuple[tuple[str, Any], ...] = (("architecture", "llama"), ("num_key_value_heads", 6), ("head_dim", 4))
 NORMED = (*LLAMA, ("qk_norm", True), ("qkv_bias", True))

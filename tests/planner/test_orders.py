@@ -10,7 +10,8 @@ from tests.support.parity import Case, make_engine, shard_of
 from tests.support.sweep import sweep
 from threefold.config.schedules import SCHEDULES, Action, TorchSchedule, find_schedule
 from threefold.errors import UserError
-from threefold.parallel.pipeline.runner import PipelineRunner, actions, orders_of_all_ranks
+from threefold.parallel.pipeline.runner import PipelineRunner
+from threefold.parallel.pipeline.schedules import actions, orders_of_all_ranks
 from threefold.planner.schedule import ONLY_PLANNED, find_planned, orders_of, program_of
 
 CANNOT = "The schedule {} cannot have {} micro-batches, as it"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.train.support import Run
-from threefold.parallel.parameter import local
+from threefold.parallel.leaf import local
 from threefold.train import run as entry_point
 from threefold.train.callbacks.base import Callback
 from threefold.train.step import Engine, StepResult

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from threefold.comm.backends import BACKEND, StagedGroup, register_backend
+from threefold.comm.staged import BACKEND, StagedGroup, register_backend
 from threefold.torch_private.distributed import default_store
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from threefold.comm import axis as collectives
+from threefold.comm import reductions as collectives
 from threefold.comm.mesh import Axis
 from threefold.constants import IGNORE_INDEX
 from threefold.data.loader import Batch
@@ -103,13 +103,13 @@ def logged_loss_of_one_replica() -> list[Patch]:
 
 
 def logged_loss_of_the_last_micro_batch() -> list[Patch]:
-    def looped(self: runner.LoopRunner, batch: runner.LocalBatch, scale: float) -> Tensor:
+    def looped(self: runner.LoopRunner, batch: stage.LocalBatch, scale: float) -> Tensor:
         for micro in batch.split(self.micro_batches):
             last = self.stage(micro.tokens, micro.labels, micro.samples) * scale
             last.backward()
         return last.detach() * self.micro_batches
 
-    def piped(self: runner.PipelineRunner, run: Any, batch: runner.LocalBatch, scale: float) -> Tensor:
+    def piped(self: runner.PipelineRunner, run: Any, batch: stage.LocalBatch, scale: float) -> Tensor:
         def keep_last(*args: Any, losses: list[Tensor], **options: Any) -> None:
             run(*args, losses=losses, **options)
             losses[:] = losses[-1:] * len(losses)

@@ -3,13 +3,8 @@
 import torch
 from torch import nn
 
-from threefold.torch_private.tensors import (
-    fused_adam_,
-    has_gradient_hooks,
-    has_module_hooks,
-    persistent_buffers,
-    version_of,
-)
+from threefold.torch_private.distributed import persistent_buffers
+from threefold.torch_private.tensors import fused_adam_, has_gradient_hooks, has_module_hooks, version_of
 
 
 def test_fused_adam() -> None:

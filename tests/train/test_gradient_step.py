@@ -28,8 +28,9 @@ from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError
 from threefold.models.loss_terms import CountedLoss, LossSums, LossTerm
 from threefold.models.sharding import Column, ModelPlan, Normal, Replicated, Row
+from threefold.parallel.leaf import local
 from threefold.parallel.parallelize import TrainingSettings
-from threefold.parallel.parameter import local, offset
+from threefold.parallel.parameter import offset
 from threefold.random.rng import fill_normal_, stream_key
 from threefold.train.step import GradientStep
 from threefold.train.update_rule import LossScale

@@ -156,11 +156,11 @@ def _place() -> str:
 
 
 STEPS = 2
-LOSS_AND_NORM = {"comm/axis.py: all_reduce_values": STEPS}
+LOSS_AND_NORM = {"comm/reductions.py: all_reduce_values": STEPS}
 
 ON_A_CPU = (
     "ops/kernels.py: backward",  # of a narrow embedding, whose sums a CPU would round
-    "ops/kernels.py: grouped_linear",  # a GPU has a product of groups whose sizes are on the device
+    "models/layers/experts.py: grouped_linear",  # a GPU has a product of groups whose sizes are on the device
     "models/layers/experts.py: _losses",  # `F.one_hot` checks its input on a CPU alone
     "models/layers/experts.py: _taken",  # likewise
 )

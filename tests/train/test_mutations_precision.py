@@ -12,7 +12,7 @@ from tests.parallel.support import narrow_sum, narrow_sums
 from tests.support.mistakes import Patch, with_mistake
 from tests.support.parity import Case, Trace, departures, in_layout, narrow_departures, with_recompute
 from tests.train.overflows import FP16, check_skipped_by_all, overflowing
-from threefold.parallel import gradients as compression
+from threefold.parallel import compression
 from threefold.parallel import gradients as data
 from threefold.random import dropout
 from threefold.train import step as engine

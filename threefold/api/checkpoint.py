@@ -19,8 +19,8 @@ from threefold.checkpoint.save import save_checkpoint
 from threefold.checkpoint.tensors import load_tensors, stored_names, stored_tensors
 from threefold.errors import UserError, require_whole
 from threefold.files import parse_json, read_text
+from threefold.parallel.leaf import like, local, stored
 from threefold.parallel.moving_buffers import stored_buffers
-from threefold.parallel.parameter import like, local, stored
 from threefold.train.update_rule import LossScale
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from threefold.comm.backends import BACKEND
 from threefold.comm.layout import Layout
+from threefold.comm.staged import BACKEND
 from threefold.errors import UserError, naming_arguments, require_whole
 from threefold.launch.device import choose_device, gpu_count
 from threefold.launch.environment import LaunchedRank, find_launched_rank, meet, missing_variables

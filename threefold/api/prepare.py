@@ -16,15 +16,18 @@ from threefold.api.model import PRECISIONS
 from threefold.api.prepared_loader import CurrentBatch, PreparedLoader
 from threefold.api.prepared_model import GradSync, PreparedModule
 from threefold.api.prepared_optimizer import PreparedOptimizer, PreparedScheduler, require_matches
-from threefold.comm.axis import Axis, copy_to, reduce_from
+from threefold.comm.axis import Axis
 from threefold.comm.mesh import Mesh
+from threefold.comm.reductions import copy_to, reduce_from
 from threefold.config import PrecisionConfig
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError, require_whole
 from threefold.models.sharding import Column, Patterns, PerHead, Replicated, Row, Split, Vocab, matches
+from threefold.parallel.compression import COMPRESSIONS
 from threefold.parallel.context import ShardingContext
-from threefold.parallel.gradients import COMPRESSIONS, Gradients, buckets_by_dtype
-from threefold.parallel.parameter import local, longest_shard
+from threefold.parallel.gradients import Gradients, buckets_by_dtype
+from threefold.parallel.leaf import local
+from threefold.parallel.parameter import longest_shard
 from threefold.parallel.shard_modules import SHARDINGS
 from threefold.parallel.zero import ShardedGradients, make_zero_sharding, shard_values
 from threefold.plugins import require_one_of

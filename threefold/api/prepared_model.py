@@ -16,7 +16,8 @@ from threefold.api.prepared_loader import BatchRows, CurrentBatch, map_tensors, 
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
 from threefold.parallel.gradients import Gradients
-from threefold.parallel.parameter import Weight, like, local, slice_of, stored, whole
+from threefold.parallel.leaf import like, local, stored
+from threefold.parallel.parameter import Weight, slice_of, whole
 from threefold.parallel.zero import report_gradients
 from threefold.random.rng import signed, stream_key
 from threefold.train.step import GradientNorm, clip_

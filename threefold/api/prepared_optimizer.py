@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 from threefold.api.prepared_model import GradSync
 from threefold.comm.axis import Axis
 from threefold.errors import UserError
-from threefold.parallel.parameter import like, local, slice_of, stored, whole
+from threefold.parallel.leaf import like, local, stored
+from threefold.parallel.parameter import slice_of, whole
 
 
 class WrappedOptimizer(Optimizer):

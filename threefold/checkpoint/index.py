@@ -18,7 +18,7 @@ from threefold.errors import UserError
 from threefold.files import parse_json, read_text, require_file, shown
 from threefold.models.family import make_model
 from threefold.models.sharding import ModelPlan
-from threefold.torch_private.tensors import persistent_buffers
+from threefold.torch_private.distributed import persistent_buffers
 
 INDEX: Final = "tensors.json"
 FORMAT: Final = "threefold-tensors"

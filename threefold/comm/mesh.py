@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from threefold.comm.axis import Axis, Event, Recorder
-from threefold.comm.backends import SharedMemoryGroup, over_shared_memory
-from threefold.comm.heartbeat import Activity, Heartbeat, wait_code
+from threefold.comm.axis import Axis
+from threefold.comm.heartbeat import Heartbeat, wait_code
 from threefold.comm.layout import AXES, Coordinates, Layout
+from threefold.comm.rank_state import Activity
+from threefold.comm.reductions import Event, Recorder
+from threefold.comm.shared_memory import SharedMemoryGroup, over_shared_memory
 from threefold.errors import naming_arguments
 from threefold.torch_private import distributed
 

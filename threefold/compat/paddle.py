@@ -9,14 +9,8 @@ from threefold.comm.axis import Axis
 from threefold.comm.layout import shard_bounds
 from threefold.data.map_dataset import DistributedBatchSampler
 from threefold.errors import UserError
-from threefold.parallel.tensor import (
-    ColumnParallelLinear,
-    Initializer,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    check_axis,
-    keep_shard_,
-)
+from threefold.parallel.split_layer import Initializer, check_axis, keep_shard_
+from threefold.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 __all__ = ["DistributedBatchSampler", "Splitter", "split"]
 
@@ -41,7 +35,7 @@ class Splitter(nn.Module):
 
     Paddle keeps the weights in its global program. Here this module holds them, so it is the module to pass to an
     optimizer. The weights of a name are made at its first call, in torch's default dtype: make the optimizer after
-    that, from `threefold.parallel.parameter.local` of each.
+    that, from `threefold.parallel.leaf.local` of each.
 
         split = Splitter(mesh.tp)
         x = split(ids, (50000, 512), operation="embedding", num_partitions=mesh.tp.size, name="tokens")

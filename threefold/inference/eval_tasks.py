@@ -17,7 +17,7 @@ from threefold.data.encoding import DocumentEncoder
 from threefold.data.sources import SourceReader, find_inputs
 from threefold.errors import UserError
 from threefold.inference.model import Model
-from threefold.parallel.tensor import ParallelCrossEntropy
+from threefold.parallel.cross_entropy import ParallelCrossEntropy
 
 _LOGITS_AT_ONCE = 1 << 25
 """Elements of one chunk of logits; those of a whole batch would take many times the model's memory."""

@@ -11,7 +11,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from threefold.comm.heartbeat import Activity, Heartbeat, RunSection, wait_code
+from threefold.comm.heartbeat import Heartbeat, wait_code
+from threefold.comm.rank_state import Activity, RunSection
 from threefold.host import usable_cores
 from threefold.launch.device import Backend, gpu_count
 from threefold.launch.output import log_file, logged, logged_and_shown
@@ -140,7 +141,7 @@ def join(info: RankInfo, store: "Store", timeout: float = 0.0) -> None:
         if timeout:
             longest = timedelta(seconds=min(_WAITS_ON_GPU * timeout, _LONGEST_WAIT.total_seconds()))
     elif info.device == "cuda":
-        from threefold.comm.backends import BACKEND, register_backend
+        from threefold.comm.staged import BACKEND, register_backend
 
         register_backend()
         backend = BACKEND

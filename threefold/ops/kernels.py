@@ -8,7 +8,7 @@ bf16 attention takes three times as long as plain products, and saves little mem
 from collections.abc import Callable
 from functools import partial
 from math import pi, sqrt
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 from weakref import ref
 
 import torch
@@ -25,8 +25,6 @@ _LONGEST_MATERIALISED = 512  # tokens; above it, the memory of the attention mat
 
 _MKL_IS_FAST: Final = torch.backends.mkl.is_available() and processor_vendor() == "GenuineIntel"
 """Whether to use torch's own fp32 products. By processor rather than measurement, so that ranks and restarts agree."""
-
-_GROUPED = (torch.bfloat16, torch.float16, torch.float32)  # dtypes of torch's grouped product
 
 
 class GradientStore(Protocol):
@@ -84,27 +82,34 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Apply a linear layer of its own to each group of rows: [n, out].
-
-    Args:
-        x: [n, in], sorted by group.
-        weight: [groups, out, in].
-        counts: int64 [groups], number of rows of each group; their sum is n.
-    """
-    store = gradient_store(weight)
-    if store is None and _grouped_product_serves(x, weight):
-        return F.grouped_mm(x, weight.mT, offs=counts.cumsum(0).to(torch.int32))
-    out: Tensor = _GroupedLinear.apply(x, weight, counts.tolist(), store)
-    return out
-
-
 def embedding(ids: Tensor, table: Tensor) -> Tensor:
     """Compute `F.embedding`: rows of `table` [V, H] at int64 `ids` [...] → [..., H]."""
     if table.device.type == "cpu" and table.itemsize < 4:
         rows: Tensor = _WideEmbedding.apply(ids, table)
         return rows
     return F.embedding(ids, table)
+
+
+class AttentionMask(NamedTuple):
+    """Attention mask in addition to the causal one: a sliding window and documents.
+
+    Attributes:
+        window: number of positions, including its own, that a token attends to; 0 for all.
+        documents: int64 [B, n], document of each position from the first, which confines a token's attention; None for
+            no documents. On the host wherever the model is, so that reading their bounds waits for no device.
+    """
+
+    window: int = 0
+    documents: Tensor | None = None
+
+    def within(self, keys: int) -> "AttentionMask":
+        """Return the mask for a sequence of `keys` positions, without the window if it covers all of them."""
+        return AttentionMask(self.window if self.window < keys else 0, self.documents)
+
+    @property
+    def hides_nothing(self) -> bool:
+        """Whether the mask is only causal."""
+        return not self.window and self.documents is None
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -146,12 +151,6 @@ def _onednn_serves(x: Tensor, weight: Tensor) -> bool:
         and torch.backends.mkldnn.is_available()
         and not torch.is_autocast_enabled("cpu")
     )
-
-
-def _grouped_product_serves(x: Tensor, weight: Tensor) -> bool:
-    """Return whether torch's grouped product takes the tensors; it needs rows of a multiple of 16 bytes."""
-    aligned = all(size * x.itemsize % 16 == 0 for size in weight.shape[1:])
-    return x.is_cuda and x.dtype == weight.dtype and x.dtype in _GROUPED and aligned
 
 
 def plain_attention_serves(k: Tensor) -> bool:
@@ -269,35 +268,6 @@ def _defer(grad: Tensor, x: Tensor, weight: Tensor, to_weight: Handle, to_bias: 
     if has_bias:
         bias_leaf.store.defer(bias_leaf, partial(grad.sum, 0))
     return product(grad, weight.t())
-
-
-class _GroupedLinear(torch.autograd.Function):
-    """One product for each group, without the full-size gradients that slicing the weight would create."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int], store: GradientStore | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.leaf, ctx.counts, ctx.store = weight, counts, store
-        parts = zip(x.split(counts), weight, strict=True)
-        return torch.cat([product(rows, matrix) for rows, matrix in parts])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        wants_x, wants_weight, *_ = ctx.needs_input_grad
-        parts = grad.split(ctx.counts)
-        grad_x = torch.cat([product(part, matrix.t()) for part, matrix in zip(parts, weight, strict=True)])
-        of_weight = partial(_grouped_weight_gradient, x, grad, ctx.counts)
-        if wants_weight and ctx.store is not None:
-            ctx.store.defer(ctx.leaf, of_weight)
-        eager = of_weight() if wants_weight and ctx.store is None else None
-        return grad_x if wants_x else None, eager, None, None
-
-
-def _grouped_weight_gradient(x: Tensor, grad: Tensor, counts: list[int]) -> Tensor:
-    parts = zip(x.split(counts), grad.split(counts), strict=True)
-    return torch.stack([product(upper.t(), rows.t()) for rows, upper in parts])
 
 
 _LINEAR: Final = 2 * sqrt(2 / pi)

@@ -8,10 +8,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from threefold.comm.axis import copy_to, gather_from, gather_shares, reduce_from, reduce_to_shares, scatter_to
+    from threefold.comm.axis import gather_from, gather_shares, reduce_to_shares, scatter_to
     from threefold.comm.layout import Layout
     from threefold.comm.mesh import Axis, Mesh
+    from threefold.comm.reductions import copy_to, reduce_from
     from threefold.parallel.context import sum_over_shares_
+    from threefold.parallel.cross_entropy import ParallelCrossEntropy
     from threefold.parallel.pipeline.partition import (
         layers_by_rank,
         partition_by_class,
@@ -19,13 +21,9 @@ if TYPE_CHECKING:
         partition_uniform,
         partition_uniform_chunks,
     )
-    from threefold.parallel.tensor import (
-        ColumnParallelLinear,
-        ParallelCrossEntropy,
-        RowParallelLinear,
-        VocabParallelEmbedding,
-    )
-    from threefold.random.dropout import Dropout, sample_keys
+    from threefold.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+    from threefold.random.dropout import Dropout
+    from threefold.random.dropout_mask import sample_keys
     from threefold.random.rng import RandomStreams
 
 __all__ = [
@@ -56,15 +54,18 @@ __all__ = [
 _MODULES: Final = {
     name: module
     for module, names in {
-        "comm.axis": "copy_to gather_from gather_shares reduce_from reduce_to_shares scatter_to Axis",
+        "comm.axis": "gather_from gather_shares reduce_to_shares scatter_to Axis",
         "comm.layout": "Layout",
         "comm.mesh": "Mesh",
+        "comm.reductions": "copy_to reduce_from",
         "compat.paddle": "Splitter",  # where it has moved to
+        "parallel.cross_entropy": "ParallelCrossEntropy",
         "parallel.context": "sum_over_shares_",
         "parallel.pipeline.partition": "layers_by_rank partition_by_class partition_by_cost partition_uniform "
         "partition_uniform_chunks",
-        "parallel.tensor": "ColumnParallelLinear ParallelCrossEntropy RowParallelLinear VocabParallelEmbedding",
-        "random.dropout": "Dropout sample_keys",
+        "parallel.tensor": "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding",
+        "random.dropout": "Dropout",
+        "random.dropout_mask": "sample_keys",
         "random.rng": "RandomStreams",
     }.items()
     for name in names.split()

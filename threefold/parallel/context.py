@@ -12,9 +12,9 @@ from threefold.comm.axis import Axis, all_gather_equal, reduce_scatter
 from threefold.errors import UserError
 from threefold.models.layers.attention import CausalAttention
 from threefold.models.layers.decoder import NOTHING, SampleInfo
-from threefold.ops.attention import AttentionMask, Tile, tiles
-from threefold.ops.kernels import serve_heads
-from threefold.random.dropout import drop
+from threefold.ops.kernels import AttentionMask, serve_heads
+from threefold.ops.tiles import Tile, tiles
+from threefold.random.dropout_mask import drop
 from threefold.random.rng import Positions, Slice
 
 

@@ -3,12 +3,14 @@
 import torch
 from torch import Tensor, nn
 
-from threefold.comm.axis import Axis, all_reduce, copy_to, differentiable, gather_shares, reduce_from, reduce_to_shares
+from threefold.comm.axis import Axis, gather_shares, reduce_to_shares
 from threefold.comm.layout import shard_bounds
+from threefold.comm.reductions import all_reduce, copy_to, differentiable, reduce_from
 from threefold.models.layers.experts import Choice, Experts, Routing, swiglu, through
 from threefold.models.sharding import OverExperts
 from threefold.parallel.context import ShardingContext, whole_sequence
-from threefold.parallel.parameter import local, split_parameter
+from threefold.parallel.leaf import local
+from threefold.parallel.parameter import split_parameter
 
 
 class ParallelRouting(Routing):

@@ -19,8 +19,9 @@ from threefold.errors import UserError
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.recompute import Recomputed
+from threefold.torch_private.distributed import persistent_buffers
 from threefold.torch_private.fake import FakeTensor
-from threefold.torch_private.tensors import persistent_buffers, version_of
+from threefold.torch_private.tensors import version_of
 
 _ALIKE = 1e-3
 """Relative difference between tensor ranks up to which a buffer counts as equal."""

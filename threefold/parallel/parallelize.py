@@ -24,20 +24,19 @@ from threefold.models.source import ConstructedModel, skeleton
 from threefold.ops.kernels import DeferrableWeight
 from threefold.parallel.context import ShardingContext
 from threefold.parallel.gradients import BUCKET_BYTES, GradientBuckets, Gradients, JoinedGradients
+from threefold.parallel.leaf import like, local, stored_as
 from threefold.parallel.parameter import (
     Weight,
     initialise_,
     is_of_experts,
-    like,
-    local,
     longest_shard,
     make_weights,
     replace_parameters,
     set_in,
-    stored_as,
 )
 from threefold.parallel.pipeline.partition import StageMap, partitioned
-from threefold.parallel.pipeline.stage import DeferredGradients, Stage, TiedWeights, whole_parameters
+from threefold.parallel.pipeline.schedules import DeferredGradients
+from threefold.parallel.pipeline.stage import Stage, TiedWeights, whole_parameters
 from threefold.parallel.plan_check import check_cut_modules, check_plan, check_sharded_parameters, check_tensor_axis
 from threefold.parallel.recompute import apply_recompute, compile_layers, unwrapped
 from threefold.parallel.shard_modules import bare_cut, shard_modules

@@ -28,7 +28,8 @@ from threefold.parallel.parameter import set_in
 from threefold.parallel.pipeline.partition import covers, stage_map
 from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.shard_modules import SHARDINGS
-from threefold.torch_private.tensors import child_names, has_module_hooks, persistent_buffers
+from threefold.torch_private.distributed import persistent_buffers
+from threefold.torch_private.tensors import child_names, has_module_hooks
 
 _CUT_FORWARDS = {each.forward for each in (nn.Linear, nn.Embedding, Linear, Embedding)}
 """Forward methods that a cut layer can take the place of."""

@@ -23,8 +23,8 @@ from threefold.parallel.parameter import set_in
 from threefold.parallel.pipeline.partition import chosen_layers
 from threefold.parallel.pipeline.stage import Stage
 from threefold.random.rng import RandomStreams, draws_in_sequence
+from threefold.torch_private.distributed import share_contents
 from threefold.torch_private.runtime import keep_signals_from_compilers
-from threefold.torch_private.tensors import share_contents
 
 
 class Recomputed(nn.Module):

@@ -14,14 +14,11 @@ from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import PositionEmbedding
 from threefold.models.layers.experts import Experts, Routing
 from threefold.parallel.context import ContextParallelAttention, RingAttention, ShardingContext
+from threefold.parallel.cross_entropy import ParallelCrossEntropy
 from threefold.parallel.experts import ParallelExperts, ParallelRouting
-from threefold.parallel.parameter import is_split, local, set_in, split_parameter
-from threefold.parallel.tensor import (
-    ColumnParallelLinear,
-    ParallelCrossEntropy,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-)
+from threefold.parallel.leaf import local
+from threefold.parallel.parameter import is_split, set_in, split_parameter
+from threefold.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from threefold.random.dropout import Dropout
 from threefold.random.rng import Slice
 

@@ -1,138 +1,30 @@
-"""Tensor-parallel layers: linear layers and embeddings with weights split over a mesh axis, and the loss behind them.
+"""Tensor-parallel layers: linear layers and embeddings with weights split over a mesh axis.
 
-Initial values are those of the whole weight, of which a rank keeps its shard, so they are the same in every layout. Of
-the loss, a rank computes its own columns of the logits (`ops.cross_entropy`); a maximum and two sums per token are
-all-reduced, once for all chunks of columns.
+`parallel.split_layer` has how they are made and their initial values, `parallel.cross_entropy` the loss behind them.
 """
 
 from collections.abc import Callable
 from difflib import get_close_matches
-from functools import partial
-from math import sqrt
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from threefold.comm.axis import (
-    Axis,
-    all_reduce,
-    all_reduce_max,
-    copy_to,
-    gather_from,
-    over_gathered,
-    reduce_from,
-    reduce_to_shares,
-    scatter_to,
-)
+from threefold.comm.axis import Axis, gather_from, over_gathered, reduce_to_shares, scatter_to
 from threefold.comm.layout import shard_bounds
-from threefold.constants import IGNORE_INDEX, LOGITS_AT_ONCE
+from threefold.comm.reductions import copy_to, reduce_from
 from threefold.errors import UserError
-from threefold.models.sharding import Column, Row, Split, Vocab
-from threefold.ops.cross_entropy import check_labels, logit_sums, scaled_exponentials, tops_and_sums
+from threefold.models.sharding import Column, Row, Vocab
 from threefold.ops.kernels import embedding, linear
-from threefold.parallel.parameter import empty_parameter, local, offset, slice_of, split_parameter, stored
-from threefold.random.rng import fill_normal_, stream_key
+from threefold.parallel.leaf import local
+from threefold.parallel.split_layer import Initializer, SplitLayer, SplitLinear, check_sizes, fill_, new_key
 from threefold.torch_private.tensors import assert_async
-
-Initializer = Callable[[Tensor], Tensor | None]
-"""Function that sets a whole weight in place, as those of `torch.nn.init` do, or returns other values."""
-
-
-def new_key(name: str | None, seed: int) -> int:
-    """Return the key of initial values, from name and seed; else a random number that equally seeded ranks share."""
-    return int(torch.randint(2**62, (), device="cpu")) if name is None else stream_key("initial", seed, name)
-
-
-@torch.no_grad()
-def fill_(parameter: Tensor, initializer: Initializer, key: int, what: str) -> None:
-    """Set this rank's shard of a parameter to its part of the values that `initializer` gives the whole.
-
-    Each rank has the whole in memory while it is drawn, on the CPU and in fp32 at least; on the meta device nothing is
-    drawn.
-
-    Args:
-        initializer: draws from torch's default generator, which is seeded with `key` for it and restored after it.
-        what: name of the argument in errors.
-
-    Raises:
-        UserError: `initializer` is not a function, or returns a tensor of another shape.
-    """
-    if not callable(initializer):
-        raise UserError(
-            f"{what} is {initializer!r} but must be a function of the whole weight; use one such as "
-            "torch.nn.init.xavier_normal_."
-        )
-    held = local(parameter).detach()
-    if held.is_meta:
-        return
-    whole = torch.zeros(parameter.shape, dtype=torch.promote_types(held.dtype, torch.float32), device="cpu")
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(key)
-        returned = initializer(whole)
-    if isinstance(returned, Tensor):
-        if returned.shape != whole.shape:
-            raise UserError(
-                f"{what} returns a tensor of shape {[*returned.shape]} but the whole weight has {[*whole.shape]}; "
-                "return that, or change the weight in place."
-            )
-        whole = returned
-    keep_shard_(parameter, whole)
-
-
-@torch.no_grad()
-def keep_shard_(parameter: Tensor, whole: Tensor) -> None:
-    """Set this rank's shard of a parameter to its part of the whole values."""
-    local(parameter).detach().copy_(slice_of(parameter, whole))
 
 
 def _leave(x: Tensor, axis: Axis, sequence_dim: int | None) -> Tensor:
     """Sum over the ranks (all-reduce), or to this rank's shard of the sum (reduce-scatter)."""
     return reduce_from(x, axis) if sequence_dim is None else reduce_to_shares(x, axis, sequence_dim)
-
-
-class _SplitLayer(nn.Module):
-    """Base class of the layers: a weight that a rule splits, and its initial values."""
-
-    weight: nn.Parameter
-    axis: Axis
-    rule: Split
-    """Rule that splits the parameters."""
-
-    def _empty(self, name: str, shape: tuple[int, ...]) -> nn.Parameter:
-        """Return this rank's part of a parameter, uninitialised."""
-        dim = self.rule.cut_dim(name, "tp")
-        return nn.Parameter(torch.empty(shape)) if dim is None else empty_parameter(shape, self.axis, dim)
-
-    def _split(self, name: str, whole: Tensor) -> nn.Parameter:
-        dim = self.rule.cut_dim(name, "tp")
-        return cast(nn.Parameter, whole) if dim is None else split_parameter(whole, (self.axis, dim))
-
-    def _shapes(self) -> str:
-        """Describe the shapes of the weight and of this rank's part, which computes, for `repr`."""
-        # With ZeRO the stored weight is a shard of this rank's part.
-        whole, own = tuple(stored(self.weight).shape), tuple(local(self.weight).shape)
-        return f"weight {whole}, {own} on {self.axis.name} rank {self.axis.index} of {self.axis.size}"
-
-    def reset_parameters(self, name: str, seed: int = 0, std: float = 0.02) -> None:
-        """Draw the weight from N(0, std²), keyed by `seed` and `name`: the same whole weight for every axis size.
-
-        For layers that are made directly; a run's initial weights are those of its plan (`parallel.parameter.draw_`).
-        """
-        with torch.no_grad():
-            key = stream_key(seed, name)
-            fill_normal_(local(self.weight).detach(), std, key, tuple(self.weight.shape), offset(self.weight))
-
-
-def check_axis(axis: Any, argument: str) -> None:
-    """Raise a `UserError`, which names the argument, unless it is an axis of a mesh."""
-    if not isinstance(axis, Axis):
-        raise UserError(
-            f"{argument} is a {type(axis).__name__} but must be an axis of a mesh; use mesh.tp of "
-            "mesh = threefold.init_mesh(tp=2), say."
-        )
 
 
 def _pad_rows(weight: Tensor, multiple: int) -> Tensor:
@@ -144,14 +36,7 @@ def _pad_rows(weight: Tensor, multiple: int) -> Tensor:
 _ROW_ARGUMENTS = ("name", "seed", "weight_init", "bias_init", "bias", "input_is_parallel", "sequence_dim")
 
 
-def _check_sizes(axis: Any, **sizes: Any) -> None:
-    check_axis(axis, "axis")
-    for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-            raise UserError(f"{name} is {size!r} but must be a whole number of at least 0; use {name}=1.")
-
-
-class VocabParallelEmbedding(_SplitLayer):
+class VocabParallelEmbedding(SplitLayer):
     """`nn.Embedding` with the rows of the table split over an axis.
 
     Args:
@@ -190,7 +75,7 @@ class VocabParallelEmbedding(_SplitLayer):
         sequence_dim: int | None = None,
     ) -> None:
         super().__init__()
-        _check_sizes(axis, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
+        check_sizes(axis, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         self.axis, self.pad_to, self.sequence_dim = axis, pad_to, sequence_dim
         self.num_embeddings = num_embeddings
         self.start, self.end = shard_bounds(num_embeddings, axis.size, axis.index)
@@ -239,53 +124,7 @@ class VocabParallelEmbedding(_SplitLayer):
         return f"{self._shapes()}, rows {self.start}:{self.end}"
 
 
-class _SplitLinear(_SplitLayer):
-    """Linear layer with a split weight, and a bias or none."""
-
-    bias: nn.Parameter | None
-
-    @classmethod
-    def _from(cls, module: nn.Linear, axis: Axis, **options: Any) -> Self:
-        with torch.device("meta"):
-            # With a name, nothing is drawn from torch's generator; the weight made here is replaced.
-            layer = cls(module.in_features, module.out_features, axis, name="", **options)
-        layer.weight = layer._split("weight", module.weight)
-        layer.bias = None if module.bias is None else layer._split("bias", module.bias)
-        return layer
-
-    def _initialise(
-        self,
-        shape: tuple[int, int],
-        bias: bool,
-        name: str | None,
-        seed: int,
-        weight_init: Initializer | None,
-        bias_init: Initializer | None,
-    ) -> None:
-        """Draw weight and bias, each by its initializer if given, else keyed by the name, else as `nn.Linear` does."""
-        self.weight = self._empty("weight", shape)
-        self.register_parameter("bias", self._empty("bias", shape[:1]) if bias else None)
-        if name is not None:
-            self.reset_parameters(name, seed)
-        key = new_key(name, seed) if name is None or weight_init or bias_init else 0
-        if name is None:
-            bound = 1 / sqrt(shape[1]) if shape[1] else 0.0
-            weight_init = weight_init or partial(nn.init.kaiming_uniform_, a=sqrt(5))
-            bias_init = bias_init or partial(nn.init.uniform_, a=-bound, b=bound)
-        if weight_init is not None:
-            fill_(self.weight, weight_init, key, "weight_init")
-        if bias_init is not None and self.bias is not None:
-            fill_(self.bias, bias_init, key + 1, "bias_init")
-
-    def reset_parameters(self, name: str, seed: int = 0, std: float = 0.02) -> None:
-        """Draw the weight from N(0, std²), keyed by `seed` and `name`, and set the bias to zero."""
-        super().reset_parameters(name, seed, std)
-        if self.bias is not None:
-            with torch.no_grad():
-                local(self.bias).zero_()
-
-
-class ColumnParallelLinear(_SplitLinear):
+class ColumnParallelLinear(SplitLinear):
     """`nn.Linear` with the output features split over an axis.
 
     Args:
@@ -327,7 +166,7 @@ class ColumnParallelLinear(_SplitLinear):
         sequence_dim: int | None = None,
     ) -> None:
         super().__init__()
-        _check_sizes(axis, in_features=in_features, out_features=out_features)
+        check_sizes(axis, in_features=in_features, out_features=out_features)
         self.axis, self.gather_output, self.pad_to, self.sequence_dim = axis, gather_output, pad_to, sequence_dim
         self._initialise((out_features, in_features), bias, name, seed, weight_init, bias_init)
 
@@ -370,7 +209,7 @@ class ColumnParallelLinear(_SplitLinear):
         return f"{self._shapes()}, gather_output={self.gather_output}"
 
 
-class RowParallelLinear(_SplitLinear):
+class RowParallelLinear(SplitLinear):
     """`nn.Linear` with the input features split over an axis.
 
     Args:
@@ -421,7 +260,7 @@ class RowParallelLinear(_SplitLinear):
             (near,) = get_close_matches(name, _ROW_ARGUMENTS, n=1, cutoff=0)
             raise UserError(f"RowParallelLinear has no argument {name!r}; the nearest is {near!r}.")
         super().__init__()
-        _check_sizes(axis, in_features=in_features, out_features=out_features)
+        check_sizes(axis, in_features=in_features, out_features=out_features)
         self.axis, self.input_is_parallel, self.sequence_dim = axis, input_is_parallel, sequence_dim
         self._initialise((out_features, in_features), bias, name, seed, weight_init, bias_init)
 
@@ -445,96 +284,3 @@ class RowParallelLinear(_SplitLinear):
 
     def extra_repr(self) -> str:
         return f"{self._shapes()}, input_is_parallel={self.input_is_parallel}"
-
-
-class ParallelCrossEntropy(nn.Module):
-    """`F.cross_entropy(..., reduction="none")` on vocabulary shards.
-
-    Args:
-        vocab_size: whole size V of the vocabulary; need not be divisible by the axis.
-        axis: mesh axis that the vocabulary is split over.
-        logits_at_once: number of logits that it goes over at once on a CPU; changes no result.
-
-    Example:
-        >>> head = threefold.ColumnParallelLinear(512, 50257, mesh.tp, gather_output=False)
-        >>> loss = threefold.ParallelCrossEntropy(50257, mesh.tp)(head(x), labels).mean()
-    """
-
-    def __init__(self, vocab_size: int, axis: Axis, logits_at_once: int = LOGITS_AT_ONCE) -> None:
-        super().__init__()
-        self.axis, self.vocab_size, self.logits_at_once = axis, vocab_size, logits_at_once
-        self.start, self.end = shard_bounds(vocab_size, axis.size, axis.index)
-
-    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of each token.
-
-        Args:
-            logits: [..., end − start], this rank's part.
-            labels: int64 [...], in the whole vocabulary; -100 for ignored labels.
-
-        Returns:
-            [...], zero for ignored labels, the same on every rank; in fp32, or fp64 for fp64 logits.
-
-        Raises:
-            RuntimeError: a label is neither in the vocabulary nor -100 (on a GPU as a device-side assertion).
-        """
-        check_labels(labels, self.vocab_size)
-        shard = (self.start, self.axis, self.logits_at_once)
-        flat = _SplitCrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), *shard)
-        return flat.view(labels.shape)
-
-    # Torch's compiler would find that the logits of both passes are equal, and keep them.
-    @torch.compiler.disable
-    def chunked(self, x: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
-        """Return the loss of each token for logits `x @ weight.T`, with `chunk` columns in memory at once.
-
-        Args:
-            x: [..., H], the same on every rank; its gradient is this rank's part of a sum over the axis (`copy_to` or
-                `gather_shares` before this completes it).
-            weight: [end − start, H], this rank's rows; there may be none.
-            labels: labels, as for `forward`.
-            chunk: columns of the logits, at least 1.
-
-        Raises:
-            RuntimeError: see `forward`.
-        """
-        check_labels(labels, self.vocab_size)
-        flat = labels.flatten()
-        column = flat - self.start
-        top, total, target = logit_sums(x.flatten(0, -2), weight, column, chunk, self.logits_at_once)
-        highest = self.axis.all_reduce_max_(top.clone())
-        mine = (column >= 0) & (column < len(weight))
-        parts = [total * (top - highest).exp(), (target - highest).masked_fill(~mine, 0)]
-        whole, shifted = reduce_from(torch.stack(parts), self.axis)
-        losses = whole.log() - shifted
-        return losses.masked_fill(flat == IGNORE_INDEX, 0).view(labels.shape)
-
-
-class _SplitCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, start: int, axis: Axis, at_once: int) -> Tensor:
-        ctx.at_once = at_once
-        columns = logits.shape[-1]
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        # Finite, so that a shard whose logits are all −∞ adds zero to the sum, not NaN.
-        least = logits.new_full(labels.shape, torch.finfo(wide).min, dtype=wide)
-        own_top, total = tops_and_sums(logits, least, at_once) if columns else (least, torch.zeros_like(least))
-        top = all_reduce_max(own_top, axis)
-        column = labels - start
-        mine = (column >= 0) & (column < columns)
-        column = column.masked_fill(~mine, 0)
-        target = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1) - top if columns else torch.zeros_like(top)
-        sums = all_reduce(torch.stack([total * (own_top - top).exp(), target.masked_fill(~mine, 0)]), axis)
-        counted = labels != IGNORE_INDEX
-        ctx.save_for_backward(logits, top, sums, column, mine, counted)
-        return (sums[0].log() - sums[1]).masked_fill_(~counted, 0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        logits, top, sums, column, mine, counted = ctx.saved_tensors
-        if not logits.numel():
-            return torch.zeros_like(logits), None, None, None, None
-        scale = grad.masked_fill(~counted, 0)
-        factor, added = scale / sums[0], -(scale * mine)
-        return scaled_exponentials(logits, top, factor, column, added, ctx.at_once), None, None, None, None

@@ -23,7 +23,7 @@ from threefold.dtypes import DTYPES
 from threefold.host import keep_freed_memory
 from threefold.models.family import make_model, model_plan
 from threefold.ops.kernels import linear
-from threefold.parallel.pipeline.scheduled_stage import Mailbox
+from threefold.parallel.pipeline.schedules import share_mailbox
 from threefold.planner.collective_cost import ZERO_WEIGHTS
 from threefold.planner.hardware import Link
 from threefold.train.step import Engine
@@ -320,7 +320,7 @@ def _send_of_stages(pair: Axis, nbytes: int) -> Callable[[Tensor], Tensor] | Non
     """Return the exchange that pipeline stages do, for both ranks of a pair to call; None if they use `send`."""
     if pair.group is None or not pair.shares_memory:
         return None
-    mailbox, peer = Mailbox.try_create(pair.group, nbytes, 1), 1 - pair.index
+    mailbox, peer = share_mailbox(pair.group, nbytes, 1), 1 - pair.index
     if mailbox is None:
         return None
 

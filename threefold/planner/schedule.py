@@ -390,7 +390,7 @@ def _orders_of(row: Schedule, pp: int, chunks: int, micro_batches: int) -> Order
     order = Rounds(row.hop, row.hop).order if isinstance(row, OneStageZeroBubble) else _WRITTEN.get(row.name)
     if order is not None:
         return tuple(order(pp, rank, chunks, micro_batches) for rank in range(pp))
-    from threefold.parallel.pipeline.runner import orders_of_all_ranks  # imports torch
+    from threefold.parallel.pipeline.schedules import orders_of_all_ranks  # imports torch
 
     assert isinstance(row, TorchSchedule)
     return orders_of_all_ranks(row, pp, chunks, micro_batches)

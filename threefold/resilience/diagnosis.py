@@ -18,7 +18,7 @@ from threefold.checksums import checksum_of_blocks
 from threefold.comm.layout import Layout
 from threefold.data.loader import Batch, Loader
 from threefold.models.own_batch import map_tensors
-from threefold.parallel.parameter import local
+from threefold.parallel.leaf import local
 from threefold.parallel.pipeline.runner import PipelineRunner
 from threefold.parallel.pipeline.stage import Stage
 from threefold.train.step import Engine, GradientStep, squared_norm

@@ -3,7 +3,7 @@
 import atexit
 import glob
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
@@ -18,8 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_api
 from torch.distributed.tensor import DTensor, debug, placement_types
-
-from threefold.torch_private.tensors import NO_TORCH_FUNCTION
 
 # ---- Meshes ---------------------------------------------------------------------------------------------------------
 
@@ -335,6 +333,31 @@ def unreduced_gradients(module: FSDPModule) -> list[Tensor]:
 
 
 # ---- Distributed checkpoints ----------------------------------------------------------------------------------------
+
+
+def share_contents(module: nn.Module, other: nn.Module) -> None:
+    """Give a module the parameters, buffers and submodules of another under their names, including those set later.
+
+    Why: a wrapper for activation checkpointing must not change parameter names. A transparent one of torch's would
+    replace it.
+    """
+    module.__dict__.update(_parameters=other._parameters, _buffers=other._buffers, _modules=other._modules)
+    module.__dict__.update(_non_persistent_buffers_set=other._non_persistent_buffers_set)
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield a module's own buffers that are in its state dict, with their names.
+
+    Why: `state_dict` runs the hooks that gather sharded weights. An argument of `named_buffers` would replace it.
+    """
+    for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+        if name not in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
+NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
+"""Value for a class's `__torch_function__` with which operations on the subclass return plain tensors. Why: the
+documentation of subclasses says to use it. A public name would replace it."""
 
 
 class PiecewiseTensor(Tensor):

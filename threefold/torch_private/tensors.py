@@ -1,7 +1,6 @@
 """Private parts of torch for tensors and modules of one device."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -132,34 +131,9 @@ def child_names(module: nn.Module) -> Iterable[str]:
     return list(module._modules)
 
 
-def share_contents(module: nn.Module, other: nn.Module) -> None:
-    """Give a module the parameters, buffers and submodules of another under their names, including those set later.
-
-    Why: a wrapper for activation checkpointing must not change parameter names. A transparent one of torch's would
-    replace it.
-    """
-    module.__dict__.update(_parameters=other._parameters, _buffers=other._buffers, _modules=other._modules)
-    module.__dict__.update(_non_persistent_buffers_set=other._non_persistent_buffers_set)
-
-
-NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
-"""Value for a class's `__torch_function__` with which operations on the subclass return plain tensors. Why: the
-documentation of subclasses says to use it. A public name would replace it."""
-
-
 def version_of(tensor: Tensor) -> int:
     """Return a number that changes with each in-place operation on a tensor.
 
     Why: to detect that a forward pass has written to a buffer, whatever the values. A public name would replace it.
     """
     return int(tensor._version)
-
-
-def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield a module's own buffers that are in its state dict, with their names.
-
-    Why: `state_dict` runs the hooks that gather sharded weights. An argument of `named_buffers` would replace it.
-    """
-    for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-        if name not in module._non_persistent_buffers_set:
-            yield name, buffer

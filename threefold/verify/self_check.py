@@ -40,7 +40,8 @@ from threefold.models.source import MakeModel, ModelSource, construct, error_lin
 from threefold.output import write_durably
 from threefold.plugins import modules_beside
 from threefold.random.rng import draws_in_sequence, generators_preserved
-from threefold.torch_private.tensors import persistent_buffers, version_of
+from threefold.torch_private.distributed import persistent_buffers
+from threefold.torch_private.tensors import version_of
 from threefold.train.callbacks.base import say
 from threefold.verify.batches import BatchSource
 from threefold.verify.rank_worker import run_rank

@@ -13,8 +13,7 @@ from threefold.config import Config
 from threefold.config.resolve import resolve
 from threefold.launch.worker_pool import WorkerPool
 from threefold.models.layers.decoder import SampleInfo
-from threefold.models.layers.experts import MixtureOfExperts, Routing
-from threefold.ops.kernels import grouped_linear
+from threefold.models.layers.experts import MixtureOfExperts, Routing, grouped_linear
 
 HIDDEN, EXPERTS, PER_TOKEN = 10, 5, 2
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from tests.support.parity import Case
 from threefold.config.schedules import SCHEDULES
-from threefold.parallel.pipeline.runner import training_schedule
+from threefold.parallel.pipeline.schedules import training_schedule
 
 
 def chunked(schedule: str, chunks: int = 2, **changes) -> Case:

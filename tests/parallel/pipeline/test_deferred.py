@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from threefold.ops.kernels import DeferrableWeight, gradient_store, linear
-from threefold.parallel.pipeline.stage import DeferredGradients
+from threefold.parallel.pipeline.schedules import DeferredGradients
 
 
 def layer(deferred: DeferredGradients, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:

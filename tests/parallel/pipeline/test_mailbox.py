@@ -18,7 +18,8 @@ from tests.parallel.pipeline.pipelines import chunked
 from tests.support.parity import Case, in_layout, make_engine, shard_of
 from tests.support.sweep import sweep
 from threefold.comm.segments import PeerLostError, Shared
-from threefold.parallel.pipeline.scheduled_stage import MOST_BYTES, SLOTS, Mailbox, room_for_mail
+from threefold.parallel.pipeline.scheduled_stage import MOST_BYTES, SLOTS, Mailbox
+from threefold.parallel.pipeline.schedules import room_for_mail, share_mailbox
 
 PAGE = mmap.PAGESIZE
 BYTES = torch.Size([PAGE])
@@ -34,7 +35,7 @@ def test_messages_through_slots_and_the_group(pool) -> None:
 
 def exchange_many(count: int) -> tuple[int, int, list[int]]:
     group = dist.distributed_c10d._get_default_group()
-    mailbox = Mailbox.try_create(group, PAGE, 3 * SLOTS)
+    mailbox = share_mailbox(group, PAGE, 3 * SLOTS)
     assert mailbox is not None
     peer, me = 1 - dist.get_rank(), dist.get_rank()
     by_group = 0
@@ -67,7 +68,7 @@ def test_what_has_arrived_through_the_group_is_not_kept(pool) -> None:
 
 def send_long_ones() -> int:
     """How many long messages rank 0 keeps when the other has taken all but the last of them."""
-    mailbox = Mailbox.try_create(dist.distributed_c10d._get_default_group(), PAGE, 5)
+    mailbox = share_mailbox(dist.distributed_c10d._get_default_group(), PAGE, 5)
     assert mailbox is not None
     mailbox.begin()
     me, long = dist.get_rank(), torch.ones(2 * PAGE)
@@ -89,7 +90,7 @@ def test_what_a_pass_given_up_sent_through_the_group_is_dropped(pool) -> None:
 
 def give_up_a_pass() -> int:
     """How many messages are kept after the pass that follows."""
-    mailbox = Mailbox.try_create(dist.distributed_c10d._get_default_group(), PAGE, 3)
+    mailbox = share_mailbox(dist.distributed_c10d._get_default_group(), PAGE, 3)
     assert mailbox is not None
     me, peer = dist.get_rank(), 1 - dist.get_rank()
     for number in range(2):
@@ -226,8 +227,8 @@ def try_messages() -> list[bool]:
     most = fcntl.fcntl(read, fcntl.F_GETPIPE_SZ) // 16 // 2
     os.close(read)
     os.close(write)
-    found = [Mailbox.try_create(group, PAGE, most), Mailbox.try_create(group, PAGE, most + (me == 2))]
-    found += [Mailbox.try_create(group, PAGE + MOST_BYTES * (me == long), most) for long in range(2)]
+    found = [share_mailbox(group, PAGE, most), share_mailbox(group, PAGE, most + (me == 2))]
+    found += [share_mailbox(group, PAGE + MOST_BYTES * (me == long), most) for long in range(2)]
     return [each is not None for each in found]
 
 

@@ -23,13 +23,12 @@ from threefold.models.sharding import ModelPlan
 from threefold.parallel import gradients as data
 from threefold.parallel import parallelize
 from threefold.parallel.pipeline import partition as placement
-from threefold.parallel.pipeline import runner, scheduled_stage
-from threefold.parallel.pipeline import stage as deferred
+from threefold.parallel.pipeline import runner, scheduled_stage, schedules, stage
 
 pytestmark = pytest.mark.slow  # they test the tests; the quick run has those of the other two files
 
 
-Store = deferred.DeferredGradients
+Store = schedules.DeferredGradients
 
 
 def weight_gradients_dropped() -> list[Patch]:
@@ -120,7 +119,7 @@ def ties_of_borrowers_alone_forgotten() -> list[Patch]:
 
 
 def micro_batches_of_the_labels_reversed() -> list[Patch]:
-    batch = runner.LocalBatch
+    batch = stage.LocalBatch
 
     def reversed_labels(self: Any, run: Any, given: Any, scale: float) -> Tensor:
         return loss(self, run, batch(given.tokens, given.labels.flip(0), given.samples), scale)

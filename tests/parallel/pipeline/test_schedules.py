@@ -19,9 +19,9 @@ from threefold.config.schedules import SCHEDULES as ROWS
 from threefold.config.schedules import Action
 from threefold.launch.worker_pool import WorkerError
 from threefold.parallel.pipeline import runner
-from threefold.parallel.pipeline.runner import PipelineRunner, actions
+from threefold.parallel.pipeline.runner import PipelineRunner
 from threefold.parallel.pipeline.scheduled_stage import ScheduledStage
-from threefold.parallel.pipeline.stage import DeferredGradients
+from threefold.parallel.pipeline.schedules import DeferredGradients, actions
 from threefold.planner.schedule import simulate
 from threefold.verify.compare import relative_error
 

@@ -7,9 +7,10 @@ from torch import Tensor, nn
 
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.models.layers.rope_scaling import RopeScaling, frequencies
-from threefold.ops.attention import AttentionMask, attention
-from threefold.ops.kernels import later, serve_heads
-from threefold.random.dropout import Dropout, dropped_attention
+from threefold.ops.attention import attention
+from threefold.ops.kernels import AttentionMask, later, serve_heads
+from threefold.random.dropout import Dropout
+from threefold.random.dropout_mask import dropped_attention
 from threefold.random.rng import ALL, Positions, Slice
 
 _LONGEST_KEPT: Final = 512  # keys; up to this length, keeping the dropped weights is faster than drawing again

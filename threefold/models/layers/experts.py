@@ -1,16 +1,18 @@
-"""Gated feed-forward network (SwiGLU), and mixture of experts: router, experts and auxiliary losses."""
+"""Gated feed-forward network (SwiGLU), and mixture of experts: router, experts, their product, auxiliary losses."""
 
 from collections.abc import Callable
+from functools import partial
 from math import ceil
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from threefold.models.layers.decoder import NOTHING, Linear, SampleInfo
 from threefold.models.layers.mixture_config import MixtureConfig
-from threefold.ops.kernels import grouped_linear
+from threefold.ops.kernels import GradientStore, gradient_store, product
 
 
 class SwiGLU(nn.Module):
@@ -222,3 +224,56 @@ def swiglu(rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor) -> Tenso
     """
     gate, up = grouped_linear(rows, gate_up, counts).unflatten(-1, (-1, 2)).unbind(-1)
     return grouped_linear(F.silu(gate) * up, down, counts)
+
+
+_GROUPED = (torch.bfloat16, torch.float16, torch.float32)  # dtypes of torch's grouped product
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Apply a linear layer of its own to each group of rows: [n, out].
+
+    Args:
+        x: [n, in], sorted by group.
+        weight: [groups, out, in].
+        counts: int64 [groups], number of rows of each group; their sum is n.
+    """
+    store = gradient_store(weight)
+    if store is None and _grouped_product_serves(x, weight):
+        return F.grouped_mm(x, weight.mT, offs=counts.cumsum(0).to(torch.int32))
+    out: Tensor = _GroupedLinear.apply(x, weight, counts.tolist(), store)
+    return out
+
+
+def _grouped_product_serves(x: Tensor, weight: Tensor) -> bool:
+    """Return whether torch's grouped product takes the tensors; it needs rows of a multiple of 16 bytes."""
+    aligned = all(size * x.itemsize % 16 == 0 for size in weight.shape[1:])
+    return x.is_cuda and x.dtype == weight.dtype and x.dtype in _GROUPED and aligned
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """One product for each group, without the full-size gradients that slicing the weight would create."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int], store: GradientStore | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.leaf, ctx.counts, ctx.store = weight, counts, store
+        parts = zip(x.split(counts), weight, strict=True)
+        return torch.cat([product(rows, matrix) for rows, matrix in parts])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight, *_ = ctx.needs_input_grad
+        parts = grad.split(ctx.counts)
+        grad_x = torch.cat([product(part, matrix.t()) for part, matrix in zip(parts, weight, strict=True)])
+        of_weight = partial(_grouped_weight_gradient, x, grad, ctx.counts)
+        if wants_weight and ctx.store is not None:
+            ctx.store.defer(ctx.leaf, of_weight)
+        eager = of_weight() if wants_weight and ctx.store is None else None
+        return grad_x if wants_x else None, eager, None, None
+
+
+def _grouped_weight_gradient(x: Tensor, grad: Tensor, counts: list[int]) -> Tensor:
+    parts = zip(x.split(counts), grad.split(counts), strict=True)
+    return torch.stack([product(upper.t(), rows.t()) for rows, upper in parts])

@@ -1,26 +1,20 @@
 """Run of a step's micro-batches: gradient accumulation on one stage, a pipeline schedule on several."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining.schedules import B, F, I, PipelineScheduleSingle, W, get_schedule_class
 
-from threefold.comm.heartbeat import Activity, Heartbeat
-from threefold.comm.mesh import Mesh
-from threefold.config.schedules import Action, Orders, OwnSchedule, Schedule, TorchSchedule
-from threefold.models.own_batch import inputs_from
+from threefold.comm.heartbeat import Heartbeat
+from threefold.comm.rank_state import Activity
+from threefold.config.schedules import Action, Schedule
 from threefold.parallel.parallelize import Parallelism
-from threefold.parallel.pipeline.partition import StageMap
-from threefold.parallel.pipeline.scheduled_stage import Mailbox, ScheduledStage, SendQueue, StageShapes, TimedAction
-from threefold.parallel.pipeline.stage import DeferredGradients, LocalBatch, Stage, StepSamples
-from threefold.torch_private import pipelining
-
-__all__ = ["LocalBatch", "LoopRunner", "PipelineRunner", "Runner"]
+from threefold.parallel.pipeline.scheduled_stage import ScheduledStage, SendQueue, TimedAction
+from threefold.parallel.pipeline.schedules import PassMaker, ScheduledPasses, actions
+from threefold.parallel.pipeline.stage import Stage, StepSamples
 
 
 class Runner(ABC):
@@ -89,14 +83,6 @@ class LoopRunner(Runner):
         return torch.stack(losses).sum()
 
 
-class _Passes(NamedTuple):
-    """Torch's objects for the passes of batches of one shape: the schedules, and the stages of `train`."""
-
-    stages: list[ScheduledStage]
-    train: pipelining.PipelineSchedule
-    evaluate: pipelining.PipelineSchedule
-
-
 class PipelineRunner(Runner):
     """Several stages, run in the order of a pipeline schedule by `torch.distributed.pipelining`.
 
@@ -116,81 +102,44 @@ class PipelineRunner(Runner):
         activation: tuple[int, int, int] | None,
         add_gradient: Callable[[Tensor, Tensor], None],
     ) -> None:
-        self._stages, self._parallelism, self._schedule = stages, parallelism, schedule
+        self._mesh, self._deferred, self._add_gradient = parallelism.mesh, parallelism.deferred, add_gradient
         self.has_loss = any(stage.gives_loss for stage in stages)
         # With several stages on a rank, a tied weight may get a gradient from each, or a deferred one.
         self.arrivals = micro_batches if schedule.one_backward_per_micro_batch else None
         loss_dtype = torch.promote_types(parallelism.dtype, torch.float32)
-        self._zero = torch.zeros((), dtype=loss_dtype, device=parallelism.mesh.device)
-        self._loss_shape = torch.empty((), dtype=loss_dtype, device="meta", requires_grad=True)
-        self._deferred, self._add_gradient = parallelism.deferred, add_gradient
+        self._zero = torch.zeros((), dtype=loss_dtype, device=self._mesh.device)
         # Torch's schedules split their arguments along dim 0, which samples of any nesting do not allow. So they get
         # the numbers of the micro-batches, and a stage looks up the samples of a number in `_micro_batches`.
         self._numbers = torch.arange(micro_batches)
         self._micro_batches: list[StepSamples] = []
         self._sends = SendQueue()
-        self._mailbox: Mailbox | None = None
         self._log: list[TimedAction] | None = None
-        self._found: dict[Hashable, _Passes] = {}
+        self._maker = PassMaker(
+            stages,
+            parallelism.stages,
+            self._mesh,
+            schedule,
+            self._numbers,
+            self._micro_batches,
+            self._zero,
+            self._sends,
+            None if self._deferred is None else self._deferred.take,
+        )
+        self._found: dict[Hashable, ScheduledPasses] = {}
         self._declared = activation is not None
         self.scheduled_stages: list[ScheduledStage] = []
         if activation is not None:
             shape = torch.empty(activation, dtype=parallelism.dtype, device="meta", requires_grad=True)
-            numbers = parallelism.stages.held_by(parallelism.mesh.pp.index)
-            self._use(self._make_passes({place: (shape,) for stage in numbers for place in (stage - 1, stage)}))
+            self._use(self._maker.of_declared(shape))
 
     def knows(self, shapes: Hashable) -> bool:
         return self._declared or shapes in self._found
 
     def prepare(self, batch: StepSamples) -> None:
-        first = batch.split(len(self._numbers))[0]
-        mesh, placement = self._parallelism.mesh, self._parallelism.stages
-        self._found[batch.shapes] = self._make_passes(find_activations(self._stages, placement, mesh, first))
+        self._found[batch.shapes] = self._maker.of_samples(batch.split(len(self._numbers))[0])
 
-    def _use(self, passes: _Passes) -> None:
+    def _use(self, passes: ScheduledPasses) -> None:
         self.scheduled_stages, self._train, self._eval = passes
-
-    def _make_passes(self, activations: Mapping[int, tuple[Tensor, ...]]) -> _Passes:
-        """Make the schedules for the activations that each stage (of this rank, or before one of them) sends on."""
-        count, placement = len(self._numbers), self._parallelism.stages
-        self._mailbox = self._mailbox or self._make_mailbox(activations)
-        stages = self._make_stages(activations, self._schedule.sends_apart, self._deferred, self._mailbox)
-        train = training_schedule(self._schedule, stages, count, _scaled)
-        # Separate stages: torch's keep buffers and shapes of the last pass, with or without gradients.
-        evaluate = evaluation_schedule(self._make_stages(activations, True), placement, count, _scaled)
-        return _Passes(stages, train, evaluate)
-
-    def _make_mailbox(self, activations: Mapping[int, tuple[Tensor, ...]]) -> Mailbox | None:
-        """Make the mailbox for training; evaluation uses the process group, whose waits keep stages in step."""
-        pp = self._parallelism.mesh.pp
-        if pp.group is None or not pp.shares_memory:
-            return None
-        nbytes = max(each.nbytes for given in activations.values() for each in given)
-        tensors = max(map(len, activations.values()))
-        # An activation and a gradient per micro-batch and stage.
-        messages = 2 * tensors * len(self._numbers) * len(self._stages)
-        with pp.waiting("gather"):
-            return Mailbox.try_create(pp.group, nbytes, messages)
-
-    def _make_stages(
-        self,
-        activations: Mapping[int, tuple[Tensor, ...]],
-        apart: bool,
-        deferred: DeferredGradients | None = None,
-        mailbox: Mailbox | None = None,
-    ) -> list[ScheduledStage]:
-        mesh, placement = self._parallelism.mesh, self._parallelism.stages
-        later = None if deferred is None else deferred.take
-        sends = self._sends if apart else None
-        number_of_one = torch.empty(1, dtype=self._numbers.dtype, device="meta")
-        made = []
-        for stage, number in zip(self._stages, placement.held_by(mesh.pp.index), strict=True):
-            inputs = activations[number - 1] if number else (number_of_one,)
-            shapes = StageShapes(inputs, (self._loss_shape,) if stage.gives_loss else activations[number])
-            made.append(
-                ScheduledStage(stage, number, placement, mesh, self._micro_batches, shapes, later, sends, mailbox)
-            )
-        return made
 
     def actions(self) -> list[Action]:
         """Return the actions of this rank in a step, in order."""
@@ -217,11 +166,12 @@ class PipelineRunner(Runner):
     def _step(self, *args: Any, **options: Any) -> None:
         for stage in self.scheduled_stages:
             stage.log = self._log
-        if self._mailbox is not None:
-            self._mailbox.begin()
+        mailbox = self._maker.mailbox
+        if mailbox is not None:
+            mailbox.begin()
         self._train.step(*args, **options)
-        if self._mailbox is not None:
-            self._mailbox.finish()
+        if mailbox is not None:
+            mailbox.finish()
 
     def _evaluate(self, *args: Any, **options: Any) -> None:
         self._eval.eval(*args, **options)
@@ -231,12 +181,11 @@ class PipelineRunner(Runner):
         if not self._declared:
             self._use(self._found[batch.shapes])
         self._micro_batches[:] = batch.split(len(self._numbers))
-        mesh = self._parallelism.mesh
-        mesh.heartbeat.activity(Activity.PIPELINE)
+        self._mesh.heartbeat.activity(Activity.PIPELINE)
         losses: list[Tensor] = []
         is_first = any(stage.is_first for stage in self.scheduled_stages)
         try:
-            with mesh.pp.waiting("send"):  # except while an action runs
+            with self._mesh.pp.waiting("send"):  # except while an action runs
                 run(  # with numbers in place of samples; the last stage computes the loss, so it needs no target
                     *([self._numbers] if is_first else []),
                     target=self._numbers if self.has_loss else None,
@@ -250,142 +199,3 @@ class PipelineRunner(Runner):
             self._micro_batches.clear()
             self._sends.abandon()  # left over if the step failed
         return torch.stack([loss.detach() for loss in losses]).sum() if self.has_loss else self._zero
-
-
-def _scaled(loss: Tensor, _number: Tensor, *, scale: float) -> Tensor:
-    """Scale the loss, which the last stage has computed already."""
-    return loss * scale
-
-
-def find_activations(
-    stages: Sequence[Stage], placement: StageMap, mesh: Mesh, micro_batch: StepSamples
-) -> dict[int, tuple[Tensor, ...]]:
-    """Find the activations of this rank's stages, and of the stages before them, by a forward pass.
-
-    The micro-batch, real samples since layers may depend on their values, passes through all stages but the last.
-    Collective over the pipeline, and over all that the layers communicate with.
-
-    Returns:
-        number of a stage → its activations, on the meta device.
-    """
-    found: dict[int, tuple[Tensor, ...]] = {}
-    last: tuple[Tensor, ...] = ()
-    rank = mesh.pp.index
-    for number, stage in zip(placement.held_by(rank), stages, strict=True):
-        received = None
-        if number:
-            source = placement.ranks[number - 1]
-            received = last if source == rank else _receive(mesh, source)
-            found[number - 1] = _on_meta(received)
-        if stage.gives_loss:
-            break
-        with torch.enable_grad():
-            outputs = inputs_from(micro_batch.through(stage, received), stage.layer_names[-1]).args
-        found[number] = _on_meta(outputs)
-        # Detached from this stage's graph, as the next stage gets them.
-        last = tuple(each.detach().requires_grad_(each.requires_grad) for each in outputs)
-        receiver = placement.ranks[number + 1]
-        if receiver != rank:
-            _send(mesh, receiver, last)
-    return found
-
-
-def _on_meta(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(
-        torch.empty(each.shape, dtype=each.dtype, device="meta", requires_grad=each.requires_grad) for each in tensors
-    )
-
-
-def _send(mesh: Mesh, to: int, tensors: Sequence[Tensor]) -> None:
-    shapes = [(tuple(each.shape), each.dtype, each.requires_grad) for each in tensors]
-    with mesh.pp.waiting("send"):
-        dist.send_object_list([shapes], mesh.pp.ranks[to], mesh.pp.group, mesh.device)
-    for tensor in tensors:
-        mesh.pp.send(tensor.detach(), to)
-
-
-def _receive(mesh: Mesh, source: int) -> tuple[Tensor, ...]:
-    arrived: list[Any] = [None]
-    with mesh.pp.waiting("receive"):
-        dist.recv_object_list(arrived, mesh.pp.ranks[source], mesh.pp.group, mesh.device)
-    received = []
-    for shape, dtype, needs_gradient in arrived[0]:
-        tensor = mesh.pp.receive_(torch.empty(shape, dtype=dtype, device=mesh.device), source)
-        received.append(tensor.requires_grad_(needs_gradient))
-    return tuple(received)
-
-
-Loss = Callable[..., object]
-_KINDS = {"F": F, "B": B, "I": I, "W": W}
-
-
-class ActionSchedule(pipelining.AnyOrderRuntime):
-    """Schedule given as a list of actions per rank (`orders`), with stages on any ranks (`ranks`, by stage)."""
-
-    def __init__(
-        self,
-        stages: Sequence[ScheduledStage],
-        ranks: Sequence[int],
-        orders: Sequence[Sequence[Action]],
-        micro_batches: int,
-        loss: Loss,
-    ) -> None:
-        super().__init__(list(stages), micro_batches, loss_fn=loss, scale_grads=False)
-        self.stage_index_to_group_rank = dict(enumerate(ranks))
-        for stage in stages:
-            stage.stage_index_to_group_rank = self.stage_index_to_group_rank
-        computed = {
-            rank: [pipelining.PipelineAction(action.stage, _KINDS[action.kind], action.micro_batch) for action in order]
-            for rank, order in enumerate(orders)
-        }
-        self.pipeline_order_with_comms = pipelining.add_send_recv(
-            computed, self.stage_index_to_group_rank.__getitem__, len(ranks)
-        )
-
-
-def training_schedule(
-    schedule: Schedule, stages: Sequence[ScheduledStage], micro_batches: int, loss: Loss
-) -> pipelining.PipelineSchedule:
-    """Make torch's object for a schedule of the config."""
-    if isinstance(schedule, OwnSchedule):
-        pp = stages[0].group_size
-        ranks, orders = schedule.stage_ranks(pp, len(stages)), schedule.orders(pp, micro_batches)
-        return ActionSchedule(stages, ranks, orders, micro_batches, loss)
-    kind: Any = _torch_class(schedule)
-    if issubclass(kind, PipelineScheduleSingle):
-        kind = pipelining.Schedule1F1BOfAnyCount if schedule.name == "1f1b" else kind
-        return kind(stages[0], micro_batches, loss_fn=loss, scale_grads=False)
-    return kind(list(stages), micro_batches, loss_fn=loss, scale_grads=False)
-
-
-def evaluation_schedule(
-    stages: Sequence[ScheduledStage], placement: StageMap, micro_batches: int, loss: Loss
-) -> pipelining.PipelineSchedule:
-    """Make a schedule of forward passes for evaluation: all micro-batches through each of a rank's stages in turn.
-
-    The order of a training schedule has gaps for backward passes, and torch's own evaluation fails if neighbouring
-    stages share a rank.
-    """
-    orders = [
-        [Action(stage, "F", number) for stage in placement.held_by(rank) for number in range(micro_batches)]
-        for rank in range(1 + max(placement.ranks))
-    ]
-    return ActionSchedule(stages, placement.ranks, orders, micro_batches, loss)
-
-
-def actions(schedule: pipelining.PipelineSchedule, rank: int | None = None) -> list[Action]:
-    """Return the actions of a rank (by default of this one) in a training schedule, in order."""
-    planned = pipelining.planned_actions(schedule, rank)
-    return [Action(each.stage_index, each.computation_type.value, each.microbatch_index or 0) for each in planned]
-
-
-def orders_of_all_ranks(schedule: TorchSchedule, pp: int, stages_per_rank: int, micro_batches: int) -> Orders:
-    """Return the actions of each rank in a training schedule of several stages per rank, without starting ranks."""
-    kind: Any = _torch_class(schedule)
-    lone = pipelining.lone_schedule(kind, list(schedule.stage_ranks(pp, stages_per_rank)), micro_batches)
-    return tuple(tuple(actions(lone, rank)) for rank in range(pp))
-
-
-def _torch_class(schedule: Schedule) -> type[pipelining.PipelineSchedule]:
-    assert isinstance(schedule, TorchSchedule)  # the others are lists of actions
-    return get_schedule_class(schedule.torch_class.removeprefix("Schedule"))

@@ -19,7 +19,6 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import cycle
 from time import perf_counter
 from typing import Any, Final, NamedTuple
@@ -28,9 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from threefold.comm.heartbeat import Activity, wait_code
+from threefold.comm.heartbeat import wait_code
 from threefold.comm.mesh import Mesh
-from threefold.comm.segments import PeerLostError, Room, Shared, close_all, poller, share, whole_pages
+from threefold.comm.rank_state import Activity
+from threefold.comm.segments import PeerLostError, Shared, close_all, poller
 from threefold.config.schedules import SENDS_UNDER_WAY, Action
 from threefold.errors import UserError
 from threefold.parallel.pipeline.partition import StageMap
@@ -42,7 +42,7 @@ SLOTS: Final = 8
 MOST_BYTES: Final = 4 << 20
 """Largest slot. Longer messages overlap with more computation, gloo is as fast, and shared memory may be small."""
 
-_NOTE = struct.Struct("<IHHQ")  # number of the pass, index of the sender, slot, bytes
+NOTE = struct.Struct("<IHHQ")  # number of the pass, index of the sender, slot, bytes
 _RETURNED = struct.Struct("<H")  # slot
 _TAKEN = 0xFFFF
 _READ_BYTES = 4096
@@ -82,20 +82,6 @@ class Mailbox:
         self._numbers = cycle(range(SLOTS, _TAKEN))
         self._closed = weakref.finalize(self, close_all, shared.descriptors)
 
-    @classmethod
-    def try_create(cls, group: dist.ProcessGroup, nbytes: int, messages: int) -> "Mailbox | None":
-        """Set up a mailbox between the ranks of a gloo group; None if there can be none. Collective over the group.
-
-        All ranks get the same answer. There can be none if the ranks are not all on one host, if the host has no room
-        for the memory or for so many notes, or if a rank has messages of more than `MOST_BYTES`.
-
-        Args:
-            nbytes: largest message that goes through memory; the first rank's value counts.
-            messages: most messages that a rank sends or receives in a pass.
-        """
-        shared = share([group], partial(room_for_mail, nbytes=nbytes, messages=messages))[0]
-        return None if shared is None else cls(shared, group)
-
     def close(self) -> None:
         """Close the pipes and free the memory. Peers that wait for this rank then raise `PeerLostError`."""
         self._closed()
@@ -130,7 +116,7 @@ class Mailbox:
             work = dist.isend(flat.view(torch.uint8), group=self._group, group_dst=to)
             assert work is not None  # this rank is in the group
             self._by_group[slot] = work, flat
-        self._write(self._inboxes[to], _NOTE.pack(self._pass, self._index, slot, flat.nbytes), to, "send")
+        self._write(self._inboxes[to], NOTE.pack(self._pass, self._index, slot, flat.nbytes), to, "send")
 
     def expect(self, source: int) -> int:
         """Return the number of this pass's next message from the rank at index `source` that is not yet expected."""
@@ -205,7 +191,7 @@ class Mailbox:
             notes = os.read(inbox, _READ_BYTES)
         except BlockingIOError:
             return self._sleep(source, inbox)
-        for number, sender, slot, nbytes in _NOTE.iter_unpack(notes):
+        for number, sender, slot, nbytes in NOTE.iter_unpack(notes):
             received = None
             if slot >= SLOTS:  # now, since these tensors arrive in the order of the notes
                 received = torch.empty(nbytes, dtype=torch.uint8)
@@ -234,14 +220,6 @@ class Mailbox:
     @property
     def _me(self) -> str:
         return f"rank {self.ranks[self._index]}"
-
-
-def room_for_mail(size: int, nbytes: int, messages: int) -> Room | None:
-    """Return the memory and pipes that `size` ranks need for messages of up to `nbytes`; None if these are too long."""
-    if nbytes > MOST_BYTES:
-        return None
-    names = [f"{kind}-{index}" for kind in ("inbox", "returns") for index in range(size)]
-    return Room(size * SLOTS * whole_pages(nbytes), dict.fromkeys(names, b""), unread=2 * messages * _NOTE.size)
 
 
 class SendQueue:

@@ -1,10 +1,8 @@
-"""A pipeline stage of a model, the samples that pass through it, its deferred gradients and tied weights."""
+"""A pipeline stage of a model, the samples that pass through it, and its tied weights."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -25,7 +23,7 @@ from threefold.models.own_batch import (
     split_batch,
 )
 from threefold.models.sharding import ModelPlan
-from threefold.parallel.parameter import stored
+from threefold.parallel.leaf import stored
 from threefold.parallel.pipeline.partition import StageMap, covers, shared_between
 
 
@@ -218,73 +216,3 @@ class OwnBatch(StepSamples):
     @property
     def shapes(self) -> Hashable:
         return batch_shapes(self.data)
-
-
-Entry = tuple[Tensor, Callable[[], Tensor]]
-"""Leaf, and the function that computes one of its gradients."""
-Watch = Callable[[Tensor], Callable[[Tensor], None]]
-"""Function called with a leaf when its gradient is deferred; returns a function to call with the computed gradient."""
-
-
-class DeferredGradients:
-    """Store of deferred weight gradients; `is_open` while backward passes defer to it, within `collecting`."""
-
-    def __init__(self) -> None:
-        self.is_open = False
-        self._entries: list[Entry] = []
-        self._outstanding = 0
-        self._add: Callable[[Tensor, Tensor], None] | None = None
-        self._watch: Watch | None = None
-
-    def defer(self, leaf: Tensor, gradient: Callable[[], Tensor]) -> None:
-        """Add `gradient()` to the gradient of `leaf` later."""
-        if self._watch is not None:
-            gradient = partial(_watched, gradient, self._watch(leaf))
-        self._entries.append((leaf, gradient))
-
-    @contextmanager
-    def watching(self, watch: Watch) -> Iterator[None]:
-        """Call `watch` for the gradients that are deferred within the block."""
-        self._watch = watch
-        try:
-            yield
-        finally:
-            self._watch = None
-
-    def take(self) -> Callable[[], None]:
-        """Return a function that computes the gradients deferred since the last call: one micro-batch on one stage."""
-        entries, self._entries = self._entries, []
-        self._outstanding += 1
-        return partial(self._compute, entries)
-
-    @contextmanager
-    def collecting(self, add: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
-        """Defer the weight gradients of one step's backward passes; `add` accumulates each in its leaf's gradient.
-
-        Raises:
-            RuntimeError: some gradients were never computed.
-        """
-        self.is_open, self._add = True, add
-        try:
-            yield
-        finally:
-            self.is_open = False
-        if self._entries or self._outstanding:
-            raise RuntimeError("the schedule ended before all weight gradients were computed")
-
-    def _compute(self, entries: list[Entry]) -> None:
-        self._outstanding -= 1
-        self._add_all(entries)
-
-    @torch.no_grad()
-    def _add_all(self, entries: list[Entry]) -> None:
-        assert self._add is not None  # set before anything was deferred
-        while entries:  # each frees its activations when it is done
-            leaf, gradient = entries.pop(0)
-            self._add(leaf, gradient())
-
-
-def _watched(gradient: Callable[[], Tensor], see: Callable[[Tensor], None]) -> Tensor:
-    computed = gradient()
-    see(computed)
-    return computed

@@ -1,0 +1,465 @@
+"""Causal attention of which only the nonzero parts are computed, if a window or documents hide keys.
+
+They are computed tile by tile, and recomputed in the backward pass (FlashAttention, arXiv 2205.14135): neither the
+attention matrix nor a mask of its size ever exists. On a GPU, torch's fused kernel for sequences of different lengths
+does the same (`varlen_attention`). Compiled code calls all of it as one operator, because the tiles depend on the
+documents, which differ from batch to batch.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from threefold.ops.kernels import AttentionMask, serve_heads
+from threefold.torch_private.runtime import cpu_attention, cpu_attention_backward, operator, softmax_gradient
+
+Ids: TypeAlias = npt.NDArray[np.int64]
+_LONGEST_QUERIES: Final = 256
+"""Most queries of a tile bounded by a window, or with keys before its first query: more of them mask a larger part of
+the tile, fewer make a call compute too little."""
+
+
+_SHORTEST_QUERIES: Final = 64
+"""Most queries for which neighboring documents share a tile, and fewest queries of a tile of a small window."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Some queries, and every key that any of them attends to.
+
+    Attributes:
+        rows: samples, which have equal masks.
+        queries, keys: positions in the sequence.
+        window: window of the `AttentionMask`.
+        ids: int64, document of each position of the sequence, if the tile has several documents; else None.
+    """
+
+    rows: slice
+    queries: range
+    keys: range
+    window: int
+    ids: Ids | None = None
+
+    @property
+    def crosses_window(self) -> bool:
+        """Whether some key is too far back for some query."""
+        return 0 < self.window <= self.queries.stop - 1 - self.keys.start
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether it has as many keys as queries and only the causal mask."""
+        return self.queries == self.keys and not self.crosses_window and self.ids is None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no key is masked."""
+        return self.keys.stop - 1 <= self.queries.start and not self.crosses_window and self.ids is None
+
+    def hidden(self, device: torch.device) -> Tensor:
+        """Return the mask, bool [queries, keys]: True for keys that a query does not attend to."""
+        query = torch.arange(self.queries.start, self.queries.stop, device=device).unsqueeze(1)
+        key = torch.arange(self.keys.start, self.keys.stop, device=device)
+        hidden = key > query
+        if self.crosses_window:
+            hidden |= key <= query - self.window
+        if self.ids is not None:
+            ids = torch.from_numpy(self.ids)
+            apart = ids[self.queries.start : self.queries.stop, None] != ids[self.keys.start : self.keys.stop]
+            hidden |= apart.to(device)
+        return hidden
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Key that is equal for tiles of one `AttentionMask` with equal masks, if `ids` is None."""
+        return len(self.queries), len(self.keys), self.queries.start - self.keys.start
+
+
+def tiles(rows: int, queries: range, keys: range, mask: AttentionMask, longest: int | None = None) -> Iterator[Tile]:
+    """Yield tiles that together contain every pair of a query and a key that it attends to, each once.
+
+    Args:
+        rows: B.
+        queries, keys: local positions of the sequence.
+        mask: attention mask.
+        longest: most queries of a tile that is only causal; None for no limit, as fused kernels skip masked blocks.
+    """
+    if mask.documents is None:
+        whole = np.array([0, max(queries.stop, keys.stop)])
+        yield from _of_rows(slice(0, rows), _Runs(whole), queries, keys, mask.window, longest)
+        return
+    documents = mask.documents.numpy(force=True)
+    row = 0
+    while row < rows:
+        end = row + 1
+        while end < rows and np.array_equal(documents[end], documents[row]):
+            end += 1
+        yield from _of_rows(slice(row, end), _runs(documents[row]), queries, keys, mask.window, longest)
+        row = end
+
+
+def document_bounds(rows: int, keys: int, documents: Tensor | None) -> Iterator[list[int] | None]:
+    """Yield the starts of the documents among each sample's first `keys` positions, and `keys`.
+
+    None stands for a sample in which a document is in several pieces.
+    """
+    for row in range(rows):
+        runs = _Runs(np.array([0, keys])) if documents is None else _runs(documents[row, :keys].numpy(force=True))
+        yield None if runs.mixed else runs.bounds.tolist()
+
+
+class _Runs(NamedTuple):
+    """Documents of a sample, as runs of positions; no token attends out of its run.
+
+    Attributes:
+        bounds: start of each run, and the end of the last.
+        ids: document of each position; None for one document.
+        mixed: indices of the runs that several documents share.
+    """
+
+    bounds: Ids
+    ids: Ids | None = None
+    mixed: frozenset[int] = frozenset()
+
+
+def _runs(ids: Ids) -> _Runs:
+    """Return the runs of a sample: one per document, or one for all pieces of a document and everything in between."""
+    bounds = np.concatenate([[0], np.flatnonzero(np.diff(ids)) + 1, [len(ids)]])
+    if (np.diff(ids) >= 0).all():
+        return _Runs(bounds, ids)
+    _, number = np.unique(ids, return_inverse=True)
+    places, last = np.arange(len(ids)), np.zeros(len(ids), np.int64)
+    np.maximum.at(last, number, places)
+    closed = np.flatnonzero(np.maximum.accumulate(last[number]) == places) + 1  # no document continues past this point
+    bounds = np.concatenate([[0], closed])
+    mixed = (run for run, (begin, end) in enumerate(pairwise(bounds)) if (ids[begin:end] != ids[begin]).any())
+    return _Runs(bounds, ids, frozenset(mixed))
+
+
+def _of_rows(rows: slice, runs: _Runs, queries: range, keys: range, window: int, longest: int | None) -> Iterator[Tile]:
+    bounds = runs.bounds
+    most = min(_LONGEST_QUERIES, max(_SHORTEST_QUERIES, window or _LONGEST_QUERIES))
+    place = queries.start
+    number = int(np.searchsorted(bounds, place, "right")) - 1
+    while place < queries.stop:
+        begin, end = int(bounds[number]), min(int(bounds[number + 1]), queries.stop)
+        first = number
+        number += 1
+        while number + 1 < len(bounds) and end < queries.stop and bounds[number + 1] - place <= _SHORTEST_QUERIES:
+            end = min(int(bounds[number + 1]), queries.stop)
+            number += 1
+        ids = runs.ids if number - first > 1 or first in runs.mixed else None
+        whole = place == max(begin, keys.start) and ids is None and not 0 < window < end - begin and end <= keys.stop
+        size = end - place if whole and (longest is None or end - place <= longest) else most
+        for start in range(place, end, size):
+            stop = min(start + size, end)
+            seen = range(max(begin, keys.start, start - window + 1 if window else 0), min(stop, keys.stop))
+            if seen:
+                yield Tile(rows, range(start, stop), seen, window, ids)
+        place = end
+
+
+Index = tuple[slice, slice]
+
+
+@dataclass(frozen=True, eq=False)
+class TileInputs:
+    """A tile of the attention of the last Q of K positions.
+
+    Attributes:
+        tile: the tile.
+        at_queries: index of the tile in a tensor [B, Q, …].
+        at_keys: index of the tile in a tensor [B, K, …].
+        q: [b, heads, queries, d].
+        k, v: [b, key-value heads, keys, d].
+        bias: [queries, keys], −∞ for masked keys and 0 elsewhere; None if none is masked, or if a fused kernel needs
+            only `tile.is_causal`.
+    """
+
+    tile: Tile
+    at_queries: Index
+    at_keys: Index
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        """Take the tile's part of `x` [B, Q, heads, …]: [b, heads, queries, …]."""
+        return x[self.at_queries].transpose(1, 2)
+
+
+def tile_inputs(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, shortest_fused: int | None
+) -> Iterator[TileInputs]:
+    """Yield tiles that together contain every pair of a query and a key that it attends to, each once.
+
+    Args:
+        q: [B, Q, heads, d].
+        k, v: [B, K, key-value heads, d].
+        mask: attention mask.
+        shortest_fused: fewest keys of a tile for a fused kernel, whose tiles may be long and need no bias if causal;
+            None without a fused kernel.
+    """
+    first, end = k.shape[1] - q.shape[1], k.shape[1]
+    alike: dict[tuple[int, int, int], Tensor] = {}
+    for tile in tiles(len(q), range(first, end), range(end), mask, 0 if shortest_fused is None else None):
+        at_queries = tile.rows, slice(tile.queries.start - first, tile.queries.stop - first)
+        at_keys = tile.rows, slice(tile.keys.start, tile.keys.stop)
+        fused = shortest_fused is not None and len(tile.keys) >= shortest_fused
+        bias = None
+        if not (tile.is_full or (fused and tile.is_causal)):
+            bias = alike.get(tile.shape) if tile.ids is None else None
+            bias = _bias(tile, q) if bias is None else bias
+            if tile.ids is None:
+                alike[tile.shape] = bias
+        of_q, of_k, of_v = (each.transpose(1, 2) for each in (q[at_queries], k[at_keys], v[at_keys]))
+        yield TileInputs(tile, at_queries, at_keys, of_q, of_k, of_v, bias)
+
+
+def _bias(tile: Tile, q: Tensor) -> Tensor:
+    hidden = tile.hidden(q.device)
+    return torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
+
+
+class TileGradients:
+    """Gradients of queries, keys and values, accumulated over tiles in fp32 at least."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self._dtype = q.dtype
+        self._of_q = q.new_empty(q.shape)  # every query is in one tile
+        self._of_keys = [each.new_zeros(each.shape, dtype=wide(each)) for each in (k, v)]
+
+    def add(self, part: TileInputs, found: tuple[Tensor, Tensor, Tensor]) -> None:
+        self._of_q[part.at_queries] = found[0].transpose(1, 2)
+        for sums, gradient in zip(self._of_keys, found[1:], strict=True):
+            sums[part.at_keys] += gradient.transpose(1, 2)
+
+    def whole(self) -> tuple[Tensor, Tensor, Tensor]:
+        of_k, of_v = (each.to(self._dtype) for each in self._of_keys)
+        return self._of_q, of_k, of_v
+
+
+def gradient_shapes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """Return the dtype for sums of several tiles' results: fp32 at least."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+Drop = Callable[[Tensor], Tensor]
+"""Dropout of attention weights [B, heads, Q, K], or of their gradient: drops the same elements on each call."""
+
+
+def plain_tile(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, drop: Drop | None = None) -> Tensor:
+    """Compute softmax(Q·Kᵀ/√d + bias)·V, [B, heads, Q, d].
+
+    Args:
+        q: [B, heads, Q, d].
+        k, v: [B, key-value heads, K, d]; each key-value head serves a group of neighboring heads of `q` (GQA).
+        bias: [Q, K]; None for no bias.
+        drop: dropout of the attention weights.
+    """
+    k, v = (serve_heads(each, q.shape[1], 1) for each in (k, v))
+    weights = _weights(q, k, bias)
+    return _product(weights if drop is None else drop(weights), v)
+
+
+def plain_tile_gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, drop: Drop | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of `q`, `k` and `v` of `plain_tile`, given the gradient `grad` of its result."""
+    key_heads = k.shape[1]
+    grad, q = grad.contiguous(), q.contiguous()  # two products each
+    k, v = (serve_heads(each, q.shape[1], 1) for each in (k, v))
+    weights = _weights(q, k, bias)
+    to_v = _product((weights if drop is None else drop(weights)).mT, grad)
+    of_weights = _product(grad, v.mT)
+    if drop is not None:
+        of_weights = drop(of_weights)
+    of_scores = softmax_gradient(of_weights, weights)
+    scale = q.shape[-1] ** -0.5
+    to_q, to_k = _product(of_scores, k, scale), _product(of_scores.mT, q, scale)
+    return to_q, _of_groups(to_k, key_heads), _of_groups(to_v, key_heads)
+
+
+def _weights(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
+    return _product(q, k.mT, q.shape[-1] ** -0.5, bias).softmax(-1)
+
+
+def _product(a: Tensor, b: Tensor, scale: float = 1.0, bias: Tensor | None = None) -> Tensor:
+    """`scale` · a·b + `bias` of matrices [B, heads, …], each product rounded once."""
+    added, beta = (a.new_zeros(()), 0) if bias is None else (bias, 1)
+    return torch.baddbmm(added, a.flatten(0, 1), b.flatten(0, 1), beta=beta, alpha=scale).unflatten(0, a.shape[:2])
+
+
+def _of_groups(gradient: Tensor, key_heads: int) -> Tensor:
+    """Sum the gradient of keys or values over the query heads of each key-value head."""
+    return gradient if gradient.shape[1] == key_heads else gradient.unflatten(1, (key_heads, -1)).sum(2)
+
+
+_LONGEST_PLAIN: Final = 512  # keys of a bf16 tile; above it, torch's fused kernel is faster than plain products
+
+
+def tiled_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+    """Compute `ops.attention.attention` tile by tile: [B, Q, heads · d]."""
+    out: Tensor = _TiledAttention.apply(q, k, v, mask.documents, mask.window)
+    return out
+
+
+class _TiledAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int) -> Tensor:
+        out, sums = TILED_ATTENTION(q, k, v, documents, window)
+        ctx.save_for_backward(q, k, v, out, sums, documents)
+        ctx.window = window
+        flat: Tensor = out.flatten(2)
+        return flat
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, sums, documents = ctx.saved_tensors
+        grad = grad.reshape(q.shape)
+        found = TILED_ATTENTION_BACKWARD(grad, q, k, v, out, sums, documents, ctx.window)
+        return *found, None, None
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int) -> tuple[Tensor, Tensor]:
+    """Return the output [B, Q, heads, d], and the log-sum-exp of each query's scores [B, Q, heads].
+
+    The log-sum-exp is filled only for tiles that the fused kernel computes.
+    """
+    out, sums = _forward_shapes(q, k, v, documents, window)
+    for part in _inputs(q, k, v, AttentionMask(window, documents)):
+        if _is_fused(part):
+            found, total = cpu_attention(part.q, part.k, part.v, part.bias, part.tile.is_causal)
+            sums[part.at_queries] = total.transpose(1, 2)
+        else:
+            found = plain_tile(part.q, part.k, part.v, part.bias)
+        out[part.at_queries] = found.transpose(1, 2)
+    return out, sums
+
+
+def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=wide(q))
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, documents: Tensor | None, window: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    gradients = TileGradients(q, k, v)
+    for part in _inputs(q, k, v, AttentionMask(window, documents)):
+        upper = part.of_queries(grad)
+        if _is_fused(part):
+            below, total, causal = part.of_queries(out), part.of_queries(sums), part.tile.is_causal
+            found = cpu_attention_backward(upper, part.q, part.k, part.v, below, total, part.bias, causal)
+        else:
+            found = plain_tile_gradients(upper, part.q, part.k, part.v, part.bias)
+        gradients.add(part, found)
+    return gradients.whole()
+
+
+def _backward_shapes(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, documents: Tensor | None, window: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return gradient_shapes(q, k, v)
+
+
+TILED_ATTENTION: Final[Any] = operator("tiled_attention", _forward_shapes)(_forward)
+TILED_ATTENTION_BACKWARD: Final[Any] = operator("tiled_attention_backward", _backward_shapes)(_backward)
+
+
+def _inputs(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Iterator[TileInputs]:
+    return tile_inputs(q, k, v, mask, _shortest_fused(q))
+
+
+def _shortest_fused(x: Tensor) -> int | None:
+    """Return the fewest keys of a tile for torch's fused kernel; None on a GPU, where none takes tiles."""
+    if x.device.type != "cpu":
+        return None
+    return _LONGEST_PLAIN + 1 if x.dtype == torch.bfloat16 else 0
+
+
+def _is_fused(part: TileInputs) -> bool:
+    shortest = _shortest_fused(part.q)
+    return shortest is not None and len(part.tile.keys) >= shortest
+
+
+_DTYPES: Final = (torch.bfloat16, torch.float16)
+_WIDEST_HEAD: Final = 256
+_HEAD_MULTIPLE: Final = 8
+_CAPABILITY: Final = (8, 0)  # Ampere
+
+
+class Lengths(NamedTuple):
+    """Documents of all samples, concatenated.
+
+    Attributes:
+        queries, keys: int32 [documents + 1], offsets of the queries and keys of each document, and the end of the last.
+        most_queries, most_keys: longest document, in queries and in keys.
+        window: window of the `AttentionMask`.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    most_queries: int
+    most_keys: int
+    window: int
+
+
+def varlen_serves(q: Tensor) -> bool:
+    """Return whether the kernel takes queries [B, Q, heads, d]: 16-bit floats on a GPU since Ampere, but not fp32."""
+    if not q.is_cuda or q.dtype not in _DTYPES:
+        return False
+    fits = q.shape[-1] <= _WIDEST_HEAD and q.shape[-1] % _HEAD_MULTIPLE == 0
+    return fits and torch.cuda.get_device_capability(q.device) >= _CAPABILITY
+
+
+@torch.compiler.disable  # compiled code would be recompiled for the documents of every batch
+def varlen_lengths(q: Tensor, k: Tensor, mask: AttentionMask) -> Lengths | None:
+    """Return the documents of the last Q of K positions, on the device of `q` [B, Q, heads, d].
+
+    None if a document is in several pieces, which the kernel cannot express.
+    """
+    keys = k.shape[1]
+    ends_q, ends_k, most_q, most_k = [0], [0], 0, 0
+    for bounds in document_bounds(len(q), keys, mask.documents):
+        if bounds is None:
+            return None
+        for begin, end in pairwise(bounds):
+            count_q = max(0, end - max(begin, keys - q.shape[1]))
+            ends_q.append(ends_q[-1] + count_q)
+            ends_k.append(ends_k[-1] + end - begin)
+            most_q, most_k = max(most_q, count_q), max(most_k, end - begin)
+    # One copy for both, from pinned memory, which the host does not wait for.
+    both = torch.tensor([ends_q, ends_k], dtype=torch.int32, pin_memory=q.is_cuda).to(q.device, non_blocking=True)
+    of_queries, of_keys = both
+    return Lengths(of_queries, of_keys, most_q, most_k, mask.window)
+
+
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths) -> Tensor:
+    """Compute `attention` for queries that `varlen_serves`: [B, Q, heads · d]."""
+    from torch.nn.attention.varlen import varlen_attn  # imports the compiler
+
+    out = varlen_attn(
+        q.flatten(0, 1),
+        k.flatten(0, 1),
+        v.flatten(0, 1),
+        lengths.queries,
+        lengths.keys,
+        lengths.most_queries,
+        lengths.most_keys,
+        window_size=(lengths.window - 1, 0),  # keys before and after the query's own; −1 for all
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    assert isinstance(out, Tensor)  # a tuple is returned only on request
+    return out.view(*q.shape[:2], -1)

@@ -1,0 +1,350 @@
+"""What the passes of a pipeline are made of: torch's schedules, the shapes of activations, and deferred gradients."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining.schedules import B, F, I, PipelineScheduleSingle, W, get_schedule_class
+
+from threefold.comm.mesh import Mesh
+from threefold.comm.segments import Room, share, whole_pages
+from threefold.config.schedules import Action, Orders, OwnSchedule, Schedule, TorchSchedule
+from threefold.models.own_batch import inputs_from
+from threefold.parallel.pipeline.partition import StageMap
+from threefold.parallel.pipeline.scheduled_stage import (
+    MOST_BYTES,
+    NOTE,
+    SLOTS,
+    DeferredWeights,
+    Mailbox,
+    ScheduledStage,
+    SendQueue,
+    StageShapes,
+)
+from threefold.parallel.pipeline.stage import Stage, StepSamples
+from threefold.torch_private import pipelining
+
+Loss = Callable[..., object]
+_KINDS = {"F": F, "B": B, "I": I, "W": W}
+
+
+class ActionSchedule(pipelining.AnyOrderRuntime):
+    """Schedule given as a list of actions per rank (`orders`), with stages on any ranks (`ranks`, by stage)."""
+
+    def __init__(
+        self,
+        stages: Sequence[ScheduledStage],
+        ranks: Sequence[int],
+        orders: Sequence[Sequence[Action]],
+        micro_batches: int,
+        loss: Loss,
+    ) -> None:
+        super().__init__(list(stages), micro_batches, loss_fn=loss, scale_grads=False)
+        self.stage_index_to_group_rank = dict(enumerate(ranks))
+        for stage in stages:
+            stage.stage_index_to_group_rank = self.stage_index_to_group_rank
+        computed = {
+            rank: [pipelining.PipelineAction(action.stage, _KINDS[action.kind], action.micro_batch) for action in order]
+            for rank, order in enumerate(orders)
+        }
+        self.pipeline_order_with_comms = pipelining.add_send_recv(
+            computed, self.stage_index_to_group_rank.__getitem__, len(ranks)
+        )
+
+
+def training_schedule(
+    schedule: Schedule, stages: Sequence[ScheduledStage], micro_batches: int, loss: Loss
+) -> pipelining.PipelineSchedule:
+    """Make torch's object for a schedule of the config."""
+    if isinstance(schedule, OwnSchedule):
+        pp = stages[0].group_size
+        ranks, orders = schedule.stage_ranks(pp, len(stages)), schedule.orders(pp, micro_batches)
+        return ActionSchedule(stages, ranks, orders, micro_batches, loss)
+    kind: Any = _torch_class(schedule)
+    if issubclass(kind, PipelineScheduleSingle):
+        kind = pipelining.Schedule1F1BOfAnyCount if schedule.name == "1f1b" else kind
+        return kind(stages[0], micro_batches, loss_fn=loss, scale_grads=False)
+    return kind(list(stages), micro_batches, loss_fn=loss, scale_grads=False)
+
+
+def evaluation_schedule(
+    stages: Sequence[ScheduledStage], placement: StageMap, micro_batches: int, loss: Loss
+) -> pipelining.PipelineSchedule:
+    """Make a schedule of forward passes for evaluation: all micro-batches through each of a rank's stages in turn.
+
+    The order of a training schedule has gaps for backward passes, and torch's own evaluation fails if neighbouring
+    stages share a rank.
+    """
+    orders = [
+        [Action(stage, "F", number) for stage in placement.held_by(rank) for number in range(micro_batches)]
+        for rank in range(1 + max(placement.ranks))
+    ]
+    return ActionSchedule(stages, placement.ranks, orders, micro_batches, loss)
+
+
+def actions(schedule: pipelining.PipelineSchedule, rank: int | None = None) -> list[Action]:
+    """Return the actions of a rank (by default of this one) in a training schedule, in order."""
+    planned = pipelining.planned_actions(schedule, rank)
+    return [Action(each.stage_index, each.computation_type.value, each.microbatch_index or 0) for each in planned]
+
+
+def orders_of_all_ranks(schedule: TorchSchedule, pp: int, stages_per_rank: int, micro_batches: int) -> Orders:
+    """Return the actions of each rank in a training schedule of several stages per rank, without starting ranks."""
+    kind: Any = _torch_class(schedule)
+    lone = pipelining.lone_schedule(kind, list(schedule.stage_ranks(pp, stages_per_rank)), micro_batches)
+    return tuple(tuple(actions(lone, rank)) for rank in range(pp))
+
+
+def _torch_class(schedule: Schedule) -> type[pipelining.PipelineSchedule]:
+    assert isinstance(schedule, TorchSchedule)  # the others are lists of actions
+    return get_schedule_class(schedule.torch_class.removeprefix("Schedule"))
+
+
+def share_mailbox(group: dist.ProcessGroup, nbytes: int, messages: int) -> Mailbox | None:
+    """Set up a mailbox between the ranks of a gloo group; None if there can be none. Collective over the group.
+
+    All ranks get the same answer. There can be none if the ranks are not all on one host, if the host has no room for
+    the memory or for so many notes, or if a rank has messages of more than `MOST_BYTES`.
+
+    Args:
+        nbytes: largest message that goes through memory; the first rank's value counts.
+        messages: most messages that a rank sends or receives in a pass.
+    """
+    shared = share([group], partial(room_for_mail, nbytes=nbytes, messages=messages))[0]
+    return None if shared is None else Mailbox(shared, group)
+
+
+def room_for_mail(size: int, nbytes: int, messages: int) -> Room | None:
+    """Return the memory and pipes that `size` ranks need for messages of up to `nbytes`; None if these are too long."""
+    if nbytes > MOST_BYTES:
+        return None
+    names = [f"{kind}-{index}" for kind in ("inbox", "returns") for index in range(size)]
+    return Room(size * SLOTS * whole_pages(nbytes), dict.fromkeys(names, b""), unread=2 * messages * NOTE.size)
+
+
+class ScheduledPasses(NamedTuple):
+    """Torch's objects for the passes of batches of one shape: the schedules, and the stages of `train`."""
+
+    stages: list[ScheduledStage]
+    train: pipelining.PipelineSchedule
+    evaluate: pipelining.PipelineSchedule
+
+
+class PassMaker:
+    """Maker of the passes of a rank's stages, for batches of each shape.
+
+    Args:
+        numbers: numbers of the micro-batches, which the passes get in place of samples.
+        micro_batches: list that holds the micro-batches of the current pass.
+        loss: tensor like the loss.
+        sends: queue of the stages' sends.
+        later: returns the function that computes deferred weight gradients, as for `ScheduledStage`.
+
+    Attributes:
+        mailbox: mailbox for training; None if sends and receives go through the process group.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        placement: StageMap,
+        mesh: Mesh,
+        schedule: Schedule,
+        numbers: Tensor,
+        micro_batches: Sequence[StepSamples],
+        loss: Tensor,
+        sends: SendQueue,
+        later: DeferredWeights | None,
+    ) -> None:
+        self._stages, self._placement, self._mesh, self._schedule = stages, placement, mesh, schedule
+        self._numbers, self._micro_batches, self._sends, self._later = numbers, micro_batches, sends, later
+        self._loss = torch.empty_like(loss, device="meta").requires_grad_()
+        self.mailbox: Mailbox | None = None
+
+    def of_declared(self, activation: Tensor) -> ScheduledPasses:
+        """Make the passes for stages that all send an activation like the given one."""
+        numbers = self._placement.held_by(self._mesh.pp.index)
+        return self._make({place: (activation,) for stage in numbers for place in (stage - 1, stage)})
+
+    def of_samples(self, micro_batch: StepSamples) -> ScheduledPasses:
+        """Make the passes for micro-batches of the shapes of the given one. Collective, as `find_activations`."""
+        return self._make(find_activations(self._stages, self._placement, self._mesh, micro_batch))
+
+    def _make(self, activations: Mapping[int, tuple[Tensor, ...]]) -> ScheduledPasses:
+        """Make the schedules for the activations that each stage (of this rank, or before one of them) sends on."""
+        count = len(self._numbers)
+        self.mailbox = self.mailbox or self._make_mailbox(activations)
+        stages = self._make_stages(activations, self._schedule.sends_apart, self._later, self.mailbox)
+        train = training_schedule(self._schedule, stages, count, _scaled)
+        # Separate stages: torch's keep buffers and shapes of the last pass, with or without gradients.
+        evaluate = evaluation_schedule(self._make_stages(activations, True), self._placement, count, _scaled)
+        return ScheduledPasses(stages, train, evaluate)
+
+    def _make_mailbox(self, activations: Mapping[int, tuple[Tensor, ...]]) -> Mailbox | None:
+        """Make the mailbox for training; evaluation uses the process group, whose waits keep stages in step."""
+        pp = self._mesh.pp
+        if pp.group is None or not pp.shares_memory:
+            return None
+        nbytes = max(each.nbytes for given in activations.values() for each in given)
+        tensors = max(map(len, activations.values()))
+        # An activation and a gradient per micro-batch and stage.
+        messages = 2 * tensors * len(self._numbers) * len(self._stages)
+        with pp.waiting("gather"):
+            return share_mailbox(pp.group, nbytes, messages)
+
+    def _make_stages(
+        self,
+        activations: Mapping[int, tuple[Tensor, ...]],
+        apart: bool,
+        later: DeferredWeights | None = None,
+        mailbox: Mailbox | None = None,
+    ) -> list[ScheduledStage]:
+        mesh, placement, sends = self._mesh, self._placement, self._sends if apart else None
+        number_of_one = torch.empty(1, dtype=self._numbers.dtype, device="meta")
+        made = []
+        for stage, number in zip(self._stages, placement.held_by(mesh.pp.index), strict=True):
+            inputs = activations[number - 1] if number else (number_of_one,)
+            shapes = StageShapes(inputs, (self._loss,) if stage.gives_loss else activations[number])
+            made.append(
+                ScheduledStage(stage, number, placement, mesh, self._micro_batches, shapes, later, sends, mailbox)
+            )
+        return made
+
+
+def _scaled(loss: Tensor, _number: Tensor, *, scale: float) -> Tensor:
+    """Scale the loss, which the last stage has computed already."""
+    return loss * scale
+
+
+def find_activations(
+    stages: Sequence[Stage], placement: StageMap, mesh: Mesh, micro_batch: StepSamples
+) -> dict[int, tuple[Tensor, ...]]:
+    """Find the activations of this rank's stages, and of the stages before them, by a forward pass.
+
+    The micro-batch, real samples since layers may depend on their values, passes through all stages but the last.
+    Collective over the pipeline, and over all that the layers communicate with.
+
+    Returns:
+        number of a stage → its activations, on the meta device.
+    """
+    found: dict[int, tuple[Tensor, ...]] = {}
+    last: tuple[Tensor, ...] = ()
+    rank = mesh.pp.index
+    for number, stage in zip(placement.held_by(rank), stages, strict=True):
+        received = None
+        if number:
+            source = placement.ranks[number - 1]
+            received = last if source == rank else _receive(mesh, source)
+            found[number - 1] = _on_meta(received)
+        if stage.gives_loss:
+            break
+        with torch.enable_grad():
+            outputs = inputs_from(micro_batch.through(stage, received), stage.layer_names[-1]).args
+        found[number] = _on_meta(outputs)
+        # Detached from this stage's graph, as the next stage gets them.
+        last = tuple(each.detach().requires_grad_(each.requires_grad) for each in outputs)
+        receiver = placement.ranks[number + 1]
+        if receiver != rank:
+            _send(mesh, receiver, last)
+    return found
+
+
+def _on_meta(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(
+        torch.empty(each.shape, dtype=each.dtype, device="meta", requires_grad=each.requires_grad) for each in tensors
+    )
+
+
+def _send(mesh: Mesh, to: int, tensors: Sequence[Tensor]) -> None:
+    shapes = [(tuple(each.shape), each.dtype, each.requires_grad) for each in tensors]
+    with mesh.pp.waiting("send"):
+        dist.send_object_list([shapes], mesh.pp.ranks[to], mesh.pp.group, mesh.device)
+    for tensor in tensors:
+        mesh.pp.send(tensor.detach(), to)
+
+
+def _receive(mesh: Mesh, source: int) -> tuple[Tensor, ...]:
+    arrived: list[Any] = [None]
+    with mesh.pp.waiting("receive"):
+        dist.recv_object_list(arrived, mesh.pp.ranks[source], mesh.pp.group, mesh.device)
+    received = []
+    for shape, dtype, needs_gradient in arrived[0]:
+        tensor = mesh.pp.receive_(torch.empty(shape, dtype=dtype, device=mesh.device), source)
+        received.append(tensor.requires_grad_(needs_gradient))
+    return tuple(received)
+
+
+Entry = tuple[Tensor, Callable[[], Tensor]]
+"""Leaf, and the function that computes one of its gradients."""
+
+
+Watch = Callable[[Tensor], Callable[[Tensor], None]]
+"""Function called with a leaf when its gradient is deferred; returns a function to call with the computed gradient."""
+
+
+class DeferredGradients:
+    """Store of deferred weight gradients; `is_open` while backward passes defer to it, within `collecting`."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._entries: list[Entry] = []
+        self._outstanding = 0
+        self._add: Callable[[Tensor, Tensor], None] | None = None
+        self._watch: Watch | None = None
+
+    def defer(self, leaf: Tensor, gradient: Callable[[], Tensor]) -> None:
+        """Add `gradient()` to the gradient of `leaf` later."""
+        if self._watch is not None:
+            gradient = partial(_watched, gradient, self._watch(leaf))
+        self._entries.append((leaf, gradient))
+
+    @contextmanager
+    def watching(self, watch: Watch) -> Iterator[None]:
+        """Call `watch` for the gradients that are deferred within the block."""
+        self._watch = watch
+        try:
+            yield
+        finally:
+            self._watch = None
+
+    def take(self) -> Callable[[], None]:
+        """Return a function that computes the gradients deferred since the last call: one micro-batch on one stage."""
+        entries, self._entries = self._entries, []
+        self._outstanding += 1
+        return partial(self._compute, entries)
+
+    @contextmanager
+    def collecting(self, add: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+        """Defer the weight gradients of one step's backward passes; `add` accumulates each in its leaf's gradient.
+
+        Raises:
+            RuntimeError: some gradients were never computed.
+        """
+        self.is_open, self._add = True, add
+        try:
+            yield
+        finally:
+            self.is_open = False
+        if self._entries or self._outstanding:
+            raise RuntimeError("the schedule ended before all weight gradients were computed")
+
+    def _compute(self, entries: list[Entry]) -> None:
+        self._outstanding -= 1
+        self._add_all(entries)
+
+    @torch.no_grad()
+    def _add_all(self, entries: list[Entry]) -> None:
+        assert self._add is not None  # set before anything was deferred
+        while entries:  # each frees its activations when it is done
+            leaf, gradient = entries.pop(0)
+            self._add(leaf, gradient())
+
+
+def _watched(gradient: Callable[[], Tensor], see: Callable[[Tensor], None]) -> Tensor:
+    computed = gradient()
+    see(computed)
+    return computed
