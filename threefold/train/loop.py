@@ -399,7 +399,8 @@ class PerformanceMeter:
         self._heartbeat.memory(memory)
         if memory > self._largest:
             self._largest, self._largest_rank = memory, self._mesh.rank
-        if self._mesh.world.is_first and now - self._looked >= _SECONDS_A_RANK * self._ranks:
+        others = self._ranks > 1 and self._mesh.world.is_first
+        if others and now - self._looked >= _SECONDS_A_RANK * self._ranks:
             self._looked = now
             for rank, place in enumerate(self._heartbeat.everyone()):
                 if place is not None and place.memory > self._largest:
