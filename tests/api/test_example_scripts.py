@@ -144,7 +144,7 @@ def test_the_speed_up_is_the_ratio_of_the_training_times(ways: dict[str, Any], c
     }
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_command_that_compares_ways(ways: dict[str, Any], tmp_path: Path) -> None:
     """All ten ways, each a command of its own, that of Accelerate too."""
     assert [way.name for way in ways["WAYS"]] == TEN_WAYS
