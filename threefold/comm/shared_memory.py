@@ -291,18 +291,20 @@ def _write_back(flat: Tensor, tensor: Tensor) -> None:
 
 
 def accumulate(combine: Callable[..., Tensor], parts: list[Tensor], out: Tensor) -> None:
-    """Combine `parts` in order into `out`, rounding only once."""
+    """Combine `parts` into `out` in a balanced binary tree, which exact runs rely on, rounding only once."""
     if len(parts) == 1:
         out.copy_(parts[0])
-    elif len(parts) > 2 and out.dtype in _HALVES:
-        total = parts[0].float()
-        for part in parts[1:]:
-            combine(total, part.float(), out=total)
-        out.copy_(total)
+    elif len(parts) == 2:
+        combine(*parts, out=out)
     else:
-        combine(parts[0], parts[1], out=out)
-        for part in parts[2:]:
-            combine(out, part, out=out)
+        out.copy_(_combined(combine, [part.float() for part in parts] if out.dtype in _HALVES else parts))
+
+
+def _combined(combine: Callable[..., Tensor], parts: list[Tensor]) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    left = 1 << (len(parts) - 1).bit_length() - 1  # the largest power of two below their number
+    return combine(_combined(combine, parts[:left]), _combined(combine, parts[left:]))
 
 
 _SIGNAL = struct.Struct("<QBBHI")  # round number, operation, dtype, source index, elements in this round

@@ -244,8 +244,70 @@ def rules() -> tuple[Callable[[Config], None], ...]:
         _check_recompute,
         _check_checkpoints,
         _check_machine,
+        _check_exact,
         _check_together,
     )
+
+
+LARGEST_GRAIN = 8
+"""Default number of pieces of an exact run's sums, if it divides what they cut."""
+
+
+def default_grain(config: Config) -> dict[str, int]:
+    """Return the default grain of an exact run, from the model and the global batch alone, by the names in `train`."""
+    cut = [count for _, count in _cut_by_tensor_axis(config)]
+    return {
+        "grain_samples": gcd(LARGEST_GRAIN, config.train.global_batch_size),
+        "grain_tensor": gcd(LARGEST_GRAIN, *cut),
+    }
+
+
+def _cut_by_tensor_axis(config: Config) -> list[tuple[str, int]]:
+    """Return the settings whose values the tensor axis divides, with these values."""
+    model = config.model
+    if model.architecture == OWN:
+        return []
+    units = FAMILIES.load(model.architecture).make_plan(model, 1).units("tp")
+    return [*((f"model.{key}", unit.count) for key, unit in units.items()), ("model.vocab_size", model.vocab_size)]
+
+
+def _check_exact(config: Config) -> None:
+    train, parallel = config.train, config.parallel
+    samples, tensor = train.grain_samples, train.grain_tensor
+    if not train.exact:
+        for key, value in (("grain_samples", samples), ("grain_tensor", tensor)):
+            if value:
+                raise problem(config, f"train.{key}", "train.exact is false; leave it out or use train.exact true")
+        return
+    for key, broken, use in (
+        ("model.architecture", config.model.architecture == OWN, "gpt or llama"),
+        ("model.num_experts", config.model.num_experts > 0, "0"),
+        ("precision.dtype", config.precision.dtype != "fp32", "fp32"),
+        ("train.compile", train.compile, "false"),
+        ("parallel.cp", parallel.cp > 1, "1"),
+        ("parallel.zero", parallel.zero > 0, "0"),
+        ("parallel.gradient_compression", parallel.gradient_compression != "none", "none"),
+    ):
+        if broken:
+            raise problem(config, key, f"train.exact is true, whose sums do not go together with it yet; use {use}")
+    if samples != gcd(samples, 1 << 30, train.global_batch_size):
+        rule = f"must be a power of two that divides train.global_batch_size {train.global_batch_size}"
+        raise problem(config, "train.grain_samples", f"{rule}; use {gcd(LARGEST_GRAIN, train.global_batch_size)}")
+    for key, count in _cut_by_tensor_axis(config):
+        if tensor != gcd(tensor, 1 << 30, count):
+            raise problem(
+                config,
+                "train.grain_tensor",
+                f"must be a power of two that divides {key} {count}; use {gcd(tensor, 1 << 30, count)}",
+            )
+    if samples % parallel.dp:
+        works = nearest_divisor(parallel.dp, samples)
+        raise problem(config, "parallel.dp", f"must divide train.grain_samples {samples}; use {works}")
+    positions = gcd(tensor, config.data.sequence_length) if parallel.sequence_parallel else tensor
+    if tensor % parallel.tp or positions % parallel.tp:
+        works = nearest_divisor(parallel.tp, positions)
+        which = f"train.grain_tensor {tensor}" if tensor % parallel.tp else f"the {positions} pieces of a sequence"
+        raise problem(config, "parallel.tp", f"must divide {which}, since train.exact is true; use {works}")
 
 
 def _check_data(config: Config) -> None:

@@ -177,21 +177,27 @@ def _column(rule: sharding.Column, module: nn.Linear, context: ShardingContext) 
     if rule.unit is not None and rule.unit.is_shared(context.tp.size):
         sharing = context.tp_shares.get(context.tp.size // rule.unit.count)
         return GroupedHeadsLinear.from_units(module, context.tp, rule.unit, sharing, sequence_dim=context.sequence_dim)
-    return ColumnParallelLinear.from_linear(module, context.tp, gather_output=False, sequence_dim=context.sequence_dim)
+    return ColumnParallelLinear.from_linear(
+        module, context.tp, gather_output=False, sequence_dim=context.sequence_dim, pieces=context.pieces
+    )
 
 
 def _row(rule: sharding.Row, module: nn.Linear, context: ShardingContext) -> nn.Module:
-    return RowParallelLinear.from_linear(module, context.tp, input_is_parallel=True, sequence_dim=context.sequence_dim)
+    return RowParallelLinear.from_linear(
+        module, context.tp, input_is_parallel=True, sequence_dim=context.sequence_dim, pieces=context.pieces
+    )
 
 
 def _vocab(rule: sharding.Vocab, module: nn.Embedding | nn.Linear, context: ShardingContext) -> nn.Module:
     if isinstance(module, nn.Linear):
-        return ColumnParallelLinear.from_linear(module, context.tp, sequence_dim=context.sequence_dim)
+        return ColumnParallelLinear.from_linear(
+            module, context.tp, sequence_dim=context.sequence_dim, pieces=context.pieces
+        )
     return VocabParallelEmbedding.from_embedding(module, context.tp, sequence_dim=context.sequence_dim)
 
 
 def _vocab_loss(rule: sharding.VocabLoss, module: nn.Module, context: ShardingContext) -> nn.Module:
-    return ParallelCrossEntropy(rule.vocab_size, context.tp)
+    return ParallelCrossEntropy(rule.vocab_size, context.tp, pieces=context.pieces)
 
 
 def _attention_core(rule: sharding.AttentionCore, module: CausalAttention, context: ShardingContext) -> nn.Module:
@@ -265,7 +271,7 @@ def shard_modules(
         return
     made: dict[nn.Module, nn.Module] = {}  # a module with several places is split once
     for stage, name, module, rule in named:
-        if rule.needs_tensor_axis and context.tp.size == 1:
+        if rule.needs_tensor_axis and context.tp.size == 1 and context.grain is None:
             continue
         if module not in made:
             made[module] = _shard(rule, module, context)

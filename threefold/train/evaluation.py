@@ -83,7 +83,7 @@ class EvaluationStep:
                 self.runner.evaluate(local)
                 return self._summed(local.loss, sum(sizes))
             tokens = self._batches.local_batch(batch)
-            total = self.runner.evaluate(tokens).double()
+            total = self.runner.evaluate(tokens).sum().double()
         totals = torch.stack([total, (tokens.labels != IGNORE_INDEX).sum().to(total)])
         summed, count = sum_over_ranks(self._own_summands(totals), self.mesh, self.stop)
         return loss_of_tokens(summed, int(count), len(batch.labels) * self.mesh.dp.size)
@@ -176,7 +176,7 @@ def _sums(engine: EvaluationStep, batches: Iterator[Any], name: str) -> LossSums
 def _make_runner(model: TrainableModel, settings: TrainingSettings, activation: tuple[int, int, int] | None) -> Runner:
     mesh, count = model.parallelism.mesh, settings.micro_batches
     if mesh.pp.size == 1:
-        return LoopRunner(model.stages[0], count, mesh.heartbeat)
+        return LoopRunner(model.stages[0], count, mesh.heartbeat, model.parallelism.order)
     schedule, pp = settings.pipeline_schedule, mesh.pp.size
     if not schedule.accepts(pp, count):
         raise UserError(
