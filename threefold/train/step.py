@@ -32,7 +32,7 @@ from threefold.errors import DivergenceError, UserError
 from threefold.models.loss_terms import LossFunction, LossSums
 from threefold.models.module_check import explaining_passes
 from threefold.models.sharding import ModelPlan, OverSequence
-from threefold.ops.exact import Grain, from_digits, order_free_digits, row_norms, row_width
+from threefold.ops.exact import Grain, row_norms, row_width
 from threefold.parallel.gradients import Gradients
 from threefold.parallel.parallelize import PieceSizes, TrainableModel, TrainingSettings
 from threefold.parallel.parameter import Weight, has_uneven_shards, is_split
@@ -43,7 +43,7 @@ from threefold.train.evaluation import EvaluationStep, loss_of_tokens, several
 from threefold.train.optim import Optimizer, learning_rate
 from threefold.train.optimizers import update_rule
 from threefold.train.step_batch import BatchFacts
-from threefold.train.stop import Stop, sum_over_ranks
+from threefold.train.stop import Stop, sum_exactly, sum_over_ranks
 from threefold.train.update_rule import LossScale
 
 
@@ -335,15 +335,10 @@ class Engine(GradientStep):
 
     def _exact_loss_and_norm(self, losses: Tensor) -> tuple[float, float]:
         """Return loss and norm of an exact run, each the sum of many numbers that does not depend on their order."""
-        summands = [losses if self.mesh.tp.is_first else losses[:0], self._norm.row_squares()]
-        tops = torch.stack([torch.cat([each.abs(), each.new_zeros(1)]).amax() for each in summands])
-        tops = self.mesh.world.all_reduce_max_(tops)
-        digits = [order_free_digits(each, top) for each, top in zip(summands, tops, strict=True)]
         overflow = 0 * self._norm.squared() + self._norm.uncounted_overflow()
-        *found, others = sum_over_ranks(torch.cat([*digits, overflow.view(1)]), self.mesh, self.stop)
-        count = len(digits[0])
-        loss, squared = (
-            from_digits(found[at : at + count], top) for at, top in zip((0, count), tops.tolist(), strict=True)
+        losses = losses if self.mesh.tp.is_first else losses[:0]
+        (loss, squared), (others,) = sum_exactly(
+            [losses, self._norm.row_squares()], overflow.view(1), self.mesh, self.stop
         )
         return loss, (squared + others) ** 0.5
 

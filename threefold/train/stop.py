@@ -8,7 +8,7 @@ exchange the text of its reason.
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -202,6 +202,31 @@ def sum_over_ranks(totals: "Tensor", mesh: "Mesh", stop: Stop | None) -> list[fl
     *summed, requests = mesh.world.all_reduce_values(torch.cat([totals, request]))
     stop.receive(requests)
     return summed
+
+
+def sum_exactly(
+    values: "Sequence[Tensor]", totals: "Tensor", mesh: "Mesh", stop: Stop | None
+) -> tuple[list[float], list[float]]:
+    """Sum all elements of tensors over all ranks, in a way that does not depend on the order of the additions.
+
+    Args:
+        values: fp64 [n] each; a rank may hold any number of the elements.
+        totals: fp64 [m], numbers to sum as `sum_over_ranks` does, in the same collective.
+
+    Returns:
+        the sum of each tensor of `values`, and the sums of `totals`.
+    """
+    import torch
+
+    from threefold.ops.exact import from_digits, order_free_digits
+
+    tops = torch.stack([torch.cat([each.abs(), each.new_zeros(1)]).amax() for each in values])
+    tops = mesh.world.all_reduce_max_(tops)
+    digits = torch.stack([order_free_digits(each, top) for each, top in zip(values, tops, strict=True)])
+    found = sum_over_ranks(torch.cat([digits.flatten(), totals]), mesh, stop)
+    each_of = torch.tensor(found[: digits.numel()], dtype=torch.float64).view(digits.shape).tolist()
+    sums = [from_digits(each, top) for each, top in zip(each_of, tops.tolist(), strict=True)]
+    return sums, found[digits.numel() :]
 
 
 def _holds(requests: float, flag: float) -> bool:
