@@ -340,7 +340,7 @@ class ExactShardedGradients(ShardedGradients):
         copies: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> None:
         super().__init__(stages, zero)
-        self._copies, self._in_order = copies, True
+        self._copies = copies
         self._trees = {leaf: GroupTree(order) for leaf in self._parameters}
         self._reduced: list[list[Tensor]] = []
         """Leaves whose gradients are reduce-scattered together: those of one FSDP module."""
