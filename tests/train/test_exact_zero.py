@@ -8,10 +8,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from tests.support.exact import CASE, EXACT, check, differences, exact_run, same_bits, with_layout
 from tests.support.mistakes import Patch, with_mistake
-from tests.support.parity import Case, Trace, in_layout
+from tests.support.parity import Case, Trace
 from tests.train.support import Run, losses_of, steps_of, train_rank
-from tests.train.test_exact import CASE, EXACT, check, differences, one_process, same_bits, with_layout  # noqa: F401
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.comm.axis import Axis
 from threefold.launch.worker_pool import WorkerPool
@@ -39,11 +39,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_bits_are_those_of_one_process(
-    pool: WorkerPool,
-    one_process: Callable[[Case], Trace],  # noqa: F811
-    name: str,
-) -> None:
+def test_bits_are_those_of_one_process(pool: WorkerPool, one_process: Callable[[Case], Trace], name: str) -> None:
     check(pool, one_process(CASE), LAYOUTS[name])
 
 
@@ -89,13 +85,13 @@ MISTAKES = [
 @pytest.mark.parametrize(("mistake", "layout", "sign"), MISTAKES)
 def test_mistake_is_found(
     pool: WorkerPool,
-    one_process: Callable[[Case], Trace],  # noqa: F811
+    one_process: Callable[[Case], Trace],
     mistake: Callable[[], list[Patch]],
     layout: str,
     sign: str,
 ) -> None:
     case = LAYOUTS[layout]
-    found = pool.run(case.world_size, with_mistake, mistake, in_layout, case)
+    found = pool.run(case.world_size, with_mistake, mistake, exact_run, case)
     assert differences(one_process(CASE), found[0])[0].startswith(sign)
 
 
