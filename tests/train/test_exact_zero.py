@@ -18,7 +18,7 @@ from threefold.launch.worker_pool import WorkerPool
 from threefold.parallel.gradients import LeafOrder
 from threefold.parallel.zero import ExactShardedGradients, ShardedGradients
 
-SP = {"parallel__sequence_parallel": True}
+SP: dict[str, Any] = {"parallel__sequence_parallel": True}
 
 LAYOUTS = {
     "1 dp 2": with_layout(CASE, 2, 1, 1, parallel__zero=1),

@@ -5,7 +5,7 @@ update, and the shard's optimizer state. In a step, weights are gathered layer b
 (all-gather), and gradients are summed over the replicas into the shards (reduce-scatter). The stages differ in how long
 whole tensors stay in memory: with 1, weights and gradients from their first micro-batch to the end of the step; with 2,
 a layer's gradients are reduce-scattered after each micro-batch; with 3, its weights are also freed after each forward
-and each backward pass.
+and each backward pass. In an exact run, gradients stay whole to the end of the step with 2 and 3 too.
 
 With `zero_shards` below dp, a copy is sharded over that many replicas, and ranks that hold the same shard sum its
 gradients once a step (hybrid sharding, Zhao et al., arXiv 2304.11277, section 3.2.2). Experts that `ep` replicas share
