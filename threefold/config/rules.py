@@ -285,7 +285,6 @@ def _check_exact(config: Config) -> None:
         ("precision.dtype", config.precision.dtype != "fp32", "fp32"),
         ("train.compile", train.compile, "false"),
         ("parallel.cp", parallel.cp > 1, "1"),
-        ("parallel.zero", parallel.zero > 0, "0"),
         ("parallel.gradient_compression", parallel.gradient_compression != "none", "none"),
     ):
         if broken:

@@ -43,7 +43,13 @@ from threefold.parallel.pipeline.stage import Stage, TiedWeights, whole_paramete
 from threefold.parallel.plan_check import check_cut_modules, check_plan, check_sharded_parameters, check_tensor_axis
 from threefold.parallel.recompute import apply_recompute, compile_layers, unwrapped
 from threefold.parallel.shard_modules import bare_cut, shard_modules
-from threefold.parallel.zero import ShardedGradients, ZeroSharding, make_zero_sharding, shard_parameters
+from threefold.parallel.zero import (
+    ExactShardedGradients,
+    ShardedGradients,
+    ZeroSharding,
+    make_zero_sharding,
+    shard_parameters,
+)
 from threefold.random.rng import RandomStreams, give_streams
 from threefold.torch_private.distributed import fresh_parameter
 
@@ -256,7 +262,7 @@ class TrainableModel(ParallelModel):
         gradients: gradients of the parameters, summed over the replicas.
         weights: parameters with master weights, at initial values. Those that the plan freezes have no gradients.
         copies: leaves of an exact run's tied weights, each with the leaf of another use on this rank, whose gradients
-            are summed apart.
+            are summed apart. Without ZeRO, both have the same memory.
     """
 
     tied: TiedWeights
@@ -334,7 +340,10 @@ def apply_parallelism(
         compile_layers(stages, how.deferred is not None)
     # Data parallelism, or ZeRO.
     _allocate(stages, how, constructed)
-    copies = [] if how.grain is None else _share_tied(stages)
+    copies = [] if how.grain is None else _tied_copies(stages)
+    if how.zero is None:
+        for leaf, copy in copies:
+            copy.data = leaf.data
     gradients = _make_gradients(stages, how, training.gradient_compression, training.pieces.bucket_bytes, copies)
     weights = make_weights(whole_parameters(stages), how.master_dtype)
     initialise_(weights, plan, training.seed, gradients, constructed)
@@ -351,17 +360,15 @@ def _tie(stages: Sequence[Stage], plan: ModelPlan) -> None:
                 set_in(stage, name, first)
 
 
-def _share_tied(stages: Sequence[Stage]) -> list[tuple[Tensor, Tensor]]:
-    """Give further uses of a tied weight on this rank the memory of the first; return the leaves of each pair."""
+def _tied_copies(stages: Sequence[Stage]) -> list[tuple[Tensor, Tensor]]:
+    """Return the leaf of each tied weight with that of each further use on this rank."""
     kept: dict[str, nn.Parameter] = {}
     pairs = []
     for stage in stages:
         for name, parameter in list(stage.named_parameters()):
             first = kept.setdefault(stage.model_plan.whole_name(name), parameter)
             if first is not parameter:
-                leaf, copy = local(stored(first)), local(stored(parameter))
-                copy.data = leaf.data
-                pairs.append((leaf, copy))
+                pairs.append((local(stored(first)), local(stored(parameter))))
     return pairs
 
 
@@ -425,6 +432,8 @@ def _make_gradients(
 ) -> Gradients:
     """Make sharded gradients with ZeRO, else buckets; experts are summed over the replicas that hold them."""
     if how.zero is not None:
+        if how.order is not None:
+            return ExactShardedGradients(stages, how.zero, how.order, copies)
         return ShardedGradients(stages, how.zero)
     parameters = [parameter for _, parameter in whole_parameters(stages) if parameter.requires_grad]
     mesh, dtype, wire = how.mesh, how.master_dtype, DTYPES.get(compression)
