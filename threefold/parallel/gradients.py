@@ -156,8 +156,7 @@ class _TreePlace(_Place):
         total = self._tree.total()
         self._tree.clear()
         if total is not None:
-            self.view.copy_(total)
-            self.view.add_(0.0)  # −0 + 0 is +0: whether a zero was added does not show
+            torch.add(total, 0.0, out=self.view)  # −0 + 0 is +0: whether a zero was added does not show
             self._hold(leaf)
         super().finish(leaf)
 

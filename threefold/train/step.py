@@ -335,7 +335,7 @@ class Engine(GradientStep):
 
     def _exact_loss_and_norm(self, losses: Tensor) -> tuple[float, float]:
         """Return loss and norm of an exact run, each the sum of many numbers that does not depend on their order."""
-        overflow = 0 * self._norm.squared() + self._norm.uncounted_overflow()
+        overflow = self._norm.uncounted_overflow()
         losses = losses if self.mesh.tp.is_first else losses[:0]
         (loss, squared), (others,) = sum_exactly(
             [losses, self._norm.row_squares()], overflow.view(1), self.mesh, self.stop
@@ -485,9 +485,11 @@ def partial_over_tensor_ranks(model: TrainableModel) -> list[Tensor]:
     In an exact run, the backward passes of norms and biases sum over the ranks themselves, sample by sample.
     """
     how = model.parallelism
-    found = [weight for weight in model.trained if how.mesh.tp.size > 1 and not is_split(weight.parameter)]
-    if how.grain is not None:
-        found = [each for each in found if isinstance(model.plan.split_of(each.name), OverSequence)]
-    elif not how.sequence_parallel:
-        found = [each for each in found if model.plan.has_partial_gradient(each.name)]
-    return [weight.leaf for weight in found if how.sequence_parallel or how.grain is None]
+    return [
+        weight.leaf
+        for weight in model.trained
+        if how.mesh.tp.size > 1
+        and not is_split(weight.parameter)
+        and (how.sequence_parallel or model.plan.has_partial_gradient(weight.name))
+        and (how.grain is None or isinstance(model.plan.split_of(weight.name), OverSequence))
+    ]
