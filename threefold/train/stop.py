@@ -223,10 +223,12 @@ def sum_exactly(
     tops = torch.stack([torch.cat([each.abs(), each.new_zeros(1)]).amax() for each in values])
     tops = mesh.world.all_reduce_max_(tops)
     digits = torch.stack([order_free_digits(each, top) for each, top in zip(values, tops, strict=True)])
-    found = sum_over_ranks(torch.cat([digits.flatten(), totals]), mesh, stop)
-    each_of = torch.tensor(found[: digits.numel()], dtype=torch.float64).view(digits.shape).tolist()
-    sums = [from_digits(each, top) for each, top in zip(each_of, tops.tolist(), strict=True)]
-    return sums, found[digits.numel() :]
+    shared = tops if mesh.world.is_first else torch.zeros_like(tops)  # read with the sums: on a GPU, reading waits
+    found = sum_over_ranks(torch.cat([digits.T.flatten(), shared, totals]), mesh, stop)
+    count, places = len(values), range(0, digits.numel(), len(values))
+    tops_read = found[digits.numel() : digits.numel() + count]
+    sums = [from_digits([found[at + each] for at in places], tops_read[each]) for each in range(count)]
+    return sums, found[digits.numel() + count :]
 
 
 def _holds(requests: float, flag: float) -> bool:
