@@ -40,6 +40,7 @@ from threefold.parallel.pipeline.stage import StepSamples, TiedWeights
 from threefold.torch_private.fake import FakeTensor
 from threefold.torch_private.tensors import foreach_norm
 from threefold.train.evaluation import EvaluationStep, loss_of_tokens, several
+from threefold.train.fingerprint import Fingerprints
 from threefold.train.optim import Optimizer, learning_rate
 from threefold.train.optimizers import update_rule
 from threefold.train.step_batch import BatchFacts
@@ -221,6 +222,9 @@ class Engine(GradientStep):
         loss: function of the last layer's output and the batch, for a model that does not compute its loss itself.
         loss_scale: loss scale of the backward pass; None for the config's, which only fp16 has.
         pieces: sizes of the pieces that work is divided into; None for the default sizes.
+
+    Attributes:
+        fingerprints: hashes of the weights of an exact run; None for any other run.
     """
 
     stop: Stop
@@ -249,6 +253,7 @@ class Engine(GradientStep):
         self.config = config
         rule, axes = update_rule(config.optimizer), self.parallelism.sharding_axes
         self.optimizer = Optimizer(rule, self.model.weights, self.gradients, config.optimizer, plan, axes)
+        self.fingerprints = None if settings.grain is None else Fingerprints(self.model.weights, mesh)
         tied, piece = self.model.tied, settings.pieces.norm_elements
         self._norm = GradientNorm(self.gradients, self.optimizer.entries, mesh, tied, piece, settings.grain)
 
