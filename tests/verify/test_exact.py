@@ -68,7 +68,7 @@ class MistakenPool:
 
 def mistaken(check: ExactVerifier, mistake: Callable[[], list[Patch]], layout: str) -> ExactResult:
     other = ExactVerifier(check.task, MistakenPool(check.pool, mistake), check.folder)  # type: ignore[arg-type]
-    other.fingerprint, other._places = check.fingerprint, check._places
+    other.fingerprints, other._places = check.fingerprints, check._places
     return other.verify(parse(layout))
 
 
@@ -137,7 +137,7 @@ def test_other_first_weights_are_a_difference(one_process: ExactVerifier) -> Non
     other = one_process.task.config
     seeded = other.model_copy(update={"train": other.train.model_copy(update={"seed": 6})})
     check = ExactVerifier(replace(one_process.task, config=seeded), one_process.pool, one_process.folder)
-    check._places = one_process._places
+    check.fingerprints, check._places = one_process.fingerprints, one_process._places
     result = check.verify(parse("dp2"))
     assert result.first is not None
     assert (result.first.what, result.first.step) == (INITIAL, 0)

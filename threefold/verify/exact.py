@@ -78,13 +78,15 @@ class ExactVerifier:
     """Comparison of bits with the single process, layout by layout, on a worker pool.
 
     Attributes:
-        fingerprint: fingerprint of the single process after its last step, once `run_one_process` has returned.
+        fingerprints: fingerprints of the single process after each step, the initial one first, once
+            `run_one_process` has returned.
         parameters: number of elements of the model's parameters.
     """
 
     def __init__(self, task: ExactVerification, pool: WorkerPool, folder: Path) -> None:
         self.task, self.pool, self.folder = task, pool, folder
-        self.fingerprint, self.parameters = "", 0
+        self.fingerprints: list[str] = []
+        self.parameters = 0
         self._places: dict[str, int] = {}
 
     def run_one_process(self) -> None:
@@ -98,8 +100,13 @@ class ExactVerifier:
                 raise error.error from None
             raise
         self._places = {name: place for place, name in enumerate(report.names)}
-        self.fingerprint = report.fingerprints[-1]
+        self.fingerprints = report.fingerprints
         self.parameters = sum(prod(weight.shape) for weight in Trace.load(self.folder).initial.values())
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the single process after its last step."""
+        return self.fingerprints[-1]
 
     def verify(self, spec: LayoutSpec) -> ExactResult:
         """Train in a layout, and compare its bits."""
@@ -112,10 +119,10 @@ class ExactVerifier:
 
     def _result(self, label: str, spec: LayoutSpec, threads: int | None) -> ExactResult:
         task, started = self.task, time.perf_counter()
-        config, folder = compose(task.config, spec), str(self.folder)
+        arguments = task.source, compose(task.config, spec), task.rows, task.steps, str(self.folder)
         try:
             reports: list[ExactReport] = self.pool.run(
-                spec.world_size, run_exact_rank, task.source, config, task.rows, task.steps, folder, threads
+                spec.world_size, run_exact_rank, *arguments, self.fingerprints, threads
             )
         except WorkerError as error:
             seconds = time.perf_counter() - started

@@ -124,15 +124,11 @@ def write_exact_trace(source: ModelSource, config: Config, rows: BatchSource, st
         trace.gradients.append(run.gradients)
         trace.weights.append(_copies(run.weights))
     trace.save(Path(folder))
-    torch.save(run.hashes, Path(folder) / _HASHES)
     return ExactReport(run.hashes, [], list(trace.initial))
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in tensors.items()}
-
-
-_HASHES: Final = "fingerprints.pt"
 
 
 def run_exact_rank(
@@ -141,23 +137,27 @@ def run_exact_rank(
     rows: BatchSource,
     steps: int,
     folder: str,
+    hashes: list[str],
     threads: int | None = None,
 ) -> ExactReport:
     """Train as a rank of the config's layout, in tiny pieces, and compare every bit with the trace in `folder`.
 
     Args:
+        hashes: fingerprints of one process after each step, the initial ones first.
         threads: threads of torch; None to leave their number as it is.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
-        return _compared(source, config, rows, steps, Path(folder))
+        return _compared(source, config, rows, steps, Path(folder), hashes)
     finally:
         torch.set_num_threads(before)
 
 
-def _compared(source: ModelSource, config: Config, rows: BatchSource, steps: int, folder: Path) -> ExactReport:
-    expected, hashes = Trace.load(folder), torch.load(folder / _HASHES)
+def _compared(
+    source: ModelSource, config: Config, rows: BatchSource, steps: int, folder: Path, hashes: list[str]
+) -> ExactReport:
+    expected = Trace.load(folder)
     mesh = tiny_mesh(config)
     run = _Training(source, config, rows, mesh, expected.limit, PIECES)
     parts = {weight.name: weight.parameter for weight in run.engine.model.weights}
