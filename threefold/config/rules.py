@@ -282,7 +282,7 @@ def _check_exact(config: Config) -> None:
     for key, broken, use in (
         ("model.architecture", config.model.architecture == OWN, "gpt or llama"),
         ("model.num_experts", config.model.num_experts > 0, "0"),
-        ("precision.dtype", config.precision.dtype != "fp32", "fp32"),
+        ("precision.dtype", config.precision.dtype not in ("fp32", "bf16"), "fp32 or bf16"),
         ("train.compile", train.compile, "false"),
         ("parallel.cp", parallel.cp > 1, "1"),
         ("parallel.gradient_compression", parallel.gradient_compression != "none", "none"),
