@@ -7,6 +7,7 @@ import pytest
 
 from tests.support.parity import Case, Trace
 from tests.train.test_exact import CASE, check, differences, in_threads, one_process, with_layout  # noqa: F401 (a fixture)
+from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
 
 SOCKETS = {
@@ -51,3 +52,18 @@ def test_bits_in_bf16_do_not_depend_on_threads(
     expected = one_process(NARROW)
     (found,) = pool.run(1, in_threads, with_layout(NARROW, 1, 1, 1), threads)
     assert not differences(expected, found)[:6]
+
+
+@pytest.mark.parametrize(
+    ("case", "key"),
+    [
+        (replace(CASE, dtype="fp16"), "precision.dtype"),
+        (replace(CASE, dtype="fp64"), "precision.dtype"),
+        (replace(NARROW, update=(("precision.master_weights", False),)), "precision.master_weights"),
+        (replace(CASE, optimizer="sgd", update=(("optimizer.momentum", 0.9),)), "optimizer.momentum"),
+        (replace(CASE, optimizer="torch.optim:RMSprop", update=(("optimizer.eps", 1e-8),)), "optimizer.name"),
+    ],
+)
+def test_what_is_not_exact_is_refused(case: Case, key: str) -> None:
+    with pytest.raises(UserError, match=f"^{key} .*train.exact is true, whose sums do not go together with it yet"):
+        _ = with_layout(case, 2, 1, 1).config
