@@ -272,7 +272,7 @@ def _cut_by_tensor_axis(config: Config) -> list[tuple[str, int]]:
 
 
 def _check_exact(config: Config) -> None:
-    train, parallel = config.train, config.parallel
+    train, parallel, precision, optimizer = config.train, config.parallel, config.precision, config.optimizer
     samples, tensor = train.grain_samples, train.grain_tensor
     if not train.exact:
         for key, value in (("grain_samples", samples), ("grain_tensor", tensor)):
@@ -282,7 +282,10 @@ def _check_exact(config: Config) -> None:
     for key, broken, use in (
         ("model.architecture", config.model.architecture == OWN, "gpt or llama"),
         ("model.num_experts", config.model.num_experts > 0, "0"),
-        ("precision.dtype", config.precision.dtype != "fp32", "fp32"),
+        ("precision.dtype", precision.dtype not in ("fp32", "bf16"), "fp32 or bf16"),
+        ("precision.master_weights", precision.dtype == "bf16" and not precision.master_weights, "true"),
+        ("optimizer.name", optimizer.name not in BUILT_IN, "adamw"),
+        ("optimizer.momentum", optimizer.name == "sgd" and optimizer.momentum > 0, "0"),
         ("train.compile", train.compile, "false"),
         ("parallel.cp", parallel.cp > 1, "1"),
         ("parallel.gradient_compression", parallel.gradient_compression != "none", "none"),

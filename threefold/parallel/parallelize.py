@@ -188,6 +188,8 @@ class Parallelism:
     @classmethod
     def make(cls, plan: ModelPlan, mesh: Mesh, settings: TrainingSettings) -> "Parallelism":
         """Return the parallelism of a model to train. Collective over the world; raises as `stage_map`."""
+        if settings.grain is not None and not mesh.exact:
+            raise ValueError("the mesh of an exact run must sum in a tree; make it with Mesh(..., exact=True)")
         pp, chunks = mesh.pp.size, settings.stage_chunks
         stages = StageMap((0, len(plan.layers)), (0,))
         if pp > 1:
