@@ -8,6 +8,7 @@ from typing import NamedTuple
 from threefold.config.loading import problem
 from threefold.config.model import FAMILIES, OWN
 from threefold.config.optimizer import BUILT_IN, HYPER_PARAMETERS, OPTIMIZERS, hyper_parameters
+from threefold.config.schedules import OwnSchedule, Schedule
 from threefold.config.schema import Config
 from threefold.config.section import divisors, nearest_divisor, nearest_multiple
 
@@ -292,6 +293,13 @@ def _check_exact(config: Config) -> None:
     ):
         if broken:
             raise problem(config, key, f"train.exact is true, whose sums do not go together with it yet; use {use}")
+    schedule, leaves = parallel.pipeline_schedule, train.global_batch_size // parallel.dp
+    if parallel.pp > 1 and not schedule.accepts(parallel.pp, leaves):
+        rule = f"train.exact runs the {leaves} samples of a replica one by one, but {schedule.name}"
+        raise problem(config, "parallel.schedule", f"{rule} {schedule.micro_batch_rule(parallel.pp, leaves)}; use 1f1b")
+    if parallel.pp > 1 and not _backward_in_order(schedule, parallel.pp, leaves):
+        rule = "has backward passes of a later micro-batch before those of an earlier one, and train.exact is true"
+        raise problem(config, "parallel.schedule", f"{rule}; use interleaved")
     if samples != gcd(samples, 1 << 30, train.global_batch_size):
         rule = f"must be a power of two that divides train.global_batch_size {train.global_batch_size}"
         raise problem(config, "train.grain_samples", f"{rule}; use {gcd(LARGEST_GRAIN, train.global_batch_size)}")
@@ -310,6 +318,19 @@ def _check_exact(config: Config) -> None:
         works = nearest_divisor(parallel.tp, positions)
         which = f"train.grain_tensor {tensor}" if tensor % parallel.tp else f"the {positions} pieces of a sequence"
         raise problem(config, "parallel.tp", f"must divide {which}, since train.exact is true; use {works}")
+
+
+def _backward_in_order(schedule: Schedule, pp: int, micro_batches: int) -> bool:
+    """Return whether a schedule runs each stage's backward passes in the order of the micro-batches."""
+    if not isinstance(schedule, OwnSchedule):
+        return schedule.name != "looped-bfs"
+    last: dict[tuple[int, bool], int] = {}
+    for action in (each for order in schedule.orders(pp, micro_batches) for each in order if each.kind != "F"):
+        passed = action.stage, action.kind == "W"
+        if action.micro_batch < last.get(passed, 0):
+            return False
+        last[passed] = action.micro_batch
+    return True
 
 
 def _check_data(config: Config) -> None:
