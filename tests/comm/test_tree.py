@@ -75,10 +75,7 @@ def scatter_in_tree(transport: str) -> None:
         total, mine = by_hand(parts), parts[axis.index]
         with axis.recorder.recording() as events:
             assert axis.reduce_scatter(mine, 1).equal(total.chunk(axis.size, 1)[axis.index])
-            part = torch.empty(mine.numel() // axis.size, dtype=dtype)
-            axis.start_reduce_scatter(part, mine.flatten()).wait()
-            assert part.equal(total.flatten().chunk(axis.size)[axis.index])
-        assert events == [Event("tp", "reduce_scatter", mine.nbytes)] * 2
+        assert events == [Event("tp", "reduce_scatter", mine.nbytes)]
 
 
 WORKS = [sum_in_tree, scatter_in_tree]

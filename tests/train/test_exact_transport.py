@@ -5,25 +5,21 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.exact import CASE, check, differences, exact_run, with_layout
 from tests.support.parity import Case, Trace
-from tests.train.test_exact import CASE, check, differences, in_threads, one_process, with_layout  # noqa: F401 (a fixture)
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
+
+NARROW = replace(CASE, dtype="bf16")
+PLAIN = replace(NARROW, head_dim=7, sequence=33, dropout=0.0)  # attention without dropout, and odd sizes
 
 SOCKETS = {
     "dp 4": with_layout(CASE, 4, 1, 1),
     "tp 4": with_layout(CASE, 1, 4, 1),
     "dp 4 tp 2 sp": with_layout(CASE, 4, 2, 1, parallel__sequence_parallel=True),
     "dp 2 tp 2 pp 2": with_layout(CASE, 2, 2, 2, micro=4),
+    "dp 4 zero 2": with_layout(CASE, 4, 1, 1, parallel__zero=2),
 }
-
-
-@pytest.mark.parametrize("name", SOCKETS)
-def test_bits_over_sockets(pool: WorkerPool, one_process: Callable[[Case], Trace], name: str) -> None:  # noqa: F811
-    check(pool, one_process(CASE), replace(SOCKETS[name], shared_memory=False))
-
-
-NARROW = replace(CASE, dtype="bf16")
 IN_BF16 = {
     "micro-batch": with_layout(NARROW, 1, 1, 1, micro=4),
     "recompute": with_layout(NARROW, 1, 1, 1, train__recompute="full"),
@@ -34,23 +30,33 @@ IN_BF16 = {
     "pp 2": with_layout(NARROW, 1, 1, 2, micro=2),
     "zero-bubble": with_layout(NARROW, 1, 1, 2, "zero-bubble"),
     "dp 2 tp 2 pp 2": with_layout(NARROW, 2, 2, 2, micro=4),
+    "dp 4 zero 3": with_layout(NARROW, 4, 1, 1, parallel__zero=3),
     "sockets": replace(with_layout(NARROW, 2, 4, 1), shared_memory=False),
 }
 
 
+@pytest.mark.parametrize("name", SOCKETS)
+def test_bits_over_sockets(pool: WorkerPool, one_process: Callable[[Case], Trace], name: str) -> None:
+    check(pool, one_process(CASE), replace(SOCKETS[name], shared_memory=False))
+
+
 @pytest.mark.parametrize("name", IN_BF16)
-def test_bits_in_bf16(pool: WorkerPool, one_process: Callable[[Case], Trace], name: str) -> None:  # noqa: F811
+def test_bits_in_bf16(pool: WorkerPool, one_process: Callable[[Case], Trace], name: str) -> None:
     check(pool, one_process(NARROW), IN_BF16[name])
 
 
+@pytest.mark.parametrize("tp", [2, 8])
+def test_bits_in_bf16_without_dropout(pool: WorkerPool, one_process: Callable[[Case], Trace], tp: int) -> None:
+    check(pool, one_process(PLAIN), with_layout(PLAIN, 1, tp, 1))
+
+
+@pytest.mark.parametrize("case", [NARROW, PLAIN], ids=["dropout", "plain"])
 @pytest.mark.parametrize("threads", [2, 4])
 def test_bits_in_bf16_do_not_depend_on_threads(
-    pool: WorkerPool,
-    one_process: Callable[[Case], Trace],  # noqa: F811
-    threads: int,
+    pool: WorkerPool, one_process: Callable[[Case], Trace], case: Case, threads: int
 ) -> None:
-    expected = one_process(NARROW)
-    (found,) = pool.run(1, in_threads, with_layout(NARROW, 1, 1, 1), threads)
+    expected = one_process(case)
+    (found,) = pool.run(1, exact_run, with_layout(case, 1, 1, 1), threads)
     assert not differences(expected, found)[:6]
 
 

@@ -138,22 +138,10 @@ class Axis(RankGroup):
         parts = tensor.unflatten(dim, (self.size, tensor.shape[dim] // self.size)).movedim(dim, 0).contiguous()
         part = torch.empty_like(parts[0])
         if self._exchanges(tensor):
-            tree.start_reduce_scatter(part.view(-1), parts.view(-1), self._group).wait()
+            tree.reduce_scatter(part.view(-1), parts.view(-1), self._group)
         else:
             self._group.reduce_scatter_single(part.view(-1), parts.view(-1), _SCATTER).wait()
         return part
-
-    def start_reduce_scatter(self, part: Tensor, flat: Tensor) -> dist.Work:
-        """Start to sum the contiguous one-dimensional `flat` over the axis; each rank gets its equal `part`, in order.
-
-        For code that has buffers of its own. All ranks wait for their works in one order.
-        """
-        self.recorder.add(self.name, "reduce_scatter", flat)
-        if self._exchanges(flat):
-            return tree.start_reduce_scatter(part, flat, self._group)
-        work = dist.reduce_scatter_single(part, flat, group=self.group, async_op=True)
-        assert work is not None  # asynchronous
-        return work
 
     @waits("all_to_all")
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:

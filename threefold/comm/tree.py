@@ -83,13 +83,9 @@ def start_sum_(flat: Tensor, group: dist.ProcessGroup, rounding: bool) -> dist.W
     return PostponedWork(finish)
 
 
-def start_reduce_scatter(out: Tensor, flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Start to sum a contiguous one-dimensional tensor over a group; each rank gets its equal part of it in `out`.
-
-    Every addition is rounded to the dtype; see `start_sum_` for the rest.
-    """
-    receive = _start_exchange(flat, group)
-    return PostponedWork(lambda: accumulate(torch.add, receive(), out, rounding=True))
+def reduce_scatter(out: Tensor, flat: Tensor, group: dist.ProcessGroup) -> None:
+    """Sum a contiguous one-dimensional tensor over a group, with every addition rounded; `out` is this rank's part."""
+    accumulate(torch.add, _start_exchange(flat, group)(), out, rounding=True)
 
 
 def _start_exchange(whole: Tensor, group: dist.ProcessGroup) -> Callable[[], list[Tensor]]:
