@@ -8,7 +8,18 @@ wherever it is made.
 
 Elementwise functions are a second trap: torch computes the last elements of a tensor, or of a thread's part of it, with
 other instructions than the rest, and the sigmoid, SiLU and GELU then differ in the last bit. The ones below use only
-operations that agree (tested over lengths, offsets and threads). `ExactArithmetic` replaces torch's by them.
+operations that agree. `ops.exact_arithmetic` replaces torch's by them, and `ops.exact_attention` has attention.
+
+What these functions trust on a CPU, in fp32, is shown by `tests/ops/test_exact.py`, over odd sizes, cuts, offsets and
+1, 2 and 4 threads:
+
+- oneDNN's products of dense matrices with two rows and columns at least (`test_products`). MKL's differ: with the
+  number of matrices in a batch, with threads where it computes one, and with alignment; so do torch's `@`, `baddbmm`
+  and `F.scaled_dot_product_attention`, which call it (seen at 24 × 5, 33 × 6 and 513 × 20).
+- torch's arithmetic of elements, square roots, reciprocals, `exp`, `tanh` and `erf` (`test_elementwise`); not its
+  `sigmoid`, SiLU and GELU.
+- torch's `amax`, sums and softmax over a contiguous last dim of several rows (`test_rows`); not the backward passes of
+  softmax and of the norms, nor sums of a whole tensor or of rows.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,10 +32,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from threefold.ops.kernels import GradientStore, gradient_store
-from threefold.torch_private.tensors import onednn_linear
+from threefold.torch_private.tensors import embedding_gradient, onednn_linear
 
 
 @dataclass(frozen=True)
@@ -71,11 +81,13 @@ class Pieces(NamedTuple):
         features: pieces of the features of a tensor-parallel layer.
         rows: sum of the rows of a sequence, as it lies between tensor-parallel layers.
         all_rows: sum of the rows of a sequence that this rank holds whole.
+        heads: sum of the rows of this rank's heads, one head after another, for weights that all heads share.
     """
 
     features: int
     rows: RowSum
     all_rows: RowSum
+    heads: RowSum
 
 
 def tree_sum(parts: Iterable[Tensor]) -> Tensor:
@@ -225,6 +237,38 @@ class _AddBias(torch.autograd.Function):
         return grad, ctx.rows(grad)[0] if ctx.needs_input_grad[1] else None, None
 
 
+def embedding(ids: Tensor, table: Tensor, rows: RowSum, own: range) -> Tensor:
+    """Look up rows of `table` [V, H] at `ids` int64 [B, S], the same id several times or on several ranks: [B, S, H].
+
+    Args:
+        rows: sum of the positions, for the table's gradient.
+        own: rows of the table's gradient that this rank keeps, of those that the ranks of `rows` hold together; the
+            others are zero.
+    """
+    out: Tensor = _Embedding.apply(ids, table, rows, own)
+    return out
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, table: Tensor, rows: RowSum, own: range) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.rows, ctx.own, ctx.count = rows, own, len(table)
+        return F.embedding(ids, table)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (ids,) = ctx.saved_tensors
+        each = (part.chunk(ctx.rows.pieces, 1) for part in (_wide(grad), ids))
+        sums = tree_sum(embedding_gradient(*piece, ctx.count) for piece in zip(*each, strict=True))
+        if ctx.rows.over_ranks is not None:
+            sums = ctx.rows.over_ranks(sums)
+        kept = torch.zeros_like(sums)
+        kept[ctx.own.start : ctx.own.stop] = sums[ctx.own.start : ctx.own.stop]
+        return None, kept.to(grad.dtype), None, None
+
+
 class _Elementwise(torch.autograd.Function):
     """Function of each element, in fp32 at least, with its derivative."""
 
@@ -323,7 +367,7 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         shifted = _wide(x).sub(_wide(x.amax(-1, keepdim=True))).exp_()
-        out = shifted.div_(_last_dim_summed(shifted)).to(x.dtype)
+        out = shifted.div_(last_dim_summed(shifted)).to(x.dtype)
         ctx.save_for_backward(out)
         return out
 
@@ -332,7 +376,7 @@ class _Softmax(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (out,) = ctx.saved_tensors
         wide = _wide(out)
-        return _wide(grad).sub(_last_dim_summed(wide * grad)).mul_(wide).to(out.dtype)
+        return _wide(grad).sub(last_dim_summed(wide * grad)).mul_(wide).to(out.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rows: RowSum) -> Tensor:
@@ -361,8 +405,8 @@ class _LayerNorm(torch.autograd.Function):
         if wants_x:
             scaled = _wide(grad) if weight is None else _wide(grad) * weight
             width = x.shape[-1]
-            along = _last_dim_summed(scaled * normed).div_(width)
-            grad_x = scaled.sub(_last_dim_summed(scaled).div_(width)).sub_(normed.mul_(along)).mul_(scale).to(x.dtype)
+            along = last_dim_summed(scaled * normed).div_(width)
+            grad_x = scaled.sub(last_dim_summed(scaled).div_(width)).sub_(normed.mul_(along)).mul_(scale).to(x.dtype)
         like = x.dtype if weight is None else weight.dtype
         return (
             grad_x,
@@ -373,72 +417,43 @@ class _LayerNorm(torch.autograd.Function):
         )
 
 
-def _last_dim_summed(x: Tensor) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float | None, rows: RowSum) -> Tensor:
+    """Compute `F.rms_norm` over the last dim, in fp32 at least; `rows` sums the gradient of the weight."""
+    out: Tensor = _RMSNorm.apply(x, weight, torch.finfo(x.dtype).eps if eps is None else eps, rows)
+    return out
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, rows: RowSum) -> Tensor:
+        wide = _wide(x).contiguous()
+        scale = last_dim_summed(wide.square()).div_(x.shape[-1]).add_(eps).sqrt_().reciprocal_()
+        ctx.save_for_backward(x, weight, scale)
+        ctx.rows = rows
+        normed = wide * scale
+        return (normed if weight is None else normed.mul_(weight)).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        wants_x, wants_weight, *_ = ctx.needs_input_grad
+        wide = _wide(grad).contiguous()
+        normed = _wide(x).contiguous() * scale
+        grad_weight = ctx.rows(wide * normed)[0].to(weight.dtype) if wants_weight else None
+        grad_x = None
+        if wants_x:
+            scaled = wide if weight is None else wide * weight
+            along = last_dim_summed(scaled * normed).div_(x.shape[-1])
+            grad_x = (scaled - normed.mul_(along)).mul_(scale).to(x.dtype)
+        return grad_x, grad_weight, None, None
+
+
+def last_dim_summed(x: Tensor) -> Tensor:
     """Sum the last dim, keeping it; torch divides the sum of a single row among its threads."""
     if x.shape[:-1].numel() != 1:
         return x.sum(-1, keepdim=True)
     return torch.stack([x, x]).sum(-1, keepdim=True)[0]
-
-
-class ExactArithmetic(TorchFunctionMode):
-    """Replaces torch's functions by those of this module, while it is entered: for forward passes and recomputations.
-
-    Args:
-        rows: sum of the rows of a sequence, as it lies between tensor-parallel layers.
-    """
-
-    def __init__(self, rows: RowSum) -> None:
-        super().__init__()
-        self._rows = rows
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        replacement = _REPLACED.get(func)
-        if replacement is None:
-            return func(*args, **(kwargs or {}))
-        return replacement(self._rows, *args, **(kwargs or {}))
-
-
-def _of_layer_norm(
-    rows: RowSum,
-    input: Tensor,
-    normalized_shape: Any,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Tensor:
-    if len(normalized_shape) > 1:
-        return F.layer_norm(input, normalized_shape, weight, bias, eps)
-    return layer_norm(input, weight, bias, eps, rows)
-
-
-def _of_softmax(_: RowSum, input: Tensor, dim: int | None = None, *args: Any, **options: Any) -> Tensor:
-    if dim is None or dim % input.dim() != input.dim() - 1 or args:
-        return F.softmax(input, dim, *args, **options)
-    return softmax(input, **options)
-
-
-def _of_sum(_: RowSum, input: Tensor, *args: Any, **options: Any) -> Tensor:
-    if args or options or not input.is_floating_point():
-        return torch.sum(input, *args, **options)
-    return sum_rows(input.flatten().unsqueeze(-1)).squeeze(-1)
-
-
-_REPLACED: Final[dict[Callable[..., Any], Callable[..., Tensor]]] = {
-    F.gelu: lambda _, *args, **options: gelu(*args, **options),
-    F.silu: lambda _, *args, **options: silu(*args, **options),
-    F.sigmoid: lambda _, x: sigmoid(x),
-    torch.sigmoid: lambda _, x: sigmoid(x),
-    Tensor.sigmoid: lambda _, x: sigmoid(x),
-    F.layer_norm: _of_layer_norm,
-    F.softmax: _of_softmax,
-    torch.softmax: _of_softmax,
-    Tensor.softmax: _of_softmax,
-    torch.sum: _of_sum,
-    Tensor.sum: _of_sum,
-}
-"""Function of torch → its replacement, called with the sum of rows and the function's arguments."""
 
 
 def row_width(parameter: Tensor, grain: Grain) -> int:

@@ -123,8 +123,9 @@ class ShardingContext:
         if self.grain is None:
             return None
         positions, shares = self.grain.positions, self.cut.shares
-        over_ranks = partial(all_reduce, axis=self.tp) if self.sequence_parallel else None
-        return Pieces(self.grain.tensor // self.tp.size, RowSum(positions // shares, over_ranks), RowSum(positions))
+        over_tp, features = partial(all_reduce, axis=self.tp), self.grain.tensor // self.tp.size
+        of_shares = RowSum(positions // shares, over_tp if self.sequence_parallel else None)
+        return Pieces(features, of_shares, RowSum(positions), RowSum(features, over_tp))
 
 
 def sum_over_shares_(gradients: Sequence[Tensor], axis: Axis) -> None:

@@ -23,7 +23,8 @@ from threefold.dtypes import DTYPES
 from threefold.models.layers.decoder import LinearCrossEntropy
 from threefold.models.sharding import ModelPlan
 from threefold.models.source import ConstructedModel, skeleton
-from threefold.ops.exact import ExactArithmetic, Grain
+from threefold.ops.exact import Grain
+from threefold.ops.exact_arithmetic import ExactArithmetic
 from threefold.ops.kernels import DeferrableWeight
 from threefold.parallel.context import ShardingContext
 from threefold.parallel.gradients import BUCKET_BYTES, GradientBuckets, Gradients, JoinedGradients, LeafOrder

@@ -1,6 +1,7 @@
 """Sharding of a model's modules: a parallel layer replaces each module that the plan's rules name."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Self, cast
 
 import torch
@@ -13,6 +14,7 @@ from threefold.models import sharding
 from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import PositionEmbedding
 from threefold.models.layers.experts import Experts, Routing
+from threefold.ops.exact_arithmetic import ExactArithmetic
 from threefold.parallel.context import ContextParallelAttention, RingAttention, ShardingContext
 from threefold.parallel.cross_entropy import ParallelCrossEntropy
 from threefold.parallel.experts import ParallelExperts, ParallelRouting
@@ -205,6 +207,7 @@ def _attention_core(rule: sharding.AttentionCore, module: CausalAttention, conte
     heads = Slice(start, rule.heads)
     if context.cp.size > 1:
         return _CONTEXT_ATTENTION[context.cp_method](module, context.cp, heads)
+    module.exact = context.grain is not None
     module.dropout = module.dropout.of_part({1: heads})  # of the weights [B, heads, queries, keys]
     return module
 
@@ -219,7 +222,17 @@ def _over_sequence(
 ) -> nn.Module:
     if isinstance(module, Dropout):
         return module.of_part({1: context.cut})
-    return module.of_positions(context.cut) if context.cut.shares > 1 else module
+    placed = module.of_positions(context.cut) if context.cut.shares > 1 else module
+    if (pieces := context.pieces) is not None:
+        # Complete sums, of which each rank keeps some rows: the ranks' gradients are added at the end of the step.
+        share = context.tp if context.sequence_parallel else None
+        bounds = (
+            (0, placed.num_embeddings)
+            if share is None
+            else shard_bounds(placed.num_embeddings, share.size, share.index)
+        )
+        placed.exact = pieces.rows, range(*bounds)
+    return placed
 
 
 def _token_routing(rule: sharding.TokenRouting, module: Routing, context: ShardingContext) -> nn.Module:
@@ -228,6 +241,22 @@ def _token_routing(rule: sharding.TokenRouting, module: Routing, context: Shardi
 
 def _over_experts(rule: sharding.OverExperts, module: Experts, context: ShardingContext) -> nn.Module:
     return ParallelExperts(module, context) if context.ep.size * context.tp.size > 1 else module
+
+
+def _per_head(rule: sharding.PerHead, module: nn.Module, context: ShardingContext) -> nn.Module:
+    pieces = context.pieces
+    if pieces is None:
+        return module
+    kind, arithmetic = type(module), partial(ExactArithmetic, pieces.heads)
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        # Heads first, so that a run of rows is a run of heads.
+        with arithmetic():
+            out: Tensor = kind.forward(self, x.movedim(2, 0)).movedim(0, 2)
+        return out
+
+    module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    return module
 
 
 def _unchanged(rule: sharding.Split, module: nn.Module, context: ShardingContext) -> nn.Module:
@@ -245,7 +274,7 @@ SHARDINGS: dict[type[sharding.Split], Sharding] = {
     sharding.TokenRouting: Sharding((Routing,), _token_routing),
     sharding.OverExperts: Sharding((Experts,), _over_experts),
     sharding.Replicated: Sharding((nn.Module,), _unchanged),
-    sharding.PerHead: Sharding((nn.Module,), _unchanged),
+    sharding.PerHead: Sharding((nn.Module,), _per_head),
 }
 """Rule → how it is applied."""
 

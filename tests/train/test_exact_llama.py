@@ -1,0 +1,60 @@
+"""Exact runs of the Llama family, and of every kind of attention."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.support.parity import Case, Trace
+from tests.train.test_exact import CASE as GPT
+from tests.train.test_exact import check, differences, in_threads, one_process, with_layout
+from threefold.launch.worker_pool import WorkerPool
+
+__all__ = ["one_process"]
+
+LLAMA = replace(
+    GPT,
+    layers=2,
+    sequence=28,
+    positions="rope",
+    tie=False,
+    steps=2,
+    documents=True,
+    model=(
+        ("architecture", "llama"),
+        ("num_key_value_heads", 4),
+        ("head_dim", 6),
+        ("qkv_bias", True),
+        ("qk_norm", True),
+        ("sliding_window", 5),
+        ("full_attention_layers", 1),
+    ),
+)
+
+
+def llama(**settings: Any) -> Case:
+    """Return the case with other settings of the model."""
+    return replace(LLAMA, model=tuple((dict(LLAMA.model) | settings).items()))
+
+
+LAYOUTS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
+    "tp 2": (1, 2, 1, {}),
+    "tp 4 sp": (1, 4, 1, {"parallel__sequence_parallel": True, "train__recompute": "selective"}),
+    "dp 2 tp 2 pp 2": (2, 2, 2, {"micro": 4}),
+    "recompute": (2, 1, 1, {"train__recompute": "full"}),
+    "zero-bubble": (1, 2, 2, {"schedule": "zero-bubble", "train__recompute": "selective"}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_bits_are_those_of_one_process(pool: WorkerPool, one_process: Callable[[Case], Trace], name: str) -> None:
+    dp, tp, pp, settings = LAYOUTS[name]
+    check(pool, one_process(LLAMA), with_layout(LLAMA, dp, tp, pp, **settings))
+
+
+@pytest.mark.parametrize("threads", [2, 4])
+def test_bits_do_not_depend_on_threads(pool: WorkerPool, one_process: Callable[[Case], Trace], threads: int) -> None:
+    expected = one_process(LLAMA)
+    (found,) = pool.run(1, in_threads, with_layout(LLAMA, 1, 1, 1), threads)
+    assert not differences(expected, found)[:6]
