@@ -25,8 +25,8 @@ What these functions trust on a CPU, in fp32, is shown by `tests/ops/test_exact.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import frexp, isfinite, ldexp, nan, pi, sqrt
-from typing import Any, Final, NamedTuple
+from math import frexp, isfinite, ldexp, nan
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,7 +68,7 @@ class RowSum:
 
     def __call__(self, *rows: Tensor) -> list[Tensor]:
         """Sum the rows of tensors [..., n], in fp32 at least and in one exchange: [n] each, in their own dtype."""
-        sums = [sum_rows(_wide(each).flatten(0, -2), self.pieces) for each in rows]
+        sums = [sum_rows(widened(each).flatten(0, -2), self.pieces) for each in rows]
         if self.over_ranks is not None and sums:
             sums = list(self.over_ranks(torch.stack(sums)).unbind())
         return [total.to(each.dtype) for total, each in zip(sums, rows, strict=True)]
@@ -260,8 +260,8 @@ class _Embedding(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
-        each = (part.chunk(ctx.rows.pieces, 1) for part in (_wide(grad), ids))
-        sums = tree_sum(embedding_gradient(*piece, ctx.count) for piece in zip(*each, strict=True))
+        grads, numbers = (each.chunk(ctx.rows.pieces, 1) for each in (widened(grad), ids))
+        sums = tree_sum(embedding_gradient(*each, rows=ctx.count) for each in zip(grads, numbers, strict=True))
         if ctx.rows.over_ranks is not None:
             sums = ctx.rows.over_ranks(sums)
         kept = torch.zeros_like(sums)
@@ -269,114 +269,9 @@ class _Embedding(torch.autograd.Function):
         return None, kept.to(grad.dtype), None, None
 
 
-class _Elementwise(torch.autograd.Function):
-    """Function of each element, in fp32 at least, with its derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.slope = slope
-        return value(_wide(x)).to(x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (x,) = ctx.saved_tensors
-        return ctx.slope(_wide(x)).mul_(grad).to(x.dtype), None, None
-
-
-def _wide(x: Tensor) -> Tensor:
+def widened(x: Tensor) -> Tensor:
+    """Return `x` in fp32 at least."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-_LINEAR: Final = sqrt(2 / pi)
-_CUBIC: Final = 0.044715
-
-
-def _tanh(x: Tensor) -> Tensor:
-    return x.square().mul_(_CUBIC).add_(1).mul_(_LINEAR).mul_(x).tanh_()
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return _tanh(x).add_(1).mul_(x).mul_(0.5)
-
-
-def _gelu_tanh_slope(x: Tensor) -> Tensor:
-    # d/dx of x · (1 + t) / 2, with t' = (1 − t²) · √(2/π) · (1 + 3 · 0.044715 · x²)
-    turn = _tanh(x)
-    inner = x.square().mul_(3 * _CUBIC).add_(1).mul_(_LINEAR).mul_(x)
-    return turn.square().neg_().add_(1).mul_(inner).add_(turn).add_(1).mul_(0.5)
-
-
-def _gelu_erf(x: Tensor) -> Tensor:
-    return x.mul(sqrt(0.5)).erf_().add_(1).mul_(x).mul_(0.5)
-
-
-def _gelu_erf_slope(x: Tensor) -> Tensor:
-    density = x.square().mul_(-0.5).exp_().mul_(1 / sqrt(2 * pi)).mul_(x)
-    return x.mul(sqrt(0.5)).erf_().add_(1).mul_(0.5).add_(density)
-
-
-def _sigmoid(x: Tensor) -> Tensor:
-    return x.neg().exp_().add_(1).reciprocal_()
-
-
-def _sigmoid_slope(x: Tensor) -> Tensor:
-    value = _sigmoid(x)
-    return value.neg().add_(1).mul_(value)
-
-
-def _silu(x: Tensor) -> Tensor:
-    return x / x.neg().exp_().add_(1)
-
-
-def _silu_slope(x: Tensor) -> Tensor:
-    # σ · (1 + x · (1 − σ))
-    value = _sigmoid(x)
-    return value.neg().add_(1).mul_(x).add_(1).mul_(value)
-
-
-def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    """Compute `F.gelu`, in fp32 at least."""
-    functions = (_gelu_tanh, _gelu_tanh_slope) if approximate == "tanh" else (_gelu_erf, _gelu_erf_slope)
-    out: Tensor = _Elementwise.apply(x, *functions)
-    return out
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    """Compute `torch.sigmoid`, in fp32 at least."""
-    out: Tensor = _Elementwise.apply(x, _sigmoid, _sigmoid_slope)
-    return out
-
-
-def silu(x: Tensor, inplace: bool = False) -> Tensor:
-    """Compute `F.silu`, in fp32 at least, never in place."""
-    out: Tensor = _Elementwise.apply(x, _silu, _silu_slope)
-    return out
-
-
-def softmax(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
-    """Compute `torch.softmax` over the last dim, in fp32 at least."""
-    out: Tensor = _Softmax.apply(x if dtype is None else x.to(dtype))
-    return out
-
-
-class _Softmax(torch.autograd.Function):
-    """Softmax whose rows are computed alike whatever their number, which torch's backward pass does not promise."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        shifted = _wide(x).sub(_wide(x.amax(-1, keepdim=True))).exp_()
-        out = shifted.div_(last_dim_summed(shifted)).to(x.dtype)
-        ctx.save_for_backward(out)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (out,) = ctx.saved_tensors
-        wide = _wide(out)
-        return _wide(grad).sub(last_dim_summed(wide * grad)).mul_(wide).to(out.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rows: RowSum) -> Tensor:
@@ -398,12 +293,12 @@ class _LayerNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, scale = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-        normed = _wide(x).sub(mean).mul_(scale)
-        summed = [_wide(grad) * normed] if wants_weight else []
-        sums = ctx.rows(*summed, *([_wide(grad)] if wants_bias else []))
+        normed = widened(x).sub(mean).mul_(scale)
+        summed = [widened(grad) * normed] if wants_weight else []
+        sums = ctx.rows(*summed, *([widened(grad)] if wants_bias else []))
         grad_x = None
         if wants_x:
-            scaled = _wide(grad) if weight is None else _wide(grad) * weight
+            scaled = widened(grad) if weight is None else widened(grad) * weight
             width = x.shape[-1]
             along = last_dim_summed(scaled * normed).div_(width)
             grad_x = scaled.sub(last_dim_summed(scaled).div_(width)).sub_(normed.mul_(along)).mul_(scale).to(x.dtype)
@@ -426,7 +321,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float | None, rows: RowSum) 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, rows: RowSum) -> Tensor:
-        wide = _wide(x).contiguous()
+        wide = widened(x).contiguous()
         scale = last_dim_summed(wide.square()).div_(x.shape[-1]).add_(eps).sqrt_().reciprocal_()
         ctx.save_for_backward(x, weight, scale)
         ctx.rows = rows
@@ -438,8 +333,8 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
         wants_x, wants_weight, *_ = ctx.needs_input_grad
-        wide = _wide(grad).contiguous()
-        normed = _wide(x).contiguous() * scale
+        wide = widened(grad).contiguous()
+        normed = widened(x).contiguous() * scale
         grad_weight = ctx.rows(wide * normed)[0].to(weight.dtype) if wants_weight else None
         grad_x = None
         if wants_x:

@@ -1,4 +1,4 @@
-"""Torch's functions replaced by those of exact runs (`ops.exact`), for code that calls torch's."""
+"""Torch's functions replaced by those of exact runs, for code that calls torch's."""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -8,12 +8,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from threefold.ops import exact
+from threefold.ops import exact, exact_functions
 from threefold.ops.exact import RowSum
 
 
 class ExactArithmetic(TorchFunctionMode):
-    """Replaces torch's functions by those of `ops.exact`, while it is entered: for forward passes and recomputations.
+    """Replaces torch's functions by those of exact runs, while it is entered: for forward passes and recomputations.
 
     Args:
         rows: sum of the rows of a sequence, as it lies between tensor-parallel layers.
@@ -56,7 +56,7 @@ def _of_rms_norm(
 def _of_softmax(_: RowSum, input: Tensor, dim: int | None = None, *args: Any, **options: Any) -> Tensor:
     if dim is None or dim % input.dim() != input.dim() - 1 or args:
         return F.softmax(input, dim, *args, **options)
-    return exact.softmax(input, **options)
+    return exact_functions.softmax(input, **options)
 
 
 def _of_sum(_: RowSum, input: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -66,11 +66,11 @@ def _of_sum(_: RowSum, input: Tensor, *args: Any, **options: Any) -> Tensor:
 
 
 _REPLACED: Final[dict[Callable[..., Any], Callable[..., Tensor]]] = {
-    F.gelu: lambda _, *args, **options: exact.gelu(*args, **options),
-    F.silu: lambda _, *args, **options: exact.silu(*args, **options),
-    F.sigmoid: lambda _, x: exact.sigmoid(x),
-    torch.sigmoid: lambda _, x: exact.sigmoid(x),
-    Tensor.sigmoid: lambda _, x: exact.sigmoid(x),
+    F.gelu: lambda _, *args, **options: exact_functions.gelu(*args, **options),
+    F.silu: lambda _, *args, **options: exact_functions.silu(*args, **options),
+    F.sigmoid: lambda _, x: exact_functions.sigmoid(x),
+    torch.sigmoid: lambda _, x: exact_functions.sigmoid(x),
+    Tensor.sigmoid: lambda _, x: exact_functions.sigmoid(x),
     F.layer_norm: _of_layer_norm,
     F.rms_norm: _of_rms_norm,
     F.softmax: _of_softmax,

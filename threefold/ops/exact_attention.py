@@ -70,7 +70,8 @@ class _ExactAttention(torch.autograd.Function):
 
 
 def _tiles(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Iterator[TileInputs]:
-    return tile_inputs(*(_by_head(each) for each in (q * q.shape[-1] ** -0.5, k, v)), mask, None)
+    """Yield the tiles, with scaled queries."""
+    return tile_inputs(_by_head(q * q.shape[-1] ** -0.5), _by_head(k), _by_head(v), mask, None)
 
 
 def _by_head(x: Tensor) -> Tensor:
@@ -135,6 +136,4 @@ def _weights(part: TileInputs, row: int, heads: slice) -> Tensor:
     scores = torch.stack([product(part.q[row, head], part.k[row, _serving(part, head)]) for head in own])
     if part.bias is not None:
         scores += part.bias
-    if scores.shape[:-1].numel() == 1:  # torch divides a single row among its threads
-        return torch.cat([scores, scores], 1).softmax(-1)[:, :1]
     return scores.softmax(-1)
