@@ -38,6 +38,15 @@ def llama(**settings: Any) -> Case:
     return replace(LLAMA, model=tuple((dict(LLAMA.model) | settings).items()))
 
 
+PLAIN = replace(
+    llama(num_key_value_heads=8, sliding_window=0, full_attention_layers=0, rope_scaling="yarn", rope_factor=4.0),
+    sequence=33,
+    documents=False,
+    dropout=0.0,
+    tie=True,
+)
+"""Attention that torch's fused kernel would compute."""
+
 LAYOUTS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "tp 2": (1, 2, 1, {}),
     "tp 4 sp": (1, 4, 1, {"parallel__sequence_parallel": True, "train__recompute": "selective"}),
@@ -53,8 +62,17 @@ def test_bits_are_those_of_one_process(pool: WorkerPool, one_process: Callable[[
     check(pool, one_process(LLAMA), with_layout(LLAMA, dp, tp, pp, **settings))
 
 
-@pytest.mark.parametrize("threads", [2, 4])
-def test_bits_do_not_depend_on_threads(pool: WorkerPool, one_process: Callable[[Case], Trace], threads: int) -> None:
-    expected = one_process(LLAMA)
-    (found,) = pool.run(1, in_threads, with_layout(LLAMA, 1, 1, 1), threads)
+@pytest.mark.parametrize("tp", [2, 8])
+def test_bits_of_plain_attention_are_those_of_one_process(
+    pool: WorkerPool, one_process: Callable[[Case], Trace], tp: int
+) -> None:
+    check(pool, one_process(PLAIN), with_layout(PLAIN, 1, tp, 1))
+
+
+@pytest.mark.parametrize(("case", "threads"), [(LLAMA, 2), (PLAIN, 4)], ids=["masked", "plain"])
+def test_bits_do_not_depend_on_threads(
+    pool: WorkerPool, one_process: Callable[[Case], Trace], case: Case, threads: int
+) -> None:
+    expected = one_process(case)
+    (found,) = pool.run(1, in_threads, with_layout(case, 1, 1, 1), threads)
     assert not differences(expected, found)[:6]
