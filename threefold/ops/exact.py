@@ -139,8 +139,24 @@ def product(a: Tensor, b: Tensor, pieces: int = 1) -> Tensor:
     return tree_sum(_whole_product(*each) for each in parts)
 
 
+def products(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
+    """Return the `product` of each pair, with less overhead.
+
+    Args:
+        a: contiguous matrices of one shape.
+        b: contiguous or transposed contiguous matrices of one shape.
+    """
+    if _onednn_computes(a[0], b[0]) and len(a[0]) > 1 < len(b[0]):
+        return [onednn_linear(each, other, None) for each, other in zip(a, b, strict=True)]
+    return [_whole_product(each, other) for each, other in zip(a, b, strict=True)]
+
+
+def _onednn_computes(a: Tensor, b: Tensor) -> bool:
+    return a.device.type == "cpu" and a.dtype != torch.float64 and a.numel() > 0 < b.numel()
+
+
 def _whole_product(a: Tensor, b: Tensor) -> Tensor:
-    if a.device.type != "cpu" or a.dtype == torch.float64 or not a.numel() or not b.numel():
+    if not _onednn_computes(a, b):
         return F.linear(a, b)
     # oneDNN, also where MKL is faster, whose bits depend on the number of rows. A product with a single row or column
     # is a kernel of its own, with bits of its own, as are strided views, for which oneDNN is a thousand times slower.

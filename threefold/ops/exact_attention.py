@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from threefold.ops.exact import last_dim_summed, product, tree_sum
+from threefold.ops.exact import last_dim_summed, products, tree_sum
 from threefold.ops.kernels import AttentionMask
 from threefold.ops.tiles import TileGradients, TileInputs, tile_inputs
 
@@ -46,12 +46,12 @@ class _ExactAttention(torch.autograd.Function):
         out = q.new_empty(q.shape)
         for part in _tiles(q, k, v, AttentionMask(window, documents)):
             into = part.of_queries(out)
-            for row, heads in _runs(part):
-                weights = _weights(part, row, heads)
+            for row, heads, groups in _runs(part):
+                weights = _weights(part, row, heads, groups)
                 if drop is not None:
                     weights = drop(part, weights, row, heads)
-                for each, head in zip(weights, _heads(part, heads), strict=True):
-                    into[row, head] = product(each, part.v[row, _serving(part, head)].t())
+                found = products(weights.unbind(), _serve(part.v[row, groups].mT, len(weights)))
+                into[row, heads] = torch.stack(found)
         ctx.save_for_backward(q, k, v, out, documents)
         ctx.window, ctx.drop = window, drop
         return out.flatten(2)
@@ -92,48 +92,47 @@ def _tile_gradients(
     """
     scale = part.q.shape[-1] ** -0.5
     to_q, to_k, to_v = torch.empty_like(part.q), torch.empty_like(part.k), torch.empty_like(part.v)
-    served = part.q.shape[1] // part.k.shape[1]
-    of_group: list[tuple[Tensor, Tensor]] = []
-    for row, heads in _runs(part):
-        weights = _weights(part, row, heads)
-        own = _heads(part, heads)
+    for row, heads, groups in _runs(part):
+        weights = _weights(part, row, heads, groups)
+        count = len(weights)
+        grad, queries = upper[row, heads], part.q[row, heads]
         dropped = weights if drop is None else drop(part, weights, row, heads)
-        of_values = [product(upper[row, head].t(), each.t()).t() for head, each in zip(own, dropped, strict=True)]
-        of_scores = torch.stack([product(upper[row, head], part.v[row, _serving(part, head)]) for head in own])
+        to_v[row, groups] = _of_groups(products(grad.mT.contiguous().unbind(), dropped.mT.unbind()), groups)
+        of_scores = torch.stack(products(grad.contiguous().unbind(), _serve(part.v[row, groups], count)))
         if drop is not None:
             of_scores = drop(part, of_scores, row, heads)
         of_scores = of_scores.sub_(along[row, heads]).mul_(weights)
-        for head, each, of_value in zip(own, of_scores, of_values, strict=True):
-            serving = _serving(part, head)
-            to_q[row, head] = product(each, part.k[row, serving].t()).mul_(scale)
-            of_group.append((product(part.q[row, head].t(), each.t()).t(), of_value))
-            if len(of_group) == served:
-                of_keys, of_values_too = zip(*of_group, strict=True)
-                to_k[row, serving], to_v[row, serving] = tree_sum(of_keys), tree_sum(of_values_too)
-                of_group.clear()
+        found = products(of_scores.unbind(), _serve(part.k[row, groups].mT, count))
+        to_q[row, heads] = torch.stack(found).mul_(scale)
+        to_k[row, groups] = _of_groups(products(queries.mT.contiguous().unbind(), of_scores.mT.unbind()), groups)
     return to_q, to_k, to_v
 
 
-def _runs(part: TileInputs) -> Iterator[tuple[int, slice]]:
-    """Yield runs of heads (sample of the tile, heads) with few enough attention weights, in order."""
-    size = max(1, _AT_ONCE // max(1, part.q.shape[2] * part.k.shape[2]))
-    for row, first in pairs(range(len(part.q)), range(0, part.q.shape[1], size)):
-        yield row, slice(first, min(first + size, part.q.shape[1]))
+def _runs(part: TileInputs) -> Iterator[tuple[int, slice, slice]]:
+    """Yield runs of groups of heads with few attention weights: (sample of the tile, heads, key-value heads)."""
+    served = part.q.shape[1] // part.k.shape[1]
+    size = max(1, _AT_ONCE // max(1, served * part.q.shape[2] * part.k.shape[2]))
+    for row, first in pairs(range(len(part.q)), range(0, part.k.shape[1], size)):
+        end = min(first + size, part.k.shape[1])
+        yield row, slice(first * served, end * served), slice(first, end)
 
 
-def _heads(part: TileInputs, heads: slice) -> range:
-    return range(part.q.shape[1])[heads]
+def _serve(x: Tensor, heads: int) -> list[Tensor]:
+    """Return the matrices of key-value heads `x` [groups, …], each for every head of its group."""
+    served = heads // len(x)
+    return [each for each in x.unbind() for _ in range(served)]
 
 
-def _serving(part: TileInputs, head: int) -> int:
-    """Return the key-value head that serves a head."""
-    return head * part.k.shape[1] // part.q.shape[1]
+def _of_groups(gradients: list[Tensor], groups: slice) -> Tensor:
+    """Sum the gradients [d, K] of keys or values over the heads of each group: [groups, K, d]."""
+    by_group = torch.stack(gradients).unflatten(0, (groups.stop - groups.start, -1))
+    return tree_sum(by_group.unbind(1)).mT
 
 
-def _weights(part: TileInputs, row: int, heads: slice) -> Tensor:
+def _weights(part: TileInputs, row: int, heads: slice, groups: slice) -> Tensor:
     """Return the attention weights [heads, Q, K] of some heads of a sample of the tile."""
-    own = _heads(part, heads)
-    scores = torch.stack([product(part.q[row, head], part.k[row, _serving(part, head)]) for head in own])
+    of_heads = part.q[row, heads].contiguous().unbind()
+    scores = torch.stack(products(of_heads, _serve(part.k[row, groups], len(of_heads))))
     if part.bias is not None:
         scores += part.bias
     return scores.softmax(-1)
