@@ -47,6 +47,9 @@ PLAIN = replace(
 )
 """Attention that torch's fused kernel would compute."""
 
+FEW_KEYS = llama(num_key_value_heads=2)
+"""Fewer key-value heads than pieces: also one process repeats each for its pieces."""
+
 LAYOUTS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "tp 2": (1, 2, 1, {}),
     "tp 4 sp": (1, 4, 1, {"parallel__sequence_parallel": True, "train__recompute": "selective"}),
@@ -67,6 +70,14 @@ def test_bits_of_plain_attention_are_those_of_one_process(
     pool: WorkerPool, one_process: Callable[[Case], Trace], tp: int
 ) -> None:
     check(pool, one_process(PLAIN), with_layout(PLAIN, 1, tp, 1))
+
+
+@pytest.mark.parametrize("layout", [(1, 2, 1), (1, 8, 1), (2, 4, 1)])
+def test_bits_with_key_value_heads_on_several_ranks(
+    pool: WorkerPool, one_process: Callable[[Case], Trace], layout: tuple[int, int, int]
+) -> None:
+    settings = {"parallel__sequence_parallel": True} if layout[0] > 1 else {}
+    check(pool, one_process(FEW_KEYS), with_layout(FEW_KEYS, *layout, **settings))
 
 
 @pytest.mark.parametrize(("case", "threads"), [(LLAMA, 2), (PLAIN, 4)], ids=["masked", "plain"])

@@ -269,7 +269,11 @@ def _cut_by_tensor_axis(config: Config) -> list[tuple[str, int]]:
     if model.architecture == OWN:
         return []
     units = FAMILIES.load(model.architecture).make_plan(model, 1).units("tp")
-    return [*((f"model.{key}", unit.count) for key, unit in units.items()), ("model.vocab_size", model.vocab_size)]
+    cut = [("model.vocab_size", model.vocab_size)]
+    for key, unit in units.items():
+        shared = bool(unit.repeated) and unit.count & (unit.count - 1) == 0  # by any larger power of two
+        cut.append((f"model.{key}'s rows", unit.count * unit.size) if shared else (f"model.{key}", unit.count))
+    return cut
 
 
 def _check_exact(config: Config) -> None:

@@ -285,6 +285,23 @@ class _Embedding(torch.autograd.Function):
         return None, kept.to(grad.dtype), None, None
 
 
+def repeat(x: Tensor, times: int) -> Tensor:
+    """Repeat `x` [..., 1, n] along its last dim but one; the gradient is a tree sum: [..., times, n]."""
+    out: Tensor = _Repeat.apply(x, times)
+    return out
+
+
+class _Repeat(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, times: int) -> Tensor:
+        return x.expand(*x.shape[:-2], times, -1).clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return tree_sum(each.clone() for each in grad.split(1, -2)), None
+
+
 def widened(x: Tensor) -> Tensor:
     """Return `x` in fp32 at least."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -14,6 +14,8 @@ from threefold.models import sharding
 from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import PositionEmbedding
 from threefold.models.layers.experts import Experts, Routing
+from threefold.ops import exact
+from threefold.ops.exact import Pieces
 from threefold.ops.exact_arithmetic import ExactArithmetic
 from threefold.parallel.context import ContextParallelAttention, RingAttention, ShardingContext
 from threefold.parallel.cross_entropy import ParallelCrossEntropy
@@ -81,9 +83,17 @@ class ConcatenatedLinear(ColumnParallelLinear):
     features: int
 
     @classmethod
-    def from_groups(cls, module: nn.Linear, axis: Axis, groups: int, *, sequence_dim: int | None = None) -> Self:
+    def from_groups(
+        cls,
+        module: nn.Linear,
+        axis: Axis,
+        groups: int,
+        *,
+        sequence_dim: int | None = None,
+        pieces: Pieces | None = None,
+    ) -> Self:
         """Split a linear layer whose output features are `groups` groups of equal size."""
-        layer = cls.from_linear(module, axis, gather_output=False, sequence_dim=sequence_dim)
+        layer = cls.from_linear(module, axis, gather_output=False, sequence_dim=sequence_dim, pieces=pieces)
         layer.groups, layer.features = groups, module.out_features
         return layer
 
@@ -108,11 +118,12 @@ def _gathered(out: Tensor, longest: int, axis: Axis) -> Tensor:
 class GroupedHeadsLinear(ColumnParallelLinear):
     """Column-parallel layer whose units are shared by several ranks, which divide some parts and repeat others.
 
-    Made by `from_units`.
+    In an exact run, all pieces of the features do, also those of one rank. Made by `from_units`.
 
     Attributes:
         sharing: ranks whose features are gathered: those of one unit, or the whole axis.
         longest: number of features of a rank; the last ones may have fewer.
+        unit_parts: parts that a unit is divided into.
     """
 
     unit: sharding.Unit
@@ -128,39 +139,49 @@ class GroupedHeadsLinear(ColumnParallelLinear):
         sharing: Axis | None,
         *,
         sequence_dim: int | None = None,
+        pieces: Pieces | None = None,
     ) -> Self:
-        """Split a linear layer over an axis whose size is a multiple of `unit.count`.
+        """Split a linear layer over an axis whose size is a multiple of `unit.count`, or into as many pieces.
 
         Args:
             sharing: neighbouring ranks that share a unit; None to gather over the whole axis, as also happens if the
                 rows of a unit do not divide equally.
         """
-        layer = cls.from_linear(module, axis, gather_output=False, sequence_dim=sequence_dim)
+        layer = cls.from_linear(module, axis, gather_output=False, sequence_dim=sequence_dim, pieces=pieces)
         layer.unit, layer.longest = unit, -(-module.out_features // axis.size)
         divides = module.out_features % axis.size == 0
         layer.sharing = sharing if sharing is not None and divides else axis
+        layer.unit_parts = axis.size * (1 if pieces is None else pieces.features) // unit.count
         return layer
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute this rank's share of a unit from `input` as for `ColumnParallelLinear`."""
-        return self._own(_gathered(super().forward(input), self.longest, self.sharing))
-
-    def _own(self, features: Tensor) -> Tensor:
-        """Select this rank's share of its unit from the gathered features."""
+        own = super().forward(input)
+        if not self.unit.is_shared(self.axis.size):  # it has all of its units
+            return self._parts(own, self.axis.size, 0)
+        features = _gathered(own, self.longest, self.sharing)
         ranks = self.axis.size // self.unit.count
         number, index = divmod(self.axis.index, ranks)
         start = number * self.unit.size if self.sharing.size > ranks else 0
-        pieces = []
+        return self._parts(features.narrow(-1, start, self.unit.size), self.unit.count, index)
+
+    def _parts(self, features: Tensor, shares: int, index: int) -> Tensor:
+        """Select this rank's parts of `features`, which are one of `shares` equal shares of the units."""
+        units = features.unflatten(-1, (self.unit.count // shares, -1))
+        own = self.unit_parts * self.unit.count // max(self.axis.size, self.unit.count)  # of each of these units
+        found, start = [], 0
         for name, size in self.unit.parts:
+            part = units.narrow(-1, start, size)
             if name in self.unit.repeated:
-                pieces.append(features.narrow(-1, start, size))
+                part = part.unsqueeze(-2)
+                found.append(part if self.pieces is None else exact.repeat(part, own))
             else:
-                pieces.append(features.narrow(-1, start + index * (size // ranks), size // ranks))
+                found.append(part.unflatten(-1, (self.unit_parts, -1)).narrow(-2, index * own, own))
             start += size
-        return torch.cat(pieces, -1)
+        return torch.cat(found, -1).flatten(-3)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, a unit on {self.axis.size // self.unit.count} ranks"
+        return f"{super().extra_repr()}, a unit in {self.unit_parts} parts"
 
 
 _CONTEXT_ATTENTION = {"all-gather": ContextParallelAttention, "ring": RingAttention}
@@ -175,10 +196,15 @@ class Sharding(NamedTuple):
 
 def _column(rule: sharding.Column, module: nn.Linear, context: ShardingContext) -> nn.Module:
     if rule.groups > 1:
-        return ConcatenatedLinear.from_groups(module, context.tp, rule.groups, sequence_dim=context.sequence_dim)
-    if rule.unit is not None and rule.unit.is_shared(context.tp.size):
+        return ConcatenatedLinear.from_groups(
+            module, context.tp, rule.groups, sequence_dim=context.sequence_dim, pieces=context.pieces
+        )
+    parts = context.tp.size if context.grain is None else context.grain.tensor
+    if rule.unit is not None and rule.unit.is_shared(parts):
         sharing = context.tp_shares.get(context.tp.size // rule.unit.count)
-        return GroupedHeadsLinear.from_units(module, context.tp, rule.unit, sharing, sequence_dim=context.sequence_dim)
+        return GroupedHeadsLinear.from_units(
+            module, context.tp, rule.unit, sharing, sequence_dim=context.sequence_dim, pieces=context.pieces
+        )
     return ColumnParallelLinear.from_linear(
         module, context.tp, gather_output=False, sequence_dim=context.sequence_dim, pieces=context.pieces
     )

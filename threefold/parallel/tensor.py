@@ -145,6 +145,9 @@ class ColumnParallelLinear(SplitLinear):
         sequence_dim: dim of the input of which each rank passes its shard; None for the whole input on every rank.
         pieces: pieces of an exact run's sums; None for any other run.
 
+    Attributes:
+        unit_parts: parts that the plan's unit of output features is divided into.
+
     Example:
         >>> up = threefold.ColumnParallelLinear(512, 2048, mesh.tp, gather_output=False)
         >>> down = threefold.RowParallelLinear(2048, 512, mesh.tp, input_is_parallel=True)
@@ -152,6 +155,7 @@ class ColumnParallelLinear(SplitLinear):
     """
 
     rule = Column()
+    unit_parts: int = 1
 
     def __init__(
         self,

@@ -42,7 +42,13 @@ NOTHING = SampleInfo()
 
 
 class Linear(nn.Linear):
-    """`nn.Linear`, computed by `ops.kernels`."""
+    """`nn.Linear`, computed by `ops.kernels`.
+
+    Attributes:
+        unit_parts: parts that the plan's unit of output features is divided into, in a layer that replaces this one.
+    """
+
+    unit_parts: int = 1
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in] → [..., out]."""
