@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from threefold.models.layers.attention import CausalAttention
+from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import PositionEmbedding, SampleInfo
+from threefold.models.layers.rope_scaling import RopeScaling
 from threefold.ops import exact, exact_functions
 from threefold.ops.attention import attention
 from threefold.ops.exact import RowSum
@@ -373,6 +374,33 @@ def test_positions_by_document_are_the_tree_over_ranks(ranks: int) -> None:
         own = range(20 * index // ranks, 20 * (index + 1) // ranks)
         found += gradient(part, PIECES // ranks, own, lambda _: tree(own_sums))
     assert equal(found, whole)
+
+
+@pytest.mark.parametrize("method", ["none", "linear", "dynamic", "llama3", "yarn"])
+def test_rotation_depends_on_neither_heads_nor_threads(method: Any) -> None:
+    rotary = Rotary(6, 100.0, RopeScaling(method, factor=3.0, original_positions=1000, attention_factor=1.1))
+    q, k = drawn(1, 6000, 8, 6), drawn(1, 6000, 4, 6, seed=1)
+    upper = torch.cat([drawn(1, 6000, 8, 6, seed=7), drawn(1, 6000, 4, 6, seed=8)], 2)
+
+    def turned(q: Tensor, k: Tensor) -> Tensor:
+        return torch.cat(rotary(q, k), 2)
+
+    whole = same_in_threads(partial(with_gradients, turned, q, k, upper=upper))
+    of_last = with_gradients(turned, strided(q[:, :, 6:]), k[:, :, 3:], upper=upper[:, :, [6, 7, 11]])
+    assert equal(of_last[0], whole[0][:, :, [6, 7, 11]])
+    assert equal(of_last[1], whole[1][:, :, 6:])
+    assert equal(of_last[2], whole[2][:, :, 3:])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_repeated_heads_are_the_tree_over_ranks(ranks: int) -> None:
+    x, upper = drawn(3, 2, 1, 5), drawn(3, 2, 4, 5, seed=7)
+    out, whole = with_gradients(partial(exact.repeat, times=4), x, upper=upper)
+    assert equal(out, x.expand(-1, -1, 4, -1))
+    parts = [
+        with_gradients(partial(exact.repeat, times=4 // ranks), x, upper=each)[1] for each in of_ranks(ranks, upper, 2)
+    ]
+    assert equal(tree(parts), whole)
 
 
 def test_arithmetic_replaces_what_torch_computes_otherwise() -> None:

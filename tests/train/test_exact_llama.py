@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.parity import Case, Trace
+from tests.support.parity import Case, Trace, in_layout
 from tests.train.test_exact import CASE as GPT
 from tests.train.test_exact import check, differences, in_threads, one_process, with_layout
 from threefold.launch.worker_pool import WorkerPool
@@ -65,6 +65,17 @@ def test_bits_are_those_of_one_process(pool: WorkerPool, one_process: Callable[[
     check(pool, one_process(LLAMA), with_layout(LLAMA, dp, tp, pp, **settings))
 
 
+@pytest.mark.parametrize("case", [LLAMA, PLAIN, FEW_KEYS], ids=["masked", "plain", "few keys"])
+def test_exact_run_is_the_run_up_to_rounding(
+    pool: WorkerPool, one_process: Callable[[Case], Trace], case: Case
+) -> None:
+    exact = one_process(case)
+    (plain,) = pool.run(1, in_layout, replace(case, accumulation=4, settings=()))
+    assert exact.losses == pytest.approx(plain.losses, rel=1e-5)
+    for name, gradient in plain.gradients[0].items():
+        assert (exact.gradients[0][name] - gradient).abs().max() <= 1e-4 * gradient.abs().max(), name
+
+
 @pytest.mark.parametrize("tp", [2, 8])
 def test_bits_of_plain_attention_are_those_of_one_process(
     pool: WorkerPool, one_process: Callable[[Case], Trace], tp: int
@@ -76,7 +87,7 @@ def test_bits_of_plain_attention_are_those_of_one_process(
 def test_bits_with_key_value_heads_on_several_ranks(
     pool: WorkerPool, one_process: Callable[[Case], Trace], layout: tuple[int, int, int]
 ) -> None:
-    settings = {"parallel__sequence_parallel": True} if layout[0] > 1 else {}
+    settings: dict[str, Any] = {"parallel__sequence_parallel": True} if layout[0] > 1 else {}
     check(pool, one_process(FEW_KEYS), with_layout(FEW_KEYS, *layout, **settings))
 
 
