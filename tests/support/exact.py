@@ -1,7 +1,9 @@
 """Exact runs: the same bits of losses, norms, gradients and weights as in one process."""
 
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 
 from tests.support.parity import Case, Trace, make_engine, shard_of, trained
@@ -28,6 +30,11 @@ def with_layout(case: Case, dp: int, tp: int, pp: int, schedule: str = "1f1b", m
     return case.with_layout(
         dp, tp, pp, schedule=schedule, accumulation=case.batch // dp // micro, settings=(EXACT, *named)
     )
+
+
+def slow_but(names: Iterable[str], *quick: str) -> list[Any]:
+    """Return the names as parameters, all but the quick ones marked as slow."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def exact_run(case: Case, threads: int = 1) -> Trace:

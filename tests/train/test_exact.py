@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.exact import CASE, check, differences, exact_run, with_layout
+from tests.support.exact import CASE, check, differences, exact_run, slow_but, with_layout
 from tests.support.parity import Case, Trace
 from threefold.launch.worker_pool import WorkerPool
 
@@ -26,12 +26,12 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", slow_but(LAYOUTS, "dp 8", "tp 4 sp", "zbv", "dp 2 tp 2 pp 2"))
 def test_bits_are_those_of_one_process(pool: WorkerPool, one_process: Callable[[Case], Trace], name: str) -> None:
     check(pool, one_process(CASE), LAYOUTS[name])
 
 
-@pytest.mark.parametrize("threads", [2, 4])
+@pytest.mark.parametrize("threads", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_bits_do_not_depend_on_threads(pool: WorkerPool, one_process: Callable[[Case], Trace], threads: int) -> None:
     expected = one_process(CASE)
     (found,) = pool.run(1, exact_run, with_layout(CASE, 1, 1, 1), threads)

@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.exact import CASE as GPT
+from tests.support.exact import check, differences, exact_run, slow_but, with_layout
 from tests.support.parity import Case, Trace, in_layout
-from tests.train.test_exact import CASE as GPT
-from tests.train.test_exact import check, differences, in_threads, one_process, with_layout
 from threefold.launch.worker_pool import WorkerPool
-
-__all__ = ["one_process"]
 
 LLAMA = replace(
     GPT,
@@ -59,7 +57,7 @@ LAYOUTS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", slow_but(LAYOUTS, "tp 4 sp", "dp 2 tp 2 pp 2"))
 def test_bits_are_those_of_one_process(pool: WorkerPool, one_process: Callable[[Case], Trace], name: str) -> None:
     dp, tp, pp, settings = LAYOUTS[name]
     check(pool, one_process(LLAMA), with_layout(LLAMA, dp, tp, pp, **settings))
@@ -71,11 +69,12 @@ def test_exact_run_is_the_run_up_to_rounding(
 ) -> None:
     exact = one_process(case)
     (plain,) = pool.run(1, in_layout, replace(case, accumulation=4, settings=()))
-    assert exact.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert exact.losses[:-1] == pytest.approx(plain.losses, rel=1e-5)
     for name, gradient in plain.gradients[0].items():
         assert (exact.gradients[0][name] - gradient).abs().max() <= 1e-4 * gradient.abs().max(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [2, 8])
 def test_bits_of_plain_attention_are_those_of_one_process(
     pool: WorkerPool, one_process: Callable[[Case], Trace], tp: int
@@ -83,7 +82,7 @@ def test_bits_of_plain_attention_are_those_of_one_process(
     check(pool, one_process(PLAIN), with_layout(PLAIN, 1, tp, 1))
 
 
-@pytest.mark.parametrize("layout", [(1, 2, 1), (1, 8, 1), (2, 4, 1)])
+@pytest.mark.parametrize("layout", [(1, 2, 1), pytest.param((1, 8, 1), marks=pytest.mark.slow), (2, 4, 1)])
 def test_bits_with_key_value_heads_on_several_ranks(
     pool: WorkerPool, one_process: Callable[[Case], Trace], layout: tuple[int, int, int]
 ) -> None:
@@ -96,5 +95,5 @@ def test_bits_do_not_depend_on_threads(
     pool: WorkerPool, one_process: Callable[[Case], Trace], case: Case, threads: int
 ) -> None:
     expected = one_process(case)
-    (found,) = pool.run(1, in_threads, with_layout(case, 1, 1, 1), threads)
+    (found,) = pool.run(1, exact_run, with_layout(case, 1, 1, 1), threads)
     assert not differences(expected, found)[:6]

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.exact import CASE, check, differences, exact_run, with_layout
+from tests.support.exact import CASE, check, differences, exact_run, slow_but, with_layout
 from tests.support.parity import Case, Trace
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
@@ -35,23 +35,24 @@ IN_BF16 = {
 }
 
 
-@pytest.mark.parametrize("name", SOCKETS)
+@pytest.mark.parametrize("name", slow_but(SOCKETS, "dp 4 tp 2 sp"))
 def test_bits_over_sockets(pool: WorkerPool, one_process: Callable[[Case], Trace], name: str) -> None:
     check(pool, one_process(CASE), replace(SOCKETS[name], shared_memory=False))
 
 
-@pytest.mark.parametrize("name", IN_BF16)
+@pytest.mark.parametrize("name", slow_but(IN_BF16, "tp 8", "dp 2 tp 2 pp 2"))
 def test_bits_in_bf16(pool: WorkerPool, one_process: Callable[[Case], Trace], name: str) -> None:
     check(pool, one_process(NARROW), IN_BF16[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [2, 8])
 def test_bits_in_bf16_without_dropout(pool: WorkerPool, one_process: Callable[[Case], Trace], tp: int) -> None:
     check(pool, one_process(PLAIN), with_layout(PLAIN, 1, tp, 1))
 
 
 @pytest.mark.parametrize("case", [NARROW, PLAIN], ids=["dropout", "plain"])
-@pytest.mark.parametrize("threads", [2, 4])
+@pytest.mark.parametrize("threads", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_bits_in_bf16_do_not_depend_on_threads(
     pool: WorkerPool, one_process: Callable[[Case], Trace], case: Case, threads: int
 ) -> None:

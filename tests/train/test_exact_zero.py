@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.support.exact import CASE, EXACT, check, differences, exact_run, same_bits, with_layout
+from tests.support.exact import CASE, EXACT, check, differences, exact_run, same_bits, slow_but, with_layout
 from tests.support.mistakes import Patch, with_mistake
 from tests.support.parity import Case, Trace
 from tests.train.support import Run, losses_of, steps_of, train_rank
@@ -38,7 +38,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", slow_but(LAYOUTS, "1 dp 4 over 2", "3 dp 2 tp 2 pp 2"))
 def test_bits_are_those_of_one_process(pool: WorkerPool, one_process: Callable[[Case], Trace], name: str) -> None:
     check(pool, one_process(CASE), LAYOUTS[name])
 
@@ -107,7 +107,7 @@ def unbroken(pool: WorkerPool, small_run: Run, tmp_path_factory: pytest.TempPath
     return folder
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_change_of_layout_leaves_no_trace(
     pool: WorkerPool, small_run: Run, unbroken: Path, tmp_path: Path, stage: int
 ) -> None:
