@@ -15,11 +15,11 @@ What these functions trust on a CPU, in fp32, is shown by `tests/ops/test_exact.
 
 - oneDNN's products of dense matrices with two rows and columns at least (`test_products`). MKL's differ: with the
   number of matrices in a batch, with threads where it computes one, and with alignment; so do torch's `@`, `baddbmm`
-  and `F.scaled_dot_product_attention`, which call it (seen at 24 × 5, 33 × 6 and 513 × 20).
+  and `F.scaled_dot_product_attention`, which call it (`test_torchs_attention_depends_on_heads_or_threads`).
 - torch's arithmetic of elements, square roots, reciprocals, `exp`, `tanh` and `erf` (`test_elementwise`); not its
   `sigmoid`, SiLU and GELU.
-- torch's `amax`, sums and softmax over a contiguous last dim of several rows (`test_rows`); not the backward passes of
-  softmax and of the norms, nor sums of a whole tensor or of rows.
+- torch's `amax` and softmax over a contiguous last dim, and sums of several rows (`test_rows`); not the backward passes
+  of softmax and of the norms, nor sums of a whole tensor or of rows.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from threefold.ops.kernels import GradientStore, gradient_store
-from threefold.torch_private.tensors import embedding_gradient, onednn_linear
+from threefold.torch_private.tensors import onednn_linear
 
 
 @dataclass(frozen=True)
@@ -277,12 +277,20 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
         grads, numbers = (each.chunk(ctx.rows.pieces, 1) for each in (widened(grad), ids))
-        sums = tree_sum(embedding_gradient(*each, rows=ctx.count) for each in zip(grads, numbers, strict=True))
+        sums = tree_sum(_looked_up(*each, ctx.count) for each in zip(grads, numbers, strict=True))
         if ctx.rows.over_ranks is not None:
             sums = ctx.rows.over_ranks(sums)
         kept = torch.zeros_like(sums)
         kept[ctx.own.start : ctx.own.stop] = sums[ctx.own.start : ctx.own.stop]
         return None, kept.to(grad.dtype), None, None
+
+
+def _looked_up(grad: Tensor, ids: Tensor, rows: int) -> Tensor:
+    """Return the gradient of a table of `rows` rows, summed in the order of `ids`."""
+    table = grad.new_zeros(rows, grad.shape[-1]).requires_grad_()
+    with torch.enable_grad():
+        (found,) = torch.autograd.grad(F.embedding(ids, table), table, grad)
+    return found
 
 
 def repeat(x: Tensor, times: int) -> Tensor:

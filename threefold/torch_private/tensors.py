@@ -117,16 +117,6 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-def embedding_gradient(grad: Tensor, ids: Tensor, rows: int) -> Tensor:
-    """Return the gradient of a table of `rows` rows [rows, H], summed in the order of `ids` int64 […]: `grad` […, H].
-
-    Why: autograd adds what it gives to one gradient, where the parts of an exact run's sums have to stay apart. A
-    public name would replace it.
-    """
-    found: Tensor = torch.ops.aten.embedding_dense_backward(grad, ids, rows, -1, False)
-    return found
-
-
 def storage_key(tensor: Tensor) -> int:
     """Return a number that is equal for tensors that share memory, as long as their storage exists.
 
