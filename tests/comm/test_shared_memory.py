@@ -167,12 +167,13 @@ def _bits(tensor: Tensor) -> bytes:
 
 
 def _exact_sum(parts: list[Tensor]) -> Tensor:
-    """The sum as promised: in rank order, halves in float32 with one rounding, bool by the logical or."""
+    """The sum as promised: in a binary tree, halves in float32 with one rounding, bool by the logical or."""
     wide = torch.float32 if parts[0].dtype in (torch.bfloat16, torch.float16) else parts[0].dtype
-    total = parts[0].to(wide)
-    for part in parts[1:]:
-        total = total + part.to(wide)
-    return total.to(parts[0].dtype)
+    sums = [part.to(wide) for part in parts]
+    while len(sums) > 1:
+        paired = [one + other for one, other in zip(sums[::2], sums[1::2], strict=False)]
+        sums = paired + sums[2 * len(paired) :]
+    return sums[0].to(parts[0].dtype)
 
 
 def _all_operations(capacity: int) -> list[bytes]:

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from tests.support.mistakes import Patch, with_mistake
@@ -88,13 +87,12 @@ def gradients_not_summed() -> list[Patch]:
 
 
 def queries_of_the_first_rank() -> list[Patch]:
-    def own(self: GroupedHeadsLinear, features: Tensor) -> Tensor:
-        ranks = self.axis.size // self.unit.count
-        queries = self.unit.parts[0][1]
-        first = features.narrow(-1, 0, queries // ranks)
-        return torch.cat([first, features.narrow(-1, queries, self.unit.size - queries)], -1)
+    parts = GroupedHeadsLinear._parts
 
-    return [(GroupedHeadsLinear, "_own", own)]
+    def first(self: GroupedHeadsLinear, features: Tensor, shares: int, index: int) -> Tensor:
+        return parts(self, features, shares, 0)
+
+    return [(GroupedHeadsLinear, "_parts", first)]
 
 
 @sweep("mistake", [gradients_not_summed, queries_of_the_first_rank], quick=(0,))

@@ -124,4 +124,4 @@ def test_copies_of_shards_are_summed_in_one_order(pool: WorkerPool) -> None:
     assert {tp for tp, _ in found} == {0, 1}
     assert all(whole.equal(found[0][1]) for _, whole in found)
     parts = [torch.randn(64, generator=torch.Generator().manual_seed(index)) for index in range(4)]
-    assert found[0][1].equal(((parts[0] + parts[1]) + parts[2]) + parts[3])
+    assert found[0][1].equal((parts[0] + parts[1]) + (parts[2] + parts[3]))

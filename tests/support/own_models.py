@@ -269,7 +269,9 @@ def one_process(own: OwnCase) -> Trace:
 
 def make_engine(own: OwnCase) -> Engine:
     config = own.case.config
-    return Engine(own.make, own.plan, Mesh(Layout.from_config(config.parallel)), config, loss=own.loss)
+    return Engine(
+        own.make, own.plan, Mesh(Layout.from_config(config.parallel), exact=config.train.exact), config, loss=own.loss
+    )
 
 
 def in_layout(own: OwnCase) -> Trace:

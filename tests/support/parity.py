@@ -235,7 +235,8 @@ def one_process(case: Case) -> Trace:
 
 def make_engine(case: Case, pieces: PieceSizes | None = None) -> Engine:
     config = case.config
-    mesh = Mesh(Layout.from_config(config.parallel), device_of(case.device), shared_memory=case.shared_memory)
+    layout, exact = Layout.from_config(config.parallel), config.train.exact
+    mesh = Mesh(layout, device_of(case.device), shared_memory=case.shared_memory, exact=exact)
     plan = model_plan(config.model, case.sequence)
     return Engine(partial(make_model, config.model), plan, mesh, config, pieces=pieces)
 

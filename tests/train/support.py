@@ -165,7 +165,7 @@ def manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def engine_of(config: Config) -> Engine:
-    mesh = Mesh(Layout.from_config(config.parallel))
+    mesh = Mesh(Layout.from_config(config.parallel), exact=config.train.exact)
     return Engine(lambda: GPT(config.model), gpt_plan(config.model, config.data.sequence_length), mesh, config)
 
 

@@ -258,7 +258,8 @@ def _write_run(
     record = replace(record, saved=saved_at(manifest.folder, record), weights_only=weights_only)
     if record.layout is not None or weights_only:
         write_durably(folder / WRITER, record.text)
-    write_manifest(folder, manifest.facts)
+    facts = manifest.facts if request.dtype is None else replace(manifest.facts, fingerprint=None)
+    write_manifest(folder, facts)
     if (folder / CONFIG).exists():
         write_durably(run / CONFIG, (folder / CONFIG).read_text(encoding="utf-8"))
     return [str((folder / name).relative_to(run)) for name in sorted(files)]

@@ -81,6 +81,7 @@ class Facts:
         beginning: tokens put before each text of the data; None for older checkpoints and imports.
         anomalies: response to anomalous steps; None if there is nothing to remember.
         evaluation_missed: whether the run ended before an evaluation that was due after these updates.
+        fingerprint: hash of all weights, the same in every layout (docs/exact.md); None unless the run is exact.
     """
 
     step: Whole
@@ -98,6 +99,7 @@ class Facts:
     beginning: tuple[Whole, ...] | None = None
     anomalies: AnomalyFacts | None = None
     evaluation_missed: bool = False
+    fingerprint: Annotated[str, Field(pattern="^[0-9a-f]{12}$")] | None = None
     __pydantic_config__: ClassVar[Any] = STRICT
 
     @property
@@ -197,7 +199,7 @@ def write_manifest(folder: Path, facts: Facts) -> None:
         if path.name != MANIFEST
     }
     stored = dataclasses.asdict(facts)
-    for name in ("anomalies", "evaluation_missed"):
+    for name in ("anomalies", "evaluation_missed", "fingerprint"):
         if not stored[name]:  # so that earlier versions can read the manifest
             del stored[name]
     manifest = {"format": FORMAT, "version": VERSION, **stored, "files": files}

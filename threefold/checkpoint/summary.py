@@ -281,6 +281,7 @@ class CheckpointSummary:
             "format_version": VERSION,
             "seed": facts.seed if facts else None,
             "loss_scale": facts.loss_scale if facts else None,
+            **({"fingerprint": facts.fingerprint} if facts and facts.fingerprint else {}),
             "tokens": facts.tokens if facts else None,
             "documents": facts.documents if facts else None,
             "parameters": self.weights.elements,

@@ -278,6 +278,7 @@ def _print_summary(summary: "CheckpointSummary") -> None:
         *(_of_config(summary.config) if summary.config else [("config", "none: saved by threefold.save")]),
         ("parameters", f"{summary.weights.elements:,} in {summary.weights.tensors:,} tensors"),
         ("weights", _group(summary.weights)),
+        *((("fingerprint", f"{facts.fingerprint}, of the weights of an exact run"),) if facts.fingerprint else ()),
         *((f"optimizer {name}", _group(group)) for name, group in summary.states.items()),
         *((("other tensors", _group(summary.others)),) if summary.others.tensors else ()),
     ]

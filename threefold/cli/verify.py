@@ -37,10 +37,22 @@ def command(
     ranks: Annotated[
         int, typer.Option(min=2, max=1024, help="Ranks of the layouts of the default selection and of --all.")
     ] = 8,
-    steps: Annotated[int, typer.Option(min=1, max=10_000, help="Optimizer steps to compare.")] = 3,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Train with train.exact and compare bits, in layouts inside the grain.")
+    ] = False,
+    threads: Annotated[
+        str | None, typer.Option(metavar="N,N…", help="With --exact: also one process with N threads.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, max=10_000, help="Optimizer steps to compare.", show_default="3; --exact: 5")
+    ] = None,
     dtype: Annotated[
-        Literal["fp64", "fp32"], typer.Option(help="Precision; the tolerance is 1e-12 for fp64, 1e-5 for fp32.")
-    ] = "fp64",
+        Literal["fp64", "fp32"] | None,
+        typer.Option(
+            help="Precision; the tolerance is 1e-12 for fp64, 1e-5 for fp32.",
+            show_default="fp64; --exact: the config's",
+        ),
+    ] = None,
     full: Annotated[
         bool, typer.Option("--full/--shrink", help="Full-size model, or one shrunk to fewer and narrower layers.")
     ] = False,
@@ -61,6 +73,7 @@ def command(
 
     Initial weights, and each step's loss, gradient norm, gradients and updated weights must be equal up to rounding; so
     must evaluation, packed documents, a loss scale with an overflow, a skipped step and a resumed run (docs/verify.md).
+    With --exact, all bits must be equal (docs/exact.md), and layouts outside the grain are listed.
     Exit status: 0 if every layout is equal; 1 if one differs, fails, or shards nothing over one of its axes; 2 if
     verification cannot start.
     """
@@ -76,6 +89,18 @@ def command(
     specs = parse_layouts([*(layouts or ()), *(named or ())])
     if specs and every:
         raise typer.BadParameter("give layouts or --all, not both", param_hint="--all")
+    if exact:
+        from threefold.cli.verify_exact import STEPS, verify_exact
+
+        if full or from_section:
+            raise typer.BadParameter("--exact goes with neither --full nor --model", param_hint="--exact")
+        counts = _counts(threads)
+        options: dict[str, Any] = {"every": every, "ranks": ranks, "steps": steps or STEPS, "dtype": dtype}
+        verify_exact(given, specs, **options, threads=counts, as_json=as_json, verbose=verbose)
+        return
+    if threads is not None:
+        raise typer.BadParameter("goes with --exact", param_hint="--threads")
+    dtype, steps = dtype or "fp64", steps or 3
     require_room(max((spec.world_size for spec in specs), default=ranks))
     base = choices.prepare(given, dtype, vocabulary(given) or choices.UNKNOWN_VOCABULARY)
     wanted = specs or choices.possible(ranks, given.model.num_experts)
@@ -117,6 +142,15 @@ def command(
         raise typer.Exit(1)
 
 
+def _counts(threads: str | None) -> list[int]:
+    """Return the numbers of threads."""
+    words = [] if threads is None else threads.split(",")
+    if not all(word.strip().isdigit() and 1 <= int(word) <= _MOST_THREADS for word in words):
+        raise typer.BadParameter(f"give numbers from 1 to {_MOST_THREADS}, such as 1,2,4", param_hint="--threads")
+    return [int(word) for word in words]
+
+
+_MOST_THREADS: Final = 1024
 _AXES: Final = {
     "dp": ("dp", "dp·cp", "expert copies"),
     "tp": ("tp",),

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from threefold.comm import tree
 from threefold.comm.layout import shard_bounds
 from threefold.comm.reductions import RankGroup, differentiable, waits
 from threefold.errors import UserError
@@ -70,6 +71,8 @@ class Axis(RankGroup):
             in a process that is alone.
         device_mesh: one-dimensional mesh for the `DTensor`s of this axis; None for groups that are not an axis.
         heartbeat: heartbeat in which this rank notes its waits, under the axis's `number`.
+        in_tree: whether sums of floating-point numbers are made in a balanced binary tree over the ranks, every node of
+            which is rounded to the tensor's dtype, whatever the backend (exact runs).
         handle: opaque reference to this axis, for operators of compiled code.
     """
 
@@ -134,7 +137,10 @@ class Axis(RankGroup):
         dim %= tensor.dim()
         parts = tensor.unflatten(dim, (self.size, tensor.shape[dim] // self.size)).movedim(dim, 0).contiguous()
         part = torch.empty_like(parts[0])
-        self._group.reduce_scatter_single(part.view(-1), parts.view(-1), _SCATTER).wait()
+        if self._exchanges(tensor):
+            tree.reduce_scatter(part.view(-1), parts.view(-1), self._group)
+        else:
+            self._group.reduce_scatter_single(part.view(-1), parts.view(-1), _SCATTER).wait()
         return part
 
     @waits("all_to_all")

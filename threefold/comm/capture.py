@@ -76,7 +76,12 @@ def capturable(axis: Axis) -> Axis:
 
     These collectives use the process group, never shared memory, and are not recorded. Gathers of unequal shards cannot
     be captured.
+
+    Raises:
+        ValueError: the axis sums in a tree (exact runs), which a process group does not.
     """
+    if axis.in_tree:
+        raise ValueError("the sums of an exact run cannot be captured; make the mesh with exact=False")
     return _CapturableAxis(**{field.name: getattr(axis, field.name) for field in fields(axis) if field.init})
 
 

@@ -57,10 +57,12 @@ class Mesh:
         device: device of this rank.
         shared_memory: whether collectives of CPU tensors between ranks of one host use shared memory; False for those
             of the process group only.
+        exact: whether sums over ranks are made in a binary tree, whatever the backend, as an exact run needs.
         heartbeat: heartbeat that notes what this rank does; None for one that nobody reads.
         sizes: sizes of the pieces in shared-memory collectives.
 
     Attributes:
+        exact: whether the axes' sums are made in a binary tree (`Axis.in_tree`).
         heartbeat: heartbeat of this rank.
         dp, pp, cp, tp: axes of the layout.
         replicas: dp and cp together, over which gradients are summed.
@@ -78,13 +80,14 @@ class Mesh:
         device: torch.device | str = "cpu",
         *,
         shared_memory: bool = True,
+        exact: bool = False,
         heartbeat: Heartbeat | None = None,
         sizes: SharedMemorySizes = USUAL_SIZES,
     ) -> None:
         with naming_arguments():
             layout.require_world(dist.get_world_size())
         distributed.settle_gloo_at_exit()
-        self.layout = layout
+        self.layout, self.exact = layout, exact
         self.device = torch.device(device)
         self._shares_memory, self._sizes = shared_memory and self.device.type == "cpu", sizes
         self.rank = dist.get_rank()
@@ -117,9 +120,9 @@ class Mesh:
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu") -> "Mesh":
-        """Create the mesh of a process without a process group: one rank, on which nothing is sharded."""
+        """Create the mesh of a process without a process group: one rank, on which nothing is sharded or summed."""
         mesh = cls.__new__(cls)
-        mesh.layout, mesh.rank, mesh.device = Layout(), 0, torch.device(device)
+        mesh.layout, mesh.exact, mesh.rank, mesh.device = Layout(), True, 0, torch.device(device)
         mesh.coordinates, mesh.recorder, mesh.heartbeat = mesh.layout.coordinates(0), Recorder(), Heartbeat()
         for name in ("world", *AXES, "ep"):
             setattr(mesh, name, Axis(name, (0,), 0, None, mesh.recorder))
@@ -274,21 +277,22 @@ class Mesh:
         return self._axes([PlannedAxis(name, ranks, group, device_mesh)])[0]
 
     def _axes(self, planned: Sequence[PlannedAxis]) -> list[Axis]:
-        for axis in planned:
-            if axis.group is not None:
-                distributed.copy_group_timeout(axis.group)
+        for each in planned:
+            if each.group is not None:
+                distributed.copy_group_timeout(each.group)
         # Gloo's collectives cost latency and system time; shared memory has little of either.
-        several = {axis.name: axis.group for axis in planned if axis.group is not None and len(axis.ranks) > 1}
+        several = {each.name: each.group for each in planned if each.group is not None and len(each.ranks) > 1}
         if self._shares_memory and several:
-            several = dict(zip(several, over_shared_memory(list(several.values()), *self._sizes), strict=True))
+            shared = over_shared_memory(list(several.values()), *self._sizes, rounding=self.exact)
+            several = dict(zip(several, shared, strict=True))
         axes = []
         for name, ranks, group, device_mesh in planned:
             number = self.heartbeat.axis(name, ranks) if len(ranks) > 1 else 0
             index, group = ranks.index(self.rank), several.get(name, group)
-            made = Axis(name, ranks, index, group, self.recorder, device_mesh, self.heartbeat, number)
+            axis = Axis(name, ranks, index, group, self.recorder, device_mesh, self.heartbeat, number, self.exact)
             if isinstance(group, SharedMemoryGroup):
-                weakref.finalize(made, distributed.withdraw, group).atexit = False  # frees its memory and pipes
-            axes.append(made)
+                weakref.finalize(axis, distributed.withdraw, group).atexit = False  # frees its memory and pipes
+            axes.append(axis)
         return axes
 
     def __repr__(self) -> str:

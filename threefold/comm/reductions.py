@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from threefold.comm import tree
 from threefold.comm.heartbeat import Heartbeat, wait_code
-from threefold.comm.shared_memory import SharedMemoryGroup, accumulate
+from threefold.comm.shared_memory import SharedMemoryGroup
 from threefold.torch_private.distributed import all_reduce_options
 from threefold.torch_private.runtime import Handle, operator
 from threefold.torch_private.tensors import foreach_copy_
@@ -86,7 +87,11 @@ class Recorder:
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks that differ from this one along one axis only, with their sums; see `Axis`, which has all collectives."""
+    """Ranks that differ from this one along one axis only, with their sums; see `Axis`, which has all collectives.
+
+    With `in_tree`, sums of floating-point numbers are made in a balanced binary tree over the ranks, every node of
+    which is rounded to the tensor's dtype, whatever the backend (exact runs).
+    """
 
     name: str
     ranks: tuple[int, ...]
@@ -96,6 +101,7 @@ class RankGroup:
     device_mesh: DeviceMesh | None = None
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     number: int = 0
+    in_tree: bool = False
     handle: Handle = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -129,6 +135,8 @@ class RankGroup:
         """Sum `tensor` over the axis, in place; the result is bitwise equal on every rank."""
         if self.size == 1:
             return tensor
+        if self._exchanges(tensor):
+            return self._all_reduce_in_tree_(tensor)
         self.recorder.add(self.name, "all_reduce", tensor)
         self._reduce_contiguous(tensor, _SUM)
         return tensor
@@ -155,7 +163,7 @@ class RankGroup:
         joined = torch.cat([tensor.flatten() for tensor in tensors])
         # Two summands have the same sum in either order, and shared memory adds in the order of the ranks.
         in_order &= self.size > 2 and not self.shares_memory and joined.device.type == "cpu"
-        total = self._all_reduce_in_order(joined) if in_order else self.all_reduce_(joined)
+        total = self._all_reduce_in_tree_(joined) if in_order else self.all_reduce_(joined)
         parts = total.split([tensor.numel() for tensor in tensors])
         foreach_copy_(list(tensors), [part.view_as(to) for part, to in zip(parts, tensors, strict=True)])
 
@@ -176,6 +184,8 @@ class RankGroup:
         if self.size == 1:
             return None
         self.recorder.add(self.name, "all_reduce", tensor)
+        if self._exchanges(tensor):
+            return tree.start_sum_(tensor.detach().view(-1), self._group, rounding=True)
         return dist.all_reduce(tensor, group=self.group, async_op=True)
 
     @waits("all_reduce")
@@ -196,25 +206,24 @@ class RankGroup:
         """Group of several ranks; its methods cost some ten microseconds less than torch's functions around them."""
         return self.group
 
+    def _exchanges(self, tensor: Tensor) -> bool:
+        """Whether ranks exchange summands and add them here, as the group would add them in an order of its own."""
+        return self.in_tree and not self.shares_memory and tensor.is_floating_point()
+
+    @waits("all_reduce")
+    def _all_reduce_in_tree_(self, tensor: Tensor) -> Tensor:
+        """Sum with all additions in one order, which in a ring depends on an element's position."""
+        self.recorder.add(self.name, "all_reduce", tensor)
+        dense = tensor.contiguous()
+        tree.start_sum_(dense.detach().view(-1), self._group, self.in_tree).wait()
+        return tensor if dense is tensor else tensor.copy_(dense)
+
     def _reduce_contiguous(self, tensor: Tensor, options: Any) -> None:
         # A collective on a non-contiguous view may work on a copy and drop the result.
         dense = tensor.contiguous()
         self._group.allreduce([dense], options).wait()
         if dense is not tensor:
             tensor.copy_(dense)
-
-    @waits("all_reduce")
-    def _all_reduce_in_order(self, flat: Tensor) -> Tensor:
-        """Sum with all additions in rank order, for as many bytes as a ring, whose order depends on the position."""
-        self.recorder.add(self.name, "all_reduce", flat)
-        part = flat.new_empty(-(-flat.numel() // self.size))
-        padded = flat.new_zeros(self.size * part.numel())
-        padded[: flat.numel()] = flat
-        received = torch.empty_like(padded)
-        dist.all_to_all_single(received, padded, group=self.group)
-        accumulate(torch.add, list(received.view(self.size, -1)), part)
-        dist.all_gather_single(padded, part, group=self.group)
-        return padded[: flat.numel()]
 
 
 # No compiler can follow the Python of an `Axis` collective. Compiled code calls an operator instead, which takes the

@@ -10,7 +10,6 @@ import os
 import struct
 import weakref
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,6 +28,7 @@ from threefold.comm.segments import (
     tickets,
     whole_pages,
 )
+from threefold.comm.tree import HALVES, PostponedWork, accumulate
 from threefold.torch_private.distributed import PythonGroup, Work, stand_in
 
 DEFAULT_CAPACITY = 2 << 20
@@ -57,14 +57,16 @@ _DTYPES = (
     torch.bool,
 )
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-_HALVES = (torch.bfloat16, torch.float16)
 
 _OPERATIONS = ("all_reduce_", "all_reduce_max_", "all_gather", "reduce_scatter", "broadcast_", "barrier")
 _OPERATION_CODES = {name: code for code, name in enumerate(_OPERATIONS)}
 
 
 def over_shared_memory(
-    groups: Sequence[dist.ProcessGroup], capacity: int = DEFAULT_CAPACITY, sharing_bytes: int = _TWO_PHASE_BYTES
+    groups: Sequence[dist.ProcessGroup],
+    capacity: int = DEFAULT_CAPACITY,
+    sharing_bytes: int = _TWO_PHASE_BYTES,
+    rounding: bool = False,
 ) -> list[dist.ProcessGroup]:
     """Return each gloo group as a `SharedMemoryGroup`, or itself if it cannot share memory.
 
@@ -75,10 +77,11 @@ def over_shared_memory(
         groups: gloo groups, in one order on all their ranks.
         capacity: bytes of one slot, rounded up to whole pages; a group takes 2 · (ranks + 1) · capacity bytes.
         sharing_bytes: threshold of piece bytes · (ranks − 2) from which the ranks divide the additions of a piece.
+        rounding: whether every addition is rounded to the tensors' dtype, as in an exact run.
     """
     made = share(groups, partial(room_for_rounds, capacity=capacity))
     return [
-        SharedMemoryGroup(group, shared, sharing_bytes) if shared else group
+        SharedMemoryGroup(group, shared, sharing_bytes, rounding) if shared else group
         for group, shared in zip(groups, made, strict=True)
     ]
 
@@ -106,17 +109,24 @@ class SharedMemoryGroup(PythonGroup):
 
     `torch.distributed` takes it wherever it takes the gloo group. Every rank must call the same operations in the same
     order, with tensors of the same size and dtype; a `RuntimeError` names a rank that does not. Results are equal bit
-    for bit on all ranks, because additions follow the order of the ranks. bfloat16 and float16 are summed in float32
-    and rounded once; sums and maxima of bool are the logical or. Operations are done when they return, except
-    all-reduces with `async_op`, which run when they are waited for. Only one thread at a time may use a group.
+    for bit on all ranks, because additions follow a binary tree over the ranks. bfloat16 and float16 are summed in
+    float32 and rounded once, unless every addition is rounded (`rounding`); sums and maxima of bool are the logical or.
+    Operations are done when they return, except all-reduces with `async_op`, which run when they are waited for. Only
+    one thread at a time may use a group.
     """
 
-    def __init__(self, gloo: dist.ProcessGroup, shared: Shared, sharing_bytes: int = _TWO_PHASE_BYTES) -> None:
+    def __init__(
+        self,
+        gloo: dist.ProcessGroup,
+        shared: Shared,
+        sharing_bytes: int = _TWO_PHASE_BYTES,
+        rounding: bool = False,
+    ) -> None:
         """Wrap memory and pipes that are already set up; `over_shared_memory` sets them up."""
         self._index, self._size = shared.index, len(shared.ranks)
         super().__init__(self._index, self._size)
         stand_in(self, gloo)
-        self._gloo, self._sharing_bytes = gloo, sharing_bytes
+        self._gloo, self._sharing_bytes, self._rounding = gloo, sharing_bytes, rounding
         signals = whole_pages(2 * self._size * SIGNAL_BYTES)
         slots = torch.frombuffer(shared.memory, dtype=torch.uint8, offset=signals)
         self._slots = slots.view(2, self._size + 1, -1)
@@ -148,7 +158,7 @@ class SharedMemoryGroup(PythonGroup):
         if opts.asyncOp:
             # Ranks that copy and add on their own cores gain nothing from an earlier start, which would only make them
             # wait in the middle of a backward pass.
-            return _PostponedWork(partial(self._all_reduce_, tensor, sums))
+            return PostponedWork(partial(self._all_reduce_, tensor, sums))
         self._all_reduce_(tensor, sums)
         return _DONE
 
@@ -176,7 +186,9 @@ class SharedMemoryGroup(PythonGroup):
         for start, count in self._pieces(own, self._capacity // (source.itemsize * self._size)):
             views = self._exchange("reduce_scatter", parts[:, start : start + count])
             offset = self._index * count
-            accumulate(torch.add, [slot[offset : offset + count] for slot in views.slots], own[start : start + count])
+            self._accumulate(
+                torch.add, [slot[offset : offset + count] for slot in views.slots], own[start : start + count]
+            )
         return _DONE
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
@@ -220,14 +232,17 @@ class SharedMemoryGroup(PythonGroup):
         for start, count in self._pieces(source, self._capacity // source.itemsize):
             views = self._exchange(operation, source[start : start + count])
             piece = target[start : start + count]
-            added = torch.float32.itemsize if piece.dtype in _HALVES else piece.itemsize
+            added = torch.float32.itemsize if piece.dtype in HALVES else piece.itemsize
             if (self._size - 2) * piece.numel() * added >= self._sharing_bytes:
                 # Each rank combines its share; then all read all shares.
-                accumulate(combine, views.shares, views.own_share)
+                self._accumulate(combine, views.shares, views.own_share)
                 self._round(operation, piece.dtype, count)
                 piece.copy_(views.result)
             else:
-                accumulate(combine, views.slots, piece)
+                self._accumulate(combine, views.slots, piece)
+
+    def _accumulate(self, combine: Callable[..., Tensor], parts: list[Tensor], out: Tensor) -> None:
+        accumulate(combine, parts, out, self._rounding)
 
     def _exchange(self, operation: str, piece: Tensor) -> _Views:
         """Run one round in which every rank contributes `piece`; return all slots, each with its rank's piece."""
@@ -260,24 +275,7 @@ class SharedMemoryGroup(PythonGroup):
         return [(start, min(longest, total - start)) for start in range(0, total, longest)]
 
 
-class _PostponedWork(Work):
-    """Collective that runs when it is first waited for."""
-
-    def __init__(self, run: Callable[[], None] | None = None) -> None:
-        super().__init__()
-        self._run = run
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        run, self._run = self._run, None
-        if run is not None:
-            run()
-        return True
-
-    def is_completed(self) -> bool:
-        return self._run is None
-
-
-_DONE = _PostponedWork()
+_DONE = PostponedWork()
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -288,21 +286,6 @@ def _flat(tensor: Tensor) -> Tensor:
 def _write_back(flat: Tensor, tensor: Tensor) -> None:
     if flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat.view(tensor.shape))
-
-
-def accumulate(combine: Callable[..., Tensor], parts: list[Tensor], out: Tensor) -> None:
-    """Combine `parts` in order into `out`, rounding only once."""
-    if len(parts) == 1:
-        out.copy_(parts[0])
-    elif len(parts) > 2 and out.dtype in _HALVES:
-        total = parts[0].float()
-        for part in parts[1:]:
-            combine(total, part.float(), out=total)
-        out.copy_(total)
-    else:
-        combine(parts[0], parts[1], out=out)
-        for part in parts[2:]:
-            combine(out, part, out=out)
 
 
 _SIGNAL = struct.Struct("<QBBHI")  # round number, operation, dtype, source index, elements in this round

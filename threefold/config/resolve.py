@@ -4,7 +4,7 @@ from typing import Any
 
 from threefold.config.loading import config_of, problem
 from threefold.config.optimizer import hyper_parameters
-from threefold.config.rules import batch_sizes, check
+from threefold.config.rules import batch_sizes, check, default_grain
 from threefold.config.schema import Config, ParallelConfig
 from threefold.config.section import MOST_STEPS
 
@@ -60,6 +60,9 @@ def resolve(
     sizes = filled["model"]["vocab_size"], filled["data"]["sequence_length"], config.parallel
     largest = largest_micro_batch or default_largest(*sizes, config.train.loss_chunk_size is not None)
     filled["train"].update(batch_sizes(config, largest)._asdict())
+    if config.train.exact:
+        for name, value in default_grain(config_of(filled, (), config.origins, config.derived)).items():
+            filled["train"].setdefault(name, value)
     columns, tokens = _of_rank(*sizes)
     filled["train"].setdefault("loss_chunk_size", logits_chunk(filled["train"]["micro_batch_size"] * tokens, columns))
     stored = {f"{section}.{key}" for section, values in filled.items() for key in values}

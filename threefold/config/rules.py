@@ -8,6 +8,7 @@ from typing import NamedTuple
 from threefold.config.loading import problem
 from threefold.config.model import FAMILIES, OWN
 from threefold.config.optimizer import BUILT_IN, HYPER_PARAMETERS, OPTIMIZERS, hyper_parameters
+from threefold.config.schedules import OwnSchedule, Schedule
 from threefold.config.schema import Config
 from threefold.config.section import divisors, nearest_divisor, nearest_multiple
 
@@ -244,8 +245,96 @@ def rules() -> tuple[Callable[[Config], None], ...]:
         _check_recompute,
         _check_checkpoints,
         _check_machine,
+        _check_exact,
         _check_together,
     )
+
+
+LARGEST_GRAIN = 8
+"""Default number of pieces of an exact run's sums, if it divides what they cut."""
+
+
+def default_grain(config: Config) -> dict[str, int]:
+    """Return the default grain of an exact run, from the model and the global batch alone, by the names in `train`."""
+    cut = [count for _, count in _cut_by_tensor_axis(config)]
+    return {
+        "grain_samples": gcd(LARGEST_GRAIN, config.train.global_batch_size),
+        "grain_tensor": gcd(LARGEST_GRAIN, *cut),
+    }
+
+
+def _cut_by_tensor_axis(config: Config) -> list[tuple[str, int]]:
+    """Return the settings whose values the tensor axis divides, with these values."""
+    model = config.model
+    if model.architecture == OWN:
+        return []
+    units = FAMILIES.load(model.architecture).make_plan(model, 1).units("tp")
+    cut = [("model.vocab_size", model.vocab_size)]
+    for key, unit in units.items():
+        shared = bool(unit.repeated) and unit.count & (unit.count - 1) == 0  # by any larger power of two
+        cut.append((f"model.{key}'s rows", unit.count * unit.size) if shared else (f"model.{key}", unit.count))
+    return cut
+
+
+def _check_exact(config: Config) -> None:
+    train, parallel, precision, optimizer = config.train, config.parallel, config.precision, config.optimizer
+    samples, tensor = train.grain_samples, train.grain_tensor
+    if not train.exact:
+        for key, value in (("grain_samples", samples), ("grain_tensor", tensor)):
+            if value:
+                raise problem(config, f"train.{key}", "train.exact is false; leave it out or use train.exact true")
+        return
+    for key, broken, use in (
+        ("model.architecture", config.model.architecture == OWN, "gpt or llama"),
+        ("model.num_experts", config.model.num_experts > 0, "0"),
+        ("precision.dtype", precision.dtype not in ("fp32", "bf16"), "fp32 or bf16"),
+        ("precision.master_weights", precision.dtype == "bf16" and not precision.master_weights, "true"),
+        ("optimizer.name", optimizer.name not in BUILT_IN, "adamw"),
+        ("optimizer.momentum", optimizer.name == "sgd" and optimizer.momentum > 0, "0"),
+        ("train.compile", train.compile, "false"),
+        ("parallel.cp", parallel.cp > 1, "1"),
+        ("parallel.gradient_compression", parallel.gradient_compression != "none", "none"),
+    ):
+        if broken:
+            raise problem(config, key, f"train.exact is true, whose sums do not go together with it yet; use {use}")
+    schedule, leaves = parallel.pipeline_schedule, train.global_batch_size // parallel.dp
+    if parallel.pp > 1 and not schedule.accepts(parallel.pp, leaves):
+        rule = f"train.exact runs the {leaves} samples of a replica one by one, but {schedule.name}"
+        raise problem(config, "parallel.schedule", f"{rule} {schedule.micro_batch_rule(parallel.pp, leaves)}; use 1f1b")
+    if parallel.pp > 1 and not _backward_in_order(schedule, parallel.pp, leaves):
+        rule = "has backward passes of a later micro-batch before those of an earlier one, and train.exact is true"
+        raise problem(config, "parallel.schedule", f"{rule}; use interleaved")
+    if samples != gcd(samples, 1 << 30, train.global_batch_size):
+        rule = f"must be a power of two that divides train.global_batch_size {train.global_batch_size}"
+        raise problem(config, "train.grain_samples", f"{rule}; use {gcd(LARGEST_GRAIN, train.global_batch_size)}")
+    for key, count in _cut_by_tensor_axis(config):
+        if tensor != gcd(tensor, 1 << 30, count):
+            raise problem(
+                config,
+                "train.grain_tensor",
+                f"must be a power of two that divides {key} {count}; use {gcd(tensor, 1 << 30, count)}",
+            )
+    if samples % parallel.dp:
+        works = nearest_divisor(parallel.dp, samples)
+        raise problem(config, "parallel.dp", f"must divide train.grain_samples {samples}; use {works}")
+    positions = gcd(tensor, config.data.sequence_length) if parallel.sequence_parallel else tensor
+    if tensor % parallel.tp or positions % parallel.tp:
+        works = nearest_divisor(parallel.tp, positions)
+        which = f"train.grain_tensor {tensor}" if tensor % parallel.tp else f"the {positions} pieces of a sequence"
+        raise problem(config, "parallel.tp", f"must divide {which}, since train.exact is true; use {works}")
+
+
+def _backward_in_order(schedule: Schedule, pp: int, micro_batches: int) -> bool:
+    """Return whether a schedule runs each stage's backward passes in the order of the micro-batches."""
+    if not isinstance(schedule, OwnSchedule):
+        return schedule.name != "looped-bfs"
+    last: dict[tuple[int, bool], int] = {}
+    for action in (each for order in schedule.orders(pp, micro_batches) for each in order if each.kind != "F"):
+        passed = action.stage, action.kind == "W"
+        if action.micro_batch < last.get(passed, 0):
+            return False
+        last[passed] = action.micro_batch
+    return True
 
 
 def _check_data(config: Config) -> None:

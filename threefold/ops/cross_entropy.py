@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from threefold.constants import IGNORE_INDEX, LOGITS_AT_ONCE
+from threefold.ops.exact import tree_sum
 from threefold.ops.kernels import product
 from threefold.torch_private.tensors import assert_async
 
@@ -66,6 +67,17 @@ def tops_and_sums(logits: Tensor, least: Tensor | None = None, at_once: int = LO
         top = run.amax(1) if least is None else torch.maximum(run.amax(1), least[rows])
         tops[rows], sums[rows] = top, torch.sub(run, top.unsqueeze(1), out=shifted).exp_().sum(1)
     return tops, sums
+
+
+def sum_of_exponentials(logits: Tensor, top: Tensor, pieces: int) -> Tensor:
+    """Return Σ exp(logit − top) of each row of an exact run, as the tree sum of `pieces` equal runs of columns.
+
+    Args:
+        logits: [T, V], V divisible by `pieces`.
+        top: [T], in the dtype to compute in.
+    """
+    rows = logits if len(logits) > 1 else logits.expand(2, -1)  # torch divides a single row's sum among its threads
+    return tree_sum(part.sub(top.unsqueeze(1)).exp_().sum(1) for part in rows.chunk(pieces, 1))[: len(logits)]
 
 
 def scaled_exponentials(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,9 +10,11 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from threefold.comm.axis import Axis, all_gather_equal, reduce_scatter
+from threefold.comm.reductions import all_reduce
 from threefold.errors import UserError
 from threefold.models.layers.attention import CausalAttention
 from threefold.models.layers.decoder import NOTHING, SampleInfo
+from threefold.ops.exact import Grain, Pieces, RowSum
 from threefold.ops.kernels import AttentionMask, serve_heads
 from threefold.ops.tiles import Tile, tiles
 from threefold.random.dropout_mask import drop
@@ -87,6 +90,7 @@ class ShardingContext:
         sequence_parallel: whether activations between parallel layers are sharded along the sequence over tp.
         cp_method: how keys and values reach the queries of other context ranks, as in `parallel.cp_method`.
         tp_shares: number of neighbouring tensor ranks that share a unit → axis of these ranks.
+        grain: pieces of an exact run's sums; None for any other run.
     """
 
     tp: Axis
@@ -95,6 +99,7 @@ class ShardingContext:
     sequence_parallel: bool = False
     cp_method: str = "all-gather"
     tp_shares: Mapping[int, Axis] = field(default_factory=dict)
+    grain: Grain | None = None
 
     @property
     def cut(self) -> SequenceCut:
@@ -110,7 +115,17 @@ class ShardingContext:
     @property
     def divides(self) -> bool:
         """Whether any layer has to be replaced."""
-        return self.tp.size > 1 or self.cp.size > 1 or self.ep.size > 1
+        return self.tp.size > 1 or self.cp.size > 1 or self.ep.size > 1 or self.grain is not None
+
+    @property
+    def pieces(self) -> Pieces | None:
+        """Pieces of an exact run's sums that this rank holds; None for any other run."""
+        if self.grain is None:
+            return None
+        positions, shares = self.grain.positions, self.cut.shares
+        over_tp, features = partial(all_reduce, axis=self.tp), self.grain.tensor // self.tp.size
+        of_shares = RowSum(positions // shares, over_tp if self.sequence_parallel else None)
+        return Pieces(features, of_shares, RowSum(positions), RowSum(features, over_tp))
 
 
 def sum_over_shares_(gradients: Sequence[Tensor], axis: Axis) -> None:

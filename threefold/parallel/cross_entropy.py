@@ -14,7 +14,14 @@ from threefold.comm.axis import Axis
 from threefold.comm.layout import shard_bounds
 from threefold.comm.reductions import all_reduce, all_reduce_max, reduce_from
 from threefold.constants import IGNORE_INDEX, LOGITS_AT_ONCE
-from threefold.ops.cross_entropy import check_labels, logit_sums, scaled_exponentials, tops_and_sums
+from threefold.ops.cross_entropy import (
+    check_labels,
+    logit_sums,
+    scaled_exponentials,
+    sum_of_exponentials,
+    tops_and_sums,
+)
+from threefold.ops.exact import Pieces
 
 
 class ParallelCrossEntropy(nn.Module):
@@ -24,14 +31,18 @@ class ParallelCrossEntropy(nn.Module):
         vocab_size: whole size V of the vocabulary; need not be divisible by the axis.
         axis: mesh axis that the vocabulary is split over.
         logits_at_once: number of logits that it goes over at once on a CPU; changes no result.
+        pieces: pieces of an exact run's sums; None for any other run.
 
     Example:
         >>> head = threefold.ColumnParallelLinear(512, 50257, mesh.tp, gather_output=False)
         >>> loss = threefold.ParallelCrossEntropy(50257, mesh.tp)(head(x), labels).mean()
     """
 
-    def __init__(self, vocab_size: int, axis: Axis, logits_at_once: int = LOGITS_AT_ONCE) -> None:
+    def __init__(
+        self, vocab_size: int, axis: Axis, logits_at_once: int = LOGITS_AT_ONCE, pieces: Pieces | None = None
+    ) -> None:
         super().__init__()
+        self.pieces = pieces
         self.axis, self.vocab_size, self.logits_at_once = axis, vocab_size, logits_at_once
         self.start, self.end = shard_bounds(vocab_size, axis.size, axis.index)
 
@@ -49,7 +60,7 @@ class ParallelCrossEntropy(nn.Module):
             RuntimeError: a label is neither in the vocabulary nor -100 (on a GPU as a device-side assertion).
         """
         check_labels(labels, self.vocab_size)
-        shard = (self.start, self.axis, self.logits_at_once)
+        shard = (self.start, self.axis, self.logits_at_once, 0 if self.pieces is None else self.pieces.features)
         flat = _SplitCrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), *shard)
         return flat.view(labels.shape)
 
@@ -82,29 +93,34 @@ class ParallelCrossEntropy(nn.Module):
 
 class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, start: int, axis: Axis, at_once: int) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, start: int, axis: Axis, at_once: int, pieces: int) -> Tensor:
         ctx.at_once = at_once
         columns = logits.shape[-1]
         wide = torch.promote_types(logits.dtype, torch.float32)
         # Finite, so that a shard whose logits are all −∞ adds zero to the sum, not NaN.
         least = logits.new_full(labels.shape, torch.finfo(wide).min, dtype=wide)
-        own_top, total = tops_and_sums(logits, least, at_once) if columns else (least, torch.zeros_like(least))
-        top = all_reduce_max(own_top, axis)
+        if pieces:
+            top = all_reduce_max(logits.amax(1).to(wide), axis)
+            total = sum_of_exponentials(logits, top, pieces)
+        else:
+            own_top, total = tops_and_sums(logits, least, at_once) if columns else (least, torch.zeros_like(least))
+            top = all_reduce_max(own_top, axis)
+            total = total * (own_top - top).exp()
         column = labels - start
         mine = (column >= 0) & (column < columns)
         column = column.masked_fill(~mine, 0)
         target = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1) - top if columns else torch.zeros_like(top)
-        sums = all_reduce(torch.stack([total * (own_top - top).exp(), target.masked_fill(~mine, 0)]), axis)
+        sums = all_reduce(torch.stack([total, target.masked_fill(~mine, 0)]), axis)
         counted = labels != IGNORE_INDEX
         ctx.save_for_backward(logits, top, sums, column, mine, counted)
         return (sums[0].log() - sums[1]).masked_fill_(~counted, 0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, top, sums, column, mine, counted = ctx.saved_tensors
         if not logits.numel():
-            return torch.zeros_like(logits), None, None, None, None
+            return torch.zeros_like(logits), None, None, None, None, None
         scale = grad.masked_fill(~counted, 0)
         factor, added = scale / sums[0], -(scale * mine)
-        return scaled_exponentials(logits, top, factor, column, added, ctx.at_once), None, None, None, None
+        return scaled_exponentials(logits, top, factor, column, added, ctx.at_once), None, None, None, None, None

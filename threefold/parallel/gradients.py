@@ -61,13 +61,116 @@ class _Place:
             leaf.grad = self.view
 
 
+class LeafOrder:
+    """Order of an exact run's sums over samples: which leaf is running, and the groups that leaves belong to.
+
+    A leaf is one sample, whose forward and backward pass are the same in every layout. The gradients of a group's
+    leaves are added up in order, and those of groups in a balanced binary tree.
+
+    Args:
+        leaves: leaves of this rank in a step.
+        groups: groups of this rank, a power of two.
+
+    Attributes:
+        running: number of the leaf that runs, from 0; set by the runner of the micro-batches.
+    """
+
+    def __init__(self, leaves: int, groups: int) -> None:
+        self.groups, self._leaves = groups, leaves
+        self.running = 0
+
+    @property
+    def group(self) -> int:
+        """Number of the running leaf's group."""
+        return self.running * self.groups // self._leaves
+
+
+class GroupTree:
+    """Sum of one parameter's gradients over the leaves of a step; as many as log₂(groups) + 1 tensors at once."""
+
+    def __init__(self, order: LeafOrder) -> None:
+        self._order = order
+        self._chain: Tensor | None = None
+        self._pushed = 0
+        self._levels: list[Tensor | None] = []
+        self._occupied: list[bool] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin a step."""
+        self._chain, self._pushed = None, 0
+        depth = self._order.groups.bit_length()
+        self._levels, self._occupied = [None] * depth, [False] * depth
+
+    def add_(self, gradient: Tensor, dtype: torch.dtype) -> None:
+        """Add a gradient of the running leaf, which may be kept and changed; `dtype` is that of the sum.
+
+        Raises:
+            RuntimeError: the leaves of a parameter do not come in order.
+        """
+        group = self._order.group
+        if group < self._pushed:
+            raise RuntimeError(f"a gradient of group {group} of samples came after group {self._pushed} had begun")
+        while self._pushed < group:
+            self._push()
+        if self._chain is None:
+            self._chain = gradient.to_dense() if gradient.is_sparse else gradient
+            self._chain = self._chain.to(dtype)
+        else:
+            self._chain.add_(gradient)
+
+    def total(self) -> Tensor | None:
+        """Return the sum over this rank's samples; None if it has no gradient."""
+        while self._pushed < self._order.groups:
+            self._push()
+        return self._levels[-1]
+
+    def _push(self) -> None:
+        carried, level = self._chain, 0
+        while self._occupied[level]:
+            left = self._levels[level]
+            self._occupied[level], self._levels[level] = False, None
+            if left is not None:
+                carried = left if carried is None else left.add_(carried)
+            level += 1
+        self._occupied[level], self._levels[level] = True, carried
+        self._chain = None
+        self._pushed += 1
+
+
+class _TreePlace(_Place):
+    """Place of a leaf whose gradients are summed in the order of an exact run."""
+
+    def __init__(self, flat: Tensor, leaf: Tensor, order: LeafOrder) -> None:
+        super().__init__(flat, leaf)
+        self._tree = GroupTree(order)
+
+    def begin(self, leaf: Tensor) -> None:
+        super().begin(leaf)
+        self._tree.clear()
+
+    def add_(self, leaf: Tensor, gradient: Tensor) -> None:
+        self._tree.add_(gradient, self.view.dtype)
+
+    def finish(self, leaf: Tensor) -> None:
+        total = self._tree.total()
+        self._tree.clear()
+        if total is not None:
+            torch.add(total, 0.0, out=self.view)  # −0 + 0 is +0: whether a zero was added does not show
+            self._hold(leaf)
+        super().finish(leaf)
+
+
 class _Bucket:
     """Flat buffer of gradients, and how many it still waits for in this step."""
 
-    def __init__(self, leaves: Sequence[Tensor], dtype: torch.dtype, sizes: Sequence[int]) -> None:
+    def __init__(
+        self, leaves: Sequence[Tensor], dtype: torch.dtype, sizes: Sequence[int], order: LeafOrder | None
+    ) -> None:
         self.flat = torch.zeros(sum(sizes), dtype=dtype, device=leaves[0].device)
         parts = zip(leaves, self.flat.split(list(sizes)), strict=True)
-        self.places = [(leaf, _Place(part, leaf)) for leaf, part in parts]
+        place = _Place if order is None else partial(_TreePlace, order=order)
+        self.places = [(leaf, place(part, leaf)) for leaf, part in parts]
         self._sizes = sizes
         self.waiting = 0
         self.work: dist.Work | None = None
@@ -148,6 +251,7 @@ class GradientBuckets(Gradients):
         wire: narrower dtype of the sums (gradient compression); None for `dtype`.
         longest: leaf → number of elements of its longest shard on any tensor rank; None for the leaf's own size.
         tp: tensor ranks, whose buckets hold shards of the same parameters; None without tensor parallelism.
+        order: order of an exact run's sums; None to add gradients as they come.
     """
 
     def __init__(
@@ -159,6 +263,7 @@ class GradientBuckets(Gradients):
         wire: torch.dtype | None = None,
         longest: Mapping[Tensor, int] | None = None,
         tp: Axis | None = None,
+        order: LeafOrder | None = None,
     ) -> None:
         self._axis, self._tp = axis, tp
         self._wire = wire if axis.size > 1 else None
@@ -168,14 +273,14 @@ class GradientBuckets(Gradients):
 
         parts = in_buckets(list(leaves), lambda leaf: room(leaf) * dtype.itemsize, bucket_bytes)
         size = room if axis.size > 2 else Tensor.numel  # two summands have one sum in any order
-        self._buckets = [_Bucket(part, dtype, [size(leaf) for leaf in part]) for part in parts]
+        self._buckets = [_Bucket(part, dtype, [size(leaf) for leaf in part], order) for part in parts]
         self._started = 0
         self._observer: Observer | None = None
         self._places: dict[Tensor, _Place] = {}
         for bucket in self._buckets:
             for leaf, place in bucket.places:
                 self._places[leaf] = place
-                if leaf.dtype == dtype:
+                if leaf.dtype == dtype and order is None:
                     leaf.grad = place.view
                 # Weak, since garbage collection does not find the cycle from a leaf through its hook back to the leaf.
                 leaf.register_post_accumulate_grad_hook(partial(_arrived, weakref.ref(self), weakref.ref(bucket)))

@@ -5,9 +5,11 @@ from a config or given in code, come first.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import overload
+from functools import cached_property, partial
+from math import gcd
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +23,12 @@ from threefold.dtypes import DTYPES
 from threefold.models.layers.decoder import LinearCrossEntropy
 from threefold.models.sharding import ModelPlan
 from threefold.models.source import ConstructedModel, skeleton
+from threefold.ops.exact import Grain
+from threefold.ops.exact_arithmetic import ExactArithmetic
 from threefold.ops.kernels import DeferrableWeight
 from threefold.parallel.context import ShardingContext
-from threefold.parallel.gradients import BUCKET_BYTES, GradientBuckets, Gradients, JoinedGradients
-from threefold.parallel.leaf import like, local, stored_as
+from threefold.parallel.gradients import BUCKET_BYTES, GradientBuckets, Gradients, JoinedGradients, LeafOrder
+from threefold.parallel.leaf import like, local, stored, stored_as
 from threefold.parallel.parameter import (
     Weight,
     initialise_,
@@ -40,7 +44,13 @@ from threefold.parallel.pipeline.stage import Stage, TiedWeights, whole_paramete
 from threefold.parallel.plan_check import check_cut_modules, check_plan, check_sharded_parameters, check_tensor_axis
 from threefold.parallel.recompute import apply_recompute, compile_layers, unwrapped
 from threefold.parallel.shard_modules import bare_cut, shard_modules
-from threefold.parallel.zero import ShardedGradients, ZeroSharding, make_zero_sharding, shard_parameters
+from threefold.parallel.zero import (
+    ExactShardedGradients,
+    ShardedGradients,
+    ZeroSharding,
+    make_zero_sharding,
+    shard_parameters,
+)
 from threefold.random.rng import RandomStreams, give_streams
 from threefold.torch_private.distributed import fresh_parameter
 
@@ -87,6 +97,7 @@ class TrainingSettings:
         compile: whether layers run through `torch.compile`.
         loss_chunk_size: number of vocabulary entries whose logits are in memory at once; 0 for all.
         pieces: sizes that work is divided by.
+        grain: pieces of an exact run's sums, whose micro-batches are single samples; None for any other run.
     """
 
     seed: int = 0
@@ -106,6 +117,7 @@ class TrainingSettings:
     compile: bool = False
     loss_chunk_size: int = 0
     pieces: PieceSizes = field(default_factory=PieceSizes)
+    grain: Grain | None = None
 
     @classmethod
     def of(cls, config: Config, pieces: PieceSizes | None = None) -> "TrainingSettings":
@@ -113,7 +125,7 @@ class TrainingSettings:
         parallel, train = config.parallel, config.train
         return cls(
             seed=train.seed,
-            micro_batches=train.gradient_accumulation_steps,
+            micro_batches=train.global_batch_size // parallel.dp if train.exact else train.gradient_accumulation_steps,
             dtype=DTYPES[config.precision.dtype],
             master_weights=config.precision.master_weights,
             zero=parallel.zero,
@@ -129,6 +141,7 @@ class TrainingSettings:
             compile=train.compile,
             loss_chunk_size=train.loss_chunk_size,
             pieces=pieces or PieceSizes(),
+            grain=grain_of(config),
         )
 
     @cached_property
@@ -142,6 +155,14 @@ class TrainingSettings:
         return self.schedule if isinstance(self.schedule, Schedule) else find_schedule(self.schedule)
 
 
+def grain_of(config: Config) -> Grain | None:
+    """Return the pieces of an exact run's sums; None for any other run."""
+    train = config.train
+    if not train.exact:
+        return None
+    return Grain(train.grain_samples, train.grain_tensor, gcd(train.grain_tensor, config.data.sequence_length))
+
+
 @dataclass(frozen=True)
 class Parallelism:
     """How a model is spread over a mesh. Attributes that are not listed are those of `TrainingSettings`.
@@ -151,6 +172,7 @@ class Parallelism:
         stages: stages of the pipeline, with their layers and ranks.
         zero: sharding of the state over the replicas; None without ZeRO.
         deferred: store of the weight gradients that the schedule defers; None if it defers none.
+        order: order of an exact run's sums over samples; None for any other run.
     """
 
     mesh: Mesh
@@ -161,10 +183,14 @@ class Parallelism:
     cp_method: str = "all-gather"
     master_weights: bool = True
     deferred: DeferredGradients | None = None
+    grain: Grain | None = None
+    order: LeafOrder | None = None
 
     @classmethod
     def make(cls, plan: ModelPlan, mesh: Mesh, settings: TrainingSettings) -> "Parallelism":
         """Return the parallelism of a model to train. Collective over the world; raises as `stage_map`."""
+        if settings.grain is not None and not mesh.exact:
+            raise ValueError("the mesh of an exact run must sum in a tree; make it with Mesh(..., exact=True)")
         pp, chunks = mesh.pp.size, settings.stage_chunks
         stages = StageMap((0, len(plan.layers)), (0,))
         if pp > 1:
@@ -180,12 +206,23 @@ class Parallelism:
             settings.cp_method,
             settings.master_weights,
             DeferredGradients() if pp > 1 and settings.pipeline_schedule.defers_weight_gradients else None,
+            settings.grain,
+            None
+            if (grain := settings.grain) is None
+            else LeafOrder(settings.micro_batches, grain.samples // mesh.dp.size),
         )
 
     @property
     def context(self) -> ShardingContext:
         """Axes and settings that parallel layers are made with."""
-        return ShardingContext(self.mesh.tp, self.mesh.cp, self.mesh.ep, self.sequence_parallel, self.cp_method)
+        mesh = self.mesh
+        return ShardingContext(mesh.tp, mesh.cp, mesh.ep, self.sequence_parallel, self.cp_method, grain=self.grain)
+
+    @property
+    def arithmetic(self) -> Callable[[], AbstractContextManager[Any]]:
+        """Makes the context of forward passes."""
+        pieces = self.context.pieces
+        return nullcontext if pieces is None else partial(ExactArithmetic, pieces.rows)
 
     def context_for(self, plan: ModelPlan) -> ShardingContext:
         """Return `context` with the groups of tensor ranks that share a unit of the plan. Collective over the world."""
@@ -227,12 +264,15 @@ class TrainableModel(ParallelModel):
         streams: random streams of modules that draw in sequence.
         gradients: gradients of the parameters, summed over the replicas.
         weights: parameters with master weights, at initial values. Those that the plan freezes have no gradients.
+        copies: leaves of an exact run's tied weights, each with the leaf of another use on this rank, whose gradients
+            are summed apart. Without ZeRO, both have the same memory.
     """
 
     tied: TiedWeights
     streams: RandomStreams
     gradients: Gradients
     weights: list[Weight]
+    copies: list[tuple[Tensor, Tensor]]
 
     @property
     def trained(self) -> list[Weight]:
@@ -280,11 +320,12 @@ def apply_parallelism(
     check_sharded_parameters(model, 0 if how.zero is None else how.zero.stage)
     # Pipeline parallelism: this rank's stages.
     numbers = how.stages.held_by(how.mesh.pp.index)
-    stages = [Stage(model, plan, *how.stages.layers(number)) for number in numbers]
+    stages = [Stage(model, plan, *how.stages.layers(number), how.arithmetic) for number in numbers]
     # Tensor, sequence, context and expert parallelism: parallel layers replace single-device ones.
     shard_modules(stages, plan.split, how.context_for(plan), plan.bare)
-    # Sharding made new parameters, so they are tied and frozen again.
-    _tie(stages, plan)
+    # Sharding made new parameters, so they are tied and frozen again; an exact run ties their values alone.
+    if how.grain is None or training is None:
+        _tie(stages, plan)
     _freeze(stages, plan)
     constructed = ConstructedModel(make_model, seed)
     if training is None:
@@ -295,16 +336,21 @@ def apply_parallelism(
     streams = RandomStreams(training.seed, how.mesh.coordinates, how.mesh.device)
     give_streams(streams, nn.ModuleList(stages))
     for loss in (each for stage in stages for each in stage.modules() if isinstance(each, LinearCrossEntropy)):
-        loss.chunk_size, loss.cross_entropy.logits_at_once = training.loss_chunk_size, training.pieces.logits_at_once
-    apply_recompute(stages, training.recompute, training.recompute_every, streams)
+        loss.chunk_size = training.loss_chunk_size if how.grain is None else 0
+        loss.cross_entropy.logits_at_once = training.pieces.logits_at_once
+    apply_recompute(stages, training.recompute, training.recompute_every, streams, how.arithmetic)
     if training.compile:
         compile_layers(stages, how.deferred is not None)
     # Data parallelism, or ZeRO.
     _allocate(stages, how, constructed)
-    gradients = _make_gradients(stages, how, training.gradient_compression, training.pieces.bucket_bytes)
+    copies = [] if how.grain is None else _tied_copies(stages)
+    if how.zero is None:
+        for leaf, copy in copies:
+            copy.data = leaf.data
+    gradients = _make_gradients(stages, how, training.gradient_compression, training.pieces.bucket_bytes, copies)
     weights = make_weights(whole_parameters(stages), how.master_dtype)
     initialise_(weights, plan, training.seed, gradients, constructed)
-    return TrainableModel(stages, plan, how, tied, streams, gradients, weights)
+    return TrainableModel(stages, plan, how, tied, streams, gradients, weights, copies)
 
 
 def _tie(stages: Sequence[Stage], plan: ModelPlan) -> None:
@@ -315,6 +361,18 @@ def _tie(stages: Sequence[Stage], plan: ModelPlan) -> None:
             first = kept.setdefault(plan.whole_name(name), parameter)
             if first is not parameter:
                 set_in(stage, name, first)
+
+
+def _tied_copies(stages: Sequence[Stage]) -> list[tuple[Tensor, Tensor]]:
+    """Return the leaf of each tied weight with that of each further use on this rank."""
+    kept: dict[str, nn.Parameter] = {}
+    pairs = []
+    for stage in stages:
+        for name, parameter in list(stage.named_parameters()):
+            first = kept.setdefault(stage.model_plan.whole_name(name), parameter)
+            if first is not parameter:
+                pairs.append((local(stored(first)), local(stored(parameter))))
+    return pairs
 
 
 def _freeze(stages: Sequence[Stage], plan: ModelPlan) -> None:
@@ -368,19 +426,30 @@ def _allocate_on(
     replace_parameters(model, allocated)
 
 
-def _make_gradients(stages: Sequence[Stage], how: Parallelism, compression: str, bucket_bytes: int) -> Gradients:
+def _make_gradients(
+    stages: Sequence[Stage],
+    how: Parallelism,
+    compression: str,
+    bucket_bytes: int,
+    copies: Sequence[tuple[Tensor, Tensor]],
+) -> Gradients:
     """Make sharded gradients with ZeRO, else buckets; experts are summed over the replicas that hold them."""
     if how.zero is not None:
+        if how.order is not None:
+            return ExactShardedGradients(stages, how.zero, how.order, copies)
         return ShardedGradients(stages, how.zero)
     parameters = [parameter for _, parameter in whole_parameters(stages) if parameter.requires_grad]
     mesh, dtype, wire = how.mesh, how.master_dtype, DTYPES.get(compression)
     longest = {local(parameter): longest_shard(parameter) for parameter in parameters}
 
     def buckets(leaves: list[Tensor], axis: Axis) -> GradientBuckets:
-        return GradientBuckets(leaves, axis, dtype, bucket_bytes, wire, longest, mesh.tp)
+        return GradientBuckets(leaves, axis, dtype, bucket_bytes, wire, longest, mesh.tp, how.order)
 
     experts = [local(parameter) for parameter in parameters if is_of_experts(parameter)]
     others = [local(parameter) for parameter in parameters if not is_of_experts(parameter)]
+    for leaf, copy in copies:
+        longest[copy] = longest[leaf]
+        others.append(copy)
     everywhere = buckets(others, mesh.replicas)
     if not experts:
         return everywhere

@@ -8,8 +8,8 @@ Collectives inside a module are repeated too. Torch ends a recomputation at the 
 needs, which is the same on all ranks of a group, since they run the same operations.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -32,19 +32,29 @@ class Recomputed(nn.Module):
 
     It has the module's own parameters, buffers and submodules under the same names, so names in checkpoints do not
     change; other attributes are read from the module. Hooks on this wrapper's call (sharded weights) are outside the
-    recomputation. `streams` are the random streams that modules inside draw from, if any does.
+    recomputation.
+
+    Args:
+        streams: random streams that modules inside draw from, if any does.
+        arithmetic: makes the context of forward passes, which the recomputation enters too.
     """
 
     wrapped: nn.Module
     compiled: Callable[..., Any] | None
 
-    def __init__(self, module: nn.Module, streams: RandomStreams | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        streams: RandomStreams | None = None,
+        arithmetic: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         super().__init__()
         self.training = module.training
         self.__dict__["wrapped"] = module  # not among the submodules: those are the module's own
         self.__dict__["compiled"] = None
         share_contents(self, module)
-        self._context = noop_context_fn if streams is None else streams.replays
+        self._replays = noop_context_fn if streams is None else streams.replays
+        self._arithmetic = arithmetic
 
     # Not compiled inside a compiled layer, though what is around it is: torch 2.13 fails if compiled code has a
     # recomputed part beside another one with operators that take a `Handle`.
@@ -55,6 +65,10 @@ class Recomputed(nn.Module):
             return forward(*args, **kwargs)
         recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=self._context)
         return recomputed(forward, *args, **kwargs)
+
+    def _context(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        forward, again = self._replays()
+        return forward, _both(self._arithmetic, again)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the module inside the recomputation: the backward pass runs the compiled code again."""
@@ -79,12 +93,24 @@ class Recomputed(nn.Module):
         return type(self.wrapped).__name__
 
 
+@contextmanager
+def _both(arithmetic: Callable[[], AbstractContextManager[Any]], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with arithmetic(), inner:
+        yield
+
+
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the module that a `Recomputed` wraps, or the module itself."""
     return module.wrapped if isinstance(module, Recomputed) else module
 
 
-def apply_recompute(stages: Sequence[Stage], mode: str, every: int = 1, streams: RandomStreams | None = None) -> None:
+def apply_recompute(
+    stages: Sequence[Stage],
+    mode: str,
+    every: int = 1,
+    streams: RandomStreams | None = None,
+    arithmetic: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> None:
     """Wrap each module whose activations are computed again in a `Recomputed`.
 
     Args:
@@ -92,6 +118,7 @@ def apply_recompute(stages: Sequence[Stage], mode: str, every: int = 1, streams:
         every: treat every n-th layer that has such modules, from the first; counted over the whole model, so that the
             choice does not depend on the stages.
         streams: random streams of modules that draw in sequence.
+        arithmetic: makes the context of forward passes.
 
     Raises:
         UserError: the plan has no such mode.
@@ -111,7 +138,7 @@ def apply_recompute(stages: Sequence[Stage], mode: str, every: int = 1, streams:
                     continue
                 if module not in made:
                     draws = any(draws_in_sequence(child) for child in module.modules())
-                    made[module] = Recomputed(module, streams if draws else None)
+                    made[module] = Recomputed(module, streams if draws else None, arithmetic)
                 set_in(stage, name, made[module])
 
 

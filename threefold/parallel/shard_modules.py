@@ -1,6 +1,7 @@
 """Sharding of a model's modules: a parallel layer replaces each module that the plan's rules name."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Self, cast
 
 import torch
@@ -13,6 +14,9 @@ from threefold.models import sharding
 from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import PositionEmbedding
 from threefold.models.layers.experts import Experts, Routing
+from threefold.ops import exact
+from threefold.ops.exact import Pieces
+from threefold.ops.exact_arithmetic import ExactArithmetic
 from threefold.parallel.context import ContextParallelAttention, RingAttention, ShardingContext
 from threefold.parallel.cross_entropy import ParallelCrossEntropy
 from threefold.parallel.experts import ParallelExperts, ParallelRouting
@@ -79,9 +83,17 @@ class ConcatenatedLinear(ColumnParallelLinear):
     features: int
 
     @classmethod
-    def from_groups(cls, module: nn.Linear, axis: Axis, groups: int, *, sequence_dim: int | None = None) -> Self:
+    def from_groups(
+        cls,
+        module: nn.Linear,
+        axis: Axis,
+        groups: int,
+        *,
+        sequence_dim: int | None = None,
+        pieces: Pieces | None = None,
+    ) -> Self:
         """Split a linear layer whose output features are `groups` groups of equal size."""
-        layer = cls.from_linear(module, axis, gather_output=False, sequence_dim=sequence_dim)
+        layer = cls.from_linear(module, axis, gather_output=False, sequence_dim=sequence_dim, pieces=pieces)
         layer.groups, layer.features = groups, module.out_features
         return layer
 
@@ -106,11 +118,12 @@ def _gathered(out: Tensor, longest: int, axis: Axis) -> Tensor:
 class GroupedHeadsLinear(ColumnParallelLinear):
     """Column-parallel layer whose units are shared by several ranks, which divide some parts and repeat others.
 
-    Made by `from_units`.
+    In an exact run, all pieces of the features do, also those of one rank. Made by `from_units`.
 
     Attributes:
         sharing: ranks whose features are gathered: those of one unit, or the whole axis.
         longest: number of features of a rank; the last ones may have fewer.
+        unit_parts: parts that a unit is divided into.
     """
 
     unit: sharding.Unit
@@ -126,39 +139,49 @@ class GroupedHeadsLinear(ColumnParallelLinear):
         sharing: Axis | None,
         *,
         sequence_dim: int | None = None,
+        pieces: Pieces | None = None,
     ) -> Self:
-        """Split a linear layer over an axis whose size is a multiple of `unit.count`.
+        """Split a linear layer over an axis whose size is a multiple of `unit.count`, or into as many pieces.
 
         Args:
             sharing: neighbouring ranks that share a unit; None to gather over the whole axis, as also happens if the
                 rows of a unit do not divide equally.
         """
-        layer = cls.from_linear(module, axis, gather_output=False, sequence_dim=sequence_dim)
+        layer = cls.from_linear(module, axis, gather_output=False, sequence_dim=sequence_dim, pieces=pieces)
         layer.unit, layer.longest = unit, -(-module.out_features // axis.size)
         divides = module.out_features % axis.size == 0
         layer.sharing = sharing if sharing is not None and divides else axis
+        layer.unit_parts = axis.size * (1 if pieces is None else pieces.features) // unit.count
         return layer
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute this rank's share of a unit from `input` as for `ColumnParallelLinear`."""
-        return self._own(_gathered(super().forward(input), self.longest, self.sharing))
-
-    def _own(self, features: Tensor) -> Tensor:
-        """Select this rank's share of its unit from the gathered features."""
+        own = super().forward(input)
+        if not self.unit.is_shared(self.axis.size):  # it has all of its units
+            return self._parts(own, self.axis.size, 0)
+        features = _gathered(own, self.longest, self.sharing)
         ranks = self.axis.size // self.unit.count
         number, index = divmod(self.axis.index, ranks)
         start = number * self.unit.size if self.sharing.size > ranks else 0
-        pieces = []
+        return self._parts(features.narrow(-1, start, self.unit.size), self.unit.count, index)
+
+    def _parts(self, features: Tensor, shares: int, index: int) -> Tensor:
+        """Select this rank's parts of `features`, which are one of `shares` equal shares of the units."""
+        units = features.unflatten(-1, (self.unit.count // shares, -1))
+        own = self.unit_parts * self.unit.count // max(self.axis.size, self.unit.count)  # of each of these units
+        found, start = [], 0
         for name, size in self.unit.parts:
+            part = units.narrow(-1, start, size)
             if name in self.unit.repeated:
-                pieces.append(features.narrow(-1, start, size))
+                part = part.unsqueeze(-2)
+                found.append(part if self.pieces is None else exact.repeat(part, own))
             else:
-                pieces.append(features.narrow(-1, start + index * (size // ranks), size // ranks))
+                found.append(part.unflatten(-1, (self.unit_parts, -1)).narrow(-2, index * own, own))
             start += size
-        return torch.cat(pieces, -1)
+        return torch.cat(found, -1).flatten(-3)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, a unit on {self.axis.size // self.unit.count} ranks"
+        return f"{super().extra_repr()}, a unit in {self.unit_parts} parts"
 
 
 _CONTEXT_ATTENTION = {"all-gather": ContextParallelAttention, "ring": RingAttention}
@@ -173,25 +196,36 @@ class Sharding(NamedTuple):
 
 def _column(rule: sharding.Column, module: nn.Linear, context: ShardingContext) -> nn.Module:
     if rule.groups > 1:
-        return ConcatenatedLinear.from_groups(module, context.tp, rule.groups, sequence_dim=context.sequence_dim)
-    if rule.unit is not None and rule.unit.is_shared(context.tp.size):
+        return ConcatenatedLinear.from_groups(
+            module, context.tp, rule.groups, sequence_dim=context.sequence_dim, pieces=context.pieces
+        )
+    parts = context.tp.size if context.grain is None else context.grain.tensor
+    if rule.unit is not None and rule.unit.is_shared(parts):
         sharing = context.tp_shares.get(context.tp.size // rule.unit.count)
-        return GroupedHeadsLinear.from_units(module, context.tp, rule.unit, sharing, sequence_dim=context.sequence_dim)
-    return ColumnParallelLinear.from_linear(module, context.tp, gather_output=False, sequence_dim=context.sequence_dim)
+        return GroupedHeadsLinear.from_units(
+            module, context.tp, rule.unit, sharing, sequence_dim=context.sequence_dim, pieces=context.pieces
+        )
+    return ColumnParallelLinear.from_linear(
+        module, context.tp, gather_output=False, sequence_dim=context.sequence_dim, pieces=context.pieces
+    )
 
 
 def _row(rule: sharding.Row, module: nn.Linear, context: ShardingContext) -> nn.Module:
-    return RowParallelLinear.from_linear(module, context.tp, input_is_parallel=True, sequence_dim=context.sequence_dim)
+    return RowParallelLinear.from_linear(
+        module, context.tp, input_is_parallel=True, sequence_dim=context.sequence_dim, pieces=context.pieces
+    )
 
 
 def _vocab(rule: sharding.Vocab, module: nn.Embedding | nn.Linear, context: ShardingContext) -> nn.Module:
     if isinstance(module, nn.Linear):
-        return ColumnParallelLinear.from_linear(module, context.tp, sequence_dim=context.sequence_dim)
+        return ColumnParallelLinear.from_linear(
+            module, context.tp, sequence_dim=context.sequence_dim, pieces=context.pieces
+        )
     return VocabParallelEmbedding.from_embedding(module, context.tp, sequence_dim=context.sequence_dim)
 
 
 def _vocab_loss(rule: sharding.VocabLoss, module: nn.Module, context: ShardingContext) -> nn.Module:
-    return ParallelCrossEntropy(rule.vocab_size, context.tp)
+    return ParallelCrossEntropy(rule.vocab_size, context.tp, pieces=context.pieces)
 
 
 def _attention_core(rule: sharding.AttentionCore, module: CausalAttention, context: ShardingContext) -> nn.Module:
@@ -199,6 +233,7 @@ def _attention_core(rule: sharding.AttentionCore, module: CausalAttention, conte
     heads = Slice(start, rule.heads)
     if context.cp.size > 1:
         return _CONTEXT_ATTENTION[context.cp_method](module, context.cp, heads)
+    module.exact = context.grain is not None
     module.dropout = module.dropout.of_part({1: heads})  # of the weights [B, heads, queries, keys]
     return module
 
@@ -213,7 +248,17 @@ def _over_sequence(
 ) -> nn.Module:
     if isinstance(module, Dropout):
         return module.of_part({1: context.cut})
-    return module.of_positions(context.cut) if context.cut.shares > 1 else module
+    placed = module.of_positions(context.cut) if context.cut.shares > 1 else module
+    if (pieces := context.pieces) is not None:
+        # Complete sums, of which each rank keeps some rows: the ranks' gradients are added at the end of the step.
+        share = context.tp if context.sequence_parallel else None
+        bounds = (
+            (0, placed.num_embeddings)
+            if share is None
+            else shard_bounds(placed.num_embeddings, share.size, share.index)
+        )
+        placed.exact = pieces.rows, range(*bounds)
+    return placed
 
 
 def _token_routing(rule: sharding.TokenRouting, module: Routing, context: ShardingContext) -> nn.Module:
@@ -222,6 +267,22 @@ def _token_routing(rule: sharding.TokenRouting, module: Routing, context: Shardi
 
 def _over_experts(rule: sharding.OverExperts, module: Experts, context: ShardingContext) -> nn.Module:
     return ParallelExperts(module, context) if context.ep.size * context.tp.size > 1 else module
+
+
+def _per_head(rule: sharding.PerHead, module: nn.Module, context: ShardingContext) -> nn.Module:
+    pieces = context.pieces
+    if pieces is None:
+        return module
+    kind, arithmetic = type(module), partial(ExactArithmetic, pieces.heads)
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        # Heads first, so that a run of rows is a run of heads.
+        with arithmetic():
+            out: Tensor = kind.forward(self, x.movedim(2, 0)).movedim(0, 2)
+        return out
+
+    module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    return module
 
 
 def _unchanged(rule: sharding.Split, module: nn.Module, context: ShardingContext) -> nn.Module:
@@ -239,7 +300,7 @@ SHARDINGS: dict[type[sharding.Split], Sharding] = {
     sharding.TokenRouting: Sharding((Routing,), _token_routing),
     sharding.OverExperts: Sharding((Experts,), _over_experts),
     sharding.Replicated: Sharding((nn.Module,), _unchanged),
-    sharding.PerHead: Sharding((nn.Module,), _unchanged),
+    sharding.PerHead: Sharding((nn.Module,), _per_head),
 }
 """Rule → how it is applied."""
 
@@ -265,7 +326,7 @@ def shard_modules(
         return
     made: dict[nn.Module, nn.Module] = {}  # a module with several places is split once
     for stage, name, module, rule in named:
-        if rule.needs_tensor_axis and context.tp.size == 1:
+        if rule.needs_tensor_axis and context.tp.size == 1 and context.grain is None:
             continue
         if module not in made:
             made[module] = _shard(rule, module, context)

@@ -16,6 +16,8 @@ from threefold.comm.layout import shard_bounds
 from threefold.comm.reductions import copy_to, reduce_from
 from threefold.errors import UserError
 from threefold.models.sharding import Column, Row, Vocab
+from threefold.ops import exact
+from threefold.ops.exact import Pieces
 from threefold.ops.kernels import embedding, linear
 from threefold.parallel.leaf import local
 from threefold.parallel.split_layer import Initializer, SplitLayer, SplitLinear, check_sizes, fill_, new_key
@@ -141,6 +143,10 @@ class ColumnParallelLinear(SplitLinear):
             `RowParallelLinear` with `input_is_parallel` and the rule `Column` of a plan need it.
         pad_to: computes this rank's output features in multiples of this; the padding is cut off again.
         sequence_dim: dim of the input of which each rank passes its shard; None for the whole input on every rank.
+        pieces: pieces of an exact run's sums; None for any other run.
+
+    Attributes:
+        unit_parts: parts that the plan's unit of output features is divided into.
 
     Example:
         >>> up = threefold.ColumnParallelLinear(512, 2048, mesh.tp, gather_output=False)
@@ -149,6 +155,7 @@ class ColumnParallelLinear(SplitLinear):
     """
 
     rule = Column()
+    unit_parts: int = 1
 
     def __init__(
         self,
@@ -164,18 +171,26 @@ class ColumnParallelLinear(SplitLinear):
         gather_output: bool = True,
         pad_to: int = 1,
         sequence_dim: int | None = None,
+        pieces: Pieces | None = None,
     ) -> None:
         super().__init__()
         check_sizes(axis, in_features=in_features, out_features=out_features)
         self.axis, self.gather_output, self.pad_to, self.sequence_dim = axis, gather_output, pad_to, sequence_dim
+        self.pieces = pieces
         self._initialise((out_features, in_features), bias, name, seed, weight_init, bias_init)
 
     @classmethod
     def from_linear(
-        cls, module: nn.Linear, axis: Axis, *, gather_output: bool = True, sequence_dim: int | None = None
+        cls,
+        module: nn.Linear,
+        axis: Axis,
+        *,
+        gather_output: bool = True,
+        sequence_dim: int | None = None,
+        pieces: Pieces | None = None,
     ) -> Self:
         """Split the weight and bias of an `nn.Linear`."""
-        return cls._from(module, axis, gather_output=gather_output, sequence_dim=sequence_dim)
+        return cls._from(module, axis, gather_output=gather_output, sequence_dim=sequence_dim, pieces=pieces)
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute [..., out], or this rank's part, from [..., in], the same on every rank or its shard."""
@@ -200,6 +215,8 @@ class ColumnParallelLinear(SplitLinear):
 
     def _own_features(self, x: Tensor) -> Tensor:
         weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
+        if self.pieces is not None:
+            return exact.linear(x, weight, bias, outer=self.pieces.features, rows=self.pieces.all_rows)
         if self.pad_to == 1:
             return linear(x, weight, bias)
         out = linear(x, _pad_rows(weight, self.pad_to))[..., : weight.shape[0]]
@@ -225,6 +242,7 @@ class RowParallelLinear(SplitLinear):
         input_is_parallel: whether the input is already this rank's part (the output of a column-parallel layer);
             otherwise it is whole on every rank, and this rank takes its part.
         sequence_dim: dim of the output along which each rank gets its shard; None for the whole output on every rank.
+        pieces: pieces of an exact run's sums; None for any other run.
 
     Raises:
         UserError: an argument is unknown, such as `gather_output`.
@@ -248,6 +266,7 @@ class RowParallelLinear(SplitLinear):
         bias: bool = True,
         input_is_parallel: bool = False,
         sequence_dim: int | None = None,
+        pieces: Pieces | None = None,
         **unknown: Any,
     ) -> None:
         if "gather_output" in unknown:
@@ -262,24 +281,35 @@ class RowParallelLinear(SplitLinear):
         super().__init__()
         check_sizes(axis, in_features=in_features, out_features=out_features)
         self.axis, self.input_is_parallel, self.sequence_dim = axis, input_is_parallel, sequence_dim
+        self.pieces = pieces
         self._initialise((out_features, in_features), bias, name, seed, weight_init, bias_init)
 
     @classmethod
     def from_linear(
-        cls, module: nn.Linear, axis: Axis, *, input_is_parallel: bool = False, sequence_dim: int | None = None
+        cls,
+        module: nn.Linear,
+        axis: Axis,
+        *,
+        input_is_parallel: bool = False,
+        sequence_dim: int | None = None,
+        pieces: Pieces | None = None,
     ) -> Self:
         """Split the weight of an `nn.Linear`, whose bias every rank keeps."""
-        return cls._from(module, axis, input_is_parallel=input_is_parallel, sequence_dim=sequence_dim)
+        return cls._from(module, axis, input_is_parallel=input_is_parallel, sequence_dim=sequence_dim, pieces=pieces)
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute [..., out], the same on every rank or its shard, from [..., in] or this rank's part."""
         out = _leave(self.partial_sum(input), self.axis, self.sequence_dim)
-        return out if self.bias is None else out + self.bias
+        if self.bias is None:
+            return out
+        return out + self.bias if self.pieces is None else exact.add_bias(out, self.bias, self.pieces.rows)
 
     def partial_sum(self, x: Tensor) -> Tensor:
         """Return this rank's summand of the output [..., out], without the bias, from [..., in] or its part."""
         if not self.input_is_parallel:
             x = scatter_to(x, self.axis)
+        if self.pieces is not None:
+            return exact.linear(x, local(self.weight), None, inner=self.pieces.features)
         return linear(x, local(self.weight))
 
     def extra_repr(self) -> str:

@@ -5,7 +5,7 @@ update, and the shard's optimizer state. In a step, weights are gathered layer b
 (all-gather), and gradients are summed over the replicas into the shards (reduce-scatter). The stages differ in how long
 whole tensors stay in memory: with 1, weights and gradients from their first micro-batch to the end of the step; with 2,
 a layer's gradients are reduce-scattered after each micro-batch; with 3, its weights are also freed after each forward
-and each backward pass.
+and each backward pass. In an exact run, gradients stay whole to the end of the step with 2 and 3 too.
 
 With `zero_shards` below dp, a copy is sharded over that many replicas, and ranks that hold the same shard sum its
 gradients once a step (hybrid sharding, Zhao et al., arXiv 2304.11277, section 3.2.2). Experts that `ep` replicas share
@@ -13,9 +13,10 @@ are sharded over those of them that have the same experts.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -29,13 +30,13 @@ from threefold.comm.mesh import Mesh
 from threefold.models.sharding import OverExperts
 from threefold.parallel.compression import narrowed, widen_
 from threefold.parallel.experts import ParallelExperts
-from threefold.parallel.gradients import Gradients, Observer
+from threefold.parallel.gradients import Gradients, GroupTree, LeafOrder, Observer
 from threefold.parallel.leaf import keep_stored, like, local, stored
 from threefold.parallel.parameter import has_uneven_shards, is_of_experts, replace_parameters
 from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.recompute import unwrapped
 from threefold.torch_private import distributed
-from threefold.torch_private.tensors import foreach_mul_
+from threefold.torch_private.tensors import foreach_copy_, foreach_mul_
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,20 @@ def shard_values(
 
 def report_gradients(module: nn.Module, report: Callable[[str], None]) -> None:
     """Call `report(name)` when autograd has accumulated a parameter's gradient, for a module of `shard_values`."""
+
+    def arrived(name: str, _parameter: Tensor) -> None:
+        report(name)
+
+    for unit, places in _units(module).items():
+        _when_accumulated(unit, places, arrived)
+
+
+_Places = Sequence[tuple[nn.Module, str, str]]
+"""Parameters, each as the module and the attribute that hold it, and its name."""
+
+
+def _units(module: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str, str]]]:
+    """Return the parameters of each FSDP module in a module, which gathers them together; names are in `module`."""
     modules = dict(module.named_modules())
     wrapped = [name for name, each in modules.items() if isinstance(each, FSDPModule)]
     held: dict[str, list[tuple[nn.Module, str, str]]] = {}
@@ -114,14 +129,18 @@ def report_gradients(module: nn.Module, report: Callable[[str], None]) -> None:
             # The innermost FSDP module around a parameter gathers it.
             around = max((each for each in wrapped if not each or f"{name}.".startswith(f"{each}.")), key=len)
             held.setdefault(around, []).append((owner, attribute, f"{name}.{attribute}" if name else attribute))
-    for name, places in held.items():
-        modules[name].register_forward_pre_hook(partial(_watch, places, set(), report))
+    return {modules[name]: places for name, places in held.items()}
+
+
+def _when_accumulated(unit: nn.Module, places: _Places, arrived: Callable[[str, Tensor], None]) -> None:
+    """Call `arrived(name, parameter)` when autograd has accumulated the gradient of a whole parameter of `unit`."""
+    unit.register_forward_pre_hook(partial(_watch, places, set(), arrived))
 
 
 def _watch(
-    places: Sequence[tuple[nn.Module, str, str]],
+    places: _Places,
     watched: set[Tensor],
-    report: Callable[[str], None],
+    arrived: Callable[[str, Tensor], None],
     _module: nn.Module,
     _arguments: Any,
 ) -> None:
@@ -130,7 +149,7 @@ def _watch(
         parameter = getattr(owner, attribute)
         if parameter.requires_grad and parameter not in watched:
             watched.add(parameter)
-            parameter.register_post_accumulate_grad_hook(lambda _parameter, name=name: report(name))
+            parameter.register_post_accumulate_grad_hook(partial(arrived, name))
 
 
 def _listed_layers(module: nn.Module) -> list[nn.Module]:
@@ -296,6 +315,107 @@ class ShardedGradients(Gradients):
     def _modules(self) -> Iterator[FSDPModule]:
         for root in self._roots:
             yield from (module for module in root.modules() if isinstance(module, FSDPModule))
+
+
+class ExactShardedGradients(ShardedGradients):
+    """Sharded gradients of an exact run, with the bits of gradients that every replica holds whole.
+
+    FSDP would add up the samples of a rank in a chain, or sum each of them over the replicas first. Here, the whole
+    gradients of a rank's samples are added up in the order of the run, and their totals are reduce-scattered when all
+    samples have run, over neighboring replicas first. So every ZeRO stage keeps whole gradients to the end of the step,
+    as many as log₂(groups of samples) + 1 of each parameter; stages 2 and 3 save less memory than in another run.
+
+    Args:
+        stages, zero: see `ShardedGradients`.
+        order: order of the sums over samples.
+        copies: leaves of tied weights, each with the leaf of another use on this rank. FSDP shards every use as a
+            parameter of its own, whose values follow those of the first.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        zero: ZeroSharding,
+        order: LeafOrder,
+        copies: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> None:
+        super().__init__(stages, zero)
+        self._copies = copies
+        self._trees = {leaf: GroupTree(order) for leaf in self._parameters}
+        self._reduced: list[list[Tensor]] = []
+        """Leaves whose gradients are reduce-scattered together: those of one FSDP module."""
+        for stage in stages:
+            for unit, places in _units(stage).items():
+                held = {name: local(stored(getattr(owner, attribute))) for owner, attribute, name in places}
+                trained = {name: leaf for name, leaf in held.items() if leaf in self._trees}
+                if trained:
+                    self._reduced.append(list(trained.values()))
+                    trees = {name: (self._trees[leaf], leaf.dtype) for name, leaf in trained.items()}
+                    _when_accumulated(unit, places, partial(_add_to_tree, trees))
+
+    def begin(self, arrivals: int | None) -> None:
+        super().begin(arrivals)
+        for root in self._roots:
+            root.set_requires_gradient_sync(False)
+        for tree in self._trees.values():
+            tree.clear()
+
+    def finish(self) -> None:
+        for root in self._roots:
+            root.set_is_last_backward(True)
+            root.set_reshard_after_backward(True)
+            distributed.finish_backward(root)  # frees gathered weights; there are no gradients that FSDP knows of
+        for leaves in self._reduced:
+            self._reduce_scatter(leaves)
+        self._sum_over_replicas()
+
+    def weights_changed(self) -> None:
+        if self._copies:
+            with torch.no_grad():
+                foreach_copy_([copy for _, copy in self._copies], [leaf for leaf, _ in self._copies])
+        super().weights_changed()
+
+    def _reduce_scatter(self, leaves: Sequence[Tensor]) -> None:
+        """Sum the whole gradients of `leaves` over the shards' ranks; keep this rank's shards."""
+        axis = self._zero.expert_shards if leaves[0] in self._experts else self._zero.shards
+        cuts = [_cut_dim(self._parameters[leaf]) for leaf in leaves]
+        rooms = [_longest_chunk(self._parameters[leaf], dim, axis.size) for leaf, dim in zip(leaves, cuts, strict=True)]
+        buffer = leaves[0].new_zeros(axis.size, sum(rooms), requires_grad=False)
+        for leaf, dim, columns in zip(leaves, cuts, buffer.split(rooms, dim=1), strict=True):
+            tree = self._trees[leaf]
+            total = tree.total()
+            tree.clear()
+            if total is not None:
+                for row, chunk in zip(columns, total.chunk(axis.size, dim), strict=False):  # the last may be missing
+                    row[: chunk.numel()].view(chunk.shape).copy_(chunk)
+        buffer.add_(0.0)  # as without ZeRO: −0 + 0 is +0
+        if self._observer is not None and axis.size > 1:
+            self._observer(buffer)
+        (summed,) = axis.reduce_scatter(buffer, 0)
+        for leaf, part in zip(leaves, summed.split(rooms), strict=True):
+            self._gradients[leaf] = part[: leaf.numel()].view(leaf.shape)
+
+
+def _add_to_tree(trees: Mapping[str, tuple[GroupTree, torch.dtype]], name: str, parameter: Tensor) -> None:
+    gradient, parameter.grad = parameter.grad, None
+    if gradient is not None:
+        tree, dtype = trees[name]
+        tree.add_(gradient, dtype)
+
+
+def _cut_dim(parameter: nn.Parameter) -> int:
+    """Return the dim that FSDP shards."""
+    assert isinstance(parameter, DTensor)  # what `fully_shard` made it
+    (shard,) = parameter.placements
+    assert isinstance(shard, Shard)
+    return shard.dim
+
+
+def _longest_chunk(parameter: nn.Parameter, dim: int, ranks: int) -> int:
+    """Return the number of elements of the longest shard."""
+    sizes = list(parameter.shape)
+    sizes[dim] = -(-sizes[dim] // ranks)
+    return prod(sizes)
 
 
 class _OverAxis:

@@ -49,7 +49,7 @@ class FakeMesh(Mesh):
 
     def _axes(self, planned: Sequence[PlannedAxis]) -> list[Axis]:
         return [
-            FakeAxis(name, ranks, ranks.index(self.rank), group, self.recorder, device_mesh)
+            FakeAxis(name, ranks, ranks.index(self.rank), group, self.recorder, device_mesh, in_tree=self.exact)
             for name, ranks, group, device_mesh in planned
         ]
 
@@ -90,7 +90,7 @@ def run_step(
         last = layout.world_size - 1
         raise UserError(f"rank is {rank} but the layout {layout} has ranks 0 to {last}; use {0 if rank < 0 else last}.")
     with fake_process_group(rank, layout.world_size):
-        mesh = FakeMesh(layout)
+        mesh = FakeMesh(layout, exact=config.train.exact)
         batch = dry_step.batch_of(config, mesh.dp.index)
         with _explaining(own, rank), fake_tensors(), dry_step.FakeNumbers():
             make_model, plan = source.load(config)

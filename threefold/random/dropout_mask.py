@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from threefold.ops import tiles
+from threefold.ops.exact_attention import HeadDrop
 from threefold.random.rng import ALL, Positions, row_major, signed, stream_key
 from threefold.torch_private.runtime import Handle, operator
 
@@ -196,9 +197,27 @@ def _backward_shapes(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) ->
     return tiles.gradient_shapes(q, k, v)
 
 
-def _drops(q: Tensor, keys: Tensor, dropout: DropoutSite) -> Callable[[tiles.TileInputs], tiles.Drop]:
+def head_drop(q: Tensor, keys: Tensor, dropout: DropoutSite) -> HeadDrop:
+    """Return the dropout of attention weights for `ops.exact_attention`; arguments as for `dropped_attention`."""
+    rows, drawn = _weight_rows(q, dropout), (dropout.site, dropout.p)
+
+    def of_heads(part: tiles.TileInputs, weights: Tensor, row: int, heads: slice) -> Tensor:
+        samples, queries = part.at_queries
+        columns = torch.arange(part.tile.keys.start, part.tile.keys.stop, device=q.device)
+        key = keys[samples][row : row + 1]
+        return drop_rows(weights[None], key, *drawn, rows[heads, queries], columns)[0]
+
+    return of_heads
+
+
+def _weight_rows(q: Tensor, dropout: DropoutSite) -> Tensor:
+    """Return the `rows` of `drop_rows` for attention weights [heads, Q] of queries `q` [B, Q, heads, d]."""
     shape = q.shape[2], q.shape[1]
-    rows = row_major(shape, [dropout.parts.get(dim, ALL) for dim in (1, 2)], q.device).view(shape)
+    return row_major(shape, [dropout.parts.get(dim, ALL) for dim in (1, 2)], q.device).view(shape)
+
+
+def _drops(q: Tensor, keys: Tensor, dropout: DropoutSite) -> Callable[[tiles.TileInputs], tiles.Drop]:
+    rows = _weight_rows(q, dropout)
 
     def of_tile(part: tiles.TileInputs) -> tiles.Drop:
         samples, queries = part.at_queries

@@ -30,8 +30,9 @@ from threefold.errors import HardwareFault
 from threefold.models.layers.experts import Routing
 from threefold.parallel.parallelize import TrainableModel
 from threefold.parallel.parameter import Weight, axes_of, is_split, offset
-from threefold.random.rng import draws_in_sequence, signed
+from threefold.random.rng import draws_in_sequence
 from threefold.train.callbacks.base import Guard
+from threefold.train.fingerprint import odd_factors
 from threefold.train.optim import Optimizer
 from threefold.train.step import Engine
 
@@ -75,16 +76,7 @@ def combined(hashes: Tensor) -> Tensor:
 
 def factors(start: int, count: int, device: torch.device) -> Tensor:
     """Return the odd factors of `count` positions from `start` on, int64 [count]."""
-    mixed = torch.arange(start + 1, start + count + 1, device=device) * _GOLDEN
-    for bits, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
-        shifted = (mixed >> bits) & ((1 << (64 - bits)) - 1)  # with zeros from the left
-        mixed = (mixed ^ shifted) * factor
-    return mixed | 1
-
-
-_GOLDEN, _FIRST, _SECOND = (
-    signed(constant, 64) for constant in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-)
+    return odd_factors(torch.arange(start, start + count, device=device))
 
 
 class Verdict(NamedTuple):

@@ -40,6 +40,10 @@ def foreach_norm(tensors: Sequence[Tensor], order: float = 2, dtype: torch.dtype
     return list(torch._foreach_norm(list(tensors), order, dtype=dtype))
 
 
+_VECTOR = 32
+"""Elements of a processor's longest vector, or several of them."""
+
+
 def fused_adam_(
     weights: Sequence[Tensor],
     gradients: Sequence[Tensor],
@@ -53,10 +57,13 @@ def fused_adam_(
     weight_decay: float,
     eps: float,
 ) -> None:
-    """Update weights by Adam, in place, in few kernels.
+    """Update weights by Adam, in place, in few kernels; an element's bits do not depend on the shape of its tensor.
+
+    On a CPU, torch's kernel computes the elements after a tensor's last whole vector with other instructions, to other
+    bits. These ends are copied into vectors of their own.
 
     Args:
-        weights, gradients, means, squares: tensors of one device and dtype.
+        weights, gradients, means, squares: contiguous tensors of one device and dtype.
         steps: fp32 scalars, number of updates including this one.
         decoupled: whether weight decay shrinks the weight directly, as in AdamW.
         lr, betas, weight_decay, eps: hyperparameters of `torch.optim.Adam`.
@@ -66,13 +73,29 @@ def fused_adam_(
     it.
     """
     update = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    columns, counts = [list(weights), list(gradients), list(means), list(squares)], list(steps)
+    cut = [at for at, each in enumerate(weights) if each.is_cpu and each.numel() % _VECTOR]
+    ends: list[Tensor] = []
+    copies: list[Tensor] = []
+    if cut:
+        counts.append(steps[cut[0]])
+        for column in columns:
+            rows = column[0].new_zeros(len(cut), _VECTOR)
+            for row, at in zip(rows, cut, strict=True):
+                flat = column[at].detach().view(-1)
+                whole = len(flat) // _VECTOR * _VECTOR
+                column[at] = flat[:whole]
+                ends.append(flat[whole:])
+                copies.append(row[: len(flat) - whole])
+            column.append(rows)
+        foreach_copy_(copies, ends)
     update(
-        list(weights),
-        list(gradients),
-        list(means),
-        list(squares),
+        columns[0],
+        columns[1],
+        columns[2],
+        columns[3],
         [],
-        list(steps),
+        counts,
         lr=lr,
         beta1=betas[0],
         beta2=betas[1],
@@ -81,6 +104,8 @@ def fused_adam_(
         amsgrad=False,
         maximize=False,
     )
+    if cut:
+        foreach_copy_(ends, copies)
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

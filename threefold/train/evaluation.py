@@ -26,7 +26,7 @@ from threefold.parallel.recompute import as_written
 from threefold.random.rng import ProcessGenerators, generators_preserved
 from threefold.train.callbacks.records import EvaluationRecord
 from threefold.train.step_batch import BatchPreparation
-from threefold.train.stop import Stop, sum_over_ranks
+from threefold.train.stop import Stop, sum_exactly, sum_over_ranks
 
 
 class EvaluationStep:
@@ -83,10 +83,15 @@ class EvaluationStep:
                 self.runner.evaluate(local)
                 return self._summed(local.loss, sum(sizes))
             tokens = self._batches.local_batch(batch)
-            total = self.runner.evaluate(tokens).double()
-        totals = torch.stack([total, (tokens.labels != IGNORE_INDEX).sum().to(total)])
-        summed, count = sum_over_ranks(self._own_summands(totals), self.mesh, self.stop)
-        return loss_of_tokens(summed, int(count), len(batch.labels) * self.mesh.dp.size)
+            losses = self.runner.evaluate(tokens)
+        count = (tokens.labels != IGNORE_INDEX).sum().double().view(1)
+        if self.settings.grain is None:
+            totals = torch.cat([losses.sum().double().view(1), count])
+            summed, counted = sum_over_ranks(self._own_summands(totals), self.mesh, self.stop)
+        else:
+            totals = self._own_summands(count)
+            (summed,), (counted,) = sum_exactly([self._own_summands(losses.double())], totals, self.mesh, self.stop)
+        return loss_of_tokens(summed, int(counted), len(batch.labels) * self.mesh.dp.size)
 
     def evaluate(self, batch: Any) -> tuple[float, int]:
         """Return the summed loss and the number of valid tokens of a global batch; gradients and random state are kept.
@@ -176,7 +181,7 @@ def _sums(engine: EvaluationStep, batches: Iterator[Any], name: str) -> LossSums
 def _make_runner(model: TrainableModel, settings: TrainingSettings, activation: tuple[int, int, int] | None) -> Runner:
     mesh, count = model.parallelism.mesh, settings.micro_batches
     if mesh.pp.size == 1:
-        return LoopRunner(model.stages[0], count, mesh.heartbeat)
+        return LoopRunner(model.stages[0], count, mesh.heartbeat, model.parallelism.order)
     schedule, pp = settings.pipeline_schedule, mesh.pp.size
     if not schedule.accepts(pp, count):
         raise UserError(

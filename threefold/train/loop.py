@@ -190,6 +190,7 @@ class TrainingLoop:
                 return self._rolled_back(step, response)
             reason = response.reason
         self._ask_guards("after_update", step)
+        hashes = None if self.engine.fingerprints is None else self.engine.fingerprints.take(step)
         ended = time.perf_counter()
         length = 1 if self.loader.is_nested else self.config.data.sequence_length
         times = {
@@ -205,6 +206,7 @@ class TrainingLoop:
             seconds=ended - started,
             phases=times,
             performance=self.meter.after_step(ended - started),
+            fingerprint=None if hashes is None else hashes.fingerprint,
         )
         if not result.skipped:
             self._updated = step

@@ -98,7 +98,7 @@ def train(
     recorder = None if profile is None else SpanRecorder(device)
     if recorder is not None:
         heartbeat = ObservedHeartbeat(heartbeat or Heartbeat(), recorder)
-    mesh = Mesh(Layout.from_config(config.parallel), device, heartbeat=heartbeat)
+    mesh = Mesh(Layout.from_config(config.parallel), device, exact=config.train.exact, heartbeat=heartbeat)
     config = agree_on_micro_batch(config, mesh)
 
     mesh.heartbeat.activity(Activity.RESTORE)

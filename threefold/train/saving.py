@@ -388,6 +388,7 @@ class Checkpoints:
     def _facts(self, step: int, evaluation_missed: bool) -> Facts:
         dataset = self._dataset
         scale, good_steps = loss_scale_facts(self.engine)
+        fingerprints = self.engine.fingerprints
         return Facts(
             step=step,
             consumed_samples=self.loader.consumed.before(step),
@@ -404,6 +405,7 @@ class Checkpoints:
             good_steps=good_steps,
             anomalies=self.anomalies(),
             evaluation_missed=evaluation_missed,
+            fingerprint=None if fingerprints is None else fingerprints.take(step).fingerprint,
         )
 
 

@@ -31,7 +31,8 @@ from threefold.config.model import OWN
 from threefold.errors import DivergenceError, UserError
 from threefold.models.loss_terms import LossFunction, LossSums
 from threefold.models.module_check import explaining_passes
-from threefold.models.sharding import ModelPlan
+from threefold.models.sharding import ModelPlan, OverSequence
+from threefold.ops.exact import Grain, row_norms, row_width
 from threefold.parallel.gradients import Gradients
 from threefold.parallel.parallelize import PieceSizes, TrainableModel, TrainingSettings
 from threefold.parallel.parameter import Weight, has_uneven_shards, is_split
@@ -39,10 +40,11 @@ from threefold.parallel.pipeline.stage import StepSamples, TiedWeights
 from threefold.torch_private.fake import FakeTensor
 from threefold.torch_private.tensors import foreach_norm
 from threefold.train.evaluation import EvaluationStep, loss_of_tokens, several
+from threefold.train.fingerprint import Fingerprints
 from threefold.train.optim import Optimizer, learning_rate
 from threefold.train.optimizers import update_rule
 from threefold.train.step_batch import BatchFacts
-from threefold.train.stop import Stop, sum_over_ranks
+from threefold.train.stop import Stop, sum_exactly, sum_over_ranks
 from threefold.train.update_rule import LossScale
 
 
@@ -98,8 +100,8 @@ class GradientStep(EvaluationStep):
 
         Returns:
             this rank's summand of the mean loss, of its own samples and positions (zero except on the last stage; equal
-            on the tensor ranks), and the number of valid tokens in the global batch, or of samples if it is not a
-            `Batch`.
+            on the tensor ranks), or in an exact run that of each sample; and the number of valid tokens in the global
+            batch, or of samples if it is not a `Batch`.
 
         Raises:
             UserError: batch, model and loss do not fit together, or there is nothing to compute a loss of.
@@ -119,7 +121,7 @@ class GradientStep(EvaluationStep):
             self.gradients.begin(self.runner.arrivals)
             if not self.buffers.is_idle:
                 self.buffers.begin()
-            term = self.runner.forward_backward(local, self._batch.factor)
+            terms = self.runner.forward_backward(local, self._batch.factor)
             if self._is_first and self.plan.constructed:
                 self._require_unchanged_weights()
             self._is_first = False
@@ -129,6 +131,9 @@ class GradientStep(EvaluationStep):
         self.gradients.finish()
         if not self.buffers.is_idle:
             self.buffers.finish(self._batch.share)
+        # An exact run sums the gradients of a tied weight's uses apart, as if each were on a stage of its own.
+        for leaf, copy in self.model.copies:
+            self.gradients[leaf].add_(self.gradients[copy])
         # Over tp: with sequence parallelism, or for per-head norms, the gradients of replicated weights are partial.
         # All other replicated weights already have equal gradients.
         if self._partial:
@@ -139,7 +144,8 @@ class GradientStep(EvaluationStep):
         # The loss scale kept small gradients from vanishing on the way, and leaves now.
         if scale != 1:
             self.gradients.scale_(1 / scale)
-        return term / scale, self._batch.counted
+        terms = terms.double() / scale if self.settings.grain is not None else terms.sum() / scale
+        return terms, self._batch.counted
 
     def train_batch(
         self, batch: Any, step: int, loss: LossFunction | None = None, rows: Tensor | None = None
@@ -149,7 +155,7 @@ class GradientStep(EvaluationStep):
         assert self._batch is not None
         if self._batch.sums is not None:
             return self._summed(self._batch.sums, self._batch.samples)
-        (total,) = sum_over_ranks(self._own_summands(term.double().view(1) * counted), self.mesh, self.stop)
+        (total,) = sum_over_ranks(self._own_summands(term.double().sum().view(1) * counted), self.mesh, self.stop)
         return loss_of_tokens(total, counted, self._batch.samples)
 
     def _require_unchanged_weights(self) -> None:
@@ -216,6 +222,9 @@ class Engine(GradientStep):
         loss: function of the last layer's output and the batch, for a model that does not compute its loss itself.
         loss_scale: loss scale of the backward pass; None for the config's, which only fp16 has.
         pieces: sizes of the pieces that work is divided into; None for the default sizes.
+
+    Attributes:
+        fingerprints: hashes of the weights of an exact run; None for any other run.
     """
 
     stop: Stop
@@ -234,7 +243,8 @@ class Engine(GradientStep):
         positions = config.data.sequence_length // config.parallel.cp
         if config.parallel.sequence_parallel:
             positions //= config.parallel.tp
-        activation = (config.train.micro_batch_size, positions, config.model.hidden_size)
+        samples = 1 if config.train.exact else config.train.micro_batch_size
+        activation = (samples, positions, config.model.hidden_size)
         declared = loss is None and config.model.architecture != OWN  # otherwise the runner finds the shapes
         settings, scale = TrainingSettings.of(config, pieces), loss_scale or LossScale.of(config.precision)
         super().__init__(
@@ -243,8 +253,9 @@ class Engine(GradientStep):
         self.config = config
         rule, axes = update_rule(config.optimizer), self.parallelism.sharding_axes
         self.optimizer = Optimizer(rule, self.model.weights, self.gradients, config.optimizer, plan, axes)
+        self.fingerprints = None if settings.grain is None else Fingerprints(self.model.weights, mesh)
         tied, piece = self.model.tied, settings.pieces.norm_elements
-        self._norm = GradientNorm(self.gradients, self.optimizer.entries, mesh, tied, piece)
+        self._norm = GradientNorm(self.gradients, self.optimizer.entries, mesh, tied, piece, settings.grain)
 
     def train_step(self, batch: Any, step: int) -> StepResult:
         """Make one update from a global batch.
@@ -312,6 +323,8 @@ class Engine(GradientStep):
     def _loss_and_norm(self, loss: Tensor) -> tuple[float, float, dict[str, float]]:
         """Return the loss, the global gradient norm and the terms of the user's loss, in one all-reduce."""
         assert self._batch is not None
+        if self.settings.grain is not None:
+            return *self._exact_loss_and_norm(loss), {}
         sums = self._batch.sums
         totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         if self.mesh.tp.is_first:
@@ -325,6 +338,15 @@ class Engine(GradientStep):
         mean, squared, *summed = sum_over_ranks(totals, self.mesh, self.stop)
         return mean, squared**0.5, {} if sums is None else several(sums.over_all(summed, 0).terms)
 
+    def _exact_loss_and_norm(self, losses: Tensor) -> tuple[float, float]:
+        """Return loss and norm of an exact run, each the sum of many numbers that does not depend on their order."""
+        overflow = self._norm.uncounted_overflow()
+        losses = losses if self.mesh.tp.is_first else losses[:0]
+        (loss, squared), (others,) = sum_exactly(
+            [losses, self._norm.row_squares()], overflow.view(1), self.mesh, self.stop
+        )
+        return loss, (squared + others) ** 0.5
+
 
 class GradientNorm:
     """This rank's terms of the global gradient norm, from the current gradients.
@@ -336,6 +358,7 @@ class GradientNorm:
         weights: the trained weights of this rank.
         tied: tied weights that several stages hold; None without them.
         piece: number of neighbouring elements, as in `squared_norm`.
+        grain: pieces of an exact run's sums; None for any other run.
     """
 
     def __init__(
@@ -345,10 +368,12 @@ class GradientNorm:
         mesh: Mesh,
         tied: TiedWeights | None = None,
         piece: int = PieceSizes.norm_elements,
+        grain: Grain | None = None,
     ) -> None:
         self._gradients, self._piece, self._device = gradients, piece, mesh.device
         self._counted: list[Tensor] = []
         self._others: list[Tensor] = []
+        self._widths: dict[Tensor, int] = {}
         for weight in weights:
             counts = (
                 gradients.is_in_norm(weight.leaf)
@@ -356,6 +381,18 @@ class GradientNorm:
                 and (is_split(weight.parameter) or mesh.tp.is_first)
             )
             (self._counted if counts else self._others).append(weight.leaf)
+            if counts and grain is not None:
+                self._widths[weight.leaf] = row_width(weight.parameter, grain)
+
+    def row_squares(self) -> Tensor:
+        """Return the squared norm of each row, or piece of a row, of the gradients that this rank counts. fp64 [n].
+
+        No layout inside the grain cuts them further.
+        """
+        rows = [row_norms(self._gradients[leaf], width) for leaf, width in self._widths.items() if leaf.numel()]
+        if not rows:
+            return torch.zeros(0, dtype=torch.float64, device=self._device)
+        return torch.cat(rows).double().square_()
 
     def squared(self) -> Tensor:
         """Return this rank's term of the squared norm, over the gradients that it counts. fp64 scalar."""
@@ -448,7 +485,10 @@ def clip_and_update(
 
 
 def partial_over_tensor_ranks(model: TrainableModel) -> list[Tensor]:
-    """Return the leaves that tensor ranks hold whole but use on their own positions or heads alone."""
+    """Return the leaves that tensor ranks hold whole but use on their own positions or heads alone.
+
+    In an exact run, the backward passes of norms and biases sum over the ranks themselves, sample by sample.
+    """
     how = model.parallelism
     return [
         weight.leaf
@@ -456,4 +496,5 @@ def partial_over_tensor_ranks(model: TrainableModel) -> list[Tensor]:
         if how.mesh.tp.size > 1
         and not is_split(weight.parameter)
         and (how.sequence_parallel or model.plan.has_partial_gradient(weight.name))
+        and (how.grain is None or isinstance(model.plan.split_of(weight.name), OverSequence))
     ]

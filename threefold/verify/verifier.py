@@ -249,7 +249,7 @@ class Verifier:
             )
         except WorkerError as error:
             seconds = time.perf_counter() - started
-            return LayoutResult(spec, FAILED, seconds, message=_told(error), details=str(error))
+            return LayoutResult(spec, FAILED, seconds, message=told(error), details=str(error))
         missing = compare.coverage([report.held for report in reports], self.shapes)
         return judge(spec, reports, list(self.shapes), task.tolerance, time.perf_counter() - started, missing)
 
@@ -265,7 +265,8 @@ def verifier(task: Verification, selection: Selection) -> Iterator[Verifier]:
         yield Verifier(task, pool, Path(folder))
 
 
-def _told(failure: WorkerError) -> str:
+def told(failure: WorkerError) -> str:
+    """Return the failure of a layout's rank on one line."""
     if failure.error is None:
         return str(failure).strip().splitlines()[0 if "process ended" in str(failure) else -1]
     text = " ".join(str(failure.error).split()) or "no message"

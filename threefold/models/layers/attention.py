@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.models.layers.rope_scaling import RopeScaling, frequencies
 from threefold.ops.attention import attention
+from threefold.ops.exact_attention import exact_attention
 from threefold.ops.kernels import AttentionMask, later, serve_heads
 from threefold.random.dropout import Dropout
-from threefold.random.dropout_mask import dropped_attention
+from threefold.random.dropout_mask import dropped_attention, head_drop
 from threefold.random.rng import ALL, Positions, Slice
 
 _LONGEST_KEPT: Final = 512  # keys; up to this length, keeping the dropped weights is faster than drawing again
@@ -23,10 +24,14 @@ class CausalAttention(nn.Module):
         dropout: dropout probability of an attention weight.
         window: number of positions, including its own, that a token attends to; 0 for all.
         name: name of this layer in the whole model, which keys its dropout masks.
+
+    Attributes:
+        exact: whether to compute it as in exact runs.
     """
 
     def __init__(self, dropout: float = 0.0, window: int = 0, name: str = "") -> None:
         super().__init__()
+        self.exact = False
         self.dropout = Dropout(dropout, name and f"{name}.dropout")
         self.window = window
 
@@ -42,6 +47,9 @@ class CausalAttention(nn.Module):
             [B, Q, heads · d].
         """
         hidden = AttentionMask(self.window, None if samples.documents is None else samples.documents[:, : k.shape[1]])
+        if self.exact:
+            keys = samples.keys if self.dropout.draws(samples.keys) else None
+            return exact_attention(q, k, v, hidden, None if keys is None else head_drop(q, keys, self.dropout))
         if samples.keys is None or not self.dropout.draws(samples.keys):
             return attention(q, k, v, hidden)
         whole = self.dropout.parts.get(2, ALL).whole(q.shape[1])  # length of the sequence, independent of the layout

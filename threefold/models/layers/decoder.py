@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from threefold.constants import LOGITS_AT_ONCE
+from threefold.ops import exact
 from threefold.ops.cross_entropy import check_labels, chunked_cross_entropy, cross_entropy
+from threefold.ops.exact import RowSum
 from threefold.ops.kernels import embedding, linear
 from threefold.random.rng import Positions, Slice
 
@@ -40,7 +42,13 @@ NOTHING = SampleInfo()
 
 
 class Linear(nn.Linear):
-    """`nn.Linear`, computed by `ops.kernels`."""
+    """`nn.Linear`, computed by `ops.kernels`.
+
+    Attributes:
+        unit_parts: parts that the plan's unit of output features is divided into, in a layer that replaces this one.
+    """
+
+    unit_parts: int = 1
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in] → [..., out]."""
@@ -66,7 +74,13 @@ class PositionEmbedding(nn.Embedding):
         num_embeddings: number of positions.
         embedding_dim: H.
         held: positions that the activations cover; by default all, from the first.
+
+    Attributes:
+        exact: sum of an exact run over these positions, and the rows whose sums this rank keeps, for
+            `ops.exact.embedding`; None for any other run.
     """
+
+    exact: tuple[RowSum, range] | None = None
 
     def __init__(self, num_embeddings: int, embedding_dim: int, held: Positions | None = None) -> None:
         super().__init__(num_embeddings, embedding_dim)
@@ -76,7 +90,8 @@ class PositionEmbedding(nn.Embedding):
         """Look up the positions of `x` [B, S, H]: [S, H], or [B, S, H] if they differ by sample."""
         size = x.shape[1]
         if samples.positions is not None:
-            return embedding(samples.positions[:, self.held.indices(size, x.device)], self.weight)
+            ids = samples.positions[:, self.held.indices(size, x.device)]
+            return embedding(ids, self.weight) if self.exact is None else exact.embedding(ids, self.weight, *self.exact)
         if isinstance(self.held, Slice):
             return self.weight[self.held.start : self.held.start + size]
         return embedding(self.held.indices(size, x.device), self.weight)

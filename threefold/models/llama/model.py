@@ -51,7 +51,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
         """[B, S, H] → [B, S, H]."""
         rows = self.qkv(x)
-        served = min(self.served, rows.shape[-1] // self.head_dim - 2)
+        served = self.served // self.qkv.unit_parts
         groups = rows.unflatten(-1, (-1, served + 2, self.head_dim))  # [B, S, groups, served + 2, d]
         q, k, v = groups.split((served, 1, 1), 3)
         q, k, v = (each.flatten(2, 3) for each in (q, k, v))  # [B, S, heads or groups, d]

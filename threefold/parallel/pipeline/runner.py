@@ -11,6 +11,7 @@ from torch import Tensor
 from threefold.comm.heartbeat import Heartbeat
 from threefold.comm.rank_state import Activity
 from threefold.config.schedules import Action, Schedule
+from threefold.parallel.gradients import LeafOrder
 from threefold.parallel.parallelize import Parallelism
 from threefold.parallel.pipeline.scheduled_stage import ScheduledStage, SendQueue, TimedAction
 from threefold.parallel.pipeline.schedules import PassMaker, ScheduledPasses, actions
@@ -39,7 +40,7 @@ class Runner(ABC):
                 the sum over its tokens.
 
         Returns:
-            the scaled loss of all micro-batches together if `has_loss`, else zero (fp32 or fp64 scalar).
+            the scaled loss of each micro-batch if `has_loss`, else a zero (fp32 or fp64 [n]).
         """
 
     def knows(self, shapes: Hashable) -> bool:
@@ -51,7 +52,7 @@ class Runner(ABC):
 
     @abstractmethod
     def evaluate(self, batch: StepSamples) -> Tensor:
-        """Return the summed loss of all micro-batches, without gradients, if `has_loss`; else zero."""
+        """Return the loss of each micro-batch, without gradients, if `has_loss`; else a zero ([n])."""
 
 
 class LoopRunner(Runner):
@@ -59,9 +60,9 @@ class LoopRunner(Runner):
 
     has_loss = True
 
-    def __init__(self, stage: Stage, micro_batches: int, heartbeat: Heartbeat) -> None:
+    def __init__(self, stage: Stage, micro_batches: int, heartbeat: Heartbeat, order: LeafOrder | None = None) -> None:
         self.stage, self.micro_batches, self.arrivals = stage, micro_batches, micro_batches
-        self._heartbeat = heartbeat
+        self._heartbeat, self._order = heartbeat, order
 
     def forward_backward(self, batch: StepSamples, scale: float) -> Tensor:
         losses = []
@@ -69,10 +70,12 @@ class LoopRunner(Runner):
             self._heartbeat.activity(Activity.FORWARD, 0, number)
             loss = micro.through(self.stage) * scale
             self._heartbeat.activity(Activity.BACKWARD, 0, number)
+            if self._order is not None:
+                self._order.running = number
             loss.backward()
             losses.append(loss.detach())
             del loss  # and its graph
-        return torch.stack(losses).sum()
+        return torch.stack(losses)
 
     @torch.no_grad()
     def evaluate(self, batch: StepSamples) -> Tensor:
@@ -80,7 +83,7 @@ class LoopRunner(Runner):
         for number, micro in enumerate(batch.split(self.micro_batches)):
             self._heartbeat.activity(Activity.FORWARD, 0, number)
             losses.append(micro.through(self.stage))
-        return torch.stack(losses).sum()
+        return torch.stack(losses)
 
 
 class PipelineRunner(Runner):
@@ -107,7 +110,7 @@ class PipelineRunner(Runner):
         # With several stages on a rank, a tied weight may get a gradient from each, or a deferred one.
         self.arrivals = micro_batches if schedule.one_backward_per_micro_batch else None
         loss_dtype = torch.promote_types(parallelism.dtype, torch.float32)
-        self._zero = torch.zeros((), dtype=loss_dtype, device=self._mesh.device)
+        self._zero = torch.zeros(1, dtype=loss_dtype, device=self._mesh.device)
         # Torch's schedules split their arguments along dim 0, which samples of any nesting do not allow. So they get
         # the numbers of the micro-batches, and a stage looks up the samples of a number in `_micro_batches`.
         self._numbers = torch.arange(micro_batches)
@@ -121,9 +124,10 @@ class PipelineRunner(Runner):
             schedule,
             self._numbers,
             self._micro_batches,
-            self._zero,
+            self._zero[0],
             self._sends,
             None if self._deferred is None else self._deferred.take,
+            parallelism.order,
         )
         self._found: dict[Hashable, ScheduledPasses] = {}
         self._declared = activation is not None
@@ -177,7 +181,7 @@ class PipelineRunner(Runner):
         self._eval.eval(*args, **options)
 
     def _run_micro_batches(self, run: Callable[..., Any], batch: StepSamples, scale: float) -> Tensor:
-        """Run a pass of torch's schedule over the micro-batches; return their summed loss if `has_loss`, else zero."""
+        """Run a pass of torch's schedule over the micro-batches; return their losses if `has_loss`, else a zero."""
         if not self._declared:
             self._use(self._found[batch.shapes])
         self._micro_batches[:] = batch.split(len(self._numbers))
@@ -198,4 +202,4 @@ class PipelineRunner(Runner):
         finally:
             self._micro_batches.clear()
             self._sends.abandon()  # left over if the step failed
-        return torch.stack([loss.detach() for loss in losses]).sum() if self.has_loss else self._zero
+        return torch.stack([loss.detach() for loss in losses]) if self.has_loss else self._zero

@@ -14,6 +14,7 @@ from threefold.comm.mesh import Mesh
 from threefold.comm.segments import Room, share, whole_pages
 from threefold.config.schedules import Action, Orders, OwnSchedule, Schedule, TorchSchedule
 from threefold.models.own_batch import inputs_from
+from threefold.parallel.gradients import LeafOrder
 from threefold.parallel.pipeline.partition import StageMap
 from threefold.parallel.pipeline.scheduled_stage import (
     MOST_BYTES,
@@ -143,6 +144,7 @@ class PassMaker:
         loss: tensor like the loss.
         sends: queue of the stages' sends.
         later: returns the function that computes deferred weight gradients, as for `ScheduledStage`.
+        order: order of an exact run's sums over samples; None for any other run.
 
     Attributes:
         mailbox: mailbox for training; None if sends and receives go through the process group.
@@ -159,7 +161,9 @@ class PassMaker:
         loss: Tensor,
         sends: SendQueue,
         later: DeferredWeights | None,
+        order: LeafOrder | None,
     ) -> None:
+        self._order = order
         self._stages, self._placement, self._mesh, self._schedule = stages, placement, mesh, schedule
         self._numbers, self._micro_batches, self._sends, self._later = numbers, micro_batches, sends, later
         self._loss = torch.empty_like(loss, device="meta").requires_grad_()
@@ -210,7 +214,18 @@ class PassMaker:
             inputs = activations[number - 1] if number else (number_of_one,)
             shapes = StageShapes(inputs, (self._loss,) if stage.gives_loss else activations[number])
             made.append(
-                ScheduledStage(stage, number, placement, mesh, self._micro_batches, shapes, later, sends, mailbox)
+                ScheduledStage(
+                    stage,
+                    number,
+                    placement,
+                    mesh,
+                    self._micro_batches,
+                    shapes,
+                    later,
+                    sends,
+                    mailbox,
+                    self._order,
+                )
             )
         return made
 

@@ -1,7 +1,8 @@
 """A pipeline stage of a model, the samples that pass through it, and its tied weights."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -32,10 +33,21 @@ class Stage(nn.Module):
 
     Parameters keep their names in the model. A tied weight also appears on the stage of its second use, under its
     second name; `whole_parameters` yields its one name.
+
+    Args:
+        arithmetic: makes the context of forward passes.
     """
 
-    def __init__(self, model: nn.Module, plan: ModelPlan, first: int, end: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: ModelPlan,
+        first: int,
+        end: int,
+        arithmetic: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         super().__init__()
+        self._arithmetic = arithmetic
         # Names that no layer is likely to have, since layers become attributes of the same module.
         self.model_plan = plan
         self.layer_names: tuple[str, ...] = plan.layers[first:end]
@@ -61,6 +73,10 @@ class Stage(nn.Module):
             activations [B, S, H]; on the last stage the summed loss, or if `labels` is None this tensor rank's columns
             of the logits. For `LayerInputs`, the last layer's output.
         """
+        with self._arithmetic():
+            return self._run(x, labels, samples)
+
+    def _run(self, x: Tensor | LayerInputs, labels: Tensor | None, samples: SampleInfo) -> Any:
         if isinstance(x, LayerInputs):
             output: Any = None
             for place, name in enumerate(self.layer_names):
@@ -84,12 +100,12 @@ class Stage(nn.Module):
 
 def whole_parameters(stages: Sequence[Stage]) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield each distinct parameter of a rank's stages with its one name in the whole model."""
-    seen: set[nn.Parameter] = set()
+    seen: set[str] = set()
     for stage in stages:
         for name, parameter in stage.named_parameters():
-            if parameter not in seen:
-                seen.add(parameter)
-                yield stage.model_plan.whole_name(name), stored(parameter)
+            if (whole := stage.model_plan.whole_name(name)) not in seen:
+                seen.add(whole)
+                yield whole, stored(parameter)
 
 
 def _place(root: nn.Module, name: str, module: nn.Module) -> None:

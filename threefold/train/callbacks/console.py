@@ -197,6 +197,9 @@ class Summary(Callback):
             ("speed", f"{self._read / self._seconds:,.0f} {unit}/s read{padded}"),
             *self._of_hardware(),
         ]
+        if self._last.fingerprint is not None:
+            told = f"{self._last.fingerprint} after step {self._last.step}, in every layout inside the grain"
+            rows.append(("weights", told))
         if self.ledger is not None and (found := Goodput.read(self.ledger)):
             parts = {
                 "steps": found.steps,

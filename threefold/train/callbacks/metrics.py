@@ -156,6 +156,8 @@ class MetricsFile(RunFile):
             values["consumed_samples"] = record.consumed_samples
         if record.terms:
             values["terms"] = _numbers(record.terms)
+        if record.fingerprint is not None:
+            values["fingerprint"] = record.fingerprint
         self.file.write(json.dumps(values))
 
     def after_evaluation(self, record: EvaluationRecord) -> None:

@@ -60,6 +60,7 @@ class StepRecord:
         reason: reason why no update was made; empty if one was made or the gradient overflowed. A step that
             `data.skip_steps` or a rollback skips reads no samples: loss and norm are NaN, and the tokens are 0.
         performance: hardware use of the step; None if its samples were not read.
+        fingerprint: hash of all weights after the step, the same in every layout; None unless the run is exact.
     """
 
     step: int
@@ -82,6 +83,7 @@ class StepRecord:
     consumed_samples: int | None = None
     reason: str = ""
     performance: Performance | None = None
+    fingerprint: str | None = None
 
     @property
     def is_read(self) -> bool:

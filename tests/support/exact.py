@@ -1,0 +1,80 @@
+"""Exact runs: the same bits of losses, norms, gradients and weights as in one process."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.parity import Case, Trace, make_engine, shard_of, trained
+from threefold.launch.worker_pool import WorkerPool
+
+EXACT = ("train.exact", True)
+CASE = Case(
+    layers=4,
+    heads=8,
+    head_dim=4,
+    ffn=72,
+    vocab=88,
+    sequence=24,
+    batch=16,
+    accumulation=16,
+    dropout=0.1,
+    settings=(EXACT,),
+)
+
+
+def with_layout(case: Case, dp: int, tp: int, pp: int, schedule: str = "1f1b", micro: int = 1, **settings: Any) -> Case:
+    """Return an exact run in a layout, with micro-batches of `micro` samples; a setting `a__b` is `a.b`."""
+    named = tuple((key.replace("__", "."), value) for key, value in settings.items())
+    return case.with_layout(
+        dp, tp, pp, schedule=schedule, accumulation=case.batch // dp // micro, settings=(EXACT, *named)
+    )
+
+
+def slow_but(names: Iterable[str], *quick: str) -> list[Any]:
+    """Return the names as parameters, all but the quick ones marked as slow."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def exact_run(case: Case, threads: int = 1) -> Trace:
+    """Train with a number of threads, and evaluate once."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        engine = make_engine(case)
+        trace = trained(engine, case.steps, lambda step: shard_of(case, step, engine.mesh.dp.index))
+        trace.losses.append(engine.evaluate(shard_of(case, 99, engine.mesh.dp.index))[0])
+        trace.norms.append(0.0)
+        trace.gradients.append({})
+        return trace
+    finally:
+        torch.set_num_threads(before)
+
+
+def differences(expected: Trace, found: Trace) -> list[str]:
+    """Return what has other bits, in order: the first losses, norms, gradients, and weights."""
+    different = []
+    for step, (loss, norm) in enumerate(zip(expected.losses, expected.norms, strict=True)):
+        if found.losses[step] != loss:
+            different.append(f"loss of step {step}: {loss!r}, {found.losses[step]!r}")
+        for name, gradient in found.gradients[step].items():
+            if not same_bits(gradient, expected.gradients[step][name]):
+                different.append(f"gradient of step {step}: {name}")
+        if found.norms[step] != norm:
+            different.append(f"norm of step {step}: {norm!r}, {found.norms[step]!r}")
+    different += [
+        f"weight: {name}" for name, weight in found.final.items() if not same_bits(weight, expected.final[name])
+    ]
+    return different
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether tensors are equal, signs of zeros included."""
+    return torch.equal(one, other) and torch.equal(one.signbit(), other.signbit())
+
+
+def check(pool: WorkerPool, expected: Trace, case: Case) -> None:
+    """Compare all ranks of a layout with one process, to the bit."""
+    for rank, found in enumerate(pool.run(case.world_size, exact_run, case)):
+        assert not differences(expected, found)[:6], f"rank {rank} of {case}"

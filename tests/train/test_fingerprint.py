@@ -1,0 +1,143 @@
+"""The hash of all weights is the same in every layout, and one bit changes it."""
+
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.parity import Case, make_engine
+from tests.train.support import Run, manifest, steps_of, train_rank
+from threefold.checkpoint.summary import summarize_checkpoint
+from threefold.launch.worker_pool import WorkerPool
+from threefold.train.fingerprint import PartHash, TensorHashes
+
+EXACT = ("train.exact", True)
+SIZES = {"layers": 2, "heads": 8, "head_dim": 4, "ffn": 64, "vocab": 88, "sequence": 16, "batch": 8}
+CASE = Case(**SIZES, accumulation=1, settings=(EXACT,))  # type: ignore[arg-type]
+MODULUS = 1 << 64
+
+
+def hashed(tensor: Tensor) -> int:
+    return int(PartHash(tensor.shape, (0,) * tensor.dim(), tensor.shape)(tensor)) % MODULUS
+
+
+def hashed_in_parts(whole: Tensor, counts: Sequence[int]) -> int:
+    """Hash a tensor cut into a number of parts along each dim."""
+    cuts = [
+        [(int(part[0]), len(part)) for part in torch.arange(size).chunk(count)]
+        for size, count in zip(whole.shape, counts, strict=True)
+    ]
+    total = 0
+    for place in product(*cuts):
+        part = whole
+        for dim, (start, size) in enumerate(place):
+            part = part.narrow(dim, start, size)
+        total += int(PartHash(part.shape, [start for start, _ in place], whole.shape)(part))
+    return total % MODULUS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64])
+@pytest.mark.parametrize(
+    ("shape", "counts"),
+    [((), ()), ((37,), (5,)), ((24, 40), (1, 8)), ((24, 40), (7, 3)), ((3, 5, 8), (3, 2, 4)), ((2, 70_001), (1, 3))],
+    ids=str,
+)
+def test_parts_add_up_to_the_whole(shape: tuple[int, ...], counts: tuple[int, ...], dtype: torch.dtype) -> None:
+    whole = (100 * torch.randn(shape, dtype=torch.float64)).to(dtype)
+    assert hashed_in_parts(whole, counts) == hashed(whole)
+
+
+def test_every_bit_of_every_element_counts() -> None:
+    whole = torch.randn(4, 6)
+    known = {hashed(whole)}
+    for element, bit in product(range(whole.numel()), range(32)):
+        changed = whole.clone()
+        changed.view(torch.int32).flatten()[element] ^= -(1 << 31) if bit == 31 else 1 << bit
+        known.add(hashed(changed))
+    assert len(known) == 1 + 32 * whole.numel()
+
+
+def test_signs_of_a_row_count() -> None:
+    """The top bits of the words alone, of which a sum without factors would see only whether their number is odd."""
+    whole = torch.randn(4, 6)
+    changed = whole.clone()
+    changed[1] = -changed[1]
+    assert hashed(changed) != hashed(whole)
+
+
+def test_position_counts_and_the_sign_of_zero_does_not() -> None:
+    whole = torch.randn(4, 6)
+    assert hashed(whole.flip(0)) != hashed(whole) != hashed(whole.flip(1))
+    assert hashed(-torch.zeros(5)) == hashed(torch.zeros(5))
+
+
+def test_name_counts() -> None:
+    assert TensorHashes({"a": 1, "b": 2}).fingerprint != TensorHashes({"a": 2, "b": 1}).fingerprint
+    assert TensorHashes({"a": 1, "b": 2}).fingerprint == TensorHashes({"b": 2, "a": 1}).fingerprint
+
+
+def taken(case: Case, flipped: str = "", rank: int = 0, turn: int = 0) -> TensorHashes:
+    """Hash the initial weights as a rank of the pool; one rank flips the lowest bit of an element of a parameter."""
+    engine = make_engine(case)
+    if engine.mesh.rank == rank:
+        for weight in engine.model.weights:
+            if weight.name == flipped:
+                weight.master.detach().view(torch.int32).flatten()[-1] ^= 1
+    assert engine.fingerprints is not None
+    return engine.fingerprints.take(turn)
+
+
+LAYOUTS = [(2, 1, 1), (1, 2, 2), (1, 8, 1), (2, 2, 2)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_layouts_have_one_fingerprint(pool: WorkerPool, layout: tuple[int, int, int]) -> None:
+    """With a tied embedding, which the first and the last stage hold."""
+    (expected,) = pool.run(1, taken, CASE)
+    case = CASE.with_layout(*layout)
+    for turn in (0, 1):
+        for found in pool.run(case.world_size, taken, case, "", 0, turn):
+            assert found.by_name == expected.by_name
+            assert found.fingerprint == expected.fingerprint
+
+
+@pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1)], ids=str)
+def test_one_bit_of_one_rank_names_the_parameter(pool: WorkerPool, layout: tuple[int, int, int]) -> None:
+    """Of two replicas, each in its turn."""
+    (expected,) = pool.run(1, taken, CASE)
+    case, name = CASE.with_layout(*layout), "blocks.1.mlp.up.weight"
+    seen = []
+    for turn in (0, 1):
+        found = pool.run(2, taken, case, name, 1, turn)[0]
+        different = [each for each, value in expected.by_name.items() if found.by_name[each] != value]
+        assert set(different) <= {name}
+        assert bool(different) == (found.fingerprint != expected.fingerprint)
+        seen.append(bool(different))
+    assert sorted(seen) == ([False, True] if layout[0] == 2 else [True, True])
+
+
+def test_records_and_checkpoints_have_the_fingerprint_of_an_exact_run(
+    pool: WorkerPool, tokens: Path, tmp_path: Path
+) -> None:
+    run = Run(tokens, steps=2, set=(EXACT, ("model.vocab_size", 304)))
+    layouts = {"one": run, "two": run.but(dp=2, set=(*run.set, ("train.recompute", "full")))}
+    found = {}
+    for name, each in layouts.items():
+        printed = pool.run(each.world_size, train_rank, each, tmp_path / name)[0]
+        prints = [line["fingerprint"] for line in steps_of(tmp_path / name).values()]
+        checkpoint = tmp_path / name / "checkpoints" / "step_00000002"
+        assert manifest(checkpoint)["fingerprint"] == prints[-1]
+        assert summarize_checkpoint(checkpoint).document(None, False)["fingerprint"] == prints[-1]
+        assert f"{prints[-1]} after step 2" in printed
+        found[name] = prints
+    assert found["one"] == found["two"]
+    assert len(set(found["one"])) == 2
+
+
+def test_other_runs_have_none(pool: WorkerPool, tokens: Path, tmp_path: Path) -> None:
+    pool.run(1, train_rank, Run(tokens, steps=1), tmp_path)
+    assert "fingerprint" not in steps_of(tmp_path)[1]
+    assert "fingerprint" not in manifest(tmp_path / "checkpoints" / "step_00000001")

@@ -1,0 +1,176 @@
+"""`threefold verify --exact`: compare the bits of layouts inside the grain with those of a single process."""
+
+import json
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import typer
+
+from threefold.cli.terminal import counted
+
+if TYPE_CHECKING:
+    from threefold.comm.layout import LayoutSpec
+    from threefold.config import Config
+    from threefold.verify.exact import ExactResult, ExactVerification, ExactVerifier
+    from threefold.verify.exact_layouts import ExactSelection
+
+STEPS: Final = 5
+_LAYOUT: Final = len("1 process, 16 threads")
+"""Minimum width of the layout column."""
+_NAMED: Final = 6
+"""Layouts outside the grain that a line names; `--verbose` names all."""
+
+
+def verify_exact(
+    given: "Config",
+    specs: "Sequence[LayoutSpec]",
+    *,
+    every: bool,
+    ranks: int,
+    steps: int,
+    dtype: str | None,
+    threads: Sequence[int],
+    as_json: bool,
+    verbose: bool,
+) -> None:
+    """Train a config's model in one process and in each layout, and compare all bits.
+
+    Args:
+        given: the config.
+        specs: layouts; empty for a selection of `ranks` ranks, or for all of them if `every`.
+        dtype: precision; None for the config's.
+        threads: numbers of threads with which one process runs again.
+        as_json, verbose: as in `threefold verify`.
+    """
+    from threefold.data.dataset import vocabulary
+    from threefold.launch.process import require_room
+    from threefold.verify import exact_layouts, layouts
+
+    most = max((spec.world_size for spec in specs), default=ranks)
+    require_room(most)
+    base = exact_layouts.prepare_exact(given, dtype, vocabulary(given) or exact_layouts.UNKNOWN_VOCABULARY)
+    small = exact_layouts.shrink_exact(base, specs or layouts.possible(ranks, given.model.num_experts))
+    selection = exact_layouts.asked_for_exact(small, specs) if specs else exact_layouts.select(small, ranks, every)
+    # These import torch, and the errors above should not wait for it.
+    from threefold.verify.exact import ExactVerification, exact_verifier
+    from threefold.verify.verifier import EQUAL, choose_batches
+
+    task, started, results = ExactVerification(small, steps, choose_batches(given)), time.perf_counter(), []
+    with exact_verifier(task, most) as check:
+        check.run_one_process()
+        table = _Table(check, selection, shown=not as_json, verbose=verbose)
+        for number in threads:
+            results.append(check.verify_threads(number))
+            table.add(results[-1])
+        for spec in selection.specs:
+            results.append(check.verify(spec))
+            table.add(results[-1])
+    if as_json:
+        seconds = time.perf_counter() - started
+        typer.echo(json.dumps(_document(task, check, selection, results, seconds), indent=2, ensure_ascii=False))
+    else:
+        table.finish(results, time.perf_counter() - started)
+    if any(result.verdict != EQUAL for result in results) or not results:
+        raise typer.Exit(1)
+
+
+def _grain(task: "ExactVerification") -> str:
+    return f"{task.config.train.grain_samples} groups of samples, {task.config.train.grain_tensor} tensor pieces"
+
+
+def _document(
+    task: "ExactVerification",
+    check: "ExactVerifier",
+    selection: "ExactSelection",
+    results: "list[ExactResult]",
+    seconds: float,
+) -> dict[str, Any]:
+    train = task.config.train
+    return {
+        "model": task.source.describe(task.config),
+        "parameters": check.parameters,
+        "config": task.config.sections(),
+        "data": str(task.rows),
+        "steps": task.steps,
+        "dtype": task.config.precision.dtype,
+        "grain": {"samples": train.grain_samples, "tensor": train.grain_tensor},
+        "fingerprint": check.fingerprint,
+        "layouts": [result.to_json() for result in results],
+        "outside_grain": [{"layout": str(each.spec), "reason": each.reason} for each in selection.outside],
+        "seconds": round(seconds, 3),
+    }
+
+
+class _Table:
+    """Table that grows row by row: layout, verdict, hash of the weights after the last step, and seconds."""
+
+    def __init__(self, check: "ExactVerifier", selection: "ExactSelection", shown: bool, verbose: bool) -> None:
+        from rich.console import Console
+
+        self._check, self._selection, self._verbose = check, selection, verbose
+        self._console = Console(highlight=False, quiet=not shown, soft_wrap=True)
+        self._width = max([_LAYOUT, *(len(str(spec)) for spec in selection.specs)])
+        task, config = check.task, check.task.config
+        facts = {
+            "model": f"{task.source.describe(config)}, shrunk to {check.parameters:,} parameters",
+            "steps": f"{task.steps} of {config.train.global_batch_size} × {config.data.sequence_length} tokens, "
+            f"{task.rows}; {config.optimizer.name}, {config.precision.dtype}",
+            "grain": _grain(task),
+            "equal": "the bits of initial weights, and of loss, gradients, their norm and weights of each step",
+        }
+        self._console.print()
+        for name, fact in facts.items():
+            self._print(f"{name:<6} {fact}", "dim")
+        self._console.print()
+        self._print(self._row("layout", "verdict", "weights", "time"), "bold")
+        self._print(self._row("1 process", "", check.fingerprint, ""), "dim")
+
+    def add(self, result: "ExactResult") -> None:
+        """Print the row of a layout, and what differs first."""
+        from threefold.verify.verifier import DEPARTS, EQUAL, FAILED
+
+        marks = {EQUAL: "✓ equal", DEPARTS: "✗ DEPARTS", FAILED: "! error"}
+        row = self._row(result.label, marks[result.verdict], result.fingerprint, f"{result.seconds:.1f} s")
+        self._print(row, {EQUAL: "", DEPARTS: "red"}.get(result.verdict, "yellow"))
+        if result.first is not None:
+            others = f", and {counted(len(result.ranks) - 1, 'other rank')}" if len(result.ranks) > 1 else ""
+            self._print(f"    first: {result.first}{others}.", "red")
+        if result.message:
+            self._print(f"    {result.message}", "yellow")
+        if self._verbose and result.details:
+            self._print(result.details.rstrip(), "dim")
+
+    def finish(self, results: "list[ExactResult]", seconds: float) -> None:
+        """Print the summary, and the layouts outside the grain."""
+        from threefold.verify.verifier import EQUAL
+
+        self._console.print()
+        equal, many = sum(result.verdict == EQUAL for result in results), len(results)
+        if not many:
+            self._print("✗ No layout is inside the grain.", "bold red")
+        elif equal == many:
+            subject = f"All {many} have" if many > 1 else "It has"
+            text = (
+                f"{subject} the bits of one process: weights {self._check.fingerprint} after {self._check.task.steps}"
+            )
+            self._print(f"✓ {text} steps; {seconds:.0f} s.", "bold green")
+        else:
+            self._print(f"✗ {many - equal} of {many} differ from one process or failed; {seconds:.0f} s.", "bold red")
+        by_reason: dict[str, list[str]] = {}
+        for each in self._selection.outside:
+            by_reason.setdefault(each.reason, []).append(str(each.spec))
+        if by_reason:
+            self._print(f"  Outside the grain: {counted(len(self._selection.outside), 'layout')}.", "dim")
+        for reason, layouts in by_reason.items():
+            named = layouts if self._verbose else layouts[:_NAMED]
+            more = f" and {len(layouts) - len(named)} more" if len(layouts) > len(named) else ""
+            self._print(f"    {', '.join(named)}{more}: {reason}", "dim")
+
+    def _print(self, line: str, style: str) -> None:
+        from rich.text import Text
+
+        self._console.print(Text(line, style))
+
+    def _row(self, label: str, verdict: str, weights: str, seconds: str) -> str:
+        return f"{label:<{self._width}}  {verdict:<9}  {weights:<12}  {seconds:>8}".rstrip()

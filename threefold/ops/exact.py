@@ -1,0 +1,450 @@
+"""Arithmetic of exact runs: sums in one order, and kernels whose bits depend on no shape that a layout decides.
+
+A floating-point sum depends on the order of its additions, and a layout decides which rank adds what. An exact run
+therefore cuts every sum that a layout may cut into *pieces* that are the same in every layout, and adds the pieces in
+one balanced binary tree: piece 0 + piece 1, piece 2 + piece 3, then the sums of pairs, and so on. A rank adds the
+subtree of its own pieces; ranks then add their roots in the same tree, so every addition has the same two operands
+wherever it is made.
+
+Elementwise functions are a second trap: torch computes the last elements of a tensor, or of a thread's part of it, with
+other instructions than the rest, and the sigmoid, SiLU and GELU then differ in the last bit. The ones below use only
+operations that agree. `ops.exact_arithmetic` replaces torch's by them, and `ops.exact_attention` has attention.
+
+What these functions trust on a CPU, in fp32, is shown by `tests/ops/test_exact.py`, over odd sizes, cuts, offsets and
+1, 2 and 4 threads:
+
+- oneDNN's products of dense matrices with two rows and columns at least (`test_products`). MKL's differ: with the
+  number of matrices in a batch, with threads where it computes one, and with alignment; so do torch's `@`, `baddbmm`
+  and `F.scaled_dot_product_attention`, which call it (`test_torchs_attention_depends_on_heads_or_threads`).
+- torch's arithmetic of elements, square roots, reciprocals, `exp`, `tanh` and `erf` (`test_elementwise`); not its
+  `sigmoid`, SiLU and GELU.
+- torch's `amax` and softmax over a contiguous last dim, and sums of several rows (`test_rows`); not the backward passes
+  of softmax and of the norms, nor sums of a whole tensor or of rows.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import frexp, isfinite, ldexp, nan
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from threefold.ops.kernels import GradientStore, gradient_store
+from threefold.torch_private.tensors import onednn_linear
+
+
+@dataclass(frozen=True)
+class Grain:
+    """Finest pieces of the sums of an exact run; an axis of a layout must divide its number of pieces.
+
+    All numbers are powers of two.
+
+    Attributes:
+        samples: groups of neighboring samples of the global batch, at least as many as replicas.
+        tensor: pieces of the features that tensor parallelism cuts: heads, inner features and vocabulary.
+        positions: pieces of a sequence that sequence parallelism cuts.
+    """
+
+    samples: int
+    tensor: int
+    positions: int
+
+
+@dataclass(frozen=True)
+class RowSum:
+    """Sum of the rows of a whole sequence, of which this rank holds some, for gradients of norms and biases.
+
+    Args:
+        pieces: pieces of the sequence that this rank holds.
+        over_ranks: sums a tensor over the ranks that share the sequence, in a tree; None if this rank holds all of it.
+    """
+
+    pieces: int = 1
+    over_ranks: Callable[[Tensor], Tensor] | None = None
+
+    def __call__(self, *rows: Tensor) -> list[Tensor]:
+        """Sum the rows of tensors [..., n], in fp32 at least and in one exchange: [n] each, in their own dtype."""
+        sums = [sum_rows(widened(each).flatten(0, -2), self.pieces) for each in rows]
+        if self.over_ranks is not None and sums:
+            sums = list(self.over_ranks(torch.stack(sums)).unbind())
+        return [total.to(each.dtype) for total, each in zip(sums, rows, strict=True)]
+
+
+class Pieces(NamedTuple):
+    """Pieces of a `Grain` that one rank holds.
+
+    Attributes:
+        features: pieces of the features of a tensor-parallel layer.
+        rows: sum of the rows of a sequence, as it lies between tensor-parallel layers.
+        all_rows: sum of the rows of a sequence that this rank holds whole.
+        heads: sum of the rows of this rank's heads, one head after another, for weights that all heads share.
+    """
+
+    features: int
+    rows: RowSum
+    all_rows: RowSum
+    heads: RowSum
+
+
+def tree_sum(parts: Iterable[Tensor]) -> Tensor:
+    """Sum tensors of one shape in a balanced binary tree, in place in the first of each pair.
+
+    At most ⌈log₂ n⌉ + 1 of n tensors are alive at once if `parts` makes them one by one. Where n is no power of two,
+    the subtrees that are left over are added from the last to the first.
+
+    Example:
+        >>> tree_sum([a, b, c, d])  # (a + b) + (c + d)
+    """
+    stack: list[Tensor] = []
+    for number, part in enumerate(parts, 1):
+        total = part
+        while number % 2 == 0:
+            total = stack.pop().add_(total)
+            number //= 2
+        stack.append(total)
+    total = stack.pop()
+    while stack:
+        total = stack.pop().add_(total)
+    return total
+
+
+def sum_rows(x: Tensor, pieces: int = 1) -> Tensor:
+    """Sum the rows of `x` [n, …] as a tree over `pieces` equal runs of rows, each itself a tree: […]."""
+    return _tree(_tree(x.reshape(pieces, x.shape[0] // pieces, *x.shape[1:]), 1), 0)
+
+
+def _tree(x: Tensor, dim: int) -> Tensor:
+    while (size := x.shape[dim]) > 1:
+        even = size // 2 * 2
+        pairs = x.narrow(dim, 0, even).unflatten(dim, (-1, 2))
+        paired = pairs.select(dim + 1, 0) + pairs.select(dim + 1, 1)
+        x = paired if even == size else torch.cat([paired, x.narrow(dim, even, 1)], dim)
+    return x.squeeze(dim) if x.shape[dim] else x.sum(dim)
+
+
+def product(a: Tensor, b: Tensor, pieces: int = 1) -> Tensor:
+    """Compute `a @ b.T` of `a` [m, k] and `b` [n, k] as the tree sum of `pieces` products over equal parts of k.
+
+    Bits of an element depend on its row of `a` and its row of `b` alone. Every sum of the tree is rounded to the dtype
+    of the operands, as those over ranks are.
+    """
+    if pieces == 1:
+        return _whole_product(a, b)
+    size = a.shape[1] // pieces
+    parts = ((a.narrow(1, first, size), b.narrow(1, first, size)) for first in range(0, a.shape[1], size))
+    return tree_sum(_whole_product(*each) for each in parts)
+
+
+def products(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
+    """Return the `product` of each pair, with less overhead.
+
+    Args:
+        a: contiguous matrices of one shape.
+        b: contiguous or transposed contiguous matrices of one shape.
+    """
+    if _onednn_computes(a[0], b[0]) and len(a[0]) > 1 < len(b[0]):
+        return [onednn_linear(each, other, None) for each, other in zip(a, b, strict=True)]
+    return [_whole_product(each, other) for each, other in zip(a, b, strict=True)]
+
+
+def _onednn_computes(a: Tensor, b: Tensor) -> bool:
+    return a.device.type == "cpu" and a.dtype != torch.float64 and a.numel() > 0 < b.numel()
+
+
+def _whole_product(a: Tensor, b: Tensor) -> Tensor:
+    if not _onednn_computes(a, b):
+        return F.linear(a, b)
+    # oneDNN, also where MKL is faster, whose bits depend on the number of rows. A product with a single row or column
+    # is a kernel of its own, with bits of its own, as are strided views, for which oneDNN is a thousand times slower.
+    rows, columns = a.shape[0], b.shape[0]
+    if rows == 1:
+        a = a.expand(2, -1)
+    if columns == 1:
+        b = b.expand(2, -1)
+    dense = b if b.t().is_contiguous() else b.contiguous()
+    return onednn_linear(a.contiguous(), dense, None)[:rows, :columns]
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, inner: int = 1, outer: int = 1, rows: RowSum | None = None
+) -> Tensor:
+    """Compute `F.linear` with the sums that a layout may cut in pieces.
+
+    Like `kernels.linear`, it defers the gradients of a `DeferrableWeight` whose store is open.
+
+    Args:
+        x: [..., in].
+        weight: [out, in].
+        bias: [out].
+        inner: pieces of the sum over the input features, in the output (of a row-parallel layer).
+        outer: pieces of the sum over the output features, in the gradient of `x` (of a column-parallel layer).
+        rows: sum of the rows of `x`, for the bias's gradient.
+    """
+    out: Tensor = _Linear.apply(x, weight, bias, inner, outer, rows or RowSum(), gradient_store(weight))
+    return out
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        inner: int,
+        outer: int,
+        rows: RowSum,
+        store: GradientStore | None,
+    ) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        ctx.save_for_backward(flat, weight)
+        ctx.outer, ctx.rows, ctx.store, ctx.leaves = outer, rows, store, (weight, bias)
+        out = product(flat, weight, inner)
+        return (out if bias is None else out.add_(bias)).view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        flat = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])
+        wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        of_weight, of_bias = partial(product, flat.t(), x.t()), partial(_sum_of, ctx.rows, flat)
+        if ctx.store is not None:
+            leaf, bias = ctx.leaves
+            if wants_weight:
+                ctx.store.defer(leaf, of_weight)
+            if wants_bias:
+                ctx.store.defer(bias, of_bias)
+            wants_weight = wants_bias = False
+        return (
+            product(flat, weight.t(), ctx.outer).view(*grad.shape[:-1], -1) if wants_x else None,
+            of_weight() if wants_weight else None,
+            of_bias() if wants_bias else None,
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def _sum_of(sum_rows: RowSum, rows: Tensor) -> Tensor:
+    return sum_rows(rows)[0]
+
+
+def add_bias(x: Tensor, bias: Tensor, rows: RowSum) -> Tensor:
+    """Add `bias` [n] to `x` [..., n]."""
+    out: Tensor = _AddBias.apply(x, bias, rows)
+    return out
+
+
+class _AddBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, rows: RowSum) -> Tensor:
+        ctx.rows = rows
+        return x + bias
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, ctx.rows(grad)[0] if ctx.needs_input_grad[1] else None, None
+
+
+def embedding(ids: Tensor, table: Tensor, rows: RowSum, own: range) -> Tensor:
+    """Look up rows of `table` [V, H] at `ids` int64 [B, S], the same id several times or on several ranks: [B, S, H].
+
+    Args:
+        rows: sum of the positions, for the table's gradient.
+        own: rows of the table's gradient that this rank keeps, of those that the ranks of `rows` hold together; the
+            others are zero.
+    """
+    out: Tensor = _Embedding.apply(ids, table, rows, own)
+    return out
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, table: Tensor, rows: RowSum, own: range) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.rows, ctx.own, ctx.count = rows, own, len(table)
+        return F.embedding(ids, table)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (ids,) = ctx.saved_tensors
+        grads, numbers = (each.chunk(ctx.rows.pieces, 1) for each in (widened(grad), ids))
+        sums = tree_sum(_looked_up(*each, ctx.count) for each in zip(grads, numbers, strict=True))
+        if ctx.rows.over_ranks is not None:
+            sums = ctx.rows.over_ranks(sums)
+        kept = torch.zeros_like(sums)
+        kept[ctx.own.start : ctx.own.stop] = sums[ctx.own.start : ctx.own.stop]
+        return None, kept.to(grad.dtype), None, None
+
+
+def _looked_up(grad: Tensor, ids: Tensor, rows: int) -> Tensor:
+    """Return the gradient of a table of `rows` rows, summed in the order of `ids`."""
+    table = grad.new_zeros(rows, grad.shape[-1]).requires_grad_()
+    with torch.enable_grad():
+        (found,) = torch.autograd.grad(F.embedding(ids, table), table, grad)
+    return found
+
+
+def repeat(x: Tensor, times: int) -> Tensor:
+    """Repeat `x` [..., 1, n] along its last dim but one; the gradient is a tree sum: [..., times, n]."""
+    out: Tensor = _Repeat.apply(x, times)
+    return out
+
+
+class _Repeat(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, times: int) -> Tensor:
+        return x.expand(*x.shape[:-2], times, -1).clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return tree_sum(each.clone() for each in grad.split(1, -2)), None
+
+
+def widened(x: Tensor) -> Tensor:
+    """Return `x` in fp32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rows: RowSum) -> Tensor:
+    """Compute `F.layer_norm` over the last dim; `rows` sums the gradients of weight and bias."""
+    out: Tensor = _LayerNorm.apply(x, weight, bias, eps, rows)
+    return out
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rows: RowSum) -> Tensor:
+        out, mean, scale = torch.native_layer_norm(x, [x.shape[-1]], weight, bias, eps)
+        ctx.save_for_backward(x, weight, mean, scale)
+        ctx.rows = rows
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, scale = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        normed = widened(x).sub(mean).mul_(scale)
+        summed = [widened(grad) * normed] if wants_weight else []
+        sums = ctx.rows(*summed, *([widened(grad)] if wants_bias else []))
+        grad_x = None
+        if wants_x:
+            scaled = widened(grad) if weight is None else widened(grad) * weight
+            width = x.shape[-1]
+            along = last_dim_summed(scaled * normed).div_(width)
+            grad_x = scaled.sub(last_dim_summed(scaled).div_(width)).sub_(normed.mul_(along)).mul_(scale).to(x.dtype)
+        like = x.dtype if weight is None else weight.dtype
+        return (
+            grad_x,
+            sums[0].to(like) if wants_weight else None,
+            sums[-1].to(like) if wants_bias else None,
+            None,
+            None,
+        )
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float | None, rows: RowSum) -> Tensor:
+    """Compute `F.rms_norm` over the last dim, in fp32 at least; `rows` sums the gradient of the weight."""
+    out: Tensor = _RMSNorm.apply(x, weight, torch.finfo(x.dtype).eps if eps is None else eps, rows)
+    return out
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, rows: RowSum) -> Tensor:
+        wide = widened(x).contiguous()
+        scale = last_dim_summed(wide.square()).div_(x.shape[-1]).add_(eps).sqrt_().reciprocal_()
+        ctx.save_for_backward(x, weight, scale)
+        ctx.rows = rows
+        normed = wide * scale
+        return (normed if weight is None else normed.mul_(weight)).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        wants_x, wants_weight, *_ = ctx.needs_input_grad
+        wide = widened(grad).contiguous()
+        normed = widened(x).contiguous() * scale
+        grad_weight = ctx.rows(wide * normed)[0].to(weight.dtype) if wants_weight else None
+        grad_x = None
+        if wants_x:
+            scaled = wide if weight is None else wide * weight
+            along = last_dim_summed(scaled * normed).div_(x.shape[-1])
+            grad_x = (scaled - normed.mul_(along)).mul_(scale).to(x.dtype)
+        return grad_x, grad_weight, None, None
+
+
+def last_dim_summed(x: Tensor) -> Tensor:
+    """Sum the last dim, keeping it; torch divides the sum of a single row among its threads."""
+    if x.shape[:-1].numel() != 1:
+        return x.sum(-1, keepdim=True)
+    return torch.stack([x, x]).sum(-1, keepdim=True)[0]
+
+
+def row_width(parameter: Tensor, grain: Grain) -> int:
+    """Return the number of neighboring elements of a parameter that no layout inside the grain cuts."""
+    if parameter.dim() < 2:
+        return 1
+    last = parameter.shape[-1]
+    return last // grain.tensor if last % grain.tensor == 0 else last
+
+
+def row_norms(gradient: Tensor, width: int) -> Tensor:
+    """Return the norm of each run of `width` elements of a contiguous gradient, in fp32 at least. [n]."""
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    rows = gradient.reshape(-1, width)
+    if width == 1:
+        return rows.flatten().abs().to(wide)
+    # Torch divides the sum of a single row among its threads.
+    single = len(rows) == 1
+    norms = torch.linalg.vector_norm(rows.expand(2, -1) if single else rows, dim=1, dtype=wide)
+    return norms[:1] if single else norms
+
+
+_DIGITS = 3
+_DIGIT_BITS = 22
+"""Bits of a digit: the sum of 2^30 of them is exact in fp64."""
+
+
+def order_free_digits(values: Tensor, top: Tensor) -> Tensor:
+    """Return three numbers whose sums over any number of tensors do not depend on the order of the additions.
+
+    Each value is cut into digits of a fixed-point number below 2^exponent(top), whose sums are integers and exact
+    (Demmel and Nguyen, "Parallel reproducible summation", IEEE Trans. Comput. 64 (2015), with two passes).
+
+    Args:
+        values: fp64 [n], of magnitude `top` at most.
+        top: fp64 scalar, the largest magnitude on any rank.
+
+    Returns:
+        fp64 [3], for `from_digits`.
+    """
+    rest = torch.ldexp(values, -torch.frexp(top).exponent)
+    digits = []
+    for _ in range(_DIGITS):
+        rest = rest * 2.0**_DIGIT_BITS
+        digit = rest.trunc()
+        digits.append(digit.sum())
+        rest = rest - digit
+    return torch.stack(digits)
+
+
+def from_digits(digits: Sequence[float], top: float) -> float:
+    """Return the sum of all values from the summed digits; NaN if a value was not finite."""
+    if not all(map(isfinite, (*digits, top))):
+        return nan
+    total = 0
+    for digit in digits:
+        total = (total << _DIGIT_BITS) + int(digit)
+    return ldexp(total, frexp(top)[1] - _DIGITS * _DIGIT_BITS)

@@ -1,0 +1,82 @@
+"""Torch's functions replaced by those of exact runs, for code that calls torch's."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from threefold.ops import exact, exact_functions
+from threefold.ops.exact import RowSum
+
+
+class ExactArithmetic(TorchFunctionMode):
+    """Replaces torch's functions by those of exact runs, while it is entered: for forward passes and recomputations.
+
+    Args:
+        rows: sum of the rows of a sequence, as it lies between tensor-parallel layers.
+    """
+
+    def __init__(self, rows: RowSum) -> None:
+        super().__init__()
+        self._rows = rows
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        replacement = _REPLACED.get(func)
+        if replacement is None:
+            return func(*args, **(kwargs or {}))
+        return replacement(self._rows, *args, **(kwargs or {}))
+
+
+def _of_layer_norm(
+    rows: RowSum,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    if len(normalized_shape) > 1:
+        return F.layer_norm(input, normalized_shape, weight, bias, eps)
+    return exact.layer_norm(input, weight, bias, eps, rows)
+
+
+def _of_rms_norm(
+    rows: RowSum, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    if len(normalized_shape) > 1:
+        return F.rms_norm(input, normalized_shape, weight, eps)
+    return exact.rms_norm(input, weight, eps, rows)
+
+
+def _of_softmax(_: RowSum, input: Tensor, dim: int | None = None, *args: Any, **options: Any) -> Tensor:
+    if dim is None or dim % input.dim() != input.dim() - 1 or args:
+        return F.softmax(input, dim, *args, **options)
+    return exact_functions.softmax(input, **options)
+
+
+def _of_sum(_: RowSum, input: Tensor, *args: Any, **options: Any) -> Tensor:
+    if args or options or not input.is_floating_point():
+        return torch.sum(input, *args, **options)
+    return exact.sum_rows(input.flatten().unsqueeze(-1)).squeeze(-1)
+
+
+_REPLACED: Final[dict[Callable[..., Any], Callable[..., Tensor]]] = {
+    F.gelu: lambda _, *args, **options: exact_functions.gelu(*args, **options),
+    F.silu: lambda _, *args, **options: exact_functions.silu(*args, **options),
+    F.sigmoid: lambda _, x: exact_functions.sigmoid(x),
+    torch.sigmoid: lambda _, x: exact_functions.sigmoid(x),
+    Tensor.sigmoid: lambda _, x: exact_functions.sigmoid(x),
+    F.layer_norm: _of_layer_norm,
+    F.rms_norm: _of_rms_norm,
+    F.softmax: _of_softmax,
+    torch.softmax: _of_softmax,
+    Tensor.softmax: _of_softmax,
+    torch.sum: _of_sum,
+    Tensor.sum: _of_sum,
+}
+"""Function of torch → its replacement, called with the sum of rows and the function's arguments."""
