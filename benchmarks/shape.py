@@ -123,7 +123,8 @@ def threefold_step(settings: Config, shape: Shape = BASE) -> Callable[[int], Non
     """Set up Threefold's training on this rank of a process group; return a function that does one step."""
     keep_freed_memory()  # as `threefold.train.run` does
     parallel = settings.parallel
-    mesh = Mesh(Layout(dp=parallel.dp, tp=parallel.tp, pp=parallel.pp), torch.device("cpu"))
+    layout = Layout(dp=parallel.dp, tp=parallel.tp, pp=parallel.pp)
+    mesh = Mesh(layout, torch.device("cpu"), exact=settings.train.exact)
     engine = Engine(lambda: GPT(settings.model), gpt_plan(settings.model, shape.sequence), mesh, settings)
     share = shape.global_batch // parallel.dp
     rows = torch.arange(mesh.dp.index * share, (mesh.dp.index + 1) * share)

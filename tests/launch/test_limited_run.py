@@ -12,7 +12,7 @@ from tests.support.processes import assert_gone, pids_of
 from tests.train.support import Run
 
 SLOW, SWEEP = pytest.mark.slow, pytest.mark.sweep
-SAID = {"memory": "annot allocate memory", "files": "Too many open files"}
+SAID = {"memory": "allocate", "files": "Too many open files"}
 
 
 @pytest.mark.sweep

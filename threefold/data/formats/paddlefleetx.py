@@ -7,7 +7,7 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Final
@@ -49,18 +49,26 @@ def read_npz(path: Path, names: tuple[str, ...]) -> dict[str, Column]:
     """
     with _explained(path), zipfile.ZipFile(path) as archive, path.open("rb") as file:
         members = {member.filename: member for member in archive.infolist()}
+        # Of all members: a damaged name would make an array that is optional seem absent.
+        starts = {member.filename: _data_start(file, member) for member in archive.infolist()}
         found = {name: members[f"{name}.npy"] for name in names if f"{name}.npy" in members}
-        return {name: _member(archive, file, path, member) for name, member in found.items()}
+        return {name: _member(archive, file, path, member, starts) for name, member in found.items()}
 
 
-def _member(archive: zipfile.ZipFile, file: IO[bytes], path: Path, member: zipfile.ZipInfo) -> Column:
+def _data_start(file: IO[bytes], member: zipfile.ZipInfo) -> int:
+    """Return where a member's data start: the directory at the end of a zip file lacks the length of their header."""
+    file.seek(member.header_offset)
+    magic, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+    if magic != b"PK\x03\x04" or file.read(name) != member.orig_filename.encode():
+        raise ValueError(f"{member.filename} is not where the directory says")
+    return int(member.header_offset + _LOCAL_HEADER.size + name + extra)
+
+
+def _member(
+    archive: zipfile.ZipFile, file: IO[bytes], path: Path, member: zipfile.ZipInfo, starts: Mapping[str, int]
+) -> Column:
     if member.compress_type == zipfile.ZIP_STORED:
-        # The directory at the end of a zip file lacks the length of the header before the data.
-        file.seek(member.header_offset)
-        magic, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-        if magic != b"PK\x03\x04" or file.read(name) != member.orig_filename.encode():
-            raise ValueError(f"{member.filename} is not where the directory says")
-        start = member.header_offset + _LOCAL_HEADER.size + name + extra
+        start = starts[member.filename]
         return _stored(file, path, start, start + member.file_size)
     with archive.open(member) as stream:
         (count,), dtype = _read_header(stream)
