@@ -32,6 +32,8 @@ _OPTIONAL = (
     "train.rollback_steps",
     "train.eval_every_epochs",
     "train.callbacks",
+    "train.grain_samples",
+    "train.grain_tensor",
     "optimizer.arguments",
     *(f"checkpoint.{key}" for key in ("every_seconds", "keep_every", "async_save", "remote")),
     *(

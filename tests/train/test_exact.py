@@ -1,6 +1,7 @@
 """An exact run has the same bits in every layout inside its grain."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -26,13 +27,15 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(LAYOUTS, "dp 8", "tp 4 sp", "zbv", "dp 2 tp 2 pp 2"))
+@pytest.mark.parametrize("name", slow_but(LAYOUTS, "dp 8", "zbv", "dp 2 tp 2 pp 2"))
 def test_bits_are_those_of_one_process(pool: WorkerPool, one_process: Callable[[Case], Trace], name: str) -> None:
     check(pool, one_process(CASE), LAYOUTS[name])
 
 
-@pytest.mark.parametrize("threads", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [2, 4])
 def test_bits_do_not_depend_on_threads(pool: WorkerPool, one_process: Callable[[Case], Trace], threads: int) -> None:
-    expected = one_process(CASE)
-    (found,) = pool.run(1, exact_run, with_layout(CASE, 1, 1, 1), threads)
+    few = replace(CASE, layers=1, steps=2)  # threads that share a core wait for each other
+    expected = one_process(few)
+    (found,) = pool.run(1, exact_run, with_layout(few, 1, 1, 1), threads)
     assert not differences(expected, found)[:6]

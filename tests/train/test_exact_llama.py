@@ -57,7 +57,7 @@ LAYOUTS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(LAYOUTS, "tp 4 sp", "dp 2 tp 2 pp 2"))
+@pytest.mark.parametrize("name", slow_but(LAYOUTS, "tp 4 sp"))
 def test_bits_are_those_of_one_process(pool: WorkerPool, one_process: Callable[[Case], Trace], name: str) -> None:
     dp, tp, pp, settings = LAYOUTS[name]
     check(pool, one_process(LLAMA), with_layout(LLAMA, dp, tp, pp, **settings))
@@ -82,7 +82,9 @@ def test_bits_of_plain_attention_are_those_of_one_process(
     check(pool, one_process(PLAIN), with_layout(PLAIN, 1, tp, 1))
 
 
-@pytest.mark.parametrize("layout", [(1, 2, 1), pytest.param((1, 8, 1), marks=pytest.mark.slow), (2, 4, 1)])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(each, marks=pytest.mark.slow) for each in ((1, 2, 1), (1, 8, 1))] + [(2, 4, 1)]
+)
 def test_bits_with_key_value_heads_on_several_ranks(
     pool: WorkerPool, one_process: Callable[[Case], Trace], layout: tuple[int, int, int]
 ) -> None:
@@ -90,6 +92,7 @@ def test_bits_with_key_value_heads_on_several_ranks(
     check(pool, one_process(FEW_KEYS), with_layout(FEW_KEYS, *layout, **settings))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "threads"), [(LLAMA, 2), (PLAIN, 4)], ids=["masked", "plain"])
 def test_bits_do_not_depend_on_threads(
     pool: WorkerPool, one_process: Callable[[Case], Trace], case: Case, threads: int

@@ -108,7 +108,7 @@ def write_exact_trace(source: ModelSource, config: Config, rows: BatchSource, st
     """Train in one process with an active clip, and write the trace to `folder`."""
 
     def training(limit: float) -> _Training:
-        return _Training(source, config, rows, Mesh(Layout()), limit, PieceSizes())
+        return _Training(source, config, rows, Mesh(Layout(), exact=True), limit, PieceSizes())
 
     limit = 0.0
     if config.optimizer.clip_grad_norm:

@@ -310,9 +310,9 @@ def declared_wrongly(case: Case) -> None:
     make = ScheduledStage.__init__
 
     def wrong(self: ScheduledStage, *args: Any) -> None:
-        *others, shapes, deferred, sends, mailbox = args
+        *others, shapes, deferred, sends, mailbox, order = args
         outputs = tuple(each[:, 1:] if each.dim() else each for each in shapes.outputs)
-        make(self, *others, shapes._replace(outputs=outputs), deferred, sends, mailbox)
+        make(self, *others, shapes._replace(outputs=outputs), deferred, sends, mailbox, order)
 
     with patch.object(runner.ScheduledStage, "__init__", wrong):
         in_layout(case)
