@@ -32,9 +32,9 @@ def with_layout(case: Case, dp: int, tp: int, pp: int, schedule: str = "1f1b", m
     )
 
 
-def slow_but(names: Iterable[str], *quick: str) -> list[Any]:
-    """Return the names as parameters, all but the quick ones marked as slow."""
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+def slow_but(values: Iterable[Any], *quick: Any) -> list[Any]:
+    """Return values as parameters of a test, all but the quick ones marked as slow."""
+    return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def exact_run(case: Case, threads: int = 1) -> Trace:
