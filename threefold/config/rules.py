@@ -278,18 +278,18 @@ def _cut_by_tensor_axis(config: Config) -> list[tuple[str, int]]:
 
 def _check_exact(config: Config) -> None:
     train, parallel, precision, optimizer = config.train, config.parallel, config.precision, config.optimizer
-    samples, tensor = train.grain_samples, train.grain_tensor
+    samples, tensor, family = train.grain_samples, train.grain_tensor, config.model.architecture
     if not train.exact:
         for key, value in (("grain_samples", samples), ("grain_tensor", tensor)):
             if value:
                 raise problem(config, f"train.{key}", "train.exact is false; leave it out or use train.exact true")
         return
     for key, broken, use in (
-        ("model.architecture", config.model.architecture == OWN, "gpt or llama"),
+        ("model.architecture", family == OWN or family not in FAMILIES.built_in, FAMILIES.names()[0]),
         ("model.num_experts", config.model.num_experts > 0, "0"),
         ("precision.dtype", precision.dtype not in ("fp32", "bf16"), "fp32 or bf16"),
         ("precision.master_weights", precision.dtype == "bf16" and not precision.master_weights, "true"),
-        ("optimizer.name", optimizer.name not in BUILT_IN, "adamw"),
+        ("optimizer.name", optimizer.name not in BUILT_IN or optimizer.name == "muon", "adamw"),
         ("optimizer.momentum", optimizer.name == "sgd" and optimizer.momentum > 0, "0"),
         ("train.compile", train.compile, "false"),
         ("parallel.cp", parallel.cp > 1, "1"),
