@@ -35,12 +35,12 @@ IN_BF16 = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(SOCKETS, "dp 4 tp 2 sp"))
+@pytest.mark.parametrize("name", slow_but(SOCKETS))
 def test_bits_over_sockets(pool: WorkerPool, one_process: Callable[[Case], Trace], name: str) -> None:
     check(pool, one_process(CASE), replace(SOCKETS[name], shared_memory=False))
 
 
-@pytest.mark.parametrize("name", slow_but(IN_BF16, "dp 2 tp 2 pp 2"))
+@pytest.mark.parametrize("name", slow_but(IN_BF16, "dp 2"))
 def test_bits_in_bf16(pool: WorkerPool, one_process: Callable[[Case], Trace], name: str) -> None:
     check(pool, one_process(NARROW), IN_BF16[name])
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.exact import slow_but
 from tests.support.mistakes import Patch, with_mistake
 from tests.verify.support import config
 from threefold.comm.layout import parse
@@ -43,7 +44,7 @@ def one_process(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> E
     return check
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "dp2·tp2 sp", "pp2 zbv"))
 def test_layouts_have_the_bits_of_one_process(one_process: ExactVerifier, layout: str) -> None:
     result = one_process.verify(parse(layout))
     assert (result.verdict, result.first) == (EQUAL, None), result
