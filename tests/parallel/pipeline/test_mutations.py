@@ -142,7 +142,7 @@ MISTAKES = [
     (bias_gradient_forgotten, V, "bias"),
     (layer_dropped_at_the_end_of_a_stage, LOOPED, "grad"),
     (replicas_summed_at_the_first_use_of_a_tied_weight, V | {"dp": 2}, "grad"),
-    (tied_weight_of_a_rank_in_two_copies, V | {"tp": 2}, "embed.tokens.weight"),
+    (tied_weight_of_a_rank_in_two_copies, {"tp": 2, "schedule": "1f1b"}, "embed.tokens.weight"),
     (micro_batches_of_the_labels_reversed, LOOPED, "loss"),
     (logged_loss_of_the_last_rank, V, "loss"),
     (logged_loss_of_the_first_stage, LOOPED, "loss"),
