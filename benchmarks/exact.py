@@ -44,7 +44,7 @@ def main() -> None:
                     pair.append(Contestant(kind, shape.threefold_step, (config, of), ranks=dp * tp * pp))
                 seconds = contest(pair, arguments.rounds, arguments.steps)
                 times = [f"{1000 * statistics.median(seconds[kind]):,.0f}" for kind in ("plain", "exact")]
-                table.add_row(layout, dtype, *times, f"{ratio(seconds['exact'], seconds['plain']):.2f}")
+                table.add_row(layout, dtype, *times, f"{ratio(seconds['plain'], seconds['exact']):.2f}")
         console.print(table)
 
 

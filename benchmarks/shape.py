@@ -124,7 +124,8 @@ def threefold_step(settings: Config, shape: Shape = BASE) -> Callable[[int], Non
     keep_freed_memory()  # as `threefold.train.run` does
     parallel = settings.parallel
     layout = Layout(dp=parallel.dp, tp=parallel.tp, pp=parallel.pp)
-    mesh = Mesh(layout, torch.device("cpu"), exact=settings.train.exact)
+    exact = getattr(settings.train, "exact", False)  # older checkouts have none
+    mesh = Mesh(layout, torch.device("cpu"), **({"exact": True} if exact else {}))
     engine = Engine(lambda: GPT(settings.model), gpt_plan(settings.model, shape.sequence), mesh, settings)
     share = shape.global_batch // parallel.dp
     rows = torch.arange(mesh.dp.index * share, (mesh.dp.index + 1) * share)
