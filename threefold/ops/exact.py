@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from threefold.ops.kernels import GradientStore, gradient_store
+from threefold.ops.kernels import GradientStore, defer_or_compute, gradient_store
 from threefold.torch_private.tensors import onednn_linear
 
 
@@ -202,7 +202,8 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(flat, weight)
-        ctx.outer, ctx.rows, ctx.store, ctx.leaves = outer, rows, store, (weight, bias)
+        ctx.outer, ctx.rows = outer, rows
+        ctx.store, ctx.leaves = store, (None, None) if store is None else (weight, bias)
         out = product(flat, weight, inner)
         return (out if bias is None else out.add_(bias)).view(*x.shape[:-1], weight.shape[0])
 
@@ -212,18 +213,11 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         flat = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])
         wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-        of_weight, of_bias = partial(product, flat.t(), x.t()), partial(_sum_of, ctx.rows, flat)
-        if ctx.store is not None:
-            leaf, bias = ctx.leaves
-            if wants_weight:
-                ctx.store.defer(leaf, of_weight)
-            if wants_bias:
-                ctx.store.defer(bias, of_bias)
-            wants_weight = wants_bias = False
+        leaf, bias = ctx.leaves
         return (
             product(flat, weight.t(), ctx.outer).view(*grad.shape[:-1], -1) if wants_x else None,
-            of_weight() if wants_weight else None,
-            of_bias() if wants_bias else None,
+            defer_or_compute(ctx.store, leaf, wants_weight, partial(product, flat.t(), x.t())),
+            defer_or_compute(ctx.store, bias, wants_bias, partial(_sum_of, ctx.rows, flat)),
             None,
             None,
             None,

@@ -58,6 +58,18 @@ def gradient_store(weight: Tensor) -> GradientStore | None:
     return store if store is not None and store.is_open else None
 
 
+def defer_or_compute(
+    store: GradientStore | None, leaf: Tensor, wanted: bool, gradient: Callable[[], Tensor]
+) -> Tensor | None:
+    """Return `gradient()`, or None if it is not wanted or if it is deferred to a store for `leaf`."""
+    if not wanted:
+        return None
+    if store is None:
+        return gradient()
+    store.defer(leaf, gradient)
+    return None
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute `F.linear`: `x` [..., in], `weight` [out, in], `bias` [out] → [..., out].
 
@@ -208,10 +220,8 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, store: GradientStore | None) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(flat, weight)
-        ctx.store, ctx.has_bias = store, bias is not None
-        if store is not None:
-            # A saved tensor may come back as another one (recomputation detaches it); the store needs the leaf itself.
-            ctx.leaves = weight, bias
+        # A saved tensor may come back as another one (recomputation detaches it); the store needs the leaf itself.
+        ctx.store, ctx.leaves = store, (None, None) if store is None else (weight, bias)
         return product(flat, weight, bias).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -220,17 +230,11 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         flat = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])  # -1 is no number of rows of no features
         wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
-        if ctx.store is not None:
-            leaf, bias = ctx.leaves
-            if wants_weight:
-                ctx.store.defer(leaf, partial(product, flat.t(), x.t()))
-            if wants_bias:
-                ctx.store.defer(bias, partial(flat.sum, 0))
-            wants_weight = wants_bias = False
+        leaf, bias = ctx.leaves
         return (
             product(flat, weight.t()).view(*grad.shape[:-1], weight.shape[1]) if wants_x else None,
-            product(flat.t(), x.t()) if wants_weight else None,
-            flat.sum(0) if ctx.has_bias and wants_bias else None,
+            defer_or_compute(ctx.store, leaf, wants_weight, partial(product, flat.t(), x.t())),
+            defer_or_compute(ctx.store, bias, wants_bias, partial(flat.sum, 0)),
             None,
         )
 

@@ -63,7 +63,13 @@ def _read_local(module: nn.Module, name: str) -> None:
         parameter = cast(Tensor, nn.Module.__getattr__(self, name))
         return local(parameter) if is_split(parameter) else parameter  # otherwise ZeRO has taken over this rank's part
 
-    module.__class__ = type(kind.__name__, (kind,), {name: property(read), "__module__": kind.__module__})
+    _extend(module, {name: property(read)})
+
+
+def _extend(module: nn.Module, members: Mapping[str, Any]) -> None:
+    """Give a module members of its own, by a subclass of its class with the same name."""
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (kind,), {**members, "__module__": kind.__module__})
 
 
 # The next two layers compute with other rows than a rank stores, so ranks exchange features. The weight is stored
@@ -251,13 +257,9 @@ def _over_sequence(
     placed = module.of_positions(context.cut) if context.cut.shares > 1 else module
     if (pieces := context.pieces) is not None:
         # Complete sums, of which each rank keeps some rows: the ranks' gradients are added at the end of the step.
-        share = context.tp if context.sequence_parallel else None
-        bounds = (
-            (0, placed.num_embeddings)
-            if share is None
-            else shard_bounds(placed.num_embeddings, share.size, share.index)
-        )
-        placed.exact = pieces.rows, range(*bounds)
+        rows, tp = placed.num_embeddings, context.tp
+        own = shard_bounds(rows, tp.size, tp.index) if context.sequence_parallel else (0, rows)
+        placed.exact = pieces.rows, range(*own)
     return placed
 
 
@@ -281,7 +283,7 @@ def _per_head(rule: sharding.PerHead, module: nn.Module, context: ShardingContex
             out: Tensor = kind.forward(self, x.movedim(2, 0)).movedim(0, 2)
         return out
 
-    module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    _extend(module, {"forward": forward})
     return module
 
 

@@ -18,6 +18,7 @@ from threefold.data.loader import Loader
 from threefold.errors import UserError
 from threefold.models.loss_terms import LOSS, LossFunction, LossSums, TermSums
 from threefold.models.sharding import ModelPlan
+from threefold.ops.exact import from_digits, order_free_digits
 from threefold.parallel.moving_buffers import MovingBuffers
 from threefold.parallel.parallelize import Parallelism, TrainableModel, TrainingSettings, apply_parallelism
 from threefold.parallel.pipeline.runner import LoopRunner, PipelineRunner, Runner
@@ -26,7 +27,7 @@ from threefold.parallel.recompute import as_written
 from threefold.random.rng import ProcessGenerators, generators_preserved
 from threefold.train.callbacks.records import EvaluationRecord
 from threefold.train.step_batch import BatchPreparation
-from threefold.train.stop import Stop, sum_exactly, sum_over_ranks
+from threefold.train.stop import Stop, sum_over_ranks
 
 
 class EvaluationStep:
@@ -189,6 +190,29 @@ def _make_runner(model: TrainableModel, settings: TrainingSettings, activation: 
             f"use {next(larger for larger in range(count, 4 * pp * count + 1) if schedule.accepts(pp, larger))}."
         )
     return PipelineRunner(model.stages, model.parallelism, schedule, count, activation, model.gradients.add_)
+
+
+def sum_exactly(
+    values: Sequence[Tensor], totals: Tensor, mesh: Mesh, stop: Stop | None
+) -> tuple[list[float], list[float]]:
+    """Sum all elements of tensors over all ranks, in a way that does not depend on the order of the additions.
+
+    Args:
+        values: fp64 [n] each; a rank may hold any number of the elements.
+        totals: fp64 [m], numbers to sum as `sum_over_ranks` does, in the same collective.
+
+    Returns:
+        the sum of each tensor of `values`, and the sums of `totals`.
+    """
+    tops = torch.stack([torch.cat([each.abs(), each.new_zeros(1)]).amax() for each in values])
+    tops = mesh.world.all_reduce_max_(tops)
+    digits = torch.stack([order_free_digits(each, top) for each, top in zip(values, tops, strict=True)])
+    shared = tops if mesh.world.is_first else torch.zeros_like(tops)  # read with the sums: on a GPU, reading waits
+    found = sum_over_ranks(torch.cat([digits.T.flatten(), shared, totals]), mesh, stop)
+    count, places = len(values), range(0, digits.numel(), len(values))
+    tops_read = found[digits.numel() : digits.numel() + count]
+    sums = [from_digits([found[at + each] for at in places], tops_read[each]) for each in range(count)]
+    return sums, found[digits.numel() + count :]
 
 
 def loss_of_tokens(total: float, count: int, samples: int) -> LossSums:

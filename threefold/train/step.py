@@ -39,12 +39,12 @@ from threefold.parallel.parameter import Weight, has_uneven_shards, is_split
 from threefold.parallel.pipeline.stage import StepSamples, TiedWeights
 from threefold.torch_private.fake import FakeTensor
 from threefold.torch_private.tensors import foreach_norm
-from threefold.train.evaluation import EvaluationStep, loss_of_tokens, several
+from threefold.train.evaluation import EvaluationStep, loss_of_tokens, several, sum_exactly
 from threefold.train.fingerprint import Fingerprints
 from threefold.train.optim import Optimizer, learning_rate
 from threefold.train.optimizers import update_rule
 from threefold.train.step_batch import BatchFacts
-from threefold.train.stop import Stop, sum_exactly, sum_over_ranks
+from threefold.train.stop import Stop, sum_over_ranks
 from threefold.train.update_rule import LossScale
 
 

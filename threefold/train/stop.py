@@ -8,7 +8,7 @@ exchange the text of its reason.
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -202,33 +202,6 @@ def sum_over_ranks(totals: "Tensor", mesh: "Mesh", stop: Stop | None) -> list[fl
     *summed, requests = mesh.world.all_reduce_values(torch.cat([totals, request]))
     stop.receive(requests)
     return summed
-
-
-def sum_exactly(
-    values: "Sequence[Tensor]", totals: "Tensor", mesh: "Mesh", stop: Stop | None
-) -> tuple[list[float], list[float]]:
-    """Sum all elements of tensors over all ranks, in a way that does not depend on the order of the additions.
-
-    Args:
-        values: fp64 [n] each; a rank may hold any number of the elements.
-        totals: fp64 [m], numbers to sum as `sum_over_ranks` does, in the same collective.
-
-    Returns:
-        the sum of each tensor of `values`, and the sums of `totals`.
-    """
-    import torch
-
-    from threefold.ops.exact import from_digits, order_free_digits
-
-    tops = torch.stack([torch.cat([each.abs(), each.new_zeros(1)]).amax() for each in values])
-    tops = mesh.world.all_reduce_max_(tops)
-    digits = torch.stack([order_free_digits(each, top) for each, top in zip(values, tops, strict=True)])
-    shared = tops if mesh.world.is_first else torch.zeros_like(tops)  # read with the sums: on a GPU, reading waits
-    found = sum_over_ranks(torch.cat([digits.T.flatten(), shared, totals]), mesh, stop)
-    count, places = len(values), range(0, digits.numel(), len(values))
-    tops_read = found[digits.numel() : digits.numel() + count]
-    sums = [from_digits([found[at + each] for at in places], tops_read[each]) for each in range(count)]
-    return sums, found[digits.numel() + count :]
 
 
 def _holds(requests: float, flag: float) -> bool:

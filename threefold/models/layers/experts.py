@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from threefold.models.layers.decoder import NOTHING, Linear, SampleInfo
 from threefold.models.layers.mixture_config import MixtureConfig
-from threefold.ops.kernels import GradientStore, gradient_store, product
+from threefold.ops.kernels import GradientStore, defer_or_compute, gradient_store, product
 
 
 class SwiGLU(nn.Module):
@@ -268,10 +268,7 @@ class _GroupedLinear(torch.autograd.Function):
         parts = grad.split(ctx.counts)
         grad_x = torch.cat([product(part, matrix.t()) for part, matrix in zip(parts, weight, strict=True)])
         of_weight = partial(_grouped_weight_gradient, x, grad, ctx.counts)
-        if wants_weight and ctx.store is not None:
-            ctx.store.defer(ctx.leaf, of_weight)
-        eager = of_weight() if wants_weight and ctx.store is None else None
-        return grad_x if wants_x else None, eager, None, None
+        return grad_x if wants_x else None, defer_or_compute(ctx.store, ctx.leaf, wants_weight, of_weight), None, None
 
 
 def _grouped_weight_gradient(x: Tensor, grad: Tensor, counts: list[int]) -> Tensor:
