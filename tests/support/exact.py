@@ -1,12 +1,13 @@
 """Exact runs: the same bits of losses, norms, gradients and weights as in one process."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.parity import Case, Trace, make_engine, shard_of, trained
+from tests.support.parity import Case, Trace, in_layout, make_engine, shard_of, trained
 from threefold.launch.worker_pool import WorkerPool
 
 EXACT = ("train.exact", True)
@@ -72,6 +73,14 @@ def differences(expected: Trace, found: Trace) -> list[str]:
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether tensors are equal, signs of zeros included."""
     return torch.equal(one, other) and torch.equal(one.signbit(), other.signbit())
+
+
+def check_near_plain(pool: WorkerPool, exact: Trace, case: Case) -> None:
+    """Compare an exact run of one process with the run that is not exact: equal up to rounding."""
+    (plain,) = pool.run(1, in_layout, replace(case, accumulation=4, settings=()))
+    assert exact.losses[:-1] == pytest.approx(plain.losses, rel=1e-5)  # the last one is an evaluation's
+    for name, gradient in plain.gradients[0].items():
+        assert (exact.gradients[0][name] - gradient).abs().max() <= 1e-4 * gradient.abs().max(), name
 
 
 def check(pool: WorkerPool, expected: Trace, case: Case) -> None:

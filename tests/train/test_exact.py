@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.exact import CASE, check, differences, exact_run, slow_but, with_layout
+from tests.support.exact import CASE, check, check_near_plain, differences, exact_run, slow_but, with_layout
 from tests.support.parity import Case, Trace
 from threefold.launch.worker_pool import WorkerPool
 
@@ -30,6 +30,10 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", slow_but(LAYOUTS, "dp 8", "zbv", "dp 2 tp 2 pp 2"))
 def test_bits_are_those_of_one_process(pool: WorkerPool, one_process: Callable[[Case], Trace], name: str) -> None:
     check(pool, one_process(CASE), LAYOUTS[name])
+
+
+def test_exact_run_is_the_run_up_to_rounding(pool: WorkerPool, one_process: Callable[[Case], Trace]) -> None:
+    check_near_plain(pool, one_process(CASE), CASE)
 
 
 @pytest.mark.slow

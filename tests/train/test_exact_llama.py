@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.support.exact import CASE as GPT
-from tests.support.exact import check, differences, exact_run, slow_but, with_layout
-from tests.support.parity import Case, Trace, in_layout
+from tests.support.exact import check, check_near_plain, differences, exact_run, slow_but, with_layout
+from tests.support.parity import Case, Trace
 from threefold.launch.worker_pool import WorkerPool
 
 LLAMA = replace(
@@ -67,11 +67,7 @@ def test_bits_are_those_of_one_process(pool: WorkerPool, one_process: Callable[[
 def test_exact_run_is_the_run_up_to_rounding(
     pool: WorkerPool, one_process: Callable[[Case], Trace], case: Case
 ) -> None:
-    exact = one_process(case)
-    (plain,) = pool.run(1, in_layout, replace(case, accumulation=4, settings=()))
-    assert exact.losses[:-1] == pytest.approx(plain.losses, rel=1e-5)
-    for name, gradient in plain.gradients[0].items():
-        assert (exact.gradients[0][name] - gradient).abs().max() <= 1e-4 * gradient.abs().max(), name
+    check_near_plain(pool, one_process(case), case)
 
 
 @pytest.mark.slow
