@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from tests.support.exact import CASE, check, check_near_plain, differences, exact_run, slow_but, with_layout
 from tests.support.parity import Case, Trace
+from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
 
 LAYOUTS = {
@@ -34,6 +36,24 @@ def test_bits_are_those_of_one_process(pool: WorkerPool, one_process: Callable[[
 
 def test_exact_run_is_the_run_up_to_rounding(pool: WorkerPool, one_process: Callable[[Case], Trace]) -> None:
     check_near_plain(pool, one_process(CASE), CASE)
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings", "error"),
+    [
+        ((1, 1, 1), {"train__grain_tensor": 3}, "grain_tensor is 3 but .* model.vocab_size 88; use 2"),
+        ((1, 1, 1), {"train__grain_tensor": 16}, "grain_tensor is 16 but .* model.vocab_size 88; use 8"),
+        ((1, 1, 1), {"train__grain_samples": 6}, "grain_samples is 6 but .* train.global_batch_size 16; use 4"),
+        ((8, 1, 1), {"train__grain_samples": 4}, "dp is 8 but must divide train.grain_samples 4; use 4"),
+        ((1, 8, 1), {"train__grain_tensor": 2}, "tp is 8 but must divide train.grain_tensor 2, .*; use 2"),
+        ((1, 1, 2), {"schedule": "looped-bfs"}, "schedule is looped-bfs but has backward passes .*; use interleaved"),
+    ],
+)
+def test_layout_outside_the_grain_is_refused_with_the_nearest_inside(
+    layout: tuple[int, int, int], settings: dict[str, Any], error: str
+) -> None:
+    with pytest.raises(UserError, match=error):
+        _ = with_layout(CASE, *layout, **settings).config
 
 
 @pytest.mark.slow

@@ -304,16 +304,15 @@ def _check_exact(config: Config) -> None:
     if parallel.pp > 1 and not _backward_in_order(schedule, parallel.pp, leaves):
         rule = "has backward passes of a later micro-batch before those of an earlier one, and train.exact is true"
         raise problem(config, "parallel.schedule", f"{rule}; use interleaved")
-    if samples != gcd(samples, 1 << 30, train.global_batch_size):
-        rule = f"must be a power of two that divides train.global_batch_size {train.global_batch_size}"
-        raise problem(config, "train.grain_samples", f"{rule}; use {gcd(LARGEST_GRAIN, train.global_batch_size)}")
-    for key, count in _cut_by_tensor_axis(config):
-        if tensor != gcd(tensor, 1 << 30, count):
-            raise problem(
-                config,
-                "train.grain_tensor",
-                f"must be a power of two that divides {key} {count}; use {gcd(tensor, 1 << 30, count)}",
-            )
+    for name, grain, counts in (
+        ("grain_samples", samples, [("train.global_batch_size", train.global_batch_size)]),
+        ("grain_tensor", tensor, _cut_by_tensor_axis(config)),
+    ):
+        powers = gcd(1 << 30, *(count for _, count in counts))  # its divisors are the powers of two that divide all
+        if powers % grain:
+            key, count = next(each for each in counts if gcd(1 << 30, each[1]) % grain)
+            rule = f"must be a power of two that divides {key} {count}"
+            raise problem(config, f"train.{name}", f"{rule}; use {nearest_divisor(grain, powers)}")
     if samples % parallel.dp:
         works = nearest_divisor(parallel.dp, samples)
         raise problem(config, "parallel.dp", f"must divide train.grain_samples {samples}; use {works}")
