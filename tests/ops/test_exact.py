@@ -424,6 +424,14 @@ def test_arithmetic_replaces_what_torch_computes_otherwise() -> None:
         assert close(found, plain(), 1e-5)
 
 
+def test_sum_of_all_elements_is_no_view() -> None:
+    """FSDP warns of a layer whose output, as the loss of the last one, is a view."""
+    with ExactArithmetic(RowSum()):
+        total = torch.arange(7.0, requires_grad=True).sum()
+    assert total._base is None
+    assert total.item() == 21.0
+
+
 def test_norms_of_rows_do_not_depend_on_threads_and_cuts() -> None:
     for rows, width in ((1, 1), (1, 33), (1, 40_000), (24, 9), (33, 1), (8, 513)):
         x = drawn(rows, width)

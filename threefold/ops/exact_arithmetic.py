@@ -62,7 +62,7 @@ def _of_softmax(_: RowSum, input: Tensor, dim: int | None = None, *args: Any, **
 def _of_sum(_: RowSum, input: Tensor, *args: Any, **options: Any) -> Tensor:
     if args or options or not input.is_floating_point():
         return torch.sum(input, *args, **options)
-    return exact.sum_rows(input.flatten().unsqueeze(-1)).squeeze(-1)
+    return exact.sum_rows(input.flatten().unsqueeze(-1)).squeeze(-1).clone()  # FSDP warns of outputs that are views
 
 
 _REPLACED: Final[dict[Callable[..., Any], Callable[..., Tensor]]] = {
