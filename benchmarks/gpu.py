@@ -219,6 +219,7 @@ def _timed(contestant: Contestant, training: Training, warm_up: int, steps: int)
         loss = step(number)
     _wait(training.device)
     seconds = (time.perf_counter() - started) / steps
+    _leave()
     on_gpu = training.device == "cuda"
     return seconds, torch.cuda.max_memory_allocated() if on_gpu else peak_memory(), loss
 
@@ -232,8 +233,15 @@ def _profile(turns: Turns, warm_up: int) -> str:
         for number in range(warm_up, warm_up + 2):
             step(number)
         _wait(turns.training.device)
+    _leave()
     by = "self_device_time_total" if turns.training.device == "cuda" else "self_cpu_time_total"
     return str(profile.key_averages().table(sort_by=by, row_limit=30, max_name_column_width=70))
+
+
+def _leave() -> None:
+    """Leave the process group, if this contestant joined one."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _wait(device: str) -> None:

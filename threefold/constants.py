@@ -8,3 +8,5 @@ IGNORE_INDEX: Final = -100
 
 LOGITS_AT_ONCE: Final = 1 << 18
 """Logits that the loss processes at a time on a CPU: one megabyte in fp32, which fits the L2 caches of two cores."""
+COMPILED: Final = 0
+"""In place of a number of logits: the loss processes all of them in one pass of compiled code."""

@@ -59,8 +59,10 @@ def test_one_rank(pool, expected, name: str, device: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
-def test_compiled(pool, expected, device: str) -> None:
-    case = Case(steps=2, dropout=0.1, compile=True, layers=1, device=device)
+@pytest.mark.parametrize("chunk", [0, 5], ids=["whole loss", "chunked loss"])
+def test_compiled(pool, expected, chunk: int, device: str) -> None:
+    settings = (("train.loss_chunk_size", chunk),)
+    case = Case(steps=2, dropout=0.1, compile=True, layers=1, settings=settings, device=device)
     found = departures(expected(case), pool.run(1, alone_on, device, in_layout, case), case)
     assert not found, "\n".join(found[:10])
 

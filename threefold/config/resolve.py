@@ -10,8 +10,9 @@ from threefold.config.section import MOST_STEPS
 
 DEFAULT_SEQUENCE_LENGTH = 256
 LONGEST_DEFAULT_WARMUP = 100
-LARGEST_LOGITS = 128 << 20
-"""Limit on the bytes of a micro-batch's fp32 logits on a rank; larger ones are computed in chunks."""
+LARGEST_LOGITS = {"cpu": 128 << 20, "cuda": 1 << 30}
+"""Limit on the bytes of a micro-batch's fp32 logits on a rank; larger ones are computed in chunks. On a GPU, chunks of
+few columns are slow: each adds to the gradients of all tokens."""
 _LIKELY_VOCABULARY = 50257
 PINNED = frozenset(("train.global_batch_size",))
 """Derived settings that are stored as if given: derived for another layout, they would train another model."""
@@ -64,7 +65,8 @@ def resolve(
         for name, value in default_grain(config_of(filled, (), config.origins, config.derived)).items():
             filled["train"].setdefault(name, value)
     columns, tokens = _of_rank(*sizes)
-    filled["train"].setdefault("loss_chunk_size", logits_chunk(filled["train"]["micro_batch_size"] * tokens, columns))
+    chunk = logits_chunk(filled["train"]["micro_batch_size"] * tokens, columns, config.train.device)
+    filled["train"].setdefault("loss_chunk_size", chunk)
     stored = {f"{section}.{key}" for section, values in filled.items() for key in values}
     resolved = config_of(filled, (), config.origins, (stored - given | derived) - PINNED)
     check(resolved, vocab_size)
@@ -103,7 +105,7 @@ def default_largest(
     columns, of_sequence = _of_rank(vocab_size, sequence_length, parallel)
     tokens = LARGEST_TOKENS[device]
     if device == "cpu" and not chunk_given:
-        at_once = LARGEST_LOGITS // (4 * columns)
+        at_once = LARGEST_LOGITS[device] // (4 * columns)
         tokens = min(tokens, at_once) if at_once >= ENOUGH_TOKENS else tokens
     return max(1, tokens // of_sequence)
 
@@ -127,14 +129,28 @@ def with_micro_batch(config: Config, size: int) -> Config:
     return resolve(config_of(given, (), config.origins, config.derived), config.model.vocab_size, size)
 
 
+def on_device(config: Config, device: str) -> Config:
+    """Return a resolved config on another device, with the loss chunk size of that device unless one was given."""
+    train: dict[str, Any] = {"device": device}
+    if is_derived(config, "train.loss_chunk_size"):
+        columns, tokens = _of_rank(config.model.vocab_size, config.data.sequence_length, config.parallel)
+        train["loss_chunk_size"] = logits_chunk(config.train.micro_batch_size * tokens, columns, device)
+    return config.model_copy(update={"train": config.train.model_copy(update=train)})
+
+
 def is_derived(config: Config, key: str) -> bool:
     """Return whether a setting of a resolved config, as `section.key`, was derived and not given."""
     return key in config.derived
 
 
-def logits_chunk(tokens: int, columns: int) -> int:
-    """Return the loss chunk size for a micro-batch's tokens and the logits' columns on a rank; 0 if all fit."""
-    fitting = max(1, LARGEST_LOGITS // (4 * tokens))
+def logits_chunk(tokens: int, columns: int, device: str) -> int:
+    """Return the loss chunk size for a micro-batch's tokens and the logits' columns on a rank; 0 if all fit.
+
+    Args:
+        device: value of `train.device`; `auto` counts as a CPU.
+    """
+    device = "cuda" if device == "cuda" else "cpu"
+    fitting = max(1, LARGEST_LOGITS[device] // (4 * tokens))
     return 0 if columns <= fitting else fitting
 
 

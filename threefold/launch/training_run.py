@@ -17,7 +17,7 @@ from threefold.comm.layout import Layout
 from threefold.config import Config, resolve
 from threefold.config.model import OWN
 from threefold.config.optimizer import BUILT_IN
-from threefold.config.resolve import check_settings
+from threefold.config.resolve import check_settings, on_device
 from threefold.config.schema import check_fault_policies
 from threefold.data.dataset import open_dataset
 from threefold.errors import UserError
@@ -29,7 +29,7 @@ from threefold.launch.output import log_file
 from threefold.launch.process import StopSignals, lasting_imports, require_room, signal_name
 from threefold.launch.restarts import Fallback, Restarts, fallbacks_of, in_world, launched_attempt, naming_fallback
 from threefold.launch.run_lock import LOCK_FILE, cannot_write, require_folder, require_free, run_lock
-from threefold.launch.worker import Device, RankInfo
+from threefold.launch.worker import RankInfo
 from threefold.output import SILENT, Progress, write_durably
 from threefold.train.attempt import Attempt
 from threefold.train.callbacks.goodput import GOODPUT_FILE
@@ -142,7 +142,7 @@ class _Checked:
             largest = largest_micro_batch(config, self.vocab_size, room, device)
         except UnknownBlock:  # the planner has no formulas for it
             return self.resolved
-        return _on(device, resolve(config, self.vocab_size, largest, self.samples))
+        return on_device(resolve(config, self.vocab_size, largest, self.samples), device)
 
 
 def _checked(config: Config, progress: Progress) -> _Checked:
@@ -178,12 +178,8 @@ def _checked(config: Config, progress: Progress) -> _Checked:
         with naming_fallback(config, str(each)):
             given = dataset.complete(each.config)
             settled = resolve(given, known, samples=samples)
-        others.append((each, _Checked(given, _on(device, settled), known, samples, each.world_size)))
-    return _Checked(config, _on(device, resolved), known, samples, local_world_size, named, tuple(others))
-
-
-def _on(device: Device, config: Config) -> Config:
-    return config.model_copy(update={"train": config.train.model_copy(update={"device": device})})
+        others.append((each, _Checked(given, on_device(settled, device), known, samples, each.world_size)))
+    return _Checked(config, on_device(resolved, device), known, samples, local_world_size, named, tuple(others))
 
 
 @dataclass(frozen=True)

@@ -14,18 +14,27 @@ A chunk is a run of columns of the logits for all tokens, so that each row of th
 product, rounded once.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from threefold.constants import IGNORE_INDEX, LOGITS_AT_ONCE
+from threefold.constants import COMPILED, IGNORE_INDEX, LOGITS_AT_ONCE
 from threefold.ops.exact import tree_sum
 from threefold.ops.kernels import product
 from threefold.torch_private.tensors import assert_async
+
+_In = ParamSpec("_In")
+_Out = TypeVar("_Out")
+
+
+@cache
+def _compiled(function: Callable[_In, _Out]) -> Callable[_In, _Out]:
+    return torch.compile(function)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, at_once: int = LOGITS_AT_ONCE) -> Tensor:
@@ -52,9 +61,11 @@ def tops_and_sums(logits: Tensor, least: Tensor | None = None, at_once: int = LO
     Args:
         logits: [T, V], V > 0.
         least: [T], in the dtype to compute in; the results [T] are in fp32 at least.
-        at_once: logits processed at once on a CPU.
+        at_once: logits processed at once on a CPU; `COMPILED` for one compiled kernel.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
+    if at_once == COMPILED and not torch.compiler.is_compiling():
+        return _compiled(tops_and_sums)(logits, least)
     if torch.compiler.is_compiling():  # fused: the compiler widens while reading
         top = logits.to(wide).amax(1)
         top = top if least is None else torch.maximum(top, least)
@@ -89,8 +100,10 @@ def scaled_exponentials(
         logits: [T, V], V > 0; the result has their dtype.
         top, factor, added: [T], in the dtype to compute in.
         column: int64 [T], in [0, V).
-        at_once: logits processed at once on a CPU.
+        at_once: logits processed at once on a CPU; `COMPILED` for one compiled kernel.
     """
+    if at_once == COMPILED and not torch.compiler.is_compiling():
+        return _compiled(scaled_exponentials)(logits, top, factor, column, added)
     factor, column, added = (each.unsqueeze(1) for each in (factor, column, added))
     if torch.compiler.is_compiling():
         shift = top.unsqueeze(1)

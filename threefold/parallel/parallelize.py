@@ -18,7 +18,7 @@ from threefold.comm.axis import Axis, local_part
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.config.schedules import Schedule, find_schedule
-from threefold.constants import LOGITS_AT_ONCE
+from threefold.constants import COMPILED, LOGITS_AT_ONCE
 from threefold.dtypes import DTYPES
 from threefold.models.layers.decoder import LinearCrossEntropy
 from threefold.models.sharding import ModelPlan
@@ -337,7 +337,8 @@ def apply_parallelism(
     give_streams(streams, nn.ModuleList(stages))
     for loss in (each for stage in stages for each in stage.modules() if isinstance(each, LinearCrossEntropy)):
         loss.chunk_size = training.loss_chunk_size if how.grain is None else 0
-        loss.cross_entropy.logits_at_once = training.pieces.logits_at_once
+        compiled = training.compile and how.mesh.device.type == "cuda"  # on a CPU, runs that fit the caches are faster
+        loss.cross_entropy.logits_at_once = COMPILED if compiled else training.pieces.logits_at_once
     apply_recompute(stages, training.recompute, training.recompute_every, streams, how.arithmetic)
     if training.compile:
         compile_layers(stages, how.deferred is not None)

@@ -16,7 +16,7 @@ from functools import lru_cache
 from math import ceil
 
 from threefold.config import Config, resolve
-from threefold.config.resolve import default_largest
+from threefold.config.resolve import default_largest, on_device
 from threefold.config.rules import default_micro_batches
 from threefold.constants import LOGITS_AT_ONCE
 from threefold.models.block import BlockShape, Mixture
@@ -339,7 +339,7 @@ def largest_micro_batch(config: Config, vocab_size: int, memory: int, device: st
     largest = default_largest(*sizes, config.train.loss_chunk_size is not None, device)
     micro_batches = default_micro_batches(resolved)
     for micro_batch in (each for each in micro_batches if each <= largest):
-        tried = resolve(config, vocab_size, largest_micro_batch=micro_batch)
+        tried = on_device(resolve(config, vocab_size, largest_micro_batch=micro_batch), device)
         if step_bytes(tried, device, size) <= memory:
             return micro_batch
     return micro_batches[-1]

@@ -539,7 +539,7 @@ class LeastSeconds:
         chunks = [config.train.loss_chunk_size] * len(sizes)
         if is_derived(self._config, "train.loss_chunk_size"):
             length, columns = -(-config.data.sequence_length // config.parallel.cp), -(-model.vocab_size // first.tp)
-            chunks = [logits_chunk(size * length, columns) for size in sizes.tolist()]
+            chunks = [logits_chunk(size * length, columns, config.train.device) for size in sizes.tolist()]
         found = np.empty((3, self._kinds.count, len(sizes)))
         found[:, 0] = _totals(embedding_passes(first, hardware), sizes)
         for kind, block in blocks.items():

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from threefold.config.loading import config_of, parse_value
 from threefold.config.model import OWN
+from threefold.config.resolve import on_device
 from threefold.config.schedules import SCHEDULES, is_own_schedule
 from threefold.config.schema import Config, to_yaml
 from threefold.config.section import MOST_STEPS, divisors, nearest_multiple
@@ -169,7 +170,9 @@ def read_request(
             f"--gpus is {gpus} but nodes of {hardware.name} have {per_node} and are rented whole; use "
             f"{nearest_multiple(gpus, per_node)}."
         )
-    config = given if given.model.architecture == OWN else resolve_without_data(alone(given))
+    config = (
+        given if given.model.architecture == OWN else on_device(resolve_without_data(alone(given)), hardware.device)
+    )
     described_blocks(config)  # refuses blocks without formulas, and a model of a file
     hardware.matrix_rate(config.precision.dtype)
     most = MOST_STEPS * config.train.global_batch_size * config.data.sequence_length
