@@ -180,7 +180,8 @@ class TrainConfig(Section):
     loss_chunk_size: int = derived(ge=0, le=MOST_IDS)
     """Vocabulary entries whose logits a rank holds at once in training: it goes through its part of the vocabulary in
     chunks of this size, in the forward pass and, recomputing the logits, in the backward pass; 0 for all at once.
-    Default: 0 if the fp32 logits of a micro-batch take at most 128 MiB on a rank, else the size that takes as much."""
+    Default: 0 if the fp32 logits of a micro-batch take at most 128 MiB on a rank (1 GiB if `train.device` is cuda),
+    else the size that takes as much."""
     exact: bool = False
     """Whether losses, gradients, weights and checkpoints are the same bits in every layout whose dp divides
     `grain_samples` and whose tp divides `grain_tensor` (docs/exact.md), whatever the pipeline, the micro-batch size and

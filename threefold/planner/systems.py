@@ -122,7 +122,14 @@ _TORCHTITAN: Final = replace(
 )
 _ROWS: Final = (
     _OWN,
-    replace(_OWN, name="own-compiled", fused=True, fused_norm=True, about="this package with train.compile"),
+    replace(
+        _OWN,
+        name="own-compiled",
+        fused=True,
+        fused_norm=True,
+        fused_loss=True,
+        about="this package with train.compile",
+    ),
     replace(
         _OWN,
         name="own-cpu",
