@@ -84,6 +84,13 @@ def losses(run: Path) -> list[tuple[int, float]]:
     return found
 
 
+def last_fingerprint(run: Path) -> str:
+    """Fingerprint of an exact run's weights after its last step."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    found: str = [line["fingerprint"] for line in lines if "fingerprint" in line][-1]
+    return found
+
+
 def settings(*given: str) -> list[str]:
     """Options of the command line."""
     return [word for setting in given for word in ("--set", setting)]

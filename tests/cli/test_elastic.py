@@ -22,6 +22,7 @@ from tests.cli.runs import (
     LONGEST,
     check_checkpoints,
     command,
+    last_fingerprint,
     losses,
     restarts,
     settings,
@@ -119,6 +120,7 @@ def _ip(*arguments: str) -> str:
 RENDEZVOUS = "last_call_timeout=4,keep_alive_interval=2,keep_alive_max_attempt=4"
 """Seconds: short enough for a test, long enough for two agents that other processes keep from running."""
 STEPS = ("train.max_steps=24", "train.eval_every=0", "checkpoint.every=2", "log.every=1", "parallel.dp=2")
+EXACT = "train.exact=true"
 TIMEOUT = 8
 """`train.timeout` of a run whose host cannot say that it is gone."""
 PORT = 29400
@@ -182,10 +184,14 @@ def check_survives(
     (line,) = restarts(output)
     assert line.startswith("Restart 1 of 3 in layout dp1")
     assert f"Resuming from {run}/checkpoints/step_" in line
-    undisturbed(config_file, folder / "whole", *settings(*STEPS, "parallel.dp=1"))
+    undisturbed(config_file, folder / "whole", *settings(*STEPS, *more, "parallel.dp=1"))
     found, expected = losses(run), losses(folder / "whole")
     assert [step for step, _ in found] == [step for step, _ in expected] == list(range(1, 25))
-    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], rel=1e-5)
+    if EXACT in more:
+        assert found == expected
+        assert last_fingerprint(run) == last_fingerprint(folder / "whole")
+    else:
+        assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], rel=1e-5)
     check_checkpoints(run)
     if hosts:
         assert not hosts[0].processes()
@@ -196,7 +202,7 @@ def check_survives(
 
 @pytest.mark.slow
 def test_the_loss_of_one_of_two_hosts(config_file: Path, tmp_path: Path, hosts: tuple[Host, Host] | None) -> None:
-    """All its processes are killed at once."""
+    """All its processes are killed at once; the exact run that goes on has the bits of the undisturbed one."""
 
     def lose(agent: subprocess.Popen[str], told: Path) -> None:
         if hosts:
@@ -206,7 +212,7 @@ def test_the_loss_of_one_of_two_hosts(config_file: Path, tmp_path: Path, hosts: 
         for pid in (agent.pid, rank):
             os.kill(pid, signal.SIGKILL)
 
-    check_survives(config_file, tmp_path, hosts, lose)
+    check_survives(config_file, tmp_path, hosts, lose, EXACT)
 
 
 @pytest.mark.sweep

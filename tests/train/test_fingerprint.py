@@ -1,6 +1,7 @@
 """The hash of all weights is the same in every layout, and one bit changes it."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from tests.support.parity import Case, make_engine
 from tests.train.support import Run, manifest, steps_of, train_rank
+from threefold.checkpoint.manifest import read_manifest, write_manifest
 from threefold.checkpoint.summary import summarize_checkpoint
 from threefold.launch.worker_pool import WorkerPool
 from threefold.train.fingerprint import PartHash, TensorHashes
@@ -135,6 +137,19 @@ def test_records_and_checkpoints_have_the_fingerprint_of_an_exact_run(
         found[name] = prints
     assert found["one"] == found["two"]
     assert len(set(found["one"])) == 2
+
+
+def test_weights_that_are_not_those_written_are_not_trained(pool: WorkerPool, tokens: Path, tmp_path: Path) -> None:
+    """In another layout, an exact run has the fingerprint of its checkpoint, or goes back to an older one."""
+    run = Run(tokens, steps=1, set=(EXACT, ("model.vocab_size", 304), ("checkpoint.every", 1)))
+    pool.run(1, train_rank, run, tmp_path)
+    pool.run(2, train_rank, run.but(steps=2, dp=2), tmp_path, True)
+    folder = tmp_path / "checkpoints" / "step_00000002"
+    write_manifest(folder, replace(read_manifest(folder).facts, fingerprint="0123456789ab"))
+    printed = pool.run(2, train_rank, run.but(steps=3, tp=2), tmp_path, True)[0]
+    assert "its weights have the fingerprint" in printed
+    assert "0123456789ab when it was written" in printed
+    assert sorted(steps_of(tmp_path)) == [1, 2, 3]
 
 
 def test_other_runs_have_none(pool: WorkerPool, tokens: Path, tmp_path: Path) -> None:

@@ -450,10 +450,12 @@ def restore_engine(engine: Engine, checkpoint: Checkpoint) -> None:
     """Load a checkpoint of any layout into an engine: weights, optimizer state, loss scale, streams and generators.
 
     Raises:
-        DamagedCheckpoint: on every rank, if a checksum differs; the engine's state is undefined then.
+        DamagedCheckpoint: on every rank, if a checksum differs, or in an exact run the fingerprint of the weights; the
+            engine's state is undefined then.
         UserError: on every rank, if the checkpoint cannot be read.
     """
     _load(engine, engine_tensors(engine), checkpoint.path)
+    _check_fingerprint(engine, checkpoint)
     engine.optimizer.restored()
     restore_loss_scale(engine, checkpoint.facts.loss_scale, checkpoint.facts.good_steps)
     names = {name for name in stored_names(checkpoint.path) if name.startswith(STREAMS)}
@@ -468,6 +470,16 @@ def restore_engine(engine: Engine, checkpoint: Checkpoint) -> None:
         engine.streams.reseed("after", checkpoint.step)
     if of_process:
         engine.generators.reseed(engine.settings.seed, "after", checkpoint.step)
+
+
+def _check_fingerprint(engine: Engine, checkpoint: Checkpoint) -> None:
+    written = checkpoint.facts.fingerprint
+    if engine.fingerprints is None or written is None:
+        return
+    found = engine.fingerprints.take(checkpoint.step).fingerprint
+    if found != written:
+        reason = f"its weights have the fingerprint {found} in this layout, and {written} when it was written"
+        raise DamagedCheckpoint(checkpoint.path, reason)
 
 
 def restore_loss_scale(engine: Engine, value: float | None, good_steps: int) -> None:
