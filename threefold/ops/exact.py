@@ -7,8 +7,9 @@ subtree of its own pieces; ranks then add their roots in the same tree, so every
 wherever it is made.
 
 Elementwise functions are a second trap: torch computes the last elements of a tensor, or of a thread's part of it, with
-other instructions than the rest, and the sigmoid, SiLU and GELU then differ in the last bit. The ones below use only
-operations that agree. `ops.exact_arithmetic` replaces torch's by them, and `ops.exact_attention` has attention.
+other instructions than the rest, and the sigmoid, SiLU and GELU then differ in the last bit. `ops.exact_functions`
+gives every thread whole vectors. `ops.exact_arithmetic` replaces torch's functions, and `ops.exact_attention` has
+attention.
 
 What these functions trust on a CPU, in fp32, is shown by `tests/ops/test_exact.py`, over odd sizes, cuts, offsets and
 1, 2 and 4 threads:
@@ -18,8 +19,9 @@ What these functions trust on a CPU, in fp32, is shown by `tests/ops/test_exact.
   and `F.scaled_dot_product_attention`, which call it (`test_torchs_attention_depends_on_heads_or_threads`).
 - torch's arithmetic of elements, square roots, reciprocals, `exp`, `tanh` and `erf` (`test_elementwise`); not its
   `sigmoid`, SiLU and GELU.
-- torch's `amax` and softmax over a contiguous last dim, and sums of several rows (`test_rows`); not the backward passes
-  of softmax and of the norms, nor sums of a whole tensor or of rows.
+- torch's `amax` and softmax over a contiguous last dim, and sums of several rows (`test_rows`); not the backward pass
+  of softmax, nor sums of a whole tensor or of rows.
+- of the backward pass of a layer norm, the gradient of its input (`test_norms_are_the_tree_over_ranks`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -34,6 +36,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from threefold.ops.kernels import GradientStore, defer_or_compute, gradient_store
+from threefold.torch_private.runtime import layer_norm_gradient
 from threefold.torch_private.tensors import onednn_linear
 
 
@@ -328,15 +331,11 @@ class _LayerNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, scale = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-        normed = widened(x).sub(mean).mul_(scale)
-        summed = [widened(grad) * normed] if wants_weight else []
+        summed = [widened(x).sub(mean).mul_(scale).mul_(widened(grad))] if wants_weight else []
         sums = ctx.rows(*summed, *([widened(grad)] if wants_bias else []))
         grad_x = None
-        if wants_x:
-            scaled = widened(grad) if weight is None else widened(grad) * weight
-            width = x.shape[-1]
-            along = last_dim_summed(scaled * normed).div_(width)
-            grad_x = scaled.sub(last_dim_summed(scaled).div_(width)).sub_(normed.mul_(along)).mul_(scale).to(x.dtype)
+        if wants_x:  # torch computes each row alone; only its sums over rows depend on threads
+            grad_x = layer_norm_gradient(grad.contiguous(), x.contiguous(), mean, scale, weight)
         like = x.dtype if weight is None else weight.dtype
         return (
             grad_x,

@@ -21,7 +21,8 @@ HeadDrop: TypeAlias = Callable[[TileInputs, Tensor, int, slice], Tensor]
 """Dropout of a tile's attention weights [heads, Q, K], or of their gradient: (tile, weights, sample of the tile, heads)
 → weights; drops the same elements on each call."""
 
-_AT_ONCE: Final = 1 << 18  # attention weights of a run of heads: they stay in a processor's cache
+_AT_ONCE: Final = 1 << 16  # attention weights of a run of heads: they stay in a processor's cache
+_LONGEST_KEPT: Final = 512  # keys up to which the backward pass keeps the attention weights, as plain attention does
 
 
 def exact_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, drop: HeadDrop | None = None) -> Tensor:
@@ -43,29 +44,31 @@ class _ExactAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int, drop: HeadDrop | None
     ) -> Tensor:
-        out = q.new_empty(q.shape)
+        out, kept, keeps = q.new_empty(q.shape), [], k.shape[1] <= _LONGEST_KEPT
         for part in _tiles(q, k, v, AttentionMask(window, documents)):
             into = part.of_queries(out)
             for row, heads, groups in _runs(part):
                 weights = _weights(part, row, heads, groups)
+                if keeps:
+                    kept.append(weights)
                 if drop is not None:
                     weights = drop(part, weights, row, heads)
                 found = products(weights.unbind(), _serve(part.v[row, groups].mT, len(weights)))
-                into[row, heads] = torch.stack(found)
-        ctx.save_for_backward(q, k, v, out, documents)
+                into[row, heads] = _stacked(found)
+        ctx.save_for_backward(q, k, v, out, documents, *kept)
         ctx.window, ctx.drop = window, drop
         return out.flatten(2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, documents = ctx.saved_tensors
-        gradients = TileGradients(q, k, v)
+        q, k, v, out, documents, *weights = ctx.saved_tensors
+        gradients, kept = TileGradients(q, k, v), iter(weights)
         upper = _by_head(grad.reshape(q.shape))
         # The weights times their gradient, summed over a query's keys, are its output times the output's gradient.
         along = last_dim_summed(upper.transpose(1, 2) * _by_head(out).transpose(1, 2)).transpose(1, 2)
         for part in _tiles(q, k, v, AttentionMask(ctx.window, documents)):
-            gradients.add(part, _tile_gradients(part, part.of_queries(upper), part.of_queries(along), ctx.drop))
+            gradients.add(part, _tile_gradients(part, part.of_queries(upper), part.of_queries(along), ctx.drop, kept))
         return *gradients.whole(), None, None, None
 
 
@@ -80,7 +83,7 @@ def _by_head(x: Tensor) -> Tensor:
 
 
 def _tile_gradients(
-    part: TileInputs, upper: Tensor, along: Tensor, drop: HeadDrop | None
+    part: TileInputs, upper: Tensor, along: Tensor, drop: HeadDrop | None, kept: Iterator[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the queries before scaling, and of keys and values, of one tile.
 
@@ -89,23 +92,29 @@ def _tile_gradients(
         upper: gradient of the tile's output [b, heads, Q, d].
         along: `upper` times the tile's output, summed over d: [b, heads, Q, 1].
         drop: dropout of the attention weights.
+        kept: attention weights of the forward pass, run by run; those that it lacks are computed again.
     """
     scale = part.q.shape[-1] ** -0.5
     to_q, to_k, to_v = torch.empty_like(part.q), torch.empty_like(part.k), torch.empty_like(part.v)
     for row, heads, groups in _runs(part):
-        weights = _weights(part, row, heads, groups)
+        given = next(kept, None)
+        weights = _weights(part, row, heads, groups) if given is None else given
         count = len(weights)
         grad, queries = upper[row, heads], part.q[row, heads]
         dropped = weights if drop is None else drop(part, weights, row, heads)
         to_v[row, groups] = _of_groups(products(grad.mT.contiguous().unbind(), dropped.mT.unbind()), groups)
-        of_scores = torch.stack(products(grad.contiguous().unbind(), _serve(part.v[row, groups], count)))
+        of_scores = _stacked(products(grad.contiguous().unbind(), _serve(part.v[row, groups], count)))
         if drop is not None:
             of_scores = drop(part, of_scores, row, heads)
         of_scores = of_scores.sub_(along[row, heads]).mul_(weights)
         found = products(of_scores.unbind(), _serve(part.k[row, groups].mT, count))
-        to_q[row, heads] = torch.stack(found).mul_(scale)
+        to_q[row, heads] = _stacked(found).mul_(scale)
         to_k[row, groups] = _of_groups(products(queries.mT.contiguous().unbind(), of_scores.mT.unbind()), groups)
     return to_q, to_k, to_v
+
+
+def _stacked(matrices: list[Tensor]) -> Tensor:
+    return torch.stack(matrices) if len(matrices) > 1 else matrices[0].unsqueeze(0)
 
 
 def _runs(part: TileInputs) -> Iterator[tuple[int, slice, slice]]:
@@ -125,14 +134,14 @@ def _serve(x: Tensor, heads: int) -> list[Tensor]:
 
 def _of_groups(gradients: list[Tensor], groups: slice) -> Tensor:
     """Sum the gradients [d, K] of keys or values over the heads of each group: [groups, K, d]."""
-    by_group = torch.stack(gradients).unflatten(0, (groups.stop - groups.start, -1))
+    by_group = _stacked(gradients).unflatten(0, (groups.stop - groups.start, -1))
     return tree_sum(by_group.unbind(1)).mT
 
 
 def _weights(part: TileInputs, row: int, heads: slice, groups: slice) -> Tensor:
     """Return the attention weights [heads, Q, K] of some heads of a sample of the tile."""
     of_heads = part.q[row, heads].contiguous().unbind()
-    scores = torch.stack(products(of_heads, _serve(part.k[row, groups], len(of_heads))))
+    scores = _stacked(products(of_heads, _serve(part.k[row, groups], len(of_heads))))
     if part.bias is not None:
         scores += part.bias
     return scores.softmax(-1)

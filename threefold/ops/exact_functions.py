@@ -1,95 +1,78 @@
-"""Functions of elements and softmax of exact runs, made of operations whose bits depend on no shape (`ops.exact`)."""
+"""Functions of elements and softmax of exact runs, whose bits depend on no shape (`ops.exact`)."""
 
 from collections.abc import Callable
-from math import pi, sqrt
+from functools import partial
+from math import lcm
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from threefold.ops.exact import last_dim_summed, widened
+from threefold.torch_private.runtime import gelu_gradient, sigmoid_gradient, silu_gradient
+
+_VECTORS: Final = 64
+"""Most elements that torch computes together on a CPU: two vectors of the narrowest dtype. What is left over at the end
+of a thread's part it computes one by one, with other bits."""
+_PART: Final = 1 << 15
+"""Fewest elements of a thread's part in most functions; GELU divides a large tensor among all threads."""
+
+
+def _whole_vectors(x: Tensor) -> Tensor:
+    """Return `x`, contiguous, or its elements with zeros behind them, so that every thread has whole vectors alone."""
+    count = size = x.numel()
+    threads, parts = torch.get_num_threads(), 0
+    while x.device.type == "cpu" and parts != (parts := min(threads, -(-size // _PART))):
+        step = _VECTORS * lcm(parts, threads)
+        size = -(-count // step) * step
+    if size == count:
+        return x.contiguous()
+    padded = x.new_zeros(size)
+    padded[:count] = x.flatten()
+    return padded
+
+
+def _only(padded: Tensor, x: Tensor) -> Tensor:
+    """Return the elements of `padded` that are those of `x`, in its shape."""
+    return padded if padded.shape == x.shape else padded[: x.numel()].clone().view(x.shape)
 
 
 class _Elementwise(torch.autograd.Function):
-    """Function of each element, in fp32 at least, with its derivative."""
+    """Function of torch of each element, with its derivative from the upper gradient and the input."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, value: Callable[[Tensor], Tensor], gradient: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.slope = slope
-        return value(widened(x)).to(x.dtype)
+        ctx.gradient = gradient
+        return _only(value(_whole_vectors(x)), x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (x,) = ctx.saved_tensors
-        return ctx.slope(widened(x)).mul_(grad).to(x.dtype), None, None
-
-
-_LINEAR: Final = sqrt(2 / pi)
-_CUBIC: Final = 0.044715
-
-
-def _tanh(x: Tensor) -> Tensor:
-    return x.square().mul_(_CUBIC).add_(1).mul_(_LINEAR).mul_(x).tanh_()
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return _tanh(x).add_(1).mul_(x).mul_(0.5)
-
-
-def _gelu_tanh_slope(x: Tensor) -> Tensor:
-    # d/dx of x · (1 + t) / 2, with t' = (1 − t²) · √(2/π) · (1 + 3 · 0.044715 · x²)
-    turn = _tanh(x)
-    inner = x.square().mul_(3 * _CUBIC).add_(1).mul_(_LINEAR).mul_(x)
-    return turn.square().neg_().add_(1).mul_(inner).add_(turn).add_(1).mul_(0.5)
-
-
-def _gelu_erf(x: Tensor) -> Tensor:
-    return x.mul(sqrt(0.5)).erf_().add_(1).mul_(x).mul_(0.5)
-
-
-def _gelu_erf_slope(x: Tensor) -> Tensor:
-    density = x.square().mul_(-0.5).exp_().mul_(1 / sqrt(2 * pi)).mul_(x)
-    return x.mul(sqrt(0.5)).erf_().add_(1).mul_(0.5).add_(density)
-
-
-def _sigmoid(x: Tensor) -> Tensor:
-    return x.neg().exp_().add_(1).reciprocal_()
-
-
-def _sigmoid_slope(x: Tensor) -> Tensor:
-    value = _sigmoid(x)
-    return value.neg().add_(1).mul_(value)
-
-
-def _silu(x: Tensor) -> Tensor:
-    return x / x.neg().exp_().add_(1)
-
-
-def _silu_slope(x: Tensor) -> Tensor:
-    # σ · (1 + x · (1 − σ))
-    value = _sigmoid(x)
-    return value.neg().add_(1).mul_(x).add_(1).mul_(value)
+        return _only(ctx.gradient(_whole_vectors(grad), _whole_vectors(x)), x), None, None
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    """Compute `F.gelu`, in fp32 at least."""
-    functions = (_gelu_tanh, _gelu_tanh_slope) if approximate == "tanh" else (_gelu_erf, _gelu_erf_slope)
-    out: Tensor = _Elementwise.apply(x, *functions)
+    """Compute `F.gelu`."""
+    value, gradient = (partial(each, approximate=approximate) for each in (F.gelu, gelu_gradient))
+    out: Tensor = _Elementwise.apply(x, value, gradient)
     return out
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Compute `torch.sigmoid`, in fp32 at least."""
-    out: Tensor = _Elementwise.apply(x, _sigmoid, _sigmoid_slope)
+    """Compute `torch.sigmoid`."""
+    out: Tensor = _Elementwise.apply(x, torch.sigmoid, sigmoid_gradient)
     return out
 
 
 def silu(x: Tensor, inplace: bool = False) -> Tensor:
-    """Compute `F.silu`, in fp32 at least, never in place."""
-    out: Tensor = _Elementwise.apply(x, _silu, _silu_slope)
+    """Compute `F.silu`, never in place."""
+    out: Tensor = _Elementwise.apply(x, F.silu, silu_gradient)
     return out
 
 
