@@ -123,6 +123,7 @@ def test_products(inner: int) -> None:
             whole = same_in_threads(partial(exact.product, a, b))
             where = f"[{rows}, {inner}] x [{columns}, {inner}]"
             assert close(whole, a.double() @ b.double().t(), 1e-5), where
+            assert equal(exact.product(b, a).t(), whole), where
             for change in (moved, strided, lambda x: x.t().contiguous().t()):
                 assert equal(exact.product(change(a), change(b)), whole), where
             for cut in cuts(rows):

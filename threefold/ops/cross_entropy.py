@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from threefold.constants import COMPILED, IGNORE_INDEX, LOGITS_AT_ONCE
-from threefold.ops.exact import tree_sum
+from threefold.ops.exact import last_dim_summed, tree_sum
 from threefold.ops.kernels import product
 from threefold.torch_private.tensors import assert_async
 
@@ -80,15 +80,20 @@ def tops_and_sums(logits: Tensor, least: Tensor | None = None, at_once: int = LO
     return tops, sums
 
 
-def sum_of_exponentials(logits: Tensor, top: Tensor, pieces: int) -> Tensor:
+def sum_of_exponentials(logits: Tensor, top: Tensor, pieces: int, at_once: int = LOGITS_AT_ONCE) -> Tensor:
     """Return Σ exp(logit − top) of each row of an exact run, as the tree sum of `pieces` equal runs of columns.
 
     Args:
         logits: [T, V], V divisible by `pieces`.
         top: [T], in the dtype to compute in.
+        at_once: logits processed at once on a CPU.
     """
-    rows = logits if len(logits) > 1 else logits.expand(2, -1)  # torch divides a single row's sum among its threads
-    return tree_sum(part.sub(top.unsqueeze(1)).exp_().sum(1) for part in rows.chunk(pieces, 1))[: len(logits)]
+    buffer = top.new_empty(_rows_at_once(logits, at_once), logits.shape[1])
+    sums, shift = top.new_empty(pieces, len(logits)), top.unsqueeze(1)
+    for rows in _runs(logits, at_once):
+        run = torch.sub(logits[rows], shift[rows], out=buffer[: rows.stop - rows.start])
+        sums[:, rows] = last_dim_summed(run.exp_().unflatten(1, (pieces, -1))).squeeze(-1).t()
+    return tree_sum(sums.unbind())
 
 
 def scaled_exponentials(

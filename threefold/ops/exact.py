@@ -219,13 +219,20 @@ class _Linear(torch.autograd.Function):
         leaf, bias = ctx.leaves
         return (
             product(flat, weight.t(), ctx.outer).view(*grad.shape[:-1], -1) if wants_x else None,
-            defer_or_compute(ctx.store, leaf, wants_weight, partial(product, flat.t(), x.t())),
+            defer_or_compute(ctx.store, leaf, wants_weight, partial(_weight_gradient, flat, x)),
             defer_or_compute(ctx.store, bias, wants_bias, partial(_sum_of, ctx.rows, flat)),
             None,
             None,
             None,
             None,
         )
+
+
+def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """Compute `gradᵀ @ x` for `grad` [n, out] and `x` [n, in]: [out, in]; oneDNN copies the smaller of them."""
+    if grad.shape[1] <= x.shape[1]:
+        return product(grad.t(), x.t())
+    return product(x.t(), grad.t()).t().contiguous()
 
 
 def _sum_of(sum_rows: RowSum, rows: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         least = logits.new_full(labels.shape, torch.finfo(wide).min, dtype=wide)
         if pieces:
             top = all_reduce_max(logits.amax(1).to(wide), axis)
-            total = sum_of_exponentials(logits, top, pieces)
+            total = sum_of_exponentials(logits, top, pieces, at_once)
         else:
             own_top, total = tops_and_sums(logits, least, at_once) if columns else (least, torch.zeros_like(least))
             top = all_reduce_max(own_top, axis)
