@@ -34,6 +34,7 @@ _OPTIONAL = (
     "train.callbacks",
     "train.grain_samples",
     "train.grain_tensor",
+    "train.grain_context",
     "optimizer.arguments",
     *(f"checkpoint.{key}" for key in ("every_seconds", "keep_every", "async_save", "remote")),
     *(

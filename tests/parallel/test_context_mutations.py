@@ -176,13 +176,13 @@ def hidden_mask_by_local_position() -> list[Patch]:
 
 def attention_dropout_loses_its_stream() -> list[Patch]:
     """The core that takes the place of the model's own draws from the stream of no layer."""
-    of_chunk = context._of_chunk
+    of_chunk = context.of_chunk
 
     def unnamed(core: Any, heads: Any, queries: Any) -> Any:
         with patch.object(core.dropout, "name", ""):
             return of_chunk(core, heads, queries)
 
-    return [(context, "_of_chunk", unnamed)]
+    return [(context, "of_chunk", unnamed)]
 
 
 def ring_gradients_end_a_rank_short() -> list[Patch]:

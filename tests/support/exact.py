@@ -27,10 +27,9 @@ CASE = Case(
 
 def with_layout(case: Case, dp: int, tp: int, pp: int, schedule: str = "1f1b", micro: int = 1, **settings: Any) -> Case:
     """Return an exact run in a layout, with micro-batches of `micro` samples; a setting `a__b` is `a.b`."""
-    named = tuple((key.replace("__", "."), value) for key, value in settings.items())
-    return case.with_layout(
-        dp, tp, pp, schedule=schedule, accumulation=case.batch // dp // micro, settings=(EXACT, *named)
-    )
+    named = {key.replace("__", "."): value for key, value in settings.items()}
+    given = tuple((dict([EXACT, *case.settings]) | named).items())
+    return case.with_layout(dp, tp, pp, schedule=schedule, accumulation=case.batch // dp // micro, settings=given)
 
 
 def slow_but(values: Iterable[Any], *quick: Any) -> list[Any]:

@@ -24,6 +24,7 @@ from threefold.verify.exact_layouts import asked_for_exact, prepare_exact, selec
 from threefold.verify.verifier import DEPARTS, EQUAL
 
 LAYOUTS = ("dp2 full accumulation4", "dp2·tp2 sp", "pp2 zbv", "tp8")
+CONTEXT = ("dp2·cp2 zero3", "cp2 full accumulation4", "cp4·tp2 sp", "pp2·cp2 zbv")
 NAME = "blocks.1.mlp.up.weight"
 
 
@@ -35,13 +36,22 @@ def small(*layouts: str) -> Config:
     return shrink_exact(prepare_exact(given(), None, vocab_size=1), [parse(layout) for layout in layouts])
 
 
+def trained_alone(pool: WorkerPool, folder: Path, *layouts: str) -> ExactVerifier:
+    check = ExactVerifier(ExactVerification(small(*layouts), 2, RandomBatches()), pool, folder)
+    check.run_one_process()
+    return check
+
+
 @pytest.fixture(scope="module")
 def one_process(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> ExactVerifier:
     """A verifier that has trained in one process."""
-    task = ExactVerification(small(*LAYOUTS), 2, RandomBatches())
-    check = ExactVerifier(task, pool, tmp_path_factory.mktemp("exact"))
-    check.run_one_process()
-    return check
+    return trained_alone(pool, tmp_path_factory.mktemp("exact"), *LAYOUTS)
+
+
+@pytest.fixture(scope="module")
+def in_context(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> ExactVerifier:
+    """A verifier that has trained in one process with pieces of each sequence."""
+    return trained_alone(pool, tmp_path_factory.mktemp("context"), *CONTEXT)
 
 
 @pytest.mark.parametrize("layout", slow_but(LAYOUTS, "dp2·tp2 sp", "pp2 zbv"))
@@ -49,6 +59,13 @@ def test_layouts_have_the_bits_of_one_process(one_process: ExactVerifier, layout
     result = one_process.verify(parse(layout))
     assert (result.verdict, result.first) == (EQUAL, None), result
     assert result.fingerprint == one_process.fingerprint
+
+
+@pytest.mark.parametrize("layout", slow_but(CONTEXT, "dp2·cp2 zero3"))
+def test_layouts_with_context_parallelism_have_the_bits_of_one_process(in_context: ExactVerifier, layout: str) -> None:
+    result = in_context.verify(parse(layout))
+    assert (result.verdict, result.first) == (EQUAL, None), result
+    assert result.fingerprint == in_context.fingerprint
 
 
 @pytest.mark.slow
@@ -165,6 +182,17 @@ def test_layouts_outside_the_grain_are_listed() -> None:
     chosen = asked_for_exact(base, [parse("dp2"), parse("dp16")])
     assert [str(each) for each in chosen.specs] == ["dp2"]
     assert "grain_samples" in chosen.outside[0].reason
+
+
+def test_context_axis_decides_the_context_pieces_unless_they_are_given() -> None:
+    base = small("dp2", "cp2", "dp2·cp4")
+    assert (base.train.grain_context, base.data.sequence_length % 8) == (4, 0)
+    chosen = asked_for_exact(base, [parse("cp4"), parse("cp4 ring"), parse("cp8")])
+    assert [str(each) for each in chosen.specs] == ["cp4"]
+    assert ["cp_method" in each.reason or "grain_context" in each.reason for each in chosen.outside] == [True, True]
+    fixed = shrink_exact(prepare_exact(given(train={"grain_context": 2, "exact": True}), None, 1), [parse("cp4")])
+    assert fixed.train.grain_context == 2
+    assert small("dp2").train.grain_context == 1
 
 
 def test_odd_vocabulary_leaves_the_tensor_axis_outside() -> None:

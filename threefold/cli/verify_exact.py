@@ -76,7 +76,10 @@ def verify_exact(
 
 
 def _grain(task: "ExactVerification") -> str:
-    return f"{task.config.train.grain_samples} groups of samples, {task.config.train.grain_tensor} tensor pieces"
+    train = task.config.train
+    samples, tensor, context = train.grain_samples, train.grain_tensor, train.grain_context
+    of_context = f", {context} context pieces" if context > 1 else ""
+    return f"{samples} groups of samples, {tensor} tensor pieces{of_context}"
 
 
 def _document(
@@ -94,7 +97,7 @@ def _document(
         "data": str(task.rows),
         "steps": task.steps,
         "dtype": task.config.precision.dtype,
-        "grain": {"samples": train.grain_samples, "tensor": train.grain_tensor},
+        "grain": {"samples": train.grain_samples, "tensor": train.grain_tensor, "context": train.grain_context},
         "fingerprint": check.fingerprint,
         "layouts": [result.to_json() for result in results],
         "outside_grain": [{"layout": str(each.spec), "reason": each.reason} for each in selection.outside],

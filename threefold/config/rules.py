@@ -260,6 +260,7 @@ def default_grain(config: Config) -> dict[str, int]:
     return {
         "grain_samples": gcd(LARGEST_GRAIN, config.train.global_batch_size),
         "grain_tensor": gcd(LARGEST_GRAIN, *cut),
+        "grain_context": 1,
     }
 
 
@@ -280,8 +281,8 @@ def _check_exact(config: Config) -> None:
     train, parallel, precision, optimizer = config.train, config.parallel, config.precision, config.optimizer
     samples, tensor, family = train.grain_samples, train.grain_tensor, config.model.architecture
     if not train.exact:
-        for key, value in (("grain_samples", samples), ("grain_tensor", tensor)):
-            if value:
+        for key in ("grain_samples", "grain_tensor", "grain_context"):
+            if getattr(train, key):
                 raise problem(config, f"train.{key}", "train.exact is false; leave it out or use train.exact true")
         return
     for key, broken, use in (
@@ -292,7 +293,7 @@ def _check_exact(config: Config) -> None:
         ("optimizer.name", optimizer.name not in BUILT_IN or optimizer.name == "muon", "adamw"),
         ("optimizer.momentum", optimizer.name == "sgd" and optimizer.momentum > 0, "0"),
         ("train.compile", train.compile, "false"),
-        ("parallel.cp", parallel.cp > 1, "1"),
+        ("parallel.cp_method", parallel.cp > 1 and parallel.cp_method != "all-gather", "all-gather"),
         ("parallel.gradient_compression", parallel.gradient_compression != "none", "none"),
     ):
         if broken:
@@ -316,11 +317,25 @@ def _check_exact(config: Config) -> None:
     if samples % parallel.dp:
         works = nearest_divisor(parallel.dp, samples)
         raise problem(config, "parallel.dp", f"must divide train.grain_samples {samples}; use {works}")
-    positions = gcd(tensor, config.data.sequence_length) if parallel.sequence_parallel else tensor
+    _check_exact_context(config)
+    rows = config.data.sequence_length // train.grain_context
+    positions = gcd(tensor, rows) if parallel.sequence_parallel else tensor
     if tensor % parallel.tp or positions % parallel.tp:
         works = nearest_divisor(parallel.tp, positions)
         which = f"train.grain_tensor {tensor}" if tensor % parallel.tp else f"the {positions} pieces of a sequence"
         raise problem(config, "parallel.tp", f"must divide {which}, since train.exact is true; use {works}")
+
+
+def _check_exact_context(config: Config) -> None:
+    pieces, length, cp = config.train.grain_context, config.data.sequence_length, config.parallel.cp
+    most = max(1, gcd(1 << 30, length) // 2)  # its divisors are the numbers of pieces that work
+    if most % pieces:
+        rule = f"must be 1, or a power of two, twice which divides data.sequence_length {length}"
+        raise problem(config, "train.grain_context", f"{rule}; use {nearest_divisor(pieces, most)}")
+    if pieces % cp:
+        works = str(nearest_divisor(cp, pieces)) if most % cp else f"train.grain_context {cp}"
+        rule = f"must divide train.grain_context {pieces}, since train.exact is true; use {works}"
+        raise problem(config, "parallel.cp", rule)
 
 
 def _backward_in_order(schedule: Schedule, pp: int, micro_batches: int) -> bool:

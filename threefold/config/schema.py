@@ -184,8 +184,9 @@ class TrainConfig(Section):
     else the size that takes as much."""
     exact: bool = False
     """Whether losses, gradients, weights and checkpoints are the same bits in every layout whose dp divides
-    `grain_samples` and whose tp divides `grain_tensor` (docs/exact.md), whatever the pipeline, the micro-batch size and
-    the number of threads. Samples run one by one, and sums that a layout cuts are added in one order."""
+    `grain_samples`, whose tp divides `grain_tensor` and whose cp divides `grain_context` (docs/exact.md), whatever the
+    pipeline, the micro-batch size and the number of threads. Samples run one by one, and sums that a layout cuts are
+    added in one order."""
     grain_samples: int = derived(ge=1, le=MOST_SEQUENCES)
     """For `exact`: groups of samples whose gradients are summed apart, a power of two that divides
     `global_batch_size`. It decides the last bits of every result. Default: 8, or the largest power of two that
@@ -194,6 +195,10 @@ class TrainConfig(Section):
     """For `exact`: pieces that sums over attention heads, inner features and the vocabulary are cut into, a power of
     two that divides all of these. It decides the last bits of every result. Default: 8, or the largest power of two
     that divides."""
+    grain_context: int = derived(ge=1, le=MOST_SEQUENCES)
+    """For `exact`: pieces of each sequence that sums over its positions are cut into, a power of two, twice which
+    divides `data.sequence_length`. It decides the last bits of every result. Default: 1, which leaves out context
+    parallelism; more cost time in every layout."""
     compile: bool = False
     """Whether layers run through `torch.compile` in training; identical blocks are compiled once, in the first step.
     Works with every layout. Evaluation runs eagerly, as do, between compiled parts, experts, ring attention, attention

@@ -49,32 +49,66 @@ class Grain:
     Attributes:
         samples: groups of neighboring samples of the global batch, at least as many as replicas.
         tensor: pieces of the features that tensor parallelism cuts: heads, inner features and vocabulary.
-        positions: pieces of a sequence that sequence parallelism cuts.
+        positions: pieces of the rows of a context piece that sequence parallelism cuts.
+        context: pieces of a sequence that context parallelism cuts, each a chunk and its mirror image
+            (`context_parts`).
     """
 
     samples: int
     tensor: int
     positions: int
+    context: int = 1
 
 
 @dataclass(frozen=True)
 class RowSum:
     """Sum of the rows of a whole sequence, of which this rank holds some, for gradients of norms and biases.
 
+    It is a sum over pieces of each context piece, then over the context pieces of this rank. `parallel.gradients` sums
+    over context ranks.
+
     Args:
-        pieces: pieces of the sequence that this rank holds.
+        pieces: pieces of a context piece that this rank holds; with `gather`, of all context pieces together.
         over_ranks: sums a tensor over the ranks that share the sequence, in a tree; None if this rank holds all of it.
+        context: context pieces that this rank, or the ranks of `gather` together, hold.
+        gather: concatenates a tensor along its first dim over ranks that share several context pieces, none of which
+            one of them holds whole; None for no such ranks.
     """
 
     pieces: int = 1
     over_ranks: Callable[[Tensor], Tensor] | None = None
+    context: int = 1
+    gather: Callable[[Tensor], Tensor] | None = None
 
-    def __call__(self, *rows: Tensor) -> list[Tensor]:
-        """Sum the rows of tensors [..., n], in fp32 at least and in one exchange: [n] each, in their own dtype."""
-        sums = [sum_rows(widened(each).flatten(0, -2), self.pieces) for each in rows]
+    def __call__(self, *rows: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """Sum the rows of tensors [..., n], in fp32 at least and in one exchange: [n] each, in `dtype` or their own.
+
+        Sums of several context pieces are rounded before they are added, as they are between ranks.
+        """
+        sums = [self._of_context_pieces(widened(each)) for each in rows]
         if self.over_ranks is not None and sums:
             sums = list(self.over_ranks(torch.stack(sums)).unbind())
-        return [total.to(each.dtype) for total, each in zip(sums, rows, strict=True)]
+        return [_tree(total.to(dtype or each.dtype), 0) for total, each in zip(sums, rows, strict=True)]
+
+    def _of_context_pieces(self, x: Tensor) -> Tensor:
+        if self.gather is None:
+            parts = context_parts(x, self.context, -2)
+            return torch.stack([sum_rows(part.flatten(0, -2), self.pieces) for part in parts])
+        rows = x.flatten(0, -2)
+        sums = self.gather(_tree(rows.reshape(self.pieces, -1, rows.shape[-1]), 1))
+        return torch.stack([_tree(part, 0) for part in context_parts(sums, self.context, 0)])
+
+
+def context_parts(x: Tensor, count: int, dim: int) -> list[Tensor]:
+    """Cut `dim`, whose positions are in two halves, into `count` context pieces.
+
+    The first is the first chunk of the first half and the last one of the second, and so on: so a piece has the same
+    positions whether a rank holds one context piece or all (`parallel.context.SequenceCut`).
+    """
+    if count == 1:
+        return [x]
+    chunks = x.chunk(2 * count, dim)
+    return [torch.cat([chunks[number], chunks[-1 - number]], dim) for number in range(count)]
 
 
 class Pieces(NamedTuple):
@@ -185,7 +219,7 @@ def linear(
         bias: [out].
         inner: pieces of the sum over the input features, in the output (of a row-parallel layer).
         outer: pieces of the sum over the output features, in the gradient of `x` (of a column-parallel layer).
-        rows: sum of the rows of `x`, for the bias's gradient.
+        rows: sum of the rows of `x`, for the gradients of bias and weight.
     """
     out: Tensor = _Linear.apply(x, weight, bias, inner, outer, rows or RowSum(), gradient_store(weight))
     return out
@@ -219,7 +253,7 @@ class _Linear(torch.autograd.Function):
         leaf, bias = ctx.leaves
         return (
             product(flat, weight.t(), ctx.outer).view(*grad.shape[:-1], -1) if wants_x else None,
-            defer_or_compute(ctx.store, leaf, wants_weight, partial(_weight_gradient, flat, x)),
+            defer_or_compute(ctx.store, leaf, wants_weight, partial(_weight_gradient, flat, x, ctx.rows.context)),
             defer_or_compute(ctx.store, bias, wants_bias, partial(_sum_of, ctx.rows, flat)),
             None,
             None,
@@ -228,8 +262,14 @@ class _Linear(torch.autograd.Function):
         )
 
 
-def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """Compute `gradᵀ @ x` for `grad` [n, out] and `x` [n, in]: [out, in]; oneDNN copies the smaller of them."""
+def _weight_gradient(grad: Tensor, x: Tensor, context: int) -> Tensor:
+    """Return `grad.T @ x` of `grad` [rows, out] and `x` [rows, in], as a tree sum over context pieces of the rows."""
+    parts = zip(context_parts(grad, context, 0), context_parts(x, context, 0), strict=True)
+    return tree_sum(_transposed_product(*each) for each in parts)
+
+
+def _transposed_product(grad: Tensor, x: Tensor) -> Tensor:
+    """Compute `gradᵀ @ x`; oneDNN copies the first operand, which is the smaller of the two here."""
     if grad.shape[1] <= x.shape[1]:
         return product(grad.t(), x.t())
     return product(x.t(), grad.t()).t().contiguous()
@@ -280,13 +320,24 @@ class _Embedding(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
-        grads, numbers = (each.chunk(ctx.rows.pieces, 1) for each in (widened(grad), ids))
-        sums = tree_sum(_looked_up(*each, ctx.count) for each in zip(grads, numbers, strict=True))
-        if ctx.rows.over_ranks is not None:
-            sums = ctx.rows.over_ranks(sums)
+        rows: RowSum = ctx.rows
+        wide, pieces = widened(grad), rows.pieces
+        if rows.gather is not None:
+            wide, ids = (rows.gather(each.squeeze(0)).unsqueeze(0) for each in (wide, ids))
+            pieces = pieces * wide.shape[1] // (grad.shape[1] * rows.context)
+        parts = zip(context_parts(wide, rows.context, 1), context_parts(ids, rows.context, 1), strict=True)
+        sums = tree_sum(_table_sum(*each, ctx.count, pieces, rows.over_ranks).to(grad.dtype) for each in parts)
         kept = torch.zeros_like(sums)
         kept[ctx.own.start : ctx.own.stop] = sums[ctx.own.start : ctx.own.stop]
-        return None, kept.to(grad.dtype), None, None
+        return None, kept, None, None
+
+
+def _table_sum(
+    grad: Tensor, ids: Tensor, count: int, pieces: int, over_ranks: Callable[[Tensor], Tensor] | None
+) -> Tensor:
+    parts = zip(grad.chunk(pieces, 1), ids.chunk(pieces, 1), strict=True)
+    sums = tree_sum(_looked_up(*each, count) for each in parts)
+    return sums if over_ranks is None else over_ranks(sums)
 
 
 def _looked_up(grad: Tensor, ids: Tensor, rows: int) -> Tensor:
@@ -339,18 +390,12 @@ class _LayerNorm(torch.autograd.Function):
         x, weight, mean, scale = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         summed = [widened(x).sub(mean).mul_(scale).mul_(widened(grad))] if wants_weight else []
-        sums = ctx.rows(*summed, *([widened(grad)] if wants_bias else []))
+        like = x.dtype if weight is None else weight.dtype
+        sums = ctx.rows(*summed, *([widened(grad)] if wants_bias else []), dtype=like)
         grad_x = None
         if wants_x:  # torch computes each row alone; only its sums over rows depend on threads
             grad_x = layer_norm_gradient(grad.contiguous(), x.contiguous(), mean, scale, weight)
-        like = x.dtype if weight is None else weight.dtype
-        return (
-            grad_x,
-            sums[0].to(like) if wants_weight else None,
-            sums[-1].to(like) if wants_bias else None,
-            None,
-            None,
-        )
+        return grad_x, sums[0] if wants_weight else None, sums[-1] if wants_bias else None, None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float | None, rows: RowSum) -> Tensor:
@@ -376,7 +421,7 @@ class _RMSNorm(torch.autograd.Function):
         wants_x, wants_weight, *_ = ctx.needs_input_grad
         wide = widened(grad).contiguous()
         normed = widened(x).contiguous() * scale
-        grad_weight = ctx.rows(wide * normed)[0].to(weight.dtype) if wants_weight else None
+        grad_weight = ctx.rows(wide * normed, dtype=weight.dtype)[0] if wants_weight else None
         grad_x = None
         if wants_x:
             scaled = wide if weight is None else wide * weight

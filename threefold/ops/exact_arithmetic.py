@@ -17,15 +17,19 @@ class ExactArithmetic(TorchFunctionMode):
 
     Args:
         rows: sum of the rows of a sequence, as it lies between tensor-parallel layers.
+        over_context: sums a scalar over the ranks that share a sequence's tokens, in a tree, and leaves its gradient
+            as it is; None if this rank has all tokens.
     """
 
-    def __init__(self, rows: RowSum) -> None:
+    def __init__(self, rows: RowSum, over_context: Callable[[Tensor], Tensor] | None = None) -> None:
         super().__init__()
-        self._rows = rows
+        self._rows, self._over_context = rows, over_context
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in _SUMS:
+            return _of_sum(self._rows, self._over_context, *args, **(kwargs or {}))
         replacement = _REPLACED.get(func)
         if replacement is None:
             return func(*args, **(kwargs or {}))
@@ -59,12 +63,19 @@ def _of_softmax(_: RowSum, input: Tensor, dim: int | None = None, *args: Any, **
     return exact_functions.softmax(input, **options)
 
 
-def _of_sum(_: RowSum, input: Tensor, *args: Any, **options: Any) -> Tensor:
+def _of_sum(
+    rows: RowSum, over_context: Callable[[Tensor], Tensor] | None, input: Tensor, *args: Any, **options: Any
+) -> Tensor:
     if args or options or not input.is_floating_point():
         return torch.sum(input, *args, **options)
-    return exact.sum_rows(input.flatten().unsqueeze(-1)).squeeze(-1).clone()  # FSDP warns of outputs that are views
+    if not input.dim():
+        return input.clone()
+    parts = exact.context_parts(input, rows.context, -1)
+    total = exact.tree_sum(exact.sum_rows(part.flatten().unsqueeze(-1)).squeeze(-1).clone() for part in parts)
+    return total if over_context is None else over_context(total)
 
 
+_SUMS: Final = (torch.sum, Tensor.sum)
 _REPLACED: Final[dict[Callable[..., Any], Callable[..., Tensor]]] = {
     F.gelu: lambda _, *args, **options: exact_functions.gelu(*args, **options),
     F.silu: lambda _, *args, **options: exact_functions.silu(*args, **options),
@@ -76,7 +87,5 @@ _REPLACED: Final[dict[Callable[..., Any], Callable[..., Tensor]]] = {
     F.softmax: _of_softmax,
     torch.softmax: _of_softmax,
     Tensor.softmax: _of_softmax,
-    torch.sum: _of_sum,
-    Tensor.sum: _of_sum,
 }
 """Function of torch → its replacement, called with the sum of rows and the function's arguments."""

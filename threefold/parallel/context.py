@@ -122,10 +122,16 @@ class ShardingContext:
         """Pieces of an exact run's sums that this rank holds; None for any other run."""
         if self.grain is None:
             return None
-        positions, shares = self.grain.positions, self.cut.shares
+        positions, context = self.grain.positions, self.grain.context // self.cp.size
         over_tp, features = partial(all_reduce, axis=self.tp), self.grain.tensor // self.tp.size
-        of_shares = RowSum(positions // shares, over_tp if self.sequence_parallel else None)
-        return Pieces(features, of_shares, RowSum(positions), RowSum(features, over_tp))
+        whole = RowSum(positions, context=context)
+        shares = whole
+        if self.sequence_parallel and context == 1:
+            shares = RowSum(positions // self.tp.size, over_tp)
+        elif self.sequence_parallel:
+            gather = partial(all_gather_equal, axis=self.tp, dim=0)
+            shares = RowSum(context * positions // self.tp.size, None, context, gather)
+        return Pieces(features, shares, whole, RowSum(features, over_tp, context))
 
 
 def sum_over_shares_(gradients: Sequence[Tensor], axis: Axis) -> None:
@@ -172,7 +178,7 @@ class ContextParallelAttention(nn.Module):
         self.axis = axis
         self.numbers = SequenceCut(axis.size, axis.index).chunks
         self.chunks = nn.ModuleList(
-            _of_chunk(core, heads, SequenceChunk(number, 2 * axis.size)) for number in self.numbers
+            of_chunk(core, heads, SequenceChunk(number, 2 * axis.size)) for number in self.numbers
         )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
@@ -194,9 +200,10 @@ class ContextParallelAttention(nn.Module):
         return torch.cat(out, 1)
 
 
-def _of_chunk(core: CausalAttention, heads: Slice, queries: SequenceChunk) -> CausalAttention:
+def of_chunk(core: CausalAttention, heads: Slice, queries: SequenceChunk) -> CausalAttention:
     """Restrict attention to some heads and queries, with the dropout masks of the whole."""
     attention = CausalAttention(window=core.window)
+    attention.exact = core.exact
     # Dropout is of weights [B, heads, queries, keys]; keys start at position 0, so their dim has no offset.
     attention.dropout = core.dropout.of_part({1: heads, 2: queries})
     return attention
@@ -216,16 +223,25 @@ def whole_sequence(x: Tensor, context: ShardingContext) -> Tensor:
     return x
 
 
+def in_order(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Gather the ranks' chunks along `dim`, in the order of the sequence; not differentiable."""
+    return _take_chunks(all_gather_equal(x, axis, dim), dim, _places(axis.size))
+
+
+def by_rank(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Arrange the chunks of a sequence along `dim` in the order in which the ranks hold them."""
+    return _take_chunks(x, dim, _held(axis.size))
+
+
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim  # type: ignore[attr-defined]
-        return _take_chunks(all_gather_equal(x, axis, dim), dim, _places(axis.size))
+        return in_order(x, axis, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        by_rank = _take_chunks(grad, ctx.dim, _held(ctx.axis.size))
-        return reduce_scatter(by_rank, ctx.axis, ctx.dim), None, None
+        return reduce_scatter(by_rank(grad, ctx.axis, ctx.dim), ctx.axis, ctx.dim), None, None
 
 
 def _held(cp: int) -> list[int]:

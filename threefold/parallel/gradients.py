@@ -64,25 +64,43 @@ class _Place:
 class LeafOrder:
     """Order of an exact run's sums over samples: which leaf is running, and the groups that leaves belong to.
 
-    A leaf is one sample, whose forward and backward pass are the same in every layout. The gradients of a group's
-    leaves are added up in order, and those of groups in a balanced binary tree.
+    A leaf is one sample, whose forward and backward pass are the same in every layout. Context ranks add up their parts
+    of a leaf's gradient first. The gradients of a group's leaves are added up in order, and those of groups in a
+    balanced binary tree.
 
     Args:
         leaves: leaves of this rank in a step.
         groups: groups of this rank, a power of two.
+        context: ranks that share each leaf's positions; None for this rank alone.
 
     Attributes:
         running: number of the leaf that runs, from 0; set by the runner of the micro-batches.
     """
 
-    def __init__(self, leaves: int, groups: int) -> None:
-        self.groups, self._leaves = groups, leaves
+    def __init__(self, leaves: int, groups: int, context: Axis | None = None) -> None:
+        self.groups, self._leaves, self._context = groups, leaves, context
         self.running = 0
 
     @property
     def group(self) -> int:
         """Number of the running leaf's group."""
         return self.running * self.groups // self._leaves
+
+    def over_context(self, gradient: Tensor) -> Tensor:
+        """Sum a leaf's gradient over the context ranks in a tree; each keeps a share of the sum, and zeros elsewhere.
+
+        Collective over these ranks. The sum over replicas, which context ranks are among, puts the shares together.
+        """
+        axis = self._context
+        if axis is None or axis.size == 1:
+            return gradient
+        flat = gradient.reshape(-1)
+        share = -(-len(flat) // axis.size)
+        padded = flat.new_zeros(share * axis.size)
+        padded[: len(flat)] = flat
+        own = axis.reduce_scatter(padded, 0)
+        padded.zero_()[share * axis.index : share * (axis.index + 1)] = own
+        return padded[: len(flat)].view(gradient.shape)
 
 
 class GroupTree:
@@ -113,9 +131,9 @@ class GroupTree:
             raise RuntimeError(f"a gradient of group {group} of samples came after group {self._pushed} had begun")
         while self._pushed < group:
             self._push()
+        gradient = self._order.over_context(gradient.to_dense() if gradient.is_sparse else gradient)
         if self._chain is None:
-            self._chain = gradient.to_dense() if gradient.is_sparse else gradient
-            self._chain = self._chain.to(dtype)
+            self._chain = gradient.to(dtype)
         else:
             self._chain.add_(gradient)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from threefold.comm.axis import Axis, local_part
 from threefold.comm.mesh import Mesh
+from threefold.comm.reductions import reduce_from
 from threefold.config import Config
 from threefold.config.schedules import Schedule, find_schedule
 from threefold.constants import COMPILED, LOGITS_AT_ONCE
@@ -160,7 +161,9 @@ def grain_of(config: Config) -> Grain | None:
     train = config.train
     if not train.exact:
         return None
-    return Grain(train.grain_samples, train.grain_tensor, gcd(train.grain_tensor, config.data.sequence_length))
+    context = train.grain_context
+    positions = gcd(train.grain_tensor, config.data.sequence_length // context)
+    return Grain(train.grain_samples, train.grain_tensor, positions, context)
 
 
 @dataclass(frozen=True)
@@ -209,7 +212,7 @@ class Parallelism:
             settings.grain,
             None
             if (grain := settings.grain) is None
-            else LeafOrder(settings.micro_batches, grain.samples // mesh.dp.size),
+            else LeafOrder(settings.micro_batches, grain.samples // mesh.dp.size, mesh.cp),
         )
 
     @property
@@ -222,7 +225,9 @@ class Parallelism:
     def arithmetic(self) -> Callable[[], AbstractContextManager[Any]]:
         """Makes the context of forward passes."""
         pieces = self.context.pieces
-        return nullcontext if pieces is None else partial(ExactArithmetic, pieces.rows)
+        if pieces is None:
+            return nullcontext
+        return partial(ExactArithmetic, pieces.rows, partial(reduce_from, axis=self.mesh.cp))
 
     def context_for(self, plan: ModelPlan) -> ShardingContext:
         """Return `context` with the groups of tensor ranks that share a unit of the plan. Collective over the world."""

@@ -19,6 +19,7 @@ from threefold.ops.exact import Pieces
 from threefold.ops.exact_arithmetic import ExactArithmetic
 from threefold.parallel.context import ContextParallelAttention, RingAttention, ShardingContext
 from threefold.parallel.cross_entropy import ParallelCrossEntropy
+from threefold.parallel.exact_context import ExactContextAttention
 from threefold.parallel.experts import ParallelExperts, ParallelRouting
 from threefold.parallel.leaf import local
 from threefold.parallel.parameter import is_split, set_in, split_parameter
@@ -227,7 +228,9 @@ def _vocab(rule: sharding.Vocab, module: nn.Embedding | nn.Linear, context: Shar
         return ColumnParallelLinear.from_linear(
             module, context.tp, sequence_dim=context.sequence_dim, pieces=context.pieces
         )
-    return VocabParallelEmbedding.from_embedding(module, context.tp, sequence_dim=context.sequence_dim)
+    return VocabParallelEmbedding.from_embedding(
+        module, context.tp, sequence_dim=context.sequence_dim, pieces=context.pieces
+    )
 
 
 def _vocab_loss(rule: sharding.VocabLoss, module: nn.Module, context: ShardingContext) -> nn.Module:
@@ -237,9 +240,11 @@ def _vocab_loss(rule: sharding.VocabLoss, module: nn.Module, context: ShardingCo
 def _attention_core(rule: sharding.AttentionCore, module: CausalAttention, context: ShardingContext) -> nn.Module:
     start, _ = shard_bounds(rule.heads, context.tp.size, context.tp.index)
     heads = Slice(start, rule.heads)
+    module.exact = context.grain is not None
+    if context.grain is not None and context.grain.context > 1:
+        return ExactContextAttention(module, context.cp, heads, context.grain.context)
     if context.cp.size > 1:
         return _CONTEXT_ATTENTION[context.cp_method](module, context.cp, heads)
-    module.exact = context.grain is not None
     module.dropout = module.dropout.of_part({1: heads})  # of the weights [B, heads, queries, keys]
     return module
 

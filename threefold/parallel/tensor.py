@@ -17,7 +17,7 @@ from threefold.comm.reductions import copy_to, reduce_from
 from threefold.errors import UserError
 from threefold.models.sharding import Column, Row, Vocab
 from threefold.ops import exact
-from threefold.ops.exact import Pieces
+from threefold.ops.exact import Pieces, RowSum
 from threefold.ops.kernels import embedding, linear
 from threefold.parallel.leaf import local
 from threefold.parallel.split_layer import Initializer, SplitLayer, SplitLinear, check_sizes, fill_, new_key
@@ -51,6 +51,7 @@ class VocabParallelEmbedding(SplitLayer):
             for N(0, 0.02²) with a name, N(0, 1) without.
         pad_to: pads rows with zeros to a multiple of this before use; storage and results do not change.
         sequence_dim: dim of the output along which each rank gets its shard; None for the whole output on every rank.
+        pieces: pieces of an exact run's sums; None for any other run.
 
     Attributes:
         padding_idx: row without a gradient, from the `nn.Embedding` that the layer was made of; None for none.
@@ -75,10 +76,11 @@ class VocabParallelEmbedding(SplitLayer):
         weight_init: Initializer | None = None,
         pad_to: int = 1,
         sequence_dim: int | None = None,
+        pieces: Pieces | None = None,
     ) -> None:
         super().__init__()
         check_sizes(axis, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
-        self.axis, self.pad_to, self.sequence_dim = axis, pad_to, sequence_dim
+        self.axis, self.pad_to, self.sequence_dim, self.pieces = axis, pad_to, sequence_dim, pieces
         self.num_embeddings = num_embeddings
         self.start, self.end = shard_bounds(num_embeddings, axis.size, axis.index)
         self.weight = self._empty("weight", (num_embeddings, embedding_dim))
@@ -88,10 +90,13 @@ class VocabParallelEmbedding(SplitLayer):
             fill_(self.weight, weight_init or nn.init.normal_, new_key(name, seed), "weight_init")
 
     @classmethod
-    def from_embedding(cls, embedding: nn.Embedding, axis: Axis, *, sequence_dim: int | None = None) -> Self:
+    def from_embedding(
+        cls, embedding: nn.Embedding, axis: Axis, *, sequence_dim: int | None = None, pieces: Pieces | None = None
+    ) -> Self:
         """Split the table of an `nn.Embedding`."""
+        sizes = embedding.num_embeddings, embedding.embedding_dim
         with torch.device("meta"):
-            layer = cls(embedding.num_embeddings, embedding.embedding_dim, axis, name="", sequence_dim=sequence_dim)
+            layer = cls(*sizes, axis, name="", sequence_dim=sequence_dim, pieces=pieces)
         layer.weight = layer._split("weight", embedding.weight)
         layer.padding_idx = embedding.padding_idx
         return layer
@@ -108,13 +113,19 @@ class VocabParallelEmbedding(SplitLayer):
         """Return this rank's part of the look-up [..., H]: zero rows for ids that another rank holds."""
         table = _pad_rows(local(self.weight), self.pad_to)
         if self.axis.size == 1:
-            return self._without_gradient(ids, embedding(ids, table))
+            return self._without_gradient(ids, self._looked_up(ids, table))
         assert_async(
             ((ids >= 0) & (ids < self.num_embeddings)).all(), f"an id is not in the table of {self.num_embeddings} rows"
         )
         foreign = (ids < self.start) | (ids >= self.end)
-        looked_up = embedding((ids - self.start).masked_fill(foreign, 0), table)
+        looked_up = self._looked_up((ids - self.start).masked_fill(foreign, 0), table)
         return self._without_gradient(ids, looked_up.masked_fill(foreign.unsqueeze(-1), 0))
+
+    def _looked_up(self, ids: Tensor, table: Tensor) -> Tensor:
+        if self.pieces is None or self.pieces.all_rows.context == 1:
+            return embedding(ids, table)
+        # One sum over each context piece, as where a rank holds it alone.
+        return exact.embedding(ids, table, RowSum(context=self.pieces.all_rows.context), range(len(table)))
 
     def _without_gradient(self, ids: Tensor, rows: Tensor) -> Tensor:
         """Detach the rows of `padding_idx`, which get no gradient."""
@@ -309,7 +320,7 @@ class RowParallelLinear(SplitLinear):
         if not self.input_is_parallel:
             x = scatter_to(x, self.axis)
         if self.pieces is not None:
-            return exact.linear(x, local(self.weight), None, inner=self.pieces.features)
+            return exact.linear(x, local(self.weight), None, inner=self.pieces.features, rows=self.pieces.all_rows)
         return linear(x, local(self.weight))
 
     def extra_repr(self) -> str:

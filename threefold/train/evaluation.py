@@ -90,8 +90,8 @@ class EvaluationStep:
             totals = torch.cat([losses.sum().double().view(1), count])
             summed, counted = sum_over_ranks(self._own_summands(totals), self.mesh, self.stop)
         else:
-            totals = self._own_summands(count)
-            (summed,), (counted,) = sum_exactly([self._own_summands(losses.double())], totals, self.mesh, self.stop)
+            own, totals = self._once(self._own_summands(losses.double())), self._own_summands(count)
+            (summed,), (counted,) = sum_exactly([own], totals, self.mesh, self.stop)
         return loss_of_tokens(summed, int(counted), len(batch.labels) * self.mesh.dp.size)
 
     def evaluate(self, batch: Any) -> tuple[float, int]:
@@ -120,6 +120,10 @@ class EvaluationStep:
     def _own_summands(self, totals: Tensor) -> Tensor:
         """Return this rank's summands: zero except on the first tensor rank of the last stage."""
         return totals if self.runner.has_loss and self.mesh.tp.is_first else torch.zeros_like(totals)
+
+    def _once(self, losses: Tensor) -> Tensor:
+        """Return the losses of an exact run's samples, zero except on one of the context ranks, which all have them."""
+        return losses if self.mesh.cp.is_first else torch.zeros_like(losses)
 
 
 def evaluate(engine: EvaluationStep, loader: Loader, batches: int, step: int) -> EvaluationRecord | None:

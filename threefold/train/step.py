@@ -144,7 +144,7 @@ class GradientStep(EvaluationStep):
         # The loss scale kept small gradients from vanishing on the way, and leaves now.
         if scale != 1:
             self.gradients.scale_(1 / scale)
-        terms = terms.double() / scale if self.settings.grain is not None else terms.sum() / scale
+        terms = self._once(terms.double()) / scale if self.settings.grain is not None else terms.sum() / scale
         return terms, self._batch.counted
 
     def train_batch(

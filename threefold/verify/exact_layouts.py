@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
+from math import gcd
 from typing import Any
 
 from threefold.comm.layout import Layout, LayoutSpec
@@ -49,9 +50,19 @@ def prepare_exact(given: Config, dtype: str | None, vocab_size: int) -> Config:
 
 
 def shrink_exact(base: Config, specs: Sequence[LayoutSpec]) -> Config:
-    """Return a prepared config shrunk as by `layouts.shrink`, with sizes that its grain divides, and dropout."""
+    """Return a prepared config shrunk as by `layouts.shrink`, with sizes that its grain divides, and dropout.
+
+    Unless the config gives them, there are as many context pieces as the largest cp needs.
+    """
     train = base.train
-    widest = LayoutSpec(Layout(dp=train.grain_samples, tp=train.grain_tensor))
+    pieces = train.grain_context
+    if not base.is_given("train.grain_context"):
+        most = gcd(1 << 30, base.data.sequence_length) // 2
+        pieces = max((spec.layout.cp for spec in specs if most and most % spec.layout.cp == 0), default=1)
+        settings = base.sections()
+        settings["train"]["grain_context"] = pieces
+        base = resolve(config_of(settings), vocab_size=1)
+    widest = LayoutSpec(Layout(dp=train.grain_samples, cp=pieces, tp=train.grain_tensor))
     small = shrink(base, [*(spec for spec in specs if _is_valid(base, spec)), widest])
     return with_further_features(small, attention_dropout=True, documents=True)
 
@@ -108,11 +119,18 @@ def _outside(
 
 def _without_exact(config: Config) -> Config:
     settings = config.sections()
-    for key in ("exact", "grain_samples", "grain_tensor", "micro_batch_size", "gradient_accumulation_steps"):
+    for key in (
+        "exact",
+        "grain_samples",
+        "grain_tensor",
+        "grain_context",
+        "micro_batch_size",
+        "gradient_accumulation_steps",
+    ):
         settings["train"].pop(key, None)
     return resolve(config_of(settings), vocab_size=1)
 
 
 def _is_valid(base: Config, spec: LayoutSpec) -> bool:
-    """Return whether a layout's tensor axis is inside the grain, so that the sizes may be chosen for it."""
-    return base.train.grain_tensor % spec.layout.tp == 0
+    """Return whether a layout's axes within a sample are inside the grain, so that the sizes may be chosen for it."""
+    return base.train.grain_tensor % spec.layout.tp == 0 and base.train.grain_context % spec.layout.cp == 0
