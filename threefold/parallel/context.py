@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import gcd
 from typing import Any
 
 import torch
@@ -126,6 +127,12 @@ class ShardingContext:
         over_tp, features = partial(all_reduce, axis=self.tp), self.grain.tensor // self.tp.size
         of_shares = RowSum(positions // shares, over_tp if self.sequence_parallel else None)
         return Pieces(features, of_shares, RowSum(positions), RowSum(features, over_tp))
+
+    def pieces_of(self, count: int) -> Pieces | None:
+        """Return the pieces of a layer whose features are `count` units, of which each tensor rank has equally many."""
+        if self.grain is None or self.pieces is None:
+            return None
+        return self.pieces._replace(features=gcd(self.grain.tensor, count) // self.tp.size)
 
 
 def sum_over_shares_(gradients: Sequence[Tensor], axis: Axis) -> None:
