@@ -9,12 +9,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.support.exact import EXACT, differences, slow_but
+from tests.support.mistakes import Patch, with_mistake
 from tests.support.own_models import OwnBatches, OwnCase, make_engine
 from tests.support.parity import Case, Trace, trained
+from threefold.config import Config
+from threefold.config.resolve import resolve
+from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
 from threefold.models.loss_terms import CountedLoss, LossTerm
 from threefold.models.plan import Plan
 from threefold.models.sharding import Column, Replicated, Row, Sharded, Vocab
+from threefold.ops import own_functions
+from threefold.parallel import parallelize
+from threefold.parallel.plan_check import check_grain
 
 WORDS, WIDTH, LENGTH, INNER, HEADS, SAMPLES = 40, 24, 9, 40, 4, 16
 
@@ -195,3 +202,89 @@ def test_bits_with_a_mean_for_a_loss(pool: WorkerPool, alone: Any, layout: str) 
 def test_bits_do_not_depend_on_threads(pool: WorkerPool, alone: Any, threads: int) -> None:
     (found,) = pool.run(1, run_own, own(), threads)
     assert not differences(alone(own())[0], found[0])[:6]
+
+
+def sums_of_repeated_by_torch() -> list[Patch]:
+    """As autograd sums the gradient of a parameter that arithmetic repeats."""
+    return [(own_functions, "expand", lambda x, shape: x.expand(shape))]
+
+
+def tied_weight_left_one() -> list[Patch]:
+    """The gradients of both uses then meet sample by sample in one process, and not on two stages."""
+    return [(parallelize, "_untie", lambda stages: None)]
+
+
+REPLICATED = Plan(layers=PLAN.layers)
+"""No rule replaces embedding and head, which share a weight."""
+
+
+@pytest.mark.slow
+def test_sums_of_repeated_parameters_by_torch_are_found(pool: WorkerPool, alone: Any) -> None:
+    (found,) = pool.run(1, with_mistake, sums_of_repeated_by_torch, run_own, own())
+    assert differences(alone(own())[0], found[0])[0].startswith("gradient of step 0")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pp", [2])
+def test_a_tied_weight_of_layers_that_nothing_cuts(pool: WorkerPool, pp: int) -> None:
+    def case(pp: int) -> OwnCase:
+        made = own(pp=pp, accumulation=4)
+        return OwnCase(made.make, REPLICATED.build(Mine()), made.batches, made.loss, made.case)
+
+    (expected,) = pool.run(1, run_own, case(1))
+    for found, _, _ in pool.run(pp, run_own, case(pp)):
+        assert not differences(expected[0], found)[:6]
+    (wrong,) = pool.run(1, with_mistake, tied_weight_left_one, run_own, case(1))
+    assert differences(expected[0], wrong[0])[0] == "gradient of step 0: start.words.weight"
+
+
+class Odd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+class OddBlock(Block):
+    def forward(self, x: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+        x, keep = super().forward(x, keep)
+        return x + Odd.apply(torch.einsum("bsw->bsw", x)) * 0.1 + F.softplus(x) * 0.1, keep
+
+
+class OddModel(Mine):
+    block = OddBlock
+
+
+@pytest.mark.parametrize("pp", slow_but([1, 2], 1))
+def test_what_is_not_known_is_named_once(pool: WorkerPool, pp: int) -> None:
+    case = own(OddModel, pp=pp, accumulation=4)
+    for _, named, _ in pool.run(pp, run_own, case):
+        assert named == [f"{__name__}.Odd", "torch.functional.einsum", "torch.nn.functional.softplus"]
+
+
+class Shared(Mine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = self.blocks[0]
+
+
+def test_a_module_in_two_places_is_refused() -> None:
+    model, plan = Shared(), PLAN.build(Shared())
+    with pytest.raises(UserError, match=r"'blocks.0' and 'blocks.1' are one module, .*; use two modules"):
+        check_grain(model, plan, 8, 1)
+
+
+def test_sizes_that_do_not_divide_are_refused_with_the_nearest() -> None:
+    error = "parallel.tp is 8 but must divide the 4 pieces of 'blocks.*.q', .*its 4 features or heads.*; use 4"
+    with pytest.raises(UserError, match=error):
+        check_grain(Mine(), PLAN.build(Mine()), 8, 8)
+
+
+def test_sequence_parallelism_is_refused() -> None:
+    given = {"model": {"architecture": "own", "file": "x.py:X"}, "data": {"path": "x"}, "train": {"exact": True}}
+    parallel = {"tp": 2, "sequence_parallel": True}
+    with pytest.raises(UserError, match=r"parallel.sequence_parallel is true but train.exact is true"):
+        resolve(Config.model_validate(given | {"parallel": parallel}), 40)

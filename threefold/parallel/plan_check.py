@@ -81,12 +81,14 @@ def check_grain(model: nn.Module, plan: sharding.ModelPlan, grain: int, tp: int)
     Args:
         grain: pieces of the features that the tensor axis cuts, where they divide the features.
     """
-    if plan.shared:
-        one, other = plan.shared[0][:2]
-        raise UserError(
-            f"train.exact is true but {one!r} and {other!r} are one module, whose gradients add up in another order on "
-            "each layout; use two modules, or train.exact false."
-        )
+    placed: dict[nn.Module, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        first = placed.setdefault(module, name)
+        if first != name and any(True for _ in module.parameters(recurse=False)):
+            raise UserError(
+                f"train.exact is true but {first!r} and {name!r} are one module, whose gradients would add up in "
+                "another order on other stages; use two modules, which may share a weight, or train.exact false."
+            )
     for name, module in model.named_modules() if tp > 1 else ():
         pattern = plan.patterns.naming(name) if name else None
         rule = None if pattern is None else plan.split[pattern]
