@@ -258,11 +258,41 @@ class OddModel(Mine):
     block = OddBlock
 
 
+class Running(Block):
+    """With a running mean, which micro-batches and replicas take the mean of."""
+
+    seen: Tensor
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.register_buffer("seen", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+        self.seen.mul_(0.9).add_(x.detach().mean((0, 1)) * 0.1)
+        return super().forward(x, keep)
+
+
+class RunningModel(Mine):
+    block = Running
+
+
+def fractions(batch: dict[str, Tensor]) -> dict[str, Tensor | float]:
+    return {"tokens": (batch["labels"] != -100).sum() * 0.7, "size": float(len(batch["labels"]))}
+
+
 @pytest.mark.parametrize("pp", slow_but([1, 2], 1))
 def test_what_is_not_known_is_named_once(pool: WorkerPool, pp: int) -> None:
     case = own(OddModel, pp=pp, accumulation=4)
     for _, named, _ in pool.run(pp, run_own, case):
         assert named == [f"{__name__}.Odd", "torch.functional.einsum", "torch.nn.functional.softplus"]
+
+
+def test_sums_outside_the_passes_are_named(pool: WorkerPool) -> None:
+    ((_, named, _),) = pool.run(1, run_own, own(RunningModel, CountedLoss(_terms, fractions)))
+    assert named == [
+        "counts of the loss that are no whole numbers",
+        *(f"the buffer blocks.{number}.seen, a mean over samples" for number in range(3)),
+    ]
 
 
 class Shared(Mine):

@@ -92,6 +92,7 @@ class ShardingContext:
         cp_method: how keys and values reach the queries of other context ranks, as in `parallel.cp_method`.
         tp_shares: number of neighbouring tensor ranks that share a unit → axis of these ranks.
         grain: pieces of an exact run's sums; None for any other run.
+        own: whether the model is a user's own, whose activations may have any shapes.
     """
 
     tp: Axis
@@ -101,6 +102,7 @@ class ShardingContext:
     cp_method: str = "all-gather"
     tp_shares: Mapping[int, Axis] = field(default_factory=dict)
     grain: Grain | None = None
+    own: bool = False
 
     @property
     def cut(self) -> SequenceCut:

@@ -106,7 +106,7 @@ class TrainingSettings:
         loss_chunk_size: number of vocabulary entries whose logits are in memory at once; 0 for all.
         pieces: sizes that work is divided by.
         grain: pieces of an exact run's sums, whose micro-batches are single samples; None for any other run.
-        own_model: whether the model is no family of this package, so that an exact run names what it cannot know.
+        own_model: whether the model or the loss is not this package's, so that an exact run names what it cannot know.
     """
 
     seed: int = 0
@@ -245,7 +245,8 @@ class Parallelism:
         """Return `context` with the groups of tensor ranks that share a unit of the plan. Collective over the world."""
         tp = self.mesh.tp.size
         shares = sorted({tp // unit.count for unit in plan.units("tp").values() if unit.is_shared(tp)})
-        return replace(self.context, tp_shares={count: self.mesh.tp_shares(count) for count in shares})
+        of_shares = {count: self.mesh.tp_shares(count) for count in shares}
+        return replace(self.context, tp_shares=of_shares, own=plan.constructed)
 
     @property
     def sharding_axes(self) -> tuple[Axis, ...]:

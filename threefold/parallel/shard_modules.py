@@ -284,7 +284,7 @@ def _over_experts(rule: sharding.OverExperts, module: Experts, context: Sharding
 
 def _per_head(rule: sharding.PerHead, module: nn.Module, context: ShardingContext) -> nn.Module:
     pieces = context.pieces
-    if pieces is None:
+    if pieces is None or context.own:
         return module
     kind, arithmetic = type(module), partial(ExactArithmetic, pieces.heads)
 

@@ -6,6 +6,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,6 +62,8 @@ class EvaluationStep:
         loss: LossFunction | None = None,
         stop: Stop | None = None,
     ) -> None:
+        if loss is not None:
+            settings = replace(settings, own_model=True)
         self.mesh, self.plan, self.settings, self.loss, self.stop = mesh, plan, settings, loss, stop
         self.parallelism = Parallelism.make(plan, mesh, settings)
         self.model = apply_parallelism(make_model, plan, self.parallelism, settings)

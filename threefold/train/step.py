@@ -131,6 +131,9 @@ class GradientStep(EvaluationStep):
         self.gradients.finish()
         if not self.buffers.is_idle:
             self.buffers.finish(self._batch.share)
+            if (calls := self.parallelism.calls) is not None:
+                for name in self.buffers.means:
+                    calls.add(f"the buffer {name}, a mean over samples")
         # An exact run sums the gradients of a tied weight's uses apart, as if each were on a stage of its own.
         for leaf, copy in self.model.copies:
             self.gradients[leaf].add_(self.gradients[copy])
