@@ -1,6 +1,6 @@
 """Functions of torch that are known to be exact, and those that an exact run names."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -9,12 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.ops.test_exact import close, cuts, drawn, equal, same_in_threads, threads_stay, with_gradients
+from tests.support.bits import close, cuts, drawn, equal, same_in_threads, with_gradients
+from tests.support.exact import slow_but
 from threefold.ops import own_functions
 from threefold.ops.exact import RowSum
 from threefold.ops.own_arithmetic import ELEMENTWISE, OwnArithmetic, UnknownCalls
 
-_ = threads_stay  # a fixture
+
+@pytest.fixture(autouse=True)
+def threads_stay() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
 
 TWO: dict[str, Callable[[Tensor], Tensor]] = {
     "add": lambda x: x + x.detach().flip(-1) * 0 + 1.5,
@@ -47,7 +54,7 @@ def function(name: str) -> Callable[[Tensor], Tensor]:
     return (lambda x: one(x.abs() + 0.1)) if name in POSITIVE else one
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", slow_but([torch.float32, torch.bfloat16, torch.float64], torch.float32), ids=str)
 @pytest.mark.parametrize("name", ELEMENTWISE.split())
 def test_bits_of_elements_depend_on_neither_place_nor_threads(name: str, dtype: torch.dtype) -> None:
     def both(x: Tensor) -> tuple[Tensor, ...]:

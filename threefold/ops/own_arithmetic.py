@@ -11,7 +11,7 @@ A function of torch that a user's model calls is one of three kinds:
 Functions of `torch.autograd` that are not this package's are named too.
 """
 
-import sys
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -138,14 +138,16 @@ def _is_ours(module: str) -> bool:
 
 
 def _called_by_us() -> bool:
-    frame = sys._getframe(2)
-    while True:
+    frame = inspect.currentframe()
+    frame = None if frame is None or frame.f_back is None else frame.f_back.f_back  # behind `__torch_function__`
+    while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if _is_ours(name):
             return True
-        if frame.f_back is None or not name.startswith(_WRAPPERS):
+        if not name.startswith(_WRAPPERS):
             return False
         frame = frame.f_back
+    return False
 
 
 _BUILT_IN: Final = tuple({type(Tensor.add), type(torch.add), type(Tensor.__getitem__), type(len)})
