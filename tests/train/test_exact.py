@@ -21,6 +21,8 @@ LAYOUTS = {
     "tp 4 sp": with_layout(CASE, 1, 4, 1, parallel__sequence_parallel=True, train__recompute="selective"),
     "pp 3": with_layout(CASE, 1, 1, 3, micro=2),
     "interleaved": with_layout(CASE, 1, 1, 2, "interleaved"),
+    "looped-bfs": with_layout(CASE, 1, 1, 2, "looped-bfs"),
+    "dp 2 looped-bfs": with_layout(CASE, 2, 1, 2, "looped-bfs", micro=4, parallel__zero=2),
     "zero-bubble": with_layout(CASE, 1, 1, 2, "zero-bubble"),
     "zbv": with_layout(CASE, 1, 1, 2, "zbv"),
     "dualpipev": with_layout(CASE, 1, 1, 2, "dualpipev"),
@@ -46,7 +48,6 @@ def test_exact_run_is_the_run_up_to_rounding(pool: WorkerPool, one_process: Call
         ((1, 1, 1), {"train__grain_samples": 6}, "grain_samples is 6 but .* train.global_batch_size 16; use 4"),
         ((8, 1, 1), {"train__grain_samples": 4}, "dp is 8 but must divide train.grain_samples 4; use 4"),
         ((1, 8, 1), {"train__grain_tensor": 2}, "tp is 8 but must divide train.grain_tensor 2, .*; use 2"),
-        ((1, 1, 2), {"schedule": "looped-bfs"}, "schedule is looped-bfs but has backward passes .*; use interleaved"),
     ],
 )
 def test_layout_outside_the_grain_is_refused_with_the_nearest_inside(

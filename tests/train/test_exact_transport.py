@@ -69,8 +69,6 @@ def test_bits_in_bf16_do_not_depend_on_threads(
         (replace(CASE, dtype="fp16"), "precision.dtype"),
         (replace(CASE, dtype="fp64"), "precision.dtype"),
         (replace(NARROW, update=(("precision.master_weights", False),)), "precision.master_weights"),
-        (replace(CASE, optimizer="sgd", update=(("optimizer.momentum", 0.9),)), "optimizer.momentum"),
-        (replace(CASE, optimizer="muon"), "optimizer.name"),
         (replace(CASE, optimizer="torch.optim:RMSprop", update=(("optimizer.eps", 1e-8),)), "optimizer.name"),
     ],
 )

@@ -206,7 +206,7 @@ def test_odd_vocabulary_leaves_the_tensor_axis_outside() -> None:
 
 def test_model_that_cannot_be_exact_is_refused() -> None:
     with pytest.raises(UserError, match="exact"):
-        prepare_exact(given(model={"architecture": "own", "file": "x.py:M"}), None, vocab_size=1)
+        prepare_exact(given(), "fp64", vocab_size=1)
 
 
 def write_config(folder: Path) -> Path:

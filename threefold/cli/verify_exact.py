@@ -100,6 +100,7 @@ def _document(
         "grain": {"samples": train.grain_samples, "tensor": train.grain_tensor, "context": train.grain_context},
         "fingerprint": check.fingerprint,
         "layouts": [result.to_json() for result in results],
+        "unknown_calls": check.unknown_calls,
         "outside_grain": [{"layout": str(each.spec), "reason": each.reason} for each in selection.outside],
         "seconds": round(seconds, 3),
     }
@@ -146,6 +147,7 @@ class _Table:
 
     def finish(self, results: "list[ExactResult]", seconds: float) -> None:
         """Print the summary, and the layouts outside the grain."""
+        from threefold.train.evaluation import unknown_calls_line
         from threefold.verify.verifier import EQUAL
 
         self._console.print()
@@ -160,6 +162,8 @@ class _Table:
             self._print(f"✓ {text} steps; {seconds:.0f} s.", "bold green")
         else:
             self._print(f"✗ {many - equal} of {many} differ from one process or failed; {seconds:.0f} s.", "bold red")
+        if self._check.unknown_calls:
+            self._print(f"  {unknown_calls_line(self._check.unknown_calls)}", "yellow")
         by_reason: dict[str, list[str]] = {}
         for each in self._selection.outside:
             by_reason.setdefault(each.reason, []).append(str(each.spec))

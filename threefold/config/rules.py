@@ -285,13 +285,15 @@ def _check_exact(config: Config) -> None:
             if getattr(train, key):
                 raise problem(config, f"train.{key}", "train.exact is false; leave it out or use train.exact true")
         return
+    ours = family != OWN and family in FAMILIES.built_in
     for key, broken, use in (
-        ("model.architecture", family == OWN or family not in FAMILIES.built_in, FAMILIES.names()[0]),
+        ("parallel.sequence_parallel", parallel.sequence_parallel and not ours, "false"),
+        ("parallel.cp", parallel.cp > 1 and not ours, "1"),
+        ("train.grain_context", train.grain_context > 1 and not ours, "1"),
         ("model.num_experts", config.model.num_experts > 0, "0"),
         ("precision.dtype", precision.dtype not in ("fp32", "bf16"), "fp32 or bf16"),
         ("precision.master_weights", precision.dtype == "bf16" and not precision.master_weights, "true"),
-        ("optimizer.name", optimizer.name not in BUILT_IN or optimizer.name == "muon", "adamw"),
-        ("optimizer.momentum", optimizer.name == "sgd" and optimizer.momentum > 0, "0"),
+        ("optimizer.name", optimizer.name not in BUILT_IN, "adamw"),
         ("train.compile", train.compile, "false"),
         ("parallel.cp_method", parallel.cp > 1 and parallel.cp_method != "all-gather", "all-gather"),
         ("parallel.gradient_compression", parallel.gradient_compression != "none", "none"),
@@ -341,7 +343,7 @@ def _check_exact_context(config: Config) -> None:
 def _backward_in_order(schedule: Schedule, pp: int, micro_batches: int) -> bool:
     """Return whether a schedule runs each stage's backward passes in the order of the micro-batches."""
     if not isinstance(schedule, OwnSchedule):
-        return schedule.name != "looped-bfs"
+        return True  # an exact run turns those of looped-bfs around
     last: dict[tuple[int, bool], int] = {}
     for action in (each for order in schedule.orders(pp, micro_batches) for each in order if each.kind != "F"):
         passed = action.stage, action.kind == "W"

@@ -123,17 +123,17 @@ def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, fl
 
 
 class TermSums:
-    """Sums of the terms of a loss over the micro-batches of one pass, given the terms' counts in the global batch.
+    """Terms of a loss over the micro-batches of one pass, given the terms' counts in the global batch.
 
     Attributes:
-        sums: sum of each term.
-        weighted: sum of each term, times the term's weight.
+        terms: each term of each micro-batch, by name.
+        weighted: each term of each micro-batch, times the term's weight.
     """
 
     def __init__(self, loss: LossFunction, counts: Mapping[str, float]) -> None:
         self.loss, self.counts = loss, counts
-        self.sums: dict[str, Tensor] = {}
-        self.weighted: dict[str, Tensor] = {}
+        self.terms: dict[str, list[Tensor]] = {}
+        self.weighted: dict[str, list[Tensor]] = {}
 
     def __call__(self, output: Any, batch: Any, samples: int) -> Tensor:
         """Return this micro-batch's part of the mean loss of the global batch: a scalar of fp32 at least.
@@ -145,15 +145,20 @@ class TermSums:
             weighted, count = term.sum * term.weight, self.counts[name]
             # A term that counts nothing, such as a label that no sample has, adds nothing.
             parts.append(weighted * (1 / count if count else 0.0))
-            for into, value in ((self.sums, term.sum), (self.weighted, weighted)):
-                value = value.detach().double()
-                into[name] = into[name] + value if name in into else value
+            for into, value in ((self.terms, term.sum), (self.weighted, weighted)):
+                into.setdefault(name, []).append(value.detach().double())
         return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
 
     def values(self, device: torch.device) -> Tensor:
         """fp64 [2 · terms]: the sums and the weighted sums in the order of `counts`; zero for missing ones."""
         zero = torch.zeros((), dtype=torch.float64, device=device)
-        return torch.stack([sums.get(name, zero) for sums in (self.sums, self.weighted) for name in self.counts])
+        return torch.stack([sum(each[1:], each[0]) if len(each) else zero for each in self.each(device)])
+
+    def each(self, device: torch.device) -> list[Tensor]:
+        """fp64 [micro-batches] each: the numbers that each of `values` is the sum of."""
+        none = torch.zeros(0, dtype=torch.float64, device=device)
+        found = [terms.get(name) for terms in (self.terms, self.weighted) for name in self.counts]
+        return [none if each is None else torch.stack(each) for each in found]
 
     def over_all(self, values: Sequence[float], samples: int) -> LossSums:
         """Return the terms of all ranks, given the sum of their `values` and the samples of the global batch."""

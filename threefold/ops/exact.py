@@ -27,7 +27,7 @@ What these functions trust on a CPU, in fp32, is shown by `tests/ops/test_exact.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import frexp, isfinite, ldexp, nan
+from math import frexp, gcd, isfinite, ldexp, nan
 from typing import Any, NamedTuple
 
 import torch
@@ -441,8 +441,7 @@ def row_width(parameter: Tensor, grain: Grain) -> int:
     """Return the number of neighboring elements of a parameter that no layout inside the grain cuts."""
     if parameter.dim() < 2:
         return 1
-    last = parameter.shape[-1]
-    return last // grain.tensor if last % grain.tensor == 0 else last
+    return parameter.shape[-1] // gcd(grain.tensor, parameter.shape[-1])
 
 
 def row_norms(gradient: Tensor, width: int) -> Tensor:

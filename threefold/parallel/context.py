@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import gcd
 from typing import Any
 
 import torch
@@ -91,6 +92,7 @@ class ShardingContext:
         cp_method: how keys and values reach the queries of other context ranks, as in `parallel.cp_method`.
         tp_shares: number of neighbouring tensor ranks that share a unit → axis of these ranks.
         grain: pieces of an exact run's sums; None for any other run.
+        own: whether the model is a user's own, whose activations may have any shapes.
     """
 
     tp: Axis
@@ -100,6 +102,7 @@ class ShardingContext:
     cp_method: str = "all-gather"
     tp_shares: Mapping[int, Axis] = field(default_factory=dict)
     grain: Grain | None = None
+    own: bool = False
 
     @property
     def cut(self) -> SequenceCut:
@@ -132,6 +135,12 @@ class ShardingContext:
             gather = partial(all_gather_equal, axis=self.tp, dim=0)
             shares = RowSum(context * positions // self.tp.size, None, context, gather)
         return Pieces(features, shares, whole, RowSum(features, over_tp, context))
+
+    def pieces_of(self, count: int) -> Pieces | None:
+        """Return the pieces of a layer whose features are `count` units, of which each tensor rank has equally many."""
+        if self.grain is None or self.pieces is None:
+            return None
+        return self.pieces._replace(features=gcd(self.grain.tensor, count) // self.tp.size)
 
 
 def sum_over_shares_(gradients: Sequence[Tensor], axis: Axis) -> None:

@@ -168,6 +168,11 @@ class MovingBuffers:
                     each.put(held)
 
     @property
+    def means(self) -> list[str]:
+        """Names of the buffers that become a mean over micro-batches and replicas."""
+        return [each.name for each in self._buffers if each.moved and each.value.is_floating_point()]
+
+    @property
     def _moving(self) -> list[_Buffer]:
         return [each for each in self._buffers if each.moved]
 

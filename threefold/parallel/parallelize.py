@@ -18,6 +18,7 @@ from threefold.comm.axis import Axis, local_part
 from threefold.comm.mesh import Mesh
 from threefold.comm.reductions import reduce_from
 from threefold.config import Config
+from threefold.config.model import FAMILIES, OWN
 from threefold.config.schedules import Schedule, find_schedule
 from threefold.constants import COMPILED, LOGITS_AT_ONCE
 from threefold.dtypes import DTYPES
@@ -27,6 +28,7 @@ from threefold.models.source import ConstructedModel, skeleton
 from threefold.ops.exact import Grain
 from threefold.ops.exact_arithmetic import ExactArithmetic
 from threefold.ops.kernels import DeferrableWeight
+from threefold.ops.own_arithmetic import OwnArithmetic, UnknownCalls
 from threefold.parallel.context import ShardingContext
 from threefold.parallel.gradients import BUCKET_BYTES, GradientBuckets, Gradients, JoinedGradients, LeafOrder
 from threefold.parallel.leaf import like, local, stored, stored_as
@@ -42,7 +44,13 @@ from threefold.parallel.parameter import (
 from threefold.parallel.pipeline.partition import StageMap, partitioned
 from threefold.parallel.pipeline.schedules import DeferredGradients
 from threefold.parallel.pipeline.stage import Stage, TiedWeights, whole_parameters
-from threefold.parallel.plan_check import check_cut_modules, check_plan, check_sharded_parameters, check_tensor_axis
+from threefold.parallel.plan_check import (
+    check_cut_modules,
+    check_grain,
+    check_plan,
+    check_sharded_parameters,
+    check_tensor_axis,
+)
 from threefold.parallel.recompute import apply_recompute, compile_layers, unwrapped
 from threefold.parallel.shard_modules import bare_cut, shard_modules
 from threefold.parallel.zero import (
@@ -99,6 +107,7 @@ class TrainingSettings:
         loss_chunk_size: number of vocabulary entries whose logits are in memory at once; 0 for all.
         pieces: sizes that work is divided by.
         grain: pieces of an exact run's sums, whose micro-batches are single samples; None for any other run.
+        own_model: whether the model or the loss is not this package's, so that an exact run names what it cannot know.
     """
 
     seed: int = 0
@@ -119,6 +128,7 @@ class TrainingSettings:
     loss_chunk_size: int = 0
     pieces: PieceSizes = field(default_factory=PieceSizes)
     grain: Grain | None = None
+    own_model: bool = False
 
     @classmethod
     def of(cls, config: Config, pieces: PieceSizes | None = None) -> "TrainingSettings":
@@ -143,6 +153,7 @@ class TrainingSettings:
             loss_chunk_size=train.loss_chunk_size,
             pieces=pieces or PieceSizes(),
             grain=grain_of(config),
+            own_model=(family := config.model.architecture) == OWN or family not in FAMILIES.built_in,
         )
 
     @cached_property
@@ -176,6 +187,8 @@ class Parallelism:
         zero: sharding of the state over the replicas; None without ZeRO.
         deferred: store of the weight gradients that the schedule defers; None if it defers none.
         order: order of an exact run's sums over samples; None for any other run.
+        calls: notes what the passes of an exact run call without being known to be exact; None for any other run, and
+            for the families of this package.
     """
 
     mesh: Mesh
@@ -188,13 +201,14 @@ class Parallelism:
     deferred: DeferredGradients | None = None
     grain: Grain | None = None
     order: LeafOrder | None = None
+    calls: UnknownCalls | None = None
 
     @classmethod
     def make(cls, plan: ModelPlan, mesh: Mesh, settings: TrainingSettings) -> "Parallelism":
         """Return the parallelism of a model to train. Collective over the world; raises as `stage_map`."""
         if settings.grain is not None and not mesh.exact:
             raise ValueError("the mesh of an exact run must sum in a tree; make it with Mesh(..., exact=True)")
-        pp, chunks = mesh.pp.size, settings.stage_chunks
+        pp, chunks, grain = mesh.pp.size, settings.stage_chunks, settings.grain
         stages = StageMap((0, len(plan.layers)), (0,))
         if pp > 1:
             schedule = settings.pipeline_schedule
@@ -209,10 +223,9 @@ class Parallelism:
             settings.cp_method,
             settings.master_weights,
             DeferredGradients() if pp > 1 and settings.pipeline_schedule.defers_weight_gradients else None,
-            settings.grain,
-            None
-            if (grain := settings.grain) is None
-            else LeafOrder(settings.micro_batches, grain.samples // mesh.dp.size, mesh.cp),
+            grain,
+            None if grain is None else LeafOrder(settings.micro_batches, grain.samples // mesh.dp.size, mesh.cp),
+            UnknownCalls() if grain is not None and (settings.own_model or plan.constructed) else None,
         )
 
     @property
@@ -227,13 +240,16 @@ class Parallelism:
         pieces = self.context.pieces
         if pieces is None:
             return nullcontext
+        if self.calls is not None:
+            return partial(OwnArithmetic, pieces.rows, self.calls)
         return partial(ExactArithmetic, pieces.rows, partial(reduce_from, axis=self.mesh.cp))
 
     def context_for(self, plan: ModelPlan) -> ShardingContext:
         """Return `context` with the groups of tensor ranks that share a unit of the plan. Collective over the world."""
         tp = self.mesh.tp.size
         shares = sorted({tp // unit.count for unit in plan.units("tp").values() if unit.is_shared(tp)})
-        return replace(self.context, tp_shares={count: self.mesh.tp_shares(count) for count in shares})
+        of_shares = {count: self.mesh.tp_shares(count) for count in shares}
+        return replace(self.context, tp_shares=of_shares, own=plan.constructed)
 
     @property
     def sharding_axes(self) -> tuple[Axis, ...]:
@@ -325,7 +341,10 @@ def apply_parallelism(
     check_sharded_parameters(model, 0 if how.zero is None else how.zero.stage)
     # Pipeline parallelism: this rank's stages.
     numbers = how.stages.held_by(how.mesh.pp.index)
-    stages = [Stage(model, plan, *how.stages.layers(number), how.arithmetic) for number in numbers]
+    stages = [Stage(model, plan, *how.stages.layers(number), how.arithmetic, how.calls) for number in numbers]
+    if how.grain is not None and training is not None:
+        check_grain(model, plan, how.grain.tensor, how.mesh.tp.size)
+        _untie(stages)
     # Tensor, sequence, context and expert parallelism: parallel layers replace single-device ones.
     shard_modules(stages, plan.split, how.context_for(plan), plan.bare)
     # Sharding made new parameters, so they are tied and frozen again; an exact run ties their values alone.
@@ -367,6 +386,16 @@ def _tie(stages: Sequence[Stage], plan: ModelPlan) -> None:
             first = kept.setdefault(plan.whole_name(name), parameter)
             if first is not parameter:
                 set_in(stage, name, first)
+
+
+def _untie(stages: Sequence[Stage]) -> None:
+    """Give each use of a tied weight a parameter of its own, as sharding does for the modules that it replaces."""
+    for stage in stages:
+        kept = set()
+        for name, parameter in list(stage.named_parameters(remove_duplicate=False)):
+            if parameter in kept:
+                set_in(stage, name, nn.Parameter(torch.empty_like(parameter), parameter.requires_grad))
+            kept.add(parameter)
 
 
 def _tied_copies(stages: Sequence[Stage]) -> list[tuple[Tensor, Tensor]]:

@@ -201,10 +201,21 @@ class Sharding(NamedTuple):
     make: Callable[[Any, Any, ShardingContext], nn.Module]
 
 
+def grain_units(rule: sharding.Split, module: nn.Linear) -> int:
+    """Return the number of units of a linear layer's sharded features, between which an exact run may cut its sums."""
+    unit = rule.units("weight").get("tp")
+    if unit is not None:
+        return unit.count * unit.size if unit.repeated else unit.count
+    if isinstance(rule, sharding.Row):
+        return module.in_features
+    return module.out_features // (rule.groups if isinstance(rule, sharding.Column) else 1)
+
+
 def _column(rule: sharding.Column, module: nn.Linear, context: ShardingContext) -> nn.Module:
+    own = context.pieces_of(grain_units(rule, module))
     if rule.groups > 1:
         return ConcatenatedLinear.from_groups(
-            module, context.tp, rule.groups, sequence_dim=context.sequence_dim, pieces=context.pieces
+            module, context.tp, rule.groups, sequence_dim=context.sequence_dim, pieces=own
         )
     parts = context.tp.size if context.grain is None else context.grain.tensor
     if rule.unit is not None and rule.unit.is_shared(parts):
@@ -213,21 +224,21 @@ def _column(rule: sharding.Column, module: nn.Linear, context: ShardingContext) 
             module, context.tp, rule.unit, sharing, sequence_dim=context.sequence_dim, pieces=context.pieces
         )
     return ColumnParallelLinear.from_linear(
-        module, context.tp, gather_output=False, sequence_dim=context.sequence_dim, pieces=context.pieces
+        module, context.tp, gather_output=False, sequence_dim=context.sequence_dim, pieces=own
     )
 
 
 def _row(rule: sharding.Row, module: nn.Linear, context: ShardingContext) -> nn.Module:
+    pieces = context.pieces_of(grain_units(rule, module))
     return RowParallelLinear.from_linear(
-        module, context.tp, input_is_parallel=True, sequence_dim=context.sequence_dim, pieces=context.pieces
+        module, context.tp, input_is_parallel=True, sequence_dim=context.sequence_dim, pieces=pieces
     )
 
 
 def _vocab(rule: sharding.Vocab, module: nn.Embedding | nn.Linear, context: ShardingContext) -> nn.Module:
     if isinstance(module, nn.Linear):
-        return ColumnParallelLinear.from_linear(
-            module, context.tp, sequence_dim=context.sequence_dim, pieces=context.pieces
-        )
+        pieces = context.pieces_of(grain_units(rule, module))
+        return ColumnParallelLinear.from_linear(module, context.tp, sequence_dim=context.sequence_dim, pieces=pieces)
     return VocabParallelEmbedding.from_embedding(
         module, context.tp, sequence_dim=context.sequence_dim, pieces=context.pieces
     )
@@ -278,7 +289,7 @@ def _over_experts(rule: sharding.OverExperts, module: Experts, context: Sharding
 
 def _per_head(rule: sharding.PerHead, module: nn.Module, context: ShardingContext) -> nn.Module:
     pieces = context.pieces
-    if pieces is None:
+    if pieces is None or context.own:
         return module
     kind, arithmetic = type(module), partial(ExactArithmetic, pieces.heads)
 

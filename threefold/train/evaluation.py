@@ -6,6 +6,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,6 +62,8 @@ class EvaluationStep:
         loss: LossFunction | None = None,
         stop: Stop | None = None,
     ) -> None:
+        if loss is not None:
+            settings = replace(settings, own_model=True)
         self.mesh, self.plan, self.settings, self.loss, self.stop = mesh, plan, settings, loss, stop
         self.parallelism = Parallelism.make(plan, mesh, settings)
         self.model = apply_parallelism(make_model, plan, self.parallelism, settings)
@@ -106,6 +109,16 @@ class EvaluationStep:
         (name,) = found.counts
         return found.weighted[name], int(found.counts[name])
 
+    def unknown_calls(self) -> list[str]:
+        """Return what an exact run has called on any rank without being known to be exact. Collective over the world.
+
+        Of what it returned before, it returns nothing again.
+        """
+        calls = self.parallelism.calls
+        if calls is None:  # on all ranks
+            return []
+        return sorted({name for names in self.mesh.world.gather_objects(calls.take_new()) for name in names})
+
     @contextmanager
     def preserved(self, streams: Mapping[str, Tensor] | None = None) -> Iterator[None]:
         """Restore random streams, generators and buffers after the block, which starts with `streams` if given."""
@@ -114,8 +127,15 @@ class EvaluationStep:
 
     def _summed(self, sums: TermSums, samples: int) -> LossSums:
         """Return the loss terms, summed over all ranks."""
+        if self.settings.grain is not None:
+            each, none = self._own_terms(sums), torch.zeros(0, dtype=torch.float64, device=self.mesh.device)
+            return sums.over_all(sum_exactly(each, none, self.mesh, self.stop)[0], samples)
         summands = self._own_summands(sums.values(self.mesh.device))
         return sums.over_all(sum_over_ranks(summands, self.mesh, self.stop), samples)
+
+    def _own_terms(self, sums: TermSums) -> list[Tensor]:
+        """Return what this rank adds to each term of an exact run's loss."""
+        return [self._own_summands(each) for each in sums.each(self.mesh.device)]
 
     def _own_summands(self, totals: Tensor) -> Tensor:
         """Return this rank's summands: zero except on the first tensor rank of the last stage."""
@@ -159,6 +179,14 @@ def evaluate(engine: EvaluationStep, loader: Loader, batches: int, step: int) ->
             terms[name] = terms.get(name, 0.0) + part.weight * mean
     seconds = time.perf_counter() - started
     return EvaluationRecord(step, loss, tokens, seconds, by_corpus if loader.is_mixture else {}, terms)
+
+
+def unknown_calls_line(names: Sequence[str]) -> str:
+    """Return the sentence about what an exact run calls without being known to be exact."""
+    return (
+        f"train.exact: not known to have the same bits in every layout: {', '.join(names)}. Layouts may differ by what "
+        "these compute (docs/exact.md)."
+    )
 
 
 def several(terms: Mapping[str, float]) -> dict[str, float]:

@@ -22,9 +22,9 @@ from threefold.data.samples import ConsumedSamples
 from threefold.errors import UserError
 from threefold.files import describe_error
 from threefold.models.block import model_flops_per_token
-from threefold.train.callbacks.base import BadStep, Callback, CallbackFailed, Guard, Response, RunContext
+from threefold.train.callbacks.base import BadStep, Callback, CallbackFailed, Guard, Response, RunContext, say
 from threefold.train.callbacks.records import EvaluationRecord, Performance, StepRecord
-from threefold.train.evaluation import evaluate
+from threefold.train.evaluation import evaluate, unknown_calls_line
 from threefold.train.optim import learning_rate
 from threefold.train.saving import SafeSaving
 from threefold.train.step import Engine, NonFiniteStep
@@ -78,6 +78,7 @@ class TrainingLoop:
         self._updated = 0  # last step of this process that made an update
         self._known_epoch: Epoch | None = None
         self._is_mixture = bool(loader.corpus_epochs(0))
+        self._names_calls = True
 
     def fit(self, start: int = 0, unsaved: bool = False, evaluation_missed: bool = False) -> Stopped | None:
         """Run the remaining updates of `train.max_steps`, after `start` updates.
@@ -174,6 +175,7 @@ class TrainingLoop:
         streams, error = self.engine.streams.states, None
         loss, tokens = self.engine.compute_gradients(batch, done)
         computed = time.perf_counter()
+        unknown = self._unknown_calls()
         self._ask_guards("before_update", step)
         try:
             result = self.engine.update(loss, tokens, done, lambda *values: self._ask_guards("refuses", *values) or "")
@@ -207,11 +209,28 @@ class TrainingLoop:
             phases=times,
             performance=self.meter.after_step(ended - started),
             fingerprint=None if hashes is None else hashes.fingerprint,
+            unknown_calls=unknown,
         )
         if not result.skipped:
             self._updated = step
         self._finish_step(record)
         return step
+
+    def _unknown_calls(self) -> tuple[str, ...]:
+        """Print what an exact run calls without being known to be exact, and return it, in the first step."""
+        calls = self.engine.parallelism.calls
+        if calls is None:
+            return ()
+        if self._names_calls:
+            self._names_calls = False
+            found = self.engine.unknown_calls()
+            is_told = self.engine.mesh.rank == 0
+        else:
+            found = calls.take_new()  # of this rank: whatever it meets later is rare
+            is_told = True
+        if found and is_told:
+            say(unknown_calls_line(found))
+        return tuple(found)
 
     def _pass_over(self, step: int, reason: str, started: float) -> StepRecord:
         """Return the record of a step whose samples are not read."""

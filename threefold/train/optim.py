@@ -32,6 +32,7 @@ class Optimizer:
         config: optimizer settings.
         plan: layers of the model; the weights between the first and the last layer are hidden.
         axes: mesh axes that may shard a parameter.
+        exact: whether the run is exact.
 
     Attributes:
         entries: the trained weights.
@@ -46,6 +47,7 @@ class Optimizer:
         config: OptimizerConfig,
         plan: ModelPlan,
         axes: Iterable[Axis],
+        exact: bool = False,
     ) -> None:
         axes, self._weights, self._gradients = tuple(axes), weights, gradients
         self._trained = [weight for weight in weights if weight.is_trained]
@@ -53,7 +55,8 @@ class Optimizer:
         for weight in self._trained:
             parameter = weight.parameter
             whole, hidden = ShardedMatrix(parameter, axes), plan.is_hidden_matrix(weight.name, parameter.dim())
-            self.entries.append(Entry(weight.name, parameter, weight.leaf, weight.master, gradients, whole, hidden))
+            own = weight.name, parameter, weight.leaf, weight.master
+            self.entries.append(Entry(*own, gradients, whole, hidden, exact))
         self._narrow = [weight for weight in self._trained if weight.master is not weight.leaf]
         self.rule = rule(self.entries, config)
         self.restorations = 0

@@ -21,6 +21,7 @@ from threefold.config import OptimizerConfig
 from threefold.config.optimizer import OPTIMIZERS
 from threefold.errors import UserError
 from threefold.files import describe_error, shown
+from threefold.ops import own_functions
 from threefold.plugins import one_of
 from threefold.train.optim import AdamW
 from threefold.train.update_rule import Entry, UpdateRule
@@ -122,7 +123,10 @@ class SGD(TorchRule):
     def make(self, groups: Sequence[tuple[list[Tensor], float]]) -> torch.optim.Optimizer:
         config = self.config
         given = [{"params": params, "weight_decay": decay} for params, decay in groups]
-        return torch.optim.SGD(given, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=True)
+        # With momentum, the fused kernel computes a tensor's last elements with other instructions, to other bits.
+        fused = not (config.momentum and any(entry.is_exact for entry in self.entries))
+        how: dict[str, Any] = {"fused": True} if fused else {"foreach": True}
+        return torch.optim.SGD(given, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, **how)
 
     def state(self, entry: Entry) -> Mapping[str, Tensor]:
         return self._torch.state.get(entry.master, {}) if self._torch is not None else {}
@@ -190,7 +194,7 @@ class Muon(UpdateRule):
             matrix, gradient, momentum = entry.whole, entry.gradient, self._momentum[entry.name]
             momentum.lerp_(gradient, 1 - config.momentum)
             update = gradient.lerp(momentum, config.momentum) if config.nesterov else momentum
-            whole = newton_schulz(matrix.gather(update), config.newton_schulz_steps)
+            whole = newton_schulz(matrix.gather(update), config.newton_schulz_steps, entry.is_exact)
             entry.master.mul_(1 - lr * self.weight_decay(entry))
             entry.master.add_(
                 matrix.shard(whole, entry.master), alpha=-lr * lr_scale(entry.parameter.shape, config.lr_scaling)
@@ -202,16 +206,22 @@ class Muon(UpdateRule):
         return {"momentum_buffer": self._momentum[entry.name]} if entry.is_hidden else self._others.state(entry)
 
 
-def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
-    """Move the singular values of matrices [..., m, n] near 1 by Newton–Schulz iterations, at least in fp32."""
+def newton_schulz(matrices: Tensor, steps: int, exact: bool = False) -> Tensor:
+    """Move the singular values of matrices [..., m, n] near 1 by Newton–Schulz iterations, at least in fp32.
+
+    Args:
+        exact: whether the bits must not depend on threads.
+    """
     x = matrices.to(torch.promote_types(matrices.dtype, torch.float32))
+    matmul = own_functions.matmul if exact else torch.matmul
     wide = x.shape[-2] <= x.shape[-1]
     x = x if wide else x.mT
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=EPS)
+    sizes = own_functions.total(x.square(), (-2, -1), True).sqrt() if exact else x.norm(dim=(-2, -1), keepdim=True)
+    x = x / sizes.clamp(min=EPS)
     a, b, c = COEFFICIENTS
     for _ in range(steps):
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        gram = matmul(x, x.mT)
+        x = a * x + matmul(b * gram + matmul(c * gram, gram), x)
     return x if wide else x.mT
 
 

@@ -131,6 +131,9 @@ class GradientStep(EvaluationStep):
         self.gradients.finish()
         if not self.buffers.is_idle:
             self.buffers.finish(self._batch.share)
+            if (calls := self.parallelism.calls) is not None:
+                for name in self.buffers.means:
+                    calls.add(f"the buffer {name}, a mean over samples")
         # An exact run sums the gradients of a tied weight's uses apart, as if each were on a stage of its own.
         for leaf, copy in self.model.copies:
             self.gradients[leaf].add_(self.gradients[copy])
@@ -252,7 +255,8 @@ class Engine(GradientStep):
         )
         self.config = config
         rule, axes = update_rule(config.optimizer), self.parallelism.sharding_axes
-        self.optimizer = Optimizer(rule, self.model.weights, self.gradients, config.optimizer, plan, axes)
+        exact = settings.grain is not None
+        self.optimizer = Optimizer(rule, self.model.weights, self.gradients, config.optimizer, plan, axes, exact)
         self.fingerprints = None if settings.grain is None else Fingerprints(self.model.weights, mesh)
         tied, piece = self.model.tied, settings.pieces.norm_elements
         self._norm = GradientNorm(self.gradients, self.optimizer.entries, mesh, tied, piece, settings.grain)
@@ -324,7 +328,7 @@ class Engine(GradientStep):
         """Return the loss, the global gradient norm and the terms of the user's loss, in one all-reduce."""
         assert self._batch is not None
         if self.settings.grain is not None:
-            return *self._exact_loss_and_norm(loss), {}
+            return self._exact_loss_and_norm(loss)
         sums = self._batch.sums
         totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         if self.mesh.tp.is_first:
@@ -338,14 +342,17 @@ class Engine(GradientStep):
         mean, squared, *summed = sum_over_ranks(totals, self.mesh, self.stop)
         return mean, squared**0.5, {} if sums is None else several(sums.over_all(summed, 0).terms)
 
-    def _exact_loss_and_norm(self, losses: Tensor) -> tuple[float, float]:
-        """Return loss and norm of an exact run, each the sum of many numbers that does not depend on their order."""
-        overflow = self._norm.uncounted_overflow()
+    def _exact_loss_and_norm(self, losses: Tensor) -> tuple[float, float, dict[str, float]]:
+        """Return the same of an exact run, each the sum of many numbers that does not depend on their order."""
+        assert self._batch is not None
+        overflow, sums = self._norm.uncounted_overflow(), self._batch.sums
         losses = losses if self.mesh.tp.is_first else losses[:0]
-        (loss, squared), (others,) = sum_exactly(
-            [losses, self._norm.row_squares()], overflow.view(1), self.mesh, self.stop
+        terms = [] if sums is None else self._own_terms(sums)
+        (loss, squared, *summed), (others,) = sum_exactly(
+            [losses, self._norm.row_squares(), *terms], overflow.view(1), self.mesh, self.stop
         )
-        return loss, (squared + others) ** 0.5
+        named = {} if sums is None else several(sums.over_all(summed, 0).terms)
+        return loss, (squared + others) ** 0.5, named
 
 
 class GradientNorm:

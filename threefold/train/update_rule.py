@@ -22,11 +22,13 @@ class Entry(Weight):
         whole: gathers the whole matrix or matrices (the last two dims of the parameter), or the whole vector.
         is_hidden: whether the weight has at least two dims and lies between the first and the last layer; False for
             embeddings, the head, norms and biases.
+        is_exact: whether the bits of an update must depend neither on how the weight is sharded nor on threads.
     """
 
     gradients: Gradients
     whole: ShardedMatrix
     is_hidden: bool = False
+    is_exact: bool = False
 
     @property
     def gradient(self) -> Tensor:

@@ -81,11 +81,13 @@ class ExactVerifier:
         fingerprints: fingerprints of the single process after each step, the initial one first, once
             `run_one_process` has returned.
         parameters: number of elements of the model's parameters.
+        unknown_calls: what a user's own model calls without being known to be exact.
     """
 
     def __init__(self, task: ExactVerification, pool: WorkerPool, folder: Path) -> None:
         self.task, self.pool, self.folder = task, pool, folder
         self.fingerprints: list[str] = []
+        self.unknown_calls: list[str] = []
         self.parameters = 0
         self._places: dict[str, int] = {}
 
@@ -100,7 +102,7 @@ class ExactVerifier:
                 raise error.error from None
             raise
         self._places = {name: place for place, name in enumerate(report.names)}
-        self.fingerprints = report.fingerprints
+        self.fingerprints, self.unknown_calls = report.fingerprints, report.unknown_calls
         self.parameters = sum(prod(weight.shape) for weight in Trace.load(self.folder).initial.values())
 
     @property

@@ -59,11 +59,13 @@ class ExactReport:
         fingerprints: fingerprint of the weights after each step, the initial ones first.
         differences: what differs in the first step in which anything does on this rank, in the order of the model.
         names: of one process alone, the parameters of the model in their order.
+        unknown_calls: of one process alone, what the model calls without being known to be exact.
     """
 
     fingerprints: list[str]
     differences: list[Difference]
     names: list[str] = field(default_factory=list)
+    unknown_calls: list[str] = field(default_factory=list)
 
 
 class _Training:
@@ -124,7 +126,7 @@ def write_exact_trace(source: ModelSource, config: Config, rows: BatchSource, st
         trace.gradients.append(run.gradients)
         trace.weights.append(_copies(run.weights))
     trace.save(Path(folder))
-    return ExactReport(run.hashes, [], list(trace.initial))
+    return ExactReport(run.hashes, [], list(trace.initial), run.engine.unknown_calls())
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -58,11 +58,23 @@ class ActionSchedule(pipelining.AnyOrderRuntime):
 
 
 def training_schedule(
-    schedule: Schedule, stages: Sequence[ScheduledStage], micro_batches: int, loss: Loss
+    schedule: Schedule, stages: Sequence[ScheduledStage], micro_batches: int, loss: Loss, ascending: bool = False
 ) -> pipelining.PipelineSchedule:
-    """Make torch's object for a schedule of the config."""
+    """Make torch's object for a schedule of the config.
+
+    Args:
+        ascending: whether the backward passes of a stage must be in the order of the micro-batches.
+    """
+    pp = stages[0].group_size
+    if ascending and schedule.name == "looped-bfs" and isinstance(schedule, TorchSchedule):  # its own run backwards
+        count = len(stages)
+        last, orders = micro_batches - 1, orders_of_all_ranks(schedule, pp, count, micro_batches)
+        turned = [
+            [each if each.kind == "F" else each._replace(micro_batch=last - each.micro_batch) for each in order]
+            for order in orders
+        ]
+        return ActionSchedule(stages, schedule.stage_ranks(pp, count), turned, micro_batches, loss)
     if isinstance(schedule, OwnSchedule):
-        pp = stages[0].group_size
         ranks, orders = schedule.stage_ranks(pp, len(stages)), schedule.orders(pp, micro_batches)
         return ActionSchedule(stages, ranks, orders, micro_batches, loss)
     kind: Any = _torch_class(schedule)
@@ -183,7 +195,7 @@ class PassMaker:
         count = len(self._numbers)
         self.mailbox = self.mailbox or self._make_mailbox(activations)
         stages = self._make_stages(activations, self._schedule.sends_apart, self._later, self.mailbox)
-        train = training_schedule(self._schedule, stages, count, _scaled)
+        train = training_schedule(self._schedule, stages, count, _scaled, self._order is not None)
         # Separate stages: torch's keep buffers and shapes of the last pass, with or without gradients.
         evaluate = evaluation_schedule(self._make_stages(activations, True), self._placement, count, _scaled)
         return ScheduledPasses(stages, train, evaluate)

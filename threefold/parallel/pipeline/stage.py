@@ -24,6 +24,7 @@ from threefold.models.own_batch import (
     split_batch,
 )
 from threefold.models.sharding import ModelPlan
+from threefold.ops.own_arithmetic import UnknownCalls
 from threefold.parallel.leaf import stored
 from threefold.parallel.pipeline.partition import StageMap, covers, shared_between
 
@@ -36,6 +37,8 @@ class Stage(nn.Module):
 
     Args:
         arithmetic: makes the context of forward passes.
+        calls: notes what an exact run's passes call without being known to be exact; None for any other run, and for
+            the families of this package.
     """
 
     def __init__(
@@ -45,9 +48,10 @@ class Stage(nn.Module):
         first: int,
         end: int,
         arithmetic: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        calls: UnknownCalls | None = None,
     ) -> None:
         super().__init__()
-        self._arithmetic = arithmetic
+        self._arithmetic, self._calls = arithmetic, calls
         # Names that no layer is likely to have, since layers become attributes of the same module.
         self.model_plan = plan
         self.layer_names: tuple[str, ...] = plan.layers[first:end]
@@ -74,7 +78,18 @@ class Stage(nn.Module):
             of the logits. For `LayerInputs`, the last layer's output.
         """
         with self._arithmetic():
-            return self._run(x, labels, samples)
+            out = self._run(x, labels, samples)
+        if self._calls is not None:
+            self._calls.walk(id(self), out)
+        return out
+
+    def loss_of(self, compute: Callable[[], Tensor]) -> Tensor:
+        """Compute a user's loss in the arithmetic of the stage's passes."""
+        with self._arithmetic():
+            loss = compute()
+        if self._calls is not None:
+            self._calls.walk(-id(self), loss)
+        return loss
 
     def _run(self, x: Tensor | LayerInputs, labels: Tensor | None, samples: SampleInfo) -> Any:
         if isinstance(x, LayerInputs):
@@ -227,7 +242,9 @@ class OwnBatch(StepSamples):
         first = stage.layer_signatures[stage.layer_names[0]]
         inputs = first.inputs_of(self.data, self.dtype) if received is None else LayerInputs(received, {})
         output = stage(inputs, None, self.samples)
-        return self.loss(output, self.data, batch_size(self.data)) if stage.gives_loss else output
+        if not stage.gives_loss:
+            return output
+        return stage.loss_of(lambda: self.loss(output, self.data, batch_size(self.data)))
 
     @property
     def shapes(self) -> Hashable:

@@ -147,7 +147,7 @@ class Summary(Callback):
         self.places, self.ledger = places, ledger
         self._last: StepRecord | None = None
         self._valid: EvaluationRecord | None = None
-        self._steps, self._counted, self._read, self._padding = 0, 0, 0, 0
+        self._steps, self._counted, self._read, self._padding, self._unknown = 0, 0, 0, 0, False
         self._seconds, self._started = 0.0, 0.0
         self._rates = MeanRates()
 
@@ -157,6 +157,7 @@ class Summary(Callback):
     def after_step(self, record: StepRecord) -> None:
         if record.is_read:
             self._last = record
+        self._unknown = self._unknown or bool(record.unknown_calls)
         self._steps += 1
         self._counted += 0 if record.skipped else record.tokens
         self._read += record.tokens_read
@@ -198,7 +199,8 @@ class Summary(Callback):
             *self._of_hardware(),
         ]
         if self._last.fingerprint is not None:
-            told = f"{self._last.fingerprint} after step {self._last.step}, in every layout inside the grain"
+            where = "but for what is not known" if self._unknown else "in every layout inside the grain"
+            told = f"{self._last.fingerprint} after step {self._last.step}, {where}"
             rows.append(("weights", told))
         if self.ledger is not None and (found := Goodput.read(self.ledger)):
             parts = {

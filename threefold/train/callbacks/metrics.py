@@ -158,6 +158,8 @@ class MetricsFile(RunFile):
             values["terms"] = _numbers(record.terms)
         if record.fingerprint is not None:
             values["fingerprint"] = record.fingerprint
+        if record.unknown_calls:
+            values["unknown_calls"] = list(record.unknown_calls)
         self.file.write(json.dumps(values))
 
     def after_evaluation(self, record: EvaluationRecord) -> None:

@@ -1,0 +1,48 @@
+"""Comparisons of bits: over cuts of a tensor, and over numbers of threads."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+THREADS = (1, 2, 4)
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + 31 * sum(shape))) * 2
+
+
+def equal(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one, other)
+
+
+def close(found: Tensor, expected: Tensor, limit: float = 3e-6) -> bool:
+    """Compare with fp64, relative to the largest element."""
+    found, expected = found.detach(), expected.detach()
+    return bool((found - expected).abs().max() <= limit * max(1.0, float(expected.abs().max())))
+
+
+def same_in_threads(compute: Callable[[], Any]) -> Any:
+    """Return the result, which must not depend on the number of threads."""
+    found = []
+    for count in THREADS:
+        torch.set_num_threads(count)
+        result = compute()
+        found.append(result if isinstance(result, tuple) else (result,))
+    torch.set_num_threads(1)
+    for other in found[1:]:
+        assert all(map(equal, found[0], other)), "depends on threads"
+    return found[0] if isinstance(result, tuple) else found[0][0]
+
+
+def with_gradients(compute: Callable[..., Tensor], *inputs: Tensor, upper: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Return the result and the gradients of all inputs, given that of the result."""
+    leaves = [each.detach().requires_grad_() for each in inputs]
+    out = compute(*leaves)
+    grad = drawn(*out.shape, seed=7) if upper is None else upper
+    return (out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype)))
+
+
+def cuts(rows: int) -> list[slice]:
+    return [slice(0, 1), slice(0, rows // 2), slice(rows // 2, None), slice(rows - 1, None), slice(1, None)]
