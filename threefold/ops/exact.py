@@ -25,7 +25,7 @@ What these functions trust on a CPU, in fp32, is shown by `tests/ops/test_exact.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import frexp, isfinite, ldexp, nan
+from math import frexp, gcd, isfinite, ldexp, nan
 from typing import Any, NamedTuple
 
 import torch
@@ -170,7 +170,13 @@ def _whole_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, inner: int = 1, outer: int = 1, rows: RowSum | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    inner: int = 1,
+    outer: int = 1,
+    rows: RowSum | None = None,
+    weight_rows: RowSum | None = None,
 ) -> Tensor:
     """Compute `F.linear` with the sums that a layout may cut in pieces.
 
@@ -183,8 +189,10 @@ def linear(
         inner: pieces of the sum over the input features, in the output (of a row-parallel layer).
         outer: pieces of the sum over the output features, in the gradient of `x` (of a column-parallel layer).
         rows: sum of the rows of `x`, for the bias's gradient.
+        weight_rows: the same for the weight's; None for one product over the rows that this rank holds.
     """
-    out: Tensor = _Linear.apply(x, weight, bias, inner, outer, rows or RowSum(), gradient_store(weight))
+    sums = rows or RowSum(), weight_rows or RowSum()
+    out: Tensor = _Linear.apply(x, weight, bias, inner, outer, sums, gradient_store(weight))
     return out
 
 
@@ -197,12 +205,12 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         inner: int,
         outer: int,
-        rows: RowSum,
+        sums: tuple[RowSum, RowSum],
         store: GradientStore | None,
     ) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(flat, weight)
-        ctx.outer, ctx.rows = outer, rows
+        ctx.outer, (ctx.rows, ctx.weight_rows) = outer, sums
         ctx.store, ctx.leaves = store, (None, None) if store is None else (weight, bias)
         out = product(flat, weight, inner)
         return (out if bias is None else out.add_(bias)).view(*x.shape[:-1], weight.shape[0])
@@ -216,13 +224,18 @@ class _Linear(torch.autograd.Function):
         leaf, bias = ctx.leaves
         return (
             product(flat, weight.t(), ctx.outer).view(*grad.shape[:-1], -1) if wants_x else None,
-            defer_or_compute(ctx.store, leaf, wants_weight, partial(product, flat.t(), x.t())),
+            defer_or_compute(ctx.store, leaf, wants_weight, partial(_of_weight, ctx.weight_rows, flat, x)),
             defer_or_compute(ctx.store, bias, wants_bias, partial(_sum_of, ctx.rows, flat)),
             None,
             None,
             None,
             None,
         )
+
+
+def _of_weight(rows: RowSum, grad: Tensor, x: Tensor) -> Tensor:
+    total = product(grad.t(), x.t(), rows.pieces)
+    return total if rows.over_ranks is None else rows.over_ranks(total)
 
 
 def _sum_of(sum_rows: RowSum, rows: Tensor) -> Tensor:
@@ -391,6 +404,8 @@ def row_width(parameter: Tensor, grain: Grain) -> int:
     if parameter.dim() < 2:
         return 1
     last = parameter.shape[-1]
+    if parameter.dim() == 3:  # of experts, whose last dim either the tensor ranks or the ranks of ZeRO cut
+        return last // gcd(last, max(grain.tensor, grain.samples))
     return last // grain.tensor if last % grain.tensor == 0 else last
 
 

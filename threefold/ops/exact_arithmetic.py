@@ -59,6 +59,12 @@ def _of_softmax(_: RowSum, input: Tensor, dim: int | None = None, *args: Any, **
     return exact_functions.softmax(input, **options)
 
 
+def _of_logsumexp(_: RowSum, input: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+    if dim not in (-1, input.dim() - 1) or keepdim:
+        return torch.logsumexp(input, dim, keepdim)
+    return exact_functions.logsumexp(input)
+
+
 def _of_sum(_: RowSum, input: Tensor, *args: Any, **options: Any) -> Tensor:
     if args or options or not input.is_floating_point():
         return torch.sum(input, *args, **options)
@@ -76,6 +82,8 @@ _REPLACED: Final[dict[Callable[..., Any], Callable[..., Tensor]]] = {
     F.softmax: _of_softmax,
     torch.softmax: _of_softmax,
     Tensor.softmax: _of_softmax,
+    torch.logsumexp: _of_logsumexp,
+    Tensor.logsumexp: _of_logsumexp,
     torch.sum: _of_sum,
     Tensor.sum: _of_sum,
 }

@@ -1,0 +1,89 @@
+"""Exact runs of mixtures of experts: the same bits whoever computes an expert, and for samples of several ranks."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.support.exact import CASE as GPT
+from tests.support.exact import check, check_near_plain, differences, exact_run, slow_but, with_layout
+from tests.support.parity import Case, Trace
+from threefold.launch.worker_pool import WorkerPool
+
+MOE = replace(
+    GPT,
+    layers=2,
+    positions="rope",
+    tie=False,
+    steps=2,
+    model=(
+        ("architecture", "llama"),
+        ("num_key_value_heads", 4),
+        ("head_dim", 6),
+        ("num_experts", 8),
+        ("experts_per_token", 3),
+        ("expert_ffn_hidden_size", 16),
+        ("expert_capacity_factor", 0.8),
+        ("shared_expert_ffn_hidden_size", 24),
+        ("shared_expert_gate", True),
+        ("router_aux_loss", 0.1),
+        ("router_z_loss", 0.01),
+    ),
+)
+"""Experts of few rows, some of one or none: 24 tokens choose 3 of 8."""
+
+
+def moe(case: Case = MOE, **settings: Any) -> Case:
+    """Return the case with other settings of the model."""
+    return replace(case, model=tuple((dict(case.model) | settings).items()))
+
+
+SP: dict[str, Any] = {"parallel__sequence_parallel": True}
+
+LAYOUTS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
+    "micro-batch": (1, 1, 1, {"micro": 4}),
+    "recompute": (2, 1, 1, {"train__recompute": "full", "micro": 2}),
+    "tp 2": (1, 2, 1, {}),
+    "tp 8 sp": (1, 8, 1, SP),
+    "dp 8": (8, 1, 1, {}),
+    "dp 2 tp 4 sp": (2, 4, 1, {"train__recompute": "full", **SP}),
+    "dp 2 tp 2 pp 2": (2, 2, 2, {"micro": 4}),
+    "zero-bubble tp 2 sp": (1, 2, 2, {"schedule": "zero-bubble", **SP}),
+    "zero 3": (8, 1, 1, {"parallel__zero": 3}),
+    "zero 2 tp 2 sp": (4, 2, 1, {"parallel__zero": 2, **SP}),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(LAYOUTS, "dp 2 tp 4 sp"))
+def test_bits_are_those_of_one_process(pool: WorkerPool, one_process: Callable[[Case], Trace], name: str) -> None:
+    dp, tp, pp, settings = LAYOUTS[name]
+    check(pool, one_process(MOE), with_layout(MOE, dp, tp, pp, **settings))
+
+
+PLAIN = moe(
+    num_experts=4,
+    experts_per_token=1,
+    expert_capacity_factor=0.0,
+    normalize_expert_weights=False,
+    shared_expert_ffn_hidden_size=0,
+    shared_expert_gate=False,
+    router_aux_loss=0.0,
+)
+"""Dropless, with one expert for each token, and no shared one."""
+
+
+@pytest.mark.parametrize("case", [MOE, PLAIN], ids=["capacity", "dropless"])
+def test_exact_run_is_the_run_up_to_rounding(
+    pool: WorkerPool, one_process: Callable[[Case], Trace], case: Case
+) -> None:
+    check_near_plain(pool, one_process(case), case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [2, 4])
+def test_bits_do_not_depend_on_threads(pool: WorkerPool, one_process: Callable[[Case], Trace], threads: int) -> None:
+    few = replace(MOE, layers=1)
+    expected = one_process(few)
+    (found,) = pool.run(1, exact_run, with_layout(few, 1, 1, 1), threads)
+    assert not differences(expected, found)[:6]
