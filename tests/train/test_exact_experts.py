@@ -21,7 +21,7 @@ MOE = replace(
         ("architecture", "llama"),
         ("num_key_value_heads", 4),
         ("head_dim", 6),
-        ("num_experts", 8),
+        ("num_experts", 16),
         ("experts_per_token", 3),
         ("expert_ffn_hidden_size", 16),
         ("expert_capacity_factor", 0.8),
@@ -31,7 +31,7 @@ MOE = replace(
         ("router_z_loss", 0.01),
     ),
 )
-"""Experts of few rows, some of one or none: 24 tokens choose 3 of 8."""
+"""Experts of few rows, some of one or none: 24 tokens choose 3 of 16."""
 
 
 def moe(case: Case = MOE, **settings: Any) -> Case:
@@ -40,6 +40,11 @@ def moe(case: Case = MOE, **settings: Any) -> Case:
 
 
 SP: dict[str, Any] = {"parallel__sequence_parallel": True}
+
+
+def ep(ranks: int, **settings: Any) -> dict[str, Any]:
+    return {"parallel__ep": ranks, **settings}
+
 
 LAYOUTS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "micro-batch": (1, 1, 1, {"micro": 4}),
@@ -52,10 +57,23 @@ LAYOUTS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "zero-bubble tp 2 sp": (1, 2, 2, {"schedule": "zero-bubble", **SP}),
     "zero 3": (8, 1, 1, {"parallel__zero": 3}),
     "zero 2 tp 2 sp": (4, 2, 1, {"parallel__zero": 2, **SP}),
+    "ep 2": (2, 1, 1, ep(2)),
+    "ep 8": (8, 1, 1, ep(8, micro=2)),
+    "ep 2 of dp 8": (8, 1, 1, ep(2)),
+    "ep 4 recompute": (4, 1, 1, ep(4, train__recompute="full")),
+    "ep 2 of dp 4 tp 2 sp": (4, 2, 1, ep(2, **SP)),
+    "ep 2 pp 2": (4, 1, 2, ep(2)),
+    "ep 2 zero-bubble": (2, 1, 2, ep(2, schedule="zero-bubble")),
+    "ep 2 tp 2 zbv": (2, 2, 2, ep(2, schedule="zbv", **SP)),
+    "ep 2 zero 1": (4, 1, 1, ep(2, parallel__zero=1)),
+    "ep 2 zero 3 of dp 8 over 4": (8, 1, 1, ep(2, parallel__zero=3, parallel__zero_shards=4)),
+    "ep 4 zero 2 over 2": (8, 1, 1, ep(4, parallel__zero=2, parallel__zero_shards=2)),
+    "ep 4 zero 3 tp 2 sp": (4, 2, 1, ep(4, parallel__zero=3, train__recompute="full", **SP)),
+    "ep 2 zero 2 pp 2": (4, 1, 2, ep(2, parallel__zero=2, micro=2)),
 }
 
 
-@pytest.mark.parametrize("name", slow_but(LAYOUTS, "dp 2 tp 4 sp"))
+@pytest.mark.parametrize("name", slow_but(LAYOUTS, "ep 2 of dp 4 tp 2 sp"))
 def test_bits_are_those_of_one_process(pool: WorkerPool, one_process: Callable[[Case], Trace], name: str) -> None:
     dp, tp, pp, settings = LAYOUTS[name]
     check(pool, one_process(MOE), with_layout(MOE, dp, tp, pp, **settings))

@@ -286,7 +286,6 @@ def _check_exact(config: Config) -> None:
         return
     for key, broken, use in (
         ("model.architecture", family == OWN or family not in FAMILIES.built_in, FAMILIES.names()[0]),
-        ("parallel.ep", parallel.ep > 1, "1"),
         ("precision.dtype", precision.dtype not in ("fp32", "bf16"), "fp32 or bf16"),
         ("precision.master_weights", precision.dtype == "bf16" and not precision.master_weights, "true"),
         ("optimizer.name", optimizer.name not in BUILT_IN or optimizer.name == "muon", "adamw"),

@@ -1,6 +1,7 @@
 """Expert parallelism: each rank holds some experts, and tokens reach them by all-to-all."""
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,8 @@ from threefold.models.layers.experts import Choice, Experts, Routing, swiglu, th
 from threefold.models.sharding import OverExperts
 from threefold.ops.exact_experts import AddGradient, grouped_linear
 from threefold.parallel.context import ShardingContext, whole_sequence
-from threefold.parallel.leaf import local
+from threefold.parallel.gradients import Gradients
+from threefold.parallel.leaf import local, stored
 from threefold.parallel.parameter import split_parameter
 
 
@@ -63,6 +65,11 @@ class ParallelExperts(nn.Module):
             (_, outer), (_, inner) = OverExperts().cuts(name)
             cuts = [(context.ep, outer)] if context.ep.size > 1 else []
             self.register_parameter(name, split_parameter(weight, *cuts, (context.tp, inner)))
+
+    def hand_gradients_to(self, gradients: Gradients) -> None:
+        """Have the backward pass add the gradients of all expert ranks' samples to `gradients`, apart."""
+        leaves = {name: local(stored(parameter)) for name, parameter in self.named_parameters()}
+        self.adds = {name: partial(gradients.add_, leaf) for name, leaf in leaves.items()}
 
     # The number of tokens per expert is only known at run time.
     @torch.compiler.disable
