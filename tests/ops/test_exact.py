@@ -175,6 +175,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor
 }
 TRUSTED: dict[str, Callable[[Tensor], Tensor]] = {
     "exp": torch.exp,
+    "log": lambda x: x.abs().log(),
     "tanh": torch.tanh,
     "erf": torch.erf,
     "square root": lambda x: x.abs().sqrt(),
@@ -242,6 +243,7 @@ def test_norms_are_the_tree_over_ranks(norm: Callable[..., Tensor], width: int) 
 
 ROWS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": exact_functions.softmax,
+    "log-sum-exp": lambda x: exact_functions.logsumexp(x).unsqueeze(-1),
     "largest": lambda x: x.amax(-1, keepdim=True),
     "sum": exact.last_dim_summed,
 }

@@ -5,11 +5,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from tests.support.exact import CASE as GPT
 from tests.support.exact import check, check_near_plain, differences, exact_run, slow_but, with_layout
+from tests.support.mistakes import Patch, with_mistake
 from tests.support.parity import Case, Trace
 from threefold.launch.worker_pool import WorkerPool
+from threefold.ops import exact, exact_experts
+from threefold.ops.exact import RowSum
+from threefold.parallel.gradients import SenderTrees
 
 MOE = replace(
     GPT,
@@ -96,6 +102,85 @@ def test_exact_run_is_the_run_up_to_rounding(
     pool: WorkerPool, one_process: Callable[[Case], Trace], case: Case
 ) -> None:
     check_near_plain(pool, one_process(case), case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(4, 2, 1, ep(4, **SP)), (8, 1, 1, ep(8, parallel__zero=2))])
+def test_ranks_whose_experts_get_no_token(
+    pool: WorkerPool, one_process: Callable[[Case], Trace], layout: tuple[int, int, int, dict[str, Any]]
+) -> None:
+    few = replace(moe(experts_per_token=1), sequence=2)
+    dp, tp, pp, settings = layout
+    check(pool, one_process(few), with_layout(few, dp, tp, pp, **settings))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(2, 4, 1, {}), (4, 1, 2, ep(4, parallel__zero=1)), (4, 2, 1, ep(2, **SP))])
+def test_bf16(
+    pool: WorkerPool, one_process: Callable[[Case], Trace], layout: tuple[int, int, int, dict[str, Any]]
+) -> None:
+    narrow = replace(MOE, dtype="bf16")
+    dp, tp, pp, settings = layout
+    check(pool, one_process(narrow), with_layout(narrow, dp, tp, pp, **settings))
+
+
+@pytest.mark.slow
+def test_bits_over_sockets(pool: WorkerPool, one_process: Callable[[Case], Trace]) -> None:
+    check(pool, one_process(MOE), replace(with_layout(MOE, 4, 2, 1, **ep(2, **SP)), shared_memory=False))
+
+
+def senders_added_in_a_chain() -> list[Patch]:
+    def total(self: SenderTrees) -> Tensor:
+        first, *others = (found for tree in self._trees if (found := tree.total()) is not None)
+        return sum(others, first)
+
+    return [(SenderTrees, "total", total)]
+
+
+def samples_of_an_expert_in_one_product() -> list[Patch]:
+    """As rows are computed without `train.exact`."""
+    apart = exact_experts._of_senders
+
+    def joined(x: Tensor, grad: Tensor, counts: list[int], experts: int) -> Tensor:
+        parts = (each.split(counts) for each in (x, grad))
+        of_expert = [[torch.cat(each[number::experts]) for number in range(experts)] for each in parts]
+        rows, upper = map(torch.cat, of_expert)
+        whole = apart(rows, upper, list(map(len, of_expert[0])), experts)
+        return torch.stack([whole, *[torch.zeros_like(whole)] * (len(counts) // experts - 1)])
+
+    return [(exact_experts, "_of_senders", joined)]
+
+
+def router_summed_over_ranks_alone() -> list[Patch]:
+    def of_weight(rows: RowSum, grad: Tensor, x: Tensor) -> Tensor:
+        total = exact.product(grad.t(), x.t())
+        return total if rows.over_ranks is None else rows.over_ranks(total)
+
+    return [(exact, "_of_weight", of_weight)]
+
+
+def expert_rows_not_in_pieces() -> list[Patch]:
+    right = exact_experts.product
+    return [(exact_experts, "product", lambda a, b, pieces=1: right(a, b))]
+
+
+MISTAKES = [
+    (senders_added_in_a_chain, "ep 8"),
+    (samples_of_an_expert_in_one_product, "ep 2"),
+    (router_summed_over_ranks_alone, "dp 2 tp 4 sp"),
+    (expert_rows_not_in_pieces, "tp 2"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mistake", "name"), MISTAKES)
+def test_mistake_is_found(
+    pool: WorkerPool, one_process: Callable[[Case], Trace], mistake: Callable[[], list[Patch]], name: str
+) -> None:
+    dp, tp, pp, settings = LAYOUTS[name]
+    case = with_layout(MOE, dp, tp, pp, **settings)
+    found = pool.run(case.world_size, with_mistake, mistake, exact_run, case)
+    assert differences(one_process(MOE), found[0])[0].split(":")[0] in ("gradient of step 0", "loss of step 0")
 
 
 @pytest.mark.slow

@@ -94,7 +94,8 @@ class ParallelExperts(nn.Module):
             return through(x, choice, self.count, self._run, exact=True)
         experts = tp.all_gather_equal(choice.experts, dim)
         choice = choice._replace(experts=experts, weights=gather_from(choice.weights, tp, dim))
-        return scatter_to(through(gather_from(x, tp, dim), choice, self.count, self._run, exact=True), tp, dim)
+        out = through(gather_from(x, tp, dim), choice, self.count, self._run, exact=True)
+        return scatter_to(out, tp, dim).clone()  # FSDP warns of outputs that are views
 
     def _run(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Send `rows` to the ranks of their experts, and return the outputs."""
