@@ -1,5 +1,6 @@
 """Products of experts in exact runs, and the choice of experts: the same bits whoever computes which rows."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -29,6 +30,7 @@ def test_a_senders_rows_have_the_bits_that_they_have_alone(dtype: torch.dtype) -
     out = exact_experts.grouped_linear(x, shared, groups, outer=PIECES, add=handed.append)
     out.backward(torch.cat(upper))
     assert (shared.grad, len(handed)) == (None, 1)
+    assert x.grad is not None
     found = zip(out.split([*map(len, rows)]), x.grad.split([*map(len, rows)]), handed[0], strict=True)
     for (own, of_x, of_weight), part, grad, counts in zip(found, rows, upper, COUNTS, strict=True):
 
@@ -51,17 +53,21 @@ def test_a_senders_rows_have_the_bits_that_they_have_alone(dtype: torch.dtype) -
 def test_products_over_cut_features_are_the_tree_over_ranks(ranks: int) -> None:
     counts, mine = COUNTS[0], PIECES // ranks
     x, weight, upper = drawn(sum(counts), IN), drawn(4, OUT, IN, seed=1), drawn(sum(counts), OUT, seed=2)
-    kinds = (partial(exact_experts.grouped_linear, counts=counts, **{at: PIECES}) for at in ("outer", "inner"))
-    column, row = (with_gradients(kind, x, weight, upper=upper) for kind in kinds)
+
+    def products(inner: int = 1, outer: int = 1) -> Callable[..., Tensor]:
+        return partial(exact_experts.grouped_linear, counts=counts, inner=inner, outer=outer)
+
+    column = with_gradients(products(outer=PIECES), x, weight, upper=upper)
     parts = [
-        with_gradients(lambda *a: exact_experts.grouped_linear(*a, counts, outer=mine), x, own, upper=part)
+        with_gradients(products(outer=mine), x, own, upper=part)
         for own, part in zip(weight.chunk(ranks, 1), upper.chunk(ranks, 1), strict=True)
     ]
     assert equal(torch.cat([part[0] for part in parts], 1), column[0])
     assert equal(tree([part[1] for part in parts]), column[1])
     assert equal(torch.cat([part[2] for part in parts], 1), column[2])
+    row = with_gradients(products(inner=PIECES), x, weight, upper=upper)
     parts = [
-        with_gradients(lambda *a: exact_experts.grouped_linear(*a, counts, inner=mine), part, own, upper=upper)
+        with_gradients(products(inner=mine), part, own, upper=upper)
         for own, part in zip(weight.chunk(ranks, 2), x.chunk(ranks, 1), strict=True)
     ]
     assert equal(tree([part[0] for part in parts]), row[0])
