@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.support.exact import CASE as GPT
-from tests.support.exact import check, check_near_plain, differences, exact_run, slow_but, with_layout
+from tests.support.exact import EXACT, check, check_near_plain, differences, exact_run, slow_but, with_layout
 from tests.support.mistakes import Patch, with_mistake
 from tests.support.parity import Case, Trace
 from threefold.launch.worker_pool import WorkerPool
@@ -71,6 +71,8 @@ LAYOUTS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "ep 2 pp 2": (4, 1, 2, ep(2)),
     "ep 2 zero-bubble": (2, 1, 2, ep(2, schedule="zero-bubble")),
     "ep 2 tp 2 zbv": (2, 2, 2, ep(2, schedule="zbv", **SP)),
+    "ep 2 dualpipev": (2, 1, 2, ep(2, schedule="dualpipev")),
+    "ep 2 interleaved": (4, 1, 2, ep(2, schedule="interleaved", micro=2)),
     "ep 2 zero 1": (4, 1, 1, ep(2, parallel__zero=1)),
     "ep 2 zero 3 of dp 8 over 4": (8, 1, 1, ep(2, parallel__zero=3, parallel__zero_shards=4)),
     "ep 4 zero 2 over 2": (8, 1, 1, ep(4, parallel__zero=2, parallel__zero_shards=2)),
@@ -127,6 +129,15 @@ def test_bf16(
 @pytest.mark.slow
 def test_bits_over_sockets(pool: WorkerPool, one_process: Callable[[Case], Trace]) -> None:
     check(pool, one_process(MOE), replace(with_layout(MOE, 4, 2, 1, **ep(2, **SP)), shared_memory=False))
+
+
+@pytest.mark.slow
+def test_norm_of_experts_that_zero_cuts_finer_than_tensor_pieces(
+    pool: WorkerPool, one_process: Callable[[Case], Trace]
+) -> None:
+    odd = replace(MOE, vocab=89)
+    assert odd.with_layout(1, 1, 1, settings=(EXACT,)).config.train.grain_tensor == 1
+    check(pool, one_process(odd), with_layout(odd, 8, 1, 1, **ep(2, parallel__zero=3)))
 
 
 def senders_added_in_a_chain() -> list[Patch]:
