@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.ops.support import THREADS, drawn, equal, same_in_threads, tree, with_gradients
 from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import PositionEmbedding, SampleInfo
 from threefold.models.layers.rope_scaling import RopeScaling
@@ -24,7 +25,6 @@ from threefold.ops.kernels import linear as plain_linear
 from threefold.random.dropout_mask import sample_keys
 from threefold.random.rng import Slice
 
-THREADS = (1, 2, 4)
 WIDTHS = (1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 127, 130, 257, 513, 1000)
 SIZES = (1, 2, 3, 5, 8, 24, 33, 88, 130, 513)
 PIECES = 8
@@ -37,10 +37,6 @@ def threads_stay() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + 31 * sum(shape))) * 2
-
-
 def moved(x: Tensor) -> Tensor:
     """Return a copy that begins in the middle of a processor's vector."""
     return torch.empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
@@ -51,39 +47,10 @@ def strided(x: Tensor) -> Tensor:
     return drawn(*x.shape[:-1], x.shape[-1] + 3)[..., 1:-2].copy_(x)
 
 
-def equal(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one, other)
-
-
 def close(found: Tensor, expected: Tensor, limit: float = 3e-6) -> bool:
     """Compare with fp64, relative to the largest element."""
     found, expected = found.detach(), expected.detach()
     return bool((found - expected).abs().max() <= limit * max(1.0, float(expected.abs().max())))
-
-
-def same_in_threads(compute: Callable[[], Any]) -> Any:
-    """Return the result, which must not depend on the number of threads."""
-    found = []
-    for count in THREADS:
-        torch.set_num_threads(count)
-        result = compute()
-        found.append(result if isinstance(result, tuple) else (result,))
-    torch.set_num_threads(1)
-    for other in found[1:]:
-        assert all(map(equal, found[0], other)), "depends on threads"
-    return found[0] if isinstance(result, tuple) else found[0][0]
-
-
-def with_gradients(compute: Callable[..., Tensor], *inputs: Tensor, upper: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Return the result and the gradients of all inputs, given that of the result."""
-    leaves = [each.detach().requires_grad_() for each in inputs]
-    out = compute(*leaves)
-    grad = drawn(*out.shape, seed=7) if upper is None else upper
-    return (out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype)))
-
-
-def tree(parts: list[Tensor]) -> Tensor:
-    return exact.tree_sum(each.clone() for each in parts)
 
 
 def of_ranks(ranks: int, x: Tensor, dim: int = 0) -> list[Tensor]:

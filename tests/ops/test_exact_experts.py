@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.test_exact import drawn, equal, same_in_threads, tree, with_gradients
+from tests.ops.support import drawn, equal, same_in_threads, tree, with_gradients
 from threefold.models.layers.experts import Routing
 from threefold.models.layers.experts import grouped_linear as plain_grouped_linear
 from threefold.ops import exact_experts

@@ -163,6 +163,7 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
         """[B, S, H] → [B, S, H]."""
+        # The gradients of the uses of `x` are added from its last use to its first, which an exact run relies on.
         out = self.experts(x, self.routing(self.router(x), samples))
         if self.shared is None:
             return out
