@@ -181,7 +181,8 @@ def _departure(document: dict) -> str:
         first = layout["first_departure"]
         if layout["verdict"] == "departs" and first is not None:
             what = " ".join(filter(None, (first["what"], first["parameter"])))
-            return f"{layout['layout']}: step {first['step']} {what}, {first['relative']:.1e}"
+            much = first["values"] if "values" in first else f"{first['relative']:.1e}"  # of bits, with --exact
+            return f"{layout['layout']}: step {first['step']} {what}, {much}"
         if layout["verdict"] != "equal":
             return f"{layout['layout']}: {layout['verdict']}: {' '.join(str(layout['message']).split())[-300:]}"
     return ""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.ops.support import tree
 from tests.support.bits import THREADS, close, cuts, drawn, equal, same_in_threads, with_gradients
 from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import PositionEmbedding, SampleInfo
@@ -45,10 +46,6 @@ def moved(x: Tensor) -> Tensor:
 def strided(x: Tensor) -> Tensor:
     """Return a copy with other numbers between the rows."""
     return drawn(*x.shape[:-1], x.shape[-1] + 3)[..., 1:-2].copy_(x)
-
-
-def tree(parts: list[Tensor]) -> Tensor:
-    return exact.tree_sum(each.clone() for each in parts)
 
 
 def of_ranks(ranks: int, x: Tensor, dim: int = 0) -> list[Tensor]:
@@ -137,6 +134,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor
 }
 TRUSTED: dict[str, Callable[[Tensor], Tensor]] = {
     "exp": torch.exp,
+    "log": lambda x: x.abs().log(),
     "tanh": torch.tanh,
     "erf": torch.erf,
     "square root": lambda x: x.abs().sqrt(),
@@ -204,6 +202,7 @@ def test_norms_are_the_tree_over_ranks(norm: Callable[..., Tensor], width: int) 
 
 ROWS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": exact_functions.softmax,
+    "log-sum-exp": lambda x: exact_functions.logsumexp(x).unsqueeze(-1),
     "largest": lambda x: x.amax(-1, keepdim=True),
     "sum": exact.last_dim_summed,
 }

@@ -124,7 +124,27 @@ def test_change_of_layout_leaves_no_trace(
     assert [name for name, tensor in found.items() if not same_bits(tensor, expected[name])] == []
 
 
-def numbers_of(run_dir: Path, key: str) -> list[float]:
+MIXTURE_RUN = (
+    *EXACT_RUN,
+    ("model.architecture", "llama"),
+    ("model.num_experts", 4),
+    ("model.expert_capacity_factor", 1.0),
+    ("model.router_aux_loss", 0.1),
+)
+
+
+@pytest.mark.slow
+def test_change_of_the_layout_of_a_mixture_leaves_no_trace(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
+    run, whole, changed = small_run.but(steps=WHOLE, set=MIXTURE_RUN), tmp_path / "whole", tmp_path / "changed"
+    pool.run(1, train_rank, run, whole)
+    first, then = ((*MIXTURE_RUN, ("parallel.zero", stage), ("parallel.ep", 2)) for stage in (3, 1))
+    pool.run(4, train_rank, run.but(dp=4, steps=SAVED, set=first), changed)
+    pool.run(4, train_rank, run.but(dp=2, tp=2, set=then), changed, True)
+    for key in ("loss", "grad_norm", "fingerprint"):
+        assert numbers_of(changed, key) == numbers_of(whole, key)
+
+
+def numbers_of(run_dir: Path, key: str) -> list[Any]:
     return [line[key] for line in steps_of(run_dir).values()]
 
 

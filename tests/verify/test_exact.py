@@ -74,6 +74,40 @@ def test_threads_leave_the_bits(one_process: ExactVerifier) -> None:
     assert (result.verdict, result.first) == (EQUAL, None), result
 
 
+MIXTURE = given(
+    model={
+        "architecture": "llama",
+        "vocab_size": 50304,
+        "num_experts": 8,
+        "shared_expert_ffn_hidden_size": 512,
+        "shared_expert_gate": True,
+        "expert_capacity_factor": 1.0,
+        "router_aux_loss": 0.1,
+        "router_z_loss": 0.01,
+    }
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_layouts_of_a_mixture_have_the_bits_of_one_process(pool: WorkerPool, tmp_path: Path, dtype: str) -> None:
+    specs = [parse(layout) for layout in ("dp2·tp2 sp", "dp4·tp2·ep4 zero1", "dp4·pp2·ep2 zbv full accumulation2")]
+    base = shrink_exact(prepare_exact(MIXTURE, dtype, vocab_size=1), specs)
+    check = ExactVerifier(ExactVerification(base, 2, RandomBatches()), pool, tmp_path)
+    check.run_one_process()
+    for result in map(check.verify, specs):
+        assert (result.verdict, result.first) == (EQUAL, None), result
+        assert result.fingerprint == check.fingerprint
+
+
+def test_expert_parallelism_is_inside_the_grain() -> None:
+    base = shrink_exact(prepare_exact(MIXTURE, None, vocab_size=1), [parse("dp8·ep8")])
+    selection = select(base, 8, everything=True)
+    assert {spec.layout.ep for spec in selection.specs} == {1, 2, 4, 8}
+    outside = [each.spec for each in selection.outside]
+    assert [str(spec) for spec in outside if spec.layout.cp == 1 and "looped-bfs" not in str(spec)] == []
+
+
 class MistakenPool:
     """A pool whose ranks make a mistake."""
 

@@ -286,11 +286,11 @@ def _check_exact(config: Config) -> None:
                 raise problem(config, f"train.{key}", "train.exact is false; leave it out or use train.exact true")
         return
     ours = family != OWN and family in FAMILIES.built_in
+    along = ours and not config.model.num_experts  # whose sums over positions are in context pieces
     for key, broken, use in (
         ("parallel.sequence_parallel", parallel.sequence_parallel and not ours, "false"),
-        ("parallel.cp", parallel.cp > 1 and not ours, "1"),
-        ("train.grain_context", train.grain_context > 1 and not ours, "1"),
-        ("model.num_experts", config.model.num_experts > 0, "0"),
+        ("parallel.cp", parallel.cp > 1 and not along, "1"),
+        ("train.grain_context", train.grain_context > 1 and not along, "1"),
         ("precision.dtype", precision.dtype not in ("fp32", "bf16"), "fp32 or bf16"),
         ("precision.master_weights", precision.dtype == "bf16" and not precision.master_weights, "true"),
         ("optimizer.name", optimizer.name not in BUILT_IN, "adamw"),

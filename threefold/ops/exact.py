@@ -207,7 +207,13 @@ def _whole_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, inner: int = 1, outer: int = 1, rows: RowSum | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    inner: int = 1,
+    outer: int = 1,
+    rows: RowSum | None = None,
+    weight_rows: RowSum | None = None,
 ) -> Tensor:
     """Compute `F.linear` with the sums that a layout may cut in pieces.
 
@@ -219,9 +225,13 @@ def linear(
         bias: [out].
         inner: pieces of the sum over the input features, in the output (of a row-parallel layer).
         outer: pieces of the sum over the output features, in the gradient of `x` (of a column-parallel layer).
-        rows: sum of the rows of `x`, for the gradients of bias and weight.
+        rows: sum of the rows of `x`, for the bias's gradient, whose context pieces the weight's gradient has too.
+        weight_rows: sum of the rows for the weight's gradient; None for one product over the rows of each context piece
+            that this rank holds.
     """
-    out: Tensor = _Linear.apply(x, weight, bias, inner, outer, rows or RowSum(), gradient_store(weight))
+    rows = rows or RowSum()
+    sums = rows, weight_rows or RowSum(context=rows.context)
+    out: Tensor = _Linear.apply(x, weight, bias, inner, outer, sums, gradient_store(weight))
     return out
 
 
@@ -234,12 +244,12 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         inner: int,
         outer: int,
-        rows: RowSum,
+        sums: tuple[RowSum, RowSum],
         store: GradientStore | None,
     ) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(flat, weight)
-        ctx.outer, ctx.rows = outer, rows
+        ctx.outer, (ctx.rows, ctx.weight_rows) = outer, sums
         ctx.store, ctx.leaves = store, (None, None) if store is None else (weight, bias)
         out = product(flat, weight, inner)
         return (out if bias is None else out.add_(bias)).view(*x.shape[:-1], weight.shape[0])
@@ -253,7 +263,7 @@ class _Linear(torch.autograd.Function):
         leaf, bias = ctx.leaves
         return (
             product(flat, weight.t(), ctx.outer).view(*grad.shape[:-1], -1) if wants_x else None,
-            defer_or_compute(ctx.store, leaf, wants_weight, partial(_weight_gradient, flat, x, ctx.rows.context)),
+            defer_or_compute(ctx.store, leaf, wants_weight, partial(_weight_gradient, ctx.weight_rows, flat, x)),
             defer_or_compute(ctx.store, bias, wants_bias, partial(_sum_of, ctx.rows, flat)),
             None,
             None,
@@ -262,17 +272,18 @@ class _Linear(torch.autograd.Function):
         )
 
 
-def _weight_gradient(grad: Tensor, x: Tensor, context: int) -> Tensor:
+def _weight_gradient(rows: RowSum, grad: Tensor, x: Tensor) -> Tensor:
     """Return `grad.T @ x` of `grad` [rows, out] and `x` [rows, in], as a tree sum over context pieces of the rows."""
-    parts = zip(context_parts(grad, context, 0), context_parts(x, context, 0), strict=True)
-    return tree_sum(_transposed_product(*each) for each in parts)
+    parts = zip(context_parts(grad, rows.context, 0), context_parts(x, rows.context, 0), strict=True)
+    total = tree_sum(_transposed_product(*each, rows.pieces) for each in parts)
+    return total if rows.over_ranks is None else rows.over_ranks(total)
 
 
-def _transposed_product(grad: Tensor, x: Tensor) -> Tensor:
-    """Compute `gradᵀ @ x`; oneDNN copies the first operand, which is the smaller of the two here."""
+def _transposed_product(grad: Tensor, x: Tensor, pieces: int) -> Tensor:
+    """Compute `gradᵀ @ x` in pieces of the rows; oneDNN copies the first operand, which is the smaller of the two."""
     if grad.shape[1] <= x.shape[1]:
-        return product(grad.t(), x.t())
-    return product(x.t(), grad.t()).t().contiguous()
+        return product(grad.t(), x.t(), pieces)
+    return product(x.t(), grad.t(), pieces).t().contiguous()
 
 
 def _sum_of(sum_rows: RowSum, rows: Tensor) -> Tensor:
@@ -441,7 +452,10 @@ def row_width(parameter: Tensor, grain: Grain) -> int:
     """Return the number of neighboring elements of a parameter that no layout inside the grain cuts."""
     if parameter.dim() < 2:
         return 1
-    return parameter.shape[-1] // gcd(grain.tensor, parameter.shape[-1])
+    last = parameter.shape[-1]
+    if parameter.dim() == 3:  # of experts, whose last dim either the tensor ranks or the ranks of ZeRO cut
+        return last // gcd(last, max(grain.tensor, grain.samples))
+    return last // gcd(grain.tensor, last)
 
 
 def row_norms(gradient: Tensor, width: int) -> Tensor:

@@ -63,6 +63,12 @@ def _of_softmax(_: RowSum, input: Tensor, dim: int | None = None, *args: Any, **
     return exact_functions.softmax(input, **options)
 
 
+def _of_logsumexp(_: RowSum, input: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+    if dim not in (-1, input.dim() - 1) or keepdim:
+        return torch.logsumexp(input, dim, keepdim)
+    return exact_functions.logsumexp(input)
+
+
 def _of_sum(
     rows: RowSum, over_context: Callable[[Tensor], Tensor] | None, input: Tensor, *args: Any, **options: Any
 ) -> Tensor:
@@ -87,5 +93,7 @@ _REPLACED: Final[dict[Callable[..., Any], Callable[..., Tensor]]] = {
     F.softmax: _of_softmax,
     torch.softmax: _of_softmax,
     Tensor.softmax: _of_softmax,
+    torch.logsumexp: _of_logsumexp,
+    Tensor.logsumexp: _of_logsumexp,
 }
 """Function of torch → its replacement, called with the sum of rows and the function's arguments."""

@@ -82,6 +82,28 @@ def softmax(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tenso
     return out
 
 
+def logsumexp(x: Tensor) -> Tensor:
+    """Compute `torch.logsumexp` over the last dim, in fp32 at least."""
+    out: Tensor = _LogSumExp.apply(x)
+    return out
+
+
+class _LogSumExp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        wide = widened(x)
+        top = wide.amax(-1, keepdim=True)
+        out = last_dim_summed(wide.sub(top).exp_()).log_().add_(top)
+        ctx.save_for_backward(x, out)
+        return out.squeeze(-1).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        x, out = ctx.saved_tensors
+        return widened(x).sub(out).exp_().mul_(grad.unsqueeze(-1)).to(x.dtype)
+
+
 class _Softmax(torch.autograd.Function):
     """Softmax whose rows are computed alike whatever their number, which torch's backward pass does not promise."""
 

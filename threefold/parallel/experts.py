@@ -1,15 +1,21 @@
 """Expert parallelism: each rank holds some experts, and tokens reach them by all-to-all."""
 
+from collections.abc import Mapping
+from functools import partial
+
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from threefold.comm.axis import Axis, gather_shares, reduce_to_shares
+from threefold.comm.axis import Axis, gather_from, gather_shares, reduce_to_shares, scatter_to
 from threefold.comm.layout import shard_bounds
 from threefold.comm.reductions import all_reduce, copy_to, differentiable, reduce_from
 from threefold.models.layers.experts import Choice, Experts, Routing, swiglu, through
 from threefold.models.sharding import OverExperts
+from threefold.ops.exact_experts import AddGradient, grouped_linear
 from threefold.parallel.context import ShardingContext, whole_sequence
-from threefold.parallel.leaf import local
+from threefold.parallel.gradients import Gradients
+from threefold.parallel.leaf import local, stored
 from threefold.parallel.parameter import split_parameter
 
 
@@ -41,24 +47,37 @@ class ParallelRouting(Routing):
 
 
 class ParallelExperts(nn.Module):
-    """`Experts` sharded over the expert axis, with each expert split over the tensor axis."""
+    """`Experts` sharded over the expert axis, with each expert split over the tensor axis.
+
+    Attributes:
+        adds: parameter's name → what takes its gradients of the samples of all expert ranks, which an exact run sums
+            apart; empty for any other run.
+    """
 
     gate_up: nn.Parameter
     down: nn.Parameter
+    adds: Mapping[str, AddGradient]
 
     def __init__(self, experts: Experts, context: ShardingContext) -> None:
         super().__init__()
-        self.context, self.count = context, len(experts.gate_up)
+        self.context, self.count, self.adds = context, len(experts.gate_up), {}
         for name, weight in experts.named_parameters():  # this rank's experts, each cut over the tensor axis
             (_, outer), (_, inner) = OverExperts().cuts(name)
             cuts = [(context.ep, outer)] if context.ep.size > 1 else []
             self.register_parameter(name, split_parameter(weight, *cuts, (context.tp, inner)))
+
+    def hand_gradients_to(self, gradients: Gradients) -> None:
+        """Have the backward pass add the gradients of all expert ranks' samples to `gradients`, apart."""
+        leaves = {name: local(stored(parameter)) for name, parameter in self.named_parameters()}
+        self.adds = {name: partial(gradients.add_, leaf) for name, leaf in leaves.items()}
 
     # The number of tokens per expert is only known at run time.
     @torch.compiler.disable
     def forward(self, x: Tensor, choice: Choice) -> Tensor:
         """Run the experts: [B, S, H] → [B, S, H], whole on every tensor rank or its shard of the sequence."""
         tp, dim = self.context.tp, self.context.sequence_dim
+        if self.context.pieces is not None:
+            return self._exactly(x, choice)
         if dim is None:
             x, choice = copy_to(x, tp), choice._replace(weights=copy_to(choice.weights, tp))
         else:
@@ -68,21 +87,49 @@ class ParallelExperts(nn.Module):
         out = through(x, choice, self.count, self._run)
         return reduce_from(out, tp) if dim is None else reduce_to_shares(out, tp, dim)
 
+    def _exactly(self, x: Tensor, choice: Choice) -> Tensor:
+        """Run the experts as in an exact run: tensor ranks add up whole rows of each expert, and combine them alike."""
+        tp, dim = self.context.tp, self.context.sequence_dim
+        if dim is None:
+            return through(x, choice, self.count, self._run, exact=True)
+        experts = tp.all_gather_equal(choice.experts, dim)
+        choice = choice._replace(experts=experts, weights=gather_from(choice.weights, tp, dim))
+        out = through(gather_from(x, tp, dim), choice, self.count, self._run, exact=True)
+        return scatter_to(out, tp, dim).clone()  # FSDP warns of outputs that are views
+
     def _run(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Send `rows` to the ranks of their experts, and return the outputs."""
         ep = self.context.ep
         weights = local(self.gate_up), local(self.down)
         if ep.size == 1:
-            return swiglu(rows, *weights, counts)
+            return swiglu(rows, *weights, counts) if self.context.pieces is None else self._products(rows, counts)
         start, end = shard_bounds(self.count, ep.size, ep.index)
         arriving = ep.all_gather_equal(counts.unsqueeze(0), 0)[:, start:end]  # [ep, experts of this rank]
         sent, received = counts.view(ep.size, -1).sum(1).tolist(), arriving.sum(1).tolist()
         rows = all_to_all(rows, ep, sent, received)
+        if self.context.pieces is not None:
+            return all_to_all(self._products(rows, arriving.flatten()), ep, received, sent)
         # Rows arrive by sender, then expert.
         experts = torch.arange(end - start, device=rows.device).repeat(ep.size)
         order = experts.repeat_interleave(arriving.flatten()).argsort(stable=True)
         done = swiglu(rows[order], *weights, arriving.sum(0))
         return all_to_all(torch.empty_like(done).index_copy(0, order, done), ep, received, sent)
+
+    def _products(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Compute the outputs of rows [n, H] as in an exact run, whole on every tensor rank.
+
+        Args:
+            rows: sorted by expert rank that sent them, then expert.
+            counts: int64 [senders · experts of this rank], number of rows of each.
+        """
+        assert self.context.pieces is not None  # in an exact run
+        tp, features, groups = self.context.tp, self.context.pieces.features, counts.tolist()
+        gate_up, down = local(self.gate_up), local(self.down)
+        into = copy_to(rows, tp)
+        joined = grouped_linear(into, gate_up, groups, outer=features, add=self.adds.get("gate_up"))
+        gate, up = joined.unflatten(-1, (-1, 2)).unbind(-1)
+        done = grouped_linear(F.silu(gate) * up, down, groups, inner=features, add=self.adds.get("down"))
+        return reduce_from(done, tp)
 
     def extra_repr(self) -> str:
         return f"gate_up={tuple(self.gate_up.shape)}, down={tuple(self.down.shape)}"

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from threefold.comm.axis import Axis
+from threefold.ops.exact import tree_sum
 from threefold.parallel.compression import NarrowSum
 
 Item = TypeVar("Item")
@@ -156,12 +157,39 @@ class GroupTree:
         self._pushed += 1
 
 
+class SenderTrees:
+    """Sums of one parameter's gradients over the leaves of several ranks, which run theirs at once (experts).
+
+    Args:
+        senders: neighboring replicas whose leaves reach this rank's parameter.
+    """
+
+    def __init__(self, order: LeafOrder, senders: int = 1) -> None:
+        self._trees = [GroupTree(order) for _ in range(senders)]
+
+    def clear(self) -> None:
+        """Begin a step."""
+        for tree in self._trees:
+            tree.clear()
+
+    def add_(self, gradient: Tensor, dtype: torch.dtype) -> None:
+        """Add a gradient as `GroupTree.add_`, or one of each sender's running leaf: [senders, …]."""
+        parts = (gradient,) if len(self._trees) == 1 else gradient.unbind()
+        for tree, part in zip(self._trees, parts, strict=True):
+            tree.add_(part, dtype)
+
+    def total(self) -> Tensor | None:
+        """Return the sum over all samples of the senders; None if there is no gradient."""
+        totals = [total for tree in self._trees if (total := tree.total()) is not None]
+        return tree_sum(totals) if totals else None
+
+
 class _TreePlace(_Place):
     """Place of a leaf whose gradients are summed in the order of an exact run."""
 
-    def __init__(self, flat: Tensor, leaf: Tensor, order: LeafOrder) -> None:
+    def __init__(self, flat: Tensor, leaf: Tensor, order: LeafOrder, senders: int) -> None:
         super().__init__(flat, leaf)
-        self._tree = GroupTree(order)
+        self._tree = SenderTrees(order, senders)
 
     def begin(self, leaf: Tensor) -> None:
         super().begin(leaf)
@@ -183,11 +211,16 @@ class _Bucket:
     """Flat buffer of gradients, and how many it still waits for in this step."""
 
     def __init__(
-        self, leaves: Sequence[Tensor], dtype: torch.dtype, sizes: Sequence[int], order: LeafOrder | None
+        self,
+        leaves: Sequence[Tensor],
+        dtype: torch.dtype,
+        sizes: Sequence[int],
+        order: LeafOrder | None,
+        senders: int,
     ) -> None:
         self.flat = torch.zeros(sum(sizes), dtype=dtype, device=leaves[0].device)
         parts = zip(leaves, self.flat.split(list(sizes)), strict=True)
-        place = _Place if order is None else partial(_TreePlace, order=order)
+        place = _Place if order is None else partial(_TreePlace, order=order, senders=senders)
         self.places = [(leaf, place(part, leaf)) for leaf, part in parts]
         self._sizes = sizes
         self.waiting = 0
@@ -270,6 +303,7 @@ class GradientBuckets(Gradients):
         longest: leaf → number of elements of its longest shard on any tensor rank; None for the leaf's own size.
         tp: tensor ranks, whose buckets hold shards of the same parameters; None without tensor parallelism.
         order: order of an exact run's sums; None to add gradients as they come.
+        senders: in an exact run, ranks whose leaves run at once; of several, `add_` gets the gradients [senders, …].
     """
 
     def __init__(
@@ -282,6 +316,7 @@ class GradientBuckets(Gradients):
         longest: Mapping[Tensor, int] | None = None,
         tp: Axis | None = None,
         order: LeafOrder | None = None,
+        senders: int = 1,
     ) -> None:
         self._axis, self._tp = axis, tp
         self._wire = wire if axis.size > 1 else None
@@ -291,7 +326,7 @@ class GradientBuckets(Gradients):
 
         parts = in_buckets(list(leaves), lambda leaf: room(leaf) * dtype.itemsize, bucket_bytes)
         size = room if axis.size > 2 else Tensor.numel  # two summands have one sum in any order
-        self._buckets = [_Bucket(part, dtype, [size(leaf) for leaf in part], order) for part in parts]
+        self._buckets = [_Bucket(part, dtype, [size(leaf) for leaf in part], order, senders) for part in parts]
         self._started = 0
         self._observer: Observer | None = None
         self._places: dict[Tensor, _Place] = {}

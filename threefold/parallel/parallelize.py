@@ -30,6 +30,7 @@ from threefold.ops.exact_arithmetic import ExactArithmetic
 from threefold.ops.kernels import DeferrableWeight
 from threefold.ops.own_arithmetic import OwnArithmetic, UnknownCalls
 from threefold.parallel.context import ShardingContext
+from threefold.parallel.experts import ParallelExperts
 from threefold.parallel.gradients import BUCKET_BYTES, GradientBuckets, Gradients, JoinedGradients, LeafOrder
 from threefold.parallel.leaf import like, local, stored, stored_as
 from threefold.parallel.parameter import (
@@ -373,6 +374,10 @@ def apply_parallelism(
         for leaf, copy in copies:
             copy.data = leaf.data
     gradients = _make_gradients(stages, how, training.gradient_compression, training.pieces.bucket_bytes, copies)
+    if how.order is not None and how.mesh.ep.size > 1:
+        for experts in (unwrapped(each) for stage in stages for each in stage.modules()):
+            if isinstance(experts, ParallelExperts):
+                experts.hand_gradients_to(gradients)
     weights = make_weights(whole_parameters(stages), how.master_dtype)
     initialise_(weights, plan, training.seed, gradients, constructed)
     return TrainableModel(stages, plan, how, tied, streams, gradients, weights, copies)
@@ -471,14 +476,14 @@ def _make_gradients(
     """Make sharded gradients with ZeRO, else buckets; experts are summed over the replicas that hold them."""
     if how.zero is not None:
         if how.order is not None:
-            return ExactShardedGradients(stages, how.zero, how.order, copies)
+            return ExactShardedGradients(stages, how.zero, how.order, how.mesh.ep.size, copies)
         return ShardedGradients(stages, how.zero)
     parameters = [parameter for _, parameter in whole_parameters(stages) if parameter.requires_grad]
     mesh, dtype, wire = how.mesh, how.master_dtype, DTYPES.get(compression)
     longest = {local(parameter): longest_shard(parameter) for parameter in parameters}
 
-    def buckets(leaves: list[Tensor], axis: Axis) -> GradientBuckets:
-        return GradientBuckets(leaves, axis, dtype, bucket_bytes, wire, longest, mesh.tp, how.order)
+    def buckets(leaves: list[Tensor], axis: Axis, senders: int = 1) -> GradientBuckets:
+        return GradientBuckets(leaves, axis, dtype, bucket_bytes, wire, longest, mesh.tp, how.order, senders)
 
     experts = [local(parameter) for parameter in parameters if is_of_experts(parameter)]
     others = [local(parameter) for parameter in parameters if not is_of_experts(parameter)]
@@ -488,4 +493,4 @@ def _make_gradients(
     everywhere = buckets(others, mesh.replicas)
     if not experts:
         return everywhere
-    return JoinedGradients([(others, everywhere), (experts, buckets(experts, mesh.expert_replicas))])
+    return JoinedGradients([(others, everywhere), (experts, buckets(experts, mesh.expert_replicas, mesh.ep.size))])

@@ -284,7 +284,8 @@ def _token_routing(rule: sharding.TokenRouting, module: Routing, context: Shardi
 
 
 def _over_experts(rule: sharding.OverExperts, module: Experts, context: ShardingContext) -> nn.Module:
-    return ParallelExperts(module, context) if context.ep.size * context.tp.size > 1 else module
+    sharded = context.ep.size * context.tp.size > 1 or context.grain is not None
+    return ParallelExperts(module, context) if sharded else module
 
 
 def _per_head(rule: sharding.PerHead, module: nn.Module, context: ShardingContext) -> nn.Module:
@@ -303,7 +304,16 @@ def _per_head(rule: sharding.PerHead, module: nn.Module, context: ShardingContex
     return module
 
 
-def _unchanged(rule: sharding.Split, module: nn.Module, context: ShardingContext) -> nn.Module:
+def _replicated(rule: sharding.Replicated, module: nn.Module, context: ShardingContext) -> nn.Module:
+    pieces = context.pieces
+    if pieces is None or not isinstance(module, nn.Linear):
+        return module
+    rows = pieces.rows
+
+    def forward(self: nn.Linear, x: Tensor) -> Tensor:
+        return exact.linear(x, self.weight, self.bias, rows=rows, weight_rows=rows)
+
+    _extend(module, {"forward": forward})
     return module
 
 
@@ -317,7 +327,7 @@ SHARDINGS: dict[type[sharding.Split], Sharding] = {
     sharding.OverSequence: Sharding((Dropout, PositionEmbedding), _over_sequence),
     sharding.TokenRouting: Sharding((Routing,), _token_routing),
     sharding.OverExperts: Sharding((Experts,), _over_experts),
-    sharding.Replicated: Sharding((nn.Module,), _unchanged),
+    sharding.Replicated: Sharding((nn.Module,), _replicated),
     sharding.PerHead: Sharding((nn.Module,), _per_head),
 }
 """Rule → how it is applied."""

@@ -30,7 +30,7 @@ from threefold.comm.mesh import Mesh
 from threefold.models.sharding import OverExperts
 from threefold.parallel.compression import narrowed, widen_
 from threefold.parallel.experts import ParallelExperts
-from threefold.parallel.gradients import Gradients, GroupTree, LeafOrder, Observer
+from threefold.parallel.gradients import Gradients, LeafOrder, Observer, SenderTrees
 from threefold.parallel.leaf import keep_stored, like, local, stored
 from threefold.parallel.parameter import has_uneven_shards, is_of_experts, replace_parameters
 from threefold.parallel.pipeline.stage import Stage
@@ -328,6 +328,7 @@ class ExactShardedGradients(ShardedGradients):
     Args:
         stages, zero: see `ShardedGradients`.
         order: order of the sums over samples.
+        senders: ranks that share the experts, whose samples reach an expert at once.
         copies: leaves of tied weights, each with the leaf of another use on this rank. FSDP shards every use as a
             parameter of its own, whose values follow those of the first.
     """
@@ -337,11 +338,12 @@ class ExactShardedGradients(ShardedGradients):
         stages: Sequence[nn.Module],
         zero: ZeroSharding,
         order: LeafOrder,
+        senders: int = 1,
         copies: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> None:
         super().__init__(stages, zero)
         self._copies = copies
-        self._trees = {leaf: GroupTree(order) for leaf in self._parameters}
+        self._trees = {leaf: SenderTrees(order, senders if leaf in self._experts else 1) for leaf in self._parameters}
         self._reduced: list[list[Tensor]] = []
         """Leaves whose gradients are reduce-scattered together: those of one FSDP module."""
         for stage in stages:
@@ -359,6 +361,9 @@ class ExactShardedGradients(ShardedGradients):
             root.set_requires_gradient_sync(False)
         for tree in self._trees.values():
             tree.clear()
+
+    def add_(self, leaf: Tensor, gradient: Tensor) -> None:
+        self._trees[leaf].add_(gradient, leaf.dtype)
 
     def finish(self) -> None:
         for root in self._roots:
@@ -396,7 +401,7 @@ class ExactShardedGradients(ShardedGradients):
             self._gradients[leaf] = part[: leaf.numel()].view(leaf.shape)
 
 
-def _add_to_tree(trees: Mapping[str, tuple[GroupTree, torch.dtype]], name: str, parameter: Tensor) -> None:
+def _add_to_tree(trees: Mapping[str, tuple[SenderTrees, torch.dtype]], name: str, parameter: Tensor) -> None:
     gradient, parameter.grad = parameter.grad, None
     if gradient is not None:
         tree, dtype = trees[name]

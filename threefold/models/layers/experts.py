@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 from threefold.models.layers.decoder import NOTHING, Linear, SampleInfo
 from threefold.models.layers.mixture_config import MixtureConfig
+from threefold.ops.exact import repeat
+from threefold.ops.exact_experts import weighted_sum
 from threefold.ops.kernels import GradientStore, defer_or_compute, gradient_store, product
 
 
@@ -161,6 +163,7 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
         """[B, S, H] → [B, S, H]."""
+        # The gradients of the uses of `x` are added from its last use to its first, which an exact run relies on.
         out = self.experts(x, self.routing(self.router(x), samples))
         if self.shared is None:
             return out
@@ -186,7 +189,9 @@ class Experts(nn.Module):
         return through(x, choice, len(self.gate_up), lambda rows, counts: swiglu(rows, self.gate_up, self.down, counts))
 
 
-def through(x: Tensor, choice: Choice, experts: int, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+def through(
+    x: Tensor, choice: Choice, experts: int, run: Callable[[Tensor, Tensor], Tensor], exact: bool = False
+) -> Tensor:
     """Sort tokens by expert, run the experts, and sum each token's outputs by their weights.
 
     Args:
@@ -194,6 +199,7 @@ def through(x: Tensor, choice: Choice, experts: int, run: Callable[[Tensor, Tens
         choice: experts of each token.
         experts: number of experts.
         run: function (rows [n, H] sorted by expert, int64 [experts] rows of each) → outputs [n, H].
+        exact: whether to sum as in exact runs.
 
     Returns:
         [B, S, H]; zero for a token whose experts were all full.
@@ -207,11 +213,14 @@ def through(x: Tensor, choice: Choice, experts: int, run: Callable[[Tensor, Tens
     if choice.may_drop:
         order = order[: int(counts.sum())]  # drop tokens whose expert was full; they come last
     # One row for each token and expert makes both permutations copies, whose gradients are deterministic.
-    rows = x.reshape(-1, 1, hidden).expand(-1, per_token, -1).reshape(-1, hidden)[order]
-    outputs = run(rows, counts)
+    tokens = x.reshape(-1, 1, hidden)
+    repeated = repeat(tokens, per_token) if exact else tokens.expand(-1, per_token, -1)
+    outputs = run(repeated.reshape(-1, hidden)[order], counts)
     slots = outputs.new_zeros(chosen.numel(), hidden).index_copy(0, order, outputs)
-    weighted = slots.view(*choice.experts.shape, hidden) * choice.weights.unsqueeze(-1)
-    return weighted.sum(-2)
+    of_token = slots.view(*choice.experts.shape, hidden)
+    if exact:
+        return weighted_sum(of_token, choice.weights)
+    return (of_token * choice.weights.unsqueeze(-1)).sum(-2)
 
 
 def swiglu(rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor) -> Tensor:

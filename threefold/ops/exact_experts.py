@@ -1,0 +1,105 @@
+"""Experts of exact runs: products of each expert's rows of one sample, and the weighted sum of a token's outputs.
+
+A micro-batch of an exact run is one sample. Its rows of an expert are in the order of its tokens, and their product is
+one of its own, whichever rank computes it beside those of other samples. So an expert's gradient of a sample has the
+same bits in every layout; those of samples that arrive from several ranks at once are handed on apart.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from threefold.ops.exact import last_dim_summed, product, tree_sum, widened
+from threefold.ops.kernels import GradientStore, gradient_store
+
+AddGradient = Callable[[Tensor], None]
+"""Adds the gradients of a weight, of all senders: [senders, …]."""
+
+
+def grouped_linear(
+    x: Tensor, weight: Tensor, counts: list[int], inner: int = 1, outer: int = 1, add: AddGradient | None = None
+) -> Tensor:
+    """Apply a linear layer of its own to each group of rows: [n, out].
+
+    Like `kernels.linear`, it defers the gradient of a `DeferrableWeight` whose store is open: that of all senders if
+    there are several.
+
+    Args:
+        x: [n, in], sorted by sender (a rank with a sample of its own), then expert.
+        weight: [experts, out, in].
+        counts: number of rows of each group, a multiple of the number of experts.
+        inner, outer: pieces of the sums over the input and the output features, as for `exact.linear`.
+        add: takes the weight's gradients if there are several senders; it then has none from autograd.
+    """
+    out: Tensor = _GroupedLinear.apply(x, weight, counts, inner, outer, add, gradient_store(weight))
+    return out
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        counts: list[int],
+        inner: int,
+        outer: int,
+        add: AddGradient | None,
+        store: GradientStore | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.leaf, ctx.counts, ctx.outer, ctx.add, ctx.store = weight, counts, outer, add, store
+        groups = enumerate(x.split(counts))
+        return torch.cat([product(rows, weight[number % len(weight)], inner) for number, rows in groups])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight, *_ = ctx.needs_input_grad
+        grad_x = grad_weight = None
+        if wants_x:
+            groups = enumerate(grad.split(ctx.counts))
+            grad_x = torch.cat([product(rows, weight[n % len(weight)].t(), ctx.outer) for n, rows in groups])
+        if wants_weight:
+            of_senders = partial(_of_senders, x, grad, ctx.counts, len(weight))
+            if ctx.store is not None:
+                ctx.store.defer(ctx.leaf, of_senders)
+            elif ctx.add is not None:
+                ctx.add(of_senders())
+            else:
+                grad_weight = of_senders()
+        return grad_x, grad_weight, None, None, None, None, None
+
+
+def _of_senders(x: Tensor, grad: Tensor, counts: list[int], experts: int) -> Tensor:
+    """Return the weight's gradient of the only sender, or those of all [senders, …]."""
+    groups = zip(x.split(counts), grad.split(counts), strict=True)
+    found = torch.stack([product(upper.t(), rows.t()) for rows, upper in groups])
+    return found if len(found) == experts else found.unflatten(0, (-1, experts))
+
+
+def weighted_sum(x: Tensor, weights: Tensor) -> Tensor:
+    """Sum `x` [..., k, n] over k, weighted by `weights` [..., k], in a tree and in fp32 at least: [..., n]."""
+    out: Tensor = _WeightedSum.apply(x, weights)
+    return out
+
+
+class _WeightedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weights)
+        parts = zip(x.unbind(-2), weights.unsqueeze(-1).unbind(-2), strict=True)
+        return tree_sum(widened(part) * widened(weight) for part, weight in parts).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weights = ctx.saved_tensors
+        upper = widened(grad).unsqueeze(-2)
+        along = last_dim_summed(widened(x) * upper).squeeze(-1)
+        return (upper * widened(weights).unsqueeze(-1)).to(x.dtype), along.to(weights.dtype)
