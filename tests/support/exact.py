@@ -23,6 +23,24 @@ CASE = Case(
     dropout=0.1,
     settings=(EXACT,),
 )
+LLAMA = replace(
+    CASE,
+    layers=2,
+    sequence=28,
+    positions="rope",
+    tie=False,
+    steps=2,
+    documents=True,
+    model=(
+        ("architecture", "llama"),
+        ("num_key_value_heads", 4),
+        ("head_dim", 6),
+        ("qkv_bias", True),
+        ("qk_norm", True),
+        ("sliding_window", 5),
+        ("full_attention_layers", 1),
+    ),
+)
 
 
 def with_layout(case: Case, dp: int, tp: int, pp: int, schedule: str = "1f1b", micro: int = 1, **settings: Any) -> Case:

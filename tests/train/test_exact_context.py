@@ -8,10 +8,10 @@ import pytest
 from torch import Tensor
 
 from tests.support.exact import CASE as GPT
+from tests.support.exact import LLAMA as MASKED
 from tests.support.exact import check, check_near_plain, differences, exact_run, slow_but, with_layout
 from tests.support.mistakes import Patch, with_mistake
 from tests.support.parity import Case, Trace
-from tests.train.test_exact_llama import LLAMA as MASKED
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
 from threefold.models.layers.attention import CausalAttention

@@ -6,29 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.exact import CASE as GPT
-from tests.support.exact import check, check_near_plain, differences, exact_run, slow_but, with_layout
+from tests.support.exact import LLAMA, check, check_near_plain, differences, exact_run, slow_but, with_layout
 from tests.support.parity import Case, Trace
 from threefold.launch.worker_pool import WorkerPool
-
-LLAMA = replace(
-    GPT,
-    layers=2,
-    sequence=28,
-    positions="rope",
-    tie=False,
-    steps=2,
-    documents=True,
-    model=(
-        ("architecture", "llama"),
-        ("num_key_value_heads", 4),
-        ("head_dim", 6),
-        ("qkv_bias", True),
-        ("qk_norm", True),
-        ("sliding_window", 5),
-        ("full_attention_layers", 1),
-    ),
-)
 
 
 def llama(**settings: Any) -> Case:
