@@ -32,7 +32,7 @@ def check(rows: dict[tuple[str, str], list[str]]) -> None:
         assert bool(times) == bool(estimate) == bool(dry_run) == own
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_of_every_contestant(device: str) -> None:
     rows = rows_of(device, "--models", "gpt2-124m", "--ways", "eager", "--dtype", "fp32")

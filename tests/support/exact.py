@@ -1,6 +1,6 @@
 """Exact runs: the same bits of losses, norms, gradients and weights as in one process."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,9 +50,10 @@ def with_layout(case: Case, dp: int, tp: int, pp: int, schedule: str = "1f1b", m
     return case.with_layout(dp, tp, pp, schedule=schedule, accumulation=case.batch // dp // micro, settings=given)
 
 
-def slow_but(values: Iterable[Any], *quick: Any) -> list[Any]:
-    """Return values as parameters of a test, all but the quick ones marked as slow."""
-    return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
+def slow_but(values: Iterable[Any], *quick: Any, sweep: Sequence[Any] = ()) -> list[Any]:
+    """Return values as parameters of a test, all but the quick ones marked as slow, or as a sweep."""
+    marks = {True: pytest.mark.sweep, False: pytest.mark.slow}
+    return [value if value in quick else pytest.param(value, marks=marks[value in sweep]) for value in values]
 
 
 def exact_run(case: Case, threads: int = 1) -> Trace:
