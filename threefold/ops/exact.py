@@ -275,15 +275,8 @@ class _Linear(torch.autograd.Function):
 def _weight_gradient(rows: RowSum, grad: Tensor, x: Tensor) -> Tensor:
     """Return `grad.T @ x` of `grad` [rows, out] and `x` [rows, in], as a tree sum over context pieces of the rows."""
     parts = zip(context_parts(grad, rows.context, 0), context_parts(x, rows.context, 0), strict=True)
-    total = tree_sum(_transposed_product(*each, rows.pieces) for each in parts)
+    total = tree_sum(product(one.t(), other.t(), rows.pieces) for one, other in parts)
     return total if rows.over_ranks is None else rows.over_ranks(total)
-
-
-def _transposed_product(grad: Tensor, x: Tensor, pieces: int) -> Tensor:
-    """Compute `gradᵀ @ x` in pieces of the rows; oneDNN copies the first operand, which is the smaller of the two."""
-    if grad.shape[1] <= x.shape[1]:
-        return product(grad.t(), x.t(), pieces)
-    return product(x.t(), grad.t(), pieces).t().contiguous()
 
 
 def _sum_of(sum_rows: RowSum, rows: Tensor) -> Tensor:
