@@ -21,7 +21,7 @@ HeadDrop: TypeAlias = Callable[[TileInputs, Tensor, int, slice], Tensor]
 """Dropout of a tile's attention weights [heads, Q, K], or of their gradient: (tile, weights, sample of the tile, heads)
 → weights; drops the same elements on each call."""
 
-_AT_ONCE: Final = 1 << 16  # attention weights of a run of heads: they stay in a processor's cache
+_AT_ONCE: Final = 1 << 18  # attention weights of a run of heads: fewer leave no work for two threads
 _LONGEST_KEPT: Final = 512  # keys up to which the backward pass keeps the attention weights, as plain attention does
 
 
