@@ -198,7 +198,7 @@ def test_bits_with_a_mean_for_a_loss(pool: WorkerPool, alone: Any, layout: str) 
         assert of_rank == evaluated
 
 
-@pytest.mark.parametrize("threads", slow_but([2, 4], 2))
+@pytest.mark.parametrize("threads", slow_but([2, 4], sweep=[4]))
 def test_bits_do_not_depend_on_threads(pool: WorkerPool, alone: Any, threads: int) -> None:
     (found,) = pool.run(1, run_own, own(), threads)
     assert not differences(alone(own())[0], found[0])[:6]

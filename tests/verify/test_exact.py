@@ -61,7 +61,7 @@ def test_layouts_have_the_bits_of_one_process(one_process: ExactVerifier, layout
     assert result.fingerprint == one_process.fingerprint
 
 
-@pytest.mark.parametrize("layout", slow_but(CONTEXT, "dp2·cp2 zero3"))
+@pytest.mark.parametrize("layout", slow_but(CONTEXT))
 def test_layouts_with_context_parallelism_have_the_bits_of_one_process(in_context: ExactVerifier, layout: str) -> None:
     result = in_context.verify(parse(layout))
     assert (result.verdict, result.first) == (EQUAL, None), result
