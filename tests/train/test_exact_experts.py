@@ -167,7 +167,7 @@ def router_summed_over_ranks_alone() -> list[Patch]:
         total = exact.product(grad.t(), x.t())
         return total if rows.over_ranks is None else rows.over_ranks(total)
 
-    return [(exact, "_of_weight", of_weight)]
+    return [(exact, "_weight_gradient", of_weight)]
 
 
 def expert_rows_not_in_pieces() -> list[Patch]:
