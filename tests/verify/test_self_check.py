@@ -125,6 +125,12 @@ def test_a_layout_that_computes_what_one_process_does_is_verified_once(pool, tmp
     assert not (tmp_path / "run" / "verify.partial").exists()
 
 
+def test_an_exact_run_is_checked_up_to_rounding(pool, tmp_path: Path) -> None:
+    run = run_of("plain", steps=1, dp=2, set=(("train.exact", True),))
+    printed, *_ = pool.run(2, checked_rank, run, tmp_path)
+    assert printed.count("against one process: 2 steps of ") == 1
+
+
 def checked_behind_the_first(run: Run, folder: Path) -> str:
     """Train with a check whose folder is gone, as rank 0 removes it, when the ranks have met."""
 

@@ -250,6 +250,8 @@ def rules() -> tuple[Callable[[Config], None], ...]:
     )
 
 
+GRAIN = ("grain_samples", "grain_tensor", "grain_context")
+"""Settings of `train` that only an exact run has."""
 LARGEST_GRAIN = 8
 """Default number of pieces of an exact run's sums, if it divides what they cut."""
 
@@ -281,7 +283,7 @@ def _check_exact(config: Config) -> None:
     train, parallel, precision, optimizer = config.train, config.parallel, config.precision, config.optimizer
     samples, tensor, family = train.grain_samples, train.grain_tensor, config.model.architecture
     if not train.exact:
-        for key in ("grain_samples", "grain_tensor", "grain_context"):
+        for key in GRAIN:
             if getattr(train, key):
                 raise problem(config, f"train.{key}", "train.exact is false; leave it out or use train.exact true")
         return

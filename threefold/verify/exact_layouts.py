@@ -9,6 +9,7 @@ from typing import Any
 from threefold.comm.layout import Layout, LayoutSpec
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
+from threefold.config.rules import GRAIN
 from threefold.verify.layouts import (
     Check,
     UnsupportedLayout,
@@ -119,14 +120,7 @@ def _outside(
 
 def _without_exact(config: Config) -> Config:
     settings = config.sections()
-    for key in (
-        "exact",
-        "grain_samples",
-        "grain_tensor",
-        "grain_context",
-        "micro_batch_size",
-        "gradient_accumulation_steps",
-    ):
+    for key in ("exact", *GRAIN, "micro_batch_size", "gradient_accumulation_steps"):
         settings["train"].pop(key, None)
     return resolve(config_of(settings), vocab_size=1)
 

@@ -28,6 +28,7 @@ from threefold.comm.mesh import Mesh
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
 from threefold.config.model import OWN
+from threefold.config.rules import GRAIN
 from threefold.config.schedules import find_schedule
 from threefold.data.loader import Batch
 from threefold.errors import UserError
@@ -372,7 +373,7 @@ def _small(config: Config) -> Config:
     for key in ("micro_batch_size", "callbacks", "epochs", "max_seconds", "spike_factor"):
         sections["train"].pop(key, None)
     batch = {"global_batch_size": parallel.dp * count * size, "gradient_accumulation_steps": count}
-    for key in ("exact", "grain_samples", "grain_tensor"):  # bits are not compared here, and the samples are few
+    for key in ("exact", *GRAIN):  # bits are not compared here, and the samples are few
         sections["train"].pop(key, None)
     sections["train"] |= {**batch, "device": "cpu", "compile": False}
     sections["parallel"] |= {"gradient_compression": "none"}
