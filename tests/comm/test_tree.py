@@ -13,7 +13,7 @@ from threefold.comm.capture import capturable
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh, SharedMemorySizes
 from threefold.comm.reductions import Event
-from threefold.ops.exact import tree_sum
+from threefold.ops.exact_products import tree_sum
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 LENGTHS = (1, 3, 64, 1013)

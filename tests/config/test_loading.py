@@ -35,6 +35,7 @@ _OPTIONAL = (
     "train.grain_samples",
     "train.grain_tensor",
     "train.grain_context",
+    "train.grain_leaf",
     "optimizer.arguments",
     *(f"checkpoint.{key}" for key in ("every_seconds", "keep_every", "async_save", "remote")),
     *(

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from threefold.ops import exact
+from threefold.ops import exact_products
 
 
 def tree(parts: list[Tensor]) -> Tensor:
-    return exact.tree_sum(each.clone() for each in parts)
+    return exact_products.tree_sum(each.clone() for each in parts)

@@ -16,7 +16,7 @@ from tests.support.bits import THREADS, close, cuts, drawn, equal, same_in_threa
 from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import PositionEmbedding, SampleInfo
 from threefold.models.layers.rope_scaling import RopeScaling
-from threefold.ops import exact, exact_functions
+from threefold.ops import exact, exact_functions, exact_products
 from threefold.ops.attention import attention
 from threefold.ops.exact import RowSum
 from threefold.ops.exact_arithmetic import ExactArithmetic
@@ -78,23 +78,57 @@ def test_products(inner: int) -> None:
             if rows * columns * inner > 1 << 21:
                 continue
             a, b = drawn(rows, inner), drawn(columns, inner, seed=1)
-            whole = same_in_threads(partial(exact.product, a, b))
+            whole = same_in_threads(partial(exact_products.product, a, b))
             where = f"[{rows}, {inner}] x [{columns}, {inner}]"
             assert close(whole, a.double() @ b.double().t(), 1e-5), where
-            assert equal(exact.product(b, a).t(), whole), where
+            assert equal(exact_products.product(b, a).t(), whole), where
             for change in (moved, strided, lambda x: x.t().contiguous().t()):
-                assert equal(exact.product(change(a), change(b)), whole), where
+                assert equal(exact_products.product(change(a), change(b)), whole), where
             for cut in cuts(rows):
-                assert equal(exact.product(a[cut], b), whole[cut]), where
+                assert equal(exact_products.product(a[cut], b), whole[cut]), where
             for cut in cuts(columns):
-                assert equal(exact.product(a, b[cut]), whole[:, cut]), where
+                assert equal(exact_products.product(a, b[cut]), whole[:, cut]), where
 
 
 def test_products_with_long_sums() -> None:
     for rows, columns in ((1, 1), (3, 17), (16, 64)):
         a, b = drawn(rows, 8191), drawn(columns, 8191, seed=1)
-        whole = same_in_threads(partial(exact.product, a, b))
-        assert equal(exact.product(a[:1], b), whole[:1])
+        whole = same_in_threads(partial(exact_products.product, a, b))
+        assert equal(exact_products.product(a[:1], b), whole[:1])
+
+
+@pytest.mark.parametrize("inner", [16, 20, 96, 128, 160, 256, 300])
+def test_batch_of_products_has_the_bits_of_each(inner: int) -> None:
+    """Whichever kernel computes a batch, any part of it has the bits of products of runs of 128."""
+    for rows, columns in ((16, 16), (48, 160), (33, 64), (64, 24), (256, 32)):
+        a, b = drawn(6, rows, inner), drawn(6, columns, inner, seed=1)
+        whole = same_in_threads(partial(exact_products.products, a, b))
+        for one, other, found in zip(a, b, whole, strict=True):
+            runs = zip(one.split(128, 1), other.split(128, 1), strict=True)
+            assert equal(tree([exact_products.product(*run) for run in runs]), found)
+        for change in (lambda x: x, moved, strided, lambda x: x.mT.contiguous().mT):
+            for part in (slice(0, 1), slice(2, 5)):
+                assert equal(exact_products.products(change(a)[part], change(b)[part]), whole[part])
+
+
+@pytest.mark.parametrize("inner", [64, 128, 160, 1024, 8192])
+def test_pieces_computed_together_have_the_bits_of_each(inner: int) -> None:
+    for rows, columns in ((16, 16), (64, 256), (20, 33), (256, 1024)):
+        a, b = drawn(rows, inner), drawn(columns, inner, seed=1)
+        for change in (lambda x: x, lambda x: x.t().contiguous().t()):
+            whole = same_in_threads(partial(exact_products.product, a, change(b), PIECES))
+            parts = zip(a.chunk(PIECES, 1), b.chunk(PIECES, 1), strict=True)
+            assert equal(tree([exact_products.product(*each) for each in parts]), whole), (rows, columns)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("columns", [5, 16, 64])
+def test_rows_of_several_samples_are_summed_as_the_tree_over_ranks(ranks: int, columns: int) -> None:
+    """A rank of sequence parallelism holds some positions of every sample."""
+    x = drawn(4, PIECES * 6, columns)
+    whole = same_in_threads(lambda: RowSum(PIECES)(x)[0])
+    assert close(whole, x.double().sum((0, 1)))
+    assert equal(tree([RowSum(PIECES // ranks)(part)[0] for part in x.chunk(ranks, 1)]), whole)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])

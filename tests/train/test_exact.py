@@ -36,6 +36,24 @@ def test_bits_are_those_of_one_process(pool: WorkerPool, one_process: Callable[[
     check(pool, one_process(CASE), LAYOUTS[name])
 
 
+WHOLE_VECTORS = replace(
+    CASE, layers=2, head_dim=16, ffn=256, vocab=384, sequence=32, batch=32, accumulation=32, steps=2
+)
+"""Sizes for which products are computed in batches, in leaves of four samples."""
+
+
+@pytest.mark.parametrize(
+    "layout",
+    slow_but([(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 1)], (1, 1, 1), (2, 2, 2)),
+)
+def test_bits_of_products_in_batches(
+    pool: WorkerPool, one_process: Callable[[Case], Trace], layout: tuple[int, int, int]
+) -> None:
+    assert WHOLE_VECTORS.config.train.grain_leaf == 4
+    sequence_parallel = {"parallel__sequence_parallel": layout[1] == 2}
+    check(pool, one_process(WHOLE_VECTORS), with_layout(WHOLE_VECTORS, *layout, micro=2, **sequence_parallel))
+
+
 def test_exact_run_is_the_run_up_to_rounding(pool: WorkerPool, one_process: Callable[[Case], Trace]) -> None:
     check_near_plain(pool, one_process(CASE), CASE)
 
@@ -46,6 +64,8 @@ def test_exact_run_is_the_run_up_to_rounding(pool: WorkerPool, one_process: Call
         ((1, 1, 1), {"train__grain_tensor": 3}, "grain_tensor is 3 but .* model.vocab_size 88; use 2"),
         ((1, 1, 1), {"train__grain_tensor": 16}, "grain_tensor is 16 but .* model.vocab_size 88; use 8"),
         ((1, 1, 1), {"train__grain_samples": 6}, "grain_samples is 6 but .* train.global_batch_size 16; use 4"),
+        ((1, 1, 1), {"train__grain_leaf": 3}, "grain_leaf is 3 but .* the samples of a group, 2; use 2"),
+        ((1, 1, 1), {"train__grain_leaf": 4}, "grain_leaf is 4 but .* the samples of a group, 2; use 2"),
         ((8, 1, 1), {"train__grain_samples": 4}, "dp is 8 but must divide train.grain_samples 4; use 4"),
         ((1, 8, 1), {"train__grain_tensor": 2}, "tp is 8 but must divide train.grain_tensor 2, .*; use 2"),
     ],

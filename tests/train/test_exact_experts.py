@@ -13,7 +13,7 @@ from tests.support.exact import EXACT, check, check_near_plain, differences, exa
 from tests.support.mistakes import Patch, with_mistake
 from tests.support.parity import Case, Trace
 from threefold.launch.worker_pool import WorkerPool
-from threefold.ops import exact, exact_experts
+from threefold.ops import exact, exact_experts, exact_products
 from threefold.ops.exact import RowSum
 from threefold.parallel.gradients import SenderTrees
 
@@ -164,7 +164,7 @@ def samples_of_an_expert_in_one_product() -> list[Patch]:
 
 def router_summed_over_ranks_alone() -> list[Patch]:
     def of_weight(rows: RowSum, grad: Tensor, x: Tensor) -> Tensor:
-        total = exact.product(grad.t(), x.t())
+        total = exact_products.product(grad.t(), x.t())
         return total if rows.over_ranks is None else rows.over_ranks(total)
 
     return [(exact, "_weight_gradient", of_weight)]

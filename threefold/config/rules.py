@@ -250,20 +250,42 @@ def rules() -> tuple[Callable[[Config], None], ...]:
     )
 
 
-GRAIN = ("grain_samples", "grain_tensor", "grain_context")
+GRAIN = ("grain_leaf", "grain_samples", "grain_tensor", "grain_context")
 """Settings of `train` that only an exact run has."""
 LARGEST_GRAIN = 8
 """Default number of pieces of an exact run's sums, if it divides what they cut."""
+LEAF_TOKENS = 1024
+"""Most tokens of a leaf of an exact run by default: more make no product faster."""
 
 
 def default_grain(config: Config) -> dict[str, int]:
     """Return the default grain of an exact run, from the model and the global batch alone, by the names in `train`."""
-    cut = [count for _, count in _cut_by_tensor_axis(config)]
+    cut, train = [count for _, count in _cut_by_tensor_axis(config)], config.train
+    samples = train.grain_samples or gcd(LARGEST_GRAIN, train.global_batch_size)
+    leaf = gcd(1 << 30, train.global_batch_size // samples)
+    while leaf > 1 and leaf * config.data.sequence_length > LEAF_TOKENS:
+        leaf //= 2
     return {
-        "grain_samples": gcd(LARGEST_GRAIN, config.train.global_batch_size),
+        "grain_leaf": leaf if _runs_several(config) else 1,
+        "grain_samples": samples,
         "grain_tensor": gcd(LARGEST_GRAIN, *cut),
         "grain_context": 1,
     }
+
+
+def leaves(config: Config) -> int:
+    """Return the number of leaves of an exact run that a replica runs in a step."""
+    return config.train.global_batch_size // config.parallel.dp // config.train.grain_leaf
+
+
+def _is_of_this_package(config: Config) -> bool:
+    return config.model.architecture != OWN and config.model.architecture in FAMILIES.built_in
+
+
+def _runs_several(config: Config) -> bool:
+    """Return whether an exact run may run several samples at once."""
+    in_pieces = (config.train.grain_context or 1) > 1
+    return _is_of_this_package(config) and not config.model.num_experts and not in_pieces
 
 
 def _cut_by_tensor_axis(config: Config) -> list[tuple[str, int]]:
@@ -281,18 +303,19 @@ def _cut_by_tensor_axis(config: Config) -> list[tuple[str, int]]:
 
 def _check_exact(config: Config) -> None:
     train, parallel, precision, optimizer = config.train, config.parallel, config.precision, config.optimizer
-    samples, tensor, family = train.grain_samples, train.grain_tensor, config.model.architecture
+    samples, tensor = train.grain_samples, train.grain_tensor
     if not train.exact:
         for key in GRAIN:
             if getattr(train, key):
                 raise problem(config, f"train.{key}", "train.exact is false; leave it out or use train.exact true")
         return
-    ours = family != OWN and family in FAMILIES.built_in
+    ours = _is_of_this_package(config)
     along = ours and not config.model.num_experts  # whose sums over positions are in context pieces
     for key, broken, use in (
         ("parallel.sequence_parallel", parallel.sequence_parallel and not ours, "false"),
         ("parallel.cp", parallel.cp > 1 and not along, "1"),
         ("train.grain_context", train.grain_context > 1 and not along, "1"),
+        ("train.grain_leaf", train.grain_leaf > 1 and not _runs_several(config), "1"),
         ("precision.dtype", precision.dtype not in ("fp32", "bf16"), "fp32 or bf16"),
         ("precision.master_weights", precision.dtype == "bf16" and not precision.master_weights, "true"),
         ("optimizer.name", optimizer.name not in BUILT_IN, "adamw"),
@@ -302,15 +325,9 @@ def _check_exact(config: Config) -> None:
     ):
         if broken:
             raise problem(config, key, f"train.exact is true, whose sums do not go together with it yet; use {use}")
-    schedule, leaves = parallel.pipeline_schedule, train.global_batch_size // parallel.dp
-    if parallel.pp > 1 and not schedule.accepts(parallel.pp, leaves):
-        rule = f"train.exact runs the {leaves} samples of a replica one by one, but {schedule.name}"
-        raise problem(config, "parallel.schedule", f"{rule} {schedule.micro_batch_rule(parallel.pp, leaves)}; use 1f1b")
-    if parallel.pp > 1 and not _backward_in_order(schedule, parallel.pp, leaves):
-        rule = "has backward passes of a later micro-batch before those of an earlier one, and train.exact is true"
-        raise problem(config, "parallel.schedule", f"{rule}; use interleaved")
     for name, grain, counts in (
         ("grain_samples", samples, [("train.global_batch_size", train.global_batch_size)]),
+        ("grain_leaf", train.grain_leaf, [("the samples of a group,", max(1, train.global_batch_size // samples))]),
         ("grain_tensor", tensor, _cut_by_tensor_axis(config)),
     ):
         powers = gcd(1 << 30, *(count for _, count in counts))  # its divisors are the powers of two that divide all
@@ -321,6 +338,7 @@ def _check_exact(config: Config) -> None:
     if samples % parallel.dp:
         works = nearest_divisor(parallel.dp, samples)
         raise problem(config, "parallel.dp", f"must divide train.grain_samples {samples}; use {works}")
+    _check_exact_schedule(config)
     _check_exact_context(config)
     rows = config.data.sequence_length // train.grain_context
     positions = gcd(tensor, rows) if parallel.sequence_parallel else tensor
@@ -328,6 +346,23 @@ def _check_exact(config: Config) -> None:
         works = nearest_divisor(parallel.tp, positions)
         which = f"train.grain_tensor {tensor}" if tensor % parallel.tp else f"the {positions} pieces of a sequence"
         raise problem(config, "parallel.tp", f"must divide {which}, since train.exact is true; use {works}")
+
+
+def _check_exact_schedule(config: Config) -> None:
+    schedule, pp, count = config.parallel.pipeline_schedule, config.parallel.pp, leaves(config)
+    if pp == 1:
+        return
+    if not schedule.accepts(pp, count):
+        leaf = config.train.grain_leaf
+        smaller = (leaf >> bit for bit in range(1, leaf.bit_length()))
+        works = (f"train.grain_leaf {each}" for each in smaller if schedule.accepts(pp, count * leaf // each))
+        rule = f"train.exact runs the {count} leaves of a replica one by one, but {schedule.name}"
+        raise problem(
+            config, "parallel.schedule", f"{rule} {schedule.micro_batch_rule(pp, count)}; use {next(works, '1f1b')}"
+        )
+    if not _backward_in_order(schedule, pp, count):
+        rule = "has backward passes of a later micro-batch before those of an earlier one, and train.exact is true"
+        raise problem(config, "parallel.schedule", f"{rule}; use interleaved")
 
 
 def _check_exact_context(config: Config) -> None:

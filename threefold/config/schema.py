@@ -185,8 +185,12 @@ class TrainConfig(Section):
     exact: bool = False
     """Whether losses, gradients, weights and checkpoints are the same bits in every layout whose dp divides
     `grain_samples`, whose tp divides `grain_tensor` and whose cp divides `grain_context` (docs/exact.md), whatever the
-    pipeline, the micro-batch size and the number of threads. Samples run one by one, and sums that a layout cuts are
-    added in one order."""
+    pipeline, the micro-batch size and the number of threads. Samples run leaf by leaf (`grain_leaf`), and sums that a
+    layout cuts are added in one order."""
+    grain_leaf: int = derived(ge=1, le=MOST_SEQUENCES)
+    """For `exact`: samples that run at once whatever the micro-batch size, and whose gradients are one sum; a power of
+    two that divides `global_batch_size` / `grain_samples`, and 1 with experts, context pieces or a model of your own.
+    It decides the last bits of every result. Default: the largest that divides and has at most 1,024 tokens, or 1."""
     grain_samples: int = derived(ge=1, le=MOST_SEQUENCES)
     """For `exact`: groups of samples whose gradients are summed apart, a power of two that divides
     `global_batch_size`. It decides the last bits of every result. Default: 8, or the largest power of two that

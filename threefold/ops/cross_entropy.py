@@ -24,7 +24,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from threefold.constants import COMPILED, IGNORE_INDEX, LOGITS_AT_ONCE
-from threefold.ops.exact import last_dim_summed, tree_sum
+from threefold.ops.exact import last_dim_summed
+from threefold.ops.exact_products import tree_sum
 from threefold.ops.kernels import product
 from threefold.torch_private.tensors import assert_async
 

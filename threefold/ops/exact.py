@@ -8,15 +8,16 @@ wherever it is made.
 
 Elementwise functions are a second trap: torch computes the last elements of a tensor, or of a thread's part of it, with
 other instructions than the rest, and the sigmoid, SiLU and GELU then differ in the last bit. `ops.exact_functions`
-gives every thread whole vectors. `ops.exact_arithmetic` replaces torch's functions, and `ops.exact_attention` has
-attention.
+gives every thread whole vectors. `ops.exact_products` has the products, `ops.exact_attention` has attention, and
+`ops.exact_arithmetic` replaces torch's functions.
 
 What these functions trust on a CPU, in fp32, is shown by `tests/ops/test_exact.py`, over odd sizes, cuts, offsets and
 1, 2 and 4 threads:
 
 - oneDNN's products of dense matrices with two rows and columns at least (`test_products`). MKL's differ: with the
   number of matrices in a batch, with threads where it computes one, and with alignment; so do torch's `@`, `baddbmm`
-  and `F.scaled_dot_product_attention`, which call it (`test_torchs_attention_depends_on_heads_or_threads`).
+  and `F.scaled_dot_product_attention`, which call it (`test_torchs_attention_depends_on_heads_or_threads`). Of MKL's,
+  batches of whole vectors are used where a trial has shown that they have oneDNN's bits (`ops.exact_products`).
 - torch's arithmetic of elements, square roots, reciprocals, `exp`, `tanh` and `erf` (`test_elementwise`); not its
   `sigmoid`, SiLU and GELU.
 - torch's `amax` and softmax over a contiguous last dim, and sums of several rows (`test_rows`); not the backward pass
@@ -24,7 +25,7 @@ What these functions trust on a CPU, in fp32, is shown by `tests/ops/test_exact.
 - of the backward pass of a layer norm, the gradient of its input (`test_norms_are_the_tree_over_ranks`).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import frexp, gcd, isfinite, ldexp, nan
@@ -35,9 +36,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from threefold.ops.exact_products import VECTOR, product, products, sum_dim, tree_sum
 from threefold.ops.kernels import GradientStore, defer_or_compute, gradient_store
 from threefold.torch_private.runtime import layer_norm_gradient
-from threefold.torch_private.tensors import onednn_linear
 
 
 @dataclass(frozen=True)
@@ -47,22 +48,24 @@ class Grain:
     All numbers are powers of two.
 
     Attributes:
-        samples: groups of neighboring samples of the global batch, at least as many as replicas.
+        samples: groups of neighboring leaves of the global batch, at least as many as replicas.
         tensor: pieces of the features that tensor parallelism cuts: heads, inner features and vocabulary.
         positions: pieces of the rows of a context piece that sequence parallelism cuts.
         context: pieces of a sequence that context parallelism cuts, each a chunk and its mirror image
             (`context_parts`).
+        leaf: neighboring samples that run at once, and whose gradient is one sum over their positions.
     """
 
     samples: int
     tensor: int
     positions: int
     context: int = 1
+    leaf: int = 1
 
 
 @dataclass(frozen=True)
 class RowSum:
-    """Sum of the rows of a whole sequence, of which this rank holds some, for gradients of norms and biases.
+    """Sum of the rows of a leaf's sequences, of which this rank holds some, for gradients of norms and biases.
 
     It is a sum over pieces of each context piece, then over the context pieces of this rank. `parallel.gradients` sums
     over context ranks.
@@ -81,22 +84,24 @@ class RowSum:
     gather: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, *rows: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """Sum the rows of tensors [..., n], in fp32 at least and in one exchange: [n] each, in `dtype` or their own.
+        """Sum the rows of tensors, in fp32 at least and in one exchange: [n] each, in `dtype` or their own.
+
+        A piece of a tensor [B, S, n] is a run of positions of all samples, that of another [..., n] a run of rows.
 
         Sums of several context pieces are rounded before they are added, as they are between ranks.
         """
-        sums = [self._of_context_pieces(widened(each)) for each in rows]
-        if self.over_ranks is not None and sums:
-            sums = list(self.over_ranks(torch.stack(sums)).unbind())
-        return [_tree(total.to(dtype or each.dtype), 0) for total, each in zip(sums, rows, strict=True)]
+        if not rows:
+            return []
+        sums = sum_dim(torch.stack([self._of_runs(widened(each)) for each in rows]), 2)
+        if self.over_ranks is not None:
+            sums = self.over_ranks(sums)
+        return [sum_dim(total.to(dtype or each.dtype), 0) for total, each in zip(sums.unbind(), rows, strict=True)]
 
-    def _of_context_pieces(self, x: Tensor) -> Tensor:
+    def _of_runs(self, x: Tensor) -> Tensor:
+        """Sum the rows of each run of each context piece: [context pieces, runs, n]."""
         if self.gather is None:
-            parts = context_parts(x, self.context, -2)
-            return torch.stack([sum_rows(part.flatten(0, -2), self.pieces) for part in parts])
-        rows = x.flatten(0, -2)
-        sums = self.gather(_tree(rows.reshape(self.pieces, -1, rows.shape[-1]), 1))
-        return torch.stack([_tree(part, 0) for part in context_parts(sums, self.context, 0)])
+            return torch.stack([_runs_summed(part, self.pieces) for part in context_parts(x, self.context, -2)])
+        return torch.stack(context_parts(self.gather(_runs_summed(x, self.pieces)), self.context, 0))
 
 
 def context_parts(x: Tensor, count: int, dim: int) -> list[Tensor]:
@@ -109,6 +114,17 @@ def context_parts(x: Tensor, count: int, dim: int) -> list[Tensor]:
         return [x]
     chunks = x.chunk(2 * count, dim)
     return [torch.cat([chunks[number], chunks[-1 - number]], dim) for number in range(count)]
+
+
+def _runs_summed(x: Tensor, runs: int) -> Tensor:
+    """Sum the rows of each of `runs` equal runs of positions of `x` [B, S, n], or of rows of `x` [..., n]: [runs, n].
+
+    It is a product with ones, since the bits of torch's own sums depend on the number of threads.
+    """
+    samples = len(x) if x.dim() == 3 else 1
+    rows = x.reshape(samples * runs, x.shape[:-1].numel() // (samples * runs), x.shape[-1])
+    sums = products(x.new_ones(len(rows), VECTOR, rows.shape[1]), rows.mT)[:, 0]
+    return sum_dim(sums.unflatten(0, (samples, runs)), 0)
 
 
 class Pieces(NamedTuple):
@@ -127,83 +143,9 @@ class Pieces(NamedTuple):
     heads: RowSum
 
 
-def tree_sum(parts: Iterable[Tensor]) -> Tensor:
-    """Sum tensors of one shape in a balanced binary tree, in place in the first of each pair.
-
-    At most ⌈log₂ n⌉ + 1 of n tensors are alive at once if `parts` makes them one by one. Where n is no power of two,
-    the subtrees that are left over are added from the last to the first.
-
-    Example:
-        >>> tree_sum([a, b, c, d])  # (a + b) + (c + d)
-    """
-    stack: list[Tensor] = []
-    for number, part in enumerate(parts, 1):
-        total = part
-        while number % 2 == 0:
-            total = stack.pop().add_(total)
-            number //= 2
-        stack.append(total)
-    total = stack.pop()
-    while stack:
-        total = stack.pop().add_(total)
-    return total
-
-
 def sum_rows(x: Tensor, pieces: int = 1) -> Tensor:
     """Sum the rows of `x` [n, …] as a tree over `pieces` equal runs of rows, each itself a tree: […]."""
-    return _tree(_tree(x.reshape(pieces, x.shape[0] // pieces, *x.shape[1:]), 1), 0)
-
-
-def _tree(x: Tensor, dim: int) -> Tensor:
-    while (size := x.shape[dim]) > 1:
-        even = size // 2 * 2
-        pairs = x.narrow(dim, 0, even).unflatten(dim, (-1, 2))
-        paired = pairs.select(dim + 1, 0) + pairs.select(dim + 1, 1)
-        x = paired if even == size else torch.cat([paired, x.narrow(dim, even, 1)], dim)
-    return x.squeeze(dim) if x.shape[dim] else x.sum(dim)
-
-
-def product(a: Tensor, b: Tensor, pieces: int = 1) -> Tensor:
-    """Compute `a @ b.T` of `a` [m, k] and `b` [n, k] as the tree sum of `pieces` products over equal parts of k.
-
-    Bits of an element depend on its row of `a` and its row of `b` alone. Every sum of the tree is rounded to the dtype
-    of the operands, as those over ranks are.
-    """
-    if pieces == 1:
-        return _whole_product(a, b)
-    size = a.shape[1] // pieces
-    parts = ((a.narrow(1, first, size), b.narrow(1, first, size)) for first in range(0, a.shape[1], size))
-    return tree_sum(_whole_product(*each) for each in parts)
-
-
-def products(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
-    """Return the `product` of each pair, with less overhead.
-
-    Args:
-        a: contiguous matrices of one shape.
-        b: contiguous or transposed contiguous matrices of one shape.
-    """
-    if _onednn_computes(a[0], b[0]) and len(a[0]) > 1 < len(b[0]):
-        return [onednn_linear(each, other, None) for each, other in zip(a, b, strict=True)]
-    return [_whole_product(each, other) for each, other in zip(a, b, strict=True)]
-
-
-def _onednn_computes(a: Tensor, b: Tensor) -> bool:
-    return a.device.type == "cpu" and a.dtype != torch.float64 and a.numel() > 0 < b.numel()
-
-
-def _whole_product(a: Tensor, b: Tensor) -> Tensor:
-    if not _onednn_computes(a, b):
-        return F.linear(a, b)
-    # oneDNN, also where MKL is faster, whose bits depend on the number of rows. A product with a single row or column
-    # is a kernel of its own, with bits of its own, as are strided views, for which oneDNN is a thousand times slower.
-    rows, columns = a.shape[0], b.shape[0]
-    if rows == 1:
-        a = a.expand(2, -1)
-    if columns == 1:
-        b = b.expand(2, -1)
-    dense = b if b.t().is_contiguous() else b.contiguous()
-    return onednn_linear(a.contiguous(), dense, None)[:rows, :columns]
+    return sum_dim(sum_dim(x.reshape(pieces, x.shape[0] // pieces, *x.shape[1:]), 1), 0)
 
 
 def linear(
@@ -264,7 +206,7 @@ class _Linear(torch.autograd.Function):
         return (
             product(flat, weight.t(), ctx.outer).view(*grad.shape[:-1], -1) if wants_x else None,
             defer_or_compute(ctx.store, leaf, wants_weight, partial(_weight_gradient, ctx.weight_rows, flat, x)),
-            defer_or_compute(ctx.store, bias, wants_bias, partial(_sum_of, ctx.rows, flat)),
+            defer_or_compute(ctx.store, bias, wants_bias, partial(_sum_of, ctx.rows, grad)),
             None,
             None,
             None,

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from threefold.ops import exact, exact_functions
+from threefold.ops import exact, exact_functions, exact_products
 from threefold.ops.exact import RowSum
 
 
@@ -77,7 +77,7 @@ def _of_sum(
     if not input.dim():
         return input.clone()
     parts = exact.context_parts(input, rows.context, -1)
-    total = exact.tree_sum(exact.sum_rows(part.flatten().unsqueeze(-1)).squeeze(-1).clone() for part in parts)
+    total = exact_products.tree_sum(exact.sum_rows(part.flatten().unsqueeze(-1)).squeeze(-1).clone() for part in parts)
     return total if over_context is None else over_context(total)
 
 

@@ -1,8 +1,8 @@
 """Causal attention of exact runs, whose bits depend neither on the heads that a rank holds nor on its threads.
 
 It is computed in the tiles of `ops.tiles`, whose bounds depend on the mask alone, and recomputed in the backward pass.
-The products of each head are products of `ops.exact`: a batch of them, as in torch's kernels, has other bits for other
-numbers of heads and threads.
+The products are those of `ops.exact_products`: torch's batches may have other bits for other numbers of heads and
+threads.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,15 +13,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from threefold.ops.exact import last_dim_summed, products, tree_sum
+from threefold.ops.exact import last_dim_summed
+from threefold.ops.exact_products import products, tree_sum
 from threefold.ops.kernels import AttentionMask
 from threefold.ops.tiles import TileGradients, TileInputs, tile_inputs
+from threefold.torch_private.runtime import row_softmax
 
 HeadDrop: TypeAlias = Callable[[TileInputs, Tensor, int, slice], Tensor]
 """Dropout of a tile's attention weights [heads, Q, K], or of their gradient: (tile, weights, sample of the tile, heads)
 → weights; drops the same elements on each call."""
 
-_AT_ONCE: Final = 1 << 18  # attention weights of a run of heads: fewer leave no work for two threads
+_AT_ONCE: Final = 1 << 20  # attention weights of a run of heads
 _LONGEST_KEPT: Final = 512  # keys up to which the backward pass keeps the attention weights, as plain attention does
 
 
@@ -53,8 +55,7 @@ class _ExactAttention(torch.autograd.Function):
                     kept.append(weights)
                 if drop is not None:
                     weights = drop(part, weights, row, heads)
-                found = products(weights.unbind(), _serve(part.v[row, groups].mT, len(weights)))
-                into[row, heads] = _stacked(found)
+                into[row, heads] = _served(weights, part.v[row, groups].mT)
         ctx.save_for_backward(q, k, v, out, documents, *kept)
         ctx.window, ctx.drop = window, drop
         return out.flatten(2)
@@ -64,9 +65,9 @@ class _ExactAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, documents, *weights = ctx.saved_tensors
         gradients, kept = TileGradients(q, k, v), iter(weights)
-        upper = _by_head(grad.reshape(q.shape))
+        upper = grad.reshape(q.shape)
         # The weights times their gradient, summed over a query's keys, are its output times the output's gradient.
-        along = last_dim_summed(upper.transpose(1, 2) * _by_head(out).transpose(1, 2)).transpose(1, 2)
+        along = last_dim_summed(upper * out)
         for part in _tiles(q, k, v, AttentionMask(ctx.window, documents)):
             gradients.add(part, _tile_gradients(part, part.of_queries(upper), part.of_queries(along), ctx.drop, kept))
         return *gradients.whole(), None, None, None
@@ -74,12 +75,7 @@ class _ExactAttention(torch.autograd.Function):
 
 def _tiles(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Iterator[TileInputs]:
     """Yield the tiles, with scaled queries."""
-    return tile_inputs(_by_head(q * q.shape[-1] ** -0.5), _by_head(k), _by_head(v), mask, None)
-
-
-def _by_head(x: Tensor) -> Tensor:
-    """Return `x` [B, S, heads, d] with the positions of a head side by side in memory."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
+    return tile_inputs(q * q.shape[-1] ** -0.5, k, v, mask, None)
 
 
 def _tile_gradients(
@@ -99,22 +95,16 @@ def _tile_gradients(
     for row, heads, groups in _runs(part):
         given = next(kept, None)
         weights = _weights(part, row, heads, groups) if given is None else given
-        count = len(weights)
         grad, queries = upper[row, heads], part.q[row, heads]
         dropped = weights if drop is None else drop(part, weights, row, heads)
-        to_v[row, groups] = _of_groups(products(grad.mT.contiguous().unbind(), dropped.mT.unbind()), groups)
-        of_scores = _stacked(products(grad.contiguous().unbind(), _serve(part.v[row, groups], count)))
+        to_v[row, groups] = _of_groups(products(dropped.mT, grad.mT), groups)
+        of_scores = _served(grad, part.v[row, groups])
         if drop is not None:
             of_scores = drop(part, of_scores, row, heads)
         of_scores = of_scores.sub_(along[row, heads]).mul_(weights)
-        found = products(of_scores.unbind(), _serve(part.k[row, groups].mT, count))
-        to_q[row, heads] = _stacked(found).mul_(scale)
-        to_k[row, groups] = _of_groups(products(queries.mT.contiguous().unbind(), of_scores.mT.unbind()), groups)
+        to_q[row, heads] = _served(of_scores, part.k[row, groups].mT).mul_(scale)
+        to_k[row, groups] = _of_groups(products(of_scores.mT, queries.mT), groups)
     return to_q, to_k, to_v
-
-
-def _stacked(matrices: list[Tensor]) -> Tensor:
-    return torch.stack(matrices) if len(matrices) > 1 else matrices[0].unsqueeze(0)
 
 
 def _runs(part: TileInputs) -> Iterator[tuple[int, slice, slice]]:
@@ -126,22 +116,20 @@ def _runs(part: TileInputs) -> Iterator[tuple[int, slice, slice]]:
         yield row, slice(first * served, end * served), slice(first, end)
 
 
-def _serve(x: Tensor, heads: int) -> list[Tensor]:
-    """Return the matrices of key-value heads `x` [groups, …], each for every head of its group."""
-    served = heads // len(x)
-    return [each for each in x.unbind() for _ in range(served)]
+def _served(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply the matrices `a` [heads, Q, k] of heads by that of their group, `b` [groups, n, k]: [heads, Q, n]."""
+    of_groups = a if len(a) == len(b) else a.reshape(len(b), -1, a.shape[2])
+    return products(of_groups, b).view(*a.shape[:2], -1)
 
 
-def _of_groups(gradients: list[Tensor], groups: slice) -> Tensor:
-    """Sum the gradients [d, K] of keys or values over the heads of each group: [groups, K, d]."""
-    by_group = _stacked(gradients).unflatten(0, (groups.stop - groups.start, -1))
-    return tree_sum(by_group.unbind(1)).mT
+def _of_groups(gradients: Tensor, groups: slice) -> Tensor:
+    """Sum the gradients [heads, K, d] of keys or values over the heads of each group: [groups, K, d]."""
+    return tree_sum(gradients.unflatten(0, (groups.stop - groups.start, -1)).unbind(1))
 
 
 def _weights(part: TileInputs, row: int, heads: slice, groups: slice) -> Tensor:
     """Return the attention weights [heads, Q, K] of some heads of a sample of the tile."""
-    of_heads = part.q[row, heads].contiguous().unbind()
-    scores = _stacked(products(of_heads, _serve(part.k[row, groups], len(of_heads))))
+    scores = _served(part.q[row, heads], part.k[row, groups])
     if part.bias is not None:
         scores += part.bias
-    return scores.softmax(-1)
+    return row_softmax(scores)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from threefold.ops.exact import last_dim_summed, product, tree_sum, widened
+from threefold.ops.exact import last_dim_summed, widened
+from threefold.ops.exact_products import product, tree_sum
 from threefold.ops.kernels import GradientStore, gradient_store
 
 AddGradient = Callable[[Tensor], None]

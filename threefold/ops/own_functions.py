@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from threefold.ops.exact import last_dim_summed, product, sum_rows, widened
+from threefold.ops.exact import last_dim_summed, sum_rows, widened
 from threefold.ops.exact_functions import softmax as last_dim_softmax
+from threefold.ops.exact_products import product
 
 
 def expand(x: Tensor, shape: Sequence[int]) -> Tensor:

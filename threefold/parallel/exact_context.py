@@ -14,7 +14,8 @@ from torch.autograd.function import once_differentiable
 from threefold.comm.axis import Axis, reduce_scatter
 from threefold.models.layers.attention import CausalAttention
 from threefold.models.layers.decoder import NOTHING, SampleInfo
-from threefold.ops.exact import tree_sum, widened
+from threefold.ops.exact import widened
+from threefold.ops.exact_products import tree_sum
 from threefold.parallel.context import SequenceChunk, by_rank, in_order, of_chunk
 from threefold.random.rng import Slice
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from threefold.comm.axis import Axis
-from threefold.ops.exact import tree_sum
+from threefold.ops.exact_products import tree_sum
 from threefold.parallel.compression import NarrowSum
 
 Item = TypeVar("Item")
@@ -65,9 +65,9 @@ class _Place:
 class LeafOrder:
     """Order of an exact run's sums over samples: which leaf is running, and the groups that leaves belong to.
 
-    A leaf is one sample, whose forward and backward pass are the same in every layout. Context ranks add up their parts
-    of a leaf's gradient first. The gradients of a group's leaves are added up in order, and those of groups in a
-    balanced binary tree.
+    A leaf is one sample or several (`ops.exact.Grain`), whose forward and backward pass are the same in every layout.
+    Context ranks add up their parts of a leaf's gradient first. The gradients of a group's leaves are added up in
+    order, and those of groups in a balanced binary tree.
 
     Args:
         leaves: leaves of this rank in a step.

@@ -19,6 +19,7 @@ from threefold.comm.mesh import Mesh
 from threefold.comm.reductions import reduce_from
 from threefold.config import Config
 from threefold.config.model import FAMILIES, OWN
+from threefold.config.rules import leaves
 from threefold.config.schedules import Schedule, find_schedule
 from threefold.constants import COMPILED, LOGITS_AT_ONCE
 from threefold.dtypes import DTYPES
@@ -107,7 +108,7 @@ class TrainingSettings:
         compile: whether layers run through `torch.compile`.
         loss_chunk_size: number of vocabulary entries whose logits are in memory at once; 0 for all.
         pieces: sizes that work is divided by.
-        grain: pieces of an exact run's sums, whose micro-batches are single samples; None for any other run.
+        grain: pieces of an exact run's sums, whose micro-batches are its leaves; None for any other run.
         own_model: whether the model or the loss is not this package's, so that an exact run names what it cannot know.
     """
 
@@ -137,7 +138,7 @@ class TrainingSettings:
         parallel, train = config.parallel, config.train
         return cls(
             seed=train.seed,
-            micro_batches=train.global_batch_size // parallel.dp if train.exact else train.gradient_accumulation_steps,
+            micro_batches=leaves(config) if train.exact else train.gradient_accumulation_steps,
             dtype=DTYPES[config.precision.dtype],
             master_weights=config.precision.master_weights,
             zero=parallel.zero,
@@ -175,7 +176,7 @@ def grain_of(config: Config) -> Grain | None:
         return None
     context = train.grain_context
     positions = gcd(train.grain_tensor, config.data.sequence_length // context)
-    return Grain(train.grain_samples, train.grain_tensor, positions, context)
+    return Grain(train.grain_samples, train.grain_tensor, positions, context, train.grain_leaf)
 
 
 @dataclass(frozen=True)

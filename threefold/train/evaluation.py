@@ -142,7 +142,7 @@ class EvaluationStep:
         return totals if self.runner.has_loss and self.mesh.tp.is_first else torch.zeros_like(totals)
 
     def _once(self, losses: Tensor) -> Tensor:
-        """Return the losses of an exact run's samples, zero except on one of the context ranks, which all have them."""
+        """Return the losses of an exact run's leaves, zero except on one of the context ranks, which all have them."""
         return losses if self.mesh.cp.is_first else torch.zeros_like(losses)
 
 

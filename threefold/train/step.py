@@ -100,7 +100,7 @@ class GradientStep(EvaluationStep):
 
         Returns:
             this rank's summand of the mean loss, of its own samples and positions (zero except on the last stage; equal
-            on the tensor ranks), or in an exact run that of each sample; and the number of valid tokens in the global
+            on the tensor ranks), or in an exact run that of each leaf; and the number of valid tokens in the global
             batch, or of samples if it is not a `Batch`.
 
         Raises:
@@ -246,7 +246,7 @@ class Engine(GradientStep):
         positions = config.data.sequence_length // config.parallel.cp
         if config.parallel.sequence_parallel:
             positions //= config.parallel.tp
-        samples = 1 if config.train.exact else config.train.micro_batch_size
+        samples = config.train.grain_leaf if config.train.exact else config.train.micro_batch_size
         activation = (samples, positions, config.model.hidden_size)
         declared = loss is None and config.model.architecture != OWN  # otherwise the runner finds the shapes
         settings, scale = TrainingSettings.of(config, pieces), loss_scale or LossScale.of(config.precision)

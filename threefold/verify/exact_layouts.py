@@ -55,14 +55,15 @@ def shrink_exact(base: Config, specs: Sequence[LayoutSpec]) -> Config:
 
     Unless the config gives them, there are as many context pieces as the largest cp needs.
     """
-    train = base.train
-    pieces = train.grain_context
+    train, settings = base.train, base.sections()
+    pieces, leaf = train.grain_context, train.grain_leaf
     if not base.is_given("train.grain_context"):
         most = gcd(1 << 30, base.data.sequence_length) // 2
         pieces = max((spec.layout.cp for spec in specs if most and most % spec.layout.cp == 0), default=1)
-        settings = base.sections()
-        settings["train"]["grain_context"] = pieces
-        base = resolve(config_of(settings), vocab_size=1)
+    if not base.is_given("train.grain_leaf"):  # the batch has two samples for each micro-batch that a layout needs
+        leaf = min(2, leaf) if pieces == 1 else 1
+    settings["train"] |= {"grain_context": pieces, "grain_leaf": leaf}
+    base = resolve(config_of(settings), vocab_size=1)
     widest = LayoutSpec(Layout(dp=train.grain_samples, cp=pieces, tp=train.grain_tensor))
     small = shrink(base, [*(spec for spec in specs if _is_valid(base, spec)), widest])
     return with_further_features(small, attention_dropout=True, documents=True)

@@ -87,14 +87,16 @@ class PositionEmbedding(nn.Embedding):
         self.held = held or Slice()
 
     def forward(self, x: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
-        """Look up the positions of `x` [B, S, H]: [S, H], or [B, S, H] if they differ by sample."""
+        """Look up the positions of `x` [B, S, H]: [S, H], or [B, S, H] if they differ by sample or the run is exact."""
         size = x.shape[1]
         if samples.positions is not None:
             ids = samples.positions[:, self.held.indices(size, x.device)]
             return embedding(ids, self.weight) if self.exact is None else exact.embedding(ids, self.weight, *self.exact)
         if isinstance(self.held, Slice):
-            return self.weight[self.held.start : self.held.start + size]
-        return embedding(self.held.indices(size, x.device), self.weight)
+            found = self.weight[self.held.start : self.held.start + size]
+        else:
+            found = embedding(self.held.indices(size, x.device), self.weight)
+        return found if self.exact is None else exact.repeat(found.reshape(1, -1), len(x)).view(len(x), *found.shape)
 
     def of_positions(self, held: Positions) -> "PositionEmbedding":
         """Return a layer with this weight for activations that cover other positions."""

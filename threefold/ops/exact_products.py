@@ -1,0 +1,160 @@
+"""Products and sums of exact runs, whose bits depend on no shape that a layout decides (`ops.exact`)."""
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from threefold.torch_private.tensors import onednn_linear
+
+
+def tree_sum(parts: Iterable[Tensor]) -> Tensor:
+    """Sum tensors of one shape in a balanced binary tree, in place in the first of each pair.
+
+    At most ⌈log₂ n⌉ + 1 of n tensors are alive at once if `parts` makes them one by one. Where n is no power of two,
+    the subtrees that are left over are added from the last to the first.
+
+    Example:
+        >>> tree_sum([a, b, c, d])  # (a + b) + (c + d)
+    """
+    stack: list[Tensor] = []
+    for number, part in enumerate(parts, 1):
+        total = part
+        while number % 2 == 0:
+            total = stack.pop().add_(total)
+            number //= 2
+        stack.append(total)
+    total = stack.pop()
+    while stack:
+        total = stack.pop().add_(total)
+    return total
+
+
+def sum_dim(x: Tensor, dim: int) -> Tensor:
+    """Sum a dim in a balanced binary tree, whose subtrees of an odd number are completed from the last."""
+    while (size := x.shape[dim]) > 1:
+        even = size // 2 * 2
+        one, other = x.narrow(dim, 0, even).unflatten(dim, (-1, 2)).unbind(dim + 1)
+        x = one + other if even == size else torch.cat([one + other, x.narrow(dim, even, 1)], dim)
+    return x.squeeze(dim) if x.shape[dim] else x.sum(dim)
+
+
+def product(a: Tensor, b: Tensor, pieces: int = 1) -> Tensor:
+    """Compute `a @ b.T` of `a` [m, k] and `b` [n, k] as the tree sum of `pieces` products over equal parts of k.
+
+    Bits of an element depend on its row of `a` and its row of `b` alone. Every sum of the tree is rounded to the dtype
+    of the operands, as those over ranks are.
+    """
+    if pieces == 1:
+        return _whole_product(a, b)
+    if pieces * a.shape[0] * b.shape[0] <= _SMALL:
+        together = _batch_of_products(*(each.unflatten(1, (pieces, -1)).transpose(0, 1) for each in (a, b)))
+        if together is not None:
+            return sum_dim(together, 0)
+    size = a.shape[1] // pieces
+    parts = ((a.narrow(1, first, size), b.narrow(1, first, size)) for first in range(0, a.shape[1], size))
+    return tree_sum(_whole_product(*each) for each in parts)
+
+
+_SMALL: Final = 1 << 20
+"""Most elements of the pieces of a product that are computed together: fewer leave one of them no work for two threads,
+and more leave the cache."""
+
+
+def products(a: Tensor, b: Tensor) -> Tensor:
+    """Compute `a @ b.mT` of `a` [n, m, k] and `b` [n, p, k]: [n, m, p], as a tree sum over runs of k.
+
+    Bits of an element depend on its row of `a` and its row of `b` alone.
+    """
+    if a.shape[2] <= _CHAIN or a.dtype != torch.float32:
+        return _products(a, b)
+    return tree_sum(_products(*each) for each in zip(a.split(_CHAIN, 2), b.split(_CHAIN, 2), strict=True))
+
+
+_CHAIN: Final = 128
+"""Longest sum of a batch of products in fp32: up to about this length, the kernels of MKL and oneDNN add up the terms
+one by one in their order, so that their bits are the same."""
+VECTOR: Final = 16
+"""Elements of a vector, or several vectors: sizes that are no multiples of it have other bits at their ends."""
+
+
+def _products(a: Tensor, b: Tensor) -> Tensor:
+    together = _batch_of_products(a, b)
+    if together is not None:
+        return together
+    found = [_whole_product(one, other) for one, other in zip(a.unbind(), b.unbind(), strict=True)]
+    return torch.stack(found) if len(found) > 1 else found[0].unsqueeze(0)
+
+
+def _batch_of_products(a: Tensor, b: Tensor) -> Tensor | None:
+    """Compute `a @ b.mT` as a batch by torch, padded to whole vectors; None if its bits may be those of no product."""
+    if not _onednn_computes(a, b):
+        return None
+    if a.untyped_storage().device.type == "meta":  # of a dry run, in which there are no bits
+        return torch.bmm(a, b.mT)
+    one, other = _of_whole_vectors(a), _of_whole_vectors(b)
+    turned = one.stride(2) != 1, other.stride(2) != 1
+    if not _batch_has_bits_of_products((*one.shape, other.shape[1]), turned, a.dtype, torch.get_num_threads()):
+        return None
+    found = torch.bmm(one, other.mT)
+    rows, columns = a.shape[1], b.shape[1]
+    return found if found.shape[1:] == (rows, columns) else found[:, :rows, :columns].contiguous()
+
+
+def _of_whole_vectors(x: Tensor) -> Tensor:
+    """Return `x` [n, m, k], or a copy with zeros behind m and k so that all rows begin and end with whole vectors."""
+    steps = (step for step in x.stride() if step != 1)
+    if not any(size % VECTOR for size in (*x.shape[1:], *steps)) and x.data_ptr() % (VECTOR * x.element_size()) == 0:
+        return x
+    count, rows, inner = x.shape
+    padded = x.new_zeros(count, *(-(-size // VECTOR) * VECTOR for size in (rows, inner)))
+    padded[:, :rows, :inner] = x
+    return padded
+
+
+@cache
+def _batch_has_bits_of_products(
+    sizes: tuple[int, int, int, int], turned: tuple[bool, bool], dtype: torch.dtype, threads: int
+) -> bool:
+    """Return whether a batch has the bits of single products on this machine, tried once with drawn numbers.
+
+    Args:
+        sizes: n, m, k and p of `products`.
+        turned: whether `a` and `b` are transposed in memory.
+        dtype: dtype of both.
+        threads: number of threads, for which the answer holds.
+    """
+    count, rows, inner, columns = sizes
+    draws = torch.Generator().manual_seed(0)
+    shapes = (count, rows, inner), (count, columns, inner)
+    a, b = (
+        (
+            torch.randn(n, k, m, generator=draws).to(dtype).mT
+            if each
+            else torch.randn(n, m, k, generator=draws).to(dtype)
+        )
+        for (n, m, k), each in zip(shapes, turned, strict=True)
+    )
+    single = [_whole_product(one, other) for one, other in zip(a.unbind(), b.unbind(), strict=True)]
+    return torch.equal(torch.bmm(a, b.mT), torch.stack(single))
+
+
+def _onednn_computes(a: Tensor, b: Tensor) -> bool:
+    return a.device.type == "cpu" and a.dtype != torch.float64 and a.numel() > 0 < b.numel()
+
+
+def _whole_product(a: Tensor, b: Tensor) -> Tensor:
+    if not _onednn_computes(a, b):
+        return F.linear(a, b)
+    # oneDNN, also where MKL is faster, whose bits depend on the number of rows. A product with a single row or column
+    # is a kernel of its own, with bits of its own, as are strided views, for which oneDNN is a thousand times slower.
+    rows, columns = a.shape[0], b.shape[0]
+    if rows == 1:
+        a = a.expand(2, -1)
+    if columns == 1:
+        b = b.expand(2, -1)
+    dense = b if b.t().is_contiguous() else b.contiguous()
+    return onednn_linear(a.contiguous(), dense, None)[:rows, :columns]
