@@ -131,6 +131,12 @@ def test_rows_of_several_samples_are_summed_as_the_tree_over_ranks(ranks: int, c
     assert equal(tree([RowSum(PIECES // ranks)(part)[0] for part in x.chunk(ranks, 1)]), whole)
 
 
+def test_rows_of_other_shapes_are_summed_in_runs() -> None:
+    """Of a user's own model, whose first dims may be anything."""
+    x = drawn(4, 6, 5)
+    assert equal(RowSum(PIECES)(x)[0], RowSum(PIECES)(x.flatten(0, 1))[0])
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_linear_is_the_tree_over_ranks(ranks: int) -> None:
     """The output over cut input features, the input's gradient over cut output features, bias over cut rows."""

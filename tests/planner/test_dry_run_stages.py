@@ -58,11 +58,12 @@ def test_exact_run_exchanges_what_a_plain_one_of_its_leaves_does() -> None:
             "model": {"num_layers": 2, "hidden_size": 36, "num_attention_heads": 2, "vocab_size": 256},
             "data": {"path": "nowhere", "sequence_length": 32},
             "parallel": {"tp": 2, "pp": 2},
-            "train": {"global_batch_size": 16, "micro_batch_size": 2, "exact": exact},
+            "train": {"global_batch_size": 16, "micro_batch_size": 4 if exact else 2, "exact": exact},
         }
         return dry_run(resolve(Config.model_validate(given), 1), rank=0)
 
     plain, exact = found(exact=False), found(exact=True)
+    assert plain.micro_batches == exact.micro_batches == 8
     of_layers = [[each for each in report.collectives if each.axis != "world"] for report in (plain, exact)]
     assert of_layers[0] == of_layers[1]
     assert plain.flops <= exact.flops <= 1.5 * plain.flops  # sums of rows are products with ones

@@ -83,8 +83,10 @@ def _replicas(config: "Config", world: int) -> int:
 
 def _print_reports(config: "Config", reports: Sequence["DryRunReport"], hardware: "Hardware | None") -> None:
     """Print memory, collectives and floating-point operations of each rank, and whether it fits."""
+    from threefold.config.rules import passes
+
     train = config.train
-    each = f"{train.gradient_accumulation_steps} of {train.micro_batch_size}"
+    each = "{} of {}".format(*passes(config))
     terminal.print_layout(config)
     typer.echo(f"One step: {train.global_batch_size:,} samples, in micro-batches of each replica: {each}.")
     work, memory = [], []

@@ -273,9 +273,12 @@ def default_grain(config: Config) -> dict[str, int]:
     }
 
 
-def leaves(config: Config) -> int:
-    """Return the number of leaves of an exact run that a replica runs in a step."""
-    return config.train.global_batch_size // config.parallel.dp // config.train.grain_leaf
+def passes(config: Config) -> tuple[int, int]:
+    """Return how many micro-batches a replica runs in a step, and of how many samples: the leaves of an exact run."""
+    train = config.train
+    if not train.exact:
+        return train.gradient_accumulation_steps, train.micro_batch_size
+    return train.global_batch_size // config.parallel.dp // train.grain_leaf, train.grain_leaf
 
 
 def _is_of_this_package(config: Config) -> bool:
@@ -349,11 +352,10 @@ def _check_exact(config: Config) -> None:
 
 
 def _check_exact_schedule(config: Config) -> None:
-    schedule, pp, count = config.parallel.pipeline_schedule, config.parallel.pp, leaves(config)
+    schedule, pp, (count, leaf) = config.parallel.pipeline_schedule, config.parallel.pp, passes(config)
     if pp == 1:
         return
     if not schedule.accepts(pp, count):
-        leaf = config.train.grain_leaf
         smaller = (leaf >> bit for bit in range(1, leaf.bit_length()))
         works = (f"train.grain_leaf {each}" for each in smaller if schedule.accepts(pp, count * leaf // each))
         rule = f"train.exact runs the {count} leaves of a replica one by one, but {schedule.name}"

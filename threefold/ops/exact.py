@@ -86,7 +86,8 @@ class RowSum:
     def __call__(self, *rows: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
         """Sum the rows of tensors, in fp32 at least and in one exchange: [n] each, in `dtype` or their own.
 
-        A piece of a tensor [B, S, n] is a run of positions of all samples, that of another [..., n] a run of rows.
+        A piece of a tensor [B, S, n] is a run of positions of all samples if the pieces divide S. Otherwise, and of a
+        tensor with other dims [..., n], it is a run of rows.
 
         Sums of several context pieces are rounded before they are added, as they are between ranks.
         """
@@ -117,11 +118,11 @@ def context_parts(x: Tensor, count: int, dim: int) -> list[Tensor]:
 
 
 def _runs_summed(x: Tensor, runs: int) -> Tensor:
-    """Sum the rows of each of `runs` equal runs of positions of `x` [B, S, n], or of rows of `x` [..., n]: [runs, n].
+    """Sum each of `runs` equal runs of positions of `x` [B, S, n], or of rows of `x` [..., n]: [runs, n].
 
     It is a product with ones, since the bits of torch's own sums depend on the number of threads.
     """
-    samples = len(x) if x.dim() == 3 else 1
+    samples = len(x) if x.dim() == 3 and x.shape[1] % runs == 0 else 1
     rows = x.reshape(samples * runs, x.shape[:-1].numel() // (samples * runs), x.shape[-1])
     sums = products(x.new_ones(len(rows), VECTOR, rows.shape[1]), rows.mT)[:, 0]
     return sum_dim(sums.unflatten(0, (samples, runs)), 0)

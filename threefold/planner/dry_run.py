@@ -16,6 +16,7 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Event, Mesh, PlannedAxis
 from threefold.config import Config
 from threefold.config.model import OWN
+from threefold.config.rules import passes
 from threefold.errors import UserError
 from threefold.models.block import UnknownBlock, describe_model
 from threefold.models.sharding import Constant
@@ -81,7 +82,7 @@ def run_step(
 ) -> tuple[DryRunReport, list[Event]]:
     """Run `dry_run` and also return the collectives in order."""
     layout, flops, source = Layout.from_config(config.parallel), dry_step.FlopCount(), source or ConfigSource()
-    own, micro_batches = config.model.architecture == OWN, config.train.gradient_accumulation_steps
+    own, (micro_batches, _) = config.model.architecture == OWN, passes(config)
     if own and layout.pp > 1:
         raise UserError(
             f"parallel.pp is {layout.pp} but a dry run cannot know what stages of a model of your own send; use 1."
@@ -102,11 +103,11 @@ def run_step(
                     if isinstance(module, FSDPModule):
                         module.unshard()
                         module.reshard()
-            passes, numbers = micro_batches * len(engine.stages), count()
+            total, numbers = micro_batches * len(engine.stages), count()
 
             def begins(*_: Any) -> None:
                 if tell is not None:
-                    tell(min(next(numbers), passes), passes)  # finding shapes may take one more pass
+                    tell(min(next(numbers), total), total)  # finding shapes may take one more pass
 
             for stage in engine.stages if tell is not None else ():  # every micro-batch passes every stage once
                 stage.register_forward_pre_hook(begins)
@@ -226,7 +227,7 @@ def _is_regular(config: Config) -> bool:
     count = config.train.gradient_accumulation_steps
     if parallel.pp <= 2 * max(_KEPT) or parallel.schedule != "1f1b" or count <= max(parallel.pp - 1, _RUN):
         return False
-    if model.architecture == OWN or config.train.recompute_every > 1:
+    if model.architecture == OWN or config.train.recompute_every > 1 or config.train.exact:
         return False
     try:
         return len(set(describe_model(model, config.data.sequence_length).blocks)) == 1
