@@ -494,7 +494,7 @@ def clip_and_update(
 def partial_over_tensor_ranks(model: TrainableModel) -> list[Tensor]:
     """Return the leaves that tensor ranks hold whole but use on their own positions or heads alone.
 
-    In an exact run, the backward passes of norms and biases sum over the ranks themselves, sample by sample.
+    In an exact run, the backward passes of norms and biases sum over the ranks themselves, leaf by leaf.
     """
     how = model.parallelism
     return [
