@@ -281,14 +281,18 @@ def passes(config: Config) -> tuple[int, int]:
     return train.global_batch_size // config.parallel.dp // train.grain_leaf, train.grain_leaf
 
 
+def takes_context_pieces(config: Config) -> bool:
+    """Return whether an exact run's sums over positions may be in context pieces."""
+    return _is_of_this_package(config) and not config.model.num_experts
+
+
 def _is_of_this_package(config: Config) -> bool:
     return config.model.architecture != OWN and config.model.architecture in FAMILIES.built_in
 
 
 def _runs_several(config: Config) -> bool:
     """Return whether an exact run may run several samples at once."""
-    in_pieces = (config.train.grain_context or 1) > 1
-    return _is_of_this_package(config) and not config.model.num_experts and not in_pieces
+    return takes_context_pieces(config) and (config.train.grain_context or 1) == 1
 
 
 def _cut_by_tensor_axis(config: Config) -> list[tuple[str, int]]:
@@ -313,7 +317,7 @@ def _check_exact(config: Config) -> None:
                 raise problem(config, f"train.{key}", "train.exact is false; leave it out or use train.exact true")
         return
     ours = _is_of_this_package(config)
-    along = ours and not config.model.num_experts  # whose sums over positions are in context pieces
+    along = takes_context_pieces(config)
     for key, broken, use in (
         ("parallel.sequence_parallel", parallel.sequence_parallel and not ours, "false"),
         ("parallel.cp", parallel.cp > 1 and not along, "1"),

@@ -9,7 +9,7 @@ from typing import Any
 from threefold.comm.layout import Layout, LayoutSpec
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
-from threefold.config.rules import GRAIN
+from threefold.config.rules import GRAIN, takes_context_pieces
 from threefold.verify.layouts import (
     Check,
     UnsupportedLayout,
@@ -57,7 +57,7 @@ def shrink_exact(base: Config, specs: Sequence[LayoutSpec]) -> Config:
     """
     train, settings = base.train, base.sections()
     pieces, leaf = train.grain_context, train.grain_leaf
-    if not base.is_given("train.grain_context"):
+    if not base.is_given("train.grain_context") and takes_context_pieces(base):
         most = gcd(1 << 30, base.data.sequence_length) // 2
         pieces = max((spec.layout.cp for spec in specs if most and most % spec.layout.cp == 0), default=1)
     if not base.is_given("train.grain_leaf"):  # the batch has two samples for each micro-batch that a layout needs
