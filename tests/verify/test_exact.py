@@ -227,6 +227,8 @@ def test_context_axis_decides_the_context_pieces_unless_they_are_given() -> None
     fixed = shrink_exact(prepare_exact(given(train={"grain_context": 2, "exact": True}), None, 1), [parse("cp4")])
     assert fixed.train.grain_context == 2
     assert small("dp2").train.grain_context == 1
+    long = given(train={"global_batch_size": 64, "grain_leaf": 8, "exact": True}, data={"sequence_length": 16})
+    assert shrink_exact(prepare_exact(long, None, 1), [parse("dp2")]).train.grain_leaf == 2
     mixture = {"architecture": "llama", "num_experts": 4, "vocab_size": 64}
     assert shrink_exact(prepare_exact(config(model=mixture), None, 1), [parse("cp2")]).train.grain_context == 1
 

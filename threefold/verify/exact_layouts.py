@@ -53,15 +53,16 @@ def prepare_exact(given: Config, dtype: str | None, vocab_size: int) -> Config:
 def shrink_exact(base: Config, specs: Sequence[LayoutSpec]) -> Config:
     """Return a prepared config shrunk as by `layouts.shrink`, with sizes that its grain divides, and dropout.
 
-    Unless the config gives them, there are as many context pieces as the largest cp needs.
+    Unless the config gives them, there are as many context pieces as the largest cp needs. Leaves have two samples at
+    most.
     """
     train, settings = base.train, base.sections()
-    pieces, leaf = train.grain_context, train.grain_leaf
+    pieces = train.grain_context
     if not base.is_given("train.grain_context") and takes_context_pieces(base):
         most = gcd(1 << 30, base.data.sequence_length) // 2
         pieces = max((spec.layout.cp for spec in specs if most and most % spec.layout.cp == 0), default=1)
-    if not base.is_given("train.grain_leaf"):  # the batch has two samples for each micro-batch that a layout needs
-        leaf = min(2, leaf) if pieces == 1 else 1
+    # The shrunk batch has two samples for each micro-batch that a layout needs.
+    leaf = min(2, train.grain_leaf) if pieces == 1 else 1
     settings["train"] |= {"grain_context": pieces, "grain_leaf": leaf}
     base = resolve(config_of(settings), vocab_size=1)
     widest = LayoutSpec(Layout(dp=train.grain_samples, cp=pieces, tp=train.grain_tensor))
