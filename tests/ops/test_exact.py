@@ -63,11 +63,11 @@ def test_tree_sum_is_the_tree_that_its_docstring_draws() -> None:
 @pytest.mark.parametrize("columns", [1, 3, 16, 33, 1000])
 def test_sum_of_rows_is_the_tree_over_ranks(ranks: int, columns: int) -> None:
     x = drawn(PIECES * 5, columns)
-    whole = same_in_threads(lambda: exact.sum_rows(x, PIECES))
-    parts = [exact.sum_rows(each, PIECES // ranks) for each in of_ranks(ranks, x)]
+    whole = same_in_threads(lambda: RowSum(PIECES)(x)[0])
+    parts = [RowSum(PIECES // ranks)(each)[0] for each in of_ranks(ranks, x)]
     assert equal(tree(parts), whole)
     assert close(whole, x.double().sum(0))
-    assert all(equal(exact.sum_rows(x[:, cut], PIECES), whole[cut]) for cut in cuts(columns) if x[:, cut].numel())
+    assert all(equal(RowSum(PIECES)(x[:, cut])[0], whole[cut]) for cut in cuts(columns) if x[:, cut].numel())
 
 
 @pytest.mark.parametrize("inner", SIZES)
@@ -415,7 +415,7 @@ def test_arithmetic_replaces_what_torch_computes_otherwise() -> None:
         lambda: nn.LayerNorm(33)(x): lambda: exact.layer_norm(x, torch.ones(33), torch.zeros(33), 1e-5, RowSum()),
         lambda: nn.RMSNorm(33, 1e-5)(x): lambda: exact.rms_norm(x, torch.ones(33), 1e-5, RowSum()),
         lambda: x.softmax(-1): lambda: exact_functions.softmax(x),
-        lambda: x.sum(): lambda: exact.sum_rows(x.flatten().unsqueeze(1))[0],
+        lambda: x.sum(): lambda: exact_products.sum_dim(x.flatten(), 0),
         lambda: x.sum(1): lambda: x.sum(1),
     }
     for plain, expected in calls.items():

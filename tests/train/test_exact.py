@@ -51,6 +51,7 @@ def test_bits_of_products_in_batches(
 ) -> None:
     assert WHOLE_VECTORS.config.train.grain_leaf == 4
     sequence_parallel = {"parallel__sequence_parallel": layout[1] == 2}
+    check_near_plain(pool, one_process(WHOLE_VECTORS), WHOLE_VECTORS)
     check(pool, one_process(WHOLE_VECTORS), with_layout(WHOLE_VECTORS, *layout, micro=2, **sequence_parallel))
 
 
@@ -75,6 +76,12 @@ def test_layout_outside_the_grain_is_refused_with_the_nearest_inside(
 ) -> None:
     with pytest.raises(UserError, match=error):
         _ = with_layout(CASE, *layout, **settings).config
+
+
+def test_schedule_of_too_few_leaves_is_refused_with_a_leaf_that_works() -> None:
+    with pytest.raises(UserError, match=r"runs the 2 leaves of a replica one by one, but .*; use train.grain_leaf 1"):
+        _ = with_layout(CASE, 4, 1, 2, "dualpipev").config
+    _ = with_layout(CASE, 4, 1, 2, "dualpipev", train__grain_leaf=1).config
 
 
 @pytest.mark.slow

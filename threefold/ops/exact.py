@@ -144,11 +144,6 @@ class Pieces(NamedTuple):
     heads: RowSum
 
 
-def sum_rows(x: Tensor, pieces: int = 1) -> Tensor:
-    """Sum the rows of `x` [n, …] as a tree over `pieces` equal runs of rows, each itself a tree: […]."""
-    return sum_dim(sum_dim(x.reshape(pieces, x.shape[0] // pieces, *x.shape[1:]), 1), 0)
-
-
 def linear(
     x: Tensor,
     weight: Tensor,

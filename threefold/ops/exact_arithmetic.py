@@ -77,7 +77,7 @@ def _of_sum(
     if not input.dim():
         return input.clone()
     parts = exact.context_parts(input, rows.context, -1)
-    total = exact_products.tree_sum(exact.sum_rows(part.flatten().unsqueeze(-1)).squeeze(-1).clone() for part in parts)
+    total = exact_products.tree_sum(exact_products.sum_dim(part.flatten(), 0).clone() for part in parts)
     return total if over_context is None else over_context(total)
 
 

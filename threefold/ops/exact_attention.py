@@ -65,7 +65,7 @@ class _ExactAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, documents, *weights = ctx.saved_tensors
         gradients, kept = TileGradients(q, k, v), iter(weights)
-        upper = grad.reshape(q.shape)
+        upper = grad.reshape(q.shape).contiguous()
         # The weights times their gradient, summed over a query's keys, are its output times the output's gradient.
         along = last_dim_summed(upper * out)
         for part in _tiles(q, k, v, AttentionMask(ctx.window, documents)):

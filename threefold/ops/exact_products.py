@@ -34,7 +34,7 @@ def tree_sum(parts: Iterable[Tensor]) -> Tensor:
 
 
 def sum_dim(x: Tensor, dim: int) -> Tensor:
-    """Sum a dim in a balanced binary tree, whose subtrees of an odd number are completed from the last."""
+    """Sum a dim in a balanced binary tree of neighbors; the last of an odd number is added on a later level."""
     while (size := x.shape[dim]) > 1:
         even = size // 2 * 2
         one, other = x.narrow(dim, 0, even).unflatten(dim, (-1, 2)).unbind(dim + 1)
@@ -90,7 +90,7 @@ def _products(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _batch_of_products(a: Tensor, b: Tensor) -> Tensor | None:
-    """Compute `a @ b.mT` as a batch by torch, padded to whole vectors; None if its bits may be those of no product."""
+    """Compute `a @ b.mT` as a batch by torch, of whole vectors; None unless it has the bits of single products."""
     if not _onednn_computes(a, b):
         return None
     if a.untyped_storage().device.type == "meta":  # of a dry run, in which there are no bits
@@ -129,15 +129,13 @@ def _batch_has_bits_of_products(
     """
     count, rows, inner, columns = sizes
     draws = torch.Generator().manual_seed(0)
-    shapes = (count, rows, inner), (count, columns, inner)
-    a, b = (
-        (
-            torch.randn(n, k, m, generator=draws).to(dtype).mT
-            if each
-            else torch.randn(n, m, k, generator=draws).to(dtype)
-        )
-        for (n, m, k), each in zip(shapes, turned, strict=True)
-    )
+
+    def drawn(rows: int, is_turned: bool) -> Tensor:
+        shape = (count, inner, rows) if is_turned else (count, rows, inner)
+        x = torch.randn(shape, generator=draws, device="cpu").to(dtype)
+        return x.mT if is_turned else x
+
+    a, b = drawn(rows, turned[0]), drawn(columns, turned[1])
     single = [_whole_product(one, other) for one, other in zip(a.unbind(), b.unbind(), strict=True)]
     return torch.equal(torch.bmm(a, b.mT), torch.stack(single))
 

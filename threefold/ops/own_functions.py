@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from threefold.ops.exact import last_dim_summed, sum_rows, widened
+from threefold.ops.exact import last_dim_summed, widened
 from threefold.ops.exact_functions import softmax as last_dim_softmax
-from threefold.ops.exact_products import product
+from threefold.ops.exact_products import product, sum_dim
 
 
 def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
@@ -47,7 +47,7 @@ def _summed(x: Tensor, dims: Sequence[int]) -> Tensor:
     kept = [dim for dim in range(x.dim()) if dim not in dims]
     sizes = [x.shape[dim] for dim in kept]
     rows = widened(x).permute(*dims, *kept).reshape(prod(x.shape[dim] for dim in dims), *sizes)
-    return sum_rows(rows).to(x.dtype)
+    return sum_dim(rows, 0).to(x.dtype)
 
 
 def total(x: Tensor, dims: Iterable[int] | None = None, keepdim: bool = False) -> Tensor:
