@@ -29,16 +29,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import frexp, gcd, isfinite, ldexp, nan
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from threefold.ops.exact_products import VECTOR, product, products, sum_dim, tree_sum
+from threefold.ops.exact_products import product, sum_dim, tree_sum
 from threefold.ops.kernels import GradientStore, defer_or_compute, gradient_store
-from threefold.torch_private.runtime import layer_norm_gradient
+from threefold.torch_private.runtime import UninterceptedFunction, layer_norm_gradient
 
 
 @dataclass(frozen=True)
@@ -120,12 +120,32 @@ def context_parts(x: Tensor, count: int, dim: int) -> list[Tensor]:
 def _runs_summed(x: Tensor, runs: int) -> Tensor:
     """Sum each of `runs` equal runs of positions of `x` [B, S, n], or of rows of `x` [..., n]: [runs, n].
 
-    It is a product with ones, since the bits of torch's own sums depend on the number of threads.
+    The bits of torch's own sums of rows depend on the number of columns and threads. Additions of elements do not.
     """
     samples = len(x) if x.dim() == 3 and x.shape[1] % runs == 0 else 1
     rows = x.reshape(samples * runs, x.shape[:-1].numel() // (samples * runs), x.shape[-1])
-    sums = products(x.new_ones(len(rows), VECTOR, rows.shape[1]), rows.mT)[:, 0]
-    return sum_dim(sums.unflatten(0, (samples, runs)), 0)
+    return sum_dim(_rows_summed(rows).unflatten(0, (samples, runs)), 0)
+
+
+_ADDED_AT_ONCE: Final = 128
+"""Most rows that are added to others at once: their sum stays in the cache."""
+
+
+def _rows_summed(x: Tensor) -> Tensor:
+    """Sum the rows of each matrix of `x` [n, rows, columns]: [n, columns]."""
+    count = x.shape[1]
+    if count < 2:
+        return x.sum(1)
+    left = min(_ADDED_AT_ONCE, count // 2)
+    first, second, *others = x.split(left, 1)
+    total = first + second
+    for part in others:
+        total[:, : part.shape[1]] += part
+    while left > 1:
+        half = (left + 1) // 2
+        total[:, : left - half] += total[:, half:left]
+        left = half
+    return total[:, 0]
 
 
 class Pieces(NamedTuple):
@@ -173,7 +193,7 @@ def linear(
     return out
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(UninterceptedFunction):
     @staticmethod
     def forward(
         ctx: Any,
@@ -227,7 +247,7 @@ def add_bias(x: Tensor, bias: Tensor, rows: RowSum) -> Tensor:
     return out
 
 
-class _AddBias(torch.autograd.Function):
+class _AddBias(UninterceptedFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor, rows: RowSum) -> Tensor:
         ctx.rows = rows
@@ -251,7 +271,7 @@ def embedding(ids: Tensor, table: Tensor, rows: RowSum, own: range) -> Tensor:
     return out
 
 
-class _Embedding(torch.autograd.Function):
+class _Embedding(UninterceptedFunction):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, table: Tensor, rows: RowSum, own: range) -> Tensor:
         ctx.save_for_backward(ids)
@@ -296,7 +316,7 @@ def repeat(x: Tensor, times: int) -> Tensor:
     return out
 
 
-class _Repeat(torch.autograd.Function):
+class _Repeat(UninterceptedFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, times: int) -> Tensor:
         return x.expand(*x.shape[:-2], times, -1).clone()
@@ -318,7 +338,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return out
 
 
-class _LayerNorm(torch.autograd.Function):
+class _LayerNorm(UninterceptedFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rows: RowSum) -> Tensor:
         out, mean, scale = torch.native_layer_norm(x, [x.shape[-1]], weight, bias, eps)
@@ -346,7 +366,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float | None, rows: RowSum) 
     return out
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNorm(UninterceptedFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, rows: RowSum) -> Tensor:
         wide = widened(x).contiguous()

@@ -17,13 +17,13 @@ from threefold.ops.exact import last_dim_summed
 from threefold.ops.exact_products import products, tree_sum
 from threefold.ops.kernels import AttentionMask
 from threefold.ops.tiles import TileGradients, TileInputs, tile_inputs
-from threefold.torch_private.runtime import row_softmax
+from threefold.torch_private.runtime import UninterceptedFunction
 
-HeadDrop: TypeAlias = Callable[[TileInputs, Tensor, int, slice], Tensor]
-"""Dropout of a tile's attention weights [heads, Q, K], or of their gradient: (tile, weights, sample of the tile, heads)
-→ weights; drops the same elements on each call."""
+HeadDrop: TypeAlias = Callable[[TileInputs, Tensor, slice, slice], Tensor]
+"""Dropout of a tile's attention weights [b, heads, Q, K], or of their gradient: (tile, weights, samples of the tile,
+heads) → weights; drops the same elements on each call."""
 
-_AT_ONCE: Final = 1 << 20  # attention weights of a run of heads
+_AT_ONCE: Final = 1 << 20  # attention weights of a run of samples or heads
 _LONGEST_KEPT: Final = 512  # keys up to which the backward pass keeps the attention weights, as plain attention does
 
 
@@ -41,7 +41,7 @@ def exact_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, drop: 
     return out
 
 
-class _ExactAttention(torch.autograd.Function):
+class _ExactAttention(UninterceptedFunction):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int, drop: HeadDrop | None
@@ -49,13 +49,13 @@ class _ExactAttention(torch.autograd.Function):
         out, kept, keeps = q.new_empty(q.shape), [], k.shape[1] <= _LONGEST_KEPT
         for part in _tiles(q, k, v, AttentionMask(window, documents)):
             into = part.of_queries(out)
-            for row, heads, groups in _runs(part):
-                weights = _weights(part, row, heads, groups)
+            for rows, heads, groups in _runs(part):
+                weights = _weights(part, rows, heads, groups)
                 if keeps:
                     kept.append(weights)
                 if drop is not None:
-                    weights = drop(part, weights, row, heads)
-                into[row, heads] = _served(weights, part.v[row, groups].mT)
+                    weights = drop(part, weights, rows, heads)
+                into[rows, heads] = _served(weights, part.v[rows, groups].flatten(0, 1).mT)
         ctx.save_for_backward(q, k, v, out, documents, *kept)
         ctx.window, ctx.drop = window, drop
         return out.flatten(2)
@@ -92,44 +92,52 @@ def _tile_gradients(
     """
     scale = part.q.shape[-1] ** -0.5
     to_q, to_k, to_v = torch.empty_like(part.q), torch.empty_like(part.k), torch.empty_like(part.v)
-    for row, heads, groups in _runs(part):
+    for rows, heads, groups in _runs(part):
         given = next(kept, None)
-        weights = _weights(part, row, heads, groups) if given is None else given
-        grad, queries = upper[row, heads], part.q[row, heads]
-        dropped = weights if drop is None else drop(part, weights, row, heads)
-        to_v[row, groups] = _of_groups(products(dropped.mT, grad.mT), groups)
-        of_scores = _served(grad, part.v[row, groups])
+        weights = _weights(part, rows, heads, groups) if given is None else given
+        dropped = weights if drop is None else drop(part, weights, rows, heads)
+        grad, queries, keys, values = (
+            each.flatten(0, 1) for each in (upper[rows, heads], part.q[rows, heads], part.k[rows, groups], part.v[rows, groups])
+        )
+        to_v[rows, groups] = _of_groups(products(dropped.flatten(0, 1).mT, grad.mT), to_v[rows, groups])
+        of_scores = _served(grad.view(*weights.shape[:3], -1), values)
         if drop is not None:
-            of_scores = drop(part, of_scores, row, heads)
-        of_scores = of_scores.sub_(along[row, heads]).mul_(weights)
-        to_q[row, heads] = _served(of_scores, part.k[row, groups].mT).mul_(scale)
-        to_k[row, groups] = _of_groups(products(of_scores.mT, queries.mT), groups)
+            of_scores = drop(part, of_scores, rows, heads)
+        of_scores = of_scores.sub_(along[rows, heads]).mul_(weights)
+        to_q[rows, heads] = _served(of_scores, keys.mT).mul_(scale)
+        to_k[rows, groups] = _of_groups(products(of_scores.flatten(0, 1).mT, queries.mT), to_k[rows, groups])
     return to_q, to_k, to_v
 
 
-def _runs(part: TileInputs) -> Iterator[tuple[int, slice, slice]]:
-    """Yield runs of groups of heads with few attention weights: (sample of the tile, heads, key-value heads)."""
-    served = part.q.shape[1] // part.k.shape[1]
-    size = max(1, _AT_ONCE // max(1, served * part.q.shape[2] * part.k.shape[2]))
-    for row, first in pairs(range(len(part.q)), range(0, part.k.shape[1], size)):
-        end = min(first + size, part.k.shape[1])
-        yield row, slice(first * served, end * served), slice(first, end)
+def _runs(part: TileInputs) -> Iterator[tuple[slice, slice, slice]]:
+    """Yield runs with few attention weights: (samples of the tile, heads, key-value heads)."""
+    samples, groups = part.k.shape[:2]
+    served = part.q.shape[1] // groups
+    of_group = max(1, served * part.q.shape[2] * part.k.shape[2])
+    some_groups = min(groups, max(1, _AT_ONCE // of_group))
+    some_samples = max(1, _AT_ONCE // (of_group * groups))
+    for row, first in pairs(range(0, samples, some_samples), range(0, groups, some_groups)):
+        end = min(first + some_groups, groups)
+        yield slice(row, row + some_samples), slice(first * served, end * served), slice(first, end)
 
 
 def _served(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply the matrices `a` [heads, Q, k] of heads by that of their group, `b` [groups, n, k]: [heads, Q, n]."""
-    of_groups = a if len(a) == len(b) else a.reshape(len(b), -1, a.shape[2])
-    return products(of_groups, b).view(*a.shape[:2], -1)
+    """Multiply the matrices `a` [b, heads, Q, k] of heads by that of their group, `b` [groups, n, k]: [b, heads, Q, n].
+
+    The groups are those of all samples.
+    """
+    return products(a.reshape(len(b), -1, a.shape[3]), b).view(*a.shape[:3], -1)
 
 
-def _of_groups(gradients: Tensor, groups: slice) -> Tensor:
-    """Sum the gradients [heads, K, d] of keys or values over the heads of each group: [groups, K, d]."""
-    return tree_sum(gradients.unflatten(0, (groups.stop - groups.start, -1)).unbind(1))
+def _of_groups(gradients: Tensor, like: Tensor) -> Tensor:
+    """Sum the gradient [b · heads, K, d] of keys or values over the heads of each group: [b, groups, K, d] as `like`."""
+    of_groups = gradients.unflatten(0, (like.shape[0] * like.shape[1], -1))
+    return tree_sum(of_groups.unbind(1)).view(like.shape)
 
 
-def _weights(part: TileInputs, row: int, heads: slice, groups: slice) -> Tensor:
-    """Return the attention weights [heads, Q, K] of some heads of a sample of the tile."""
-    scores = _served(part.q[row, heads], part.k[row, groups])
+def _weights(part: TileInputs, rows: slice, heads: slice, groups: slice) -> Tensor:
+    """Return the attention weights [b, heads, Q, K] of some samples and heads of the tile."""
+    scores = _served(part.q[rows, heads], part.k[rows, groups].flatten(0, 1))
     if part.bias is not None:
         scores += part.bias
-    return row_softmax(scores)
+    return scores.softmax(-1)

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from threefold.ops.exact import last_dim_summed, widened
 from threefold.ops.exact_products import product, tree_sum
 from threefold.ops.kernels import GradientStore, gradient_store
+from threefold.torch_private.runtime import UninterceptedFunction
 
 AddGradient = Callable[[Tensor], None]
 """Adds the gradients of a weight, of all senders: [senders, …]."""
@@ -40,7 +41,7 @@ def grouped_linear(
     return out
 
 
-class _GroupedLinear(torch.autograd.Function):
+class _GroupedLinear(UninterceptedFunction):
     @staticmethod
     def forward(
         ctx: Any,
@@ -90,7 +91,7 @@ def weighted_sum(x: Tensor, weights: Tensor) -> Tensor:
     return out
 
 
-class _WeightedSum(torch.autograd.Function):
+class _WeightedSum(UninterceptedFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor) -> Tensor:
         ctx.save_for_backward(x, weights)

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from threefold.ops.exact import last_dim_summed, widened
-from threefold.torch_private.runtime import gelu_gradient, sigmoid_gradient, silu_gradient
+from threefold.torch_private.runtime import UninterceptedFunction, gelu_gradient, sigmoid_gradient, silu_gradient
 
 _VECTORS: Final = 64
 """Most elements that torch computes together on a CPU: two vectors of the narrowest dtype. What is left over at the end
@@ -39,7 +39,7 @@ def _only(padded: Tensor, x: Tensor) -> Tensor:
     return padded if padded.shape == x.shape else padded[: x.numel()].clone().view(x.shape)
 
 
-class _Elementwise(torch.autograd.Function):
+class _Elementwise(UninterceptedFunction):
     """Function of torch of each element, with its derivative from the upper gradient and the input."""
 
     @staticmethod
@@ -88,7 +88,7 @@ def logsumexp(x: Tensor) -> Tensor:
     return out
 
 
-class _LogSumExp(torch.autograd.Function):
+class _LogSumExp(UninterceptedFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         wide = widened(x)
@@ -104,7 +104,7 @@ class _LogSumExp(torch.autograd.Function):
         return widened(x).sub(out).exp_().mul_(grad.unsqueeze(-1)).to(x.dtype)
 
 
-class _Softmax(torch.autograd.Function):
+class _Softmax(UninterceptedFunction):
     """Softmax whose rows are computed alike whatever their number, which torch's backward pass does not promise."""
 
     @staticmethod

@@ -77,7 +77,7 @@ def products(a: Tensor, b: Tensor) -> Tensor:
 _CHAIN: Final = 128
 """Longest sum of a batch of products in fp32: up to about this length, the kernels of MKL and oneDNN add up the terms
 one by one in their order, so that their bits are the same."""
-VECTOR: Final = 16
+_VECTOR: Final = 16
 """Elements of a vector, or several vectors: sizes that are no multiples of it have other bits at their ends."""
 
 
@@ -95,24 +95,52 @@ def _batch_of_products(a: Tensor, b: Tensor) -> Tensor | None:
         return None
     if a.untyped_storage().device.type == "meta":  # of a dry run, in which there are no bits
         return torch.bmm(a, b.mT)
-    one, other = _of_whole_vectors(a), _of_whole_vectors(b)
-    turned = one.stride(2) != 1, other.stride(2) != 1
-    if not _batch_has_bits_of_products((*one.shape, other.shape[1]), turned, a.dtype, torch.get_num_threads()):
+    batch = _batch(*_in_memory(a), *_in_memory(b), a.dtype, torch.get_num_threads())
+    if batch is None:
         return None
-    found = torch.bmm(one, other.mT)
-    rows, columns = a.shape[1], b.shape[1]
+    one, other = (_padded(x) if is_padded else x for x, is_padded in zip((a, b), batch, strict=True))
+    found, rows, columns = torch.bmm(one, other.mT), a.shape[1], b.shape[1]
     return found if found.shape[1:] == (rows, columns) else found[:, :rows, :columns].contiguous()
 
 
-def _of_whole_vectors(x: Tensor) -> Tensor:
-    """Return `x` [n, m, k], or a copy with zeros behind m and k so that all rows begin and end with whole vectors."""
-    steps = (step for step in x.stride() if step != 1)
-    if not any(size % VECTOR for size in (*x.shape[1:], *steps)) and x.data_ptr() % (VECTOR * x.element_size()) == 0:
-        return x
+def _in_memory(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
+    """Return shape, strides, and whether it begins with a whole vector."""
+    return x.shape, x.stride(), x.data_ptr() % (_VECTOR * x.element_size()) == 0
+
+
+def _padded(x: Tensor) -> Tensor:
+    """Return a copy of `x` [n, m, k] with zeros behind m and k so that all rows begin and end with whole vectors."""
     count, rows, inner = x.shape
-    padded = x.new_zeros(count, *(-(-size // VECTOR) * VECTOR for size in (rows, inner)))
+    padded = x.new_zeros(count, _whole_vectors(rows), _whole_vectors(inner))
     padded[:, :rows, :inner] = x
     return padded
+
+
+def _whole_vectors(size: int) -> int:
+    return -(-size // _VECTOR) * _VECTOR
+
+
+@cache
+def _batch(
+    a_shape: tuple[int, int, int],
+    a_stride: tuple[int, ...],
+    a_aligned: bool,
+    b_shape: tuple[int, int, int],
+    b_stride: tuple[int, ...],
+    b_aligned: bool,
+    dtype: torch.dtype,
+    threads: int,
+) -> tuple[bool, bool] | None:
+    """Return whether a batch needs `a` and `b` of `products` padded; None if it has other bits than single products."""
+    padded, turned = [], []
+    for shape, stride, aligned in ((a_shape, a_stride, a_aligned), (b_shape, b_stride, b_aligned)):
+        sizes = (*shape[1:], *(step for step in stride if step != 1))
+        padded.append(not aligned or any(size % _VECTOR for size in sizes))
+        turned.append(not padded[-1] and stride[2] != 1)
+    count, rows, inner = a_shape
+    whole = count, _whole_vectors(rows), _whole_vectors(inner), _whole_vectors(b_shape[1])
+    has_bits = _batch_has_bits_of_products(whole, (turned[0], turned[1]), dtype, threads)
+    return (padded[0], padded[1]) if has_bits else None
 
 
 @cache

@@ -201,11 +201,10 @@ def head_drop(q: Tensor, keys: Tensor, dropout: DropoutSite) -> HeadDrop:
     """Return the dropout of attention weights for `ops.exact_attention`; arguments as for `dropped_attention`."""
     rows, drawn = _weight_rows(q, dropout), (dropout.site, dropout.p)
 
-    def of_heads(part: tiles.TileInputs, weights: Tensor, row: int, heads: slice) -> Tensor:
+    def of_heads(part: tiles.TileInputs, weights: Tensor, of_tile: slice, heads: slice) -> Tensor:
         samples, queries = part.at_queries
         columns = torch.arange(part.tile.keys.start, part.tile.keys.stop, device=q.device)
-        key = keys[samples][row : row + 1]
-        return drop_rows(weights[None], key, *drawn, rows[heads, queries], columns)[0]
+        return drop_rows(weights, keys[samples][of_tile], *drawn, rows[heads, queries], columns)
 
     return of_heads
 
