@@ -93,7 +93,7 @@ class RowSum:
         """
         if not rows:
             return []
-        sums = sum_dim(torch.stack([self._of_runs(widened(each)) for each in rows]), 2)
+        sums = torch.stack([sum_dim(self._of_runs(widened(each)), 1) for each in rows])
         if self.over_ranks is not None:
             sums = self.over_ranks(sums)
         return [sum_dim(total.to(dtype or each.dtype), 0) for total, each in zip(sums.unbind(), rows, strict=True)]
@@ -101,7 +101,8 @@ class RowSum:
     def _of_runs(self, x: Tensor) -> Tensor:
         """Sum the rows of each run of each context piece: [context pieces, runs, n]."""
         if self.gather is None:
-            return torch.stack([_runs_summed(part, self.pieces) for part in context_parts(x, self.context, -2)])
+            parts = [_runs_summed(part, self.pieces) for part in context_parts(x, self.context, -2)]
+            return torch.stack(parts) if len(parts) > 1 else parts[0].unsqueeze(0)
         return torch.stack(context_parts(self.gather(_runs_summed(x, self.pieces)), self.context, 0))
 
 
@@ -123,29 +124,24 @@ def _runs_summed(x: Tensor, runs: int) -> Tensor:
     The bits of torch's own sums of rows depend on the number of columns and threads. Additions of elements do not.
     """
     samples = len(x) if x.dim() == 3 and x.shape[1] % runs == 0 else 1
-    rows = x.reshape(samples * runs, x.shape[:-1].numel() // (samples * runs), x.shape[-1])
-    return sum_dim(_rows_summed(rows).unflatten(0, (samples, runs)), 0)
+    count = x.shape[:-1].numel() // (samples * runs)
+    if samples * count < 2:
+        return x.reshape(runs, count, x.shape[-1]).sum(1)
+    left = min(_ADDED_AT_ONCE, count if samples > 1 else count // 2)
+    of_samples = x.reshape(samples, runs, count, x.shape[-1]).unbind()
+    first, second, *others = (part for sample in of_samples for part in sample.split(left, 1))
+    total = first + second
+    for part in others:
+        total.narrow(1, 0, part.shape[1]).add_(part)
+    while left > 1:
+        half = (left + 1) // 2
+        total.narrow(1, 0, left - half).add_(total.narrow(1, half, left - half))
+        left = half
+    return total[:, 0]
 
 
 _ADDED_AT_ONCE: Final = 128
 """Most rows that are added to others at once: their sum stays in the cache."""
-
-
-def _rows_summed(x: Tensor) -> Tensor:
-    """Sum the rows of each matrix of `x` [n, rows, columns]: [n, columns]."""
-    count = x.shape[1]
-    if count < 2:
-        return x.sum(1)
-    left = min(_ADDED_AT_ONCE, count // 2)
-    first, second, *others = x.split(left, 1)
-    total = first + second
-    for part in others:
-        total[:, : part.shape[1]] += part
-    while left > 1:
-        half = (left + 1) // 2
-        total[:, : left - half] += total[:, half:left]
-        left = half
-    return total[:, 0]
 
 
 class Pieces(NamedTuple):

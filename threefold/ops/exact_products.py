@@ -37,7 +37,8 @@ def sum_dim(x: Tensor, dim: int) -> Tensor:
     """Sum a dim in a balanced binary tree of neighbors; the last of an odd number is added on a later level."""
     while (size := x.shape[dim]) > 1:
         even = size // 2 * 2
-        one, other = x.narrow(dim, 0, even).unflatten(dim, (-1, 2)).unbind(dim + 1)
+        pairs = x if even == size else x.narrow(dim, 0, even)
+        one, other = pairs.unflatten(dim, (-1, 2)).unbind(dim + 1)
         x = one + other if even == size else torch.cat([one + other, x.narrow(dim, even, 1)], dim)
     return x.squeeze(dim) if x.shape[dim] else x.sum(dim)
 
@@ -178,9 +179,7 @@ def _whole_product(a: Tensor, b: Tensor) -> Tensor:
     # oneDNN, also where MKL is faster, whose bits depend on the number of rows. A product with a single row or column
     # is a kernel of its own, with bits of its own, as are strided views, for which oneDNN is a thousand times slower.
     rows, columns = a.shape[0], b.shape[0]
-    if rows == 1:
-        a = a.expand(2, -1)
-    if columns == 1:
-        b = b.expand(2, -1)
-    dense = b if b.t().is_contiguous() else b.contiguous()
-    return onednn_linear(a.contiguous(), dense, None)[:rows, :columns]
+    if rows == 1 or columns == 1:
+        a, b = (x.expand(2, -1) if len(x) == 1 else x for x in (a, b))
+        return onednn_linear(a.contiguous(), b.contiguous(), None)[:rows, :columns]
+    return onednn_linear(a.contiguous(), b if b.t().is_contiguous() else b.contiguous(), None)
