@@ -90,6 +90,17 @@ def test_products(inner: int) -> None:
                 assert equal(exact_products.product(a, b[cut]), whole[:, cut]), where
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_of_turned_operands_has_the_same_bits(dtype: torch.dtype) -> None:
+    """Such as a weight's gradient, which is turned if that copies less."""
+    for rows, columns, inner in ((512, 64, 256), (64, 512, 256), (100, 7, 33), (1024, 24, 1000), (2, 2, 40)):
+        a, b = drawn(inner, rows).to(dtype).t(), drawn(inner, columns, seed=1).to(dtype).t()
+        whole = same_in_threads(partial(exact_products.product, a, b))
+        assert whole.is_contiguous()
+        assert equal(exact_products.product(a.contiguous(), b.contiguous()), whole), (rows, columns, inner)
+        assert equal(exact_products.product(a[rows // 2 :], b), whole[rows // 2 :]), (rows, columns, inner)
+
+
 def test_products_with_long_sums() -> None:
     for rows, columns in ((1, 1), (3, 17), (16, 64)):
         a, b = drawn(rows, 8191), drawn(columns, 8191, seed=1)
@@ -129,6 +140,16 @@ def test_rows_of_several_samples_are_summed_as_the_tree_over_ranks(ranks: int, c
     whole = same_in_threads(lambda: RowSum(PIECES)(x)[0])
     assert close(whole, x.double().sum((0, 1)))
     assert equal(tree([RowSum(PIECES // ranks)(part)[0] for part in x.chunk(ranks, 1)]), whole)
+
+
+@pytest.mark.parametrize(("samples", "rows"), [(1, 1), (1, 2), (1, 257), (1, 300), (2, 1), (2, 130), (3, 129), (5, 3)])
+def test_rows_of_any_number_are_summed(samples: int, rows: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        x = drawn(samples, PIECES * rows, 70).to(dtype)
+        whole = same_in_threads(lambda x=x: RowSum(PIECES)(x, dtype=torch.float32)[0])
+        assert close(whole, x.double().sum((0, 1)))
+        for columns in (slice(3, 40), slice(64, 70)):
+            assert equal(RowSum(PIECES)(x[..., columns], dtype=torch.float32)[0], whole[columns])
 
 
 def test_rows_of_other_shapes_are_summed_in_runs() -> None:

@@ -93,7 +93,7 @@ class RowSum:
         """
         if not rows:
             return []
-        sums = torch.stack([sum_dim(self._of_runs(widened(each)), 1) for each in rows])
+        sums = torch.stack([sum_dim(self._of_runs(each), 1) for each in rows])
         if self.over_ranks is not None:
             sums = self.over_ranks(sums)
         return [sum_dim(total.to(dtype or each.dtype), 0) for total, each in zip(sums.unbind(), rows, strict=True)]
@@ -121,16 +121,18 @@ def context_parts(x: Tensor, count: int, dim: int) -> list[Tensor]:
 def _runs_summed(x: Tensor, runs: int) -> Tensor:
     """Sum each of `runs` equal runs of positions of `x` [B, S, n], or of rows of `x` [..., n]: [runs, n].
 
+    Sums are in fp32 at least.
     The bits of torch's own sums of rows depend on the number of columns and threads. Additions of elements do not.
     """
     samples = len(x) if x.dim() == 3 and x.shape[1] % runs == 0 else 1
     count = x.shape[:-1].numel() // (samples * runs)
     if samples * count < 2:
-        return x.reshape(runs, count, x.shape[-1]).sum(1)
+        return widened(x).reshape(runs, count, x.shape[-1]).sum(1)
     left = min(_ADDED_AT_ONCE, count if samples > 1 else count // 2)
     of_samples = x.reshape(samples, runs, count, x.shape[-1]).unbind()
-    first, second, *others = (part for sample in of_samples for part in sample.split(left, 1))
-    total = first + second
+    at_once = zip(*(sample.split(left, 1) for sample in of_samples), strict=True)
+    first, second, *others = (part for parts in at_once for part in parts)
+    total = widened(first) + second
     for part in others:
         total.narrow(1, 0, part.shape[1]).add_(part)
     while left > 1:
@@ -349,7 +351,7 @@ class _LayerNorm(UninterceptedFunction):
         wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         summed = [widened(x).sub(mean).mul_(scale).mul_(widened(grad))] if wants_weight else []
         like = x.dtype if weight is None else weight.dtype
-        sums = ctx.rows(*summed, *([widened(grad)] if wants_bias else []), dtype=like)
+        sums = ctx.rows(*summed, *([grad] if wants_bias else []), dtype=like)
         grad_x = None
         if wants_x:  # torch computes each row alone; only its sums over rows depend on threads
             grad_x = layer_norm_gradient(grad.contiguous(), x.contiguous(), mean, scale, weight)

@@ -182,4 +182,10 @@ def _whole_product(a: Tensor, b: Tensor) -> Tensor:
     if rows == 1 or columns == 1:
         a, b = (x.expand(2, -1) if len(x) == 1 else x for x in (a, b))
         return onednn_linear(a.contiguous(), b.contiguous(), None)[:rows, :columns]
+    if not a.is_contiguous() and b.numel() + rows * columns < a.numel():
+        return _dense_product(b, a).t().contiguous()  # copies less
+    return _dense_product(a, b)
+
+
+def _dense_product(a: Tensor, b: Tensor) -> Tensor:
     return onednn_linear(a.contiguous(), b if b.t().is_contiguous() else b.contiguous(), None)
