@@ -3,6 +3,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 NEXT := $(BIN)/threefold generate demo/run --prompt 'In Python, a list'
+OTHER := $(BIN)/threefold train examples/demo.yaml --run-dir demo/other
+OTHER += --set parallel.dp=1 --set parallel.tp=1 --set parallel.pp=1
 
 .PHONY: demo test test-slow test-gpu test-sweep test-mutations lint benchmark docs clean
 
@@ -18,6 +20,9 @@ demo: .venv/ready
 	$(BIN)/threefold generate demo/run --prompt "The function returns" --prompt "If the file" --max-new-tokens 60
 	@echo
 	@echo "The loss curve: $$(ls demo/run/*.png)"
+	@echo "The hash of the weights: $$($(BIN)/threefold checkpoint show demo/run | sed -n 's/^ *fingerprint *\([0-9a-f]*\),.*/\1/p')"
+	@echo "Every other layout ends with the same one, to the last bit. See for yourself, in one process:"
+	@echo "  $(OTHER) $(DEMO_OPTIONS)"
 	@echo "Next, in this folder:"
 	@echo "  $(NEXT)"
 	@echo "  source .venv/bin/activate       # then \`threefold\` alone is enough"

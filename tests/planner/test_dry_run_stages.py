@@ -66,4 +66,4 @@ def test_exact_run_exchanges_what_a_plain_one_of_its_leaves_does() -> None:
     assert plain.micro_batches == exact.micro_batches == 8
     of_layers = [[each for each in report.collectives if each.axis != "world"] for report in (plain, exact)]
     assert of_layers[0] == of_layers[1]
-    assert plain.flops <= exact.flops <= 1.5 * plain.flops  # sums of rows are products with ones
+    assert 0.9 * plain.flops <= exact.flops <= plain.flops  # attention keeps its weights for the backward pass
