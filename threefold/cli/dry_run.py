@@ -83,10 +83,10 @@ def _replicas(config: "Config", world: int) -> int:
 
 def _print_reports(config: "Config", reports: Sequence["DryRunReport"], hardware: "Hardware | None") -> None:
     """Print memory, collectives and floating-point operations of each rank, and whether it fits."""
-    from threefold.config.rules import passes
+    from threefold.config.rules import executed_micro_batches
 
     train = config.train
-    each = "{} of {}".format(*passes(config))
+    each = "{} of {}".format(*executed_micro_batches(config))
     terminal.print_layout(config)
     typer.echo(f"One step: {train.global_batch_size:,} samples, in micro-batches of each replica: {each}.")
     work, memory = [], []

@@ -273,12 +273,21 @@ def default_grain(config: Config) -> dict[str, int]:
     }
 
 
-def passes(config: Config) -> tuple[int, int]:
+def executed_micro_batches(config: Config) -> tuple[int, int]:
     """Return how many micro-batches a replica runs in a step, and of how many samples: the leaves of an exact run."""
     train = config.train
     if not train.exact:
         return train.gradient_accumulation_steps, train.micro_batch_size
     return train.global_batch_size // config.parallel.dp // train.grain_leaf, train.grain_leaf
+
+
+def as_executed(config: Config) -> Config:
+    """Return a resolved config with the micro-batches that a replica runs (`executed_micro_batches`)."""
+    if not config.train.exact:
+        return config
+    count, samples = executed_micro_batches(config)
+    batches = {"gradient_accumulation_steps": count, "micro_batch_size": samples}
+    return config.model_copy(update={"train": config.train.model_copy(update=batches)})
 
 
 def takes_context_pieces(config: Config) -> bool:
@@ -356,7 +365,7 @@ def _check_exact(config: Config) -> None:
 
 
 def _check_exact_schedule(config: Config) -> None:
-    schedule, pp, (count, leaf) = config.parallel.pipeline_schedule, config.parallel.pp, passes(config)
+    schedule, pp, (count, leaf) = config.parallel.pipeline_schedule, config.parallel.pp, executed_micro_batches(config)
     if pp == 1:
         return
     if not schedule.accepts(pp, count):

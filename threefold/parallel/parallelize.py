@@ -19,7 +19,7 @@ from threefold.comm.mesh import Mesh
 from threefold.comm.reductions import reduce_from
 from threefold.config import Config
 from threefold.config.model import FAMILIES, OWN
-from threefold.config.rules import passes
+from threefold.config.rules import executed_micro_batches
 from threefold.config.schedules import Schedule, find_schedule
 from threefold.constants import COMPILED, LOGITS_AT_ONCE
 from threefold.dtypes import DTYPES
@@ -138,7 +138,7 @@ class TrainingSettings:
         parallel, train = config.parallel, config.train
         return cls(
             seed=train.seed,
-            micro_batches=passes(config)[0],
+            micro_batches=executed_micro_batches(config)[0],
             dtype=DTYPES[config.precision.dtype],
             master_weights=config.precision.master_weights,
             zero=parallel.zero,

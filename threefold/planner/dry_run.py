@@ -16,7 +16,7 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Event, Mesh, PlannedAxis
 from threefold.config import Config
 from threefold.config.model import OWN
-from threefold.config.rules import passes
+from threefold.config.rules import executed_micro_batches
 from threefold.errors import UserError
 from threefold.models.block import UnknownBlock, describe_model
 from threefold.models.sharding import Constant
@@ -82,7 +82,7 @@ def run_step(
 ) -> tuple[DryRunReport, list[Event]]:
     """Run `dry_run` and also return the collectives in order."""
     layout, flops, source = Layout.from_config(config.parallel), dry_step.FlopCount(), source or ConfigSource()
-    own, (micro_batches, _) = config.model.architecture == OWN, passes(config)
+    own, (micro_batches, _) = config.model.architecture == OWN, executed_micro_batches(config)
     if own and layout.pp > 1:
         raise UserError(
             f"parallel.pp is {layout.pp} but a dry run cannot know what stages of a model of your own send; use 1."

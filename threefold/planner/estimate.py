@@ -8,6 +8,7 @@ from typing import Any, Final
 from threefold.comm.layout import Layout
 from threefold.config import Config
 from threefold.config.resolve import on_device
+from threefold.config.rules import as_executed
 from threefold.config.schedules import is_own_schedule
 from threefold.config.section import nearest_multiple
 from threefold.errors import UserError
@@ -361,7 +362,7 @@ def estimate(config: Config, hardware: Hardware, system: System | str | None = N
             f"{hardware.name} have {per_node} and are rented whole; use "
             f"{next(fitting, nearest_multiple(parallel.dp, per_node))}."
         )
-    hardware, config = hardware.shared_by(world), on_device(config, hardware.device)
+    hardware, config = hardware.shared_by(world), as_executed(on_device(config, hardware.device))
     if system is None:
         system = own_system(config, hardware)
     elif isinstance(system, str):

@@ -290,7 +290,9 @@ class Space:
 
     def _micro_batches(self, share: int) -> tuple[Settings, ...]:
         size, count = KEYS["micro_batch_size"], KEYS["accumulation"]
-        return tuple(each for own in divisors(share) for each in self._combined({size: [own], count: [share // own]}))
+        train = self.config.train
+        sizes = [train.grain_leaf] if train.exact else divisors(share)  # leaves run, whatever the micro-batch size
+        return tuple(each for own in sizes for each in self._combined({size: [own], count: [share // own]}))
 
     def _schedules(self, pp: int) -> tuple[Settings, ...]:
         """List each schedule with each number of stages per rank that the layers allow."""

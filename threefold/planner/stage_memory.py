@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from threefold.config import Config
+from threefold.config.rules import as_executed
 from threefold.config.schedules import SENDS_UNDER_WAY, Action, Schedule
 from threefold.config.schema import ParallelConfig, PrecisionConfig
 from threefold.planner.activations import LayerBytes, LayerMemory
@@ -94,7 +95,7 @@ def stage_memory(config: Config, device: str = "cuda", system: str = "own") -> l
             of micro-batches, or the model comes from a file, whose layers have no formulas.
     """
     described_blocks(config)
-    layout = LayoutMemory(config, device, keeps_of(system, device))
+    layout = LayoutMemory(as_executed(config), device, keeps_of(system, device))
     found = []
     for rank in range(config.parallel.pp):
         states, moment = layout.peak(rank)
@@ -301,6 +302,7 @@ class LayoutMemory:
         states = self.size.rank(pp_rank, place)
         grow = self._gradients_grow
         states = standing_states(states, whole, config.parallel, config.precision, self.keeps, grow)
+        states = states._replace(gradients=states.gradients + _tree_levels(config) * whole * config.precision.master_itemsize)
         return states, max(self._moments(pp_rank), key=lambda moment: moment.total)
 
     def _moments(self, pp_rank: int) -> Iterator[Moment]:
@@ -381,6 +383,11 @@ def standing_states(
     gathered = whole * precision.itemsize if parallel.zero < 3 else 0
     gradients = 0 if gradients_grow else (whole if parallel.zero == 1 else found.parameters) * added
     return RankSize(found.parameters, found.parameters * wide + gathered, gradients, found.optimizer)
+
+
+def _tree_levels(config: Config) -> int:
+    """Return the sums of gradients that an exact run keeps beside the one that grows, one per level of its tree."""
+    return (config.train.grain_samples // config.parallel.dp).bit_length() - 1 if config.train.exact else 0
 
 
 _ROUNDS: Final = 4

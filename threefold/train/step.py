@@ -28,7 +28,7 @@ from threefold.comm.mesh import Mesh
 from threefold.comm.rank_state import Activity
 from threefold.config import Config
 from threefold.config.model import OWN
-from threefold.config.rules import passes
+from threefold.config.rules import executed_micro_batches
 from threefold.errors import DivergenceError, UserError
 from threefold.models.loss_terms import LossFunction, LossSums
 from threefold.models.module_check import explaining_passes
@@ -247,7 +247,7 @@ class Engine(GradientStep):
         positions = config.data.sequence_length // config.parallel.cp
         if config.parallel.sequence_parallel:
             positions //= config.parallel.tp
-        activation = (passes(config)[1], positions, config.model.hidden_size)
+        activation = (executed_micro_batches(config)[1], positions, config.model.hidden_size)
         declared = loss is None and config.model.architecture != OWN  # otherwise the runner finds the shapes
         settings, scale = TrainingSettings.of(config, pieces), loss_scale or LossScale.of(config.precision)
         super().__init__(
