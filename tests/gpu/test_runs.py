@@ -64,7 +64,14 @@ def test_a_checkpoint_goes_from_the_cpu_to_the_device_and_back(tmp_path: Path, t
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_config_of_the_demo(tmp_path: Path, tokens: Path, device: str) -> None:
     """Its eight ranks as one on a GPU, which are the same run."""
-    few = ("parallel.dp=1", "parallel.tp=1", "parallel.pp=1", "train.max_steps=3", "train.eval_every=0", "train.exact=false")
+    few = (
+        "parallel.dp=1",
+        "parallel.tp=1",
+        "parallel.pp=1",
+        "train.max_steps=3",
+        "train.eval_every=0",
+        "train.exact=false",
+    )
     runs = []
     for where in ("cpu", device):
         runs.append(tmp_path / f"on-{where}-{len(runs)}")

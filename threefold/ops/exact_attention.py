@@ -97,7 +97,8 @@ def _tile_gradients(
         weights = _weights(part, rows, heads, groups) if given is None else given
         dropped = weights if drop is None else drop(part, weights, rows, heads)
         grad, queries, keys, values = (
-            each.flatten(0, 1) for each in (upper[rows, heads], part.q[rows, heads], part.k[rows, groups], part.v[rows, groups])
+            each.flatten(0, 1)
+            for each in (upper[rows, heads], part.q[rows, heads], part.k[rows, groups], part.v[rows, groups])
         )
         to_v[rows, groups] = _of_groups(products(dropped.flatten(0, 1).mT, grad.mT), to_v[rows, groups])
         of_scores = _served(grad.view(*weights.shape[:3], -1), values)
@@ -130,7 +131,7 @@ def _served(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _of_groups(gradients: Tensor, like: Tensor) -> Tensor:
-    """Sum the gradient [b · heads, K, d] of keys or values over the heads of each group: [b, groups, K, d] as `like`."""
+    """Sum gradients [b · heads, K, d] of keys or values over the heads of each group: [b, groups, K, d], as `like`."""
     of_groups = gradients.unflatten(0, (like.shape[0] * like.shape[1], -1))
     return tree_sum(of_groups.unbind(1)).view(like.shape)
 

@@ -302,7 +302,9 @@ class LayoutMemory:
         states = self.size.rank(pp_rank, place)
         grow = self._gradients_grow
         states = standing_states(states, whole, config.parallel, config.precision, self.keeps, grow)
-        states = states._replace(gradients=states.gradients + _tree_levels(config) * whole * config.precision.master_itemsize)
+        states = states._replace(
+            gradients=states.gradients + _tree_levels(config) * whole * config.precision.master_itemsize
+        )
         return states, max(self._moments(pp_rank), key=lambda moment: moment.total)
 
     def _moments(self, pp_rank: int) -> Iterator[Moment]:

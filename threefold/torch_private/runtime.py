@@ -122,7 +122,7 @@ def cpu_attention_backward(
 class UninterceptedFunction(torch.autograd.Function):
     """Autograd function whose passes call torch's own functions, also where a `TorchFunctionMode` is entered.
 
-    Why: an exact run replaces functions of torch (`ops.exact_arithmetic`), also where its own parts call them, and every
+    Why: an exact run replaces functions of torch (`ops.exact_arithmetic`), also where its own parts call them, and each
     call in a mode costs microseconds. A public way to leave a mode would replace this.
     """
 
