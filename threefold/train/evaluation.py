@@ -112,7 +112,7 @@ class EvaluationStep:
     def unknown_calls(self) -> list[str]:
         """Return what an exact run has called on any rank without being known to be exact. Collective over the world.
 
-        Of what it returned before, it returns nothing again.
+        Names returned by an earlier call are left out.
         """
         calls = self.parallelism.calls
         if calls is None:  # on all ranks

@@ -291,7 +291,7 @@ def _read_sparse_layers(given: hf.ConfigJson, layers: int) -> tuple[dict[str, in
         for skipped in (0, first):
             if wanted == [layer >= skipped and (layer + 1) % every == 0 for layer in range(layers)]:
                 return {"moe_every": every, "dense_layers": skipped}, sum(wanted)
-    raise given.refuse("mlp_only_layers", sorted(dense), "experts in every so many-th layer after the first dense ones")
+    raise given.refuse("mlp_only_layers", sorted(dense), "experts in every n-th layer after the first dense ones")
 
 
 def _type(name: str, head: str, defaults: dict[str, Any], **differences: Any) -> LlamaType:
