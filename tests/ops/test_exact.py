@@ -101,6 +101,20 @@ def test_a_product_of_turned_operands_has_the_same_bits(dtype: torch.dtype) -> N
         assert equal(exact_products.product(a[rows // 2 :], b), whole[rows // 2 :]), (rows, columns, inner)
 
 
+def test_operands_that_repeat_memory_have_the_same_bits() -> None:
+    """Such as a gradient that a sum hands to all its terms; torch computes batches of them with another kernel."""
+    a, b = drawn(1, 48, 64), drawn(4, 32, 64, seed=1)
+    for repeated in (a.expand(4, 48, 64), a[:, :1].expand(4, 48, 64), a[..., :1].expand(4, 48, 64)):
+        expected = same_in_threads(lambda x=repeated: exact_products.products(x.contiguous(), b))
+        assert equal(exact_products.products(repeated, b), expected)
+        assert exact_products._batch(
+            *exact_products._in_memory(repeated), *exact_products._in_memory(b), b.dtype, 1
+        ) in (
+            None,
+            (True, False),
+        )
+
+
 def test_products_with_long_sums() -> None:
     for rows, columns in ((1, 1), (3, 17), (16, 64)):
         a, b = drawn(rows, 8191), drawn(columns, 8191, seed=1)
@@ -140,6 +154,20 @@ def test_rows_of_several_samples_are_summed_as_the_tree_over_ranks(ranks: int, c
     whole = same_in_threads(lambda: RowSum(PIECES)(x)[0])
     assert close(whole, x.double().sum((0, 1)))
     assert equal(tree([RowSum(PIECES // ranks)(part)[0] for part in x.chunk(ranks, 1)]), whole)
+
+
+def test_no_rows() -> None:
+    """Of an expert of a user's own model that has no tokens."""
+    weight = drawn(6, 5).requires_grad_()
+    x = drawn(0, 5).requires_grad_()
+    out = exact.linear(x, weight, None, rows=RowSum(PIECES))
+    out.sum().backward()
+    assert out.shape == (0, 6)
+    assert x.grad is not None
+    assert x.grad.shape == (0, 5)
+    assert equal(weight.grad, torch.zeros(6, 5))
+    for shape in ((0, 8, 5), (2, 0, 5)):
+        assert equal(RowSum(PIECES)(torch.zeros(shape))[0], torch.zeros(5))
 
 
 @pytest.mark.parametrize(("samples", "rows"), [(1, 1), (1, 2), (1, 257), (1, 300), (2, 1), (2, 130), (3, 129), (5, 3)])

@@ -20,8 +20,8 @@ What these functions trust on a CPU, in fp32, is shown by `tests/ops/test_exact.
   batches of whole vectors are used where a trial has shown that they have oneDNN's bits (`ops.exact_products`).
 - torch's arithmetic of elements, square roots, reciprocals, `exp`, `tanh` and `erf` (`test_elementwise`); not its
   `sigmoid`, SiLU and GELU.
-- torch's `amax` and softmax over a contiguous last dim, and sums of several rows (`test_rows`); not the backward pass
-  of softmax, nor sums of a whole tensor or of rows.
+- torch's `amax`, softmax and sums over a contiguous last dim of several rows (`test_rows`); not the backward pass of
+  softmax, nor sums of a whole tensor or over the rows.
 - of the backward pass of a layer norm, the gradient of its input (`test_norms_are_the_tree_over_ranks`).
 """
 
@@ -124,7 +124,7 @@ def _runs_summed(x: Tensor, runs: int) -> Tensor:
     Sums are in fp32 at least.
     The bits of torch's own sums of rows depend on the number of columns and threads. Additions of elements do not.
     """
-    samples = len(x) if x.dim() == 3 and x.shape[1] % runs == 0 else 1
+    samples = len(x) if x.dim() == 3 and len(x) and x.shape[1] % runs == 0 else 1
     count = x.shape[:-1].numel() // (samples * runs)
     if samples * count < 2:
         return widened(x).reshape(runs, count, x.shape[-1]).sum(1)
@@ -218,7 +218,7 @@ class _Linear(UninterceptedFunction):
         wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         leaf, bias = ctx.leaves
         return (
-            product(flat, weight.t(), ctx.outer).view(*grad.shape[:-1], -1) if wants_x else None,
+            product(flat, weight.t(), ctx.outer).view(*grad.shape[:-1], weight.shape[1]) if wants_x else None,
             defer_or_compute(ctx.store, leaf, wants_weight, partial(_weight_gradient, ctx.weight_rows, flat, x)),
             defer_or_compute(ctx.store, bias, wants_bias, partial(_sum_of, ctx.rows, grad)),
             None,

@@ -1,8 +1,8 @@
 """Causal attention of exact runs, whose bits depend neither on the heads that a rank holds nor on its threads.
 
-It is computed in the tiles of `ops.tiles`, whose bounds depend on the mask alone, and recomputed in the backward pass.
-The products are those of `ops.exact_products`: torch's batches may have other bits for other numbers of heads and
-threads.
+It is computed in the tiles of `ops.tiles`, whose bounds depend on the mask alone; the backward pass computes those of
+long sequences again. The products are those of `ops.exact_products`: torch's batches may have other bits for other
+numbers of heads and threads.
 """
 
 from collections.abc import Callable, Iterator

@@ -136,7 +136,10 @@ def _batch(
     padded, turned = [], []
     for shape, stride, aligned in ((a_shape, a_stride, a_aligned), (b_shape, b_stride, b_aligned)):
         sizes = (*shape[1:], *(step for step in stride if step != 1))
-        padded.append(not aligned or any(size % _VECTOR for size in sizes))
+        # As the trial has them: matrices of rows, or of columns, that are dense and apart.
+        as_tried = sorted(stride[1:])[0] == 1 and sorted(stride[1:])[1] >= shape[2 if stride[2] == 1 else 1]
+        as_tried &= stride[0] != 0 or shape[0] == 1
+        padded.append(not aligned or not as_tried or any(size % _VECTOR for size in sizes))
         turned.append(not padded[-1] and stride[2] != 1)
     count, rows, inner = a_shape
     whole = count, _whole_vectors(rows), _whole_vectors(inner), _whole_vectors(b_shape[1])
@@ -181,8 +184,8 @@ def _whole_product(a: Tensor, b: Tensor) -> Tensor:
     rows, columns = a.shape[0], b.shape[0]
     if rows == 1 or columns == 1:
         a, b = (x.expand(2, -1) if len(x) == 1 else x for x in (a, b))
-        return onednn_linear(a.contiguous(), b.contiguous(), None)[:rows, :columns]
-    if not a.is_contiguous() and b.numel() + rows * columns < a.numel():
+        return _dense_product(a, b)[:rows, :columns]
+    if not a.is_contiguous() and a.t().is_contiguous() and b.numel() + rows * columns < a.numel():
         return _dense_product(b, a).t().contiguous()  # copies less
     return _dense_product(a, b)
 

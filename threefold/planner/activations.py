@@ -102,6 +102,8 @@ def _core_bytes(sizes: RankBlock, replayed: bool) -> int:
     if sizes.attention == "fused":
         sums = heads * length // cp * sizes.wide  # log-sum-exp of each query
         return before + inputs + sums + gathered + bounds
+    if sizes.attention == "exact":  # keeps the weights as they were before dropout
+        return before + inputs + gathered + bounds + heads * pairs * sizes.itemsize
     if sizes.attention == "dropped again":  # keeps the dropout key of each sample
         return before + inputs + gathered + bounds + _POSITION * sizes.samples
     if kernels.fused_softmax:

@@ -451,6 +451,8 @@ def own_attention(config: Config, block: BlockShape, device: str) -> Attention:
     length = config.data.sequence_length
     tiled = config.data.separate_documents or 0 < block.window < length
     short = not tiled and length <= _LONGEST_PLAIN
+    if config.train.exact and length <= _LONGEST_PLAIN:
+        return "exact"
     if block.attention_dropout:
         return "dropped" if short else "dropped again"
     return "plain" if device == "cpu" and config.precision.dtype == "bf16" and short else "fused"

@@ -290,9 +290,10 @@ class Space:
 
     def _micro_batches(self, share: int) -> tuple[Settings, ...]:
         size, count = KEYS["micro_batch_size"], KEYS["accumulation"]
-        train = self.config.train
-        sizes = [train.grain_leaf] if train.exact else divisors(share)  # leaves run, whatever the micro-batch size
-        return tuple(each for own in sizes for each in self._combined({size: [own], count: [share // own]}))
+        if self.config.train.exact:  # leaves run, whatever the micro-batch size
+            leaf = self.config.train.grain_leaf
+            return ({size: leaf, count: max(1, share // leaf)},)
+        return tuple(each for own in divisors(share) for each in self._combined({size: [own], count: [share // own]}))
 
     def _schedules(self, pp: int) -> tuple[Settings, ...]:
         """List each schedule with each number of stages per rank that the layers allow."""

@@ -199,7 +199,7 @@ def find_system(name: str) -> System:
     return SYSTEMS[name]
 
 
-Attention = Literal["fused", "plain", "dropped", "dropped again"]
+Attention = Literal["fused", "plain", "exact", "dropped", "dropped again"]
 """Implementation of the attention core: a fused kernel (or tiles recomputed in the backward pass), plain matrix
 products, plain products with dropout, or tiles with dropout that the backward pass recomputes."""
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._library.opaque_object import register_opaque_type
 from torch._opaque_base import OpaqueBase
+from torch.overrides import _len_torch_function_stack, _pop_mode_temporarily
 
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that end a run after its step (`threefold.launch.process`)."""
@@ -120,7 +121,9 @@ def cpu_attention_backward(
 
 
 class UninterceptedFunction(torch.autograd.Function):
-    """Autograd function whose passes call torch's own functions, also where a `TorchFunctionMode` is entered.
+    """Autograd function whose forward pass calls torch's own functions, also where a `TorchFunctionMode` is entered.
+
+    Backward passes run outside the mode. Of several modes, the one entered last is left.
 
     Why: an exact run replaces functions of torch (`ops.exact_arithmetic`), also where its own parts call them, and each
     call in a mode costs microseconds. A public way to leave a mode would replace this.
@@ -129,7 +132,9 @@ class UninterceptedFunction(torch.autograd.Function):
     @classmethod
     def apply(cls, *args: Any) -> Any:
         """Compute the function, as `torch.autograd.Function.apply`."""
-        with torch._C.DisableTorchFunction():
+        if not _len_torch_function_stack():
+            return super().apply(*args)
+        with _pop_mode_temporarily():
             return super().apply(*args)
 
 
