@@ -197,6 +197,17 @@ def test_what_is_not_known_is_named(name: str) -> None:
     assert calls.take_new() == []
 
 
+class Marked(torch.Tensor):
+    """Tensor of a user's own class."""
+
+
+def test_tensors_of_a_subclass_stay_its() -> None:
+    x, weight = drawn(3, 5).as_subclass(Marked), drawn(5, 5)
+    with OwnArithmetic(RowSum(), UnknownCalls()):
+        for found in (F.linear(x, weight), F.gelu(x), F.layer_norm(x, [5]), x.softmax(-1), x @ weight):
+            assert type(found) is Marked
+
+
 def test_nothing_of_torchs_is_replaced_outside() -> None:
     x = drawn(3, 4).requires_grad_()
     assert own_functions.expand(x, (3, 4)) is x
