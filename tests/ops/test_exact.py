@@ -107,12 +107,8 @@ def test_operands_that_repeat_memory_have_the_same_bits() -> None:
     for repeated in (a.expand(4, 48, 64), a[:, :1].expand(4, 48, 64), a[..., :1].expand(4, 48, 64)):
         expected = same_in_threads(lambda x=repeated: exact_products.products(x.contiguous(), b))
         assert equal(exact_products.products(repeated, b), expected)
-        assert exact_products._batch(
-            *exact_products._in_memory(repeated), *exact_products._in_memory(b), b.dtype, 1
-        ) in (
-            None,
-            (True, False),
-        )
+        in_memory = *exact_products._in_memory(repeated), *exact_products._in_memory(b)
+        assert exact_products._batch(*in_memory, b.dtype, 1) in (None, (True, False))
 
 
 def test_products_with_long_sums() -> None:

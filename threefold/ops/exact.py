@@ -121,8 +121,8 @@ def context_parts(x: Tensor, count: int, dim: int) -> list[Tensor]:
 def _runs_summed(x: Tensor, runs: int) -> Tensor:
     """Sum each of `runs` equal runs of positions of `x` [B, S, n], or of rows of `x` [..., n]: [runs, n].
 
-    Sums are in fp32 at least.
-    The bits of torch's own sums of rows depend on the number of columns and threads. Additions of elements do not.
+    Sums are in fp32 at least. The bits of torch's own sums of rows depend on the number of columns and threads;
+    additions of elements do not.
     """
     samples = len(x) if x.dim() == 3 and len(x) and x.shape[1] % runs == 0 else 1
     count = x.shape[:-1].numel() // (samples * runs)

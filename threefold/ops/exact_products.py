@@ -136,9 +136,9 @@ def _batch(
     padded, turned = [], []
     for shape, stride, aligned in ((a_shape, a_stride, a_aligned), (b_shape, b_stride, b_aligned)):
         sizes = (*shape[1:], *(step for step in stride if step != 1))
-        # As the trial has them: matrices of rows, or of columns, that are dense and apart.
-        as_tried = sorted(stride[1:])[0] == 1 and sorted(stride[1:])[1] >= shape[2 if stride[2] == 1 else 1]
-        as_tried &= stride[0] != 0 or shape[0] == 1
+        # The trial has matrices of dense rows or columns; torch computes those that repeat memory with another kernel.
+        (step, length) = (stride[1], shape[2]) if stride[2] == 1 else (stride[2], shape[1])
+        as_tried = 1 in stride[1:] and step >= length and (stride[0] != 0 or shape[0] == 1)
         padded.append(not aligned or not as_tried or any(size % _VECTOR for size in sizes))
         turned.append(not padded[-1] and stride[2] != 1)
     count, rows, inner = a_shape

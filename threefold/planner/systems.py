@@ -201,7 +201,8 @@ def find_system(name: str) -> System:
 
 Attention = Literal["fused", "plain", "exact", "dropped", "dropped again"]
 """Implementation of the attention core: a fused kernel (or tiles recomputed in the backward pass), plain matrix
-products, plain products with dropout, or tiles with dropout that the backward pass recomputes."""
+products, products of an exact run, plain products with dropout, or tiles with dropout that the backward pass
+recomputes."""
 
 
 @dataclass(frozen=True)
