@@ -69,7 +69,14 @@ def last_micro_batch_dropped() -> list[Patch]:
 
 
 def tied_weight_untied_by_splitting() -> list[Patch]:
-    return [(parallelize, "_tie", lambda stages, plan: None)]
+    def allocate_zeros(stages: Any, *rest: Any) -> None:
+        """Allocate, with zeros for values: nothing initialises the second copy, and memory may hold a NaN."""
+        allocate(stages, *rest)
+        for parameter in (each for stage in stages for each in stage.parameters()):
+            parameter.detach().zero_()
+
+    allocate = parallelize._allocate
+    return [(parallelize, "_tie", lambda stages, plan: None), (parallelize, "_allocate", allocate_zeros)]
 
 
 def replicated_parameters_counted_tp_times_in_the_norm() -> list[Patch]:
