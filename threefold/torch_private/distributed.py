@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_api
 from torch.distributed.tensor import DTensor, debug, placement_types
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 # ---- Meshes ---------------------------------------------------------------------------------------------------------
 
@@ -284,6 +285,23 @@ def clear_dtensor_cache() -> None:
     in turn. A cache that is emptied with the process group would replace it.
     """
     debug._clear_sharding_prop_cache()
+
+
+def local_box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...], int, bool]:
+    """Return where this rank's part of a DTensor begins, its size, the number of its copy, and whether it is partial.
+
+    The part is one box. Copies are numbered along the axes that replicate the tensor; 0 is the first.
+
+    Why: sizes and offsets of uneven shards, and of dims that two axes shard, are computed by a private function, which
+    distributed checkpoints use. A public one would replace it.
+    """
+    size, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    copies = 0
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            copies = copies * tensor.device_mesh.size(axis) + tensor.device_mesh.get_local_rank(axis)
+    partial = any(placement.is_partial() for placement in tensor.placements)
+    return tuple(start), tuple(size), copies, partial
 
 
 def fresh_parameter(tensor: Tensor, requires_grad: bool = True) -> nn.Parameter:

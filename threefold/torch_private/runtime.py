@@ -138,6 +138,14 @@ class UninterceptedFunction(torch.autograd.Function):
             return super().apply(*args)
 
 
+def in_backward_pass() -> bool:
+    """Return whether autograd is running a backward pass in this thread.
+
+    Why: a recomputed forward pass is not one of the model's. A public `torch.autograd` function would replace it.
+    """
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 def softmax_gradient(grad: Tensor, weights: Tensor) -> Tensor:
     """Return weights · (grad − Σ weights · grad): the gradient of the input of `softmax(-1)` with output `weights`.
 

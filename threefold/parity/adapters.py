@@ -1,0 +1,185 @@
+"""Adapters: how a framework's tensors on a rank map to those of the whole model.
+
+`Adapter` is that of plain PyTorch: DistributedDataParallel, FSDP2, DTensor, ZeroRedundancyOptimizer, manual pipeline
+stages with global names. Another framework overrides what it does otherwise. For parallelism of one's own, a function
+`place(what, name, tensor)` is enough.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from threefold.errors import UserError
+from threefold.parity.placement import Piece, Placement, whole
+from threefold.torch_private.distributed import local_box
+
+Place = Callable[[str, str, Tensor], Placement | None]
+"""Function of ("parameter" or "activation", name, the rank's tensor); None for what PyTorch itself knows of it."""
+Placed = list[tuple[Tensor, Placement]]
+"""Parts of a tensor on this rank, each with its place."""
+
+_WRAPPERS: Final = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+def clean_name(name: str) -> str:
+    """Return a name in a model without what wrappers of PyTorch put into it."""
+    parts = name.split(".")
+    kept = [part for part in parts if f"{part}." not in _WRAPPERS]
+    return ".".join(kept)
+
+
+class Adapter:
+    """Adapter of plain PyTorch, and the base of others.
+
+    Args:
+        place: gives the placement of tensors that this rank holds a part of, where they are no DTensors.
+
+    Attributes:
+        name: name in the record.
+        batch_dim: dim of samples in activations.
+        models: what this rank holds of the model: modules with global names.
+        optimizer: optimizer of the model, or None.
+    """
+
+    name = "torch"
+    batch_dim = 0
+
+    def __init__(self, place: Place | None = None) -> None:
+        self.place = place
+        self.models: list[nn.Module] = []
+        self.optimizer: Any = None
+        self._copy = 0
+
+    def bind(self, models: list[nn.Module], optimizer: Any) -> None:
+        """Begin with what the recorder was given."""
+        self.models, self.optimizer = models, optimizer
+        if any(isinstance(module, DistributedDataParallel) for model in models for module in model.modules()):
+            self._copy = dist.get_rank()
+
+    def roots(self) -> list[nn.Module]:
+        """Return the modules whose forward passes are those of micro-batches: the models, without their wrappers."""
+        return [_unwrapped(model) for model in self.models]
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters on this rank under their names; tied ones once."""
+        seen: set[int] = set()
+        for model in self.models:
+            for name, parameter in model.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield clean_name(name), parameter
+
+    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the modules whose outputs are recorded, under their names; a root has the name `model`."""
+        for model in self.models:
+            for name, module in model.named_modules():
+                cleaned = clean_name(name)
+                wrapper = cleaned == clean_name(name.rpartition(".")[0]) and name != ""
+                if type(module).forward is not nn.Module.forward and not wrapper:
+                    yield cleaned or "model", module
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the floating buffers on this rank."""
+        for model in self.models:
+            for name, buffer in model.named_buffers():
+                if buffer.is_floating_point() and buffer.numel():
+                    yield clean_name(name), buffer
+
+    def placement(self, what: str, name: str, tensor: Tensor) -> tuple[Tensor, Placement]:
+        """Return this rank's own tensor and its place; `what` is "parameter" or "activation"."""
+        copy = self._copy if what == "parameter" else 0
+        if self.place is not None:
+            placed = self.place(what, name, tensor)
+            if placed is not None:
+                return local(tensor), placed
+        if isinstance(tensor, DTensor):
+            start, size, copies, partial = local_box(tensor)
+            piece = Piece((0,) * len(size), start, size)
+            pieces = (piece,) if all(size) else ()
+            return tensor.to_local(), Placement(tuple(tensor.shape), pieces, copies or copy, partial)
+        return tensor, whole(tensor, copy)
+
+    def weight(self, name: str, parameter: nn.Parameter) -> Placed:
+        return [self.placement("parameter", name, parameter.detach())]
+
+    def gradient(self, name: str, parameter: nn.Parameter) -> Placed:
+        """Return the gradient, complete before the update; empty if the parameter has none."""
+        return [] if parameter.grad is None else [self._like(name, parameter, parameter.grad)]
+
+    def states(self, name: str, parameter: nn.Parameter) -> Iterator[tuple[str, Placed]]:
+        """Yield the name and the value of each tensor of the optimizer's state with the parameter's shape."""
+        for key, value in self._state(parameter).items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point():
+                yield key, [self._like(name, parameter, value)]
+
+    def counters(self, name: str, parameter: nn.Parameter) -> Mapping[str, float]:
+        """Return the learning rate, the weight decay and the count of updates of a parameter."""
+        found: dict[str, float] = {}
+        for group in getattr(self.optimizer, "param_groups", ()):
+            if any(each is parameter for each in group["params"]):
+                found |= {key: float(group[key]) for key in ("lr", "weight_decay") if key in group}
+        step = self._state(parameter).get("step")
+        return found if step is None else {**found, "updates": float(step)}
+
+    def load(self, name: str, parameter: nn.Parameter, read: Callable[[str], Tensor]) -> None:
+        """Give a parameter the values of the whole one, which `read` returns by its name."""
+        with torch.no_grad():
+            mine, placement = self.placement("parameter", name, parameter.detach())
+            value = read(placement.name or name)
+            if tuple(value.shape) != placement.shape:
+                raise UserError(
+                    f"The parameter {placement.name or name} has the whole shape {placement.shape} in this run and "
+                    f"{tuple(value.shape)} in the reference; compare runs of one model, or correct the adapter."
+                )
+            for piece in placement.pieces:
+                spans = zip(piece.start, piece.size, strict=True)
+                piece.of(mine).copy_(value[tuple(slice(start, start + size) for start, size in spans)])
+
+    def loaded(self) -> None:
+        """Take up new weights wherever the framework keeps copies of them."""
+
+    def watch(self, before: Callable[[], None], after: Callable[[], None]) -> list[Any]:
+        """Have `before` and `after` called around each update; return handles, or none if the framework has no hook."""
+        if not isinstance(self.optimizer, Optimizer):
+            return []
+        return [
+            self.optimizer.register_step_pre_hook(lambda *_: before()),
+            self.optimizer.register_step_post_hook(lambda *_: after()),
+        ]
+
+    def _state(self, parameter: nn.Parameter) -> Mapping[str, Any]:
+        states = getattr(self.optimizer, "state", None)
+        found = states.get(parameter) if isinstance(states, Mapping) else None
+        if found is None:
+            with suppress(AttributeError, KeyError):  # ZeroRedundancyOptimizer keeps those of its own share
+                found = self.optimizer.optim.state.get(parameter)
+        return found if isinstance(found, Mapping) else {}
+
+    def _like(self, name: str, parameter: nn.Parameter, value: Tensor) -> tuple[Tensor, Placement]:
+        """Return the placement of a value that is cut as its parameter."""
+        if isinstance(value, DTensor):
+            return self.placement("parameter", name, value)
+        _, placement = self.placement("parameter", name, parameter.detach())
+        return value, placement
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model in a wrapper, which a script may call in its place, by mistake or not."""
+    children = dict(model.named_children())
+    for wrapper in _WRAPPERS:
+        inner = children.get(wrapper[:-1])
+        if inner is not None and len(children) == 1:
+            return _unwrapped(inner)
+    return model
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor; another tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,164 @@
+"""How far a tensor of one record is from that of another, and how much of that is rounding."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import inf, isfinite, prod, sqrt
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from threefold.parity.record import GRADIENT, INPUT_GRADIENT, OUTPUT, Entry, Key, Quantity, detail_of
+from threefold.parity.sketch import Kept, grid
+
+_BLOCKS: Final = 16
+"""Number of parts of a vector that are measured on their own, so that an error in few slices shows."""
+_LEAST_BLOCK: Final = 0.25
+"""A part with less than this share of the mean magnitude is measured against it."""
+SMALL: Final = 1e-3
+"""Share of the largest mean magnitude of its kind; a tensor below it is measured against it."""
+FACTOR: Final = 6.0
+"""Times the error that noise in the last place makes, which counts as rounding."""
+_EPS: Final = {"float64": 1e-9, "float32": 2e-5, "bfloat16": 2e-2, "float16": 5e-3}
+"""Error that counts as rounding in any case with earned tolerances, by the lowest precision."""
+UNEARNED: Final = {OUTPUT: 5.0, INPUT_GRADIENT: 15.0, GRADIENT: 15.0}
+_UNEARNED_OTHER: Final = 500.0
+"""Times that, without a reference that was run again: for updates, whose small elements an optimizer enlarges."""
+_GROWTH: Final = 3.0
+"""Growth of the unearned tolerance with each step."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A difference.
+
+    Attributes:
+        error: largest norm of a difference relative to the reference, over the grid, the projections and parts of them.
+        scale: factor of the reference that is nearest to the candidate; NaN if the reference is zero.
+    """
+
+    error: float
+    scale: float
+
+    @property
+    def off(self) -> float:
+        """Distance of the scale from 1."""
+        return abs(self.scale - 1) if isfinite(self.scale) else 0.0
+
+
+def measure(candidate: Kept, reference: Kept, least: float = 0.0, scale: float = 1.0) -> Measure:
+    """Compare a tensor with that of the reference.
+
+    Args:
+        candidate: the tensor.
+        reference: the reference, of the same shape.
+        least: mean magnitude of an element that differences are relative to at least.
+        scale: factor to divide the candidate by first.
+    """
+    worst, dot, square = 0.0, 0.0, 0.0
+    for index, (got, expected) in enumerate(zip(candidate.vectors, reference.vectors, strict=True)):
+        a, b = got.flatten() / scale, expected.flatten()
+        # An element of a projection is a sum of many, with random signs.
+        terms = prod(reference.shape) / max(len(b), 1) if index else 1.0
+        floor = least * sqrt(terms)
+        if not bool(torch.isfinite(a).all()):
+            same = torch.isfinite(a) == torch.isfinite(b)
+            worst = max(worst, 0.0 if bool(same.all()) else inf)
+            a, b = a.nan_to_num(0, 0, 0), b.nan_to_num(0, 0, 0)
+        worst = max(worst, _worst(a, b, floor))
+        dot += float(a @ b) / terms
+        square += float(b @ b) / terms
+    return Measure(worst, dot / square if square > 0 and sqrt(square) > least else torch.nan)
+
+
+def _worst(a: Tensor, b: Tensor, floor: float) -> float:
+    if not len(b):
+        return 0.0
+    difference, size = a - b, float(b.norm())
+    mean = size / sqrt(len(b))
+    worst = _relative(float(difference.norm()), max(size, floor * sqrt(len(b))))
+    if len(b) >= 2 * _BLOCKS:
+        for d, r in zip(difference.tensor_split(_BLOCKS), b.tensor_split(_BLOCKS), strict=True):
+            against = max(float(r.norm()), max(_LEAST_BLOCK * mean, floor) * sqrt(len(r)))
+            worst = max(worst, _relative(float(d.norm()), against))
+    return worst
+
+
+def _relative(difference: float, size: float) -> float:
+    return difference / size if size else (inf if difference else 0.0)
+
+
+def magnitude(kept: Kept) -> float:
+    """Return the mean magnitude (rms) of an element."""
+    finite = kept.elements[kept.elements.isfinite()]
+    return float(finite.square().mean().sqrt()) if finite.numel() else 0.0
+
+
+def least_magnitudes(quantities: Iterable[Quantity]) -> dict[str, float]:
+    """Return by kind the mean magnitude that differences are relative to at least."""
+    largest: dict[str, float] = {}
+    for each in quantities:
+        largest[each.kind] = max(largest.get(each.kind, 0.0), magnitude(each.kept))
+    return {kind: SMALL * value for kind, value in largest.items()}
+
+
+def copy_elements(primary: Kept, entry: Entry, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the elements that are kept of a further copy, and the same ones of the first."""
+    inside = [
+        index[(index >= start) & (index < start + size)]
+        for index, start, size in zip(grid(entry.shape, detail_of(entry)), entry.start, entry.size, strict=True)
+    ]
+    places = [
+        torch.searchsorted(theirs, mine) for theirs, mine in zip(grid(entry.shape, primary.detail), inside, strict=True)
+    ]
+    first = primary.elements[torch.meshgrid(*places, indexing="ij")] if places else primary.elements
+    count = prod(len(index) for index in inside)  # the values end with the grid
+    return values[values.numel() - count :].double(), first.flatten()
+
+
+def copy_error(primary: Kept, entry: Entry, values: Tensor, least: float) -> float:
+    """Return how far a further copy on another rank is from the first, relative to it."""
+    a, b = copy_elements(primary, entry, values)
+    if not bool(b.isfinite().all()):
+        return 0.0
+    return _relative(float((a - b).norm()), max(float(b.norm()), least * sqrt(max(len(b), 1))))
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest error and distance of the scale that count as rounding."""
+
+    error: float
+    scale: float
+
+
+class Tolerances:
+    """Tolerances of every tensor, learned from the reference run again with noise in the last place.
+
+    Args:
+        precision: lowest precision of the runs, such as `bfloat16`.
+        factor: times the error of a run with noise that counts as rounding.
+    """
+
+    def __init__(self, precision: str, factor: float = FACTOR) -> None:
+        self._least = _EPS.get(precision, _EPS["float32"])
+        self._factor = factor
+        self._errors: dict[tuple[int, str, str], tuple[float, float]] = {}
+        self.runs = 0
+
+    def learn(self, step: int, kind: str, name: str, seen: Measure) -> None:
+        """Take up the difference between the reference and a run of it with noise."""
+        error, off = self._errors.get((step, kind, name), (0.0, 0.0))
+        self._errors[step, kind, name] = max(error, seen.error), max(off, seen.off)
+
+    def of(self, step: int, kind: str, name: str) -> Tolerance:
+        """Return the tolerance of a quantity."""
+        if not self.runs:
+            error = self._least * UNEARNED.get(kind, _UNEARNED_OTHER) * _GROWTH ** (max(step, 1) - 1)
+            return Tolerance(error, error)
+        error, off = self._errors.get((step, kind, name), (0.0, 0.0))
+        least = self._least if kind != "number" else self._least / 10
+        return Tolerance(max(self._factor * error, least), max(self._factor * off, least / 4))
+
+
+Quantities = Mapping[Key, Quantity]

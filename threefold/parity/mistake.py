@@ -1,0 +1,200 @@
+"""The shape of a mistake: what turns the reference's tensor into the candidate's, in words.
+
+Tried in order: a constant factor, shards along a dim that are missing, scaled or in another order, an interleaved or
+transposed matrix, a shift by one place. What is said explains the whole tensor, or it is not said.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from math import isfinite, prod
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from threefold.parity.sketch import Kept
+
+_SHARDS: Final = (2, 3, 4, 6, 8, 12, 16)
+_NAMED: Final = 0.01
+"""Relative distance within which a factor is that of a name."""
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Numbers of a run that a factor may come from.
+
+    Attributes:
+        values: name and value, such as `tp` and 2.
+    """
+
+    values: Mapping[str, float]
+
+    @classmethod
+    def of_run(cls, facts: Mapping[str, Any], step: int, reference: Mapping[str, Any]) -> "Factors":
+        """Return those of a candidate's record at a step: axes, ranks, micro-batches, samples, valid tokens."""
+        numbers = facts.get("numbers", {}).get(str(step), {})
+        whole = reference.get("numbers", {}).get(str(step), {})
+        values: dict[str, float] = {name: size for name, size in facts.get("axes", {}).items() if size > 1}
+        if facts["world_size"] > 1:
+            values.setdefault("ranks", facts["world_size"])
+        if numbers.get("micro_batches", 0) > 1:
+            values["micro-batches"] = numbers["micro_batches"]
+        for name, key in (("samples", "samples"), ("valid tokens", "valid_tokens")):
+            found = whole.get(key, 0)
+            count = len(found) if isinstance(found, list) else found
+            if count > 1:
+                values[name] = count
+        return cls(values)
+
+    def name(self, factor: float) -> str:
+        """Return a factor in words: `2 (tp)`, `1/4 (1 / micro-batches)` or `1.37`."""
+        for text, value in self._candidates():
+            if abs(factor / value - 1) < _NAMED:
+                return f"{_number(value)} ({text})"
+        for value in (2.0, 0.5, 3.0, 1 / 3, 4.0, 0.25, 8.0, 0.125, -1.0):
+            if abs(factor / value - 1) < _NAMED:
+                return _number(value)
+        return f"{factor:.4g}"
+
+    def _candidates(self) -> Iterator[tuple[str, float]]:
+        yield from self.values.items()
+        yield from ((f"1 / {name}", 1 / value) for name, value in self.values.items())
+        for (one, first), (other, second) in combinations(self.values.items(), 2):
+            yield f"{one} · {other}", first * second
+            yield f"1 / ({one} · {other})", 1 / (first * second)
+            yield f"{one} / {other}", first / second
+            yield f"{other} / {one}", second / first
+        for name, value in self.values.items():
+            yield f"{name}²", value**2
+            yield f"1 / {name}²", 1 / value**2
+
+
+def _number(value: float) -> str:
+    if value >= 1 or value < 0:
+        return f"{value:.6g}"
+    return f"1/{1 / value:.6g}" if abs(1 / value - round(1 / value)) < 1e-6 else f"{value:.4g}"
+
+
+def shape_of(candidate: Kept, reference: Kept, factors: Factors, tolerance: float) -> str | None:
+    """Return the shape of the mistake as a predicate, such as `is 2 (tp) times the reference`; None if unexplained.
+
+    Args:
+        candidate: the departing tensor.
+        reference: that of the reference.
+        factors: numbers of the run.
+        tolerance: error that counts as rounding.
+    """
+    close = max(3 * tolerance, 1e-6)
+    whole_a, whole_b = _all(candidate), _all(reference)
+    if not bool(torch.isfinite(whole_a).all()):
+        return "is not finite" if bool(torch.isfinite(whole_b).all()) else None
+    if not whole_b.any():
+        return "is not zero, as in the reference" if whole_a.any() else None
+    if not whole_a.any():
+        return "is zero"
+    scale = float(whole_a @ whole_b / (whole_b @ whole_b))
+    if _error(whole_a, whole_b * scale) < close and abs(scale - 1) > tolerance:
+        return f"is {factors.name(scale)} times the reference"
+    for text in _of_dims(candidate, reference, factors, close):
+        return text
+    if _transposed(candidate, reference, close):
+        return "is the transpose of the reference"
+    return None
+
+
+def _all(kept: Kept) -> Tensor:
+    parts = [kept.elements.flatten()]
+    for dim, projection in enumerate(kept.projections):
+        parts.append(projection / max(prod(kept.shape) / max(kept.shape[dim], 1), 1) ** 0.5)
+    return torch.cat(parts)
+
+
+def _of_dims(candidate: Kept, reference: Kept, factors: Factors, close: float) -> Iterator[str]:
+    counts = sorted({*_SHARDS, *(int(value) for value in factors.values.values() if 1 < value <= 64)})
+    for dim in range(len(reference.shape)):
+        a, b = _slices(candidate, dim), _slices(reference, dim)
+        for count in counts:
+            if len(b) % count == 0 and len(b) >= count and (text := _of_shards(a, b, dim, count, factors, close)):
+                yield text
+    for dim in range(len(reference.shape)):
+        a, b = _slices(candidate, dim), _slices(reference, dim)
+        if candidate.projections and len(b) != reference.shape[dim]:
+            continue  # pooled: orders within a part do not show
+        for count in counts:
+            if len(b) % count == 0 and len(b) > count:
+                parted = b.view(count, len(b) // count, -1).transpose(0, 1).reshape(len(b), -1)
+                if _error(a, parted) < close:
+                    yield f"has {count} blocks along dim {dim} interleaved"
+                parted = b.view(len(b) // count, count, -1).transpose(0, 1).reshape(len(b), -1)
+                if _error(a, parted) < close:
+                    yield f"has {count} interleaved blocks along dim {dim} one after the other"
+        for shift in (1, -1):
+            if (
+                len(b) > 2
+                and _error(a[max(shift, 0) : len(a) + min(shift, 0)], b[max(-shift, 0) : len(b) - max(shift, 0)])
+                < close
+            ):
+                yield f"is shifted by one place along dim {dim}"
+
+
+def _slices(kept: Kept, dim: int) -> Tensor:
+    """Return a matrix with a row for each index along a dim: all elements, or those of the projection."""
+    if kept.projections:
+        return kept.projections[dim][:, None]
+    return kept.elements.movedim(dim, 0).reshape(kept.elements.shape[dim], -1)
+
+
+def _of_shards(a: Tensor, b: Tensor, dim: int, count: int, factors: Factors, close: float) -> str | None:
+    parts_a, parts_b = a.chunk(count), b.chunk(count)
+    typical = float(b.norm()) / count**0.5
+    sources: list[int] = []
+    scales: list[float] = []
+    for number, part in enumerate(parts_a):
+        order = [number, *(other for other in range(count) if other != number)]
+        size = float(part.norm())
+        if size < close * typical:
+            sources.append(number)
+            scales.append(0.0 if float(parts_b[number].norm()) > close * typical else 1.0)
+            continue
+        for other in order:
+            expected = parts_b[other]
+            if _error(part, expected) < close:
+                sources.append(other)
+                scales.append(1.0)
+                break
+        else:
+            expected = parts_b[number]
+            scale = float((part * expected).sum() / expected.square().sum().clamp_min(1e-300))
+            if not isfinite(scale) or _error(part, expected * scale) >= close:
+                return None
+            sources.append(number)
+            scales.append(scale)
+    moved = [number for number in range(count) if sources[number] != number]
+    changed = [number for number in range(count) if scales[number] != 1.0]
+    if moved and not changed:
+        return f"has shards along dim {dim} (of {count}) in the order {', '.join(map(str, sources))}"
+    if moved or not changed or len(changed) == count:
+        return None
+    shards = ", ".join(map(str, changed))
+    plural = "s" if changed[1:] else ""
+    if all(scales[number] == 0.0 for number in changed):
+        return f"lacks shard{plural} {shards} of {count} along dim {dim} (zero)"
+    if max(scales[n] for n in changed) - min(scales[n] for n in changed) < _NAMED * abs(scales[changed[0]]):
+        factor = factors.name(scales[changed[0]])
+        return f"has shard{plural} {shards} of {count} along dim {dim} at {factor} times the reference"
+    return None
+
+
+def _transposed(candidate: Kept, reference: Kept, close: float) -> bool:
+    if len(reference.shape) != 2 or reference.shape[0] != reference.shape[1]:
+        return False
+    if reference.projections:  # signs depend on the size alone, so that both dims have the same
+        pairs = zip(candidate.projections, reversed(reference.projections), strict=True)
+        return all(_error(a, b) < close for a, b in pairs)
+    return _error(candidate.elements, reference.elements.T) < close
+
+
+def _error(a: Tensor, b: Tensor) -> float:
+    size = float(b.norm())
+    return float((a - b).norm()) / size if size else (0.0 if not a.any() else float("inf"))

@@ -1,0 +1,152 @@
+"""Where a rank's tensor lies in the tensor of the whole model: boxes of it, copies of it, parts of a sum."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor
+
+from threefold.errors import UserError
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a rank's tensor, and where it lies in the whole one.
+
+    Attributes:
+        local: offset within the rank's tensor, per dim; of a flat tensor of a box with more dims, the offset of the
+            box's first element.
+        start: offset within the whole tensor, per dim.
+        size: size, per dim.
+    """
+
+    local: tuple[int, ...]
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the box of a rank's tensor, as a view where its strides allow."""
+        if tensor.dim() != len(self.size):
+            flat = tensor.reshape(-1)
+            return flat[self.local[0] : self.local[0] + prod(self.size)].view(self.size)
+        for dim, (start, size) in enumerate(zip(self.local, self.size, strict=True)):
+            if size != tensor.shape[dim]:
+                tensor = tensor.narrow(dim, start, size)
+        return tensor
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a rank's tensor lies in the tensor of the whole model.
+
+    Attributes:
+        shape: shape of the whole tensor. For an activation, the dim of samples has the rank's size, or the whole
+            batch's; it is not looked at, since samples are known by their content.
+        pieces: boxes of the rank's tensor.
+        copy: 0 if this rank's values represent the whole tensor; another number if they repeat those of a rank with 0,
+            of which less is kept.
+        partial: whether the whole tensor is the sum of the ranks' tensors.
+        name: name in the whole model, where the rank's differs, as of a layer that a stage counts from 0.
+    """
+
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    copy: int = 0
+    partial: bool = False
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        for piece in self.pieces:
+            ends = [start + size for start, size in zip(piece.start, piece.size, strict=True)]
+            if len(ends) != len(self.shape) or any(end > size for end, size in zip(ends, self.shape, strict=True)):
+                raise UserError(
+                    f"A piece of a placement starts at {piece.start} with size {piece.size}, but the whole tensor has "
+                    f"the shape {self.shape}; give offsets and sizes within it, one for each dim."
+                )
+
+
+def whole(tensor: Tensor, copy: int = 0, partial: bool = False, name: str | None = None) -> Placement:
+    """Return the placement of a tensor that a rank holds whole."""
+    shape = tuple(tensor.shape)
+    return Placement(shape, (Piece((0,) * len(shape), (0,) * len(shape), shape),), copy, partial, name)
+
+
+def shard(
+    tensor: Tensor, dim: int, index: int, count: int, blocks: int = 1, copy: int = 0, name: str | None = None
+) -> Placement:
+    """Return the placement of one of `count` equal shards along a dim.
+
+    Args:
+        tensor: the shard.
+        dim: dim of the cut; from the end if negative.
+        index: number of the shard, from 0.
+        count: number of shards.
+        blocks: number of matrices stacked along the dim, each cut on its own, such as 2 for gate and up, or 3 for
+            query, key and value.
+        copy: as for `Placement`.
+        name: as for `Placement`.
+
+    Raises:
+        UserError: the dim or the index does not exist, or the shard does not divide into the blocks.
+    """
+    shape = tuple(tensor.shape)
+    if not -len(shape) <= dim < len(shape):
+        raise UserError(f"parity.shard got dim {dim} of a tensor with {len(shape)} dims; use {len(shape) - 1}.")
+    dim %= len(shape)
+    if not 0 <= index < count:
+        raise UserError(f"parity.shard got index {index} of {count} shards; use 0 to {count - 1}.")
+    if blocks < 1 or shape[dim] % blocks:
+        raise UserError(f"parity.shard got blocks {blocks}, which do not divide the {shape[dim]} of dim {dim}; use 1.")
+    whole_shape = (*shape[:dim], shape[dim] * count, *shape[dim + 1 :])
+    each = shape[dim] // blocks
+    pieces = []
+    for block in range(blocks):
+        local, start, size = [0] * len(shape), [0] * len(shape), list(shape)
+        local[dim], start[dim], size[dim] = block * each, (block * count + index) * each, each
+        pieces.append(Piece(tuple(local), tuple(start), tuple(size)))
+    return Placement(whole_shape, tuple(pieces), copy, name=name)
+
+
+def flat_range(shape: Sequence[int], start: int, stop: int, copy: int = 0, name: str | None = None) -> Placement:
+    """Return the placement of a flat tensor with elements `start` to `stop` of a whole one in row-major order.
+
+    Sharded optimizers that cut a flat buffer hold such ranges. They are boxes: a part of a row, whole rows, a part of
+    a row, and so on for each dim.
+
+    Raises:
+        UserError: the range leaves the tensor.
+    """
+    shape = tuple(shape)
+    if not 0 <= start <= stop <= prod(shape):
+        raise UserError(f"parity.flat_range got {start} to {stop} of a tensor with {prod(shape)} elements; stay in it.")
+    pieces = [
+        Piece((offset - start, *(0,) * (len(shape) - 1)), box_start, size)
+        for offset, box_start, size in _boxes(shape, start, stop)
+    ]
+    return Placement(shape, tuple(pieces), copy, name=name)
+
+
+def _boxes(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Return the flat offset, start and size of the boxes that make up a range of flat offsets."""
+    if start == stop:
+        return []
+    if len(shape) <= 1:
+        return [(start, (start,) * len(shape), (stop - start,) * len(shape))]
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:  # within one row
+        return _within(shape, first - 1, start, stop)
+    found = _within(shape, first - 1, start, first * row) if start < first * row else []
+    if last > first:
+        found.append((first * row, (first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])))
+    return found + (_within(shape, last, last * row, stop) if last * row < stop else [])
+
+
+def _within(
+    shape: tuple[int, ...], row: int, start: int, stop: int
+) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    base = row * prod(shape[1:])
+    return [
+        (base + offset, (row, *box_start), (1, *size))
+        for offset, box_start, size in _boxes(shape[1:], start - base, stop - base)
+    ]

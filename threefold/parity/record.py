@@ -1,0 +1,336 @@
+"""The record of a run: what each rank kept of each step, in files of its own, and its reader.
+
+A rank writes `rank-00000-step-0001.safetensors` for each step (0: before the first), with the values of all pieces in
+one vector and their index in the metadata, and `rank-00000.json` with the facts of the run. No rank waits for another.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from threefold.checksums import seal, unseal
+from threefold.errors import UserError
+from threefold.files import read_json, shown
+from threefold.parity.placement import Piece, Placement
+from threefold.parity.sketch import COPY, PARAMETER, SAMPLE, WHOLE, Detail, Kept, keep, length
+
+FORMAT: Final = "threefold-parity"
+VERSION: Final = 1
+
+INITIAL, BUFFER, OUTPUT, INPUT_GRADIENT = "initial weight", "buffer", "output", "input gradient"
+GRADIENT, UPDATE, STATE, TENSOR = "gradient", "update", "optimizer state", "tensor"
+"""Kinds of what is recorded; a state's name is `exp_avg of blocks.0.weight`."""
+_DETAILS: Final = {"parameter": PARAMETER, "sample": SAMPLE, "copy": COPY, "whole": WHOLE}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of the index: a piece of a tensor, or of one activation for several samples.
+
+    Attributes:
+        kind: `INITIAL`, `OUTPUT`, …
+        name: name in the whole model.
+        order: place in the order of recording within the step.
+        shape: shape of the whole tensor; for an activation, that of one sample.
+        start, size: the piece.
+        detail: `parameter`, `sample`, `copy` or `whole`.
+        copy, partial: as in the placement.
+        samples: for an activation, the fingerprint of each sample.
+    """
+
+    kind: str
+    name: str
+    order: int
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    detail: str
+    copy: int = 0
+    partial: bool = False
+    samples: tuple[str, ...] | None = None
+
+    @property
+    def piece(self) -> Piece:
+        return Piece(self.start, self.start, self.size)
+
+    @property
+    def values(self) -> int:
+        """Number of values of each sample."""
+        return length(self.shape, self.piece, _DETAILS[self.detail])
+
+    def to_json(self) -> list[Any]:
+        shape, start, size = list(self.shape), list(self.start), list(self.size)
+        at = [self.kind, self.name, self.order, shape, start, size, self.detail, self.copy, self.partial]
+        return [*at, None if self.samples is None else list(self.samples)]
+
+    @classmethod
+    def from_json(cls, values: list[Any]) -> "Entry":
+        kind, name, order, shape, start, size, detail, copy, partial, samples = values
+        if detail not in _DETAILS or not (isinstance(kind, str) and isinstance(name, str)):
+            raise ValueError(detail)
+        at = tuple(shape), tuple(start), tuple(size)
+        return cls(kind, name, order, *at, detail, copy, partial, None if samples is None else tuple(samples))
+
+
+def detail_of(entry: Entry) -> Detail:
+    """Return how much was kept of an entry's tensor."""
+    return _DETAILS[entry.detail]
+
+
+@dataclass
+class Page:
+    """What a rank has recorded of the current step."""
+
+    entries: list[Entry] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+    def add(self, kind: str, name: str, tensor: Tensor, placement: Placement, detail: str | None = None) -> None:
+        """Keep a tensor of the model or of the optimizer."""
+        detail = detail or ("copy" if placement.copy else "parameter")
+        for piece in placement.pieces:
+            kept = keep(piece.of(tensor)[None], placement.shape, piece, _DETAILS[detail])
+            self._append(kind, placement.name or name, placement, piece, detail, None, kept)
+
+    def add_samples(
+        self, kind: str, names: list[str], rows: Tensor, placement: Placement, samples: tuple[str, ...]
+    ) -> None:
+        """Keep an activation, or the gradient of one, under each of the names.
+
+        Args:
+            kind: `OUTPUT` or `INPUT_GRADIENT`.
+            names: names of the modules that it belongs to.
+            rows: (samples, …).
+            placement: place of the rows within the whole activation, dim of samples included.
+            samples: fingerprint of each row.
+        """
+        whole = Placement(placement.shape[1:], (), placement.copy, placement.partial)
+        for piece in placement.pieces:
+            one = Piece(piece.local[1:], piece.start[1:], piece.size[1:])
+            box = rows
+            for dim, (start, size) in enumerate(zip(one.local, one.size, strict=True), 1):
+                box = box if size == box.shape[dim] else box.narrow(dim, start, size)
+            kept = keep(box, whole.shape, one, _DETAILS["copy" if whole.copy else "sample"])
+            for name in names:
+                detail = "copy" if whole.copy else "sample"
+                self._append(kind, placement.name or name, whole, one, detail, samples, kept)
+
+    def _append(
+        self,
+        kind: str,
+        name: str,
+        whole: Placement,
+        piece: Piece,
+        detail: str,
+        samples: tuple[str, ...] | None,
+        kept: Tensor,
+    ) -> None:
+        at = whole.shape, piece.start, piece.size
+        entry = Entry(kind, name, len(self.entries), *at, detail, whole.copy, whole.partial, samples)
+        self.entries.append(entry)
+        self.values.append(kept.reshape(-1))
+
+    def drop(self, *kinds: str) -> None:
+        """Forget what was kept of some kinds, to be recorded anew."""
+        kept = [at for at, entry in enumerate(self.entries) if entry.kind not in kinds]
+        self.entries = [self.entries[at] for at in kept]
+        self.values = [self.values[at] for at in kept]
+
+    def save(self, path: Path) -> None:
+        """Write the page; in fp32, or in fp64 if a tensor of it is."""
+        index = json.dumps([entry.to_json() for entry in self.entries], separators=(",", ":"))
+        values = torch.cat(self.values) if self.values else torch.zeros(0)
+        save_file({"values": values.contiguous()}, path, metadata={"format": FORMAT, "index": index})
+
+
+def page_file(rank: int, step: int) -> str:
+    return f"rank-{rank:05d}-step-{step:04d}.safetensors"
+
+
+def facts_file(rank: int) -> str:
+    return f"rank-{rank:05d}.json"
+
+
+def write_facts(folder: Path, rank: int, facts: Mapping[str, Any]) -> None:
+    """Write the facts of a rank; numbers that JSON lacks become text."""
+    path = folder / facts_file(rank)
+    staged = path.with_suffix(".tmp")
+    document = seal({"format": FORMAT, "version": VERSION, "rank": rank, **_encoded(facts)})
+    staged.write_text(json.dumps(document, indent=1), encoding="utf-8")
+    staged.replace(path)
+
+
+def _encoded(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _encoded(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_encoded(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+Key = tuple[str, str, str]
+"""Kind, name and, of an activation, the sample's fingerprint; else empty."""
+
+
+@dataclass
+class Quantity:
+    """A tensor of the whole model at a step, put together from what the ranks kept.
+
+    Attributes:
+        kind, name, sample: its key.
+        order: place in the order of recording.
+        kept: its values.
+        owners: piece and rank, of each piece.
+        copies: rank, piece, detail and values of each further copy.
+    """
+
+    kind: str
+    name: str
+    sample: str
+    order: int
+    kept: Kept
+    owners: list[tuple[Piece, int]] = field(default_factory=list)
+    copies: list[tuple[int, Entry, Tensor]] = field(default_factory=list)
+
+    @property
+    def missing(self) -> int:
+        """Number of elements that no rank recorded."""
+        return math.prod(self.kept.shape) - self.kept.covered
+
+
+class Record:
+    """The record of a run, opened.
+
+    Args:
+        folder: its folder.
+
+    Attributes:
+        folder: its folder.
+        ranks: facts of each rank.
+        steps: number of steps that every rank has recorded.
+
+    Raises:
+        UserError: the folder is no record, lacks a rank, or a file is damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        if not folder.is_dir():
+            raise UserError(f"There is no record at {shown(folder)}; give the folder that THREEFOLD_PARITY named.")
+        first = folder / facts_file(0)
+        if not first.is_file():
+            what = "has no rank-00000.json" if any(folder.iterdir()) else "is empty"
+            raise UserError(
+                f"The folder {shown(folder)} {what}: no run recorded there, or rank 0 ended before its first step; "
+                "give the folder of a record."
+            )
+        world = _facts(first)["world_size"]
+        absent = [rank for rank in range(world) if not (folder / facts_file(rank)).is_file()]
+        if absent:
+            raise UserError(
+                f"The record {shown(folder)} is of {world} ranks but lacks rank {absent[0]}"
+                + (f" and {len(absent) - 1} more" if absent[1:] else "")
+                + "; let every rank record into one folder."
+            )
+        self.ranks = [_facts(folder / facts_file(rank)) for rank in range(world)]
+        self.steps = min(facts["steps"] for facts in self.ranks)
+        for facts in self.ranks:
+            if facts["world_size"] != world:
+                raise UserError(
+                    f"The record {shown(folder)} holds ranks of two runs: rank {facts['rank']} is of "
+                    f"{facts['world_size']} ranks and rank 0 of {world}; record each run into a folder of its own."
+                )
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Facts of rank 0."""
+        return self.ranks[0]
+
+    def step(self, step: int) -> dict[Key, Quantity]:
+        """Return what was recorded at a step, from 1; 0 for before the first.
+
+        Raises:
+            UserError: a file is missing, cut or damaged.
+        """
+        found: dict[Key, Quantity] = {}
+        for rank in range(len(self.ranks)):
+            for entry, values in self._page(rank, step):
+                for number, sample in enumerate(entry.samples or ("",)):
+                    self._put(found, rank, entry, sample, values[number])
+        return found
+
+    def _put(self, found: dict[Key, Quantity], rank: int, entry: Entry, sample: str, values: Tensor) -> None:
+        key = entry.kind, entry.name, sample
+        detail = _DETAILS[entry.detail]
+        quantity = found.get(key)
+        if quantity is None:
+            # Copies come before what they repeat if a lower rank has one.
+            kept_whole = _DETAILS["sample" if entry.samples else "parameter"] if entry.copy else detail
+            kept = Kept.empty(entry.shape, kept_whole)
+            quantity = found[key] = Quantity(entry.kind, entry.name, sample, entry.order, kept)
+        if quantity.kept.shape != entry.shape:
+            raise UserError(
+                f"The record {shown(self.folder)} has {entry.kind} {entry.name} with the whole shape "
+                f"{quantity.kept.shape} on one rank and {entry.shape} on rank {rank}; let the adapter give both the "
+                "shape in the whole model."
+            )
+        same = [owner for piece, owner in quantity.owners if (piece.start, piece.size) == (entry.start, entry.size)]
+        if entry.copy or (same and not (entry.partial and rank not in same)):
+            quantity.copies.append((rank, entry, values))
+            return
+        if same:  # another rank's part of a sum
+            covered = quantity.kept.covered
+            quantity.kept.add(entry.piece, values, partial=True)
+            quantity.kept.covered = covered
+        else:
+            quantity.kept.add(entry.piece, values, entry.partial)
+        quantity.owners.append((entry.piece, rank))
+
+    def _page(self, rank: int, step: int) -> Iterator[tuple[Entry, Tensor]]:
+        path = self.folder / page_file(rank, step)
+        if not path.is_file():
+            raise UserError(
+                f"The record {shown(self.folder)} lacks step {step} of rank {rank}: the run ended before, or "
+                f"{path.name} was removed; compare fewer steps with --steps {max(step - 1, 1)}."
+            )
+        try:
+            with safe_open(path, "pt") as file:
+                index = json.loads((file.metadata() or {})["index"])
+                values = file.get_tensor("values")
+            entries = [Entry.from_json(line) for line in index]
+            at = 0
+            for entry in entries:
+                count = entry.values * (1 if entry.samples is None else len(entry.samples))
+                if at + count > len(values):
+                    raise ValueError(at)
+                yield entry, values[at : at + count].view(-1, entry.values)
+                at += count
+        except (SafetensorError, OSError, KeyError, ValueError, TypeError, RecursionError, RuntimeError):
+            raise UserError(
+                f"The record {shown(self.folder)} is damaged: {path.name} cannot be read; record the run again."
+            ) from None
+
+
+_NUMBERS: Final = ("world_size", "steps", "rank")
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    found = read_json(path, "the record ")
+    facts = unseal(found) if isinstance(found, dict) else None
+    if facts is None or facts.get("format") != FORMAT or not all(isinstance(facts.get(at), int) for at in _NUMBERS):
+        raise UserError(
+            f"The record {shown(path.parent)} is damaged: {path.name} is not what a run wrote; record again."
+        )
+    if facts["version"] != VERSION:
+        raise UserError(
+            f"The record {shown(path.parent)} has version {facts['version']}, and this program reads version "
+            f"{VERSION}; record again."
+        )
+    return facts

@@ -1,0 +1,485 @@
+"""The recorder: keeps what a training script of anyone's computes in its first steps, for a comparison."""
+
+import os
+import platform
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from threefold import __version__
+from threefold.errors import UserError
+from threefold.files import shown
+from threefold.parity.adapters import Adapter, Place, local
+from threefold.parity.placement import Piece, Placement
+from threefold.parity.record import (
+    BUFFER,
+    GRADIENT,
+    INITIAL,
+    INPUT_GRADIENT,
+    OUTPUT,
+    STATE,
+    TENSOR,
+    UPDATE,
+    Page,
+    facts_file,
+    page_file,
+    write_facts,
+)
+from threefold.parity.weights import read_weights, write_weights
+from threefold.torch_private.runtime import in_backward_pass
+
+FOLDER, STEPS, SAVE, LOAD, PERTURB, STOP = (
+    f"THREEFOLD_PARITY{ending}" for ending in ("", "_STEPS", "_SAVE", "_LOAD", "_PERTURB", "_STOP")
+)
+"""Variables of the environment that `threefold parity run` sets."""
+DEFAULT_STEPS: Final = 3
+IGNORED: Final = -100
+"""Label of a position without a loss, as in `torch.nn.functional.cross_entropy`."""
+
+
+class Recorder:
+    """Records weights, activations, gradients and updates of the first steps of a training loop.
+
+    Without a folder, from `folder` or the variable `THREEFOLD_PARITY`, it does nothing and costs nothing.
+
+    Args:
+        model: the model of this rank, wrapped for parallelism or not; a list of what the rank holds of a pipeline.
+        optimizer: its optimizer. An update is recorded when its `step` ends; without one, call `after_update`.
+        adapter: `Adapter` of a framework, or a function that places tensors (`Place`); plain PyTorch by default.
+        folder: folder of the record; every rank writes its own files there.
+        steps: number of steps to record, 3 by default.
+        axes: sizes of the parallel axes, such as `{"dp": 2, "tp": 4}`, to give factors a name.
+        batch_dim: dim of samples in activations, where it is not the adapter's.
+
+    Raises:
+        UserError: the folder has a record already, or a variable of the environment is not as expected.
+
+    Example:
+        >>> recorder = parity.Recorder(model, optimizer)
+        >>> for tokens, labels in loader:
+        >>>     loss = loss_of(model(tokens), labels)
+        >>>     loss.backward()
+        >>>     recorder.after_backward(loss)
+        >>>     optimizer.step()
+        >>>     optimizer.zero_grad()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Iterable[nn.Module],
+        optimizer: Any = None,
+        adapter: Adapter | Place | None = None,
+        *,
+        folder: str | Path | None = None,
+        steps: int | None = None,
+        axes: Mapping[str, int] | None = None,
+        batch_dim: int | None = None,
+    ) -> None:
+        place = folder or os.environ.get(FOLDER)
+        self._recording = bool(place)
+        if not place:
+            return
+        self._folder = Path(place)
+        self._steps = steps or _number(STEPS) or DEFAULT_STEPS
+        self._rank, self._world = _rank_and_world()
+        self._adapter = adapter if isinstance(adapter, Adapter) else Adapter(adapter)
+        self._adapter.bind([model] if isinstance(model, nn.Module) else list(model), optimizer)
+        self._batch_dim = self._adapter.batch_dim if batch_dim is None else batch_dim
+        self._step = 1
+        self._page = Page()
+        self._roots = [_Root(each) for each in self._adapter.roots()]
+        self._calls: dict[str, int] = {}
+        self._seen: dict[int, tuple[weakref.ref[Tensor], list[str]]] = {}
+        self._given: list[tuple[str, ...]] | None = None
+        self._noise = _Noise(_number(PERTURB))
+        self._gradient_squares: float | None = None
+        self._updates_by_hook = False
+        self._before: dict[str, list[Tensor]] = {}
+        self._facts: dict[str, Any] = {
+            "world_size": self._world,
+            "steps": 0,
+            "planned_steps": self._steps,
+            "adapter": self._adapter.name,
+            "axes": dict(axes or {}),
+            "dtypes": sorted({str(each.dtype).removeprefix("torch.") for _, each in self._adapter.parameters()}),
+            "versions": {"threefold": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            "machine": {"processor": platform.machine(), "threads": torch.get_num_threads()},
+            "perturbed": bool(self._noise),
+            "numbers": {},
+        }
+        self._numbers: dict[str, Any] = {"samples": [], "micro_batches": 0, "valid_tokens": 0, "scalars": {}}
+        self._random: bytes | None = None
+        self._prepare_folder()
+        self._begin()
+
+    # ---- what a script calls ----------------------------------------------------------------------------------------
+
+    def batch(self, inputs: Tensor, labels: Tensor | None = None) -> None:
+        """Give this rank's samples of a step, before its forward passes, in the order of its micro-batches.
+
+        Needed where the model's forward does not get the tokens (a later pipeline stage), gets parts of sequences, or
+        to have labels counted.
+
+        Args:
+            inputs: (samples, …), whole sequences.
+            labels: labels; those of -100 do not count.
+        """
+        if not self._recording:
+            return
+        self._given = (self._given or []) + [(each,) for each in fingerprints(inputs)]
+        if labels is not None:
+            self._numbers["valid_tokens"] += int((local(labels) != IGNORED).sum())
+
+    def after_backward(self, loss: Tensor | float | None = None, norm: Tensor | float | None = None) -> None:
+        """Record the gradients: call it after the last backward pass of a step, before they are clipped.
+
+        Args:
+            loss: the loss that this rank reports.
+            norm: the gradient norm that this rank reports, if it is known already.
+        """
+        if not self._recording:
+            return
+        if loss is not None:
+            self.scalar("loss", loss)
+        if norm is not None:
+            self.scalar("gradient norm", norm)
+        self._record_gradients()
+
+    def after_update(self) -> None:
+        """Record the update and end the step; only needed without an optimizer that has hooks."""
+        if self._recording and not self._updates_by_hook:
+            self._end_step()
+
+    def scalar(self, name: str, value: Tensor | float) -> None:
+        """Record a number that this rank reports, such as a metric or a norm; every layout must report the same."""
+        if self._recording:
+            scalars = self._numbers["scalars"]
+            scalars[name] = float(value.detach()) if isinstance(value, Tensor) else float(value)
+
+    def tensor(self, name: str, tensor: Tensor, placement: Placement | None = None) -> None:
+        """Record another tensor, whole on this rank or with a placement."""
+        if self._recording:
+            mine, placed = self._adapter.placement("tensor", name, tensor.detach())
+            self._page.add(TENSOR, name, mine.float() if not mine.is_floating_point() else mine, placement or placed)
+
+    def close(self) -> None:
+        """End the recording and remove all hooks."""
+        if self._recording:
+            self._recording = False
+            for handle in self._handles:
+                handle.remove()
+
+    # ---- the beginning ----------------------------------------------------------------------------------------------
+
+    def _prepare_folder(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if (self._folder / facts_file(self._rank)).exists():
+            raise UserError(
+                f"The folder {shown(self._folder)} has a record of rank {self._rank} already; give a new folder in "
+                f"{FOLDER}."
+            )
+
+    def _begin(self) -> None:
+        parameters = list(self._adapter.parameters())
+        if load := os.environ.get(LOAD):
+            read = read_weights(Path(load))
+            for name, parameter in parameters:
+                self._adapter.load(name, parameter, read)
+            self._adapter.loaded()
+        placed = [(name, self._adapter.weight(name, parameter)) for name, parameter in parameters]
+        if save := os.environ.get(SAVE):
+            write_weights(Path(save), self._rank, self._world, placed)
+        for name, parts in placed:
+            for tensor, placement in parts:
+                self._page.add(INITIAL, name, tensor, placement)
+        self._record_buffers()
+        self._write_page(0)
+        self._handles = self._adapter.watch(self._before_update, self._end_step)
+        self._updates_by_hook = bool(self._handles)
+        for root in self._roots:
+            self._handles.append(root.module.register_forward_pre_hook(self._enter(root), with_kwargs=True))
+        for name, module in self._adapter.modules():
+            self._handles.append(module.register_forward_pre_hook(self._input_of(name), with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._output_of(name, module)))
+        for root in self._roots:  # after the hooks of its output
+            self._handles.append(root.module.register_forward_hook(lambda *_: self._leave()))
+
+    # ---- forward and backward passes --------------------------------------------------------------------------------
+
+    def _enter(self, root: "_Root") -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not module.training or in_backward_pass() or self._current is not None:
+                return
+            if self._random is None:
+                self._random = _random_state()
+            first = next(_tensors((args, kwargs)), None)
+            if first is None:
+                return
+            if self._given is None:
+                samples = tuple(fingerprints(first))
+            else:
+                dim = self._batch_dim if first.is_floating_point() else 0
+                count = first.shape[min(dim, first.dim() - 1)]
+                given = self._given[root.at : root.at + count]
+                samples = tuple(each[0] for each in given) if len(given) == count else ()
+                root.at += count
+            root.passes += 1
+            self._numbers["micro_batches"] = max(self._numbers["micro_batches"], root.passes)
+            if root is self._roots[0]:
+                self._numbers["samples"] += samples
+            self._current = samples
+            self._calls.clear()
+
+        return hook
+
+    _current: tuple[str, ...] | None = None
+
+    def _leave(self) -> None:
+        if not in_backward_pass():
+            self._current = None
+
+    def _input_of(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not self._current or in_backward_pass():
+                return
+            self._calls[name] = self._calls.get(name, 0) + 1
+            called = _numbered(name, self._calls[name])
+            tensor = next((each for each in _tensors((args, kwargs)) if each.requires_grad and not each.is_leaf), None)
+            if tensor is None:
+                return
+            known = self._seen.get(id(tensor))
+            if known is not None and known[0]() is tensor:
+                known[1].append(called)
+                return
+            names, samples = [called], self._current
+            self._seen[id(tensor)] = weakref.ref(tensor), names
+            tensor.register_hook(lambda gradient: self._record_activation(INPUT_GRADIENT, names, gradient, samples))
+
+        return hook
+
+    def _output_of(self, name: str, module: nn.Module) -> Callable[..., Any]:
+        leaf = next(module.children(), None) is None
+
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            if self._current is None or in_backward_pass():
+                return None
+            changed, tensor = self._noise.in_output(output) if leaf else (None, next(_tensors(output), None))
+            if tensor is not None and self._current:
+                called = _numbered(name, self._calls.get(name, 1))
+                self._record_activation(OUTPUT, [called], tensor.detach(), self._current)
+            return changed
+
+        return hook
+
+    def _record_activation(self, kind: str, names: list[str], tensor: Tensor, samples: tuple[str, ...]) -> None:
+        if not self._recording or not tensor.is_floating_point():
+            return
+        mine, placement = self._adapter.placement("activation", names[-1], tensor.detach())
+        rows = _rows(mine, placement, len(samples), self._batch_dim)
+        if rows is not None:
+            self._page.add_samples(kind, names, *rows, samples)
+
+    # ---- the end of a step ------------------------------------------------------------------------------------------
+
+    def _record_gradients(self) -> None:
+        self._page.drop(GRADIENT)
+        squares = 0.0
+        for name, parameter in self._adapter.parameters():
+            for tensor, placement in self._adapter.gradient(name, parameter):
+                self._noise.in_place(tensor)
+                self._page.add(GRADIENT, name, tensor, placement)
+                squares += _squares(tensor)
+        self._gradient_squares = squares
+        if self._random is not None:
+            self._numbers["drew_random_numbers"] = _random_state() != self._random
+
+    def _before_update(self) -> None:
+        if not self._recording:
+            return
+        if self._gradient_squares is None:
+            self._record_gradients()
+        elif self._gradient_squares > 0:
+            squares = 0.0
+            for name, parameter in self._adapter.parameters():
+                squares += sum(_squares(tensor) for tensor, _ in self._adapter.gradient(name, parameter))
+            self.scalar("clip factor", (squares / self._gradient_squares) ** 0.5)
+        for name, parameter in self._adapter.parameters():
+            self._before[name] = [local(tensor).clone() for tensor, _ in self._adapter.weight(name, parameter)]
+
+    def _end_step(self) -> None:
+        if not self._recording:
+            return
+        if self._gradient_squares is None:
+            self._record_gradients()
+        counters = {}
+        for name, parameter in self._adapter.parameters():
+            for index, (tensor, placement) in enumerate(self._adapter.weight(name, parameter)):
+                before = self._before.get(name)
+                if before is not None:
+                    self._page.add(UPDATE, name, local(tensor) - before[index], placement)
+                else:  # without a hook before the update, the new weights
+                    self._page.add(UPDATE, name, tensor, placement)
+            for key, parts in self._adapter.states(name, parameter):
+                for tensor, placement in parts:
+                    self._page.add(f"{STATE} {key}", name, local(tensor), placement)
+            if found := self._adapter.counters(name, parameter):
+                counters[name] = dict(found)
+        self._record_buffers()
+        if counters:
+            self._numbers["counters"] = counters
+        self._facts["numbers"][str(self._step)] = self._numbers
+        self._write_page(self._step)
+        self._step += 1
+        self._numbers = {"samples": [], "micro_batches": 0, "valid_tokens": 0, "scalars": {}}
+        self._given, self._gradient_squares, self._random, self._current = None, None, None, None
+        self._seen.clear()
+        self._before.clear()
+        for root in self._roots:
+            root.at = root.passes = 0
+        if self._step > self._steps:
+            self.close()
+            if os.environ.get(STOP):
+                _leave_process()
+
+    def _record_buffers(self) -> None:
+        for name, buffer in self._adapter.buffers():
+            self._page.add(BUFFER, name, *self._adapter.placement("buffer", name, buffer.detach()))
+
+    def _write_page(self, step: int) -> None:
+        self._page.save(self._folder / page_file(self._rank, step))
+        self._page = Page()
+        write_facts(self._folder, self._rank, {**self._facts, "steps": step})
+
+
+class _Root:
+    """A module that a forward pass begins with: its passes in this step, and the samples they have taken."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.at, self.passes = module, 0, 0
+
+
+class _Noise:
+    """Noise in the last place of every module's output and of every gradient, to learn how far rounding goes."""
+
+    def __init__(self, seed: int | None) -> None:
+        self._generator = None if seed is None else torch.Generator().manual_seed(seed)
+
+    def __bool__(self) -> bool:
+        return self._generator is not None
+
+    def in_output(self, output: Any) -> tuple[Any, Tensor | None]:
+        """Return an output with noise (None without), and its first tensor."""
+        first = next(_tensors(output), None)
+        if self._generator is None or first is None or isinstance(first, DTensor) or not first.is_floating_point():
+            return None, first
+        noisy = first * self._factors(first)
+        if noisy.requires_grad:
+            noisy.register_hook(lambda gradient: gradient * self._factors(gradient))
+        if output is first:
+            return noisy, noisy
+        if type(output) in (tuple, list):
+            return type(output)(noisy if each is first else each for each in output), noisy
+        return None, first
+
+    def in_place(self, gradient: Tensor) -> None:
+        if self._generator is not None and gradient.is_floating_point():
+            with torch.no_grad():
+                gradient.mul_(self._factors(gradient))
+
+    def _factors(self, like: Tensor) -> Tensor:
+        draws = torch.randint(-1, 2, like.shape, generator=self._generator)
+        return (1 + draws.to(torch.float64) * torch.finfo(like.dtype).eps).to(like)
+
+
+def fingerprints(rows: Tensor) -> list[str]:
+    """Return a fingerprint of each row of a batch; that of tokens is independent of their type."""
+    mine = local(rows).detach().cpu()
+    if not mine.is_floating_point():
+        mine = mine.long()
+    flat = mine.reshape(mine.shape[0], -1).contiguous() if mine.dim() else mine.reshape(1, 1)
+    return [blake2b(row.view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest() for row in flat]
+
+
+def _rows(tensor: Tensor, placement: Placement, samples: int, batch_dim: int) -> tuple[Tensor, Placement] | None:
+    """Return an activation and its placement with the samples in front; None if they cannot be told apart."""
+    if not samples:
+        return None
+    if tensor.dim() > batch_dim and tensor.shape[batch_dim] == samples:
+        return tensor.movedim(batch_dim, 0), _moved(placement, batch_dim)
+    flattened = tensor.dim() == 2 and tensor.shape[0] % samples == 0
+    if flattened and placement.shape == tuple(tensor.shape):  # (samples · positions, hidden)
+        parts = (
+            tensor.view(samples, -1, tensor.shape[1]) if batch_dim == 0 else tensor.view(-1, samples, tensor.shape[1])
+        )
+        parts = parts.movedim(batch_dim, 0)
+        zeros = (0,) * 3
+        shape = tuple(parts.shape)
+        return parts, Placement(shape, (Piece(zeros, zeros, shape),), placement.copy, placement.partial, placement.name)
+    return None
+
+
+def _moved(placement: Placement, dim: int) -> Placement:
+    def moved(values: Sequence[int]) -> tuple[int, ...]:
+        return (values[dim], *values[:dim], *values[dim + 1 :])
+
+    pieces = tuple(Piece(moved(each.local), moved(each.start), moved(each.size)) for each in placement.pieces)
+    return Placement(moved(placement.shape), pieces, placement.copy, placement.partial, placement.name)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in arguments or in a result, however nested."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _numbered(name: str, call: int) -> str:
+    return name if call == 1 else f"{name} (call {call})"
+
+
+def _squares(tensor: Tensor) -> float:
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    return float(torch.linalg.vector_norm(local(tensor).detach(), dtype=dtype)) ** 2
+
+
+def _random_state() -> bytes:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return b"".join(state.numpy().tobytes() for state in states)
+
+
+def _rank_and_world() -> tuple[int, int]:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def _number(variable: str) -> int | None:
+    text = os.environ.get(variable)
+    if not text:
+        return None
+    if not text.isdecimal():
+        raise UserError(f"{variable} is {shown(text)} but must be a whole number; use {DEFAULT_STEPS}.")
+    return int(text)
+
+
+def _leave_process() -> None:
+    """End this process, after all ranks have recorded their last step."""
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    sys.exit(0)

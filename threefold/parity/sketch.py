@@ -1,0 +1,230 @@
+"""What a record keeps of a tensor: its norm, a grid of its elements, and a projection along each dim.
+
+A projection along a dim contracts all others with vectors of random signs, so that each of its elements depends on
+every element of a slice: a shard that is missing, scaled or misplaced shows in the slices that it lies in, at the size
+that it has in the tensor. All parts are sums or subsets over elements, so those of a whole tensor are put together
+from those of its pieces. Signs and grids depend on sizes alone: any two records have the same.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from threefold.parity.placement import Piece
+
+
+@dataclass(frozen=True)
+class Detail:
+    """How much is kept of a tensor.
+
+    Attributes:
+        elements: largest number of elements in the grid. A tensor with no more is kept whole, without projections.
+        slices: largest number of elements of a projection; 0 for no limit.
+    """
+
+    elements: int
+    slices: int
+
+
+PARAMETER, SAMPLE, COPY = Detail(4096, 0), Detail(256, 64), Detail(64, 16)
+"""Details of parameters (gradients, updates, states), of a sample's activation, and of further copies."""
+WHOLE = Detail(1 << 62, 0)
+"""Detail of a tensor that is kept whole."""
+
+
+def grid(shape: tuple[int, ...], detail: Detail) -> list[Tensor]:
+    """Return the indices along each dim whose combinations are the grid of a tensor."""
+    return [_chosen(size, count) for size, count in zip(shape, _counts(shape, detail.elements), strict=True)]
+
+
+def has_projections(shape: tuple[int, ...], detail: Detail) -> bool:
+    return prod(shape) > detail.elements
+
+
+def buckets(size: int, detail: Detail) -> int:
+    """Return the number of elements of the projection along a dim of `size`."""
+    return min(size, detail.slices) if detail.slices else size
+
+
+def bucket_of(size: int, detail: Detail) -> Tensor:
+    """Return the element of the projection that each index of a dim adds to."""
+    count = buckets(size, detail)
+    return torch.arange(size) * count // max(size, 1)
+
+
+@cache
+def _counts(shape: tuple[int, ...], limit: int) -> tuple[int, ...]:
+    counts = [min(size, 1) for size in shape]
+    while prod(counts) < prod(shape):
+        # The dim with the fewest elements of the grid doubles, where it has more and the limit allows.
+        order = sorted(range(len(shape)), key=lambda dim: counts[dim])
+        for dim in order:
+            more = min(2 * counts[dim], shape[dim])
+            if more > counts[dim] and prod(counts) // counts[dim] * more <= limit:
+                counts[dim] = more
+                break
+        else:
+            break
+    return tuple(counts)
+
+
+_GOLDEN: Final = 0.6180339887498949
+
+
+@cache
+def _chosen(size: int, count: int) -> Tensor:
+    """Return `count` indices, spread evenly; a smaller count has some of those of a larger one."""
+    if count == size:
+        return torch.arange(size)
+    found: dict[int, None] = {}
+    step = 0
+    while len(found) < count:  # multiples of the golden ratio are spread evenly at every length
+        step += 1
+        found[int(step * _GOLDEN % 1.0 * size)] = None
+        if step > 8 * size:
+            found.update(dict.fromkeys(range(size)))
+    return torch.tensor(sorted(list(found)[:count]))
+
+
+@cache
+def signs(size: int) -> Tensor:
+    """Return random signs for a dim, as a float64 vector of ones and minus ones."""
+    generator = torch.Generator().manual_seed(0x5EED + size)
+    return torch.randint(0, 2, (size,), generator=generator).double() * 2 - 1
+
+
+def length(shape: tuple[int, ...], piece: Piece, detail: Detail) -> int:
+    """Return the number of values that are kept of a piece."""
+    count = 1 + prod(len(index) for index in _inside(shape, piece, detail))
+    if has_projections(shape, detail):
+        count += sum(len(_own_buckets(size, start, extent, detail)) for size, start, extent in _spans(shape, piece))
+    return count
+
+
+def keep(box: Tensor, shape: tuple[int, ...], piece: Piece, detail: Detail) -> Tensor:
+    """Return what is kept of a piece of a tensor, of `samples` tensors of one shape at once.
+
+    Args:
+        box: (samples, *piece.size); floating.
+        shape: shape of the whole tensor.
+        piece: the box's place.
+        detail: how much to keep.
+
+    Returns:
+        (samples, length): the sum of squares, the projection's elements along each dim, the elements of the grid; in
+        the box's precision, in fp32 if that is lower.
+    """
+    wide = box.detach().to(torch.promote_types(box.dtype, torch.float32))
+    samples = wide.shape[0]
+    flat = wide.reshape(samples, -1)
+    parts = [torch.linalg.vector_norm(flat, dim=1, keepdim=True).square()]
+    if has_projections(shape, detail):
+        weights = [signs(size)[start : start + extent].to(wide) for size, start, extent in _spans(shape, piece)]
+        for dim, (size, start, extent) in enumerate(_spans(shape, piece)):
+            along = wide
+            for other in reversed(range(len(shape))):
+                if other != dim:
+                    along = torch.tensordot(along, weights[other], dims=([1 + other], [0]))
+            parts.append(_pooled(along, size, start, extent, detail))
+    chosen = wide
+    for dim, index in enumerate(_inside(shape, piece, detail)):
+        if len(index) != chosen.shape[1 + dim]:
+            chosen = chosen.index_select(1 + dim, index.to(wide.device))
+    parts.append(chosen.reshape(samples, -1))
+    return torch.cat(parts, dim=1).cpu()
+
+
+def _pooled(along: Tensor, size: int, start: int, extent: int, detail: Detail) -> Tensor:
+    if buckets(size, detail) == size:
+        return along
+    own = bucket_of(size, detail)[start : start + extent]
+    signed = along * signs(size)[start : start + extent].to(along)
+    pooled = along.new_zeros(along.shape[0], int(own[-1] - own[0]) + 1 if extent else 0)
+    return pooled.index_add_(1, (own - own[0]).to(along.device), signed)
+
+
+def _spans(shape: tuple[int, ...], piece: Piece) -> list[tuple[int, int, int]]:
+    return list(zip(shape, piece.start, piece.size, strict=True))
+
+
+def _own_buckets(size: int, start: int, extent: int, detail: Detail) -> range:
+    own = bucket_of(size, detail)[start : start + extent]
+    return range(int(own[0]), int(own[-1]) + 1) if extent else range(0)
+
+
+def _inside(shape: tuple[int, ...], piece: Piece, detail: Detail) -> list[Tensor]:
+    """Return the grid's indices within a piece, along each dim, counted from its start."""
+    return [
+        index[(index >= start) & (index < start + extent)] - start
+        for index, start, extent in zip(grid(shape, detail), piece.start, piece.size, strict=True)
+    ]
+
+
+@dataclass
+class Kept:
+    """What is kept of a whole tensor, put together from its pieces.
+
+    Attributes:
+        shape: shape of the tensor.
+        detail: how much was kept.
+        squares: sum of squares; NaN if it is unknown, as of a tensor whose values ranks sum.
+        projections: along each dim; none if all elements are in the grid.
+        elements: the grid; NaN where no piece had it.
+        covered: number of elements in the pieces.
+    """
+
+    shape: tuple[int, ...]
+    detail: Detail
+    squares: float
+    projections: list[Tensor]
+    elements: Tensor
+    covered: int
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], detail: Detail) -> "Kept":
+        """Return the beginning of a tensor, without pieces."""
+        projections = (
+            [torch.zeros(buckets(size, detail), dtype=torch.float64) for size in shape]
+            if has_projections(shape, detail)
+            else []
+        )
+        counts = tuple(len(index) for index in grid(shape, detail))
+        return cls(shape, detail, 0.0, projections, torch.full(counts, torch.nan, dtype=torch.float64), 0)
+
+    def add(self, piece: Piece, values: Tensor, partial: bool = False) -> None:
+        """Add the values of a piece, as `keep` returns them for one sample.
+
+        Args:
+            piece: the piece.
+            values: (length,).
+            partial: whether other ranks' values of the piece are to be added to these.
+        """
+        values = values.double()
+        at = 1
+        self.squares = torch.nan if partial else self.squares + float(values[0])
+        for dim, projection in enumerate(self.projections):
+            own = _own_buckets(self.shape[dim], piece.start[dim], piece.size[dim], self.detail)
+            projection[own.start : own.stop] += values[at : at + len(own)]
+            at += len(own)
+        places = [
+            ((index >= start) & (index < start + size)).nonzero()[:, 0]
+            for index, start, size in zip(grid(self.shape, self.detail), piece.start, piece.size, strict=True)
+        ]
+        region = self.elements[torch.meshgrid(*places, indexing="ij")] if places else self.elements
+        got = values[at:].reshape(region.shape)
+        if partial:
+            got = got + region.nan_to_num(0.0)
+        if places:
+            self.elements[torch.meshgrid(*places, indexing="ij")] = got
+        else:
+            self.elements = got.clone()
+        self.covered += prod(piece.size)
+
+    @property
+    def vectors(self) -> list[Tensor]:
+        """Everything to compare: the grid, and the projection along each dim."""
+        return [self.elements, *self.projections]
