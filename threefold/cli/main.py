@@ -22,6 +22,7 @@ COMMANDS: Final = (
     "generate",
     "eval",
     "verify",
+    "parity",
     "doctor",
     "dry-run",
     "estimate",

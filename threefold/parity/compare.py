@@ -8,7 +8,6 @@ optimizer states, buffers. The first that departs is where the mistake is, or ri
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, isnan, nan, sqrt
-from statistics import median
 from typing import Any, Final
 
 from threefold.errors import UserError
@@ -38,6 +37,8 @@ from threefold.parity.record import (
 )
 
 SAMPLES, LOSS, NORM, NUMBER, RATE, COPY = "samples", "loss", "gradient norm", "number", "counter", "copies"
+_SAME: Final = 1e-6
+"""Relative difference of initial weights and counters that counts as rounding."""
 PHASES: Final = (
     INITIAL,
     SAMPLES,
@@ -111,6 +112,7 @@ class Comparison:
         notes: sentences on what could not be compared, or explains a departure.
         order: modules in the order of the forward pass, for the tree.
         worst: largest error by step, kind and name, relative to its tolerance.
+        totals: number of compared names by step and kind.
     """
 
     departures: list[Departure] = field(default_factory=list)
@@ -119,6 +121,7 @@ class Comparison:
     notes: list[str] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
     worst: dict[tuple[int, str, str], float] = field(default_factory=dict)
+    totals: dict[tuple[int, str], int] = field(default_factory=dict)
 
     @property
     def equal(self) -> bool:
@@ -165,13 +168,18 @@ def compare(
         one.compare(found)
         before = expected
         advance()
-    found.departures.sort(key=lambda each: (each.step, _phase(each.kind)))  # stable: within a phase, in its order
+    found.departures.sort(key=lambda each: (each.step, phase_of(each)))  # stable: within a phase, in its order
     _note(found, reference, candidate)
     return found
 
 
-def _phase(kind: str) -> int:
-    return PHASES.index(STATE if kind.startswith(STATE) else kind)
+def phase_of(departure: Departure) -> int:
+    """Return the place of a departure's kind in a step."""
+    return PHASES.index(_without_key(departure.kind))
+
+
+def _without_key(kind: str) -> str:
+    return STATE if kind.startswith(STATE) else kind
 
 
 def _steps(reference: Record, candidate: Record, noisy: Sequence[Record], wanted: int | None) -> int:
@@ -320,7 +328,7 @@ class _Step:
                 continue
             tolerance = self.tolerances.of(self.step, kind, name)
             if kind == INITIAL:
-                tolerance = Tolerance(1e-6, 1e-6)
+                tolerance = Tolerance(_SAME, _SAME)
             yield from self._group(found, kind, name, compared, tolerance, factors)
 
     def _group(
@@ -347,6 +355,8 @@ class _Step:
             return
         ratio, seen, reference, other = worst
         key = self.step, kind, name
+        total = self.step, _without_key(kind)
+        found.totals[total] = found.totals.get(total, 0) + 1
         found.worst[key] = max(found.worst.get(key, 0.0), ratio)
         copies = self._copies(other, tolerance) if kind not in (OUTPUT, INPUT_GRADIENT) else None
         if ratio > 1:
@@ -502,22 +512,28 @@ class _Step:
         theirs: dict[str, dict[str, float]] = {}
         for each in self.theirs:
             theirs |= each.get("counters", {})
+        departing: dict[tuple[str, str], dict[int, float]] = {}
         for rank, each in enumerate(self.mine):
             for name, counters in each.get("counters", {}).items():
-                for key, value in counters.items():
-                    expected = theirs.get(name, {}).get(key)
-                    if expected is None:
-                        continue
-                    found.compared[RATE] = found.compared.get(RATE, 0) + 1
-                    off = _off(float(value), float(expected))
-                    if off > 1e-6:
-                        shape = f"is {float(value):.6g} instead of {float(expected):.6g}"
-                        for other in range(1, self.reference.steps + 1):
-                            numbers = self.reference.facts["numbers"].get(str(other), {}).get("counters", {})
-                            if other != self.step and numbers.get(name, {}).get(key) == value:
-                                shape += f", the one of step {other}"
-                                break
-                        yield Departure(self.step, RATE, f"{key} of {name}", off, 1e-6, nan, shape, f"rank {rank}")
+                for key in set(counters) & set(theirs.get(name, {})):
+                    held = departing.setdefault((key, name), {})
+                    if _off(float(counters[key]), float(theirs[name][key])) > _SAME:
+                        held[rank] = float(counters[key])
+        found.compared[RATE] = found.compared.get(RATE, 0) + len(departing)
+        found.totals[self.step, RATE] = len(departing)
+        for (key, name), ranks in departing.items():
+            if not ranks:
+                continue
+            rank, value = next(iter(ranks.items()))
+            expected = float(theirs[name][key])
+            shape = f"is {value:.6g} instead of {expected:.6g}"
+            for other in range(1, self.reference.steps + 1):
+                numbers = self.reference.facts["numbers"].get(str(other), {}).get("counters", {})
+                if other != self.step and numbers.get(name, {}).get(key) == value:
+                    shape += f", the one of step {other}"
+                    break
+            where = "" if len(ranks) == len(self.mine) else f"on rank {rank}"
+            yield Departure(self.step, RATE, f"{key} of {name}", _off(value, expected), _SAME, nan, shape, where)
 
 
 def _box(got: Quantity, piece: Any) -> Any:
@@ -577,12 +593,3 @@ def _note(found: Comparison, reference: Record, candidate: Record) -> None:
             )
     if any(len(record.ranks) > 1 for record in (reference,)):
         found.notes.append(f"The reference has {len(reference.ranks)} ranks itself.")
-
-
-def constant_factor(departures: Sequence[Departure]) -> float | None:
-    """Return the factor that all departures have in common; None if there is none."""
-    scales = [each.scale for each in departures]
-    if not scales or any(not isfinite(scale) or not scale for scale in scales):
-        return None
-    middle = median(scales)
-    return middle if all(abs(scale / middle - 1) < 0.02 for scale in scales) else None

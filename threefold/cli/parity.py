@@ -1,0 +1,158 @@
+"""`threefold parity`: compare the training runs of any scripts that have a recorder."""
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from threefold.cli.terminal import Steps, counted, print_table
+from threefold.files import format_bytes
+
+if TYPE_CHECKING:
+    from threefold.parity.compare import Comparison
+    from threefold.parity.record import Record
+
+app = typer.Typer(
+    help="Compare training runs of any scripts that have a recorder (docs/parity.md).", no_args_is_help=True
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON document instead of a table.")]
+Page = Annotated[
+    Path | None, typer.Option("--html", metavar="FILE", help="Write a page with the modules, coloured by departure.")
+]
+
+
+@app.command()
+def run(
+    reference: Annotated[
+        str,
+        typer.Option("--reference", metavar="COMMAND", help="Command of the run that is right.", show_default=False),
+    ],
+    candidate: Annotated[
+        str, typer.Option("--candidate", metavar="COMMAND", help="Command of the run to check.", show_default=False)
+    ],
+    steps: Annotated[int, typer.Option(min=1, max=1000, help="Steps to record and compare.")] = 3,
+    noise: Annotated[
+        int, typer.Option(min=0, max=100, help="Times the reference runs again, with noise in the last place.")
+    ] = 2,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FOLDER", help="Keep records and logs there.", show_default="not kept"),
+    ] = None,
+    page: Page = None,
+    timeout: Annotated[
+        float | None, typer.Option(min=1, metavar="SECONDS", help="Time that each run may take.", show_default="any")
+    ] = None,
+    whole: Annotated[bool, typer.Option("--whole-run", help="Let the scripts go on after the recorded steps.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run two training scripts from the same initial weights, and compare what they compute.
+
+    Each script makes a `parity.Recorder` of its model (docs/parity.md). The reference runs again with noise in the last
+    place of every activation and gradient, to learn how far rounding goes.
+    Exit status: 0 if the runs are equal up to rounding; 1 if they depart; 2 if they cannot be compared.
+    """
+    from threefold.parity.run import run_both
+
+    if page is not None:
+        _check_page(page)
+    with TemporaryDirectory(prefix="threefold-parity-") as temporary:
+        folder = Path(temporary) / "records" if out is None else out
+        doing = {"reference": "Reference", "candidate": "Candidate"}
+        with Steps("Running", noise + 2) as bar:
+            begun = 0
+
+            def tell(name: str) -> None:
+                nonlocal begun
+                bar.tell(doing.get(name, f"Reference, {name}"), begun, noise + 2)
+                begun += 1
+
+            runs = run_both(
+                reference,
+                candidate,
+                folder,
+                steps=steps,
+                noise=noise,
+                timeout=timeout,
+                whole_run=whole,
+                tell=tell,
+            )
+        _report(runs.reference, runs.candidate, list(runs.noisy), None, page, as_json)
+        if out is not None and not as_json:
+            typer.echo(f"Records and logs: {out} ({format_bytes(_size(out))}).")
+
+
+@app.command()
+def compare(
+    reference: Annotated[Path, typer.Argument(metavar="REFERENCE", help="Record of the run that is right.")],
+    candidate: Annotated[Path, typer.Argument(metavar="CANDIDATE", help="Record of the run to check.")],
+    noise: Annotated[
+        list[Path] | None,
+        typer.Option("--noise", metavar="RECORD", help="Record of the reference with noise; may be repeated."),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps to compare.", show_default="all that both recorded")
+    ] = None,
+    page: Page = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two records: of layouts, versions, machines or precisions, or a resumed run beside an unbroken one.
+
+    Without --noise, tolerances are those of the precision, wider for later steps, and small factors may hide in them.
+    Exit status: 0 if the records are equal up to rounding; 1 if they depart; 2 if they cannot be compared.
+    """
+    from threefold.parity.record import Record
+
+    if page is not None:
+        _check_page(page)
+    _report(Record(reference), Record(candidate), [Record(path) for path in noise or ()], steps, page, as_json)
+
+
+def _report(
+    reference: "Record",
+    candidate: "Record",
+    noisy: "list[Record]",
+    steps: int | None,
+    page: Path | None,
+    as_json: bool,
+) -> None:
+    from threefold.parity.compare import compare as compare_records
+    from threefold.parity.verdict import judge, rows
+
+    with Steps("Comparing", 1 + (steps or reference.steps)) as bar:
+        found = compare_records(reference, candidate, noisy, steps, bar.advance)
+    verdict = judge(found)
+    if page is not None:
+        from threefold.parity.page import write_page
+
+        write_page(page, verdict, found, reference, candidate)
+    if as_json:
+        typer.echo(json.dumps(verdict.document(found), indent=2))
+    else:
+        typer.echo(_heading(reference, candidate, noisy, found))
+        typer.echo(verdict.sentence)
+        if not verdict.equal:
+            print_table(("step", "what departs", "error", "rounding", "shape"), rows(verdict, found))
+        for note in found.notes:
+            typer.echo(f"Note: {note}")
+        if page is not None:
+            typer.echo(f"Page: {page}")
+    if not verdict.equal:
+        raise typer.Exit(1)
+
+
+def _heading(reference: "Record", candidate: "Record", noisy: "list[Record]", found: "Comparison") -> str:
+    ranks = [counted(len(each.ranks), "rank") for each in (reference, candidate)]
+    learned = f"tolerances learned from {counted(len(noisy), 'run')} with noise" if noisy else "default tolerances"
+    return f"Compared {counted(found.steps, 'step')}: {ranks[0]} (reference) with {ranks[1]}; {learned}."
+
+
+def _check_page(page: Path) -> None:
+    if page.is_dir() or not page.absolute().parent.is_dir():
+        raise typer.BadParameter(f"{page} cannot be written: name a file in a folder that exists", param_hint="--html")
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,147 @@
+"""Runs of a reference and of a candidate by their command lines, recorded and compared."""
+
+import os
+import shlex
+import signal
+import subprocess
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from threefold.errors import UserError
+from threefold.files import shown
+from threefold.parity.record import Record
+from threefold.parity.recorder import FOLDER, LOAD, PERTURB, SAVE, STEPS, STOP
+
+REFERENCE, CANDIDATE, WEIGHTS = "reference", "candidate", "weights"
+NOISE: Final = "noise-{}"
+_LAST_LINES: Final = 8
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Records of the runs.
+
+    Attributes:
+        reference, candidate: the records.
+        noisy: those of the reference with noise in the last place.
+    """
+
+    reference: Record
+    candidate: Record
+    noisy: tuple[Record, ...]
+
+
+def run_both(
+    reference: str,
+    candidate: str,
+    folder: Path,
+    *,
+    steps: int,
+    noise: int,
+    timeout: float | None = None,
+    whole_run: bool = False,
+    tell: Callable[[str], None] = lambda doing: None,
+) -> Runs:
+    """Run both commands, one after the other, with the same initial weights.
+
+    Args:
+        reference: command line of the run that is right.
+        candidate: command line of the other.
+        folder: folder for the records, logs and weights, empty or missing.
+        steps: steps to record.
+        noise: how often the reference is run again with noise, to learn tolerances.
+        timeout: seconds that each run may take.
+        whole_run: whether the scripts go on after the recorded steps.
+        tell: called with what begins.
+
+    Raises:
+        UserError: a command cannot be started, fails, or records nothing.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"--out {shown(folder)} is not empty; choose another folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+    commands = {"--reference": _split("--reference", reference), "--candidate": _split("--candidate", candidate)}
+    base = {STEPS: str(steps), **({} if whole_run else {STOP: "1"})}
+    weights = str((folder / WEIGHTS).absolute())
+
+    def one(option: str, name: str, **more: str) -> Record:
+        tell(name)
+        place = folder / name
+        variables = {**base, FOLDER: str(place.absolute()), **more}
+        _run(option, commands[option], place, variables, timeout)
+        try:
+            return Record(place)
+        except UserError as error:
+            if (place / "rank-00000.json").exists():
+                raise
+            raise UserError(
+                f"The command of {option} ended without a record: its script must make a parity.Recorder of the model "
+                f"and train a step (its output is in {shown(_log(place))})."
+            ) from error
+
+    first = one("--reference", REFERENCE, **{SAVE: weights})
+    noisy = tuple(
+        one("--reference", NOISE.format(number), **{LOAD: weights, PERTURB: str(number)})
+        for number in range(1, noise + 1)
+    )
+    return Runs(first, one("--candidate", CANDIDATE, **{LOAD: weights}), noisy)
+
+
+def _split(option: str, command: str) -> list[str]:
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise UserError(f"{option} {shown(command)} cannot be split into words ({error}); close its quotes.") from None
+    if not words:
+        raise UserError(f"{option} is empty; give a command line, such as 'python train.py'.")
+    return words
+
+
+def _log(place: Path) -> Path:
+    return place.with_suffix(".log")
+
+
+def _run(option: str, words: list[str], place: Path, variables: Mapping[str, str], timeout: float | None) -> None:
+    log = _log(place)
+    with log.open("wb") as output:
+        try:
+            process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **variables},
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise UserError(f"{option} cannot be started: {words[0]}: {error.strerror}.") from None
+        try:
+            status = process.wait(timeout)
+        except BaseException as error:
+            _end(process)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise UserError(
+                    f"The command of {option} did not end within {timeout:g} s (--timeout); its output is in "
+                    f"{shown(log)}."
+                ) from None
+            raise
+    if status:
+        last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-_LAST_LINES:]
+        how = f"exit status {status}" if status > 0 else f"signal {signal.Signals(-status).name}"
+        said = next((line.strip() for line in reversed(last) if line.strip()), "nothing")
+        raise UserError(
+            f"The command of {option} ended with {how}; its last line was: {shown(said)} (all is in {shown(log)})."
+        )
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End a run with all its processes."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(5)
+            return

@@ -1,0 +1,165 @@
+"""The verdict on two records: a sentence on where the departure begins and what shape it has, and a table."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from threefold.parity.compare import (
+    COPY,
+    LOSS,
+    NORM,
+    NUMBER,
+    RATE,
+    SAMPLES,
+    Comparison,
+    Departure,
+    phase_of,
+)
+from threefold.parity.record import BUFFER, GRADIENT, INITIAL, INPUT_GRADIENT, OUTPUT, STATE, TENSOR, UPDATE
+
+_BEFORE: Final = {
+    INITIAL: "Before the first step",
+    SAMPLES: "The runs read different samples",
+    OUTPUT: "The forward pass departs",
+    LOSS: "All outputs are right and the loss departs",
+    INPUT_GRADIENT: "The forward pass is right and the backward pass departs",
+    GRADIENT: "Forward and backward passes are right and gradients of parameters depart",
+    NORM: "All gradients are right and their reported norm, or the clip, departs",
+    RATE: "All gradients are right and a counter of the update departs",
+    UPDATE: "All gradients are right and updates depart",
+    STATE: "Gradients and updates are right and the optimizer's state departs",
+    BUFFER: "Weights are right and a buffer departs",
+    TENSOR: "Weights are right and a recorded tensor departs",
+    NUMBER: "Weights are right and a reported number departs",
+}
+_LISTED: Final = 8
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a comparison comes to.
+
+    Attributes:
+        equal: whether nothing departs by more than rounding.
+        sentence: the verdict in a sentence.
+        first: where the departure begins, or None.
+        together: departures of the same step and kind, from the first.
+        step, kind, name, shape: of the first departure; 0 and empty without one.
+    """
+
+    equal: bool
+    sentence: str
+    first: Departure | None = None
+    together: tuple[Departure, ...] = ()
+
+    def document(self, found: Comparison) -> dict[str, Any]:
+        """Return the verdict as the members of a JSON document."""
+        return {
+            "equal": self.equal,
+            "sentence": self.sentence,
+            "steps": found.steps,
+            "compared": found.compared,
+            "notes": found.notes,
+            "departures": [
+                {
+                    "step": each.step,
+                    "kind": each.kind,
+                    "name": each.name,
+                    "error": _number(each.error),
+                    "tolerance": each.tolerance,
+                    "factor": _number(each.scale),
+                    "shape": each.shape,
+                    "where": each.where,
+                }
+                for each in found.departures
+            ],
+        }
+
+
+def judge(found: Comparison) -> Verdict:
+    """Return the verdict on a comparison."""
+    if found.equal:
+        return Verdict(True, _equal(found))
+    first = found.departures[0]
+    together = [each for each in found.departures if each.step == first.step and phase_of(each) == phase_of(first)]
+    lead = lead_of(together)
+    rest = [each for each in together if each is not lead]
+    return Verdict(False, _sentence(lead, together, found), lead, (lead, *rest))
+
+
+def lead_of(together: Sequence[Departure]) -> Departure:
+    """Return the departure to name, of those of one step and kind.
+
+    One that ranks disagree about is named before others. Of gradients it is the one that the backward pass computes
+    first, because what departs there may go on to those behind.
+    """
+    disagreed = [each for each in together if each.copies]
+    if disagreed and len(disagreed) < len(together):
+        together = disagreed
+    return together[-1] if together[0].kind == GRADIENT else together[0]
+
+
+def _equal(found: Comparison) -> str:
+    kinds = [f"{count:,} {_plural(kind)}" for kind, count in _totals(found).items()]
+    steps = f"{found.steps} step{'s' if found.steps > 1 else ''}"
+    return f"Equal up to rounding in {steps}: {', '.join(kinds)}."
+
+
+def _totals(found: Comparison) -> dict[str, int]:
+    totals: dict[str, int] = {}
+    for kind, count in found.compared.items():
+        name = STATE if kind.startswith(STATE) else kind
+        totals[name] = totals.get(name, 0) + count
+    return totals
+
+
+def _plural(kind: str) -> str:
+    return {COPY: "copies", NUMBER: "numbers"}.get(kind, f"{kind}s")
+
+
+def _sentence(lead: Departure, together: Sequence[Departure], found: Comparison) -> str:
+    when = f" at step {lead.step}" if lead.step else ""
+    kind = STATE if lead.kind.startswith(STATE) else lead.kind
+    begin = f"{_BEFORE[kind]}{when}" if kind != INITIAL else "Before the first step, initial weights depart"
+    shape = lead.shape or f"differs by {lead.error:.2g} of its size (rounding: {lead.tolerance:.1g})"
+    where = f", {lead.where}" if lead.where and lead.where not in shape else ""
+    total = found.totals.get((lead.step, kind), 0)
+    others = len(together) - 1
+    if kind == SAMPLES:
+        return f"{begin}: they {shape}."
+    if others and len({each.shape for each in together}) == 1 and lead.shape:
+        which = f"all {total}, each" if len(together) == total else f"{len(together)} of {total}, first {lead}, which"
+        return f"{begin}: {which} {shape}{where}."
+    more = f"; {others} more of {total} depart" + ("s" if others == 1 else "") if others and total else ""
+    if kind in (LOSS, NORM, NUMBER):
+        return f"{begin}: {lead} {shape}{where}{more}."
+    return f"{begin}: first {lead}, which {shape}{where}{more}."
+
+
+def rows(verdict: Verdict, found: Comparison) -> list[tuple[str, str, str, str, str]]:
+    """Return the rows of a table: step, what departs, error, rounding and shape, of the first departures.
+
+    What departs later is counted.
+    """
+    made = [_row(each) for each in verdict.together[:_LISTED]]
+    if len(verdict.together) > _LISTED:
+        made.append(("", f"and {len(verdict.together) - _LISTED} more of this kind", "", "", ""))
+    counted: dict[int, dict[str, int]] = {}
+    for each in found.departures:
+        if each not in verdict.together:
+            kind = STATE if each.kind.startswith(STATE) else each.kind
+            at = counted.setdefault(each.step, {})
+            at[kind] = at.get(kind, 0) + 1
+    for step, kinds in counted.items():
+        what = ", ".join(f"{count} {_plural(kind) if count > 1 else kind}" for kind, count in kinds.items())
+        made.append((str(step), f"then {what}", "", "", ""))
+    return made
+
+
+def _row(each: Departure) -> tuple[str, str, str, str, str]:
+    shape = ", ".join(part for part in (each.shape, each.where) if part)
+    return str(each.step), str(each).removeprefix("the "), f"{each.error:.2g}", f"{each.tolerance:.1g}", shape
+
+
+def _number(value: float) -> float | None:
+    return value if value == value and abs(value) != float("inf") else None
