@@ -11,7 +11,7 @@ from threefold.cli.terminal import Steps, counted, print_table
 from threefold.files import format_bytes
 
 if TYPE_CHECKING:
-    from threefold.parity.compare import Comparison
+    from threefold.parity.departure import Comparison
     from threefold.parity.record import Record
 
 app = typer.Typer(

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from math import inf, isfinite, prod, sqrt
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from threefold.parity.record import GRADIENT, INPUT_GRADIENT, OUTPUT, Entry, Key, Quantity, detail_of
+from threefold.parity.record import GRADIENT, OUTPUT, OUTPUT_GRADIENT, Entry, Key, Quantity, detail_of
 from threefold.parity.sketch import Kept, grid
 
 _BLOCKS: Final = 16
@@ -19,9 +20,10 @@ SMALL: Final = 1e-3
 """Share of the largest mean magnitude of its kind; a tensor below it is measured against it."""
 FACTOR: Final = 6.0
 """Times the error that noise in the last place makes, which counts as rounding."""
+_MOST: Final = 0.9
 _EPS: Final = {"float64": 1e-9, "float32": 2e-5, "bfloat16": 2e-2, "float16": 5e-3}
 """Error that counts as rounding in any case with earned tolerances, by the lowest precision."""
-UNEARNED: Final = {OUTPUT: 5.0, INPUT_GRADIENT: 15.0, GRADIENT: 15.0}
+UNEARNED: Final = {OUTPUT: 5.0, OUTPUT_GRADIENT: 15.0, GRADIENT: 15.0}
 _UNEARNED_OTHER: Final = 500.0
 """Times that, without a reference that was run again: for updates, whose small elements an optimizer enlarges."""
 _GROWTH: Final = 3.0
@@ -78,10 +80,21 @@ def _worst(a: Tensor, b: Tensor, floor: float) -> float:
     mean = size / sqrt(len(b))
     worst = _relative(float(difference.norm()), max(size, floor * sqrt(len(b))))
     if len(b) >= 2 * _BLOCKS:
-        for d, r in zip(difference.tensor_split(_BLOCKS), b.tensor_split(_BLOCKS), strict=True):
-            against = max(float(r.norm()), max(_LEAST_BLOCK * mean, floor) * sqrt(len(r)))
-            worst = max(worst, _relative(float(d.norm()), against))
+        block, lengths = _blocks(len(b))
+        zeros = torch.zeros(2, _BLOCKS, dtype=torch.float64)
+        norms = zeros.index_add_(1, block, torch.stack([difference, b]).double().square()).sqrt()
+        against = norms[1].clamp(min=max(_LEAST_BLOCK * mean, floor) * lengths)
+        ratios = torch.where(against > 0, norms[0] / against, torch.where(norms[0] > 0, inf, 0.0))
+        worst = max(worst, float(ratios.max()))
     return worst
+
+
+@cache
+def _blocks(size: int) -> tuple[Tensor, Tensor]:
+    """Return the block of each element, and the square root of each block's length."""
+    parts = torch.arange(size).tensor_split(_BLOCKS)
+    lengths = torch.tensor([len(part) for part in parts])
+    return torch.repeat_interleave(torch.arange(_BLOCKS), lengths), lengths.double().sqrt()
 
 
 def _relative(difference: float, size: float) -> float:
@@ -144,10 +157,12 @@ class Tolerances:
         self._least = _EPS.get(precision, _EPS["float32"])
         self._factor = factor
         self._errors: dict[tuple[int, str, str], tuple[float, float]] = {}
+        self._commons: dict[tuple[int, str], tuple[float, float]] = {}
         self.runs = 0
 
     def learn(self, step: int, kind: str, name: str, seen: Measure) -> None:
         """Take up the difference between the reference and a run of it with noise."""
+        self._commons.clear()
         error, off = self._errors.get((step, kind, name), (0.0, 0.0))
         self._errors[step, kind, name] = max(error, seen.error), max(off, seen.off)
 
@@ -156,9 +171,24 @@ class Tolerances:
         if not self.runs:
             error = self._least * UNEARNED.get(kind, _UNEARNED_OTHER) * _GROWTH ** (max(step, 1) - 1)
             return Tolerance(error, error)
-        error, off = self._errors.get((step, kind, name), (0.0, 0.0))
+        own = self._errors.get((step, kind, name), (0.0, 0.0))
+        common = self._common(step, kind)
+        error, off = (self._factor * max(pair) for pair in zip(own, common, strict=True))
         least = self._least if kind != "number" else self._least / 10
-        return Tolerance(max(self._factor * error, least), max(self._factor * off, least / 4))
+        return Tolerance(max(error, least), max(off, least / 4))
+
+    def _common(self, step: int, kind: str) -> tuple[float, float]:
+        """Return the error and the distance of the scale that nine tenths of the tensors of a kind stay below.
+
+        The noise of a few runs says little about one tensor: a small element, which an optimizer enlarges, may change
+        its sign in the next.
+        """
+        if (found := self._commons.get((step, kind))) is None:
+            seen = [values for (at, what, _), values in self._errors.items() if (at, what) == (step, kind)]
+            ranked = [sorted(values) for values in zip(*seen, strict=True)] if seen else [[0.0], [0.0]]
+            error, off = (values[int(_MOST * (len(values) - 1))] for values in ranked)
+            found = self._commons[step, kind] = error, off
+        return found
 
 
 Quantities = Mapping[Key, Quantity]

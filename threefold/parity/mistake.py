@@ -49,7 +49,10 @@ class Factors:
 
     def name(self, factor: float) -> str:
         """Return a factor in words: `2 (tp)`, `1/4 (1 / micro-batches)` or `1.37`."""
-        for text, value in self._candidates():
+        simple = [each for each in self._simple() if abs(factor / each[1] - 1) < _NAMED]
+        if simple:
+            return f"{_number(simple[0][1])} ({' or '.join(text for text, _ in simple)})"
+        for text, value in self._compound():
             if abs(factor / value - 1) < _NAMED:
                 return f"{_number(value)} ({text})"
         for value in (2.0, 0.5, 3.0, 1 / 3, 4.0, 0.25, 8.0, 0.125, -1.0):
@@ -57,9 +60,11 @@ class Factors:
                 return _number(value)
         return f"{factor:.4g}"
 
-    def _candidates(self) -> Iterator[tuple[str, float]]:
+    def _simple(self) -> Iterator[tuple[str, float]]:
         yield from self.values.items()
         yield from ((f"1 / {name}", 1 / value) for name, value in self.values.items())
+
+    def _compound(self) -> Iterator[tuple[str, float]]:
         for (one, first), (other, second) in combinations(self.values.items(), 2):
             yield f"{one} · {other}", first * second
             yield f"1 / ({one} · {other})", 1 / (first * second)

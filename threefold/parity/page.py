@@ -5,14 +5,14 @@ from math import log10
 from pathlib import Path
 from typing import Final
 
-from threefold.parity.compare import Comparison
-from threefold.parity.record import BUFFER, GRADIENT, INITIAL, INPUT_GRADIENT, OUTPUT, UPDATE, Record
+from threefold.parity.departure import Comparison
+from threefold.parity.record import BUFFER, GRADIENT, INITIAL, OUTPUT, OUTPUT_GRADIENT, UPDATE, Record
 from threefold.parity.verdict import Verdict, rows
 
 _COLUMNS: Final = (
     (INITIAL, "initial"),
     (OUTPUT, "output"),
-    (INPUT_GRADIENT, "input gradient"),
+    (OUTPUT_GRADIENT, "output gradient"),
     (GRADIENT, "gradient"),
     (UPDATE, "update"),
     (BUFFER, "buffer"),

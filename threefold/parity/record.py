@@ -25,9 +25,10 @@ from threefold.parity.sketch import COPY, PARAMETER, SAMPLE, WHOLE, Detail, Kept
 FORMAT: Final = "threefold-parity"
 VERSION: Final = 1
 
-INITIAL, BUFFER, OUTPUT, INPUT_GRADIENT = "initial weight", "buffer", "output", "input gradient"
+INITIAL, BUFFER, OUTPUT, OUTPUT_GRADIENT = "initial weight", "buffer", "output", "output gradient"
 GRADIENT, UPDATE, STATE, TENSOR = "gradient", "update", "optimizer state", "tensor"
 """Kinds of what is recorded; a state's name is `exp_avg of blocks.0.weight`."""
+KINDS: Final = (INITIAL, BUFFER, OUTPUT, OUTPUT_GRADIENT, GRADIENT, UPDATE, TENSOR)
 _DETAILS: Final = {"parameter": PARAMETER, "sample": SAMPLE, "copy": COPY, "whole": WHOLE}
 
 
@@ -74,8 +75,9 @@ class Entry:
     @classmethod
     def from_json(cls, values: list[Any]) -> "Entry":
         kind, name, order, shape, start, size, detail, copy, partial, samples = values
-        if detail not in _DETAILS or not (isinstance(kind, str) and isinstance(name, str)):
-            raise ValueError(detail)
+        known = kind in KINDS or (isinstance(kind, str) and kind.startswith(f"{STATE} "))
+        if detail not in _DETAILS or not known or not isinstance(name, str):
+            raise ValueError(kind)
         at = tuple(shape), tuple(start), tuple(size)
         return cls(kind, name, order, *at, detail, copy, partial, None if samples is None else tuple(samples))
 
@@ -105,7 +107,7 @@ class Page:
         """Keep an activation, or the gradient of one, under each of the names.
 
         Args:
-            kind: `OUTPUT` or `INPUT_GRADIENT`.
+            kind: `OUTPUT` or `OUTPUT_GRADIENT`.
             names: names of the modules that it belongs to.
             rows: (samples, …).
             placement: place of the rows within the whole activation, dim of samples included.

@@ -23,8 +23,8 @@ from threefold.parity.record import (
     BUFFER,
     GRADIENT,
     INITIAL,
-    INPUT_GRADIENT,
     OUTPUT,
+    OUTPUT_GRADIENT,
     STATE,
     TENSOR,
     UPDATE,
@@ -98,6 +98,8 @@ class Recorder:
         self._roots = [_Root(each) for each in self._adapter.roots()]
         self._calls: dict[str, int] = {}
         self._seen: dict[int, tuple[weakref.ref[Tensor], list[str]]] = {}
+        self._dtypes: set[str] = set()
+        self._readers: dict[str, list[str]] = {}
         self._given: list[tuple[str, ...]] | None = None
         self._noise = _Noise(_number(PERTURB))
         self._gradient_squares: float | None = None
@@ -248,20 +250,17 @@ class Recorder:
 
     def _input_of(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not self._current or in_backward_pass():
+            if self._current is None or in_backward_pass():
                 return
             self._calls[name] = self._calls.get(name, 0) + 1
-            called = _numbered(name, self._calls[name])
-            tensor = next((each for each in _tensors((args, kwargs)) if each.requires_grad and not each.is_leaf), None)
-            if tensor is None:
+            if self._step > 1:
                 return
-            known = self._seen.get(id(tensor))
-            if known is not None and known[0]() is tensor:
-                known[1].append(called)
-                return
-            names, samples = [called], self._current
-            self._seen[id(tensor)] = weakref.ref(tensor), names
-            tensor.register_hook(lambda gradient: self._record_activation(INPUT_GRADIENT, names, gradient, samples))
+            for tensor in _tensors((args, kwargs)):
+                known = self._seen.get(id(tensor))
+                if known is not None and known[0]() is tensor:
+                    readers = self._readers.setdefault(known[1][0], [])
+                    if name not in readers:
+                        readers.append(name)
 
         return hook
 
@@ -275,13 +274,26 @@ class Recorder:
             if tensor is not None and self._current:
                 called = _numbered(name, self._calls.get(name, 1))
                 self._record_activation(OUTPUT, [called], tensor.detach(), self._current)
+                self._await_gradient(called, tensor, self._current)
             return changed
 
         return hook
 
+    def _await_gradient(self, name: str, tensor: Tensor, samples: tuple[str, ...]) -> None:
+        """Have the gradient of an output recorded, under the names of all modules that return it."""
+        known = self._seen.get(id(tensor))
+        if known is not None and known[0]() is tensor:
+            known[1].append(name)
+            return
+        names = [name]
+        self._seen[id(tensor)] = weakref.ref(tensor), names
+        if tensor.requires_grad and not tensor.is_leaf:
+            tensor.register_hook(lambda gradient: self._record_activation(OUTPUT_GRADIENT, names, gradient, samples))
+
     def _record_activation(self, kind: str, names: list[str], tensor: Tensor, samples: tuple[str, ...]) -> None:
         if not self._recording or not tensor.is_floating_point():
             return
+        self._dtypes.add(str(tensor.dtype).removeprefix("torch."))
         mine, placement = self._adapter.placement("activation", names[-1], tensor.detach())
         rows = _rows(mine, placement, len(samples), self._batch_dim)
         if rows is not None:
@@ -356,7 +368,8 @@ class Recorder:
     def _write_page(self, step: int) -> None:
         self._page.save(self._folder / page_file(self._rank, step))
         self._page = Page()
-        write_facts(self._folder, self._rank, {**self._facts, "steps": step})
+        facts = {**self._facts, "readers": self._readers, "activation_dtypes": sorted(self._dtypes), "steps": step}
+        write_facts(self._folder, self._rank, facts)
 
 
 class _Root:

@@ -97,6 +97,7 @@ def signs(size: int) -> Tensor:
     return torch.randint(0, 2, (size,), generator=generator).double() * 2 - 1
 
 
+@cache
 def length(shape: tuple[int, ...], piece: Piece, detail: Detail) -> int:
     """Return the number of values that are kept of a piece."""
     count = 1 + prod(len(index) for index in _inside(shape, piece, detail))
@@ -151,17 +152,29 @@ def _spans(shape: tuple[int, ...], piece: Piece) -> list[tuple[int, int, int]]:
     return list(zip(shape, piece.start, piece.size, strict=True))
 
 
+@cache
 def _own_buckets(size: int, start: int, extent: int, detail: Detail) -> range:
     own = bucket_of(size, detail)[start : start + extent]
     return range(int(own[0]), int(own[-1]) + 1) if extent else range(0)
 
 
+@cache
 def _inside(shape: tuple[int, ...], piece: Piece, detail: Detail) -> list[Tensor]:
     """Return the grid's indices within a piece, along each dim, counted from its start."""
     return [
         index[(index >= start) & (index < start + extent)] - start
         for index, start, extent in zip(grid(shape, detail), piece.start, piece.size, strict=True)
     ]
+
+
+@cache
+def _places(shape: tuple[int, ...], piece: Piece, detail: Detail) -> tuple[Tensor, ...]:
+    """Return the places in the grid of a piece's elements."""
+    within = [
+        ((index >= start) & (index < start + size)).nonzero()[:, 0]
+        for index, start, size in zip(grid(shape, detail), piece.start, piece.size, strict=True)
+    ]
+    return tuple(torch.meshgrid(*within, indexing="ij")) if within else ()
 
 
 @dataclass
@@ -210,16 +223,13 @@ class Kept:
             own = _own_buckets(self.shape[dim], piece.start[dim], piece.size[dim], self.detail)
             projection[own.start : own.stop] += values[at : at + len(own)]
             at += len(own)
-        places = [
-            ((index >= start) & (index < start + size)).nonzero()[:, 0]
-            for index, start, size in zip(grid(self.shape, self.detail), piece.start, piece.size, strict=True)
-        ]
-        region = self.elements[torch.meshgrid(*places, indexing="ij")] if places else self.elements
+        places = _places(self.shape, piece, self.detail)
+        region = self.elements[places] if places else self.elements
         got = values[at:].reshape(region.shape)
         if partial:
             got = got + region.nan_to_num(0.0)
         if places:
-            self.elements[torch.meshgrid(*places, indexing="ij")] = got
+            self.elements[places] = got
         else:
             self.elements = got.clone()
         self.covered += prod(piece.size)

@@ -4,25 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from threefold.parity.compare import (
-    COPY,
-    LOSS,
-    NORM,
-    NUMBER,
-    RATE,
-    SAMPLES,
-    Comparison,
-    Departure,
-    phase_of,
-)
-from threefold.parity.record import BUFFER, GRADIENT, INITIAL, INPUT_GRADIENT, OUTPUT, STATE, TENSOR, UPDATE
+from threefold.parity.departure import COPY, LOSS, NORM, NUMBER, RATE, SAMPLES, Comparison, Departure, phase_of
+from threefold.parity.record import BUFFER, GRADIENT, INITIAL, OUTPUT, OUTPUT_GRADIENT, STATE, TENSOR, UPDATE
 
 _BEFORE: Final = {
     INITIAL: "Before the first step",
     SAMPLES: "The runs read different samples",
     OUTPUT: "The forward pass departs",
     LOSS: "All outputs are right and the loss departs",
-    INPUT_GRADIENT: "The forward pass is right and the backward pass departs",
+    OUTPUT_GRADIENT: "The forward pass is right and the backward pass departs",
     GRADIENT: "Forward and backward passes are right and gradients of parameters depart",
     NORM: "All gradients are right and their reported norm, or the clip, departs",
     RATE: "All gradients are right and a counter of the update departs",
@@ -133,7 +123,7 @@ def _sentence(lead: Departure, together: Sequence[Departure], found: Comparison)
     more = f"; {others} more of {total} depart" + ("s" if others == 1 else "") if others and total else ""
     if kind in (LOSS, NORM, NUMBER):
         return f"{begin}: {lead} {shape}{where}{more}."
-    return f"{begin}: first {lead}, which {shape}{where}{more}."
+    return f"{begin}: first {lead}: it {shape}{where}{more}."
 
 
 def rows(verdict: Verdict, found: Comparison) -> list[tuple[str, str, str, str, str]]:

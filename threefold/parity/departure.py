@@ -1,0 +1,115 @@
+"""Departures of a record from the reference, in the order in which a step computes what departs."""
+
+from dataclasses import dataclass, field
+from math import nan
+from typing import Final
+
+from threefold.parity.record import BUFFER, GRADIENT, INITIAL, OUTPUT, OUTPUT_GRADIENT, STATE, TENSOR, UPDATE
+
+SAMPLES, LOSS, NORM, NUMBER, RATE, COPY = "samples", "loss", "gradient norm", "number", "counter", "copies"
+SAME: Final = 1e-6
+"""Relative difference of initial weights and counters that counts as rounding."""
+PHASES: Final = (
+    INITIAL,
+    SAMPLES,
+    OUTPUT,
+    LOSS,
+    OUTPUT_GRADIENT,
+    GRADIENT,
+    NORM,
+    RATE,
+    UPDATE,
+    STATE,
+    BUFFER,
+    TENSOR,
+    NUMBER,
+)
+"""Kinds in the order of a step."""
+
+_COUNTERS: Final = {"lr": "learning rate", "weight_decay": "weight decay", "updates": "count of updates"}
+
+
+@dataclass(frozen=True)
+class Departure:
+    """A quantity that differs by more than rounding.
+
+    Attributes:
+        step: from 1; 0 for before the first.
+        kind: one of `PHASES`.
+        name: of the parameter, module or number.
+        error, tolerance: relative error, and the one that counts as rounding.
+        scale: nearest factor of the reference.
+        shape: shape of the mistake, a predicate; empty if none explains the difference.
+        where: ranks or shards, where that can be told.
+        copies: whether ranks that should hold the same values differ.
+        readers: for the gradient of an output, the modules that read it, whose backward passes computed it.
+    """
+
+    step: int
+    kind: str
+    name: str
+    error: float
+    tolerance: float
+    scale: float = nan
+    shape: str = ""
+    where: str = ""
+    copies: bool = False
+    readers: str = ""
+
+    def __str__(self) -> str:
+        """Format as `the gradient of blocks.0.mlp.up.weight`."""
+        kind = self.kind
+        if kind == OUTPUT_GRADIENT:
+            return f"the gradient of the output of {self.name}" + (
+                f", which {self.readers} reads" if self.readers else ""
+            )
+        if kind in (SAMPLES, LOSS, NORM):
+            return {SAMPLES: "the samples", LOSS: "the loss", NORM: "the gradient norm"}[kind]
+        if kind.startswith(STATE):
+            return f"{kind.removeprefix(STATE).strip()} of {self.name} in the optimizer"
+        if kind in (NUMBER, TENSOR):
+            return f"{self.name}"
+        if kind == RATE:
+            key, _, name = self.name.partition(" of ")
+            return f"the {_COUNTERS.get(key, key)} of {name}"
+        return f"the {kind} of {self.name}"
+
+
+@dataclass
+class Comparison:
+    """What was compared, and what departs, in the order of a step.
+
+    Attributes:
+        departures: all of them.
+        compared: number of compared quantities by kind.
+        steps: number of compared steps.
+        notes: sentences on what could not be compared, or explains a departure.
+        order: modules in the order of the forward pass, for the tree.
+        worst: largest error by step, kind and name, relative to its tolerance.
+        totals: number of compared names by step and kind.
+    """
+
+    departures: list[Departure] = field(default_factory=list)
+    compared: dict[str, int] = field(default_factory=dict)
+    steps: int = 0
+    notes: list[str] = field(default_factory=list)
+    order: list[str] = field(default_factory=list)
+    worst: dict[tuple[int, str, str], float] = field(default_factory=dict)
+    totals: dict[tuple[int, str], int] = field(default_factory=dict)
+
+    @property
+    def equal(self) -> bool:
+        return not self.departures
+
+    @property
+    def first(self) -> Departure | None:
+        return self.departures[0] if self.departures else None
+
+
+def phase_of(departure: Departure) -> int:
+    """Return the place of a departure's kind in a step."""
+    return PHASES.index(without_key(departure.kind))
+
+
+def without_key(kind: str) -> str:
+    return STATE if kind.startswith(STATE) else kind

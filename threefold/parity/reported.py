@@ -1,0 +1,150 @@
+"""The comparison of what ranks report at a step: samples, losses and other numbers, learning rates."""
+
+from collections.abc import Iterator
+from math import isfinite, isnan, nan, sqrt
+from typing import Any
+
+from threefold.parity.departure import LOSS, NORM, NUMBER, RATE, SAME, SAMPLES, Comparison, Departure
+from threefold.parity.measure import Measure, Quantities, Tolerances
+from threefold.parity.mistake import Factors
+from threefold.parity.record import GRADIENT, Record
+
+
+class ReportedStep:
+    """The numbers of a step of two records; the arguments are those of `TensorStep`."""
+
+    def __init__(
+        self,
+        step: int,
+        reference: Record,
+        candidate: Record,
+        expected: Quantities,
+        got: Quantities,
+        tolerances: Tolerances,
+    ) -> None:
+        self.step, self.reference, self.expected, self.got, self.tolerances = step, reference, expected, got, tolerances
+        self.factors = Factors.of_run(candidate.facts, step, reference.facts)
+        self.mine, self.theirs = (
+            [facts["numbers"].get(str(step), {}) for facts in record.ranks] for record in (candidate, reference)
+        )
+
+    def learn(self) -> None:
+        """Take up the differences to a run with noise as rounding."""
+        for name, value, got in self._pairs_of_numbers():
+            self.tolerances.learn(self.step, NUMBER, name, Measure(_off(got, value), nan))
+
+    def compare(self, found: Comparison) -> Iterator[Departure]:
+        """Yield the departures, and count in `found` what was compared."""
+        yield from self._samples()
+        yield from self._scalars(found)
+        yield from self._counters(found)
+
+    def _samples(self) -> Iterator[Departure]:
+        theirs = sorted({sample for each in self.theirs for sample in each.get("samples", ())})
+        mine = sorted({sample for each in self.mine for sample in each.get("samples", ())})
+        if not theirs or not mine or theirs == mine:
+            return
+        strange = [sample for sample in mine if sample not in set(theirs)]
+        lacking = [sample for sample in theirs if sample not in set(mine)]
+        shape = f"differ: {len(strange)} of {len(mine)} are not those of the reference"
+        for other in range(1, self.reference.steps + 1):
+            numbers = [facts["numbers"].get(str(other), {}) for facts in self.reference.ranks]
+            if other != self.step and mine == sorted({s for each in numbers for s in each.get("samples", ())}):
+                shape = f"are those of step {other} of the reference"
+        if not strange:
+            shape = f"are fewer: {len(lacking)} of {len(theirs)} are missing"
+        yield Departure(self.step, SAMPLES, "", len(strange) / max(len(mine), 1), 0.0, nan, shape)
+
+    def _pairs_of_numbers(self) -> Iterator[tuple[str, float, float]]:
+        """Yield name, value in the reference and that of each rank, of numbers that every rank must report alike."""
+        scalars = [each.get("scalars", {}) for each in self.mine]
+        for name, text in (self.theirs[0].get("scalars", {}) if self.theirs else {}).items():
+            if name == "loss":
+                yield name, float(text), _nearest_loss(float(text), self.mine)
+                continue
+            for each in scalars:
+                if name in each:
+                    yield name, float(text), float(each[name])
+        yield from self._norm()
+
+    def _norm(self) -> Iterator[tuple[str, float, float]]:
+        norms = []
+        for quantities in (self.expected, self.got):
+            squares = [each.kept.squares for each in quantities.values() if each.kind == GRADIENT and not each.missing]
+            norms.append(sqrt(sum(squares)) if squares and not isnan(sum(squares)) else nan)
+        if isfinite(norms[0]) and isfinite(norms[1]) and self.step:
+            yield "norm of the recorded gradients", norms[0], norms[1]
+
+    def _scalars(self, found: Comparison) -> Iterator[Departure]:
+        worst: dict[str, tuple[float, float, float]] = {}
+        for name, value, got in self._pairs_of_numbers():
+            found.compared[NUMBER] = found.compared.get(NUMBER, 0) + 1
+            off = _off(got, value)
+            if name not in worst or off > worst[name][0]:
+                worst[name] = off, value, got
+        for name, (off, value, got) in worst.items():
+            tolerance = self.tolerances.of(self.step, NUMBER, name).error
+            if off <= tolerance or name == "norm of the recorded gradients":
+                continue
+            kind = {"loss": LOSS, "gradient norm": NORM, "clip factor": NORM}.get(name, NUMBER)
+            factor = got / value if value else nan
+            shape = f"is {got:.6g} instead of {value:.6g}"
+            if isfinite(factor) and factor > 0:
+                shape += f": {self.factors.name(factor)} times"
+            yield Departure(self.step, kind, name, off, tolerance, factor, shape)
+
+    def _counters(self, found: Comparison) -> Iterator[Departure]:
+        theirs: dict[str, dict[str, float]] = {}
+        for each in self.theirs:
+            theirs |= each.get("counters", {})
+        departing: dict[tuple[str, str], dict[int, float]] = {}
+        for rank, each in enumerate(self.mine):
+            for name, counters in each.get("counters", {}).items():
+                for key in set(counters) & set(theirs.get(name, {})):
+                    held = departing.setdefault((key, name), {})
+                    if _off(float(counters[key]), float(theirs[name][key])) > SAME:
+                        held[rank] = float(counters[key])
+        found.compared[RATE] = found.compared.get(RATE, 0) + len(departing)
+        found.totals[self.step, RATE] = len(departing)
+        for (key, name), ranks in departing.items():
+            if not ranks:
+                continue
+            rank, value = next(iter(ranks.items()))
+            expected = float(theirs[name][key])
+            shape = f"is {value:.6g} instead of {expected:.6g}"
+            for other in range(1, self.reference.steps + 1):
+                numbers = self.reference.facts["numbers"].get(str(other), {}).get("counters", {})
+                if other != self.step and numbers.get(name, {}).get(key) == value:
+                    shape += f", the one of step {other}"
+                    break
+            where = "" if len(ranks) == len(self.mine) else f"on rank {rank}"
+            yield Departure(self.step, RATE, f"{key} of {name}", _off(value, expected), SAME, nan, shape, where)
+
+
+def _off(got: float, expected: float) -> float:
+    if isnan(got) or isnan(expected):
+        return 0.0 if isnan(got) and isnan(expected) else float("inf")
+    return abs(got - expected) / (abs(expected) or 1.0) if got != expected else 0.0
+
+
+def _nearest_loss(expected: float, ranks: list[dict[str, Any]]) -> float:
+    """Return the ranks' losses as one number: all alike, their mean, weighted mean or sum, whichever is nearest.
+
+    Ranks may report the mean over all samples, over their own, or their share of a sum; a rank without a loss, as on an
+    early pipeline stage, reports none.
+    """
+    reported = [
+        (float(each["scalars"]["loss"]), each.get("valid_tokens", 0))
+        for each in ranks
+        if "loss" in each.get("scalars", {})
+    ]
+    if not reported:
+        return nan
+    losses = [loss for loss, _ in reported]
+    total = sum(losses)
+    ways = [total / len(losses), total]
+    if weights := sum(tokens for _, tokens in reported):
+        ways.append(sum(loss * tokens for loss, tokens in reported) / weights)
+    if max(losses) - min(losses) <= 1e-6 * abs(max(losses)):
+        ways = [losses[0], total] if len(losses) > 1 else [losses[0]]
+    return min(ways, key=lambda way: _off(way, expected))

@@ -1,0 +1,245 @@
+"""The comparison of the tensors of a step: tolerance of each, shape of a departure, ranks that hold it."""
+
+from collections.abc import Iterator
+from math import isfinite, nan, sqrt
+
+from threefold.parity.departure import SAME, Comparison, Departure, without_key
+from threefold.parity.measure import (
+    Measure,
+    Quantities,
+    Tolerance,
+    Tolerances,
+    copy_elements,
+    copy_error,
+    least_magnitudes,
+    magnitude,
+    measure,
+)
+from threefold.parity.mistake import Factors, shape_of
+from threefold.parity.placement import Piece
+from threefold.parity.record import BUFFER, GRADIENT, INITIAL, OUTPUT, OUTPUT_GRADIENT, UPDATE, Quantity, Record
+from threefold.parity.sketch import grid
+
+
+class TensorStep:
+    """The tensors of a step of two records.
+
+    Args:
+        step: from 1; 0 for before the first.
+        reference, candidate: the records.
+        expected, got: what they have of the step.
+        tolerances: what counts as rounding.
+        before: what the reference has of the step before, to know a tensor that is late.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        reference: Record,
+        candidate: Record,
+        expected: Quantities,
+        got: Quantities,
+        tolerances: Tolerances,
+        before: Quantities | None = None,
+    ) -> None:
+        self.step, self.reference, self.candidate = step, reference, candidate
+        self.expected, self.got, self.tolerances, self.before = expected, got, tolerances, before
+        self.least = least_magnitudes(expected.values())
+        self.factors = Factors.of_run(candidate.facts, max(step, 1), reference.facts)
+
+    def learn(self) -> None:
+        """Take up the differences to a run with noise as rounding."""
+        factors = self._sample_factors()
+        for key, reference in self.expected.items():
+            other = self.got.get(key)
+            if other is not None and not reference.missing and not other.missing:
+                seen = self._measure(other, reference, factors)
+                self.tolerances.learn(self.step, reference.kind, reference.name, seen)
+
+    def _measure(self, got: Quantity, reference: Quantity, factors: dict[str, float]) -> Measure:
+        scale = factors.get(reference.sample, 1.0) if reference.kind == OUTPUT_GRADIENT else 1.0
+        return measure(got.kept, reference.kept, self.least.get(reference.kind, 0.0), scale)
+
+    def _sample_factors(self) -> dict[str, float]:
+        """Return, by sample, the factor of the gradient where the backward pass begins.
+
+        Ranks and micro-batches scale their losses differently and make up for it when they sum gradients, so input
+        gradients are compared relative to the first. Whether the sum is right, the gradients of parameters show.
+        """
+        found: dict[str, tuple[int, float]] = {}
+        for key, reference in self.expected.items():
+            if reference.kind != OUTPUT_GRADIENT or (got := self.got.get(key)) is None:
+                continue
+            if reference.sample in found and found[reference.sample][0] <= reference.order:
+                continue
+            if got.missing or reference.missing or got.kept.shape != reference.kept.shape:
+                continue
+            scale = measure(got.kept, reference.kept, 0.0).scale
+            if isfinite(scale) and scale:
+                found[reference.sample] = reference.order, scale
+        return {sample: scale for sample, (_, scale) in found.items()}
+
+    def compare(self, found: Comparison) -> Iterator[Departure]:
+        """Yield the departures, and count in `found` what was compared."""
+        factors = self._sample_factors()
+        ordered = sorted(self.expected.items(), key=lambda item: item[1].order)
+        groups: dict[tuple[str, str], list[tuple[Quantity, Quantity | None]]] = {}
+        for key, reference in ordered:
+            groups.setdefault((reference.kind, reference.name), []).append((reference, self.got.get(key)))
+        for (kind, name), pairs in groups.items():
+            compared = [(ours, other) for ours, other in pairs if other is not None]
+            if (
+                not compared
+                and kind in (GRADIENT, UPDATE, BUFFER)
+                and any(each.kept.elements.any() for each, _ in pairs)
+            ):
+                yield Departure(self.step, kind, name, 1.0, 0.0, 0.0, "is missing")
+                continue
+            tolerance = self.tolerances.of(self.step, kind, name)
+            if kind == INITIAL:
+                tolerance = Tolerance(SAME, SAME)
+            yield from self._group(found, kind, name, compared, tolerance, factors)
+
+    def _group(
+        self,
+        found: Comparison,
+        kind: str,
+        name: str,
+        pairs: list[tuple[Quantity, Quantity]],
+        tolerance: Tolerance,
+        factors: dict[str, float],
+    ) -> Iterator[Departure]:
+        worst: tuple[float, Measure, Quantity, Quantity] | None = None
+        departing = 0
+        for reference, other in pairs:
+            if other.missing or reference.missing or other.kept.shape != reference.kept.shape:
+                continue
+            found.compared[kind] = found.compared.get(kind, 0) + 1
+            seen = self._measure(other, reference, factors)
+            ratio = max(seen.error / tolerance.error, seen.off / tolerance.scale)
+            departing += ratio > 1
+            if worst is None or ratio > worst[0]:
+                worst = ratio, seen, reference, other
+        if worst is None:
+            return
+        ratio, seen, reference, other = worst
+        key = self.step, kind, name
+        total = self.step, without_key(kind)
+        if any(magnitude(ours.kept) > self.least.get(kind, 0.0) for ours, _ in pairs):
+            found.totals[total] = found.totals.get(total, 0) + 1  # of a bias that nothing depends on, only noise
+        found.worst[key] = max(found.worst.get(key, 0.0), ratio)
+        copies = self._copies(other, tolerance) if kind not in (OUTPUT, OUTPUT_GRADIENT) else None
+        if ratio > 1:
+            shape = self._shape(other, reference, tolerance, factors) or (copies[1] if copies else "")
+            where = self._where(other, reference, departing, len(pairs))
+            yield Departure(
+                self.step,
+                kind,
+                name,
+                seen.error,
+                tolerance.error,
+                seen.scale,
+                shape,
+                where,
+                copies is not None,
+                self._readers(name) if kind == OUTPUT_GRADIENT else "",
+            )
+        elif copies:
+            found.worst[key] = max(found.worst[key], copies[0] / tolerance.error)
+            yield Departure(self.step, kind, name, copies[0], tolerance.error, nan, copies[1], copies[2], True)
+
+    def _readers(self, name: str) -> str:
+        readers = self.reference.facts.get("readers", {}).get(name, [])
+        leaves = [each for each in readers if not any(other.startswith(f"{each}.") for other in readers)]
+        return leaves[0] if len(leaves) == 1 else f"{', '.join(leaves[:-1])} or {leaves[-1]}" if leaves else ""
+
+    def _shape(self, got: Quantity, reference: Quantity, tolerance: Tolerance, factors: dict[str, float]) -> str:
+        scale = factors.get(reference.sample, 1.0) if reference.kind == OUTPUT_GRADIENT else 1.0
+        kept = got.kept
+        if scale != 1.0:
+            projections = [each / scale for each in kept.projections]
+            kept = type(kept)(kept.shape, kept.detail, kept.squares, projections, kept.elements / scale, kept.covered)
+        if text := shape_of(kept, reference.kept, self.factors, tolerance.error):
+            return text
+        if copies := self._reduced(got, reference, tolerance):
+            return copies
+        if self.before is not None and reference.kind in (GRADIENT, UPDATE):
+            last = self.before.get((reference.kind, reference.name, reference.sample))
+            if last is not None and measure(kept, last.kept).error < 3 * tolerance.error:
+                return f"is the one of step {self.step - 1}"
+            if last is not None:
+                both = [a + b for a, b in zip(reference.kept.projections, last.kept.projections, strict=True)]
+                elements = reference.kept.elements + last.kept.elements
+                total = type(kept)(kept.shape, kept.detail, nan, both, elements, kept.covered)
+                if measure(kept, total).error < 3 * tolerance.error:
+                    return f"has the one of step {self.step - 1} added"
+        return ""
+
+    def _reduced(self, got: Quantity, reference: Quantity, tolerance: Tolerance) -> str:
+        """Return what the ranks' different copies make together, if that is the reference."""
+        whole = [(entry, values) for _, entry, values in got.copies if entry.size == reference.kept.shape]
+        if not whole:
+            return ""
+        shares = []
+        first = None
+        for entry, values in whole:
+            copy, mine = copy_elements(got.kept, entry, values)
+            _, expected = copy_elements(reference.kept, entry, values)
+            shares.append(copy)
+            first = first if first is not None else (mine, expected)
+        assert first is not None
+        mine, expected = first
+        if any(len(each) != len(mine) for each in shares):
+            return ""
+        total = mine + sum(shares)
+        close = max(10 * tolerance.error, 1e-6)
+        size = float(expected.norm())
+        if not size or float((shares[0] - mine).norm()) < close * size:
+            return ""
+        if float((total / (len(shares) + 1) - expected).norm()) < close * size:
+            return "is each rank's own share: their mean would be right"
+        if float((total - expected).norm()) < close * size:
+            return "is each rank's own share: their sum would be right"
+        return ""
+
+    def _copies(self, got: Quantity, tolerance: Tolerance) -> tuple[float, str, str] | None:
+        """Return the error, the shape and the ranks of copies that differ from the first."""
+        least = self.least.get(got.kind, 0.0)
+        errors = {rank: copy_error(got.kept, entry, values, least) for rank, entry, values in got.copies}
+        departing = {rank: error for rank, error in errors.items() if not error <= max(tolerance.error, 1e-6)}
+        if not departing:
+            return None
+        owner = got.owners[0][1] if got.owners else 0
+        ranks = sorted(departing)
+        named = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:8]))}"
+        return max(departing.values()), f"differs between ranks that hold copies: {named} from rank {owner}", named
+
+    def _where(self, got: Quantity, reference: Quantity, departing: int, count: int) -> str:
+        if reference.sample and departing < count:
+            return f"{departing} of {count} samples"
+        if len(got.owners) < 2:
+            return ""
+        wrong = []
+        for piece, rank in got.owners:
+            box = _box(got, piece)
+            a, b = got.kept.elements[box], reference.kept.elements[box]
+            size = max(float(b.norm()), 0.1 * float(reference.kept.elements.norm()) / sqrt(len(got.owners)))
+            tolerance = self.tolerances.of(self.step, reference.kind, reference.name)
+            if a.numel() and float((a - b).norm()) > tolerance.error * size:
+                wrong.append(rank)
+        ranks = sorted(set(wrong))
+        if not ranks or len(ranks) == len({rank for _, rank in got.owners}):
+            return ""
+        return (
+            f"in the shard of rank {ranks[0]}"
+            if len(ranks) == 1
+            else f"in the shards of ranks {', '.join(map(str, ranks[:8]))}"
+        )
+
+
+def _box(got: Quantity, piece: Piece) -> tuple[slice, ...]:
+    ranges = []
+    for index, start, size in zip(grid(got.kept.shape, got.kept.detail), piece.start, piece.size, strict=True):
+        inside = ((index >= start) & (index < start + size)).nonzero()[:, 0]
+        ranges.append(slice(int(inside[0]), int(inside[-1]) + 1) if len(inside) else slice(0, 0))
+    return tuple(ranges)
