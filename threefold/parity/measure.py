@@ -20,7 +20,7 @@ SMALL: Final = 1e-3
 """Share of the largest mean magnitude of its kind; a tensor below it is measured against it."""
 FACTOR: Final = 6.0
 """Times the error that noise in the last place makes, which counts as rounding."""
-_MOST: Final = 0.9
+_SHARES: Final = (0.9, 0.5)
 _EPS: Final = {"float64": 1e-9, "float32": 2e-5, "bfloat16": 2e-2, "float16": 5e-3}
 """Error that counts as rounding in any case with earned tolerances, by the lowest precision."""
 UNEARNED: Final = {OUTPUT: 5.0, OUTPUT_GRADIENT: 15.0, GRADIENT: 15.0}
@@ -178,7 +178,7 @@ class Tolerances:
         return Tolerance(max(error, least), max(off, least / 4))
 
     def _common(self, step: int, kind: str) -> tuple[float, float]:
-        """Return the error and the distance of the scale that nine tenths of the tensors of a kind stay below.
+        """Return the error that 9 of 10 tensors of a kind stay below, and the distance of the scale of half of them.
 
         The noise of a few runs says little about one tensor: a small element, which an optimizer enlarges, may change
         its sign in the next.
@@ -186,7 +186,7 @@ class Tolerances:
         if (found := self._commons.get((step, kind))) is None:
             seen = [values for (at, what, _), values in self._errors.items() if (at, what) == (step, kind)]
             ranked = [sorted(values) for values in zip(*seen, strict=True)] if seen else [[0.0], [0.0]]
-            error, off = (values[int(_MOST * (len(values) - 1))] for values in ranked)
+            error, off = (values[int(share * (len(values) - 1))] for values, share in zip(ranked, _SHARES, strict=True))
             found = self._commons[step, kind] = error, off
         return found
 

@@ -1,0 +1,121 @@
+"""Records that are damaged, cut, of another model or of other steps: one sentence each."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from threefold import parity
+from threefold.checksums import seal
+from threefold.errors import UserError
+from threefold.parity.compare import compare
+from threefold.parity.record import Record
+
+
+def record(folder: Path, model: nn.Module, steps: int = 2) -> Path:
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    recorder = parity.Recorder(model, folder=folder, steps=steps)
+    for _ in range(steps):
+        model(torch.ones(2, 3)).sum().backward()
+        recorder.after_backward()
+        recorder.after_update()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record(tmp_path_factory.mktemp("good") / "record", nn.Linear(3, 4))
+
+
+def test_a_good_record_equals_itself(good: Path) -> None:
+    assert compare(Record(good), Record(good)).equal
+
+
+def rewrite(folder: Path, **members: object) -> None:
+    path = folder / "rank-00000.json"
+    facts = {name: value for name, value in json.loads(path.read_text()).items() if name != "checksum"}
+    path.write_text(json.dumps(seal({**facts, **members})))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+DAMAGES: list[tuple[Callable[[Path], object], str]] = [
+    (shutil.rmtree, "There is no record at"),
+    (lambda folder: [path.unlink() for path in folder.iterdir()], "is empty: no run recorded there"),
+    (lambda folder: (folder / "rank-00000.json").unlink(), r"has no rank-00000\.json"),
+    (lambda folder: cut(folder / "rank-00000.json"), "rank-00000"),
+    (lambda folder: (folder / "rank-00000.json").write_text("[1]"), r"damaged: rank-00000\.json"),
+    (lambda folder: rewrite(folder, version=7), "has version 7, and this program reads version 1"),
+    (lambda folder: rewrite(folder, world_size=3), "is of 3 ranks but lacks rank 1 and 1 more"),
+    (lambda folder: rewrite(folder, steps=1), r"is cut: rank 0 recorded 1 of 2 steps; .* --steps 1"),
+    (lambda folder: cut(folder / "rank-00000-step-0001.safetensors"), "damaged: rank-00000-step-0001"),
+    (lambda folder: (folder / "rank-00000-step-0002.safetensors").unlink(), "lacks step 2 of rank 0"),
+    (lambda folder: (folder / "rank-00000-step-0000.safetensors").write_bytes(b""), "damaged: rank-00000-step-0000"),
+]
+
+
+@pytest.mark.parametrize(("damage", "problem"), DAMAGES, ids=[problem for _, problem in DAMAGES])
+def test_damage_is_one_sentence(good: Path, tmp_path: Path, damage: Callable[[Path], object], problem: str) -> None:
+    folder = tmp_path / "record"
+    shutil.copytree(good, folder)
+    damage(folder)
+    with pytest.raises(UserError, match=problem) as caught:
+        compare(Record(good), Record(folder))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_flipped_bit_in_the_values_departs_or_is_refused(good: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "record"
+    shutil.copytree(good, folder)
+    path = folder / "rank-00000-step-0001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 0x40
+    path.write_bytes(content)
+    try:
+        equal = compare(Record(good), Record(folder)).equal
+    except UserError:
+        equal = False
+    assert not equal
+
+
+def test_another_model_is_refused(good: Path, tmp_path: Path) -> None:
+    other = record(tmp_path / "other", nn.Sequential(nn.Linear(3, 4)))
+    with pytest.raises(UserError, match=r"of another model than .*: it lacks bias \(3 more names differ\)"):
+        compare(Record(good), Record(other))
+    wider = record(tmp_path / "wider", nn.Linear(3, 5))
+    with pytest.raises(UserError, match=r"bias has the shape \(5,\) instead of \(4,\)|weight has the shape"):
+        compare(Record(good), Record(wider))
+
+
+def test_other_steps_are_refused(good: Path, tmp_path: Path) -> None:
+    longer = record(tmp_path / "longer", nn.Linear(3, 4), steps=3)
+    with pytest.raises(UserError, match=r"The records have 2 and 3 steps; compare what both have with --steps 2\."):
+        compare(Record(good), Record(longer))
+    assert compare(Record(good), Record(longer), steps=2).steps == 2
+    with pytest.raises(UserError, match=r"--steps 5 but the records have 2 in common; use 2\."):
+        compare(Record(good), Record(longer), steps=5)
+
+
+def test_missing_pieces_are_refused(good: Path, tmp_path: Path) -> None:
+    """As when an adapter says of a rank's half that it is half of the whole, and the other rank is not there."""
+
+    def half(what: str, name: str, tensor: torch.Tensor) -> parity.Placement | None:
+        return parity.shard(tensor, 0, 0, 2) if what == "parameter" else None
+
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    recorder = parity.Recorder(model, adapter=half, folder=tmp_path / "half", steps=2)
+    for _ in range(2):
+        model(torch.ones(2, 3)).sum().backward()
+        recorder.after_backward()
+        recorder.after_update()
+    with pytest.raises(UserError, match=r"has 2 elements of bias, and 2 are missing|has 6 elements of weight"):
+        compare(Record(good), Record(tmp_path / "half"))

@@ -1,0 +1,271 @@
+"""The recorder in a training loop of plain PyTorch, in this process."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from threefold import parity
+from threefold.errors import UserError
+from threefold.parity.compare import Comparison, compare
+from threefold.parity.record import GRADIENT, INITIAL, OUTPUT, OUTPUT_GRADIENT, UPDATE, Record
+from threefold.parity.verdict import judge
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, width: int = 12, recompute: bool = False) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.embed = nn.Embedding(31, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.head = nn.Linear(width, 31)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        return self.head(x)
+
+
+def train(
+    folder: Path | None,
+    *,
+    micro_batches: int = 1,
+    recompute: bool = False,
+    steps: int = 3,
+    lr: float = 1e-2,
+    dtype: torch.dtype = torch.float32,
+    before_backward: Callable[[Model], Any] = lambda model: None,
+    after_backward: Callable[[Model, int], Any] = lambda model, step: None,
+    skip: int = 0,
+    scale: float = 1.0,
+) -> Model:
+    """Train for some steps with a recorder; the arguments put mistakes into it."""
+    torch.manual_seed(3)
+    model = Model(recompute=recompute).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    recorder = parity.Recorder(model, optimizer, folder=folder)
+    data = torch.Generator().manual_seed(5)
+    batches = [torch.randint(31, (6, 9), generator=data) for _ in range(steps + skip)][skip:]
+    before_backward(model)
+    for step, batch in enumerate(batches):
+        total = 0.0
+        for part in batch.chunk(micro_batches):
+            loss = F.cross_entropy(model(part[:, :-1]).flatten(0, 1), part[:, 1:].flatten()) / micro_batches
+            (loss * scale).backward()
+            total += loss.item()
+        after_backward(model, step)
+        recorder.after_backward(total)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reference") / "record"
+    train(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def noisy(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("noise")
+    with pytest.MonkeyPatch.context() as patch:
+        for seed in (1, 2):
+            patch.setenv("THREEFOLD_PARITY_PERTURB", str(seed))
+            train(folder / str(seed))
+    return [folder / "1", folder / "2"]
+
+
+def compared(reference: Path, candidate: Path, noisy: list[Path]) -> Comparison:
+    return compare(Record(reference), Record(candidate), [Record(each) for each in noisy])
+
+
+def test_the_same_run_has_the_same_record(reference: Path, noisy: list[Path], tmp_path: Path) -> None:
+    train(tmp_path / "again")
+    found = compared(reference, tmp_path / "again", noisy)
+    assert found.equal
+    assert max(found.worst.values()) == 0.0
+    assert found.compared[OUTPUT] == found.compared[OUTPUT_GRADIENT] == 3 * 6 * 11  # steps, samples, modules
+    assert found.compared[GRADIENT] == found.compared[UPDATE] == 3 * found.compared[INITIAL] == 3 * 15
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"micro_batches": 2}, {"micro_batches": 3}, {"recompute": True}, {"micro_batches": 6, "recompute": True}],
+    ids=str,
+)
+def test_micro_batches_and_recompute_are_equal(
+    layout: dict[str, Any], reference: Path, noisy: list[Path], tmp_path: Path
+) -> None:
+    train(tmp_path / "other", **layout)
+    found = compared(reference, tmp_path / "other", noisy)
+    assert found.equal, judge(found).sentence
+    assert found.compared[OUTPUT] == found.compared[OUTPUT_GRADIENT] == 3 * 6 * 11
+
+
+def test_training_is_not_changed(reference: Path, tmp_path: Path) -> None:
+    with_record, without = train(tmp_path / "record"), train(None)
+    for one, other in zip(with_record.parameters(), without.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_hooks_end_with_the_recorded_steps(tmp_path: Path) -> None:
+    model = train(tmp_path / "record", steps=4)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert Record(tmp_path / "record").steps == 3
+
+
+def test_without_a_folder_there_are_no_hooks() -> None:
+    model = Model()
+    recorder = parity.Recorder(model, torch.optim.SGD(model.parameters()))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    recorder.batch(torch.zeros(1, 1))
+    recorder.after_backward(1.0)
+    recorder.scalar("x", 1.0)
+    recorder.after_update()
+    recorder.close()
+
+
+def double(name: str) -> Callable[[Model, int], None]:
+    def change(model: Model, step: int) -> None:
+        dict(model.named_parameters())[name].grad.mul_(2)
+
+    return change
+
+
+def module_of(model: Model) -> nn.Linear:
+    return model.blocks[1].up  # type: ignore[return-value]
+
+
+MISTAKES: list[tuple[dict[str, Any], str, str, str]] = [
+    ({"after_backward": double("blocks.1.up.weight")}, GRADIENT, "blocks.1.up.weight", "is 2 times the reference"),
+    ({"scale": 3.0, "micro_batches": 3}, GRADIENT, "head.bias", "is 3 (micro-batches) times the reference"),
+    ({"lr": 2e-2}, "counter", "lr of embed.weight", "is 0.02 instead of 0.01"),
+    ({"skip": 1}, "samples", "", "are those of step 2 of the reference"),
+    (
+        {"before_backward": lambda model: module_of(model).register_forward_hook(lambda module, args, y: y * 1.01)},
+        OUTPUT,
+        "blocks.1",
+        "",
+    ),
+    (
+        {
+            "before_backward": lambda model: module_of(model).register_full_backward_hook(
+                lambda module, inputs, outputs: (inputs[0] * 0.5,)
+            )
+        },
+        OUTPUT_GRADIENT,
+        "blocks.1.norm",
+        "is 1/2 times the reference",
+    ),
+    (
+        {"before_backward": lambda model: module_of(model).weight.data[:18].zero_()},
+        OUTPUT,
+        "blocks.1.up",
+        "",
+    ),
+]
+
+
+@pytest.mark.parametrize(("mistake", "kind", "name", "shape"), MISTAKES, ids=[f"{k} {n}" for _, k, n, _ in MISTAKES])
+def test_a_mistake_is_named(
+    mistake: dict[str, Any], kind: str, name: str, shape: str, reference: Path, noisy: list[Path], tmp_path: Path
+) -> None:
+    train(tmp_path / "wrong", **mistake)
+    verdict = judge(compared(reference, tmp_path / "wrong", noisy))
+    assert verdict.first is not None
+    assert (verdict.first.step, verdict.first.kind) == (1, kind), verdict.sentence
+    assert verdict.first.name.startswith(name), verdict.sentence
+    assert shape in verdict.first.shape, verdict.sentence
+
+
+def test_the_readers_of_a_wrong_gradient_are_named(reference: Path, noisy: list[Path], tmp_path: Path) -> None:
+    train(tmp_path / "wrong", **MISTAKES[5][0])
+    sentence = judge(compared(reference, tmp_path / "wrong", noisy)).sentence
+    assert "the gradient of the output of blocks.1.norm, which blocks.1.up reads" in sentence
+
+
+def test_a_factor_of_one_percent_shows_in_bf16(tmp_path: Path) -> None:
+    def factor(model: Model, step: int) -> None:
+        model.head.weight.grad.mul_(1.02)  # type: ignore[union-attr]
+
+    train(tmp_path / "right", dtype=torch.bfloat16)
+    with pytest.MonkeyPatch.context() as patch:
+        for seed in ("1", "2"):
+            patch.setenv("THREEFOLD_PARITY_PERTURB", seed)
+            train(tmp_path / seed, dtype=torch.bfloat16)
+    noisy = [tmp_path / "1", tmp_path / "2"]
+    train(tmp_path / "split", dtype=torch.bfloat16, recompute=True)
+    assert compared(tmp_path / "right", tmp_path / "split", noisy).equal
+    train(tmp_path / "wrong", dtype=torch.bfloat16, after_backward=factor)
+    verdict = judge(compared(tmp_path / "right", tmp_path / "wrong", noisy))
+    assert verdict.first is not None
+    assert (verdict.first.kind, verdict.first.name) == (GRADIENT, "head.weight")
+
+
+def test_metrics_must_be_alike(tmp_path: Path) -> None:
+    for name, value in (("one", 0.25), ("two", 0.5)):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        recorder = parity.Recorder(model, folder=tmp_path / name, steps=1)
+        model(torch.ones(2, 3)).sum().backward()
+        recorder.scalar("accuracy", value)
+        recorder.after_backward()
+        recorder.after_update()
+    verdict = judge(compare(Record(tmp_path / "one"), Record(tmp_path / "two")))
+    assert verdict.first is not None
+    assert (verdict.first.name, verdict.first.shape) == ("accuracy", "is 0.5 instead of 0.25: 2 (samples) times")
+
+
+def test_a_folder_with_a_record_is_refused(reference: Path) -> None:
+    before = sorted(path.name for path in reference.iterdir())
+    with pytest.raises(UserError, match="has a record of rank 0 already; give a new folder in THREEFOLD_PARITY"):
+        train(reference)
+    assert sorted(path.name for path in reference.iterdir()) == before
+
+
+def test_an_environment_that_is_no_number_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THREEFOLD_PARITY_STEPS", "many")
+    with pytest.raises(UserError, match="THREEFOLD_PARITY_STEPS is many but must be a whole number; use 3"):
+        parity.Recorder(nn.Linear(2, 2), folder=tmp_path / "record")
+
+
+def test_initial_weights_are_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THREEFOLD_PARITY_SAVE", str(tmp_path / "weights"))
+    train(tmp_path / "record")
+    monkeypatch.delenv("THREEFOLD_PARITY_SAVE")
+    monkeypatch.setenv("THREEFOLD_PARITY_LOAD", str(tmp_path / "weights"))
+    torch.manual_seed(99)
+    model = Model()
+    parity.Recorder(model, folder=tmp_path / "other")
+    torch.manual_seed(3)
+    for one, other in zip(model.parameters(), Model().parameters(), strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(UserError, match="has the whole shape"):
+        parity.Recorder(Model(width=13), folder=tmp_path / "third")
+    with pytest.raises(UserError, match=r"The reference has no parameter 0\.weight; it has "):
+        parity.Recorder(nn.Sequential(nn.Linear(2, 2)), folder=tmp_path / "fourth")
+
+
+def test_a_record_is_small(reference: Path) -> None:
+    facts = json.loads((reference / "rank-00000.json").read_text())
+    assert facts["steps"] == 3
+    assert sum(path.stat().st_size for path in reference.iterdir()) < 1_000_000
