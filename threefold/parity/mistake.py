@@ -49,6 +49,8 @@ class Factors:
 
     def name(self, factor: float) -> str:
         """Return a factor in words: `2 (tp)`, `1/4 (1 / micro-batches)` or `1.37`."""
+        if abs(factor - 1) < 2 * _NAMED:
+            return f"{factor:.6g}"
         simple = [each for each in self._simple() if abs(factor / each[1] - 1) < _NAMED]
         if simple:
             return f"{_number(simple[0][1])} ({' or '.join(text for text, _ in simple)})"
@@ -81,7 +83,9 @@ def _number(value: float) -> str:
     return f"1/{1 / value:.6g}" if abs(1 / value - round(1 / value)) < 1e-6 else f"{value:.4g}"
 
 
-def shape_of(candidate: Kept, reference: Kept, factors: Factors, tolerance: float) -> str | None:
+def shape_of(
+    candidate: Kept, reference: Kept, factors: Factors, tolerance: float, scale_tolerance: float | None = None
+) -> str | None:
     """Return the shape of the mistake as a predicate, such as `is 2 (tp) times the reference`; None if unexplained.
 
     Args:
@@ -89,6 +93,7 @@ def shape_of(candidate: Kept, reference: Kept, factors: Factors, tolerance: floa
         reference: that of the reference.
         factors: numbers of the run.
         tolerance: error that counts as rounding.
+        scale_tolerance: distance of a factor from 1 that does; by default the same.
     """
     close = max(3 * tolerance, 1e-6)
     whole_a, whole_b = _all(candidate), _all(reference)
@@ -99,7 +104,9 @@ def shape_of(candidate: Kept, reference: Kept, factors: Factors, tolerance: floa
     if not whole_a.any():
         return "is zero"
     scale = float(whole_a @ whole_b / (whole_b @ whole_b))
-    if _error(whole_a, whole_b * scale) < close and abs(scale - 1) > tolerance:
+    if _error(whole_a, whole_b * scale) < close and abs(scale - 1) > (
+        tolerance if scale_tolerance is None else scale_tolerance
+    ):
         return f"is {factors.name(scale)} times the reference"
     for text in _of_dims(candidate, reference, factors, close):
         return text

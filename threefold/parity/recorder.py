@@ -393,9 +393,9 @@ class _Noise:
         first = next(_tensors(output), None)
         if self._generator is None or first is None or isinstance(first, DTensor) or not first.is_floating_point():
             return None, first
-        noisy = first * self._factors(first)
+        noisy = self._noisy(first)
         if noisy.requires_grad:
-            noisy.register_hook(lambda gradient: gradient * self._factors(gradient))
+            noisy.register_hook(self._noisy)
         if output is first:
             return noisy, noisy
         if type(output) in (tuple, list):
@@ -405,11 +405,13 @@ class _Noise:
     def in_place(self, gradient: Tensor) -> None:
         if self._generator is not None and gradient.is_floating_point():
             with torch.no_grad():
-                gradient.mul_(self._factors(gradient))
+                gradient.copy_(self._noisy(gradient))
 
-    def _factors(self, like: Tensor) -> Tensor:
-        draws = torch.randint(-1, 2, like.shape, generator=self._generator)
-        return (1 + draws.to(torch.float64) * torch.finfo(like.dtype).eps).to(like)
+    def _noisy(self, tensor: Tensor) -> Tensor:
+        """Return a tensor whose elements are rounded anew, after a change by up to the distance of their neighbours."""
+        draws = torch.rand(tensor.shape, generator=self._generator, dtype=torch.float64) * 2 - 1
+        factors = 1 + draws * torch.finfo(tensor.dtype).eps
+        return (tensor.double() * factors.to(tensor.device)).to(tensor.dtype)
 
 
 def fingerprints(rows: Tensor) -> list[str]:

@@ -89,7 +89,7 @@ class ReportedStep:
             kind = {"loss": LOSS, "gradient norm": NORM, "clip factor": NORM}.get(name, NUMBER)
             factor = got / value if value else nan
             shape = f"is {got:.6g} instead of {value:.6g}"
-            if isfinite(factor) and factor > 0:
+            if isfinite(factor) and factor > 0 and abs(factor - 1) > 0.02:
                 shape += f": {self.factors.name(factor)} times"
             yield Departure(self.step, kind, name, off, tolerance, factor, shape)
 
