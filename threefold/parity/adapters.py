@@ -44,12 +44,14 @@ class Adapter:
     Attributes:
         name: name in the record.
         batch_dim: dim of samples in activations.
+        clips_before_update: whether gradients are clipped when an update begins, rather than within it.
         models: what this rank holds of the model: modules with global names.
         optimizer: optimizer of the model, or None.
     """
 
     name = "torch"
     batch_dim = 0
+    clips_before_update = True
 
     def __init__(self, place: Place | None = None) -> None:
         self.place = place
@@ -105,6 +107,20 @@ class Adapter:
             pieces = (piece,) if all(size) else ()
             return tensor.to_local(), Placement(tuple(tensor.shape), pieces, copies or copy, partial)
         return tensor, whole(tensor, copy)
+
+    def activation(self, kind: str, name: str, tensor: Tensor) -> tuple[Tensor, Placement]:
+        """Return this rank's own part of a module's output, or of its gradient, and its place.
+
+        Args:
+            kind: "output" or "output gradient".
+            name: name of the module.
+            tensor: the activation.
+        """
+        return self.placement("activation", name, tensor)
+
+    def numbers(self) -> Mapping[str, float]:
+        """Return what the framework itself reports of an update, such as its "gradient norm"."""
+        return {}
 
     def weight(self, name: str, parameter: nn.Parameter) -> Placed:
         return [self.placement("parameter", name, parameter.detach())]

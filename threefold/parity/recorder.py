@@ -206,12 +206,14 @@ class Recorder:
         self._write_page(0)
         self._handles = self._adapter.watch(self._before_update, self._end_step)
         self._updates_by_hook = bool(self._handles)
-        for root in self._roots:
-            self._handles.append(root.module.register_forward_pre_hook(self._enter(root), with_kwargs=True))
         for name, module in self._adapter.modules():
-            self._handles.append(module.register_forward_pre_hook(self._input_of(name), with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._output_of(name, module)))
-        for root in self._roots:  # after the hooks of its output
+            # Before hooks of frameworks, which may replace the input by one that only this module's gradient reaches.
+            first = module.register_forward_pre_hook(self._input_of(name), with_kwargs=True, prepend=True)
+            self._handles += [first, module.register_forward_hook(self._output_of(name, module))]
+        for root in self._roots:  # around the hooks of its modules
+            self._handles.append(
+                root.module.register_forward_pre_hook(self._enter(root), with_kwargs=True, prepend=True)
+            )
             self._handles.append(root.module.register_forward_hook(lambda *_: self._leave()))
 
     # ---- forward and backward passes --------------------------------------------------------------------------------
@@ -294,7 +296,7 @@ class Recorder:
         if not self._recording or not tensor.is_floating_point():
             return
         self._dtypes.add(str(tensor.dtype).removeprefix("torch."))
-        mine, placement = self._adapter.placement("activation", names[-1], tensor.detach())
+        mine, placement = self._adapter.activation(kind, names[-1], tensor.detach())
         rows = _rows(mine, placement, len(samples), self._batch_dim)
         if rows is not None:
             self._page.add_samples(kind, names, *rows, samples)
@@ -318,7 +320,7 @@ class Recorder:
             return
         if self._gradient_squares is None:
             self._record_gradients()
-        elif self._gradient_squares > 0:
+        elif self._gradient_squares > 0 and self._adapter.clips_before_update:
             squares = 0.0
             for name, parameter in self._adapter.parameters():
                 squares += sum(_squares(tensor) for tensor, _ in self._adapter.gradient(name, parameter))
@@ -345,6 +347,8 @@ class Recorder:
             if found := self._adapter.counters(name, parameter):
                 counters[name] = dict(found)
         self._record_buffers()
+        for name, value in self._adapter.numbers().items():
+            self.scalar(name, value)
         if counters:
             self._numbers["counters"] = counters
         self._facts["numbers"][str(self._step)] = self._numbers

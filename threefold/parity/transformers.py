@@ -1,0 +1,37 @@
+"""Callback of `transformers.Trainer` that records its first steps.
+
+    trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=[ParityCallback()])
+"""
+
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from threefold.parity.accelerate import AccelerateAdapter
+from threefold.parity.recorder import Recorder
+
+
+class ParityCallback(TrainerCallback):
+    """Records the first steps of a Trainer; does nothing without a folder, as `Recorder`.
+
+    Args:
+        options: keyword arguments of `Recorder`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+        self._recorder: Recorder | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Begin with the model and the optimizer as the Trainer has prepared them."""
+        adapter = AccelerateAdapter(copies=True)
+        self._recorder = Recorder(kwargs["model"], kwargs["optimizer"], adapter, **self._options)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Remove the hooks, if the Trainer ended before the last step to record."""
+        if self._recorder is not None:
+            self._recorder.close()
