@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from threefold.parity.compare import Comparison, compare
-from threefold.parity.record import Record
-from threefold.parity.verdict import Verdict, judge
 
 from benchmarks.parity_gpt import checkpoint
 from benchmarks.parity_gpt.mistakes import ROWS, Row
 from benchmarks.parity_launch import RunFailed, launch
+from threefold.parity.compare import Comparison, compare
+from threefold.parity.record import Record
+from threefold.parity.verdict import Verdict, judge
 
 NOISY = 1
 """Further runs of each reference with noise in the last place, from which tolerances are learned."""
@@ -194,6 +194,7 @@ def _final(folder: Path) -> list[dict[str, Any]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], help="patterns of rows, such as megatron-7452-*")
+    parser.add_argument("--write-docs", action="store_true", help="write the table and its sums into docs/parity.md")
     parser.add_argument("--layouts", action="store_true", help="layouts without a mistake in place of the rows")
     parser.add_argument("--keep", type=Path, help="folder for the runs; those that are there are not run again")
     parser.add_argument("--explain", action="store_true", help="the first departures of each row")
@@ -212,6 +213,52 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if options.explain:
                 _explain(found[-1], console)
     console.print(_table(found))
+    if not options.layouts:
+        console.print(sums(found), markup=False)
+    if options.write_docs:
+        write_docs(found)
+
+
+def sums(found: Sequence[Found]) -> str:
+    """Return how many rows each check found, in a sentence."""
+    count = len(found)
+    shapes = [each.shaped for each in found if each.shaped is not None]
+    named = sum(each.named for each in found)
+    return (
+        f"Of {count} bugs the comparison finds {sum(each.found for each in found)}, names the right place of {named} "
+        f"and says the right shape of {sum(shapes)} of the {len(shapes)} that have one; a gradient norm 1 % off finds "
+        f"{sum(each.norm for each in found)}, a loss 1 % off {sum(each.loss for each in found)}, and "
+        f"torch.testing.assert_close on the weights {sum(each.weights for each in found)}."
+    )
+
+
+def write_docs(found: Sequence[Found]) -> None:
+    """Write the table into docs/parity.md, between its marks or at its end."""
+    marks = {True: "yes", False: "no", None: "–"}
+    lines = ["| bug | mistake | run | found | name | shape | verdict | norm | loss | weights |", "|" + "---|" * 10]
+    for each in found:
+        row = each.row
+        options = f"{row.model} {row.layout}".replace("{folder}", "…").split()
+        seen = [marks[value] for value in (each.found, each.named, each.shaped)]
+        others = [marks[value] for value in (each.norm, each.loss, each.weights)]
+        text = each.failed.splitlines()[-1] if each.failed else each.verdict.sentence
+        cells = [
+            f"{row.repository} {row.thread}",
+            row.what,
+            f"`{' '.join(options)}`" if options else "",
+            *seen,
+            text,
+            *others,
+        ]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    begin, end = "<!-- scoreboard: written by benchmarks/parity.py -->", "<!-- end of scoreboard -->"
+    page = Path(__file__).parents[1] / "docs" / "parity.md"
+    text = page.read_text(encoding="utf-8") if page.exists() else "# Parity\n"
+    if begin not in text:
+        text = f"{text.rstrip()}\n\n## Real bugs put back\n\n{begin}\n{end}\n"
+    before, rest = text.split(begin)
+    middle = "\n".join([sums(found), "", *lines])
+    page.write_text(f"{before}{begin}\n\n{middle}\n\n{end}{rest.split(end)[1]}", encoding="utf-8")
 
 
 def _explain(found: Found, console: Console) -> None:

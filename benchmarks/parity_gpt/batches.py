@@ -82,7 +82,7 @@ def sample(run: Run, number: int) -> Sample:
         text.append((3 * text[-1] + each) % options.vocab)
     tokens, labels, extra = (torch.tensor(text[at : at + options.length]) for at in range(3))
     if options.masked:
-        left_out = number * 5 % (options.length - 2)
+        left_out = number * 5 % (options.length // 2)
         labels[:left_out], extra[:left_out] = -100, -100
     extra[-1] = -100  # as if shifted within the sample
     positions = torch.arange(options.length)

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from threefold import parity
 from torch import Tensor, nn
+
+from threefold import parity
 
 from . import checkpoint
 from .batches import MicroBatch, Sampler, passes
