@@ -2,10 +2,11 @@
 
     python -m benchmarks.parity [--only ROW ...] [--layouts] [--write-docs]
 
-Each row of `parity_gpt/mistakes.py` is run twice, without the mistake (one process, as a rule) and with it, three steps
+Each row of `parity_gpt/mistakes` is run twice, without the mistake (one process, as a rule) and with it, three steps
 each, and the records are compared by `threefold.parity`: found, the right name first, the right shape of the mistake?
 Beside it stands what other checks see in the same steps: a gradient norm or a loss that is 1 % off at any step, and
-`torch.testing.assert_close` on the last weights. `--layouts` runs layouts without a mistake, which must be equal.
+`torch.testing.assert_close` on the last weights. `--layouts` runs layouts without a mistake; the exit status is 1
+unless all are equal.
 """
 
 import argparse
@@ -193,7 +194,7 @@ def _final(folder: Path) -> list[dict[str, Any]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], help="patterns of rows, such as megatron-7452-*")
+    parser.add_argument("--only", nargs="+", default=[], help="patterns of rows or layouts, such as megatron-7452-*")
     parser.add_argument("--write-docs", action="store_true", help="write the table and its sums into docs/parity.md")
     parser.add_argument("--layouts", action="store_true", help="layouts without a mistake in place of the rows")
     parser.add_argument("--keep", type=Path, help="folder for the runs; those that are there are not run again")
@@ -206,7 +207,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             pairs = [(model, layout) for model, layouts in LAYOUTS.items() for layout in layouts]
             rows = [Row("", "", "", "", model, layout, ()) for model, layout in pairs]
         else:
-            rows = [row for row in ROWS if not options.only or any(fnmatchcase(row.key, each) for each in options.only)]
+            rows = list(ROWS)
+        if options.only:
+            rows = [row for row in rows if any(fnmatchcase(row.title, each) for each in options.only)]
         found = []
         for row in rows:
             found.append(board.row(row))
@@ -217,6 +220,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         console.print(sums(found), markup=False)
     if options.write_docs:
         write_docs(found)
+    if any(each.failed or (options.layouts and each.found) for each in found):
+        raise SystemExit(1)
 
 
 def sums(found: Sequence[Found]) -> str:
@@ -280,7 +285,7 @@ def _table(found: Sequence[Found]) -> Table:
         seen = [marks[value] for value in (each.found, each.named, each.shaped)]
         others = [marks[value] for value in (each.norm, each.loss, each.weights)]
         text = each.failed[-60:] or each.verdict.sentence
-        table.add_row(each.row.key or f"{each.row.model} {each.row.layout}", *seen, text, *others)
+        table.add_row(each.row.title, *seen, text, *others)
     return table
 
 

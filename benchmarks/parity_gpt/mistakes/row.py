@@ -48,6 +48,11 @@ class Row:
     prepare: str = ""
     mistaken: bool = False
 
+    @property
+    def title(self) -> str:
+        """The key; of a pair of runs without a mistake, its options."""
+        return self.key or f"{self.model} {self.layout}".strip()
+
 
 def resumed(layout: str) -> dict[str, Any]:
     """Compare a run that goes on from a checkpoint with the one that wrote it and went on unbroken."""
