@@ -56,7 +56,7 @@ def save(
 def read(run: Run) -> list[dict[str, Any]]:
     """Return the files of the checkpoint to continue from, by rank."""
     folder = Path(run.options.load)
-    steps = sorted(int(each.name.split("-")[1]) for each in folder.iterdir())
+    steps = sorted(int(each.name.split("-")[1]) for each in folder.glob("step-*"))
     wanted = run.options.load_step
     step = steps[-1] if wanted < 0 or run.mistake("deepspeed-8499") else wanted
     files = sorted((folder / f"step-{step}").iterdir(), key=lambda path: int(path.stem.split("-")[1]))

@@ -268,7 +268,7 @@ ROWS: Final = (
         MEGATRON,
         "PR #5798 e3fe5508c9",
         "auxiliary loss of a sequence divided by the micro-batch's size",
-        MIXTURE,
+        f"{MIXTURE} --batch 8",
         "--dp 2 --accumulate 2",
         ROUTER,
     ),

@@ -99,7 +99,7 @@ ROWS: Final = (
         "--mixture --samples 8 --start-step 1",
         "",
         ("samples",),
-        "not those of the reference",
+        "of the reference",
     ),
     Row(
         "olmo-skipstep",
@@ -139,7 +139,7 @@ ROWS: Final = (
         "--samples 8",
         "--load {folder}",
         ("samples",),
-        "not those of the reference",
+        "of the reference",
         reference="--start-step 3 --save {folder}",
     ),
     Row(
@@ -149,7 +149,7 @@ ROWS: Final = (
         "sampler's place counted in generated rows",
         "",
         right=("samples",),
-        shape="not those of the reference",
+        shape="of the reference",
         **resumed(""),
     ),
     Row(
@@ -168,7 +168,7 @@ ROWS: Final = (
         "epoch after the one that has just ended left out on resume",
         "--samples 8",
         right=("samples",),
-        shape="not those of the reference",
+        shape="of the reference",
         **resumed(""),
     ),
     Row(
