@@ -27,6 +27,7 @@ from rich.table import Table
 from benchmarks.parity_gpt import checkpoint
 from benchmarks.parity_gpt.mistakes import ROWS, Row
 from benchmarks.parity_launch import RunFailed, launch
+from threefold.errors import UserError
 from threefold.parity.compare import Comparison, compare
 from threefold.parity.record import Record
 from threefold.parity.verdict import Verdict, judge
@@ -129,7 +130,7 @@ class Board:
             reference = self._reference(f"{row.model} {row.reference}", checkpoints, bool(row.prepare))
             candidate = self._run(f"{row.model} {row.layout}", checkpoints, row.key)
             self._judge(found, reference, candidate)
-        except RunFailed as error:
+        except (RunFailed, UserError) as error:
             found.failed = str(error)
         return found
 

@@ -23,11 +23,13 @@ class Optimizer(torch.optim.Optimizer):
     Attributes:
         states: by parameter name, `exp_avg` and `exp_avg_sq` or `momentum`, and `master`, fp32 weights.
         steps: number of updates so far.
+        skips: whether the next step changes nothing, as after an overflow.
     """
 
     def __init__(self, run: Run, stage: Stage) -> None:
         self.run, self.stage = run, stage
         self.steps = 0
+        self.skips = False
         self.states: dict[str, dict[str, Tensor]] = {}
         self.names = {id(weight): name for name, weight in named(stage).items()}
         super().__init__(list(named(stage).values()), {"lr": run.options.lr})
@@ -66,6 +68,8 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.skips:
+            return
         if not self.run.mistake("olmo-skipstep") or self.steps == 0:
             self.steps += 1
         for name, weight in named(self.stage).items():

@@ -116,13 +116,8 @@ class Trainer:
         if run.mistake("torchtitan-4598") and joined:
             rate = learning_rate(run, 0)  # of the state saved then
         self.optimizer.param_groups[0]["lr"] = rate
-        overflow = not torch.isfinite(torch.tensor(total))
-        if options.loss_scale and (overflow or run.mistake("deepspeed-7645")):
-            for weight in named(self.stage).values():
-                weight.grad = None
-            if self.recorder is not None:
-                self.recorder.after_update()
-            return
+        overflow = bool(options.loss_scale) and not torch.isfinite(torch.tensor(total))
+        self.optimizer.skips = overflow or run.mistake("deepspeed-7645")
         self.optimizer.step()
 
     def _before_reduction(self) -> dict[str, Tensor]:
