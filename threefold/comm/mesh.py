@@ -20,7 +20,7 @@ from threefold.comm.shared_memory import SharedMemoryGroup, over_shared_memory
 from threefold.errors import naming_arguments
 from threefold.torch_private import distributed
 
-__all__ = ["Axis", "Event", "Mesh", "EventRecorder"]
+__all__ = ["Axis", "Event", "EventRecorder", "Mesh"]
 
 
 class SharedMemorySizes(NamedTuple):

@@ -58,7 +58,7 @@ class MegatronAdapter(Adapter):
         self._last = state.get_pipeline_model_parallel_rank() > 0
         self._inner = list(getattr(optimizer, "chained_optimizers", [optimizer]))
         self._config: Any = next(each.config for each in _all_modules(models) if hasattr(each, "config"))
-        self._modules = {name: module for name, module in self.modules()}
+        self._modules = dict(self.modules())
 
     # ---- names ------------------------------------------------------------------------------------------------------
 
@@ -132,11 +132,13 @@ class MegatronAdapter(Adapter):
             return tensor, placed
         module: Any = self._modules.get(name)
         type_name = type(module).__name__
-        if name == "model" or name.startswith("embedding.") and tensor.dim() > 1:  # (batch, positions, …)
-            if self._config.sequence_parallel and name != "model" and getattr(module, "reduce_scatter_embeddings", False):
+        if name == "model" or (name.startswith("embedding.") and tensor.dim() > 1):  # (batch, positions, …)
+            scattered = getattr(module, "reduce_scatter_embeddings", False)
+            if self._config.sequence_parallel and name != "model" and scattered:
                 return tensor, shard(tensor, 0, self._tp_rank, self._tp)
             tensor = tensor.transpose(0, 1)
-            return tensor, self._logits(tensor) if tensor.dim() == 3 and name == "model" else whole(tensor, self._tp_rank)
+            logits = tensor.dim() == 3 and name == "model"
+            return tensor, self._logits(tensor) if logits else whole(tensor, self._tp_rank)
         column, row = "ColumnParallel" in type_name, "RowParallel" in type_name
         attention = name.endswith("core_attention")
         if kind == "output" and (attention or (column and not getattr(module, "gather_output", False))):
@@ -304,9 +306,7 @@ def _rename(name: str, renamed: list[tuple[str, str]]) -> str:
     return name
 
 
-def _common(
-    piece: Piece, box: Piece
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
+def _common(piece: Piece, box: Piece) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
     """Return what a piece of a rank's tensor and a box of it share: offset within the piece, in the whole, and size."""
     local, start, size = [], [], []
     for at, extent, box_at, box_start, box_size in zip(

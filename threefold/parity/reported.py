@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from math import isfinite, isnan, nan, sqrt
 from typing import Any
 
-from threefold.parity.departure import LOSS, NORM, NUMBER, RATE, SAME, SAMPLES, Findings, Departure
+from threefold.parity.departure import LOSS, NORM, NUMBER, RATE, SAME, SAMPLES, Departure, Findings
 from threefold.parity.measure import Measure, Quantities, Tolerances
 from threefold.parity.mistake import Factors
 from threefold.parity.record import GRADIENT, Record

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from math import isfinite, nan, sqrt
 
-from threefold.parity.departure import SAME, Findings, Departure, without_key
+from threefold.parity.departure import SAME, Departure, Findings, without_key
 from threefold.parity.measure import (
     Measure,
     Quantities,

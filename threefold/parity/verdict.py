@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from threefold.parity.departure import COPY, LOSS, NORM, NUMBER, RATE, SAMPLES, Findings, Departure, phase_of
+from threefold.parity.departure import COPY, LOSS, NORM, NUMBER, RATE, SAMPLES, Departure, Findings, phase_of
 from threefold.parity.record import BUFFER, GRADIENT, INITIAL, OUTPUT, OUTPUT_GRADIENT, STATE, TENSOR, UPDATE
 
 _BEFORE: Final = {
