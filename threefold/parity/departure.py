@@ -8,7 +8,9 @@ from threefold.parity.record import BUFFER, GRADIENT, INITIAL, OUTPUT, OUTPUT_GR
 
 SAMPLES, LOSS, NORM, NUMBER, RATE, COPY = "samples", "loss", "gradient norm", "number", "counter", "copies"
 SAME: Final = 1e-6
-"""Relative difference of initial weights and counters that counts as rounding."""
+"""Relative difference of counters that counts as rounding."""
+SUMMED: Final = 1e-5
+"""The same of initial weights, whose projections are sums in fp32 of other pieces."""
 PHASES: Final = (
     INITIAL,
     SAMPLES,
