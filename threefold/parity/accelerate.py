@@ -6,7 +6,6 @@ DistributedDataParallel and FSDP2 are PyTorch's own; what is Accelerate's is whe
 With its DeepSpeed backend, give the model to `DeepSpeedAdapter` instead.
 """
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -14,11 +13,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from threefold.errors import UserError
-from threefold.parity.adapters import Adapter, Place
-from threefold.parity.clipping import ClippingHook
+from threefold.parity.adapters import Place
+from threefold.parity.clipping import ClippingAdapter
 
 
-class AccelerateAdapter(Adapter):
+class AccelerateAdapter(ClippingAdapter):
     """Adapter of Accelerate.
 
     Gradients are recorded when `accelerator.clip_grad_norm_` is called, or else when the optimizer steps: after the
@@ -35,7 +34,6 @@ class AccelerateAdapter(Adapter):
     def __init__(self, place: Place | None = None, copies: bool = False) -> None:
         super().__init__(place)
         self._copies = copies
-        self._clipping: ClippingHook | None = None
 
     def bind(self, models: list[nn.Module], optimizer: Any) -> None:
         while hasattr(optimizer, "accelerator_state"):  # wrapped once by each call of prepare
@@ -49,14 +47,3 @@ class AccelerateAdapter(Adapter):
         sharded = any(isinstance(each, DTensor) for model in models for each in model.parameters())
         if self._copies and not sharded and dist.is_initialized():
             self._copy = dist.get_rank()
-
-    def watch(self, before: Callable[[], None], after: Callable[[], None]) -> list[Any]:
-        handles = super().watch(before, after)
-        if handles:
-            self._clipping = ClippingHook((each for _, each in self.parameters()), before)
-            handles.append(self._clipping)
-        return handles
-
-    def numbers(self) -> Mapping[str, float]:
-        norm = self._clipping.norm if self._clipping else None
-        return {} if norm is None else {"gradient norm": norm}

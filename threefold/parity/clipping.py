@@ -1,11 +1,13 @@
 """Clipping as the moment when gradients are complete: frameworks clip between the backward pass and the update."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+
+from threefold.parity.adapters import Adapter, Place
 
 _FUNCTIONS: Final = ("clip_grad_norm_", "clip_grads_with_norm_")
 
@@ -48,3 +50,22 @@ class ClippingHook:
             return returned
 
         return clip
+
+
+class ClippingAdapter(Adapter):
+    """Adapter that records gradients when PyTorch's functions clip them, or else when the optimizer steps."""
+
+    def __init__(self, place: Place | None = None) -> None:
+        super().__init__(place)
+        self._clipping: ClippingHook | None = None
+
+    def watch(self, before: Callable[[], None], after: Callable[[], None]) -> list[Any]:
+        handles = super().watch(before, after)
+        if handles:
+            self._clipping = ClippingHook((each for _, each in self.parameters()), before)
+            handles.append(self._clipping)
+        return handles
+
+    def numbers(self) -> Mapping[str, float]:
+        norm = self._clipping.norm if self._clipping else None
+        return {} if norm is None else {"gradient norm": norm}
