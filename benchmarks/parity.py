@@ -28,9 +28,10 @@ from benchmarks.parity_gpt import checkpoint
 from benchmarks.parity_gpt.mistakes import ROWS, Row
 from benchmarks.parity_launch import RunFailed, launch
 from threefold.errors import UserError
-from threefold.parity.compare import Comparison, compare
+from threefold.parity.compare import compare
+from threefold.parity.departure import Findings
 from threefold.parity.record import Record
-from threefold.parity.verdict import Verdict, judge
+from threefold.parity.verdict import Judgement, judge
 
 NOISY = 1
 """Further runs of each reference with noise in the last place, from which tolerances are learned."""
@@ -76,13 +77,13 @@ class Found:
 
     row: Row
     failed: str = ""
-    comparison: Comparison = field(default_factory=Comparison)
+    comparison: Findings = field(default_factory=Findings)
     norm: bool = False
     loss: bool = False
     weights: bool = False
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> Judgement:
         return judge(self.comparison)
 
     @property

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 ROOT = Path(__file__).parents[1]
 
@@ -248,6 +248,39 @@ def _make_a_fresh_parameter() -> None:
     assert vars(
         nn.Parameter(DTensor.from_local(torch.ones(3), stored.device_mesh, [Shard(0)], run_check=False))
     ).keys() <= (vars(made).keys()), "torch marks parameters of other classes by something more"
+
+
+def test_local_box(pool) -> None:
+    """Uneven shards, and a dim that two axes shard: the boxes of all ranks make up the tensor."""
+    parts = pool.run(4, _parts_of_a_tensor)
+    for start, size, values in (part[0] for part in parts):
+        box = tuple(slice(at, at + extent) for at, extent in zip(start, size, strict=True))
+        expected = torch.arange(35.0).view(7, 5)[box]
+        assert torch.equal(values, expected), "compute_local_shape_and_global_offset no longer gives the rank's box"
+    assert sum(part[0][2].numel() for part in parts) == 35
+    assert [part[1] for part in parts] == [(0, False), (1, False), (0, False), (1, False)]
+    assert [part[2] for part in parts] == [True] * 4
+
+
+def _parts_of_a_tensor() -> tuple[Any, ...]:
+    from threefold.torch_private.distributed import StridedPlacement, local_box
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    whole = torch.arange(35.0).view(7, 5)
+    rows = whole.chunk(2)[mesh.get_local_rank("tp")]
+    mine = rows.chunk(2)[mesh.get_local_rank("dp")]
+    both = DTensor.from_local(
+        mine,
+        mesh,
+        [StridedPlacement(0, split_factor=2), Shard(0)],
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+    start, size, _, _ = local_box(both)
+    copied = DTensor.from_local(torch.ones(2), mesh, [Shard(0), Replicate()], run_check=False)
+    summed = DTensor.from_local(torch.ones(2), mesh, [Replicate(), Partial()], run_check=False)
+    return (start, size, mine), local_box(copied)[2:], local_box(summed)[3]
 
 
 def test_piecewise_tensor(tmp_path: Path) -> None:

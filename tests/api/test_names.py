@@ -56,7 +56,7 @@ def test_the_package_says_that_it_has_types() -> None:
 
 
 PARTS = {
-    *("Recorder", "SharedMemoryGroup", "PostponedSum"),  # of an axis, which a mesh makes
+    *("EventRecorder", "SharedMemoryGroup", "PostponedSum"),  # of an axis, which a mesh makes
     *("SharedMemorySizes", "Pieces"),  # of pieces, which `threefold verify` makes tiny, and those of an exact run
     *("Patterns", "Unit", "AsConstructed", "Drawn", "Cut"),  # of a ModelPlan, which a Plan builds
     *(

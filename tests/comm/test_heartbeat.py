@@ -6,7 +6,7 @@ import torch
 from threefold.comm.axis import Axis
 from threefold.comm.heartbeat import Heartbeat, wait_code
 from threefold.comm.rank_state import OPERATIONS, PAGE_BYTES, Activity, RankState, RunSection, Wait, ask, read
-from threefold.comm.reductions import Recorder
+from threefold.comm.reductions import EventRecorder
 
 
 def test_the_place_of_a_rank_in_words() -> None:
@@ -98,7 +98,7 @@ def test_every_step_is_progress_and_ends_a_wait() -> None:
 
 def test_a_collective_that_fails_is_no_wait_any_more() -> None:
     heartbeat = Heartbeat()
-    axis = Axis("tp", (0, 1), 0, None, Recorder(), heartbeat=heartbeat)
+    axis = Axis("tp", (0, 1), 0, None, EventRecorder(), heartbeat=heartbeat)
     with pytest.raises(ValueError, match="does not divide"):
         axis.reduce_scatter(torch.ones(3), 0)
     assert heartbeat.place().wait is None

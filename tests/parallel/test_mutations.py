@@ -5,6 +5,7 @@ The mistakes are those of training systems in use; the comment at each says wher
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -72,8 +73,8 @@ def tied_weight_untied_by_splitting() -> list[Patch]:
     def allocate_zeros(stages: Any, *rest: Any) -> None:
         """Allocate, with zeros for values: nothing initialises the second copy, and memory may hold a NaN."""
         allocate(stages, *rest)
-        for parameter in (each for stage in stages for each in stage.parameters()):
-            parameter.detach().zero_()
+        for each in chain.from_iterable(stage.parameters() for stage in stages):
+            each.detach().zero_()
 
     allocate = parallelize._allocate
     return [(parallelize, "_tie", lambda stages, plan: None), (parallelize, "_allocate", allocate_zeros)]

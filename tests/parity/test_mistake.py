@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.parity.test_sketch import kept_of
+from tests.support.kept import kept_of
 from threefold.parity.mistake import Factors, shape_of
 from threefold.parity.sketch import PARAMETER
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from threefold import parity
 from threefold.errors import UserError
-from threefold.parity.compare import Comparison, compare
+from threefold.parity.compare import Findings, compare
 from threefold.parity.record import GRADIENT, INITIAL, OUTPUT, OUTPUT_GRADIENT, UPDATE, Record
 from threefold.parity.verdict import judge
 
@@ -94,7 +94,7 @@ def noisy(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [folder / "1", folder / "2"]
 
 
-def compared(reference: Path, candidate: Path, noisy: list[Path]) -> Comparison:
+def compared(reference: Path, candidate: Path, noisy: list[Path]) -> Findings:
     return compare(Record(reference), Record(candidate), [Record(each) for each in noisy])
 
 

@@ -5,18 +5,11 @@ from itertools import pairwise
 import pytest
 import torch
 
+from tests.support.kept import kept_of
 from threefold.parity.placement import flat_range, shard, whole
 from threefold.parity.sketch import COPY, PARAMETER, SAMPLE, WHOLE, Detail, Kept, grid, keep, length
 
 SHAPES = [(), (7,), (5000,), (100, 90), (6, 50, 40), (3, 4), (300, 2)]
-
-
-def kept_of(tensor: torch.Tensor, detail: Detail) -> Kept:
-    shape = tuple(tensor.shape)
-    found = Kept.empty(shape, detail)
-    (piece,) = whole(tensor).pieces
-    found.add(piece, keep(tensor[None], shape, piece, detail)[0])
-    return found
 
 
 @pytest.mark.parametrize("detail", [PARAMETER, SAMPLE, COPY, WHOLE], ids=["parameter", "sample", "copy", "whole"])

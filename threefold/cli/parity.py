@@ -11,7 +11,7 @@ from threefold.cli.terminal import Steps, counted, print_table
 from threefold.files import format_bytes
 
 if TYPE_CHECKING:
-    from threefold.parity.departure import Comparison
+    from threefold.parity.departure import Findings
     from threefold.parity.record import Record
 
 app = typer.Typer(
@@ -143,7 +143,7 @@ def _report(
         raise typer.Exit(1)
 
 
-def _heading(reference: "Record", candidate: "Record", noisy: "list[Record]", found: "Comparison") -> str:
+def _heading(reference: "Record", candidate: "Record", noisy: "list[Record]", found: "Findings") -> str:
     ranks = [counted(len(each.ranks), "rank") for each in (reference, candidate)]
     learned = f"tolerances learned from {counted(len(noisy), 'run')} with noise" if noisy else "default tolerances"
     return f"Compared {counted(found.steps, 'step')}: {ranks[0]} (reference) with {ranks[1]}; {learned}."

@@ -15,12 +15,12 @@ from threefold.comm.axis import Axis
 from threefold.comm.heartbeat import Heartbeat, wait_code
 from threefold.comm.layout import AXES, Coordinates, Layout
 from threefold.comm.rank_state import Activity
-from threefold.comm.reductions import Event, Recorder
+from threefold.comm.reductions import Event, EventRecorder
 from threefold.comm.shared_memory import SharedMemoryGroup, over_shared_memory
 from threefold.errors import naming_arguments
 from threefold.torch_private import distributed
 
-__all__ = ["Axis", "Event", "Mesh", "Recorder"]
+__all__ = ["Axis", "Event", "EventRecorder", "Mesh"]
 
 
 class SharedMemorySizes(NamedTuple):
@@ -92,7 +92,7 @@ class Mesh:
         self._shares_memory, self._sizes = shared_memory and self.device.type == "cpu", sizes
         self.rank = dist.get_rank()
         self.coordinates: Coordinates = layout.coordinates(self.rank)
-        self.recorder = Recorder()
+        self.recorder = EventRecorder()
         self.heartbeat = heartbeat or Heartbeat()
         self.heartbeat.activity(Activity.MESH)
         everyone = tuple(range(layout.world_size))
@@ -123,7 +123,7 @@ class Mesh:
         """Create the mesh of a process without a process group: one rank, on which nothing is sharded or summed."""
         mesh = cls.__new__(cls)
         mesh.layout, mesh.exact, mesh.rank, mesh.device = Layout(), True, 0, torch.device(device)
-        mesh.coordinates, mesh.recorder, mesh.heartbeat = mesh.layout.coordinates(0), Recorder(), Heartbeat()
+        mesh.coordinates, mesh.recorder, mesh.heartbeat = mesh.layout.coordinates(0), EventRecorder(), Heartbeat()
         for name in ("world", *AXES, "ep"):
             setattr(mesh, name, Axis(name, (0,), 0, None, mesh.recorder))
         mesh.replicas = mesh.expert_replicas = mesh.dp
@@ -189,7 +189,7 @@ class Mesh:
         """
         world = self.world
         group = dist.new_group(backend="gloo", timeout=timedelta(days=1)) if world.size > 1 else None
-        return Axis("background", world.ranks, world.index, group, Recorder())
+        return Axis("background", world.ranks, world.index, group, EventRecorder())
 
     def tp_shares(self, count: int) -> Axis:
         """Return the axis of the `count` neighboring tensor ranks around this one. Collective over the world."""

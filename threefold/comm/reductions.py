@@ -64,7 +64,7 @@ class Event:
 
 
 @dataclass
-class Recorder:
+class EventRecorder:
     """Record of this rank's collectives, kept while a `recording` block is open."""
 
     _logs: list[list[Event]] = field(default_factory=list)
@@ -97,7 +97,7 @@ class RankGroup:
     ranks: tuple[int, ...]
     index: int
     group: dist.ProcessGroup | None
-    recorder: Recorder
+    recorder: EventRecorder
     device_mesh: DeviceMesh | None = None
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     number: int = 0

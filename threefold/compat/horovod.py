@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from threefold.api.prepared_optimizer import WrappedOptimizer
 from threefold.comm.axis import Axis
-from threefold.comm.reductions import Recorder
+from threefold.comm.reductions import EventRecorder
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError, require_whole
 from threefold.parallel.compression import COMPRESSIONS
@@ -270,4 +270,4 @@ def _world(root_rank: int = 0) -> Axis:
     ranks = tuple(range(dist.get_world_size()))
     if root_rank not in ranks:
         raise UserError(f"root_rank is {root_rank!r} but the world has the ranks 0 to {ranks[-1]}; use 0.")
-    return Axis("world", ranks, dist.get_rank(), dist.group.WORLD, Recorder())
+    return Axis("world", ranks, dist.get_rank(), dist.group.WORLD, EventRecorder())

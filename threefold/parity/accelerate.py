@@ -2,8 +2,8 @@
 
     recorder = parity.Recorder(model, optimizer, AccelerateAdapter())     # after accelerator.prepare
 
-DistributedDataParallel and FSDP2 are PyTorch's own; what is Accelerate's is when an optimizer steps and what clips. With
-its DeepSpeed backend, give the model to `DeepSpeedAdapter` instead.
+DistributedDataParallel and FSDP2 are PyTorch's own; what is Accelerate's is when an optimizer steps and what clips.
+With its DeepSpeed backend, give the model to `DeepSpeedAdapter` instead.
 """
 
 from collections.abc import Callable, Mapping
@@ -42,8 +42,8 @@ class AccelerateAdapter(Adapter):
             optimizer = optimizer.optimizer
         if optimizer is not None and not hasattr(optimizer, "register_step_pre_hook"):
             raise UserError(
-                f"AccelerateAdapter got an optimizer of type {type(optimizer).__name__}, which has no hooks: Accelerate "
-                "prepared it for another backend. With DeepSpeed, use DeepSpeedAdapter and give it the prepared model."
+                f"AccelerateAdapter got an optimizer of type {type(optimizer).__name__}, which has no hooks, as with "
+                "another backend; with DeepSpeed, use DeepSpeedAdapter and give it the prepared model."
             )
         super().bind(models, optimizer)
         sharded = any(isinstance(each, DTensor) for model in models for each in model.parameters())

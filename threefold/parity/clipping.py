@@ -1,4 +1,4 @@
-"""Clipping of gradients as the moment when they are complete: frameworks clip between the backward pass and the update."""
+"""Clipping as the moment when gradients are complete: frameworks clip between the backward pass and the update."""
 
 import functools
 from collections.abc import Callable, Iterable

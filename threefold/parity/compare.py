@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from threefold.errors import UserError
 from threefold.files import shown
-from threefold.parity.departure import Comparison, phase_of
+from threefold.parity.departure import Findings, phase_of
 from threefold.parity.measure import Quantities, Tolerances
 from threefold.parity.record import INITIAL, OUTPUT, Record
 from threefold.parity.reported import ReportedStep
@@ -22,7 +22,7 @@ def compare(
     noisy: Sequence[Record] = (),
     steps: int | None = None,
     advance: Callable[[], None] = lambda: None,
-) -> Comparison:
+) -> Findings:
     """Compare a record with the reference.
 
     Args:
@@ -37,7 +37,7 @@ def compare(
     """
     count = _steps(reference, candidate, noisy, steps)
     tolerances = Tolerances(_precision(reference, candidate))
-    found = Comparison(steps=count)
+    found = Findings(steps=count)
     tolerances.runs = len(noisy)
     before: Quantities | None = None
     for step in range(count + 1):
@@ -119,7 +119,7 @@ def _precision(*records: Record) -> str:
     return "float64"
 
 
-def _note(found: Comparison, reference: Record, candidate: Record) -> None:
+def _note(found: Findings, reference: Record, candidate: Record) -> None:
     if found.first is not None and any(
         numbers.get("drew_random_numbers") for facts in candidate.ranks for numbers in facts["numbers"].values()
     ):

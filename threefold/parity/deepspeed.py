@@ -8,7 +8,8 @@ flat partitions, without communication, so that a departure names the rank that 
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,7 @@ class DeepSpeedAdapter(Adapter):
                 f"DeepSpeedAdapter got a model of type {type(models[0]).__name__}; give the engine that "
                 "deepspeed.initialize returns."
             )
-        self._engine: Any = models[0]
+        self._engine = cast(Any, models[0])
         super().bind(models, self._engine.optimizer)
         if dist.is_initialized():
             self._copy = dist.get_rank(self._engine.seq_data_parallel_group)
@@ -50,7 +51,7 @@ class DeepSpeedAdapter(Adapter):
     def weight(self, name: str, parameter: nn.Parameter) -> Placed:
         if hasattr(parameter, "ds_id"):
             if not parameter.requires_grad:
-                return self._local(parameter, parameter.ds_tensor)
+                return self._local(parameter, parameter.ds_tensor)  # type: ignore[attr-defined]
             return self._local(parameter, self.optimizer.get_local_fp32_param(parameter))
         if hasattr(parameter, "_hp_mapping"):
             return self._fragment(parameter, lambda mapping: mapping.get_hp_fragment())
@@ -79,7 +80,7 @@ class DeepSpeedAdapter(Adapter):
             if hasattr(parameter, "ds_id"):
                 yield key, self._local(parameter, self.optimizer.get_local_fp32_param(parameter, key))
             else:
-                yield key, self._fragment(parameter, lambda mapping, key=key: mapping.get_hp_fragment(key))
+                yield key, self._fragment(parameter, partial(_state_of, key))
 
     def counters(self, name: str, parameter: nn.Parameter) -> Mapping[str, float]:
         if id(parameter) not in self._groups:
@@ -108,7 +109,7 @@ class DeepSpeedAdapter(Adapter):
                     spans = zip(piece.start, piece.size, strict=True)
                     piece.of(tensor).copy_(value[tuple(slice(start, start + size) for start, size in spans)])
             if hasattr(parameter, "ds_id"):  # the working copy, that forward passes gather
-                for tensor, placement in self._local(parameter, parameter.ds_tensor):
+                for tensor, placement in self._local(parameter, parameter.ds_tensor):  # type: ignore[attr-defined]
                     for piece in placement.pieces:
                         spans = zip(piece.start, piece.size, strict=True)
                         piece.of(tensor).copy_(value[tuple(slice(start, start + size) for start, size in spans)])
@@ -152,6 +153,11 @@ class DeepSpeedAdapter(Adapter):
 
     def _like(self, name: str, parameter: nn.Parameter, value: Tensor) -> tuple[Tensor, Placement]:
         return value, super().placement("parameter", name, parameter.detach())[1]
+
+
+def _state_of(key: str, mapping: Any) -> Tensor:
+    found: Tensor = mapping.get_hp_fragment(key)
+    return found
 
 
 _PARTITIONS = (

@@ -76,7 +76,7 @@ class Departure:
 
 
 @dataclass
-class Comparison:
+class Findings:
     """What was compared, and what departs, in the order of a step.
 
     Attributes:

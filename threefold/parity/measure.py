@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from threefold.parity.record import GRADIENT, OUTPUT, OUTPUT_GRADIENT, Entry, Key, Quantity, detail_of
+from threefold.parity.record import GRADIENT, OUTPUT, OUTPUT_GRADIENT, IndexEntry, Key, Quantity, detail_of
 from threefold.parity.sketch import Kept, grid
 
 _BLOCKS: Final = 16
@@ -115,7 +115,7 @@ def least_magnitudes(quantities: Iterable[Quantity]) -> dict[str, float]:
     return {kind: SMALL * value for kind, value in largest.items()}
 
 
-def copy_elements(primary: Kept, entry: Entry, values: Tensor) -> tuple[Tensor, Tensor]:
+def copy_elements(primary: Kept, entry: IndexEntry, values: Tensor) -> tuple[Tensor, Tensor]:
     """Return the elements that are kept of a further copy, and the same ones of the first."""
     inside = [
         index[(index >= start) & (index < start + size)]
@@ -129,7 +129,7 @@ def copy_elements(primary: Kept, entry: Entry, values: Tensor) -> tuple[Tensor, 
     return values[values.numel() - count :].double(), first.flatten()
 
 
-def copy_error(primary: Kept, entry: Entry, values: Tensor, least: float) -> float:
+def copy_error(primary: Kept, entry: IndexEntry, values: Tensor, least: float) -> float:
     """Return how far a further copy on another rank is from the first, relative to it."""
     a, b = copy_elements(primary, entry, values)
     if not bool(b.isfinite().all()):

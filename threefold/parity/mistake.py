@@ -36,8 +36,8 @@ class Factors:
         numbers = facts.get("numbers", {}).get(str(step), {})
         whole = reference.get("numbers", {}).get(str(step), {})
         values: dict[str, float] = {name: size for name, size in facts.get("axes", {}).items() if size > 1}
-        if facts["world_size"] > 1:
-            values.setdefault("ranks", facts["world_size"])
+        if facts["world_size"] > 1 and facts["world_size"] not in values.values():
+            values["ranks"] = facts["world_size"]
         if numbers.get("micro_batches", 0) > 1:
             values["micro-batches"] = numbers["micro_batches"]
         for name, key in (("samples", "samples"), ("valid tokens", "valid_tokens")):

@@ -5,9 +5,9 @@ from math import log10
 from pathlib import Path
 from typing import Final
 
-from threefold.parity.departure import Comparison
+from threefold.parity.departure import Findings
 from threefold.parity.record import BUFFER, GRADIENT, INITIAL, OUTPUT, OUTPUT_GRADIENT, UPDATE, Record
-from threefold.parity.verdict import Verdict, rows
+from threefold.parity.verdict import Judgement, rows
 
 _COLUMNS: Final = (
     (INITIAL, "initial"),
@@ -28,7 +28,7 @@ code { font: 12.5px ui-monospace, monospace; white-space: pre } .steps a { margi
 """
 
 
-def write_page(path: Path, verdict: Verdict, found: Comparison, reference: Record, candidate: Record) -> None:
+def write_page(path: Path, verdict: Judgement, found: Findings, reference: Record, candidate: Record) -> None:
     """Write the page of a comparison: the verdict, the first departures, and for each step the tree of modules.
 
     A cell is the largest error of a module or parameter relative to its tolerance: green up to 1, from yellow to red
@@ -52,7 +52,7 @@ def write_page(path: Path, verdict: Verdict, found: Comparison, reference: Recor
     path.write_text("\n".join(parts) + "\n", encoding="utf-8")
 
 
-def _tree(step: int, verdict: Verdict, found: Comparison) -> list[str]:
+def _tree(step: int, verdict: Judgement, found: Findings) -> list[str]:
     columns = [(kind, name) for kind, name in _COLUMNS if any(key[:2] == (step, kind) for key in found.worst)]
     if not columns:
         return []

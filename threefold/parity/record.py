@@ -33,7 +33,7 @@ _DETAILS: Final = {"parameter": PARAMETER, "sample": SAMPLE, "copy": COPY, "whol
 
 
 @dataclass(frozen=True)
-class Entry:
+class IndexEntry:
     """A line of the index: a piece of a tensor, or of one activation for several samples.
 
     Attributes:
@@ -73,7 +73,7 @@ class Entry:
         return [*at, None if self.samples is None else list(self.samples)]
 
     @classmethod
-    def from_json(cls, values: list[Any]) -> "Entry":
+    def from_json(cls, values: list[Any]) -> "IndexEntry":
         kind, name, order, shape, start, size, detail, copy, partial, samples = values
         known = kind in KINDS or (isinstance(kind, str) and kind.startswith(f"{STATE} "))
         if detail not in _DETAILS or not known or not isinstance(name, str):
@@ -82,7 +82,7 @@ class Entry:
         return cls(kind, name, order, *at, detail, copy, partial, None if samples is None else tuple(samples))
 
 
-def detail_of(entry: Entry) -> Detail:
+def detail_of(entry: IndexEntry) -> Detail:
     """Return how much was kept of an entry's tensor."""
     return _DETAILS[entry.detail]
 
@@ -91,7 +91,7 @@ def detail_of(entry: Entry) -> Detail:
 class Page:
     """What a rank has recorded of the current step."""
 
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[IndexEntry] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
 
     def add(self, kind: str, name: str, tensor: Tensor, placement: Placement, detail: str | None = None) -> None:
@@ -135,7 +135,7 @@ class Page:
         kept: Tensor,
     ) -> None:
         at = whole.shape, piece.start, piece.size
-        entry = Entry(kind, name, len(self.entries), *at, detail, whole.copy, whole.partial, samples)
+        entry = IndexEntry(kind, name, len(self.entries), *at, detail, whole.copy, whole.partial, samples)
         self.entries.append(entry)
         self.values.append(kept.reshape(-1))
 
@@ -199,7 +199,7 @@ class Quantity:
     order: int
     kept: Kept
     owners: list[tuple[Piece, int]] = field(default_factory=list)
-    copies: list[tuple[int, Entry, Tensor]] = field(default_factory=list)
+    copies: list[tuple[int, IndexEntry, Tensor]] = field(default_factory=list)
 
     @property
     def missing(self) -> int:
@@ -268,7 +268,7 @@ class Record:
                     self._put(found, rank, entry, sample, values[number])
         return found
 
-    def _put(self, found: dict[Key, Quantity], rank: int, entry: Entry, sample: str, values: Tensor) -> None:
+    def _put(self, found: dict[Key, Quantity], rank: int, entry: IndexEntry, sample: str, values: Tensor) -> None:
         key = entry.kind, entry.name, sample
         detail = _DETAILS[entry.detail]
         quantity = found.get(key)
@@ -295,7 +295,7 @@ class Record:
             quantity.kept.add(entry.piece, values, entry.partial)
         quantity.owners.append((entry.piece, rank))
 
-    def _page(self, rank: int, step: int) -> Iterator[tuple[Entry, Tensor]]:
+    def _page(self, rank: int, step: int) -> Iterator[tuple[IndexEntry, Tensor]]:
         path = self.folder / page_file(rank, step)
         if not path.is_file():
             raise UserError(
@@ -306,7 +306,7 @@ class Record:
             with safe_open(path, "pt") as file:
                 index = json.loads((file.metadata() or {})["index"])
                 values = file.get_tensor("values")
-            entries = [Entry.from_json(line) for line in index]
+            entries = [IndexEntry.from_json(line) for line in index]
             at = 0
             for entry in entries:
                 count = entry.values * (1 if entry.samples is None else len(entry.samples))

@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from threefold import __version__
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.parity.adapters import Adapter, Place, local
@@ -112,7 +112,11 @@ class Recorder:
             "adapter": self._adapter.name,
             "axes": dict(axes or {}),
             "dtypes": sorted({str(each.dtype).removeprefix("torch.") for _, each in self._adapter.parameters()}),
-            "versions": {"threefold": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            "versions": {
+                "threefold": version("threefold"),
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
             "machine": {"processor": platform.machine(), "threads": torch.get_num_threads()},
             "perturbed": bool(self._noise),
             "numbers": {},

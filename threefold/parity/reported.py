@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from math import isfinite, isnan, nan, sqrt
 from typing import Any
 
-from threefold.parity.departure import LOSS, NORM, NUMBER, RATE, SAME, SAMPLES, Comparison, Departure
+from threefold.parity.departure import LOSS, NORM, NUMBER, RATE, SAME, SAMPLES, Departure, Findings
 from threefold.parity.measure import Measure, Quantities, Tolerances
 from threefold.parity.mistake import Factors
 from threefold.parity.record import GRADIENT, Record
@@ -33,7 +33,7 @@ class ReportedStep:
         for name, value, got in self._pairs_of_numbers():
             self.tolerances.learn(self.step, NUMBER, name, Measure(_off(got, value), nan))
 
-    def compare(self, found: Comparison) -> Iterator[Departure]:
+    def compare(self, found: Findings) -> Iterator[Departure]:
         """Yield the departures, and count in `found` what was compared."""
         yield from self._samples()
         yield from self._scalars(found)
@@ -75,7 +75,7 @@ class ReportedStep:
         if isfinite(norms[0]) and isfinite(norms[1]) and self.step:
             yield "norm of the recorded gradients", norms[0], norms[1]
 
-    def _scalars(self, found: Comparison) -> Iterator[Departure]:
+    def _scalars(self, found: Findings) -> Iterator[Departure]:
         worst: dict[str, tuple[float, float, float]] = {}
         for name, value, got in self._pairs_of_numbers():
             found.compared[NUMBER] = found.compared.get(NUMBER, 0) + 1
@@ -93,7 +93,7 @@ class ReportedStep:
                 shape += f": {self.factors.name(factor)} times"
             yield Departure(self.step, kind, name, off, tolerance, factor, shape)
 
-    def _counters(self, found: Comparison) -> Iterator[Departure]:
+    def _counters(self, found: Findings) -> Iterator[Departure]:
         theirs: dict[str, dict[str, float]] = {}
         for each in self.theirs:
             theirs |= each.get("counters", {})

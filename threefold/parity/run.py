@@ -21,7 +21,7 @@ _LAST_LINES: Final = 8
 
 
 @dataclass(frozen=True)
-class Runs:
+class RecordedRuns:
     """Records of the runs.
 
     Attributes:
@@ -44,7 +44,7 @@ def run_both(
     timeout: float | None = None,
     whole_run: bool = False,
     tell: Callable[[str], None] = lambda doing: None,
-) -> Runs:
+) -> RecordedRuns:
     """Run both commands, one after the other, with the same initial weights.
 
     Args:
@@ -87,7 +87,7 @@ def run_both(
         one("--reference", NOISE.format(number), **{LOAD: weights, PERTURB: str(number)})
         for number in range(1, noise + 1)
     )
-    return Runs(first, one("--candidate", CANDIDATE, **{LOAD: weights}), noisy)
+    return RecordedRuns(first, one("--candidate", CANDIDATE, **{LOAD: weights}), noisy)
 
 
 def _split(option: str, command: str) -> list[str]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from math import isfinite, nan, sqrt
 
-from threefold.parity.departure import SAME, Comparison, Departure, without_key
+from threefold.parity.departure import SAME, Departure, Findings, without_key
 from threefold.parity.measure import (
     Measure,
     Quantities,
@@ -79,7 +79,7 @@ class TensorStep:
                 found[reference.sample] = reference.order, scale
         return {sample: scale for sample, (_, scale) in found.items()}
 
-    def compare(self, found: Comparison) -> Iterator[Departure]:
+    def compare(self, found: Findings) -> Iterator[Departure]:
         """Yield the departures, and count in `found` what was compared."""
         factors = self._sample_factors()
         ordered = sorted(self.expected.items(), key=lambda item: item[1].order)
@@ -109,7 +109,7 @@ class TensorStep:
 
     def _group(
         self,
-        found: Comparison,
+        found: Findings,
         kind: str,
         name: str,
         pairs: list[tuple[Quantity, Quantity]],
@@ -217,7 +217,7 @@ class TensorStep:
         total = mine + sum(shares)
         close = max(10 * tolerance.error, 1e-6)
         size = float(expected.norm())
-        if not size or float((shares[0] - mine).norm()) < close * size:
+        if not size or all(float((each - mine).norm()) < close * size for each in shares):
             return ""
         if float((total / (len(shares) + 1) - expected).norm()) < close * size:
             return "is each rank's own share: their mean would be right"

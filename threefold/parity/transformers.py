@@ -1,6 +1,6 @@
 """Callback of `transformers.Trainer` that records its first steps.
 
-    trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=[ParityCallback()])
+trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=[ParityCallback()])
 """
 
 from typing import Any

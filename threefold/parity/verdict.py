@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from threefold.parity.departure import COPY, LOSS, NORM, NUMBER, RATE, SAMPLES, Comparison, Departure, phase_of
+from threefold.parity.departure import COPY, LOSS, NORM, NUMBER, RATE, SAMPLES, Departure, Findings, phase_of
 from threefold.parity.record import BUFFER, GRADIENT, INITIAL, OUTPUT, OUTPUT_GRADIENT, STATE, TENSOR, UPDATE
 
 _BEFORE: Final = {
@@ -26,7 +26,7 @@ _LISTED: Final = 8
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Judgement:
     """What a comparison comes to.
 
     Attributes:
@@ -42,7 +42,7 @@ class Verdict:
     first: Departure | None = None
     together: tuple[Departure, ...] = ()
 
-    def document(self, found: Comparison) -> dict[str, Any]:
+    def document(self, found: Findings) -> dict[str, Any]:
         """Return the verdict as the members of a JSON document."""
         return {
             "equal": self.equal,
@@ -66,15 +66,15 @@ class Verdict:
         }
 
 
-def judge(found: Comparison) -> Verdict:
+def judge(found: Findings) -> Judgement:
     """Return the verdict on a comparison."""
     if found.equal:
-        return Verdict(True, _equal(found))
+        return Judgement(True, _equal(found))
     first = found.departures[0]
     together = [each for each in found.departures if each.step == first.step and phase_of(each) == phase_of(first)]
     lead = lead_of(together)
     rest = [each for each in together if each is not lead]
-    return Verdict(False, _sentence(lead, together, found), lead, (lead, *rest))
+    return Judgement(False, _sentence(lead, together, found), lead, (lead, *rest))
 
 
 def lead_of(together: Sequence[Departure]) -> Departure:
@@ -89,13 +89,13 @@ def lead_of(together: Sequence[Departure]) -> Departure:
     return together[-1] if together[0].kind == GRADIENT else together[0]
 
 
-def _equal(found: Comparison) -> str:
+def _equal(found: Findings) -> str:
     kinds = [f"{count:,} {_plural(kind)}" for kind, count in _totals(found).items()]
     steps = f"{found.steps} step{'s' if found.steps > 1 else ''}"
     return f"Equal up to rounding in {steps}: {', '.join(kinds)}."
 
 
-def _totals(found: Comparison) -> dict[str, int]:
+def _totals(found: Findings) -> dict[str, int]:
     totals: dict[str, int] = {}
     for kind, count in found.compared.items():
         name = STATE if kind.startswith(STATE) else kind
@@ -107,7 +107,7 @@ def _plural(kind: str) -> str:
     return {COPY: "copies", NUMBER: "numbers"}.get(kind, f"{kind}s")
 
 
-def _sentence(lead: Departure, together: Sequence[Departure], found: Comparison) -> str:
+def _sentence(lead: Departure, together: Sequence[Departure], found: Findings) -> str:
     when = f" at step {lead.step}" if lead.step else ""
     kind = STATE if lead.kind.startswith(STATE) else lead.kind
     begin = f"{_BEFORE[kind]}{when}" if kind != INITIAL else "Before the first step, initial weights depart"
@@ -126,7 +126,7 @@ def _sentence(lead: Departure, together: Sequence[Departure], found: Comparison)
     return f"{begin}: first {lead}: it {shape}{where}{more}."
 
 
-def rows(verdict: Verdict, found: Comparison) -> list[tuple[str, str, str, str, str]]:
+def rows(verdict: Judgement, found: Findings) -> list[tuple[str, str, str, str, str]]:
     """Return the rows of a table: step, what departs, error, rounding and shape, of the first departures.
 
     What departs later is counted.

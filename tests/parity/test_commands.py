@@ -1,0 +1,125 @@
+"""`threefold parity` on a script of plain PyTorch that is not ours: FSDP2 and tensor parallelism, right and wrong."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.sweep import sweep
+
+SCRIPT = Path(__file__).parents[2] / "examples/parity/train.py"
+WITH_LINES = 80
+
+
+def parity(*arguments: str, folder: Path) -> "subprocess.CompletedProcess[str]":
+    """Run the command in a folder; commands of the arguments find this Python first."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    command = [sys.executable, "-m", "threefold", "parity", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+
+
+RUN = ("run", "--reference", f"python {SCRIPT}", "--steps", "2", "--out", "records")
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Records of one process and of dp 2 · tp 2."""
+    folder = tmp_path_factory.mktemp("right")
+    ended = parity(*RUN, "--candidate", f"torchrun --standalone --nproc-per-node 4 {SCRIPT} --tp 2", folder=folder)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "Equal up to rounding in 2 steps: 29 initial weights" in ended.stdout
+    return folder / "records"
+
+
+MISTAKES = {
+    "accumulated gradients not divided": (
+        ("(loss / MICRO_BATCHES)", "loss"),
+        "all 29, each is 2 (dp or tp or micro-batches) times the reference",
+    ),
+    "attention scaled by another width": (
+        ("is_causal=True)", "is_causal=True, scale=HEADS**-0.5)"),
+        "first the output of blocks.0.attention.out:",
+    ),
+    "replicas read the same samples": (
+        ("batch.chunk(dp)[replica]", "batch.chunk(dp)[0]"),
+        "The runs read different samples at step 1: they are fewer: 4 of 8 are missing",
+    ),
+    "embeddings and head left out of FSDP": (
+        ("for module in (*model.blocks, model):", "for module in model.blocks:"),
+        "5 of 29, first the gradient of head.weight: it is each rank's own share: their mean would be right",
+    ),
+    "a column's bias scaled by the ranks": (
+        (
+            "optimizer = torch",
+            "model.blocks[1].up.bias.register_hook(lambda gradient: gradient * tp)\n    optimizer = torch",
+        ),
+        "first the gradient of blocks.1.up.bias: it is 2 (dp or tp or micro-batches) times the reference",
+    ),
+}
+
+
+@sweep("mistake", list(MISTAKES), ids=str, quick=(0,))
+def test_a_mistake_in_a_script_is_named(mistake: str, right: Path, tmp_path: Path) -> None:
+    (old, new), said = MISTAKES[mistake]
+    text = SCRIPT.read_text()
+    assert text.count(old) == 1
+    (tmp_path / "wrong.py").write_text(text.replace(old, new))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "THREEFOLD_PARITY": "wrong", "THREEFOLD_PARITY_STEPS": "2"}
+    environment |= {"THREEFOLD_PARITY_LOAD": str(right / "weights"), "THREEFOLD_PARITY_STOP": "1"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    subprocess.run([*torchrun, "wrong.py", "--tp", "2"], cwd=tmp_path, env=environment, check=True, capture_output=True)
+    noise = [option for number in (1, 2) for option in ("--noise", str(right / f"noise-{number}"))]
+    ended = parity("compare", str(right / "reference"), "wrong", *noise, "--html", "page.html", folder=tmp_path)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert said in ended.stdout, ended.stdout
+    assert said.split(":")[0] in (tmp_path / "page.html").read_text()
+
+
+def test_the_script_is_short() -> None:
+    """Three of its lines are the recorder's."""
+    lines = SCRIPT.read_text().splitlines()
+    assert len([line for line in lines if line.strip()]) <= WITH_LINES
+    assert sum("parity" in line or "recorder" in line for line in lines) == 3
+
+
+def test_a_verdict_as_json(right: Path, tmp_path: Path) -> None:
+    ended = parity("compare", str(right / "reference"), str(right / "candidate"), "--json", folder=tmp_path)
+    found = json.loads(ended.stdout)
+    assert ended.returncode == 0
+    assert found["equal"]
+    assert found["compared"]["gradient"] == 58
+
+
+def test_records_are_kept_and_small(right: Path) -> None:
+    names = {"reference", "noise-1", "noise-2", "candidate", "weights"}
+    assert names <= {path.name for path in right.iterdir()}
+    assert sum(path.stat().st_size for path in (right / "candidate").iterdir()) < 5_000_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("run", "--reference", "python nowhere.py", "--candidate", "true"), "of --reference ended with exit status 2"),
+        (("run", "--reference", "no-such-program", "--candidate", "true"), "--reference cannot be started"),
+        (("run", "--reference", "true", "--candidate", "true"), "of --reference ended without a record"),
+        (("run", "--reference", "python 'x", "--candidate", "true"), "cannot be split into words"),
+        (("run", "--reference", " ", "--candidate", "true"), "--reference is empty"),
+        (("run", "--reference", "sleep 60", "--candidate", "true", "--timeout", "1"), "did not end within 1 s"),
+        (("run", "--reference", "true", "--candidate", "true", "--out", "."), "--out . is not empty"),
+        (("compare", "nowhere", "nowhere"), "There is no record at nowhere"),
+        (("compare", ".", "."), "has no rank-00000.json"),
+        (("compare", "nowhere", "nowhere", "--html", "/nowhere/page.html"), "cannot be written"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_bad_input_is_one_sentence(arguments: tuple[str, ...], problem: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    ended = parity(*arguments, folder=tmp_path)
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    assert problem in " ".join(ended.stderr.split()), ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

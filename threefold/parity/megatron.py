@@ -1,0 +1,321 @@
+"""Adapter of Megatron-Core: chunks of a GPTModel, wrapped by its DistributedDataParallel, and a Megatron optimizer.
+
+    recorder = parity.Recorder(model, optimizer, MegatronAdapter())      # model: the list of this rank's chunks
+
+Names are those of one process: layers counted over all stages, experts over all ranks. Shards follow the attributes
+that Megatron-Core gives a parameter (`tensor_model_parallel`, `partition_dim`, `partition_stride`). The distributed
+optimizer's ranges of weights, gradients and states are recorded by the rank that owns them.
+"""
+
+import importlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from threefold.errors import UserError
+from threefold.parity.adapters import Adapter, Place, Placed, clean_name
+from threefold.parity.placement import Piece, Placement, flat_range, shard, whole
+
+_EMBEDDING, _OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
+_STAGE_COPY: Final = 1 << 20
+"""Added to the number of a copy on the last stage of a tied embedding."""
+
+
+class MegatronAdapter(Adapter):
+    """Adapter of Megatron-Core.
+
+    Gradients are recorded when the optimizer's step begins, after `finalize_model_grads`, unscaled and before they are
+    clipped; the gradient norm is the one that the step returns.
+
+    Args:
+        place: as for `Adapter`, for parameters and modules of one's own.
+    """
+
+    name = "megatron"
+    batch_dim = 1
+    clips_before_update = False
+
+    def __init__(self, place: Place | None = None) -> None:
+        super().__init__(place)
+        self._names: list[tuple[str, str]] = []
+        self._norm: float | None = None
+
+    def bind(self, models: list[nn.Module], optimizer: Any) -> None:
+        if not hasattr(optimizer, "get_loss_scale"):
+            raise UserError(
+                f"MegatronAdapter got an optimizer of type {type(optimizer).__name__}; give the one that "
+                "get_megatron_optimizer returns."
+            )
+        self.models, self.optimizer = models, optimizer
+        state: Any = importlib.import_module("megatron.core.parallel_state")
+        self._tp, self._tp_rank = state.get_tensor_model_parallel_world_size(), state.get_tensor_model_parallel_rank()
+        self._dp_rank = state.get_data_parallel_rank(with_context_parallel=True)
+        self._dp = state.get_data_parallel_world_size(with_context_parallel=True)
+        self._expert_rank = state.get_expert_model_parallel_rank()
+        self._last = state.get_pipeline_model_parallel_rank() > 0
+        self._inner = list(getattr(optimizer, "chained_optimizers", [optimizer]))
+        self._config: Any = next(each.config for each in _all_modules(models) if hasattr(each, "config"))
+        self._modules = dict(self.modules())
+
+    # ---- names ------------------------------------------------------------------------------------------------------
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for model in self.models:
+            renamed = self._renamed(model)
+            seen: set[int] = set()
+            for name, parameter in model.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    called = _rename(clean_name(name), renamed)
+                    yield (_EMBEDDING if self._is_copy(called, parameter) else called), parameter
+
+    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        for model in self.models:
+            renamed = self._renamed(model)
+            for name, module in model.named_modules():
+                cleaned = clean_name(name)
+                wrapper = cleaned == clean_name(name.rpartition(".")[0]) and name != ""
+                ends = getattr(module, "post_process", True)  # else its output is only what this stage sends on
+                if type(module).forward is not nn.Module.forward and not wrapper and ends:
+                    yield _rename(cleaned, renamed) or "model", module
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for model in self.models:
+            renamed = self._renamed(model)
+            for name, buffer in model.named_buffers():
+                if buffer.is_floating_point() and buffer.numel():
+                    yield _rename(clean_name(name), renamed), buffer
+
+    def _renamed(self, model: nn.Module) -> list[tuple[str, str]]:
+        """Return prefixes of names on this rank, and what they are in the whole model, the longest first."""
+        found = []
+        for name, module in model.named_modules():
+            local = re.fullmatch(r"(.*\.layers\.)(\d+)", clean_name(name))
+            if local and hasattr(module, "layer_number") and ".mtp." not in f".{local[1]}":
+                found.append((f"{local[0]}.", f"{local[1]}{module.layer_number - 1}."))
+            expert = re.fullmatch(r"(.*\.local_experts\.)(\d+)", clean_name(name))
+            if expert:
+                count = len(module_list(model, name.rpartition(".")[0]))
+                found.append((f"{expert[0]}.", f"{expert[1]}{self._expert_rank * count + int(expert[2])}."))
+        return sorted(found, key=lambda pair: len(pair[0]))
+
+    def _is_copy(self, name: str, parameter: nn.Parameter) -> bool:
+        """Return whether a parameter is the last stage's copy of a tied embedding."""
+        return name == _OUTPUT_LAYER and bool(getattr(parameter, "shared_embedding", False))
+
+    # ---- places -----------------------------------------------------------------------------------------------------
+
+    def placement(self, what: str, name: str, tensor: Tensor) -> tuple[Tensor, Placement]:
+        if self.place is not None and (placed := self.place(what, name, tensor)) is not None:
+            return tensor, placed
+        return tensor, whole(tensor, self._tp_rank if what == "activation" else self._dp_rank)
+
+    def _of_parameter(self, name: str, parameter: Any) -> Placement:
+        """Return where this rank's whole tensor of a parameter lies, without regard to the distributed optimizer."""
+        if self.place is not None and (placed := self.place("parameter", name, parameter)) is not None:
+            return placed
+        copy = self._dp_rank
+        if self._last and bool(getattr(parameter, "shared_embedding", False)):
+            copy += _STAGE_COPY
+        if not getattr(parameter, "tensor_model_parallel", False) or self._tp == 1:
+            return whole(parameter, copy + self._dp * self._tp_rank)
+        blocks = max(getattr(parameter, "partition_stride", 1), 1)
+        if "linear_fc1." in name and self._config.gated_linear_unit:
+            blocks = 2  # gate and up, whatever the attribute says
+        return shard(parameter, parameter.partition_dim, self._tp_rank, self._tp, blocks, copy)
+
+    def activation(self, kind: str, name: str, tensor: Tensor) -> tuple[Tensor, Placement]:
+        if self.place is not None and (placed := self.place(kind, name, tensor)) is not None:
+            return tensor, placed
+        module: Any = self._modules.get(name)
+        type_name = type(module).__name__
+        if name == "model" or (name.startswith("embedding.") and tensor.dim() > 1):  # (batch, positions, …)
+            scattered = getattr(module, "reduce_scatter_embeddings", False)
+            if self._config.sequence_parallel and name != "model" and scattered:
+                return tensor, shard(tensor, 0, self._tp_rank, self._tp)
+            tensor = tensor.transpose(0, 1)
+            logits = tensor.dim() == 3 and name == "model"
+            return tensor, self._logits(tensor) if logits else whole(tensor, self._tp_rank)
+        column, row = "ColumnParallel" in type_name, "RowParallel" in type_name
+        attention = name.endswith("core_attention")
+        if kind == "output" and (attention or (column and not getattr(module, "gather_output", False))):
+            blocks = 2 if name.endswith("linear_fc1") and self._config.gated_linear_unit else 1
+            return tensor, shard(tensor, -1, self._tp_rank, self._tp, blocks)
+        if kind != "output" and row:
+            return tensor, shard(tensor, -1, self._tp_rank, self._tp)
+        if kind != "output" and attention:
+            return tensor, shard(tensor, 2, self._tp_rank, self._tp)
+        inside = name.startswith("decoder.") or (kind != "output" and name == "output_layer")
+        if self._config.sequence_parallel and inside and tensor.dim() == 3:
+            return tensor, shard(tensor, 0, self._tp_rank, self._tp)
+        return tensor, whole(tensor, self._tp_rank)
+
+    def _logits(self, tensor: Tensor) -> Placement:
+        model: Any = next(each for each in _all_modules(self.models) if hasattr(each, "parallel_output"))
+        return shard(tensor, -1, self._tp_rank, self._tp) if model.parallel_output else whole(tensor, self._tp_rank)
+
+    # ---- the optimizer ----------------------------------------------------------------------------------------------
+
+    def weight(self, name: str, parameter: nn.Parameter) -> Placed:
+        main, span = self._main(parameter)
+        if main is None:
+            return []
+        return self._parts(name, parameter, main.detach(), span)
+
+    def gradient(self, name: str, parameter: nn.Parameter) -> Placed:
+        gradient = getattr(parameter, "main_grad", parameter.grad)
+        if gradient is None:
+            return []
+        main, span = self._main(parameter)
+        if main is None:
+            return []
+        if span is not None:
+            gradient = gradient.view(-1)[slice(*span)]
+        scale = float(self.optimizer.get_loss_scale())
+        return self._parts(name, parameter, gradient if scale == 1 else gradient / scale, span)
+
+    def states(self, name: str, parameter: nn.Parameter) -> Iterator[tuple[str, Placed]]:
+        main, span = self._main(parameter)
+        if main is not None:
+            for key, value in self._state_of(main).items():
+                if isinstance(value, Tensor) and value.shape == main.shape and value.is_floating_point():
+                    yield key, self._parts(name, parameter, value, span)
+
+    def counters(self, name: str, parameter: nn.Parameter) -> Mapping[str, float]:
+        main, _ = self._main(parameter)
+        found: dict[str, float] = {}
+        for each in self._inner:
+            for group in each.optimizer.param_groups:
+                if main is not None and any(one is main for one in group["params"]):
+                    found |= {key: float(group[key]) for key in ("lr", "weight_decay") if key in group}
+                    step = self._state_of(main).get("step", group.get("step"))
+                    if step is not None:
+                        found["updates"] = float(step)
+        return found
+
+    def numbers(self) -> Mapping[str, float]:
+        return {} if self._norm is None else {"gradient norm": self._norm}
+
+    def load(self, name: str, parameter: nn.Parameter, read: Callable[[str], Tensor]) -> None:
+        value, placement = read(name), self._of_parameter(name, parameter)
+        if tuple(value.shape) != placement.shape:
+            raise UserError(
+                f"The parameter {name} has the whole shape {placement.shape} in this run and {tuple(value.shape)} in "
+                "the reference; compare runs of one model."
+            )
+        with torch.no_grad():
+            for piece in placement.pieces:
+                spans = zip(piece.start, piece.size, strict=True)
+                piece.of(parameter.detach()).copy_(value[tuple(slice(start, start + size) for start, size in spans)])
+
+    def loaded(self) -> None:
+        self.optimizer.reload_model_params()  # into the fp32 masters
+
+    def watch(self, before: Callable[[], None], after: Callable[[], None]) -> list[Any]:
+        return [_AroundStep(self, before, after)]
+
+    def took_step(self, returned: Any) -> None:
+        """Keep the norm that a step of the optimizer returned."""
+        norm = returned[1] if isinstance(returned, tuple) and len(returned) > 1 else None
+        self._norm = None if norm is None else float(norm)
+
+    def _main(self, parameter: Any) -> tuple[Tensor | None, tuple[int, int] | None]:
+        """Return what the optimizer updates for a parameter, and the range of it if it is one.
+
+        None if another rank updates it.
+        """
+        for each in self._inner:
+            ranges = getattr(each, "model_param_gbuf_map", None)
+            if ranges is None:
+                continue
+            if parameter in each.model_param_group_index_map:
+                group, order = each.model_param_group_index_map[parameter]
+                span = each._get_model_param_range_map(parameter)["param"]
+                return each.optimizer.param_groups[group]["params"][order], (span.start, span.end)
+        if any(hasattr(each, "model_param_gbuf_map") for each in self._inner) and parameter.requires_grad:
+            return None, None
+        main = getattr(parameter, "main_param", None)
+        return (parameter if main is None else main), None
+
+    def _state_of(self, main: Tensor) -> Mapping[str, Any]:
+        for each in self._inner:
+            if main in each.optimizer.state:
+                found: Mapping[str, Any] = each.optimizer.state[main]
+                return found
+        return {}
+
+    def _parts(self, name: str, parameter: nn.Parameter, value: Tensor, span: tuple[int, int] | None) -> Placed:
+        placement = self._of_parameter(name, parameter)
+        if span is None:
+            return [(value.view(parameter.shape), placement)]
+        # A range of the rank's flat tensor, which is itself a shard: each data-parallel rank owns another.
+        copy = placement.copy - self._dp_rank
+        found: Placed = []
+        for piece in flat_range(tuple(parameter.shape), *span).pieces:
+            for box in placement.pieces:
+                common = _common(piece, box)
+                if common is not None:
+                    local, start, size = common
+                    part = piece.of(value.view(-1)) if piece.size != parameter.shape else value.view(parameter.shape)
+                    for dim, (at, extent) in enumerate(zip(local, size, strict=True)):
+                        part = part.narrow(dim, at, extent)
+                    whole_piece = Piece((0,) * len(size), start, size)
+                    found.append((part, Placement(placement.shape, (whole_piece,), copy)))
+        return found
+
+
+class _AroundStep:
+    """Calls of functions before and after each step of a Megatron optimizer; the handle to remove them."""
+
+    def __init__(self, adapter: MegatronAdapter, before: Callable[[], None], after: Callable[[], None]) -> None:
+        self._optimizer = adapter.optimizer
+        step = self._optimizer.step
+
+        def around(*args: Any, **options: Any) -> Any:
+            before()
+            returned = step(*args, **options)
+            adapter.took_step(returned)
+            after()
+            return returned
+
+        self._optimizer.step = around
+
+    def remove(self) -> None:
+        """Let the optimizer's own method be called again."""
+        del self._optimizer.step
+
+
+def module_list(model: nn.Module, name: str) -> list[nn.Module]:
+    """Return the modules of a list in a model."""
+    return list(model.get_submodule(name).children())
+
+
+def _all_modules(models: list[nn.Module]) -> Iterator[nn.Module]:
+    for model in models:
+        yield from model.modules()
+
+
+def _rename(name: str, renamed: list[tuple[str, str]]) -> str:
+    for local, whole_name in renamed:  # from the outside in, so that an expert's layer has its name already
+        if f"{name}.".startswith(local):
+            name = f"{whole_name}{name[len(local) :]}".removesuffix(".")
+            break
+    return name
+
+
+def _common(piece: Piece, box: Piece) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
+    """Return what a piece of a rank's tensor and a box of it share: offset within the piece, in the whole, and size."""
+    local, start, size = [], [], []
+    for at, extent, box_at, box_start, box_size in zip(
+        piece.start, piece.size, box.local, box.start, box.size, strict=True
+    ):
+        first, last = max(at, box_at), min(at + extent, box_at + box_size)
+        if first >= last:
+            return None
+        local.append(first - at)
+        start.append(box_start + first - box_at)
+        size.append(last - first)
+    return tuple(local), tuple(start), tuple(size)
