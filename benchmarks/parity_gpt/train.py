@@ -102,9 +102,9 @@ class Trainer:
         if options.evaluate:
             self._evaluate()
         clip(run, stage, total)
-        self._update(total)
         for router in stage.routers():
             router.balance_bias()
+        self._update(total)
         self._clear(whole)
         run.step += 1
         return reported
