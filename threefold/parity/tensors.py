@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from math import isfinite, nan, sqrt
 
-from threefold.parity.departure import SAME, Departure, Findings, without_key
+from threefold.parity.departure import SUMMED, Departure, Findings, without_key
 from threefold.parity.measure import (
     Measure,
     Quantities,
@@ -104,7 +104,7 @@ class TensorStep:
                 continue  # an optimizer makes whole updates of a gradient that is 0 up to rounding
             tolerance = self.tolerances.of(self.step, kind, name)
             if kind == INITIAL:
-                tolerance = Tolerance(SAME, SAME)
+                tolerance = Tolerance(SUMMED, SUMMED)
             yield from self._group(found, kind, name, compared, tolerance, factors)
 
     def _group(
