@@ -1,6 +1,6 @@
 """Adapter of torchtitan: the model parts and the container of optimizers of its Trainer.
 
-    recorder = parity.Recorder(trainer.model_parts, trainer.optimizers, TorchtitanAdapter())      # before trainer.train()
+    recorder = parity.Recorder(trainer.model_parts, trainer.optimizers, TorchtitanAdapter())  # before trainer.train()
 
 Its parameters are DTensors, or plain ones of a pipeline stage under global names, as the base class takes them; what is
 torchtitan's is one optimizer for each model part, and its own function of clipping.
