@@ -79,7 +79,8 @@ class MegatronAdapter(Adapter):
                 cleaned = clean_name(name)
                 wrapper = cleaned == clean_name(name.rpartition(".")[0]) and name != ""
                 ends = getattr(module, "post_process", True)  # else its output is only what this stage sends on
-                if type(module).forward is not nn.Module.forward and not wrapper and ends:
+                empty = type(module).__name__ in ("IdentityOp", "IdentityFuncOp")  # an absent part of a layer
+                if type(module).forward is not nn.Module.forward and not wrapper and ends and not empty:
                     yield _rename(cleaned, renamed) or "model", module
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,156 @@
+"""Adapters of frameworks: a right run of the real package is equal to one process, and a wrong one is named."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.parity.test_commands import parity
+from tests.support.sweep import sweep
+
+EXAMPLES = Path(__file__).parents[2] / "examples/parity"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A candidate layout of an example, and a mistake put into its text.
+
+    Attributes:
+        package: module that the example needs.
+        script: file of the example.
+        candidate: arguments of the candidate.
+        ranks: processes of the candidate.
+        old, new: text that the mistake replaces, and with what.
+        said: part of the verdict on the mistake.
+        reference: arguments of the reference.
+    """
+
+    package: str
+    script: str
+    candidate: tuple[str, ...]
+    ranks: int
+    old: str
+    new: str
+    said: str
+    reference: str = ""
+
+
+CASES = {
+    "accelerate, a wrapper bypassed": Case(
+        "accelerate",
+        "with_accelerate.py",
+        ("--accumulate", "2"),
+        2,
+        "model(part[:, :-1])",
+        "model.module(part[:, :-1])",
+        "each rank's own share: their mean would be right",
+    ),
+    "accelerate, accumulated gradients not divided": Case(
+        "accelerate",
+        "with_accelerate.py",
+        ("--accumulate", "2"),
+        2,
+        "accelerator.backward(loss)",
+        "accelerator.backward(loss * accumulate)",
+        "all 29, each is 2 (ranks or micro-batches) times the reference",
+    ),
+    "transformers, mean of means": Case(
+        "transformers",
+        "with_transformers.py",
+        ("--accumulate", "2"),
+        2,
+        "    trainer.train()",
+        "    trainer.model_accepts_loss_kwargs = False\n    trainer.train()",
+        "first the gradient of transformer.ln_f.bias",
+    ),
+    **{
+        f"deepspeed, ZeRO {stage}, loss scaled": Case(
+            "deepspeed",
+            "with_deepspeed.py",
+            ("--zero", str(stage), "--accumulate", "2"),
+            2,
+            "engine.backward(loss)",
+            "engine.backward(2 * loss)",
+            "all 29, each is 2 (",
+        )
+        for stage in range(4)
+    },
+    "megatron, tp, an input gradient not summed": Case(
+        "megatron.core",
+        "with_megatron.py",
+        ("--tp", "2"),
+        2,
+        "    model.broadcast_params()",
+        "    column = gpt.decoder.layers[1].mlp.linear_fc1\n"
+        "    column.explicit_expert_comm, column.allreduce_dgrad = True, False\n"
+        "    model.broadcast_params()",
+        "first the gradient of the input of decoder.layers.1.mlp",
+    ),
+    "megatron, pp, a tied gradient not summed": Case(
+        "megatron.core",
+        "with_megatron.py",
+        ("--pp", "2"),
+        2,
+        "    model.broadcast_params()",
+        "    import sys\n"
+        '    ends = sys.modules["megatron.core.distributed.finalize_model_grads"]\n'
+        "    ends._allreduce_word_embedding_grads = lambda *_, **__: None\n"
+        "    model.broadcast_params()",
+        "first the gradient of embedding.word_embeddings.weight",
+    ),
+    "megatron, distributed optimizer, gradients not summed over dp": Case(
+        "megatron.core",
+        "with_megatron.py",
+        ("--zero",),
+        2,
+        "finalize_model_grads_func=finalize_model_grads",
+        "finalize_model_grads_func=None",
+        "gradients of parameters depart at step 1",
+    ),
+    "megatron, gated tp · pp · distributed optimizer, a wrong layer scale": Case(
+        "megatron.core",
+        "with_megatron.py",
+        ("--gated", "--tp", "2", "--pp", "2", "--zero"),
+        4,
+        "    model.broadcast_params()",
+        "    if not ends['pre_process']:\n"
+        "        gpt.decoder.layers[0].mlp.register_forward_hook(lambda _, __, out: (out[0] * 1.01, out[1]))\n"
+        "    model.broadcast_params()",
+        "first the output of decoder.layers.1.mlp",
+        reference="--gated",
+    ),
+}
+
+
+def has(package: str) -> bool:
+    """Return whether a package is installed, without running it."""
+    return find_spec(package.partition(".")[0]) is not None
+
+
+@sweep("name", list(CASES), ids=str, quick=(0, 2))
+def test_a_right_run_is_equal_and_a_wrong_one_named(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    if not has(case.package):
+        pytest.skip(f"{case.package} is not installed")
+    script = EXAMPLES / case.script
+    torchrun = f"torchrun --standalone --nproc-per-node {case.ranks} {script} {' '.join(case.candidate)}"
+    arguments = ("run", "--reference", f"python {script} {case.reference}", "--candidate", torchrun, "--steps", "2")
+    right = parity(*arguments, "--noise", "1", "--out", "records", folder=tmp_path)
+    assert right.returncode == 0, right.stdout + right.stderr
+    assert "Equal up to rounding in 2 steps" in right.stdout
+
+    text = script.read_text()
+    assert text.count(case.old) == 1
+    (tmp_path / "wrong.py").write_text(text.replace(case.old, case.new))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "THREEFOLD_PARITY": "wrong", "THREEFOLD_PARITY_STEPS": "2"}
+    environment |= {"THREEFOLD_PARITY_LOAD": "records/weights", "THREEFOLD_PARITY_STOP": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(EXAMPLES), *environment.get("PYTHONPATH", "").split(os.pathsep)])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks)]
+    subprocess.run([*command, "wrong.py", *case.candidate], cwd=tmp_path, env=environment, check=True)
+    wrong = parity("compare", "records/reference", "wrong", "--noise", "records/noise-1", folder=tmp_path)
+    assert wrong.returncode == 1, wrong.stdout + wrong.stderr
+    assert case.said in " ".join(wrong.stdout.split()), wrong.stdout
