@@ -33,7 +33,7 @@ from threefold.parity.departure import Findings
 from threefold.parity.record import Record
 from threefold.parity.verdict import Judgement, judge
 
-NOISY = 1
+NOISY = 2
 """Further runs of each reference with noise in the last place, from which tolerances are learned."""
 DENSE = "--rotary --qk-norm --sink --kv-heads 2 --swiglu --masked"
 MIXTURE = "--experts 4 --auxiliary 0.2 --expert-bias 0.05 --groups 2 --masked"
@@ -96,7 +96,7 @@ class Found:
         first = self.verdict.first
         if first is None:
             return False
-        names = first.name or first.kind, f"{first.kind} {first.name}"
+        names = first.name or first.kind, f"{first.kind} {first.name}", str(first)
         return any(fnmatchcase(name, each) for name in names for each in self.row.right)
 
     @property

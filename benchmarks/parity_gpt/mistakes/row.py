@@ -12,8 +12,7 @@ ROUTER: Final = (
     "blocks.*.moe",
     "blocks.*.moe.router",
     "blocks.*.moe.router.weight",
-    "blocks.*.norm2",
-    "blocks.*.norm2.*",
+    "*, which blocks.*.moe.router reads",
 )
 EXPERTS: Final = ("blocks.*.moe.experts.*",)
 MIXTURE: Final = "--experts 4 --auxiliary 0.2"
@@ -29,7 +28,8 @@ class Row:
         what: the mistake.
         model: options of both runs.
         layout: further options of the run with the mistake.
-        right: patterns of the names of parameters, modules and numbers that lead to the mistake, or of kind and name.
+        right: patterns of the names of parameters, modules and numbers that lead to the mistake, of kind and name, or
+            of the words for it.
         shape: pattern of its shape in words; empty if it has none.
         reference: further options of the other run; `{folder}` is a folder for checkpoints.
         prepare: options of a run before, which writes checkpoints to `{folder}`.
