@@ -9,18 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.parity_command import parity
 from tests.support.sweep import sweep
 
 SCRIPT = Path(__file__).parents[2] / "examples/parity/train.py"
 WITH_LINES = 80
-
-
-def parity(*arguments: str, folder: Path) -> "subprocess.CompletedProcess[str]":
-    """Run the command in a folder; commands of the arguments find this Python first."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    command = [sys.executable, "-m", "threefold", "parity", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
 
 
 RUN = ("run", "--reference", f"python {SCRIPT}", "--steps", "2", "--out", "records")
