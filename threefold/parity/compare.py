@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.parity.departure import Findings, phase_of
-from threefold.parity.measure import Quantities, Tolerances
+from threefold.parity.measure import Quantities, Tolerances, last_places
 from threefold.parity.record import INITIAL, OUTPUT, Record
 from threefold.parity.reported import ReportedStep
 from threefold.parity.tensors import TensorStep
@@ -50,7 +50,10 @@ def compare(
             TensorStep(step, reference, other, expected, again, tolerances).learn()
             if step:
                 ReportedStep(step, reference, other, expected, again, tolerances).learn()
-        tensors = TensorStep(step, reference, candidate, expected, got, tolerances, before)
+        if step == 0:
+            dtypes = {dtype for record in (reference, candidate) for facts in record.ranks for dtype in facts["dtypes"]}
+            places = last_places(expected.values(), dtypes)
+        tensors = TensorStep(step, reference, candidate, expected, got, tolerances, before, places)
         found.departures += tensors.compare(found)
         if step:
             reported = ReportedStep(step, reference, candidate, expected, got, tolerances)

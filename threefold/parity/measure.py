@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from threefold.parity.record import GRADIENT, OUTPUT, OUTPUT_GRADIENT, IndexEntry, Key, Quantity, detail_of
+from threefold.parity.record import GRADIENT, INITIAL, OUTPUT, OUTPUT_GRADIENT, IndexEntry, Key, Quantity, detail_of
 from threefold.parity.sketch import Kept, grid
 
 _BLOCKS: Final = 16
@@ -113,6 +113,15 @@ def least_magnitudes(quantities: Iterable[Quantity]) -> dict[str, float]:
     for each in quantities:
         largest[each.kind] = max(largest.get(each.kind, 0.0), magnitude(each.kept))
     return {kind: SMALL * value for kind, value in largest.items()}
+
+
+def last_places(quantities: Iterable[Quantity], dtypes: Iterable[str]) -> dict[str, float]:
+    """Return, by name, the mean distance of a parameter's elements from their neighbours in its dtype.
+
+    An update is the difference of two weights, each rounded to such a distance.
+    """
+    eps = max((torch.finfo(getattr(torch, dtype)).eps for dtype in dtypes), default=0.0)
+    return {each.name: eps * magnitude(each.kept) for each in quantities if each.kind == INITIAL}
 
 
 def copy_elements(primary: Kept, entry: IndexEntry, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,10 @@ from torch import Tensor
 from threefold.parity.sketch import Kept
 
 _SHARDS: Final = (2, 3, 4, 6, 8, 12, 16)
+_CLOSE: Final = 0.05
+"""Largest relative error of an explanation."""
+_LEFT: Final = 0.2
+"""Largest part of a factor's distance from 1 that it may leave unexplained."""
 _NAMED: Final = 0.01
 """Relative distance within which a factor is that of a name."""
 
@@ -95,7 +99,7 @@ def shape_of(
         tolerance: error that counts as rounding.
         scale_tolerance: distance of a factor from 1 that does; by default the same.
     """
-    close = max(3 * tolerance, 1e-6)
+    close = min(max(3 * tolerance, 1e-6), _CLOSE)
     whole_a, whole_b = _all(candidate), _all(reference)
     if not bool(torch.isfinite(whole_a).all()):
         return "is not finite" if bool(torch.isfinite(whole_b).all()) else None
@@ -104,9 +108,9 @@ def shape_of(
     if not whole_a.any():
         return "is zero"
     scale = float(whole_a @ whole_b / (whole_b @ whole_b))
-    if _error(whole_a, whole_b * scale) < close and abs(scale - 1) > (
-        tolerance if scale_tolerance is None else scale_tolerance
-    ):
+    left = _error(whole_a, whole_b * scale)
+    least = tolerance if scale_tolerance is None else scale_tolerance
+    if abs(scale - 1) > least and left < min(close, _LEFT * abs(scale - 1)):
         return f"is {factors.name(scale)} times the reference"
     for text in _of_dims(candidate, reference, factors, close):
         return text
@@ -184,7 +188,7 @@ def _of_shards(a: Tensor, b: Tensor, dim: int, count: int, factors: Factors, clo
             scales.append(scale)
     moved = [number for number in range(count) if sources[number] != number]
     changed = [number for number in range(count) if scales[number] != 1.0]
-    if moved and not changed:
+    if moved and not changed and len(set(sources)) == count:
         return f"has shards along dim {dim} (of {count}) in the order {', '.join(map(str, sources))}"
     if moved or not changed or len(changed) == count:
         return None

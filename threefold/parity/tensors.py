@@ -1,6 +1,6 @@
 """The comparison of the tensors of a step: tolerance of each, shape of a departure, ranks that hold it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import isfinite, nan, sqrt
 
 from threefold.parity.departure import SUMMED, Departure, Findings, without_key
@@ -30,6 +30,7 @@ class TensorStep:
         expected, got: what they have of the step.
         tolerances: what counts as rounding.
         before: what the reference has of the step before, to know a tensor that is late.
+        places: distance of a weight from its neighbours, by name (`last_places`).
     """
 
     def __init__(
@@ -41,9 +42,11 @@ class TensorStep:
         got: Quantities,
         tolerances: Tolerances,
         before: Quantities | None = None,
+        places: Mapping[str, float] | None = None,
     ) -> None:
         self.step, self.reference, self.candidate = step, reference, candidate
         self.expected, self.got, self.tolerances, self.before = expected, got, tolerances, before
+        self.places = places or {}
         self.least = least_magnitudes(expected.values())
         self.factors = Factors.of_run(candidate.facts, max(step, 1), reference.facts)
 
@@ -103,6 +106,9 @@ class TensorStep:
             if name in noise and (kind == UPDATE or kind.startswith(STATE)):
                 continue  # an optimizer makes whole updates of a gradient that is 0 up to rounding
             tolerance = self.tolerances.of(self.step, kind, name)
+            if kind == UPDATE and (size := max(magnitude(each.kept) for each, _ in pairs)):
+                least = self.places.get(name, 0.0) / size
+                tolerance = Tolerance(max(tolerance.error, least), max(tolerance.scale, least))
             if kind == INITIAL:
                 tolerance = Tolerance(SUMMED, SUMMED)
             yield from self._group(found, kind, name, compared, tolerance, factors)
