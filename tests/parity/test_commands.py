@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.parity_command import parity
-from tests.support.sweep import sweep
 
 SCRIPT = Path(__file__).parents[2] / "examples/parity/train.py"
 WITH_LINES = 80
@@ -53,7 +52,8 @@ MISTAKES = {
 }
 
 
-@sweep("mistake", list(MISTAKES), ids=str, quick=(0,))
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", list(MISTAKES))
 def test_a_mistake_in_a_script_is_named(mistake: str, right: Path, tmp_path: Path) -> None:
     (old, new), said = MISTAKES[mistake]
     text = SCRIPT.read_text()
@@ -77,6 +77,7 @@ def test_the_script_is_short() -> None:
     assert sum("parity" in line or "recorder" in line for line in lines) == 3
 
 
+@pytest.mark.slow
 def test_a_verdict_as_json(right: Path, tmp_path: Path) -> None:
     ended = parity("compare", str(right / "reference"), str(right / "candidate"), "--json", folder=tmp_path)
     found = json.loads(ended.stdout)
@@ -85,10 +86,51 @@ def test_a_verdict_as_json(right: Path, tmp_path: Path) -> None:
     assert found["compared"]["gradient"] == 58
 
 
+@pytest.mark.slow
 def test_records_are_kept_and_small(right: Path) -> None:
     names = {"reference", "noise-1", "noise-2", "candidate", "weights"}
     assert names <= {path.name for path in right.iterdir()}
     assert sum(path.stat().st_size for path in (right / "candidate").iterdir()) < 5_000_000
+
+
+SMALL = """
+import sys
+import torch
+from threefold import parity
+
+torch.manual_seed(0)
+model = torch.nn.Linear(5, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+recorder = parity.Recorder(model, optimizer)
+for step in range(9):
+    model(torch.eye(5)).square().sum().backward()
+    model.weight.grad *= float(sys.argv[1])
+    recorder.after_backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("all nine steps")
+"""
+
+
+def test_two_runs_of_a_small_script(tmp_path: Path) -> None:
+    (tmp_path / "small.py").write_text(SMALL)
+    options = ("--noise", "1", "--steps", "1")
+    run = (
+        "run",
+        "--reference",
+        "python small.py 1",
+        "--candidate",
+        "python small.py 0.5",
+        *options,
+        "--out",
+        "records",
+    )
+    ended = parity(*run, folder=tmp_path)
+    assert ended.returncode == 1, ended.stderr
+    assert "first the gradient of weight: it is 1/2 times the reference" in ended.stdout, ended.stdout
+    assert (tmp_path / "records/candidate.log").read_text() == "", "the script ends with the recorded steps"
+    again = parity("compare", "records/reference", "records/reference", "--json", folder=tmp_path)
+    assert json.loads(again.stdout)["equal"]
 
 
 @pytest.mark.parametrize(
