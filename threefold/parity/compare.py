@@ -36,9 +36,8 @@ def compare(
         UserError: the records are of different models or steps, or a file is damaged.
     """
     count = _steps(reference, candidate, noisy, steps)
-    tolerances = Tolerances(_precision(reference, candidate))
+    tolerances = Tolerances(_precision(reference, candidate), len(noisy))
     found = Findings(steps=count)
-    tolerances.runs = len(noisy)
     before: Quantities | None = None
     for step in range(count + 1):
         expected = reference.step(step)

@@ -159,15 +159,16 @@ class Tolerances:
 
     Args:
         precision: lowest precision of the runs, such as `bfloat16`.
+        runs: number of runs with noise that are learned from; without any, tolerances are fixed ones of the precision.
         factor: times the error of a run with noise that counts as rounding.
     """
 
-    def __init__(self, precision: str, factor: float = FACTOR) -> None:
+    def __init__(self, precision: str, runs: int = 0, factor: float = FACTOR) -> None:
         self._least = _EPS.get(precision, _EPS["float32"])
         self._factor = factor
         self._errors: dict[tuple[int, str, str], tuple[float, float]] = {}
         self._commons: dict[tuple[int, str], tuple[float, float]] = {}
-        self.runs = 0
+        self._runs = runs
 
     def learn(self, step: int, kind: str, name: str, seen: Measure) -> None:
         """Take up the difference between the reference and a run of it with noise."""
@@ -177,7 +178,7 @@ class Tolerances:
 
     def of(self, step: int, kind: str, name: str) -> Tolerance:
         """Return the tolerance of a quantity."""
-        if not self.runs:
+        if not self._runs:
             error = self._least * UNEARNED.get(kind, _UNEARNED_OTHER) * _GROWTH ** (max(step, 1) - 1)
             return Tolerance(error, error)
         own = self._errors.get((step, kind, name), (0.0, 0.0))

@@ -100,6 +100,7 @@ class Recorder:
         self._seen: dict[int, tuple[weakref.ref[Tensor], list[str]]] = {}
         self._dtypes: set[str] = set()
         self._readers: dict[str, list[str]] = {}
+        self._current: tuple[str, ...] | None = None
         self._given: list[tuple[str, ...]] | None = None
         self._noise = _Noise(_number(PERTURB))
         self._gradient_squares: float | None = None
@@ -247,8 +248,6 @@ class Recorder:
             self._calls.clear()
 
         return hook
-
-    _current: tuple[str, ...] | None = None
 
     def _leave(self) -> None:
         if not in_backward_pass():
