@@ -54,12 +54,14 @@ def train(
     after_backward: Callable[[Model, int], Any] = lambda model, step: None,
     skip: int = 0,
     scale: float = 1.0,
+    adapter: parity.Adapter | None = None,
+    recorded: int | None = None,
 ) -> Model:
     """Train for some steps with a recorder; the arguments put mistakes into it."""
     torch.manual_seed(3)
     model = Model(recompute=recompute).to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    recorder = parity.Recorder(model, optimizer, folder=folder)
+    recorder = parity.Recorder(model, optimizer, adapter, folder=folder, steps=recorded)
     data = torch.Generator().manual_seed(5)
     batches = [torch.randint(31, (6, 9), generator=data) for _ in range(steps + skip)][skip:]
     before_backward(model)
@@ -102,6 +104,7 @@ def test_the_same_run_has_the_same_record(reference: Path, noisy: list[Path], tm
     train(tmp_path / "again")
     found = compared(reference, tmp_path / "again", noisy)
     assert found.equal
+    assert found.notes == []
     assert max(found.worst.values()) == 0.0
     assert found.compared[OUTPUT] == found.compared[OUTPUT_GRADIENT] == 3 * 6 * 11  # steps, samples, modules
     assert found.compared[GRADIENT] == found.compared[UPDATE] == 3 * found.compared[INITIAL] == 3 * 15
@@ -195,6 +198,67 @@ def test_a_mistake_is_named(
     assert (verdict.first.step, verdict.first.kind) == (1, kind), verdict.sentence
     assert verdict.first.name.startswith(name), verdict.sentence
     assert shape in verdict.first.shape, verdict.sentence
+
+
+class HalfOfAGradient(parity.Adapter):
+    """Gives one half of a gradient, as an adapter of a sharded optimizer whose other rank says nothing."""
+
+    def gradient(self, name: str, parameter: nn.Parameter) -> list[tuple[Tensor, parity.Placement]]:
+        found = super().gradient(name, parameter)
+        if name != "head.weight":
+            return found
+        return [(tensor[:10], parity.Placement(tuple(tensor.shape), (ten_rows(tensor),))) for tensor, _ in found]
+
+
+def ten_rows(tensor: Tensor) -> parity.Piece:
+    return parity.Piece((0, 0), (0, 0), (10, tensor.shape[1]))
+
+
+def test_what_is_not_recorded_is_not_equal(reference: Path, noisy: list[Path], tmp_path: Path) -> None:
+    train(tmp_path / "half", adapter=HalfOfAGradient())
+    verdict = judge(compared(reference, tmp_path / "half", noisy))
+    assert verdict.first is not None
+    assert (verdict.first.kind, verdict.first.name) == (GRADIENT, "head.weight"), verdict.sentence
+    assert verdict.first.shape == "lacks 252 elements", verdict.sentence
+
+
+@pytest.mark.parametrize("wrong", [True, False], ids=["the candidate's", "the reference's"])
+def test_a_gradient_that_is_not_finite_departs(wrong: bool, reference: Path, noisy: list[Path], tmp_path: Path) -> None:
+    def spoil(model: Model, step: int) -> None:
+        if step == 2:
+            model.head.bias.grad[3] = torch.nan  # type: ignore[index]
+
+    train(tmp_path / "nan", after_backward=spoil)
+    pair = (reference, tmp_path / "nan") if wrong else (tmp_path / "nan", reference)
+    verdict = judge(compared(*pair, noisy))
+    assert verdict.first is not None
+    assert (verdict.first.step, verdict.first.name) == (3, "head.bias"), verdict.sentence
+
+
+def test_a_small_gradient_has_its_update_compared(tmp_path: Path) -> None:
+    """A gradient a millionth of the others' is not noise, and an optimizer makes a whole update of it."""
+
+    def shrink(model: Model, step: int) -> None:
+        model.head.bias.grad.mul_(1e-6)  # type: ignore[union-attr]
+
+    train(tmp_path / "right", dtype=torch.float64, steps=1, recorded=1, after_backward=shrink)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("THREEFOLD_PARITY_PERTURB", "1")
+        train(tmp_path / "noise", dtype=torch.float64, steps=1, recorded=1, after_backward=shrink)
+    found = compared(tmp_path / "right", tmp_path / "right", [tmp_path / "noise"])
+    assert found.compared[UPDATE] == 15
+
+
+def test_fp64_of_other_micro_batches_is_equal(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("THREEFOLD_PARITY_PERTURB", "1")
+        train(tmp_path / "noise", dtype=torch.float64)
+    train(tmp_path / "one", dtype=torch.float64)
+    train(tmp_path / "three", dtype=torch.float64, micro_batches=3)
+    found = compared(tmp_path / "one", tmp_path / "three", [tmp_path / "noise"])
+    assert found.equal, judge(found).sentence
+    train(tmp_path / "wrong", dtype=torch.float64, scale=1 + 1e-7)
+    assert not compared(tmp_path / "one", tmp_path / "wrong", [tmp_path / "noise"]).equal
 
 
 def test_the_readers_of_a_wrong_gradient_are_named(reference: Path, noisy: list[Path], tmp_path: Path) -> None:

@@ -1,13 +1,15 @@
 """`threefold parity`: compare the training runs of any scripts that have a recorder."""
 
 import json
+import shutil
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from threefold.cli.terminal import Steps, counted, print_table
+from threefold.errors import UserError
 from threefold.files import format_bytes
 
 if TYPE_CHECKING:
@@ -58,9 +60,10 @@ def run(
 
     if page is not None:
         _check_page(page)
-    with TemporaryDirectory(prefix="threefold-parity-") as temporary:
-        folder = Path(temporary) / "records" if out is None else out
-        doing = {"reference": "Reference", "candidate": "Candidate"}
+    folder = Path(mkdtemp(prefix="threefold-parity-")) if out is None else out
+    doing = {"reference": "Reference", "candidate": "Candidate"}
+    failed = False
+    try:
         with Steps("Running", noise + 2) as bar:
             begun = 0
 
@@ -82,6 +85,19 @@ def run(
         _report(runs.reference, runs.candidate, list(runs.noisy), None, page, as_json)
         if out is not None and not as_json:
             typer.echo(f"Records and logs: {out} ({format_bytes(_size(out))}).")
+    except UserError:
+        failed = True
+        raise
+    finally:
+        if out is None:
+            _remove(folder, but_logs=failed)
+
+
+def _remove(folder: Path, but_logs: bool) -> None:
+    """Remove a temporary folder, but the logs that a message names."""
+    logs = but_logs and any(folder.glob("*.log"))
+    for path in [each for each in folder.iterdir() if each.is_dir()] if logs else [folder]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 @app.command()

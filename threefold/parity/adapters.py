@@ -9,15 +9,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from threefold.errors import UserError
-from threefold.parity.placement import Piece, Placement, whole
+from threefold.parity.placement import Piece, Placement, fill, whole
 from threefold.torch_private.distributed import local_box
 
 Place = Callable[[str, str, Tensor], Placement | None]
@@ -146,17 +144,9 @@ class Adapter:
 
     def load(self, name: str, parameter: nn.Parameter, read: Callable[[str], Tensor]) -> None:
         """Give a parameter the values of the whole one, which `read` returns by its name."""
-        with torch.no_grad():
-            mine, placement = self.placement("parameter", name, parameter.detach())
-            value = read(placement.name or name)
-            if tuple(value.shape) != placement.shape:
-                raise UserError(
-                    f"The parameter {placement.name or name} has the whole shape {placement.shape} in this run and "
-                    f"{tuple(value.shape)} in the reference; compare runs of one model, or correct the adapter."
-                )
-            for piece in placement.pieces:
-                spans = zip(piece.start, piece.size, strict=True)
-                piece.of(mine).copy_(value[tuple(slice(start, start + size) for start, size in spans)])
+        mine, placement = self.placement("parameter", name, parameter.detach())
+        called = placement.name or name
+        fill(mine, placement, read(called), called)
 
     def loaded(self) -> None:
         """Take up new weights wherever the framework keeps copies of them."""

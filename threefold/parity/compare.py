@@ -13,7 +13,7 @@ from threefold.parity.departure import Findings, phase_of
 from threefold.parity.measure import Quantities, Tolerances, last_places
 from threefold.parity.record import INITIAL, OUTPUT, Record
 from threefold.parity.reported import ReportedStep
-from threefold.parity.tensors import TensorStep
+from threefold.parity.tensors import StepPair, TensorStep
 
 
 def compare(
@@ -35,28 +35,34 @@ def compare(
     Raises:
         UserError: the records are of different models or steps, or a file is damaged.
     """
+    for other in noisy:
+        if not other.facts.get("perturbed"):
+            raise UserError(
+                f"--noise {shown(other.folder)} is a run without noise, so that it shows no rounding; give records of "
+                "the reference run with THREEFOLD_PARITY_PERTURB, as parity run --out keeps them."
+            )
     count = _steps(reference, candidate, noisy, steps)
     tolerances = Tolerances(_precision(reference, candidate), len(noisy))
     found = Findings(steps=count)
     before: Quantities | None = None
+    places: dict[str, float] = {}
     for step in range(count + 1):
-        expected = reference.step(step)
-        got = candidate.step(step)
+        expected, got = reference.step(step), candidate.step(step)
         if step == 0:
             _check_model(reference, candidate, expected, got)
+            places = last_places(expected.values(), _dtypes("dtypes", reference, candidate))
         for other in noisy:
             again = other.step(step)
-            TensorStep(step, reference, other, expected, again, tolerances).learn()
+            if step == 0:
+                _check_model(reference, other, expected, again)
+            learned = StepPair(step, reference, other, expected, again, tolerances)
+            TensorStep(learned).learn()
             if step:
-                ReportedStep(step, reference, other, expected, again, tolerances).learn()
-        if step == 0:
-            dtypes = {dtype for record in (reference, candidate) for facts in record.ranks for dtype in facts["dtypes"]}
-            places = last_places(expected.values(), dtypes)
-        tensors = TensorStep(step, reference, candidate, expected, got, tolerances, before, places)
-        found.departures += tensors.compare(found)
+                ReportedStep(learned).learn()
+        pair = StepPair(step, reference, candidate, expected, got, tolerances)
+        found.departures += TensorStep(pair, before, places).compare(found)
         if step:
-            reported = ReportedStep(step, reference, candidate, expected, got, tolerances)
-            found.departures += reported.compare(found)
+            found.departures += ReportedStep(pair).compare(found)
         if step == 1:
             outputs = sorted({(each.order, each.name) for each in expected.values() if each.kind == OUTPUT})
             found.order = list(dict.fromkeys(name for _, name in outputs))
@@ -104,21 +110,22 @@ def _check_model(reference: Record, candidate: Record, expected: Quantities, got
     for name, shape in names.items():
         if shape != others[name]:
             raise UserError(f"The record {which}: {name} has the shape {others[name]} instead of {shape}; {remedy}.")
-    for (kind, name, _), each in got.items():
-        if kind == INITIAL and each.missing:
-            raise UserError(
-                f"The record {shown(candidate.folder)} has {each.kept.covered:,} elements of {name}, and "
-                f"{each.missing:,} are missing; let every rank record, and the adapter place all its parts."
-            )
+    for record, quantities in ((reference, expected), (candidate, got)):
+        for (kind, name, _), each in quantities.items():
+            if kind == INITIAL and each.missing:
+                raise UserError(
+                    f"The record {shown(record.folder)} has {each.kept.covered:,} elements of {name}, and "
+                    f"{each.missing:,} are missing; let every rank record, and the adapter place all its parts."
+                )
+
+
+def _dtypes(fact: str, *records: Record) -> set[str]:
+    return {dtype for record in records for facts in record.ranks for dtype in facts.get(fact, ())}
 
 
 def _precision(*records: Record) -> str:
-    dtypes = {dtype for record in records for facts in record.ranks for dtype in facts["dtypes"]}
-    dtypes |= {dtype for record in records for facts in record.ranks for dtype in facts.get("activation_dtypes", ())}
-    for name in ("bfloat16", "float16", "float32"):
-        if name in dtypes:
-            return name
-    return "float64"
+    dtypes = _dtypes("dtypes", *records) | _dtypes("activation_dtypes", *records)
+    return next((name for name in ("bfloat16", "float16", "float32") if name in dtypes), "float64")
 
 
 def _note(found: Findings, reference: Record, candidate: Record) -> None:
@@ -131,11 +138,25 @@ def _note(found: Findings, reference: Record, candidate: Record) -> None:
         )
     if OUTPUT not in found.compared:
         found.notes.append("No module's output was recorded by both, so that only parameters tell where it begins.")
+    if found.loose:
+        names = sorted(found.loose)
+        more = f" and {len(names) - 1} more" if names[1:] else ""
+        found.notes.append(
+            f"Rounding is as large as much of {names[0]}{more}, so that hardly any mistake shows there; compare fewer "
+            "steps, or in a higher precision."
+        )
+    if found.skipped and OUTPUT in found.compared:
+        names = sorted(found.skipped)
+        more = f" and {len(names) - 1} more modules" if names[1:] else ""
+        found.notes.append(
+            f"Outputs of {names[0]}{more} were not compared everywhere: the records have them in parts, in other "
+            "shapes or for other samples; an adapter may place them."
+        )
     versions = [record.facts["versions"] for record in (reference, candidate)]
     for name in sorted(set(versions[0]) & set(versions[1])):
         if versions[0][name] != versions[1][name]:
             found.notes.append(
                 f"The runs have different versions of {name}: {versions[0][name]} and {versions[1][name]}."
             )
-    if any(len(record.ranks) > 1 for record in (reference,)):
+    if len(reference.ranks) > 1:
         found.notes.append(f"The reference has {len(reference.ranks)} ranks itself.")

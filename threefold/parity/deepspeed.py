@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from threefold.errors import UserError
 from threefold.parity.adapters import Adapter, Placed
-from threefold.parity.placement import Placement, flat_range
+from threefold.parity.placement import Placement, fill, flat_range, whole
 
 
 class DeepSpeedAdapter(Adapter):
@@ -97,24 +96,13 @@ class DeepSpeedAdapter(Adapter):
 
     def load(self, name: str, parameter: nn.Parameter, read: Callable[[str], Tensor]) -> None:
         value = read(name)
-        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-        if tuple(value.shape) != shape:
-            raise UserError(
-                f"The parameter {name} has the whole shape {shape} in this run and {tuple(value.shape)} in the "
-                "reference; compare runs of one model."
-            )
-        with torch.no_grad():
-            for tensor, placement in self.weight(name, parameter):
-                for piece in placement.pieces:
-                    spans = zip(piece.start, piece.size, strict=True)
-                    piece.of(tensor).copy_(value[tuple(slice(start, start + size) for start, size in spans)])
-            if hasattr(parameter, "ds_id"):  # the working copy, that forward passes gather
-                for tensor, placement in self._local(parameter, parameter.ds_tensor):  # type: ignore[attr-defined]
-                    for piece in placement.pieces:
-                        spans = zip(piece.start, piece.size, strict=True)
-                        piece.of(tensor).copy_(value[tuple(slice(start, start + size) for start, size in spans)])
-            else:
-                parameter.copy_(value)
+        for tensor, placement in self.weight(name, parameter):
+            fill(tensor, placement, value, name)
+        if hasattr(parameter, "ds_id"):  # the working copy, that forward passes gather
+            for tensor, placement in self._local(parameter, parameter.ds_tensor):  # type: ignore[attr-defined]
+                fill(tensor, placement, value, name)
+        else:
+            fill(parameter.detach(), whole(parameter), value, name)
 
     def watch(self, before: Callable[[], None], after: Callable[[], None]) -> list[Any]:
         return [_AroundUpdate(self._engine, before, after)]

@@ -6,11 +6,13 @@ from typing import Final
 
 from threefold.parity.record import BUFFER, GRADIENT, INITIAL, OUTPUT, OUTPUT_GRADIENT, STATE, TENSOR, UPDATE
 
-SAMPLES, LOSS, NORM, NUMBER, RATE, COPY = "samples", "loss", "gradient norm", "number", "counter", "copies"
+SAMPLES, LOSS, NORM, NUMBER, RATE = "samples", "loss", "gradient norm", "number", "counter"
 SAME: Final = 1e-6
 """Relative difference of counters that counts as rounding."""
 SUMMED: Final = 1e-5
 """The same of initial weights, whose projections are sums in fp32 of other pieces."""
+LOOSE: Final = 0.5
+"""Tolerance above which half of a tensor may be wrong."""
 PHASES: Final = (
     INITIAL,
     SAMPLES,
@@ -89,6 +91,8 @@ class Findings:
         order: modules in the order of the forward pass, for the tree.
         worst: largest error by step, kind and name, relative to its tolerance.
         totals: number of compared names by step and kind.
+        loose: parameters and modules whose tolerance is so wide that hardly any mistake shows.
+        skipped: modules whose output one of the records has in parts alone, in another shape or for other samples.
     """
 
     departures: list[Departure] = field(default_factory=list)
@@ -98,6 +102,8 @@ class Findings:
     order: list[str] = field(default_factory=list)
     worst: dict[tuple[int, str, str], float] = field(default_factory=dict)
     totals: dict[tuple[int, str], int] = field(default_factory=dict)
+    loose: set[str] = field(default_factory=set)
+    skipped: set[str] = field(default_factory=set)
 
     @property
     def equal(self) -> bool:

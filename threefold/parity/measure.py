@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from threefold.parity.record import GRADIENT, INITIAL, OUTPUT, OUTPUT_GRADIENT, IndexEntry, Key, Quantity, detail_of
-from threefold.parity.sketch import Kept, grid
+from threefold.parity.sketch import Kept
 
+Quantities = Mapping[Key, Quantity]
+"""What a record has of a step."""
 _BLOCKS: Final = 16
 """Number of parts of a vector that are measured on their own, so that an error in few slices shows."""
 _LEAST_BLOCK: Final = 0.25
@@ -21,6 +23,11 @@ SMALL: Final = 1e-3
 FACTOR: Final = 6.0
 """Times the error that noise in the last place makes, which counts as rounding."""
 _SHARES: Final = (0.9, 0.5)
+"""Shares of the tensors of a kind whose errors, and scales, stay below the noise that its tensors have in common."""
+_NOISE: Final = 0.3
+"""Share of a gradient that changes in a run with noise if the gradient is nothing but noise."""
+_NOISY_PLACES: Final = 4.0
+"""Last places of the largest gradient below which one is taken for noise, without a run with noise."""
 _EPS: Final = {"float64": 1e-9, "float32": 2e-5, "bfloat16": 2e-2, "float16": 5e-3}
 """Error that counts as rounding in any case with earned tolerances, by the lowest precision."""
 UNEARNED: Final = {OUTPUT: 5.0, OUTPUT_GRADIENT: 15.0, GRADIENT: 15.0}
@@ -63,14 +70,15 @@ def measure(candidate: Kept, reference: Kept, least: float = 0.0, scale: float =
         # An element of a projection is a sum of many, with random signs.
         terms = prod(reference.shape) / max(len(b), 1) if index else 1.0
         floor = least * sqrt(terms)
-        if not bool(torch.isfinite(a).all()):
-            same = torch.isfinite(a) == torch.isfinite(b)
-            worst = max(worst, 0.0 if bool(same.all()) else inf)
-            a, b = a.nan_to_num(0, 0, 0), b.nan_to_num(0, 0, 0)
+        finite = torch.isfinite(a) & torch.isfinite(b)
+        if not bool(finite.all()):
+            if not torch.equal(torch.isfinite(a), torch.isfinite(b)):
+                worst = inf
+            a, b = a.where(finite, 0.0), b.where(finite, 0.0)
         worst = max(worst, _worst(a, b, floor))
         dot += float(a @ b) / terms
         square += float(b @ b) / terms
-    return Measure(worst, dot / square if square > 0 and sqrt(square) > least else torch.nan)
+    return Measure(worst, dot / square if square > 0 and magnitude(reference) > least else torch.nan)
 
 
 def _worst(a: Tensor, b: Tensor, floor: float) -> float:
@@ -126,16 +134,8 @@ def last_places(quantities: Iterable[Quantity], dtypes: Iterable[str]) -> dict[s
 
 def copy_elements(primary: Kept, entry: IndexEntry, values: Tensor) -> tuple[Tensor, Tensor]:
     """Return the elements that are kept of a further copy, and the same ones of the first."""
-    inside = [
-        index[(index >= start) & (index < start + size)]
-        for index, start, size in zip(grid(entry.shape, detail_of(entry)), entry.start, entry.size, strict=True)
-    ]
-    places = [
-        torch.searchsorted(theirs, mine) for theirs, mine in zip(grid(entry.shape, primary.detail), inside, strict=True)
-    ]
-    first = primary.elements[torch.meshgrid(*places, indexing="ij")] if places else primary.elements
-    count = prod(len(index) for index in inside)  # the values end with the grid
-    return values[values.numel() - count :].double(), first.flatten()
+    first = primary.within(entry.piece, detail_of(entry)).flatten()
+    return values[values.numel() - first.numel() :].double(), first  # the values end with the grid
 
 
 def copy_error(primary: Kept, entry: IndexEntry, values: Tensor, least: float) -> float:
@@ -167,14 +167,36 @@ class Tolerances:
         self._least = _EPS.get(precision, _EPS["float32"])
         self._factor = factor
         self._errors: dict[tuple[int, str, str], tuple[float, float]] = {}
+        self._eps = torch.finfo(getattr(torch, precision)).eps
+        self._noise: dict[tuple[int, str], float] = {}
         self._commons: dict[tuple[int, str], tuple[float, float]] = {}
         self._runs = runs
 
     def learn(self, step: int, kind: str, name: str, seen: Measure) -> None:
-        """Take up the difference between the reference and a run of it with noise."""
+        """Take up the difference between the reference and a run of it with noise, unless one is not finite."""
+        if not isfinite(seen.error):
+            return
         self._commons.clear()
         error, off = self._errors.get((step, kind, name), (0.0, 0.0))
         self._errors[step, kind, name] = max(error, seen.error), max(off, seen.off)
+
+    def learn_noise(self, step: int, name: str, gradient: Kept, reference: Kept) -> None:
+        """Take up how much of a gradient changes in a run with noise."""
+        share = _relative(float((gradient.elements - reference.elements).norm()), float(reference.elements.norm()))
+        self._noise[step, name] = max(self._noise.get((step, name), 0.0), share)
+
+    def is_noise(self, step: int, name: str, gradient: Kept, largest: float) -> bool:
+        """Return whether a gradient is 0 up to rounding, such as that of a key's bias in softmax attention.
+
+        Args:
+            step: the step.
+            name: name of the parameter.
+            gradient: its gradient in the reference.
+            largest: mean magnitude of the largest gradient.
+        """
+        if self._runs:
+            return self._noise.get((step, name), 0.0) > _NOISE
+        return magnitude(gradient) <= _NOISY_PLACES * self._eps * largest
 
     def of(self, step: int, kind: str, name: str) -> Tolerance:
         """Return the tolerance of a quantity."""
@@ -199,6 +221,3 @@ class Tolerances:
             error, off = (values[int(share * (len(values) - 1))] for values, share in zip(ranked, _SHARES, strict=True))
             found = self._commons[step, kind] = error, off
         return found
-
-
-Quantities = Mapping[Key, Quantity]

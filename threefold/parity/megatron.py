@@ -12,12 +12,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
-import torch
 from torch import Tensor, nn
 
 from threefold.errors import UserError
 from threefold.parity.adapters import Adapter, Place, Placed, clean_name
-from threefold.parity.placement import Piece, Placement, flat_range, shard, whole
+from threefold.parity.placement import Piece, Placement, fill, flat_range, shard, whole
 
 _EMBEDDING, _OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
 _STAGE_COPY: Final = 1 << 20
@@ -90,18 +89,18 @@ class MegatronAdapter(Adapter):
                 if buffer.is_floating_point() and buffer.numel():
                     yield _rename(clean_name(name), renamed), buffer
 
-    def _renamed(self, model: nn.Module) -> list[tuple[str, str]]:
-        """Return prefixes of names on this rank, and what they are in the whole model, the longest first."""
-        found = []
+    def _renamed(self, model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
+        """Return prefixes of names of experts and of layers on this rank, and what they are in the whole model."""
+        experts, layers = {}, {}
         for name, module in model.named_modules():
-            local = re.fullmatch(r"(.*\.layers\.)(\d+)", clean_name(name))
-            if local and hasattr(module, "layer_number") and ".mtp." not in f".{local[1]}":
-                found.append((f"{local[0]}.", f"{local[1]}{module.layer_number - 1}."))
+            layer = re.fullmatch(r"(.*\.layers\.)(\d+)", clean_name(name))
+            if layer and hasattr(module, "layer_number") and ".mtp." not in f".{layer[1]}":
+                layers[f"{layer[0]}."] = f"{layer[1]}{module.layer_number - 1}."
             expert = re.fullmatch(r"(.*\.local_experts\.)(\d+)", clean_name(name))
             if expert:
-                count = len(module_list(model, name.rpartition(".")[0]))
-                found.append((f"{expert[0]}.", f"{expert[1]}{self._expert_rank * count + int(expert[2])}."))
-        return sorted(found, key=lambda pair: len(pair[0]))
+                count = len(list(model.get_submodule(name.rpartition(".")[0]).children()))
+                experts[f"{expert[0]}."] = f"{expert[1]}{self._expert_rank * count + int(expert[2])}."
+        return experts, layers
 
     def _is_copy(self, name: str, parameter: nn.Parameter) -> bool:
         """Return whether a parameter is the last stage's copy of a tied embedding."""
@@ -201,16 +200,7 @@ class MegatronAdapter(Adapter):
         return {} if self._norm is None else {"gradient norm": self._norm}
 
     def load(self, name: str, parameter: nn.Parameter, read: Callable[[str], Tensor]) -> None:
-        value, placement = read(name), self._of_parameter(name, parameter)
-        if tuple(value.shape) != placement.shape:
-            raise UserError(
-                f"The parameter {name} has the whole shape {placement.shape} in this run and {tuple(value.shape)} in "
-                "the reference; compare runs of one model."
-            )
-        with torch.no_grad():
-            for piece in placement.pieces:
-                spans = zip(piece.start, piece.size, strict=True)
-                piece.of(parameter.detach()).copy_(value[tuple(slice(start, start + size) for start, size in spans)])
+        fill(parameter.detach(), self._of_parameter(name, parameter), read(name), name)
 
     def loaded(self) -> None:
         self.optimizer.reload_model_params()  # into the fp32 masters
@@ -289,21 +279,17 @@ class _AroundStep:
         del self._optimizer.step
 
 
-def module_list(model: nn.Module, name: str) -> list[nn.Module]:
-    """Return the modules of a list in a model."""
-    return list(model.get_submodule(name).children())
-
-
 def _all_modules(models: list[nn.Module]) -> Iterator[nn.Module]:
     for model in models:
         yield from model.modules()
 
 
-def _rename(name: str, renamed: list[tuple[str, str]]) -> str:
-    for local, whole_name in renamed:  # from the outside in, so that an expert's layer has its name already
-        if f"{name}.".startswith(local):
-            name = f"{whole_name}{name[len(local) :]}".removesuffix(".")
-            break
+def _rename(name: str, renamed: tuple[dict[str, str], dict[str, str]]) -> str:
+    for prefixes in renamed:  # the expert's first, whose prefix has its layer's number on this rank
+        for local, whole_name in prefixes.items():
+            if f"{name}.".startswith(local):
+                name = f"{whole_name}{name[len(local) :]}".removesuffix(".")
+                break
     return name
 
 

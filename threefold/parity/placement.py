@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+import torch
 from torch import Tensor
 
 from threefold.errors import UserError
@@ -23,6 +24,11 @@ class Piece:
     local: tuple[int, ...]
     start: tuple[int, ...]
     size: tuple[int, ...]
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """Slices of the whole tensor."""
+        return tuple(slice(start, start + size) for start, size in zip(self.start, self.size, strict=True))
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the box of a rank's tensor, as a view where its strides allow."""
@@ -63,6 +69,22 @@ class Placement:
                     f"A piece of a placement starts at {piece.start} with size {piece.size}, but the whole tensor has "
                     f"the shape {self.shape}; give offsets and sizes within it, one for each dim."
                 )
+
+
+def fill(tensor: Tensor, placement: Placement, value: Tensor, name: str) -> None:
+    """Give a rank's tensor its parts of the whole value; `name` is the parameter's in messages.
+
+    Raises:
+        UserError: the value has another shape than the placement.
+    """
+    if tuple(value.shape) != placement.shape:
+        raise UserError(
+            f"The parameter {name} has the whole shape {placement.shape} in this run and {tuple(value.shape)} in the "
+            "reference; compare runs of one model, or correct the adapter."
+        )
+    with torch.no_grad():
+        for piece in placement.pieces:
+            piece.of(tensor).copy_(value[piece.box])
 
 
 def whole(tensor: Tensor, copy: int = 0, partial: bool = False, name: str | None = None) -> Placement:

@@ -16,11 +16,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from threefold.checksums import seal, unseal
+from threefold.checksums import checksum, seal, unseal
 from threefold.errors import UserError
 from threefold.files import read_json, shown
 from threefold.parity.placement import Piece, Placement
-from threefold.parity.sketch import COPY, PARAMETER, SAMPLE, WHOLE, Detail, Kept, keep, length
+from threefold.parity.sketch import COPY, PARAMETER, SAMPLE, Detail, Kept, keep, length
 
 FORMAT: Final = "threefold-parity"
 VERSION: Final = 1
@@ -29,7 +29,7 @@ INITIAL, BUFFER, OUTPUT, OUTPUT_GRADIENT = "initial weight", "buffer", "output",
 GRADIENT, UPDATE, STATE, TENSOR = "gradient", "update", "optimizer state", "tensor"
 """Kinds of what is recorded; a state's name is `exp_avg of blocks.0.weight`."""
 KINDS: Final = (INITIAL, BUFFER, OUTPUT, OUTPUT_GRADIENT, GRADIENT, UPDATE, TENSOR)
-_DETAILS: Final = {"parameter": PARAMETER, "sample": SAMPLE, "copy": COPY, "whole": WHOLE}
+_DETAILS: Final = {"parameter": PARAMETER, "sample": SAMPLE, "copy": COPY}
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class IndexEntry:
         order: place in the order of recording within the step.
         shape: shape of the whole tensor; for an activation, that of one sample.
         start, size: the piece.
-        detail: `parameter`, `sample`, `copy` or `whole`.
+        detail: `parameter`, `sample` or `copy`.
         copy, partial: as in the placement.
         samples: for an activation, the fingerprint of each sample.
     """
@@ -94,9 +94,9 @@ class Page:
     entries: list[IndexEntry] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
 
-    def add(self, kind: str, name: str, tensor: Tensor, placement: Placement, detail: str | None = None) -> None:
+    def add(self, kind: str, name: str, tensor: Tensor, placement: Placement) -> None:
         """Keep a tensor of the model or of the optimizer."""
-        detail = detail or ("copy" if placement.copy else "parameter")
+        detail = "copy" if placement.copy else "parameter"
         for piece in placement.pieces:
             kept = keep(piece.of(tensor)[None], placement.shape, piece, _DETAILS[detail])
             self._append(kind, placement.name or name, placement, piece, detail, None, kept)
@@ -114,14 +114,14 @@ class Page:
             samples: fingerprint of each row.
         """
         whole = Placement(placement.shape[1:], (), placement.copy, placement.partial)
+        detail = "copy" if whole.copy else "sample"
         for piece in placement.pieces:
             one = Piece(piece.local[1:], piece.start[1:], piece.size[1:])
             box = rows
             for dim, (start, size) in enumerate(zip(one.local, one.size, strict=True), 1):
                 box = box if size == box.shape[dim] else box.narrow(dim, start, size)
-            kept = keep(box, whole.shape, one, _DETAILS["copy" if whole.copy else "sample"])
+            kept = keep(box, whole.shape, one, _DETAILS[detail])
             for name in names:
-                detail = "copy" if whole.copy else "sample"
                 self._append(kind, placement.name or name, whole, one, detail, samples, kept)
 
     def _append(
@@ -190,7 +190,7 @@ class Quantity:
         order: place in the order of recording.
         kept: its values.
         owners: piece and rank, of each piece.
-        copies: rank, piece, detail and values of each further copy.
+        copies: rank, entry and values of each further copy.
     """
 
     kind: str
@@ -303,6 +303,8 @@ class Record:
                 f"{path.name} was removed; compare fewer steps with --steps {max(step - 1, 1)}."
             )
         try:
+            if checksum(path) != self.ranks[rank]["checksums"][step]:
+                raise ValueError(path)
             with safe_open(path, "pt") as file:
                 index = json.loads((file.metadata() or {})["index"])
                 values = file.get_tensor("values")
@@ -314,7 +316,7 @@ class Record:
                     raise ValueError(at)
                 yield entry, values[at : at + count].view(-1, entry.values)
                 at += count
-        except (SafetensorError, OSError, KeyError, ValueError, TypeError, RecursionError, RuntimeError):
+        except (SafetensorError, OSError, LookupError, ValueError, TypeError, RecursionError, RuntimeError):
             raise UserError(
                 f"The record {shown(self.folder)} is damaged: {path.name} cannot be read; record the run again."
             ) from None
@@ -330,9 +332,9 @@ def _facts(path: Path) -> dict[str, Any]:
         raise UserError(
             f"The record {shown(path.parent)} is damaged: {path.name} is not what a run wrote; record again."
         )
-    if facts["version"] != VERSION:
+    if facts.get("version") != VERSION:
         raise UserError(
-            f"The record {shown(path.parent)} has version {facts['version']}, and this program reads version "
+            f"The record {shown(path.parent)} has version {facts.get('version')}, and this program reads version "
             f"{VERSION}; record again."
         )
     return facts

@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from threefold.checksums import checksum
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.parity.adapters import Adapter, Place, local
-from threefold.parity.placement import Piece, Placement
+from threefold.parity.placement import Piece, Placement, whole
 from threefold.parity.record import (
     BUFFER,
     GRADIENT,
@@ -101,7 +102,7 @@ class Recorder:
         self._dtypes: set[str] = set()
         self._readers: dict[str, list[str]] = {}
         self._current: tuple[str, ...] | None = None
-        self._given: list[tuple[str, ...]] | None = None
+        self._given: list[str] | None = None
         self._noise = _Noise(_number(PERTURB))
         self._gradient_squares: float | None = None
         self._updates_by_hook = False
@@ -121,8 +122,9 @@ class Recorder:
             "machine": {"processor": platform.machine(), "threads": torch.get_num_threads()},
             "perturbed": bool(self._noise),
             "numbers": {},
+            "checksums": [],
         }
-        self._numbers: dict[str, Any] = {"samples": [], "micro_batches": 0, "valid_tokens": 0, "scalars": {}}
+        self._numbers = _no_numbers()
         self._random: bytes | None = None
         self._prepare_folder()
         self._begin()
@@ -141,7 +143,7 @@ class Recorder:
         """
         if not self._recording:
             return
-        self._given = (self._given or []) + [(each,) for each in fingerprints(inputs)]
+        self._given = (self._given or []) + fingerprints(inputs)
         if labels is not None:
             self._numbers["valid_tokens"] += int((local(labels) != IGNORED).sum())
 
@@ -232,13 +234,13 @@ class Recorder:
             first = next(_tensors((args, kwargs)), None)
             if first is None:
                 return
-            if self._given is None:
-                samples = tuple(fingerprints(first))
+            if self._given is None:  # an input with a gradient comes from another stage and names no sample
+                samples = () if first.requires_grad else tuple(fingerprints(first))
             else:
                 dim = self._batch_dim if first.is_floating_point() else 0
                 count = first.shape[min(dim, first.dim() - 1)]
-                given = self._given[root.at : root.at + count]
-                samples = tuple(each[0] for each in given) if len(given) == count else ()
+                given = tuple(self._given[root.at : root.at + count])
+                samples = given if len(given) == count else ()
                 root.at += count
             root.passes += 1
             self._numbers["micro_batches"] = max(self._numbers["micro_batches"], root.passes)
@@ -357,7 +359,7 @@ class Recorder:
         self._facts["numbers"][str(self._step)] = self._numbers
         self._write_page(self._step)
         self._step += 1
-        self._numbers = {"samples": [], "micro_batches": 0, "valid_tokens": 0, "scalars": {}}
+        self._numbers = _no_numbers()
         self._given, self._gradient_squares, self._random, self._current = None, None, None, None
         self._seen.clear()
         self._before.clear()
@@ -373,10 +375,17 @@ class Recorder:
             self._page.add(BUFFER, name, *self._adapter.placement("buffer", name, buffer.detach()))
 
     def _write_page(self, step: int) -> None:
-        self._page.save(self._folder / page_file(self._rank, step))
+        path = self._folder / page_file(self._rank, step)
+        self._page.save(path)
         self._page = Page()
+        self._facts["checksums"].append(checksum(path))
         facts = {**self._facts, "readers": self._readers, "activation_dtypes": sorted(self._dtypes), "steps": step}
         write_facts(self._folder, self._rank, facts)
+
+
+def _no_numbers() -> dict[str, Any]:
+    """Return the numbers of a step before it begins."""
+    return {"samples": [], "micro_batches": 0, "valid_tokens": 0, "scalars": {}}
 
 
 class _Root:
@@ -438,13 +447,9 @@ def _rows(tensor: Tensor, placement: Placement, samples: int, batch_dim: int) ->
         return tensor.movedim(batch_dim, 0), _moved(placement, batch_dim)
     flattened = tensor.dim() == 2 and tensor.shape[0] % samples == 0
     if flattened and placement.shape == tuple(tensor.shape):  # (samples · positions, hidden)
-        parts = (
-            tensor.view(samples, -1, tensor.shape[1]) if batch_dim == 0 else tensor.view(-1, samples, tensor.shape[1])
-        )
-        parts = parts.movedim(batch_dim, 0)
-        zeros = (0,) * 3
-        shape = tuple(parts.shape)
-        return parts, Placement(shape, (Piece(zeros, zeros, shape),), placement.copy, placement.partial, placement.name)
+        sizes = (samples, -1) if batch_dim == 0 else (-1, samples)
+        parts = tensor.reshape(*sizes, tensor.shape[1]).movedim(batch_dim, 0)
+        return parts, whole(parts, placement.copy, placement.partial, placement.name)
     return None
 
 

@@ -5,28 +5,27 @@ from math import isfinite, isnan, nan, sqrt
 from typing import Any
 
 from threefold.parity.departure import LOSS, NORM, NUMBER, RATE, SAME, SAMPLES, Departure, Findings
-from threefold.parity.measure import Measure, Quantities, Tolerances
-from threefold.parity.mistake import Factors
+from threefold.parity.measure import Measure
 from threefold.parity.record import GRADIENT, Record
+from threefold.parity.tensors import StepPair
 
 
 class ReportedStep:
-    """The numbers of a step of two records; the arguments are those of `TensorStep`."""
+    """The numbers of a step of two records."""
 
-    def __init__(
-        self,
-        step: int,
-        reference: Record,
-        candidate: Record,
-        expected: Quantities,
-        got: Quantities,
-        tolerances: Tolerances,
-    ) -> None:
-        self.step, self.reference, self.expected, self.got, self.tolerances = step, reference, expected, got, tolerances
-        self.factors = Factors.of_run(candidate.facts, step, reference.facts)
-        self.mine, self.theirs = (
-            [facts["numbers"].get(str(step), {}) for facts in record.ranks] for record in (candidate, reference)
+    def __init__(self, pair: StepPair) -> None:
+        self.step, self.reference, self.tolerances, self.factors = (
+            pair.step,
+            pair.reference,
+            pair.tolerances,
+            pair.factors,
         )
+        self.expected, self.got = pair.expected, pair.got
+        self.mine, self.theirs = (self._numbers(record, self.step) for record in (pair.candidate, pair.reference))
+
+    @staticmethod
+    def _numbers(record: Record, step: int) -> list[dict[str, Any]]:
+        return [facts["numbers"].get(str(step), {}) for facts in record.ranks]
 
     def learn(self) -> None:
         """Take up the differences to a run with noise as rounding."""
@@ -40,16 +39,14 @@ class ReportedStep:
         yield from self._counters(found)
 
     def _samples(self) -> Iterator[Departure]:
-        theirs = sorted({sample for each in self.theirs for sample in each.get("samples", ())})
-        mine = sorted({sample for each in self.mine for sample in each.get("samples", ())})
+        theirs, mine = _samples_of(self.theirs), _samples_of(self.mine)
         if not theirs or not mine or theirs == mine:
             return
         strange = [sample for sample in mine if sample not in set(theirs)]
         lacking = [sample for sample in theirs if sample not in set(mine)]
         shape = f"differ: {len(strange)} of {len(mine)} are not those of the reference"
         for other in range(1, self.reference.steps + 1):
-            numbers = [facts["numbers"].get(str(other), {}) for facts in self.reference.ranks]
-            if other != self.step and mine == sorted({s for each in numbers for s in each.get("samples", ())}):
+            if other != self.step and mine == _samples_of(self._numbers(self.reference, other)):
                 shape = f"are those of step {other} of the reference"
         if not strange:
             shape = f"are fewer: {len(lacking)} of {len(theirs)} are missing"
@@ -72,7 +69,7 @@ class ReportedStep:
         for quantities in (self.expected, self.got):
             squares = [each.kept.squares for each in quantities.values() if each.kind == GRADIENT and not each.missing]
             norms.append(sqrt(sum(squares)) if squares and not isnan(sum(squares)) else nan)
-        if isfinite(norms[0]) and isfinite(norms[1]) and self.step:
+        if isfinite(norms[0]) and isfinite(norms[1]):
             yield "norm of the recorded gradients", norms[0], norms[1]
 
     def _scalars(self, found: Findings) -> Iterator[Departure]:
@@ -119,6 +116,10 @@ class ReportedStep:
                     break
             where = "" if len(ranks) == len(self.mine) else f"on rank {rank}"
             yield Departure(self.step, RATE, f"{key} of {name}", _off(value, expected), SAME, nan, shape, where)
+
+
+def _samples_of(ranks: list[dict[str, Any]]) -> list[str]:
+    return sorted({sample for each in ranks for sample in each.get("samples", ())})
 
 
 def _off(got: float, expected: float) -> float:

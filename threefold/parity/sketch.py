@@ -32,8 +32,6 @@ class Detail:
 
 PARAMETER, SAMPLE, COPY = Detail(4096, 0), Detail(256, 64), Detail(64, 16)
 """Details of parameters (gradients, updates, states), of a sample's activation, and of further copies."""
-WHOLE = Detail(1 << 62, 0)
-"""Detail of a tensor that is kept whole."""
 
 
 def grid(shape: tuple[int, ...], detail: Detail) -> list[Tensor]:
@@ -100,7 +98,7 @@ def signs(size: int) -> Tensor:
 @cache
 def length(shape: tuple[int, ...], piece: Piece, detail: Detail) -> int:
     """Return the number of values that are kept of a piece."""
-    count = 1 + prod(len(index) for index in _inside(shape, piece, detail))
+    count = 1 + prod(len(index) for index in inside(shape, piece, detail))
     if has_projections(shape, detail):
         count += sum(len(_own_buckets(size, start, extent, detail)) for size, start, extent in _spans(shape, piece))
     return count
@@ -132,7 +130,7 @@ def keep(box: Tensor, shape: tuple[int, ...], piece: Piece, detail: Detail) -> T
                     along = torch.tensordot(along, weights[other], dims=([1 + other], [0]))
             parts.append(_pooled(along, size, start, extent, detail))
     chosen = wide
-    for dim, index in enumerate(_inside(shape, piece, detail)):
+    for dim, index in enumerate(inside(shape, piece, detail)):
         if len(index) != chosen.shape[1 + dim]:
             chosen = chosen.index_select(1 + dim, index.to(wide.device))
     parts.append(chosen.reshape(samples, -1))
@@ -159,20 +157,20 @@ def _own_buckets(size: int, start: int, extent: int, detail: Detail) -> range:
 
 
 @cache
-def _inside(shape: tuple[int, ...], piece: Piece, detail: Detail) -> list[Tensor]:
+def inside(shape: tuple[int, ...], piece: Piece, detail: Detail) -> tuple[Tensor, ...]:
     """Return the grid's indices within a piece, along each dim, counted from its start."""
-    return [
+    return tuple(
         index[(index >= start) & (index < start + extent)] - start
-        for index, start, extent in zip(grid(shape, detail), piece.start, piece.size, strict=True)
-    ]
+        for index, (_, start, extent) in zip(grid(shape, detail), _spans(shape, piece), strict=True)
+    )
 
 
 @cache
-def _places(shape: tuple[int, ...], piece: Piece, detail: Detail) -> tuple[Tensor, ...]:
-    """Return the places in the grid of a piece's elements."""
+def places(shape: tuple[int, ...], piece: Piece, detail: Detail, finer: Detail) -> tuple[Tensor, ...]:
+    """Return where the grid of a detail within a piece lies in the grid of a finer one, as an index of the latter."""
     within = [
-        ((index >= start) & (index < start + size)).nonzero()[:, 0]
-        for index, start, size in zip(grid(shape, detail), piece.start, piece.size, strict=True)
+        torch.searchsorted(index, mine + start)
+        for index, mine, start in zip(grid(shape, finer), inside(shape, piece, detail), piece.start, strict=True)
     ]
     return tuple(torch.meshgrid(*within, indexing="ij")) if within else ()
 
@@ -223,16 +221,16 @@ class Kept:
             own = _own_buckets(self.shape[dim], piece.start[dim], piece.size[dim], self.detail)
             projection[own.start : own.stop] += values[at : at + len(own)]
             at += len(own)
-        places = _places(self.shape, piece, self.detail)
-        region = self.elements[places] if places else self.elements
+        region = self.within(piece, self.detail)
         got = values[at:].reshape(region.shape)
-        if partial:
-            got = got + region.nan_to_num(0.0)
-        if places:
-            self.elements[places] = got
-        else:
-            self.elements = got.clone()
+        self.elements[places(self.shape, piece, self.detail, self.detail)] = (
+            got + region.nan_to_num(0.0) if partial else got
+        )
         self.covered += prod(piece.size)
+
+    def within(self, piece: Piece, detail: Detail) -> Tensor:
+        """Return the elements of a piece that the grid of a detail has, which is no finer than this one."""
+        return self.elements[places(self.shape, piece, detail, self.detail)]
 
     @property
     def vectors(self) -> list[Tensor]:

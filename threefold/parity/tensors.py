@@ -1,10 +1,12 @@
 """The comparison of the tensors of a step: tolerance of each, shape of a departure, ranks that hold it."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from math import isfinite, nan, sqrt
 
-from threefold.parity.departure import SUMMED, Departure, Findings, without_key
+from threefold.parity.departure import LOOSE, SUMMED, Departure, Findings, without_key
 from threefold.parity.measure import (
+    SMALL,
     Measure,
     Quantities,
     Tolerance,
@@ -16,48 +18,65 @@ from threefold.parity.measure import (
     measure,
 )
 from threefold.parity.mistake import Factors, shape_of
-from threefold.parity.placement import Piece
-from threefold.parity.record import BUFFER, GRADIENT, INITIAL, OUTPUT, OUTPUT_GRADIENT, STATE, UPDATE, Quantity, Record
-from threefold.parity.sketch import Kept, grid
+from threefold.parity.record import GRADIENT, INITIAL, OUTPUT, OUTPUT_GRADIENT, STATE, TENSOR, UPDATE, Quantity, Record
+from threefold.parity.sketch import Kept
+
+
+@dataclass(frozen=True)
+class StepPair:
+    """A step of two records.
+
+    Attributes:
+        step: from 1; 0 for before the first.
+        reference, candidate: the records.
+        expected, got: what they have of the step.
+        tolerances: what counts as rounding.
+    """
+
+    step: int
+    reference: Record
+    candidate: Record
+    expected: Quantities
+    got: Quantities
+    tolerances: Tolerances
+
+    @property
+    def factors(self) -> Factors:
+        return Factors.of_run(self.candidate.facts, max(self.step, 1), self.reference.facts)
 
 
 class TensorStep:
     """The tensors of a step of two records.
 
     Args:
-        step: from 1; 0 for before the first.
-        reference, candidate: the records.
-        expected, got: what they have of the step.
-        tolerances: what counts as rounding.
+        pair: the step.
         before: what the reference has of the step before, to know a tensor that is late.
         places: distance of a weight from its neighbours, by name (`last_places`).
     """
 
     def __init__(
-        self,
-        step: int,
-        reference: Record,
-        candidate: Record,
-        expected: Quantities,
-        got: Quantities,
-        tolerances: Tolerances,
-        before: Quantities | None = None,
-        places: Mapping[str, float] | None = None,
+        self, pair: StepPair, before: Quantities | None = None, places: Mapping[str, float] | None = None
     ) -> None:
-        self.step, self.reference, self.candidate = step, reference, candidate
-        self.expected, self.got, self.tolerances, self.before = expected, got, tolerances, before
-        self.places = places or {}
-        self.least = least_magnitudes(expected.values())
-        self.factors = Factors.of_run(candidate.facts, max(step, 1), reference.facts)
+        self.step, self.reference, self.tolerances, self.factors = (
+            pair.step,
+            pair.reference,
+            pair.tolerances,
+            pair.factors,
+        )
+        self.expected, self.got, self.before, self.places = pair.expected, pair.got, before, places or {}
+        self.least = least_magnitudes(pair.expected.values())
 
     def learn(self) -> None:
         """Take up the differences to a run with noise as rounding."""
         factors = self._sample_factors()
         for key, reference in self.expected.items():
             other = self.got.get(key)
-            if other is not None and not reference.missing and not other.missing:
-                seen = self._measure(other, reference, factors)
-                self.tolerances.learn(self.step, reference.kind, reference.name, seen)
+            if other is None or not _comparable(other, reference):
+                continue
+            seen = self._measure(other, reference, factors)
+            self.tolerances.learn(self.step, reference.kind, reference.name, seen)
+            if reference.kind == GRADIENT:
+                self.tolerances.learn_noise(self.step, reference.name, other.kept, reference.kept)
 
     def _measure(self, got: Quantity, reference: Quantity, factors: dict[str, float]) -> Measure:
         scale = factors.get(reference.sample, 1.0) if reference.kind == OUTPUT_GRADIENT else 1.0
@@ -66,8 +85,8 @@ class TensorStep:
     def _sample_factors(self) -> dict[str, float]:
         """Return, by sample, the factor of the gradient where the backward pass begins.
 
-        Ranks and micro-batches scale their losses differently and make up for it when they sum gradients, so input
-        gradients are compared relative to the first. Whether the sum is right, the gradients of parameters show.
+        Ranks and micro-batches scale their losses differently and make up for it when they sum gradients, so gradients
+        of outputs are compared relative to the first. Whether the sum is right, the gradients of parameters show.
         """
         found: dict[str, tuple[int, float]] = {}
         for key, reference in self.expected.items():
@@ -75,7 +94,7 @@ class TensorStep:
                 continue
             if reference.sample in found and found[reference.sample][0] <= reference.order:
                 continue
-            if got.missing or reference.missing or got.kept.shape != reference.kept.shape:
+            if not _comparable(got, reference):
                 continue
             scale = measure(got.kept, reference.kept, 0.0).scale
             if isfinite(scale) and scale:
@@ -89,29 +108,58 @@ class TensorStep:
         groups: dict[tuple[str, str], list[tuple[Quantity, Quantity | None]]] = {}
         for key, reference in ordered:
             groups.setdefault((reference.kind, reference.name), []).append((reference, self.got.get(key)))
-        noise = {
-            each.name
-            for each in self.expected.values()
-            if each.kind == GRADIENT and magnitude(each.kept) <= self.least.get(GRADIENT, 0.0)
-        }
+        for (kind, name, sample), got in self.got.items():
+            if kind == GRADIENT and (kind, name, sample) not in self.expected and bool(got.kept.elements.any()):
+                yield Departure(self.step, kind, name, 1.0, 0.0, nan, "is there, and the reference has none")
+        noise = self._noise()
         for (kind, name), pairs in groups.items():
-            compared = [(ours, other) for ours, other in pairs if other is not None]
-            if (
-                not compared
-                and kind in (GRADIENT, UPDATE, BUFFER)
-                and any(each.kept.elements.any() for each, _ in pairs)
-            ):
-                yield Departure(self.step, kind, name, 1.0, 0.0, 0.0, "is missing")
-                continue
+            yield from self._missing(kind, name, pairs)
+            compared = [(ours, other) for ours, other in pairs if other is not None and _comparable(other, ours)]
+            if kind in (OUTPUT, OUTPUT_GRADIENT) and len(compared) < len(pairs):
+                found.skipped.add(name)
             if name in noise and (kind == UPDATE or kind.startswith(STATE)):
-                continue  # an optimizer makes whole updates of a gradient that is 0 up to rounding
+                continue  # an optimizer makes whole updates of it
+            if not compared:
+                continue
             tolerance = self.tolerances.of(self.step, kind, name)
             if kind == UPDATE and (size := max(magnitude(each.kept) for each, _ in pairs)):
                 least = self.places.get(name, 0.0) / size
                 tolerance = Tolerance(max(tolerance.error, least), max(tolerance.scale, least))
             if kind == INITIAL:
                 tolerance = Tolerance(SUMMED, SUMMED)
+            if name not in noise:
+                total = self.step, without_key(kind)
+                found.totals[total] = found.totals.get(total, 0) + 1
+                if tolerance.error > LOOSE:
+                    found.loose.add(name)
             yield from self._group(found, kind, name, compared, tolerance, factors)
+
+    def _noise(self) -> set[str]:
+        """Return the names of parameters whose gradient is 0 up to rounding."""
+        largest = self.least.get(GRADIENT, 0.0) / SMALL
+        return {
+            each.name
+            for each in self.expected.values()
+            if each.kind == GRADIENT and self.tolerances.is_noise(self.step, each.name, each.kept, largest)
+        }
+
+    def _missing(self, kind: str, name: str, pairs: list[tuple[Quantity, Quantity | None]]) -> Iterator[Departure]:
+        """Yield a departure if the candidate lacks a tensor of a parameter, or elements of it, that the reference has.
+
+        What a module returns may not be recorded everywhere; what is not is counted as skipped. Optimizers of other
+        frameworks may keep other states, but not parts of one.
+        """
+        if kind in (OUTPUT, OUTPUT_GRADIENT, TENSOR):
+            return
+        for reference, other in pairs:
+            if other is None:
+                if not kind.startswith(STATE) and bool(reference.kept.elements.any()):
+                    yield Departure(self.step, kind, name, 1.0, 0.0, 0.0, "is missing")
+            elif other.kept.shape != reference.kept.shape:
+                shapes = f"{other.kept.shape} instead of {reference.kept.shape}"
+                yield Departure(self.step, kind, name, 1.0, 0.0, nan, f"has the shape {shapes}")
+            elif other.missing > 0 and not reference.missing:
+                yield Departure(self.step, kind, name, 1.0, 0.0, nan, f"lacks {other.missing:,} elements")
 
     def _group(
         self,
@@ -125,26 +173,20 @@ class TensorStep:
         worst: tuple[float, Measure, Quantity, Quantity] | None = None
         departing = 0
         for reference, other in pairs:
-            if other.missing or reference.missing or other.kept.shape != reference.kept.shape:
-                continue
             found.compared[kind] = found.compared.get(kind, 0) + 1
             seen = self._measure(other, reference, factors)
             ratio = max(seen.error / tolerance.error, seen.off / tolerance.scale)
             departing += ratio > 1
             if worst is None or ratio > worst[0]:
                 worst = ratio, seen, reference, other
-        if worst is None:
-            return
+        assert worst is not None
         ratio, seen, reference, other = worst
         key = self.step, kind, name
-        total = self.step, without_key(kind)
-        if any(magnitude(ours.kept) > self.least.get(kind, 0.0) for ours, _ in pairs):
-            found.totals[total] = found.totals.get(total, 0) + 1  # of a bias that nothing depends on, only noise
         found.worst[key] = max(found.worst.get(key, 0.0), ratio)
         copies = self._copies(other, tolerance)
         if ratio > 1:
             shape = self._shape(other, reference, tolerance, factors) or (copies[1] if copies else "")
-            where = self._where(other, reference, departing, len(pairs))
+            where = self._where(other, reference, tolerance, departing, len(pairs))
             yield Departure(
                 self.step,
                 kind,
@@ -238,42 +280,36 @@ class TensorStep:
         errors = {
             rank: copy_error(got.kept, entry, values, least)
             for rank, entry, values in got.copies
-            if rank not in first or entry.copy
+            if (rank not in first or entry.copy) and not entry.partial
         }
         departing = {rank: error for rank, error in errors.items() if not error <= max(tolerance.error, 1e-6)}
         if not departing:
             return None
         owner = got.owners[0][1] if got.owners else 0
-        ranks = sorted(departing)
-        named = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:8]))}"
+        named = _named(sorted(departing))
         return max(departing.values()), f"differs between ranks that hold copies: {named} from rank {owner}", named
 
-    def _where(self, got: Quantity, reference: Quantity, departing: int, count: int) -> str:
+    def _where(self, got: Quantity, reference: Quantity, tolerance: Tolerance, departing: int, count: int) -> str:
         if reference.sample and departing < count:
             return f"{departing} of {count} samples"
         if len(got.owners) < 2:
             return ""
         wrong = []
+        typical = float(reference.kept.elements.norm()) / sqrt(len(got.owners))
         for piece, rank in got.owners:
-            box = _box(got, piece)
-            a, b = got.kept.elements[box], reference.kept.elements[box]
-            size = max(float(b.norm()), 0.1 * float(reference.kept.elements.norm()) / sqrt(len(got.owners)))
-            tolerance = self.tolerances.of(self.step, reference.kind, reference.name)
-            if a.numel() and float((a - b).norm()) > tolerance.error * size:
+            a, b = (each.kept.within(piece, each.kept.detail) for each in (got, reference))
+            if a.numel() and float((a - b).norm()) > tolerance.error * max(float(b.norm()), 0.1 * typical):
                 wrong.append(rank)
         ranks = sorted(set(wrong))
         if not ranks or len(ranks) == len({rank for _, rank in got.owners}):
             return ""
-        return (
-            f"in the shard of rank {ranks[0]}"
-            if len(ranks) == 1
-            else f"in the shards of ranks {', '.join(map(str, ranks[:8]))}"
-        )
+        return f"in the shard{'s' if ranks[1:] else ''} of {_named(ranks)}"
 
 
-def _box(got: Quantity, piece: Piece) -> tuple[slice, ...]:
-    ranges = []
-    for index, start, size in zip(grid(got.kept.shape, got.kept.detail), piece.start, piece.size, strict=True):
-        inside = ((index >= start) & (index < start + size)).nonzero()[:, 0]
-        ranges.append(slice(int(inside[0]), int(inside[-1]) + 1) if len(inside) else slice(0, 0))
-    return tuple(ranges)
+def _named(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:8]))}"
+
+
+def _comparable(got: Quantity, reference: Quantity) -> bool:
+    """Return whether both are whole and of one shape."""
+    return got.missing == reference.missing == 0 and got.kept.shape == reference.kept.shape

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, Final
 
-from threefold.parity.departure import COPY, LOSS, NORM, NUMBER, RATE, SAMPLES, Departure, Findings, phase_of
+from threefold.parity.departure import LOSS, NORM, NUMBER, RATE, SAMPLES, Departure, Findings, phase_of, without_key
 from threefold.parity.record import BUFFER, GRADIENT, INITIAL, OUTPUT, OUTPUT_GRADIENT, STATE, TENSOR, UPDATE
 
 _BEFORE: Final = {
-    INITIAL: "Before the first step",
+    INITIAL: "Before the first step, initial weights depart",
     SAMPLES: "The runs read different samples",
     OUTPUT: "The forward pass departs",
     LOSS: "All outputs are right and the loss departs",
@@ -34,7 +35,6 @@ class Judgement:
         sentence: the verdict in a sentence.
         first: where the departure begins, or None.
         together: departures of the same step and kind, from the first.
-        step, kind, name, shape: of the first departure; 0 and empty without one.
     """
 
     equal: bool
@@ -72,12 +72,12 @@ def judge(found: Findings) -> Judgement:
         return Judgement(True, _equal(found))
     first = found.departures[0]
     together = [each for each in found.departures if each.step == first.step and phase_of(each) == phase_of(first)]
-    lead = lead_of(together)
+    lead = _lead_of(together)
     rest = [each for each in together if each is not lead]
     return Judgement(False, _sentence(lead, together, found), lead, (lead, *rest))
 
 
-def lead_of(together: Sequence[Departure]) -> Departure:
+def _lead_of(together: Sequence[Departure]) -> Departure:
     """Return the departure to name, of those of one step and kind.
 
     One that ranks disagree about is named before others. Of gradients it is the one that the backward pass computes
@@ -90,7 +90,7 @@ def lead_of(together: Sequence[Departure]) -> Departure:
 
 
 def _equal(found: Findings) -> str:
-    kinds = [f"{count:,} {_plural(kind)}" for kind, count in _totals(found).items()]
+    kinds = [f"{count:,} {kind}s" for kind, count in _totals(found).items()]
     steps = f"{found.steps} step{'s' if found.steps > 1 else ''}"
     return f"Equal up to rounding in {steps}: {', '.join(kinds)}."
 
@@ -98,19 +98,14 @@ def _equal(found: Findings) -> str:
 def _totals(found: Findings) -> dict[str, int]:
     totals: dict[str, int] = {}
     for kind, count in found.compared.items():
-        name = STATE if kind.startswith(STATE) else kind
-        totals[name] = totals.get(name, 0) + count
+        totals[without_key(kind)] = totals.get(without_key(kind), 0) + count
     return totals
-
-
-def _plural(kind: str) -> str:
-    return {COPY: "copies", NUMBER: "numbers"}.get(kind, f"{kind}s")
 
 
 def _sentence(lead: Departure, together: Sequence[Departure], found: Findings) -> str:
     when = f" at step {lead.step}" if lead.step else ""
-    kind = STATE if lead.kind.startswith(STATE) else lead.kind
-    begin = f"{_BEFORE[kind]}{when}" if kind != INITIAL else "Before the first step, initial weights depart"
+    kind = without_key(lead.kind)
+    begin = f"{_BEFORE[kind]}{when}"
     shape = lead.shape or f"differs by {lead.error:.2g} of its size (rounding: {lead.tolerance:.1g})"
     where = f", {lead.where}" if lead.where and lead.where not in shape else ""
     total = found.totals.get((lead.step, kind), 0)
@@ -137,11 +132,11 @@ def rows(verdict: Judgement, found: Findings) -> list[tuple[str, str, str, str, 
     counted: dict[int, dict[str, int]] = {}
     for each in found.departures:
         if each not in verdict.together:
-            kind = STATE if each.kind.startswith(STATE) else each.kind
+            kind = without_key(each.kind)
             at = counted.setdefault(each.step, {})
             at[kind] = at.get(kind, 0) + 1
     for step, kinds in counted.items():
-        what = ", ".join(f"{count} {_plural(kind) if count > 1 else kind}" for kind, count in kinds.items())
+        what = ", ".join(f"{count} {kind}{'s' if count > 1 else ''}" for kind, count in kinds.items())
         made.append((str(step), f"then {what}", "", "", ""))
     return made
 
@@ -152,4 +147,4 @@ def _row(each: Departure) -> tuple[str, str, str, str, str]:
 
 
 def _number(value: float) -> float | None:
-    return value if value == value and abs(value) != float("inf") else None
+    return value if isfinite(value) else None

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from threefold.errors import UserError
 from threefold.files import shown
-from threefold.parity.placement import Placement
+from threefold.parity.placement import Piece, Placement
 
 
 def write_weights(
@@ -41,7 +42,7 @@ def read_weights(folder: Path) -> Callable[[str], Tensor]:
         UserError: now or later, if a file is missing or damaged, or the reference has no parameter of that name.
     """
     files = sorted(folder.glob("weights-*.safetensors"))
-    parts: dict[str, list[tuple[Path, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]] = {}
+    parts: dict[str, list[tuple[Path, str, tuple[int, ...], Piece]]] = {}
     try:
         for path in files:
             with safe_open(path, "pt") as file:
@@ -49,7 +50,8 @@ def read_weights(folder: Path) -> Callable[[str], Tensor]:
             if int(facts["world_size"]) != len(files):
                 raise KeyError("world_size")
             for key, (name, shape, start, size) in enumerate(json.loads(facts["index"])):
-                parts.setdefault(name, []).append((path, str(key), tuple(shape), tuple(start), tuple(size)))
+                piece = Piece(tuple(start), tuple(start), tuple(size))
+                parts.setdefault(name, []).append((path, str(key), tuple(shape), piece))
     except (SafetensorError, OSError, KeyError, ValueError, TypeError):
         parts = {}
     if not parts:
@@ -64,14 +66,19 @@ def read_weights(folder: Path) -> Callable[[str], Tensor]:
                 f"The reference has no parameter {name}; it has {', '.join(sorted(parts)[:3])}, …: give both runs one "
                 "model, or let the adapter return the reference's names."
             )
-        value: Tensor | None = None
-        for path, key, shape, start, size in parts[name]:
+        found: list[Tensor] = []
+        for path, key, _, _ in parts[name]:
             with safe_open(path, "pt") as file:
-                part = file.get_tensor(key)
-            if value is None:
-                value = torch.empty(shape, dtype=part.dtype)
-            value[tuple(slice(at, at + extent) for at, extent in zip(start, size, strict=True))] = part
-        assert value is not None
+                found.append(file.get_tensor(key))
+        value = torch.empty(parts[name][0][2], dtype=found[0].dtype)
+        for (_, _, _, piece), part in zip(parts[name], found, strict=True):
+            value[piece.box] = part
+        lacking = value.numel() - sum(prod(piece.size) for piece in {piece for *_, piece in parts[name]})
+        if lacking > 0:
+            raise UserError(
+                f"The initial weights in {shown(folder)} lack {lacking:,} elements of {name}; let every rank of the "
+                "reference write its parts, and its adapter place them all."
+            )
         return value
 
     return read
