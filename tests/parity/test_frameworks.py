@@ -67,6 +67,15 @@ CASES = {
         "    trainer.model_accepts_loss_kwargs = False\n    trainer.train()",
         "first the gradient of transformer.ln_f.bias",
     ),
+    "transformers' Llama and one's own, another rotary base": Case(
+        "transformers",
+        "own_llama.py",
+        ("--own",),
+        1,
+        "10000 **",
+        "20000 **",
+        "first the output of model.layers.0.self_attn.o_proj",
+    ),
     **{
         f"deepspeed, ZeRO {stage}, loss scaled": Case(
             "deepspeed",

@@ -1,7 +1,7 @@
 """Parity of anyone's training code: a recorder for any script, and a comparison that names what is wrong first."""
 
 from threefold.parity.adapters import Adapter
-from threefold.parity.placement import Piece, Placement, flat_range, shard, whole
+from threefold.parity.placement import Piece, Placement, flat_range, fused, shard, whole
 from threefold.parity.recorder import Recorder
 
-__all__ = ["Adapter", "Piece", "Placement", "Recorder", "flat_range", "shard", "whole"]
+__all__ = ["Adapter", "Piece", "Placement", "Recorder", "flat_range", "fused", "shard", "whole"]

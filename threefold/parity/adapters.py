@@ -5,7 +5,8 @@ stages with global names. Another framework overrides what it does otherwise. Fo
 `place(what, name, tensor)` is enough.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -15,14 +16,20 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from threefold.errors import UserError
 from threefold.parity.placement import Piece, Placement, fill, whole
-from threefold.torch_private.distributed import local_box
+from threefold.torch_private.distributed import local_box, persistent_buffers
 
-Place = Callable[[str, str, Tensor], Placement | None]
-"""Function of ("parameter" or "activation", name, the rank's tensor); None for what PyTorch itself knows of it."""
+Place = Callable[[str, str, Tensor], Placement | Sequence[Placement] | None]
+"""Function of ("parameter", "activation" or "buffer", name, the rank's tensor); None for what PyTorch knows of it.
+
+Several placements are those of a parameter in which several of the whole model lie.
+"""
 Placed = list[tuple[Tensor, Placement]]
 """Parts of a tensor on this rank, each with its place."""
 
+WHOLE: Final = "(model)"
+"""Name of a module that forward passes begin with, which no module in it can have."""
 _WRAPPERS: Final = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
@@ -77,34 +84,40 @@ class Adapter:
                     yield clean_name(name), parameter
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the modules whose outputs are recorded, under their names; a root has the name `model`."""
+        """Yield the modules whose outputs are recorded, under their names; a root has the name `WHOLE`."""
         for model in self.models:
             for name, module in model.named_modules():
                 cleaned = clean_name(name)
                 wrapper = cleaned == clean_name(name.rpartition(".")[0]) and name != ""
                 if type(module).forward is not nn.Module.forward and not wrapper:
-                    yield cleaned or "model", module
+                    yield cleaned or WHOLE, module
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the floating buffers on this rank."""
+        """Yield the floating-point buffers on this rank that are in the state dict."""
         for model in self.models:
-            for name, buffer in model.named_buffers():
-                if buffer.is_floating_point() and buffer.numel():
-                    yield clean_name(name), buffer
+            for prefix, module in model.named_modules():
+                for name, buffer in persistent_buffers(module):
+                    if buffer.is_floating_point() and buffer.numel():
+                        yield clean_name(f"{prefix}.{name}" if prefix else name), buffer
 
     def placement(self, what: str, name: str, tensor: Tensor) -> tuple[Tensor, Placement]:
         """Return this rank's own tensor and its place; `what` is "parameter" or "activation"."""
         copy = self._copy if what == "parameter" else 0
-        if self.place is not None:
-            placed = self.place(what, name, tensor)
-            if placed is not None:
-                return local(tensor), placed
+        if (placed := self.given(what, name, tensor)) is not None:
+            return local(tensor), placed
         if isinstance(tensor, DTensor):
             start, size, copies, partial = local_box(tensor)
             piece = Piece((0,) * len(size), start, size)
             pieces = (piece,) if all(size) else ()
             return tensor.to_local(), Placement(tuple(tensor.shape), pieces, copies or copy, partial)
         return tensor, whole(tensor, copy)
+
+    def given(self, what: str, name: str, tensor: Tensor) -> Placement | None:
+        """Return the placement that `place` gives; None for what it leaves to PyTorch."""
+        placed = None if self.place is None else self.place(what, name, tensor)
+        if placed is None or isinstance(placed, Placement):
+            return placed
+        raise UserError(f"The adapter gave several placements for the {what} of {name}; give one.")
 
     def activation(self, kind: str, name: str, tensor: Tensor) -> tuple[Tensor, Placement]:
         """Return this rank's own part of a module's output, or of its gradient, and its place.
@@ -121,17 +134,20 @@ class Adapter:
         return {}
 
     def weight(self, name: str, parameter: nn.Parameter) -> Placed:
-        return [self.placement("parameter", name, parameter.detach())]
+        placed = None if self.place is None else self.place("parameter", name, parameter.detach())
+        if placed is None or isinstance(placed, Placement):
+            return [self.placement("parameter", name, parameter.detach())]
+        return [(local(parameter.detach()), each) for each in placed]
 
     def gradient(self, name: str, parameter: nn.Parameter) -> Placed:
         """Return the gradient, complete before the update; empty if the parameter has none."""
-        return [] if parameter.grad is None else [self._like(name, parameter, parameter.grad)]
+        return [] if parameter.grad is None else self._like(name, parameter, parameter.grad)
 
     def states(self, name: str, parameter: nn.Parameter) -> Iterator[tuple[str, Placed]]:
         """Yield the name and the value of each tensor of the optimizer's state with the parameter's shape."""
         for key, value in self._state(parameter).items():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point():
-                yield key, [self._like(name, parameter, value)]
+                yield key, self._like(name, parameter, value)
 
     def counters(self, name: str, parameter: nn.Parameter) -> Mapping[str, float]:
         """Return the learning rate, the weight decay and the count of updates of a parameter."""
@@ -144,9 +160,9 @@ class Adapter:
 
     def load(self, name: str, parameter: nn.Parameter, read: Callable[[str], Tensor]) -> None:
         """Give a parameter the values of the whole one, which `read` returns by its name."""
-        mine, placement = self.placement("parameter", name, parameter.detach())
-        called = placement.name or name
-        fill(mine, placement, read(called), called)
+        for mine, placement in self.weight(name, parameter):
+            called = placement.name or name
+            fill(mine, placement, read(called), called)
 
     def loaded(self) -> None:
         """Take up new weights wherever the framework keeps copies of them."""
@@ -160,6 +176,13 @@ class Adapter:
             self.optimizer.register_step_post_hook(lambda *_: after()),
         ]
 
+    def leave(self) -> None:
+        """End this process, after all ranks have recorded their last step."""
+        if dist.is_available() and dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+        sys.exit(0)
+
     def _state(self, parameter: nn.Parameter) -> Mapping[str, Any]:
         states = getattr(self.optimizer, "state", None)
         found = states.get(parameter) if isinstance(states, Mapping) else None
@@ -168,12 +191,11 @@ class Adapter:
                 found = self.optimizer.optim.state.get(parameter)
         return found if isinstance(found, Mapping) else {}
 
-    def _like(self, name: str, parameter: nn.Parameter, value: Tensor) -> tuple[Tensor, Placement]:
-        """Return the placement of a value that is cut as its parameter."""
+    def _like(self, name: str, parameter: nn.Parameter, value: Tensor) -> Placed:
+        """Return the placements of a value that is cut as its parameter."""
         if isinstance(value, DTensor):
-            return self.placement("parameter", name, value)
-        _, placement = self.placement("parameter", name, parameter.detach())
-        return value, placement
+            return [self.placement("parameter", name, value)]
+        return [(value, placement) for _, placement in self.weight(name, parameter)]
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

@@ -149,8 +149,8 @@ def _note(found: Findings, reference: Record, candidate: Record) -> None:
         names = sorted(found.skipped)
         more = f" and {len(names) - 1} more modules" if names[1:] else ""
         found.notes.append(
-            f"Outputs of {names[0]}{more} were not compared everywhere: the records have them in parts, in other "
-            "shapes or for other samples; an adapter may place them."
+            f"Outputs of {names[0]}{more} were not compared everywhere: a record lacks them, or has them in parts, "
+            "in other shapes or for other samples; an adapter may place them."
         )
     versions = [record.facts["versions"] for record in (reference, candidate)]
     for name in sorted(set(versions[0]) & set(versions[1])):

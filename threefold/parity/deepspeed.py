@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from threefold.errors import UserError
 from threefold.parity.adapters import Adapter, Placed
-from threefold.parity.placement import Placement, fill, flat_range, whole
+from threefold.parity.placement import fill, flat_range, whole
 
 
 class DeepSpeedAdapter(Adapter):
@@ -139,8 +139,8 @@ class DeepSpeedAdapter(Adapter):
         found: Mapping[str, Any] = inner.state.get(flat, {})
         return found
 
-    def _like(self, name: str, parameter: nn.Parameter, value: Tensor) -> tuple[Tensor, Placement]:
-        return value, super().placement("parameter", name, parameter.detach())[1]
+    def _like(self, name: str, parameter: nn.Parameter, value: Tensor) -> Placed:
+        return [(value, super().placement("parameter", name, parameter.detach())[1])]
 
 
 def _state_of(key: str, mapping: Any) -> Tensor:

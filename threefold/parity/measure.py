@@ -9,7 +9,17 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from threefold.parity.record import GRADIENT, INITIAL, OUTPUT, OUTPUT_GRADIENT, IndexEntry, Key, Quantity, detail_of
+from threefold.parity.record import (
+    GRADIENT,
+    INITIAL,
+    OUTPUT,
+    OUTPUT_GRADIENT,
+    UPDATE,
+    IndexEntry,
+    Key,
+    Quantity,
+    detail_of,
+)
 from threefold.parity.sketch import Kept
 
 Quantities = Mapping[Key, Quantity]
@@ -20,8 +30,11 @@ _LEAST_BLOCK: Final = 0.25
 """A part with less than this share of the mean magnitude is measured against it."""
 SMALL: Final = 1e-3
 """Share of the largest mean magnitude of its kind; a tensor below it is measured against it."""
-FACTOR: Final = 6.0
+_FACTOR: Final = 6.0
 """Times the error that noise in the last place makes, which counts as rounding."""
+_FACTOR_AFTER_UPDATES: Final = 20.0
+"""The same for updates and whatever follows them: an adaptive optimizer makes whole updates of elements near zero too,
+whose noise differs much from run to run."""
 _SHARES: Final = (0.9, 0.5)
 """Shares of the tensors of a kind whose errors, and scales, stay below the noise that its tensors have in common."""
 _NOISE: Final = 0.3
@@ -30,6 +43,8 @@ _NOISY_PLACES: Final = 4.0
 """Last places of the largest gradient below which one is taken for noise, without a run with noise."""
 _EPS: Final = {"float64": 1e-9, "float32": 2e-5, "bfloat16": 2e-2, "float16": 5e-3}
 """Error that counts as rounding in any case with earned tolerances, by the lowest precision."""
+_LATER: Final = 5.0
+"""Times that least tolerance, from the second step on."""
 UNEARNED: Final = {OUTPUT: 5.0, OUTPUT_GRADIENT: 15.0, GRADIENT: 15.0}
 _UNEARNED_OTHER: Final = 500.0
 """Times that, without a reference that was run again: for updates, whose small elements an optimizer enlarges."""
@@ -160,12 +175,10 @@ class Tolerances:
     Args:
         precision: lowest precision of the runs, such as `bfloat16`.
         runs: number of runs with noise that are learned from; without any, tolerances are fixed ones of the precision.
-        factor: times the error of a run with noise that counts as rounding.
     """
 
-    def __init__(self, precision: str, runs: int = 0, factor: float = FACTOR) -> None:
+    def __init__(self, precision: str, runs: int = 0) -> None:
         self._least = _EPS.get(precision, _EPS["float32"])
-        self._factor = factor
         self._errors: dict[tuple[int, str, str], tuple[float, float]] = {}
         self._eps = torch.finfo(getattr(torch, precision)).eps
         self._noise: dict[tuple[int, str], float] = {}
@@ -205,9 +218,10 @@ class Tolerances:
             return Tolerance(error, error)
         own = self._errors.get((step, kind, name), (0.0, 0.0))
         common = self._common(step, kind)
-        error, off = (self._factor * max(pair) for pair in zip(own, common, strict=True))
-        least = self._least if kind != "number" else self._least / 10
-        return Tolerance(max(error, least), max(off, least / 4))
+        factor = _FACTOR_AFTER_UPDATES if kind == UPDATE or step > 1 else _FACTOR
+        error, off = (factor * max(pair) for pair in zip(own, common, strict=True))
+        least = (self._least if kind != "number" else self._least / 10) * (_LATER if step > 1 else 1.0)
+        return Tolerance(max(error, least), max(off, least))
 
     def _common(self, step: int, kind: str) -> tuple[float, float]:
         """Return the error that 9 of 10 tensors of a kind stay below, and the distance of the scale of half of them.

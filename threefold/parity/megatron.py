@@ -15,7 +15,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from threefold.errors import UserError
-from threefold.parity.adapters import Adapter, Place, Placed, clean_name
+from threefold.parity.adapters import WHOLE, Adapter, Place, Placed, clean_name
 from threefold.parity.placement import Piece, Placement, fill, flat_range, shard, whole
 
 _EMBEDDING, _OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -80,7 +80,7 @@ class MegatronAdapter(Adapter):
                 ends = getattr(module, "post_process", True)  # else its output is only what this stage sends on
                 empty = type(module).__name__ in ("IdentityOp", "IdentityFuncOp")  # an absent part of a layer
                 if type(module).forward is not nn.Module.forward and not wrapper and ends and not empty:
-                    yield _rename(cleaned, renamed) or "model", module
+                    yield _rename(cleaned, renamed) or WHOLE, module
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         for model in self.models:
@@ -109,13 +109,13 @@ class MegatronAdapter(Adapter):
     # ---- places -----------------------------------------------------------------------------------------------------
 
     def placement(self, what: str, name: str, tensor: Tensor) -> tuple[Tensor, Placement]:
-        if self.place is not None and (placed := self.place(what, name, tensor)) is not None:
+        if (placed := self.given(what, name, tensor)) is not None:
             return tensor, placed
         return tensor, whole(tensor, self._tp_rank if what == "activation" else self._dp_rank)
 
     def _of_parameter(self, name: str, parameter: Any) -> Placement:
         """Return where this rank's whole tensor of a parameter lies, without regard to the distributed optimizer."""
-        if self.place is not None and (placed := self.place("parameter", name, parameter)) is not None:
+        if (placed := self.given("parameter", name, parameter)) is not None:
             return placed
         copy = self._dp_rank
         if self._last and bool(getattr(parameter, "shared_embedding", False)):
@@ -128,16 +128,16 @@ class MegatronAdapter(Adapter):
         return shard(parameter, parameter.partition_dim, self._tp_rank, self._tp, blocks, copy)
 
     def activation(self, kind: str, name: str, tensor: Tensor) -> tuple[Tensor, Placement]:
-        if self.place is not None and (placed := self.place(kind, name, tensor)) is not None:
+        if (placed := self.given("activation", name, tensor)) is not None:
             return tensor, placed
         module: Any = self._modules.get(name)
         type_name = type(module).__name__
-        if name == "model" or (name.startswith("embedding.") and tensor.dim() > 1):  # (batch, positions, …)
+        if name == WHOLE or (name.startswith("embedding.") and tensor.dim() > 1):  # (batch, positions, …)
             scattered = getattr(module, "reduce_scatter_embeddings", False)
-            if self._config.sequence_parallel and name != "model" and scattered:
+            if self._config.sequence_parallel and name != WHOLE and scattered:
                 return tensor, shard(tensor, 0, self._tp_rank, self._tp)
             tensor = tensor.transpose(0, 1)
-            logits = tensor.dim() == 3 and name == "model"
+            logits = tensor.dim() == 3 and name == WHOLE
             return tensor, self._logits(tensor) if logits else whole(tensor, self._tp_rank)
         column, row = "ColumnParallel" in type_name, "RowParallel" in type_name
         attention = name.endswith("core_attention")

@@ -1,6 +1,6 @@
 """Where a rank's tensor lies in the tensor of the whole model: boxes of it, copies of it, parts of a sum."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -127,6 +127,32 @@ def shard(
         local[dim], start[dim], size[dim] = block * each, (block * count + index) * each, each
         pieces.append(Piece(tuple(local), tuple(start), tuple(size)))
     return Placement(whole_shape, tuple(pieces), copy, name=name)
+
+
+def fused(tensor: Tensor, sizes: Mapping[str, int], dim: int = 0, copy: int = 0) -> list[Placement]:
+    """Return the placements of a tensor in which several of the whole model lie one after the other, each whole.
+
+    Args:
+        tensor: the tensor, such as the weight of one projection to queries, keys and values.
+        sizes: by name in the whole model, in order, the size along the dim.
+        dim: dim along which they lie.
+        copy: as for `Placement`.
+
+    Raises:
+        UserError: the sizes do not add up to that of the tensor.
+    """
+    shape, at, found = tuple(tensor.shape), 0, []
+    if sum(sizes.values()) != shape[dim]:
+        raise UserError(
+            f"parity.fused got sizes that add up to {sum(sizes.values())}, but dim {dim} of the tensor has "
+            f"{shape[dim]}; give the size of each part."
+        )
+    for name, size in sizes.items():
+        part = (*shape[:dim], size, *shape[dim + 1 :])
+        local = (*(0,) * dim, at, *(0,) * (len(shape) - dim - 1))
+        found.append(Placement(part, (Piece(local, (0,) * len(shape), part),), copy, name=name))
+        at += size
+    return found
 
 
 def flat_range(shape: Sequence[int], start: int, stop: int, copy: int = 0, name: str | None = None) -> Placement:

@@ -122,7 +122,7 @@ class Page:
                 box = box if size == box.shape[dim] else box.narrow(dim, start, size)
             kept = keep(box, whole.shape, one, _DETAILS[detail])
             for name in names:
-                self._append(kind, placement.name or name, whole, one, detail, samples, kept)
+                self._append(kind, name, whole, one, detail, samples, kept)
 
     def _append(
         self,

@@ -2,9 +2,9 @@
 
 import os
 import platform
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
@@ -301,10 +301,12 @@ class Recorder:
         if not self._recording or not tensor.is_floating_point():
             return
         self._dtypes.add(str(tensor.dtype).removeprefix("torch."))
-        mine, placement = self._adapter.activation(kind, names[-1], tensor.detach())
-        rows = _rows(mine, placement, len(samples), self._batch_dim)
+        placed = [self._adapter.activation(kind, name, tensor.detach()) for name in names]
+        mine, placement = placed[-1]
+        rows = _rows(mine, replace(placement, name=None), len(samples), self._batch_dim)
         if rows is not None:
-            self._page.add_samples(kind, names, *rows, samples)
+            called = [each.name or name for name, (_, each) in zip(names, placed, strict=True)]
+            self._page.add_samples(kind, called, *rows, samples)
 
     # ---- the end of a step ------------------------------------------------------------------------------------------
 
@@ -338,7 +340,7 @@ class Recorder:
             return
         if self._gradient_squares is None:
             self._record_gradients()
-        counters = {}
+        counters: dict[str, dict[str, float]] = {}
         for name, parameter in self._adapter.parameters():
             for index, (tensor, placement) in enumerate(self._adapter.weight(name, parameter)):
                 before = self._before.get(name)
@@ -350,7 +352,8 @@ class Recorder:
                 for tensor, placement in parts:
                     self._page.add(f"{STATE} {key}", name, local(tensor), placement)
             if found := self._adapter.counters(name, parameter):
-                counters[name] = dict(found)
+                names = [placement.name or name for _, placement in self._adapter.weight(name, parameter)]
+                counters |= {each: dict(found) for each in names or [name]}
         self._record_buffers()
         for name, value in self._adapter.numbers().items():
             self.scalar(name, value)
@@ -368,7 +371,7 @@ class Recorder:
         if self._step > self._steps:
             self.close()
             if os.environ.get(STOP):
-                _leave_process()
+                self._adapter.leave()
 
     def _record_buffers(self) -> None:
         for name, buffer in self._adapter.buffers():
@@ -502,11 +505,3 @@ def _number(variable: str) -> int | None:
     if not text.isdecimal():
         raise UserError(f"{variable} is {shown(text)} but must be a whole number; use {DEFAULT_STEPS}.")
     return int(text)
-
-
-def _leave_process() -> None:
-    """End this process, after all ranks have recorded their last step."""
-    if dist.is_available() and dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
-    sys.exit(0)

@@ -48,7 +48,7 @@ def run_both(
     """Run both commands, one after the other, with the same initial weights.
 
     Args:
-        reference: command line of the run that is right.
+        reference: command line of the run that is right; `{run}` in it is replaced by a folder for that run's files.
         candidate: command line of the other.
         folder: folder for the records, logs and weights, empty or missing.
         steps: steps to record.
@@ -71,7 +71,8 @@ def run_both(
         tell(name)
         place = folder / name
         variables = {**base, FOLDER: str(place.absolute()), **more}
-        _run(option, commands[option], place, variables, timeout)
+        words = [word.replace("{run}", str(place.with_suffix(".files").absolute())) for word in commands[option]]
+        _run(option, words, place, variables, timeout)
         try:
             return Record(place)
         except UserError as error:

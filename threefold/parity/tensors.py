@@ -113,7 +113,10 @@ class TensorStep:
                 yield Departure(self.step, kind, name, 1.0, 0.0, nan, "is there, and the reference has none")
         noise = self._noise()
         for (kind, name), pairs in groups.items():
-            yield from self._missing(kind, name, pairs)
+            missing = list(self._missing(kind, name, pairs))
+            if missing:
+                self._count(found, kind)
+            yield from missing
             compared = [(ours, other) for ours, other in pairs if other is not None and _comparable(other, ours)]
             if kind in (OUTPUT, OUTPUT_GRADIENT) and len(compared) < len(pairs):
                 found.skipped.add(name)
@@ -128,11 +131,15 @@ class TensorStep:
             if kind == INITIAL:
                 tolerance = Tolerance(SUMMED, SUMMED)
             if name not in noise:
-                total = self.step, without_key(kind)
-                found.totals[total] = found.totals.get(total, 0) + 1
+                if not missing:
+                    self._count(found, kind)
                 if tolerance.error > LOOSE:
                     found.loose.add(name)
             yield from self._group(found, kind, name, compared, tolerance, factors)
+
+    def _count(self, found: Findings, kind: str) -> None:
+        total = self.step, without_key(kind)
+        found.totals[total] = found.totals.get(total, 0) + 1
 
     def _noise(self) -> set[str]:
         """Return the names of parameters whose gradient is 0 up to rounding."""

@@ -44,6 +44,7 @@ from threefold.train.data_checks import DataCheck, TokenCheck, agree_on_micro_ba
 from threefold.train.loop import TrainingLoop
 from threefold.train.optim import learning_rate
 from threefold.train.optimizers import update_rule
+from threefold.train.parity import make_recording
 from threefold.train.profiling import Profiler, ProfileRequest, SpanRecorder
 from threefold.train.saving import Checkpoints, SafeSaving, StartingPoint, load_weights, restore_engine
 from threefold.train.step import Engine
@@ -154,6 +155,7 @@ def train(
             tokens,
             *reports,  # goodput, console, metrics, TensorBoard, log, stragglers, curve, summary; then the user's
             profiler,
+            make_recording(engine),
             watch,
             policy,
             BadSteps(engine, loader, saving, policy),

@@ -232,7 +232,7 @@ ROWS: Final = (
         "sent tensor's memory used again before the send has ended",
         "",
         "--pp 2 --micro-batches 2",
-        ("blocks.1", "blocks.1.norm1", "blocks.1.attn", "model"),
+        ("blocks.1", "blocks.1.norm1", "blocks.1.attn", "(model)"),
     ),
     Row(
         "megatron-4070",

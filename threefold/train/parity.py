@@ -1,0 +1,225 @@
+"""The recording of a run of `threefold train` or `Trainer`, which `threefold parity` compares with any other code."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from threefold.config.model import OWN
+from threefold.data.loader import Batch
+from threefold.models.layers.decoder import PositionEmbedding
+from threefold.models.own_batch import map_tensors
+from threefold.parallel.parameter import Weight, is_split, offset, slice_of
+from threefold.parity.adapters import Adapter, Placed, clean_name
+from threefold.parity.placement import Piece, Placement
+from threefold.parity.recorder import FOLDER, Recorder
+from threefold.train.callbacks.base import Guard
+from threefold.train.callbacks.records import StepRecord
+from threefold.train.step import Engine
+
+
+class ThreefoldAdapter(Adapter):
+    """Adapter of a run's engine, in every layout.
+
+    Weights are the masters, which are updated. Outputs are recorded of modules whose output is an activation
+    [samples, positions, features] that this rank holds whole or whose part is known.
+
+    Attributes:
+        before_update, after_update: what the recorder does around an update.
+        ended: whether the recorder has recorded all its steps and wants the run to end.
+    """
+
+    name = "threefold"
+    clips_before_update = False
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self._engine, self._mesh = engine, engine.mesh
+        self._weights = {weight.name: weight for weight in engine.model.trained}
+        self._states = {entry.name: engine.optimizer.rule.state(entry) for entry in engine.optimizer.entries}
+        self._decay = {entry.name: engine.optimizer.rule.weight_decay(entry) for entry in engine.optimizer.entries}
+        self._length = 0 if engine.config.model.architecture == OWN else engine.config.data.sequence_length
+        self._cut = engine.parallelism.context.cut
+        self.before_update: Callable[[], None] = _nothing
+        self.after_update: Callable[[], None] = _nothing
+        self.ended = False
+        self.lr = 0.0
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, weight in self._weights.items():
+            yield name, cast(nn.Parameter, weight.parameter)
+
+    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        for stage in self.models:
+            for name, module in stage.named_modules():
+                # Embedded positions are the same for all samples.
+                called = type(module).forward is not nn.Module.forward and not isinstance(module, PositionEmbedding)
+                if name and called and not _is_wrapper(name, module):
+                    yield clean_name(name), module
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers of a user's own model, which every rank holds whole."""
+        return iter(()) if self._length else super().buffers()
+
+    def weight(self, name: str, parameter: nn.Parameter) -> Placed:
+        return [self._placed(self._weights[name], self._weights[name].master)]
+
+    def gradient(self, name: str, parameter: nn.Parameter) -> Placed:
+        weight = self._weights[name]
+        return [self._placed(weight, self._engine.gradients[weight.leaf])]
+
+    def states(self, name: str, parameter: nn.Parameter) -> Iterator[tuple[str, Placed]]:
+        weight = self._weights[name]
+        for key, value in self._states[name].items():
+            if value.shape == weight.master.shape and value.is_floating_point() and value.dim():
+                yield key, [self._placed(weight, value)]
+
+    def counters(self, name: str, parameter: nn.Parameter) -> Mapping[str, float]:
+        found = {"lr": self.lr, "weight_decay": self._decay[name]}
+        step = self._states[name].get("step")
+        return found if step is None else {**found, "updates": float(step)}
+
+    def load(self, name: str, parameter: nn.Parameter, read: Callable[[str], Tensor]) -> None:
+        weight = self._weights[name]
+        with torch.no_grad():
+            weight.master.copy_(slice_of(weight.parameter, read(name)))
+
+    def loaded(self) -> None:
+        self._engine.optimizer.restored()
+
+    def watch(self, before: Callable[[], None], after: Callable[[], None]) -> list[Any]:
+        self.before_update, self.after_update = before, after
+        return [self]
+
+    def remove(self) -> None:
+        """Stop recording updates."""
+        self.before_update = self.after_update = _nothing
+
+    def leave(self) -> None:
+        self.ended = True
+
+    def activation(self, kind: str, name: str, tensor: Tensor) -> tuple[Tensor, Placement]:
+        if not self._length and self._mesh.tp.size == self._mesh.cp.size == 1:
+            return self.placement("activation", name, tensor)
+        features, spans = self._features_of(name, tensor), self._positions_of(tensor)
+        if features is None or spans is None:
+            return tensor, Placement(tuple(tensor.shape), ())
+        start, width = features
+        size, (samples, _, held) = sum(length for _, length in spans), tensor.shape
+        pieces, at = [], 0
+        for first, length in spans:
+            pieces.append(Piece((0, at, 0), (0, first, start), (samples, length, held)))
+            at += length
+        split = width != held or size != tensor.shape[1] or self._splits_positions(tensor)
+        copy = 0 if split else self._mesh.tp.index
+        return tensor, Placement((samples, self._length or size, width), tuple(pieces), copy)
+
+    # ---- places -----------------------------------------------------------------------------------------------------
+
+    def _placed(self, weight: Weight, value: Tensor) -> tuple[Tensor, Placement]:
+        parameter, tied, gradients = weight.parameter, self._engine.model.tied, self._engine.gradients
+        start = offset(parameter)
+        first = gradients.is_in_norm(weight.leaf) and tied.is_primary(weight.name)
+        copy = 0 if first and (is_split(parameter) or self._mesh.tp.is_first) else 1 + self._mesh.rank
+        size = tuple(value.shape)
+        piece = Piece((0,) * len(size), start, size)
+        return value.detach(), Placement(tuple(parameter.shape), (piece,) if value.numel() else (), copy)
+
+    def _features_of(self, name: str, tensor: Tensor) -> tuple[int, int] | None:
+        """Return the first feature of an activation that this rank holds, and how many the whole one has."""
+        if tensor.dim() != 3:
+            return None
+        held = tensor.shape[2]
+        weight = self._weights.get(self._engine.plan.whole_name(f"{name}.weight"))
+        if weight is not None and is_split(weight.parameter):
+            rows, columns = weight.parameter.shape[0], weight.parameter.shape[-1]
+            if held == weight.leaf.shape[0] != rows:  # of a column-parallel layer
+                return offset(weight.parameter)[0], rows
+            return (0, held) if held in (rows, columns) else None  # of a row-parallel one, or an embedding
+        if self._mesh.tp.size == 1 or weight is not None:
+            return 0, held
+        hidden, tp = self._engine.config.model.hidden_size, self._mesh.tp
+        if self._length and held * tp.size == hidden:  # the heads of attention
+            return tp.index * held, hidden
+        return (0, held) if held == hidden else None
+
+    def _positions_of(self, tensor: Tensor) -> list[tuple[int, int]] | None:
+        """Return the positions of an activation that this rank holds, as starts and lengths."""
+        if tensor.dim() != 3:
+            return None
+        held, cut = tensor.shape[1], self._cut
+        if held == self._length or cut.shares == 1:
+            return [(0, held)]
+        if held * cut.cp == self._length:
+            cut = cut.across_context
+        elif held * cut.shares != self._length:
+            return None
+        numbers = cut.indices(held, torch.device("cpu")).tolist()
+        spans: list[tuple[int, int]] = []
+        for number in numbers:
+            if spans and number == sum(spans[-1]):
+                spans[-1] = spans[-1][0], spans[-1][1] + 1
+            else:
+                spans.append((number, 1))
+        return spans
+
+    def _splits_positions(self, tensor: Tensor) -> bool:
+        return self._cut.tp > 1 and tensor.shape[1] * self._cut.shares == self._length
+
+
+class ParityRecording(Guard):
+    """Guard that records the first steps of a run, in the folder that `threefold parity run` gives.
+
+    Args:
+        engine: engine of the run, with its weights.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._adapter = ThreefoldAdapter(engine)
+        layout = engine.mesh.layout
+        axes = {"dp": layout.dp, "tp": layout.tp, "pp": layout.pp, "cp": layout.cp}
+        self._recorder = Recorder(engine.model.stages, None, self._adapter, axes=axes)
+
+    def before_step(self, step: int, batch: Any) -> None:
+        """Give the recorder the samples of this rank's replica."""
+        if isinstance(batch, Batch):
+            self._recorder.batch(batch.tokens, batch.labels)
+            return
+        tensors: list[Tensor] = []
+        map_tensors(batch, tensors.append)
+        if tensors:
+            self._recorder.batch(tensors[0])
+
+    def before_update(self, step: int) -> None:
+        """Record the gradients, which are complete and not clipped."""
+        self._recorder.after_backward()
+        self._adapter.before_update()
+
+    def after_step(self, record: StepRecord) -> None:
+        """Record the update, and the numbers that the run reports."""
+        self._adapter.lr = record.lr
+        self._recorder.scalar("loss", record.loss)
+        self._recorder.scalar("gradient norm", record.grad_norm)
+        self._adapter.after_update()
+        if self._adapter.ended:
+            self.stop("the steps of threefold parity are recorded")
+
+    def close(self) -> None:
+        """End the recording."""
+        self._recorder.close()
+
+
+def make_recording(engine: Engine) -> ParityRecording | None:
+    """Return the recording that the environment asks for; None without."""
+    return ParityRecording(engine) if os.environ.get(FOLDER) else None
+
+
+def _nothing() -> None:
+    pass
+
+
+def _is_wrapper(name: str, module: nn.Module) -> bool:
+    """Return whether a module is a wrapper, whose child has the name."""
+    return any(clean_name(f"{name}.{child}") == clean_name(name) for child, _ in module.named_children())
