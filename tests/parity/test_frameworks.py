@@ -132,6 +132,27 @@ CASES = {
         "first the output of decoder.layers.1.mlp",
         reference="--gated",
     ),
+    "torchtitan, FSDP, gradients divided by the replicas": Case(
+        "torchtitan",
+        "with_torchtitan.py",
+        ("--dp", "2"),
+        2,
+        "reduce_by_sums(part)",
+        "reduce_by_sums(part, 2.0)",
+        "all 17, each is 1/2 (1 / dp) times the reference",
+    ),
+    "torchtitan, tp, a norm's weight trained on one rank's samples": Case(
+        "torchtitan",
+        "with_torchtitan.py",
+        ("--tp", "2"),
+        2,
+        "        reduce_by_sums(part)",
+        "        reduce_by_sums(part)\n"
+        "        part.layers['1'].attention_norm.weight.register_post_accumulate_grad_hook(\n"
+        "            lambda parameter: parameter.grad.mul_(2)\n"
+        "        )",
+        "first the gradient of layers.1.attention_norm.weight: it is 2 (tp) times the reference",
+    ),
 }
 
 

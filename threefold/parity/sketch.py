@@ -127,7 +127,7 @@ def keep(box: Tensor, shape: tuple[int, ...], piece: Piece, detail: Detail) -> T
             along = wide
             for other in reversed(range(len(shape))):
                 if other != dim:
-                    along = torch.tensordot(along, weights[other], dims=([1 + other], [0]))
+                    along = _summed(along, 1 + other, weights[other])
             parts.append(_pooled(along, size, start, extent, detail))
     chosen = wide
     for dim, index in enumerate(inside(shape, piece, detail)):
@@ -135,6 +135,17 @@ def keep(box: Tensor, shape: tuple[int, ...], piece: Piece, detail: Detail) -> T
             chosen = chosen.index_select(1 + dim, index.to(wide.device))
     parts.append(chosen.reshape(samples, -1))
     return torch.cat(parts, dim=1).cpu()
+
+
+def _summed(tensor: Tensor, dim: int, weights: Tensor) -> Tensor:
+    """Return the weighted sum over a dim; `torch.tensordot` would copy the tensor for a dim that is not the last."""
+    shape = tensor.shape
+    outer, inner = prod(shape[:dim]), prod(shape[dim + 1 :])
+    if inner == 1:
+        summed = tensor.reshape(outer, shape[dim]) @ weights
+    else:
+        summed = torch.matmul(weights, tensor.reshape(outer, shape[dim], inner))
+    return summed.reshape(*shape[:dim], *shape[dim + 1 :])
 
 
 def _pooled(along: Tensor, size: int, start: int, extent: int, detail: Detail) -> Tensor:
