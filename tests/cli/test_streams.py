@@ -65,7 +65,7 @@ def test_a_run_goes_on(config_file: Path, tmp_path: Path, where: str) -> None:
         assert (ended.returncode, ended.stderr) == (0, b"")
     assert [checkpoint.step for checkpoint in complete(run)] == [2, 3]
     log = (run / "logs/rank_00000.log").read_text()
-    assert "global step 3" in log
+    assert "step 3/3  loss" in log
     assert "training loss" in log
 
 
@@ -95,7 +95,7 @@ def test_files_of_a_run_on_a_full_disk(config_file: Path, tmp_path: Path) -> Non
     assert (ended.returncode, ended.stderr) == (0, b"")
     assert [checkpoint.step for checkpoint in complete(run)] == [2, 4]
     shown = ended.stdout.decode()
-    assert "global step 4" in shown
+    assert "step 4/4  loss" in shown
     for path in full[:3]:
         assert shown.count(f"Warning: {path} cannot be written (No space left on device)") == 1
     assert shown.count(f"Warning: {run / 'tensorboard'} cannot be written (File exists)") == 1

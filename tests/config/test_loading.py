@@ -188,9 +188,3 @@ def test_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"data: {path: \xe9}")
     with pytest.raises(UserError, match=r"not UTF-8 text \(byte 13\)"):
         load_config(tmp_path / "latin.yaml")
-
-
-def test_compact_form_is_the_same_on_one_line_a_section(tmp_path: Path) -> None:
-    config = resolve(load_config(write(tmp_path, SEVEN_LINES), ["model.preset=gpt2-124m"]), vocab_size=1000)
-    assert [line.split(":")[0] for line in config.compact().splitlines()] == list(config.sections())
-    assert load_config(write(tmp_path, config.compact())) == config

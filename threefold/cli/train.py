@@ -121,7 +121,7 @@ def command(
                 from threefold.verify.self_check import self_check
 
                 run = replace(run, check=self_check)
-            stopped = run.start(console, signals, lambda: _tell(run.config.compact()), debug_rank)
+            stopped = run.start(console, signals, lambda: _tell(run.opening), debug_rank)
         except StopRequested as request:
             if not request.again:
                 # Import nothing here, because the signal may have arrived during an import.

@@ -306,6 +306,8 @@ class LogConfig(Section):
 
     every: int = Field(default=10, ge=1, le=MOST_STEPS)
     """Steps between lines of the step log; RUN/metrics.jsonl has every step."""
+    format: Literal["short", "fleet"] = "short"
+    """Printed lines: `short` ones for people, or `fleet` ones as in RUN/train.log, with every measured value."""
 
 
 class _YamlDumper(yaml.SafeDumper):
@@ -374,12 +376,6 @@ class Config(Section):
             if following:
                 text += "  # From other settings:\n" + "".join(f"  #{line[1:]}\n" for line in told.splitlines()[1:])
         return text
-
-    def compact(self) -> str:
-        """Format the config with one line per section, for the console."""
-        rows = ({name: values} for name, values in self.sections().items())
-        lines = (yaml.safe_dump(row, default_flow_style=True, width=10_000, sort_keys=False) for row in rows)
-        return "".join(f"{line.strip()[1:-1]}\n" for line in lines)
 
     def is_given(self, key: str) -> bool:
         """Return whether a setting of an unresolved config, as `section.key`, was given."""

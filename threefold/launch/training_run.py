@@ -209,6 +209,13 @@ class TrainingRun:
     profile_steps: int = 0
     check: "SelfCheck | None" = None
 
+    @property
+    def opening(self) -> str:
+        """Sentence that opens the run's output: its ranks, and where its settings are."""
+        layout = Layout.from_config(self.config.parallel)
+        ranks = "1 process" if layout.world_size == 1 else f"{layout.world_size:,} ranks ({layout})"
+        return f"Starting {ranks}; {self.run_dir / CONFIG_FILE} has all settings."
+
     def start(
         self,
         console_ranks: tuple[int, ...] = (0,),

@@ -133,7 +133,7 @@ class StragglerReport(Callback):
             slow = {each.rank for each in found}
             if again := [each for each in found if each.rank in self._slow - self._named]:
                 if not on_terminal():  # a live line occupies a terminal until the end
-                    say(f"global step {record.step}, slow: {_listed(again)}")
+                    say(f"step {record.step:,}  slow: {_listed(again)}")
                 self._named |= {each.rank for each in again}
             self._slow, self._named = slow, self._named & slow
 

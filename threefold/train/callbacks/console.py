@@ -1,47 +1,17 @@
 """Text output of a run: its log as RUN/train.log, and the summary at the end."""
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from threefold.files import format_bytes
 from threefold.train.callbacks import loss_curve, metrics, tensorboard
 from threefold.train.callbacks.base import Callback, RunContext, clock, on_terminal, say
 from threefold.train.callbacks.goodput import GOODPUT_FILE, Goodput
+from threefold.train.callbacks.live_line import RunningLines
 from threefold.train.callbacks.metrics import RunFile
-from threefold.train.callbacks.records import EvaluationRecord, Performance, StepRecord
+from threefold.train.callbacks.records import EvaluationRecord, MeanRates, StepRecord
 
 LOG_FILE = "train.log"
-
-
-@dataclass
-class MeanRates:
-    """Mean FLOP/s and MFU over several steps; `last` is the performance of the newest step."""
-
-    seconds: float = 0.0
-    flops: float = 0.0
-    peak: float = 0.0
-    last: Performance | None = None
-
-    def add(self, seconds: float, step: Performance | None) -> None:
-        """Add a step; a step without a performance does not count."""
-        if step is None:
-            return
-        self.last = step
-        self.seconds += seconds
-        rate = step.flops_per_second or 0.0
-        self.flops += rate * seconds
-        self.peak += rate / step.mfu * seconds if step.mfu else 0.0
-
-    @property
-    def teraflops(self) -> float:
-        """Model TFLOP/s per rank; 0 if not known."""
-        return self.flops / self.seconds / 1e12 if self.seconds else 0.0
-
-    @property
-    def mfu(self) -> float:
-        """Model FLOPs utilization; 0 if not known."""
-        return self.flops / self.peak if self.peak else 0.0
 
 
 class StepLog(RunFile):
@@ -49,56 +19,62 @@ class StepLog(RunFile):
 
     Times, speeds and tokens per second (tokens read, without padding, in total and per rank) are averages since the
     previous line; loss and learning rate are those of the line's step, with the loss averaged over the global batch.
-    Lines are also printed, unless a live line is on the terminal.
+    Lines are also printed, unless a live line is on the terminal: shorter ones if `lines` formats them, else the same.
     """
 
     @classmethod
     def for_run(cls, run: RunContext) -> Callback:
-        return cls(run.run_dir / LOG_FILE, run.config.log.every, run.mesh.layout.world_size)
+        log = run.config.log
+        lines = RunningLines(run.config.train.max_steps) if log.format == "short" else None
+        return cls(run.run_dir / LOG_FILE, log.every, run.mesh.layout.world_size, lines)
 
-    def __init__(self, path: Path, every: int, world_size: int) -> None:
+    def __init__(self, path: Path, every: int, world_size: int, lines: RunningLines | None = None) -> None:
         super().__init__(path)
-        self.every, self.world_size = every, world_size
+        self.every, self.world_size, self.lines = every, world_size, lines
         self._since: list[StepRecord] = []
         self._told = ""
 
     def after_step(self, record: StepRecord) -> None:
         if record.reason and record.reason != self._told:  # once for a range of steps
-            self._write(f"global step {record.step}, skipped: {record.reason}")
+            self._write(record.step, f"skipped: {record.reason}")
         self._told = record.reason
         if not record.is_read:
             return
         self._since.append(record)
         if record.skipped and not record.reason:
-            self._write(
-                f"global step {record.step}, skipped: the gradient overflowed at loss scale {record.loss_scale:g}"
-            )
+            self._write(record.step, f"skipped: the gradient overflowed at loss scale {record.loss_scale:g}")
         if record.step % self.every == 0 or record.step == 1:
-            self._write(step_line(self._since, self.world_size))
+            self._print(
+                step_line(self._since, self.world_size), None if self.lines is None else self.lines.step(self._since)
+            )
             self._since = []
 
     def after_rollback(self, step: int, start: int, reason: str) -> None:
-        self._write(f"global step {step}, rolled back to step {start}: {reason}")
+        self._write(step, f"rolled back to step {start}: {reason}")
         self._since = []
 
     def after_evaluation(self, record: EvaluationRecord) -> None:
-        self._write(
+        self._print(
             f"global step {record.step}, validation loss: {record.loss:.9f}, tokens: {record.tokens}, "
             f"eval_cost: {record.seconds:.5f} sec"
             + "".join(f", loss of {name}: {loss:.9f}" for name, loss in record.corpus_losses.items())
-            + "".join(f", {name}: {mean:.9f}" for name, mean in record.terms.items())
+            + "".join(f", {name}: {mean:.9f}" for name, mean in record.terms.items()),
+            None if self.lines is None else self.lines.evaluation(record),
         )
 
     def after_checkpoint(self, step: int, path: Path) -> None:
-        self._write(f"global step {step}, checkpoint: {path}")
+        self._write(step, f"checkpoint: {path}")
 
     def after_stop(self, step: int, reason: str) -> None:
-        self._write(f"global step {step}, stopped: {reason}")
+        self._write(step, f"stopped: {reason}")
 
-    def _write(self, line: str) -> None:
+    def _write(self, step: int, what: str) -> None:
+        self._print(f"global step {step}, {what}", None if self.lines is None else self.lines.of(step, what))
+
+    def _print(self, line: str, shorter: str | None) -> None:
         self.file.write(line)
         if not on_terminal():
-            say(line)
+            say(line if shorter is None else shorter)
 
 
 def step_line(since: list[StepRecord], ranks: int) -> str:

@@ -99,6 +99,36 @@ class StepRecord:
         return self.tokens_read / self.seconds if self.tokens_read else 0.0
 
 
+@dataclass
+class MeanRates:
+    """Mean FLOP/s and MFU over several steps; `last` is the performance of the newest step."""
+
+    seconds: float = 0.0
+    flops: float = 0.0
+    peak: float = 0.0
+    last: Performance | None = None
+
+    def add(self, seconds: float, step: Performance | None) -> None:
+        """Add a step; a step without a performance does not count."""
+        if step is None:
+            return
+        self.last = step
+        self.seconds += seconds
+        rate = step.flops_per_second or 0.0
+        self.flops += rate * seconds
+        self.peak += rate / step.mfu * seconds if step.mfu else 0.0
+
+    @property
+    def teraflops(self) -> float:
+        """Model TFLOP/s per rank; 0 if not known."""
+        return self.flops / self.seconds / 1e12 if self.seconds else 0.0
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization; 0 if not known."""
+        return self.flops / self.peak if self.peak else 0.0
+
+
 @dataclass(frozen=True)
 class EvaluationRecord:
     """Record of a finished evaluation.
