@@ -107,6 +107,7 @@ class Recorder:
         self._gradient_squares: float | None = None
         self._updates_by_hook = False
         self._before: dict[str, list[Tensor]] = {}
+        self._has_before = False
         self._facts: dict[str, Any] = {
             "world_size": self._world,
             "steps": 0,
@@ -183,6 +184,7 @@ class Recorder:
         """End the recording and remove all hooks."""
         if self._recording:
             self._recording = False
+            self._before.clear()
             for handle in self._handles:
                 handle.remove()
 
@@ -333,7 +335,14 @@ class Recorder:
                 squares += sum(_squares(tensor) for tensor, _ in self._adapter.gradient(name, parameter))
             self.scalar("clip factor", (squares / self._gradient_squares) ** 0.5)
         for name, parameter in self._adapter.parameters():
-            self._before[name] = [local(tensor).clone() for tensor, _ in self._adapter.weight(name, parameter)]
+            parts = [local(tensor) for tensor, _ in self._adapter.weight(name, parameter)]
+            kept = self._before.get(name, [])
+            if [each.shape for each in kept] == [each.shape for each in parts]:
+                for copy, tensor in zip(kept, parts, strict=True):  # new memory would cost more than the copy
+                    copy.copy_(tensor)
+            else:
+                self._before[name] = [tensor.clone() for tensor in parts]
+        self._has_before = True
 
     def _end_step(self) -> None:
         if not self._recording:
@@ -343,9 +352,9 @@ class Recorder:
         counters: dict[str, dict[str, float]] = {}
         for name, parameter in self._adapter.parameters():
             for index, (tensor, placement) in enumerate(self._adapter.weight(name, parameter)):
-                before = self._before.get(name)
-                if before is not None:
-                    self._page.add(UPDATE, name, local(tensor) - before[index], placement)
+                if self._has_before:
+                    update = self._before[name][index].neg_().add_(local(tensor))
+                    self._page.add(UPDATE, name, update, placement)
                 else:  # without a hook before the update, the new weights
                     self._page.add(UPDATE, name, tensor, placement)
             for key, parts in self._adapter.states(name, parameter):
@@ -364,8 +373,8 @@ class Recorder:
         self._step += 1
         self._numbers = _no_numbers()
         self._given, self._gradient_squares, self._random, self._current = None, None, None, None
+        self._has_before = False
         self._seen.clear()
-        self._before.clear()
         for root in self._roots:
             root.at = root.passes = 0
         if self._step > self._steps:
