@@ -1,5 +1,6 @@
-"""`threefold config`: show, size and convert configs."""
+"""`threefold config`: show, compare, size and convert configs."""
 
+import json
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -19,7 +20,7 @@ from threefold.cli.terminal import (
 from threefold.errors import UserError
 from threefold.files import format_bytes
 
-app = typer.Typer(help="Show, size and convert configs.", no_args_is_help=True)
+app = typer.Typer(help="Show, compare, size and convert configs.", no_args_is_help=True)
 
 
 @app.command()
@@ -108,6 +109,45 @@ def convert(
     if converted.unset:
         typer.echo(f"The config cannot run as it is: set {' and '.join(converted.unset)}.", err=True)
         raise typer.Exit(1)
+
+
+@app.command()
+def diff(
+    first: Annotated[Path, typer.Argument(metavar="A", help="YAML file, or the folder of a run.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="YAML file, or the folder of a run.")],
+) -> None:
+    """Print the settings in which two configs differ, with those that follow from others.
+
+    Exit status: 0 if all settings are equal; 1 if any differs; 2 if one of the configs is invalid.
+    """
+    ours, theirs = (read_without_data(_config_in(path), None).sections() for path in (first, second))
+    rows = [
+        (f"{section}.{key}", _value(values.get(key)), _value(theirs[section].get(key)))
+        for section, values in ours.items()
+        for key in {**values, **theirs[section]}
+        if values.get(key) != theirs[section].get(key)
+    ]
+    if not rows:
+        typer.echo("All settings are equal.")
+        return
+    print_table(("setting", str(first), str(second)), rows)
+    raise typer.Exit(1)
+
+
+def _config_in(path: Path) -> Path:
+    return path / "config.yaml" if path.is_dir() else path
+
+
+def _value(value: object) -> str:
+    return "–" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of configs, with which an editor completes and checks them."""
+    from threefold.config.reference import json_schema
+
+    typer.echo(json.dumps(json_schema(), indent=2, ensure_ascii=False))
 
 
 @app.command()

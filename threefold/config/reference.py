@@ -10,6 +10,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from threefold.config.loading import config_of, parse_value
+from threefold.config.model import FAMILIES
 from threefold.config.presets import FAMILIES as PRESET_FAMILIES
 from threefold.config.resolve import resolve
 from threefold.config.schedules import SCHEDULES
@@ -38,7 +39,10 @@ stored in `RUN/config.yaml`, and changes nothing. What was derived from other se
 is a comment there, and is derived again when the file is used with a change: in another layout (`threefold train
 RUN/config.yaml --run-dir RUN --resume --set parallel.dp=4`), or for more steps (`--set train.max_steps=2000`, which
 `optimizer.decay_steps` follows). A misspelt key, a wrong type or settings that cannot go together end the command with
-one sentence that names the line and the nearest value that works, before any worker starts.
+one sentence that names the line and the nearest value that works, before any worker starts. An editor with a YAML
+language server completes and checks settings with `threefold config schema > schema.json` and, in the file's first
+line, `# yaml-language-server: $schema=schema.json`. `threefold config diff A B` lists the settings in which two files,
+or the folders of two runs, differ.
 
 The layout (`parallel`) is a performance choice: whatever it is, the same config trains the same model. So the global
 batch size never follows from `parallel.dp`: with nothing given it is 32, and a `dp` that does not divide it is refused.
@@ -52,6 +56,23 @@ batch size never follows from `parallel.dp`: with nothing given it is 32, and a 
 
 _SIGNS = {Ge: ("≥", "ge"), Gt: (">", "gt"), Le: ("≤", "le"), Lt: ("<", "lt")}
 _TYPES: dict[Any, str] = {int: "whole number", float: "number", bool: "true or false", str: "text"}
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of configs; its `model` has the settings of every family."""
+    document = Config.model_json_schema()
+    model: dict[str, Any] = {}
+    for name in FAMILIES.names():
+        described = FAMILIES.load(name).config.model_json_schema()
+        document["$defs"] |= described.get("$defs", {})
+        for key, setting in described["properties"].items():
+            known = model.setdefault(key, setting)
+            if known.get("default") != setting.get("default"):
+                known.pop("default", None)
+    shared = document["$defs"]["ModelConfig"]["properties"]
+    named = {**shared["architecture"], "examples": list(FAMILIES.names())}
+    document["$defs"]["ModelConfig"]["properties"] = {**model, "architecture": named}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **document}
 
 
 def markdown() -> str:
