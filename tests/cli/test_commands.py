@@ -50,6 +50,15 @@ def test_a_command_is_a_module_and_its_name_in_the_list(monkeypatch: pytest.Monk
     assert (told.exit_code, told.stdout) == (0, "cat cat\n")
 
 
+@pytest.mark.parametrize(("words", "completed"), [("threefold ver", "verify"), ("threefold verify --ex", "--exact")])
+def test_a_shell_completes_commands_and_options(monkeypatch: pytest.MonkeyPatch, words: str, completed: str) -> None:
+    monkeypatch.setenv("_THREEFOLD_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+    command = [sys.executable, "-c", "import sys; sys.argv[0] = 'threefold'; from threefold.cli import main; main()"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == [completed]
+
+
 def test_misuse_ends_with_status_2(threefold) -> None:
     status, output, error = threefold("trian")
     assert (status, output) == (2, "")

@@ -17,24 +17,15 @@ from threefold.cli.terminal import guard_streams
 from threefold.errors import CLOSED_OUTPUT, UserError
 from threefold.files import shown
 
-COMMANDS: Final = (
-    "train",
-    "generate",
-    "eval",
-    "verify",
-    "parity",
-    "doctor",
-    "dry-run",
-    "estimate",
-    "inspect",
-    "plan",
-    "simulate",
-    "checkpoint",
-    "data",
-    "config",
-)
-"""Commands in the order of the help, each a module of this package: with a function `command`, or a Typer `app` of
+GROUPS: Final = {
+    "Train and use": ("train", "generate", "eval"),
+    "Check": ("verify", "parity", "doctor", "inspect"),
+    "Plan": ("plan", "estimate", "simulate", "dry-run"),
+    "Files": ("data", "checkpoint", "config"),
+}
+"""Commands by the panels of the help, each a module of this package: with a function `command`, or a Typer `app` of
 subcommands. A class `Parser` in it replaces Typer's parser of the command's arguments."""
+COMMANDS: Final = tuple(name for names in GROUPS.values() for name in names)
 FAILED, MISUSED = 1, 2
 UNREAD = 141
 """Exit status in a shell of a program that SIGPIPE ended."""
@@ -43,21 +34,22 @@ _OF_A_PATH: Final = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCE
 
 
 def make_app(commands: Sequence[str] = COMMANDS) -> typer.Typer:
-    """Return the command line with these commands, as described at `COMMANDS`."""
+    """Return the command line with these commands, as described at `GROUPS`."""
     app = typer.Typer(
         name="threefold",
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
+    panels = {name: panel for panel, names in GROUPS.items() for name in names}
     for name in commands:
         module = import_module(f"threefold.cli.{name.replace('-', '_')}")
+        panel = panels.get(name)
         if hasattr(module, "app"):
-            app.add_typer(module.app, name=name)
+            app.add_typer(module.app, name=name, rich_help_panel=panel)
         else:
-            app.command(name, cls=getattr(module, "Parser", None))(module.command)
+            app.command(name, cls=getattr(module, "Parser", None), rich_help_panel=panel)(module.command)
     return app
 
 
