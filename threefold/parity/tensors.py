@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import isfinite, nan, sqrt
+from typing import Final
 
 from threefold.parity.departure import LOOSE, SUMMED, Departure, Findings, without_key
 from threefold.parity.measure import (
@@ -20,6 +21,9 @@ from threefold.parity.measure import (
 from threefold.parity.mistake import Factors, shape_of
 from threefold.parity.record import GRADIENT, INITIAL, OUTPUT, OUTPUT_GRADIENT, STATE, TENSOR, UPDATE, Quantity, Record
 from threefold.parity.sketch import Kept
+
+_SAME: Final = 0.1
+"""Largest error of a tensor that is another one of the reference."""
 
 
 @dataclass(frozen=True)
@@ -229,13 +233,13 @@ class TensorStep:
             return f"is {other} of the reference"
         if self.before is not None and reference.kind in (GRADIENT, UPDATE):
             last = self.before.get((reference.kind, reference.name, reference.sample))
-            if last is not None and measure(kept, last.kept).error < 3 * tolerance.error:
+            if last is not None and measure(kept, last.kept).error < _near(tolerance):
                 return f"is the one of step {self.step - 1}"
             if last is not None:
                 both = [a + b for a, b in zip(reference.kept.projections, last.kept.projections, strict=True)]
                 elements = reference.kept.elements + last.kept.elements
                 total = type(kept)(kept.shape, kept.detail, nan, both, elements, kept.covered)
-                if measure(kept, total).error < 3 * tolerance.error:
+                if measure(kept, total).error < _near(tolerance):
                     return f"has the one of step {self.step - 1} added"
         return ""
 
@@ -246,10 +250,7 @@ class TensorStep:
         for other in self.expected.values():
             if (other.kind, other.kept.shape) != (reference.kind, kept.shape) or other.name == reference.name:
                 continue
-            if (
-                measure(other.kept, reference.kept).error > 0.1
-                and measure(kept, other.kept).error < 3 * tolerance.error
-            ):
+            if measure(other.kept, reference.kept).error > 0.1 and measure(kept, other.kept).error < _near(tolerance):
                 return other.name
         return ""
 
@@ -269,12 +270,15 @@ class TensorStep:
         mine, expected = first
         if any(len(each) != len(mine) for each in shares):
             return ""
-        total = mine + sum(shares)
-        close = max(10 * tolerance.error, 1e-6)
-        size = float(expected.norm())
-        if not size or all(float((each - mine).norm()) < close * size for each in shares):
+        close, size = max(10 * tolerance.error, 1e-6), float(expected.norm())
+        different = [mine]  # replicas of a rank with another share repeat it
+        for share in shares:
+            if all(float((share - known).norm()) >= close * size for known in different):
+                different.append(share)
+        if not size or len(different) == 1:
             return ""
-        if float((total / (len(shares) + 1) - expected).norm()) < close * size:
+        total = sum(different[1:], mine)
+        if float((total / len(different) - expected).norm()) < close * size:
             return "is each rank's own share: their mean would be right"
         if float((total - expected).norm()) < close * size:
             return "is each rank's own share: their sum would be right"
@@ -320,3 +324,8 @@ def _named(ranks: list[int]) -> str:
 def _comparable(got: Quantity, reference: Quantity) -> bool:
     """Return whether both are whole and of one shape."""
     return got.missing == reference.missing == 0 and got.kept.shape == reference.kept.shape
+
+
+def _near(tolerance: Tolerance) -> float:
+    """Return the error below which two tensors are taken for the same one; wide tolerances would match any two."""
+    return min(3 * tolerance.error, _SAME)
