@@ -65,7 +65,7 @@ def test_a_run_goes_on(config_file: Path, tmp_path: Path, where: str) -> None:
         assert (ended.returncode, ended.stderr) == (0, b"")
     assert [checkpoint.step for checkpoint in complete(run)] == [2, 3]
     log = (run / "logs/rank_00000.log").read_text()
-    assert "step 3/3  loss" in log
+    assert "step 3/3  checkpoint: " in log
     assert "training loss" in log
 
 
