@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.parity_gpt import checkpoint
-from benchmarks.parity_gpt.mistakes import ROWS, Row
+from benchmarks.parity_gpt.mistakes import IN_THREEFOLD, ROWS, Row
 from benchmarks.parity_launch import RunFailed, launch
 from threefold.errors import UserError
 from threefold.parity.compare import compare
@@ -260,7 +260,8 @@ def alarms(found: Sequence[Found]) -> str:
 def write_docs(found: Sequence[Found]) -> None:
     """Write the table into docs/parity.md, between its marks or at its end."""
     marks = {True: "yes", False: "no", None: "–"}
-    lines = ["| bug | mistake | run | found | name | shape | verdict | norm | loss | weights |", "|" + "---|" * 10]
+    headings = "bug | mistake | run | found | name | shape | verdict | norm | loss | weights | in Threefold"
+    lines = [f"| {headings} |", "|" + "---|" * 11]
     for each in found:
         row = each.row
         options = f"{row.model} {row.layout}".replace("{folder}", "…").split()
@@ -274,6 +275,7 @@ def write_docs(found: Sequence[Found]) -> None:
             *seen,
             text,
             *others,
+            IN_THREEFOLD.get(row.key, ""),
         ]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     begin, end = "<!-- scoreboard: written by benchmarks/parity.py -->", "<!-- end of scoreboard -->"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.parity_gpt.mistakes import IN_THREEFOLD, ROWS
 from tests.mutations.catalogue import DOES_NOT_APPLY, NOT_SEEN, ROOT, Mistake, catalogue
 from tests.mutations.page import check_page
 from tests.mutations.run import Copy, check_unchanged, judged
@@ -37,6 +38,11 @@ def test_every_entry_names_a_test_and_a_command_that_exist() -> None:
     configs = {path.name for path in (Path(__file__).parent / "configs").iterdir()}
     assert {each.name: each.verify for each in MISTAKES if each.command and each.command[0] not in configs} == {}
     assert [each.name for each in MISTAKES if each.verify in (DOES_NOT_APPLY, NOT_SEEN)] == []
+
+
+def test_mistakes_of_other_systems_are_entries() -> None:
+    assert set(IN_THREEFOLD) <= {row.key for row in ROWS}
+    assert set(IN_THREEFOLD.values()) <= {each.name for each in MISTAKES}
 
 
 def test_the_page_shows_the_catalogue() -> None:

@@ -8,8 +8,9 @@ without one have none: the tensor is simply another.
 from typing import Final
 
 from . import deepspeed, megatron, others, torch
+from .in_threefold import IN_THREEFOLD
 from .row import Row
 
 ROWS: Final = (*megatron.ROWS, *deepspeed.ROWS, *torch.ROWS, *others.ROWS)
 
-__all__ = ["ROWS", "Row"]
+__all__ = ["IN_THREEFOLD", "ROWS", "Row"]
