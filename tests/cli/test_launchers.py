@@ -80,7 +80,7 @@ def test_all_ranks_of_a_training_run_end_when_one_is_killed(config_file: Path, t
         slurm["SLURM_STEP_NODELIST"] = "localhost"
         own = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(3)]
         processes = [start(arguments, env={**os.environ, **slurm, **each}) for each in own]
-    read_until(processes[0], "step 2,")
+    read_until(processes[0], " 2/")
     found = processes_of(run)
     ranks = [process for process, parent in found.items() if parent not in found]  # not those that copy their output
     assert len(ranks) == 3

@@ -89,7 +89,7 @@ def test_second_run_in_the_folder_is_refused_once(config_file: Path, tmp_path: P
     endless = ("--set", "train.max_steps=1000000", "--set", "log.every=1", "--set", "parallel.dp=2")
     first = start_ready(command(config_file, run, *endless))
     try:
-        read_until(first, "step 1,")
+        read_until(first, " 1/")
         config = (run / "config.yaml").read_bytes()
         arguments = command(config_file, run, *endless, "--resume=auto", "--set", "train.seed=99")
         refused = run_to_its_end([arguments[0], *launcher, *arguments[1:]])

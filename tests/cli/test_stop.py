@@ -63,7 +63,7 @@ def test_signal_saves_and_the_run_continues_bit_for_bit(
 ) -> None:
     run, layout = tmp_path / "run", ("--set", f"parallel.dp={ranks}")
     process = start(command(config_file, run, *LONG, *layout))
-    read_until(process, "step 3,")
+    read_until(process, " 3/")
     (os.killpg if to_group else os.kill)(process.pid, number)
     code, output, error = end_of(process)
     assert (code, error) == (status, "")
@@ -84,7 +84,7 @@ def test_signal_to_every_process_of_the_run(config_file: Path, tmp_path: Path, n
     """As some schedulers send it: to the parent and to each rank. `sbatch --signal=USR1@120` does."""
     run = tmp_path / "run"
     process = start_ready(command(config_file, run, *LONG, "--set", "parallel.pp=2"))
-    read_until(process, "step 2,")
+    read_until(process, " 2/")
     os.killpg(process.pid, number)
     code, output, error = end_of(process)
     assert (code, error) == (0, "")
@@ -98,7 +98,7 @@ def test_signal_to_the_agent_of_torchrun(config_file: Path, tmp_path: Path) -> N
     agent = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--signals-to-handle", handled)
     python, *arguments = command(config_file, run, *LONG, "--set", "parallel.dp=2")
     process = start([python, *agent, "--shutdown-timeout", "120", *arguments])
-    read_until(process, "step 2,")
+    read_until(process, " 2/")
     process.send_signal(signal.SIGUSR1)
     _, output, _ = end_of(process)
     saved_step(output, "SIGTERM", run)  # which of the two it was is not exchanged
@@ -130,7 +130,7 @@ def test_time_limit_saves_and_the_run_continues_on_an_empty_disk(config_file: Pa
 def test_second_signal_ends_at_once(config_file: Path, tmp_path: Path) -> None:
     """Although a rank never finishes its step: it is stopped."""
     process = start_ready(command(config_file, tmp_path / "run", *LONG, "--set", "parallel.dp=2"))
-    read_until(process, "step 2,")
+    read_until(process, " 2/")
     ranks = children(process.pid)
     os.kill(ranks[-1], signal.SIGSTOP)
     process.send_signal(signal.SIGINT)
@@ -182,7 +182,7 @@ def test_signal_while_the_model_is_compiled(config_file: Path, tmp_path: Path, t
 def test_signal_in_an_evaluation_ends_it_and_saves(config_file: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start_ready(command(config_file, run, *LONG, *LONG_EVALUATION, "--set", "train.eval_every=1"))
-    read_until(process, "step 1,")
+    read_until(process, " 1/")
     process.send_signal(signal.SIGTERM)
     code, output, error = end_of(process)
     assert (code, error) == (0, "")
@@ -207,7 +207,7 @@ def test_signal_in_a_save_lets_it_end(config_file: Path, tmp_path: Path) -> None
 def test_run_whose_last_step_is_made_ends_normally(config_file: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start_ready(command(config_file, run, *LONG_EVALUATION, "--set", "train.max_steps=1"))
-    read_until(process, "step 1,")
+    read_until(process, " 1/")
     process.send_signal(signal.SIGINT)
     code, output, error = end_of(process)
     assert (code, error) == (0, "")
@@ -219,7 +219,7 @@ def test_run_whose_last_step_is_made_ends_normally(config_file: Path, tmp_path: 
 def test_deleted_run_folder_is_one_sentence(config_file: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start_ready(command(config_file, run, *LONG, "--set", "parallel.dp=2"))
-    read_until(process, "step 2,")
+    read_until(process, " 2/")
     run.rename(tmp_path / "elsewhere")
     code, _, error = end_of(process)
     assert code == 2

@@ -35,7 +35,7 @@ def started(config_file: Path, run: Path, *options: str) -> subprocess.Popen[str
     command = [*THREEFOLD, "train", str(config_file), "--run-dir", str(run), *ENDLESS, *options]
     process = ready.ReadyProcess(command, new_session=True)
     assert process.stdout is not None
-    assert any("step 1," in line for line in process.stdout)
+    assert any(" 1/" in line for line in process.stdout)
     return process
 
 
