@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from threefold.errors import UserError
-from threefold.parity import Placement, flat_range, shard, whole
+from threefold.parity import Placement, flat_range, fused, shard, whole
 from threefold.parity.placement import Piece
 
 
@@ -43,6 +43,18 @@ def test_shards_make_up_the_whole(dim: int, blocks: int) -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("dim", [0, 1, -1, -2])
+def test_parts_of_a_fused_tensor_are_whole_ones(dim: int) -> None:
+    mine = torch.arange(12 * 24.0, dtype=torch.float64).view(12, 24)
+    sizes = {"q": mine.shape[dim] // 2, "k": 1, "v": mine.shape[dim] // 2 - 1}
+    parts = mine.split(list(sizes.values()), dim)
+    for (name, _), part, placement in zip(sizes.items(), parts, fused(mine, sizes, dim), strict=True):
+        found = torch.full_like(part, torch.nan)
+        put(found, mine, placement)
+        assert (placement.name, placement.shape) == (name, tuple(part.shape))
+        assert torch.equal(found, part)
+
+
 def test_a_whole_tensor_is_one_piece() -> None:
     assert whole(torch.zeros(3, 2), copy=4) == Placement((3, 2), (Piece((0, 0), (0, 0), (3, 2)),), copy=4)
 
@@ -53,6 +65,8 @@ def test_a_whole_tensor_is_one_piece() -> None:
         (lambda: shard(torch.zeros(4, 2), 2, 0, 2), r"dim 2 of a tensor with 2 dims; use 1\."),
         (lambda: shard(torch.zeros(4, 2), 0, 2, 2), r"index 2 of 2 shards; use 0 to 1\."),
         (lambda: shard(torch.zeros(4, 2), 0, 0, 2, blocks=3), r"blocks 3, which do not divide the 4 of dim 0"),
+        (lambda: fused(torch.zeros(4, 2), {"q": 2, "k": 1}), r"sizes that add up to 3, but dim 0 of the tensor has 4"),
+        (lambda: fused(torch.zeros(4, 2), {"q": 2}, 2), r"parity.fused got dim 2 of a tensor with 2 dims; use 1\."),
         (lambda: flat_range((4, 2), 3, 9), r"3 to 9 of a tensor with 8 elements"),
         (lambda: Placement((4,), (Piece((0,), (3,), (2,)),)), r"starts at \(3,\) with size \(2,\)"),
     ],

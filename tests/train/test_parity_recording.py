@@ -43,7 +43,7 @@ MISTAKES = {
         "    local, facts = of_tokens(self, *arguments)\n"
         "    return local, facts._replace(factor=facts.factor * self.mesh.dp.size)\n"
         "step_batch.BatchPreparation.of_tokens = wrong\n",
-        "the loss departs at step 1: the loss is",
+        ": 2 (dp or tp) times.",
     ),
     "another learning rate": (
         "import threefold.train.step as step\nrate = step.learning_rate\n"

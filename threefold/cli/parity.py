@@ -52,7 +52,8 @@ def run(
 ) -> None:
     """Run two training scripts from the same initial weights, and compare what they compute.
 
-    Each script makes a `parity.Recorder` of its model (docs/parity.md). The reference runs again with noise in the last
+    Each script makes a `parity.Recorder` of its model (docs/parity.md); runs of `threefold train` record themselves. In
+    a command, {run} stands for a folder for that run's own files. The reference runs again with noise in the last
     place of every activation and gradient, to learn how far rounding goes.
     Exit status: 0 if the runs are equal up to rounding; 1 if they depart; 2 if they cannot be compared.
     """

@@ -95,10 +95,7 @@ class Adapter:
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the floating-point buffers on this rank that are in the state dict."""
         for model in self.models:
-            for prefix, module in model.named_modules():
-                for name, buffer in persistent_buffers(module):
-                    if buffer.is_floating_point() and buffer.numel():
-                        yield clean_name(f"{prefix}.{name}" if prefix else name), buffer
+            yield from buffers_of(model)
 
     def placement(self, what: str, name: str, tensor: Tensor) -> tuple[Tensor, Placement]:
         """Return this rank's own tensor and its place; `what` is "parameter" or "activation"."""
@@ -196,6 +193,14 @@ class Adapter:
         if isinstance(value, DTensor):
             return [self.placement("parameter", name, value)]
         return [(value, placement) for _, placement in self.weight(name, parameter)]
+
+
+def buffers_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield a model's floating-point buffers that are in the state dict."""
+    for prefix, module in model.named_modules():
+        for name, buffer in persistent_buffers(module):
+            if buffer.is_floating_point() and buffer.numel():
+                yield clean_name(f"{prefix}.{name}" if prefix else name), buffer
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

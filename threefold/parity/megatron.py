@@ -15,7 +15,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from threefold.errors import UserError
-from threefold.parity.adapters import WHOLE, Adapter, Place, Placed, clean_name
+from threefold.parity.adapters import WHOLE, Adapter, Place, Placed, buffers_of, clean_name
 from threefold.parity.placement import Piece, Placement, fill, flat_range, shard, whole
 
 _EMBEDDING, _OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -85,9 +85,8 @@ class MegatronAdapter(Adapter):
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         for model in self.models:
             renamed = self._renamed(model)
-            for name, buffer in model.named_buffers():
-                if buffer.is_floating_point() and buffer.numel():
-                    yield _rename(clean_name(name), renamed), buffer
+            for name, buffer in buffers_of(model):
+                yield _rename(name, renamed), buffer
 
     def _renamed(self, model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
         """Return prefixes of names of experts and of layers on this rank, and what they are in the whole model."""

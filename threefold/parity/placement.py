@@ -112,9 +112,7 @@ def shard(
         UserError: the dim or the index does not exist, or the shard does not divide into the blocks.
     """
     shape = tuple(tensor.shape)
-    if not -len(shape) <= dim < len(shape):
-        raise UserError(f"parity.shard got dim {dim} of a tensor with {len(shape)} dims; use {len(shape) - 1}.")
-    dim %= len(shape)
+    dim = _dim_of(shape, dim, "parity.shard")
     if not 0 <= index < count:
         raise UserError(f"parity.shard got index {index} of {count} shards; use 0 to {count - 1}.")
     if blocks < 1 or shape[dim] % blocks:
@@ -135,13 +133,14 @@ def fused(tensor: Tensor, sizes: Mapping[str, int], dim: int = 0, copy: int = 0)
     Args:
         tensor: the tensor, such as the weight of one projection to queries, keys and values.
         sizes: by name in the whole model, in order, the size along the dim.
-        dim: dim along which they lie.
+        dim: dim along which they lie; from the end if negative.
         copy: as for `Placement`.
 
     Raises:
-        UserError: the sizes do not add up to that of the tensor.
+        UserError: the dim does not exist, or the sizes do not add up to that of the tensor.
     """
     shape, at, found = tuple(tensor.shape), 0, []
+    dim = _dim_of(shape, dim, "parity.fused")
     if sum(sizes.values()) != shape[dim]:
         raise UserError(
             f"parity.fused got sizes that add up to {sum(sizes.values())}, but dim {dim} of the tensor has "
@@ -153,6 +152,12 @@ def fused(tensor: Tensor, sizes: Mapping[str, int], dim: int = 0, copy: int = 0)
         found.append(Placement(part, (Piece(local, (0,) * len(shape), part),), copy, name=name))
         at += size
     return found
+
+
+def _dim_of(shape: tuple[int, ...], dim: int, call: str) -> int:
+    if not -len(shape) <= dim < len(shape):
+        raise UserError(f"{call} got dim {dim} of a tensor with {len(shape)} dims; use {len(shape) - 1}.")
+    return dim % len(shape)
 
 
 def flat_range(shape: Sequence[int], start: int, stop: int, copy: int = 0, name: str | None = None) -> Placement:

@@ -351,7 +351,8 @@ class Recorder:
             self._record_gradients()
         counters: dict[str, dict[str, float]] = {}
         for name, parameter in self._adapter.parameters():
-            for index, (tensor, placement) in enumerate(self._adapter.weight(name, parameter)):
+            weights = self._adapter.weight(name, parameter)
+            for index, (tensor, placement) in enumerate(weights):
                 if self._has_before:
                     update = self._before[name][index].neg_().add_(local(tensor))
                     self._page.add(UPDATE, name, update, placement)
@@ -361,8 +362,8 @@ class Recorder:
                 for tensor, placement in parts:
                     self._page.add(f"{STATE} {key}", name, local(tensor), placement)
             if found := self._adapter.counters(name, parameter):
-                names = [placement.name or name for _, placement in self._adapter.weight(name, parameter)]
-                counters |= {each: dict(found) for each in names or [name]}
+                names = [placement.name or name for _, placement in weights] or [name]
+                counters |= {each: dict(found) for each in names}
         self._record_buffers()
         for name, value in self._adapter.numbers().items():
             self.scalar(name, value)

@@ -27,7 +27,6 @@ class ThreefoldAdapter(Adapter):
     [samples, positions, features] that this rank holds whole or whose part is known.
 
     Attributes:
-        before_update, after_update: what the recorder does around an update.
         ended: whether the recorder has recorded all its steps and wants the run to end.
     """
 
@@ -42,10 +41,19 @@ class ThreefoldAdapter(Adapter):
         self._decay = {entry.name: engine.optimizer.rule.weight_decay(entry) for entry in engine.optimizer.entries}
         self._length = 0 if engine.config.model.architecture == OWN else engine.config.data.sequence_length
         self._cut = engine.parallelism.context.cut
-        self.before_update: Callable[[], None] = _nothing
-        self.after_update: Callable[[], None] = _nothing
+        self._before: Callable[[], None] = _nothing
+        self._after: Callable[[], None] = _nothing
+        self._lr = 0.0
         self.ended = False
-        self.lr = 0.0
+
+    def before_update(self) -> None:
+        """Record what there is before an update."""
+        self._before()
+
+    def after_update(self, lr: float) -> None:
+        """Record an update that was made with the learning rate `lr`, and end the step."""
+        self._lr = lr
+        self._after()
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, weight in self._weights.items():
@@ -77,7 +85,7 @@ class ThreefoldAdapter(Adapter):
                 yield key, [self._placed(weight, value)]
 
     def counters(self, name: str, parameter: nn.Parameter) -> Mapping[str, float]:
-        found = {"lr": self.lr, "weight_decay": self._decay[name]}
+        found = {"lr": self._lr, "weight_decay": self._decay[name]}
         step = self._states[name].get("step")
         return found if step is None else {**found, "updates": float(step)}
 
@@ -90,12 +98,12 @@ class ThreefoldAdapter(Adapter):
         self._engine.optimizer.restored()
 
     def watch(self, before: Callable[[], None], after: Callable[[], None]) -> list[Any]:
-        self.before_update, self.after_update = before, after
+        self._before, self._after = before, after
         return [self]
 
     def remove(self) -> None:
         """Stop recording updates."""
-        self.before_update = self.after_update = _nothing
+        self._before = self._after = _nothing
 
     def leave(self) -> None:
         self.ended = True
@@ -106,15 +114,14 @@ class ThreefoldAdapter(Adapter):
         features, spans = self._features_of(name, tensor), self._positions_of(tensor)
         if features is None or spans is None:
             return tensor, Placement(tuple(tensor.shape), ())
-        start, width = features
-        size, (samples, _, held) = sum(length for _, length in spans), tensor.shape
+        (start, width), (samples, positions, held) = features, tensor.shape
         pieces, at = [], 0
         for first, length in spans:
             pieces.append(Piece((0, at, 0), (0, first, start), (samples, length, held)))
             at += length
-        split = width != held or size != tensor.shape[1] or self._splits_positions(tensor)
-        copy = 0 if split else self._mesh.tp.index
-        return tensor, Placement((samples, self._length or size, width), tuple(pieces), copy)
+        over_tp = width != held or (self._cut.tp > 1 and positions * self._cut.shares == self._length)
+        copy = 0 if over_tp else self._mesh.tp.index
+        return tensor, Placement((samples, self._length or positions, width), tuple(pieces), copy)
 
     # ---- places -----------------------------------------------------------------------------------------------------
 
@@ -165,9 +172,6 @@ class ThreefoldAdapter(Adapter):
                 spans.append((number, 1))
         return spans
 
-    def _splits_positions(self, tensor: Tensor) -> bool:
-        return self._cut.tp > 1 and tensor.shape[1] * self._cut.shares == self._length
-
 
 class ParityRecording(Guard):
     """Guard that records the first steps of a run, in the folder that `threefold parity run` gives.
@@ -199,10 +203,11 @@ class ParityRecording(Guard):
 
     def after_step(self, record: StepRecord) -> None:
         """Record the update, and the numbers that the run reports."""
-        self._adapter.lr = record.lr
+        if not record.is_read:
+            return
         self._recorder.scalar("loss", record.loss)
         self._recorder.scalar("gradient norm", record.grad_norm)
-        self._adapter.after_update()
+        self._adapter.after_update(record.lr)
         if self._adapter.ended:
             self.stop("the steps of threefold parity are recorded")
 

@@ -96,9 +96,7 @@ def step_line(since: list[StepRecord], ranks: int) -> str:
 
 def _of_hardware(since: list[StepRecord]) -> str:
     """Format rates and times as averages over the steps, and the peak memory so far."""
-    rates = MeanRates()
-    for record in since:
-        rates.add(record.seconds, record.performance)
+    rates = MeanRates.over(since)
     if (last := rates.last) is None:
         return ""
     parts = [f"tflops: {rates.teraflops:.4g}"] if rates.flops else []

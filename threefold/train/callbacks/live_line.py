@@ -80,9 +80,7 @@ class RunningLines:
 
     @staticmethod
     def _of_hardware(since: Sequence[StepRecord]) -> list[str]:
-        rates = MeanRates()
-        for record in since:
-            rates.add(record.seconds, record.performance)
+        rates = MeanRates.over(since)
         if rates.last is None:
             return []
         used = [f"{rates.mfu:.1%} MFU"] if rates.mfu else []

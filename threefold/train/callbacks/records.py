@@ -1,6 +1,6 @@
 """Records of steps and evaluations, which the training loop passes to the callbacks."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -107,6 +107,14 @@ class MeanRates:
     flops: float = 0.0
     peak: float = 0.0
     last: Performance | None = None
+
+    @classmethod
+    def over(cls, steps: Iterable[StepRecord]) -> "MeanRates":
+        """Return the rates over steps."""
+        rates = cls()
+        for step in steps:
+            rates.add(step.seconds, step.performance)
+        return rates
 
     def add(self, seconds: float, step: Performance | None) -> None:
         """Add a step; a step without a performance does not count."""
