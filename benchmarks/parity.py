@@ -209,12 +209,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         board = Board(options.keep or Path(temporary))
         if options.layouts:
             pairs = [(model, layout) for model, layouts in LAYOUTS.items() for layout in layouts]
-            runs = [f"{precision} --seed {seed}" for precision in PRECISIONS for seed in SEEDS]
-            rows = [Row("", "", "", "", f"{model} {run}", layout, ()) for run in runs for model, layout in pairs]
+            runs = [f"{precision} --seed {seed}".strip() for precision in PRECISIONS for seed in SEEDS]
+            rows = [Row("", "", "", "", f"{model} {run}".strip(), layout, ()) for run in runs for model, layout in pairs]
         else:
             rows = list(ROWS)
         if options.only:
-            rows = [row for row in rows if any(fnmatchcase(row.title, each) for each in options.only)]
+            known, rows = rows, [row for row in rows if any(fnmatchcase(row.title, each) for each in options.only)]
+            if not rows:
+                parser.error(f"--only {' '.join(options.only)} fits none of the titles, such as {known[0].title!r}")
         found = []
         for row in rows:
             found.append(board.row(row))

@@ -13,12 +13,23 @@ BOARD = [sys.executable, "-m", "benchmarks.parity", "--explain"]
 
 @pytest.mark.parametrize(
     "layout",
-    ["--tp 2", "--rotary*--tp 2 --sp --dp 2", "--experts*--tp 2 --ep 2", "--tied*--pp 2*"],
+    [
+        "--seed 1 --tp 2",
+        "--rotary*--masked --seed 1 --tp 2 --sp --dp 2",
+        "--experts*--dtype bfloat16 --seed 2 --tp 2 --ep 2",
+        "--tied*--masked --seed 1 --pp 2*",
+    ],
 )
 def test_layouts_without_a_mistake_equal_one_process(layout: str) -> None:
     ended = ready.run([*BOARD, "--layouts", "--only", layout])
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "Equal up to rounding in 3 steps" in ended.stdout
+
+
+def test_a_pattern_that_fits_nothing_is_refused() -> None:
+    ended = ready.run([*BOARD, "--layouts", "--only", "--tp 3"])
+    assert ended.returncode == 2
+    assert "--only --tp 3 fits none of the titles, such as '--seed 1 --dp 2'" in ended.stderr
 
 
 @pytest.mark.parametrize(

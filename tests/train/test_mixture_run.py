@@ -80,7 +80,7 @@ def test_a_mixture_goes_on_in_another_layout(pool: WorkerPool, small_run: Run, f
         by_corpus = [line["valid_losses"][name] for name in names(folder)]
         weighted = sum(weight / 10 * loss for weight, loss in zip(WEIGHTS, by_corpus, strict=True))
         assert line["valid_loss"] == pytest.approx(weighted)
-    assert f"{folder / 'three.jsonl'}: {evaluations[-1]['valid_losses'][names(folder)[2]]:.6f}"[:-3] in printed
+    assert f"of {folder / 'three.jsonl'} {evaluations[-1]['valid_losses'][names(folder)[2]]:.4f}"[:-1] in printed
 
 
 def test_evaluation_weighs_the_mean_of_each_corpus(pool: WorkerPool, small_run: Run, folder: Path) -> None:
