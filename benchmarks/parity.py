@@ -210,7 +210,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.layouts:
             pairs = [(model, layout) for model, layouts in LAYOUTS.items() for layout in layouts]
             runs = [f"{precision} --seed {seed}".strip() for precision in PRECISIONS for seed in SEEDS]
-            rows = [Row("", "", "", "", f"{model} {run}".strip(), layout, ()) for run in runs for model, layout in pairs]
+            rows = [
+                Row("", "", "", "", f"{model} {run}".strip(), layout, ()) for run in runs for model, layout in pairs
+            ]
         else:
             rows = list(ROWS)
         if options.only:

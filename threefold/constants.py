@@ -10,3 +10,6 @@ LOGITS_AT_ONCE: Final = 1 << 18
 """Logits that the loss processes at a time on a CPU: one megabyte in fp32, which fits the L2 caches of two cores."""
 COMPILED: Final = 0
 """In place of a number of logits: the loss processes all of them in one pass of compiled code."""
+LOGITS_OF_A_CHUNK: Final = 1 << 28
+"""Logits that the loss processes at a time on a GPU: one gibibyte in fp32. Chunks of few columns are slow, as each adds
+to the gradients of all tokens."""

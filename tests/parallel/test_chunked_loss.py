@@ -1,6 +1,7 @@
 """The head's product and loss together, some columns of the logits at a time: less memory, the same numbers."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,8 +25,10 @@ from threefold.models.layers.decoder import Linear, LinearCrossEntropy
 from threefold.ops import cross_entropy
 from threefold.parallel.cross_entropy import ParallelCrossEntropy
 from threefold.parallel.leaf import local
+from threefold.parallel.parallelize import PieceSizes
 from threefold.parallel.tensor import ColumnParallelLinear
 from threefold.planner.activations import head_bytes
+from threefold.planner.systems import Kernels
 
 CHUNK = ("train.loss_chunk_size", 7)
 HIDDEN = 6
@@ -48,11 +51,11 @@ class Problem:
         (losses * self.weights).sum().backward()
         self.expected = [losses.detach(), x.grad, weight.grad]
 
-    def solved(self, chunk: int) -> list[Tensor]:
+    def solved(self, chunk: int, at_once: int = 0) -> list[Tensor]:
         """The same by the module."""
         output = Linear(HIDDEN, len(self.weight), bias=False)
         output.weight = torch.nn.Parameter(self.weight.clone())
-        loss = LinearCrossEntropy(chunk)
+        loss = LinearCrossEntropy(chunk, at_once=at_once)
         x = self.x.clone().requires_grad_()
         losses = loss(x, output, self.labels)
         (losses * self.weights).sum().backward()
@@ -74,6 +77,28 @@ def test_equals_cross_entropy(vocab: int, scale: float) -> None:
     for chunk in (1, 7, vocab - 1, vocab, 100):
         for got, expected in zip(problem.solved(chunk), problem.expected, strict=True):
             torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12 * scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [1, 7, 37])
+def test_kept_logits_give_the_bits_of_those_computed_again(dtype: torch.dtype, chunk: int) -> None:
+    problem = Problem(37, 10.0, dtype)
+    for kept, again in zip(problem.solved(0, 15 * chunk), problem.solved(chunk), strict=True):
+        assert kept.equal(again)
+
+
+def test_widths_that_a_gpu_multiplies_slowly_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU as if it were a GPU: a padded column's exponential, of a logit of 0, may be infinite."""
+    monkeypatch.setattr(
+        cross_entropy, "_aligned", lambda rows: F.pad(rows, (0, 0, 0, -len(rows) % 8)) if len(rows) % 8 else rows
+    )
+    problem = Problem(37, 1.0)
+    problem.weight[:, 0], problem.x[..., 0] = 1, -800  # every logit
+    padded = [problem.solved(0, 15 * 11), problem.solved(11), problem.solved(37)]
+    monkeypatch.undo()
+    for solved in padded:
+        for got, expected in zip(solved, problem.solved(11), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e3])
@@ -120,11 +145,12 @@ def test_logits_are_never_all_in_memory(chunk: int, most: int) -> None:
     assert (forward.elements, backward.elements) == (most, most)
 
 
-def test_evaluation_keeps_nothing_and_gives_the_same() -> None:
+@pytest.mark.parametrize(("chunk", "kept"), [(7, 0), (0, 70)])
+def test_evaluation_keeps_nothing_and_gives_the_same(chunk: int, kept: int) -> None:
     output, loss = Linear(4, 30, bias=False), LinearCrossEntropy()
     x, labels = torch.randn(2, 5, 4), torch.randint(0, 30, (2, 5))
     at_once = loss(x, output, labels)
-    chunked = LinearCrossEntropy(7, loss.cross_entropy)
+    chunked = LinearCrossEntropy(chunk, loss.cross_entropy, kept)
     with torch.no_grad(), recording_saved(output.parameters()) as saved:
         torch.testing.assert_close(chunked(x, output, labels), at_once.detach())
     assert saved.nbytes == 0
@@ -202,6 +228,24 @@ def test_layout(pool, expected, layout: dict[str, Any]) -> None:
     check(pool, expected, case)
 
 
+def logits_kept() -> list[Patch]:
+    """As on a GPU."""
+    return [(PieceSizes, "of_device", classmethod(lambda cls, device: cls(kept_logits_at_once=200)))]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(each, marks=[pytest.mark.slow] if i not in (0, 10) else [], id=str(each))
+        for i, each in enumerate(LAYOUTS)
+    ],
+)
+def test_layout_that_keeps_the_logits(pool, expected, layout: dict[str, Any]) -> None:
+    case = replace(chunked(layout), settings=(*layout.get("settings", ()), ("train.loss_chunk_size", 0)))
+    found = departures(expected(case), pool.run(case.world_size, with_mistake, logits_kept, in_layout, case), case)
+    assert not found, "\n".join(found[:10])
+
+
 @pytest.mark.slow
 def test_single_precision_over_twenty_steps(pool, expected) -> None:
     case = Case(tp=2, steps=20, settings=(CHUNK,))
@@ -256,9 +300,9 @@ def test_mistake_is_found(pool, expected, mistake: Any, layout: dict[str, Any], 
     assert any(sign in departure for departure in found), found[:5]
 
 
-def kept(case: Case) -> int:
+def kept(case: Case, at_once: int = 0) -> int:
     """Bytes that this rank's head keeps of the whole batch."""
-    engine = make_engine(case)
+    engine = make_engine(case, pieces=PieceSizes(kept_logits_at_once=at_once))
     stage, cut = engine.stages[0], engine.parallelism.context.cut
     x = torch.randn(case.batch, case.sequence // cut.shares, case.heads * case.head_dim)
     labels = torch.zeros(case.batch, case.sequence, dtype=torch.int64)
@@ -278,6 +322,9 @@ def test_the_head_keeps_what_the_formula_says(pool, tp: int, dtype: str) -> None
             chosen = (*settings, ("train.loss_chunk_size", size))
             case = Case(layers=2, sequence=18, batch=2, accumulation=1, dtype=dtype, tp=tp, settings=chosen)
             assert pool.run(tp, kept, case)[0] == head_bytes(sizes(case), case.vocab, size)
+        by_columns = replace(sizes(case), kernels=Kernels(loss_by_columns=True))
+        case = replace(case, settings=(*settings, ("train.loss_chunk_size", 0)))
+        assert pool.run(tp, kept, case, 200)[0] == head_bytes(by_columns, case.vocab, 0)
 
 
 @pytest.mark.parametrize(

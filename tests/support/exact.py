@@ -41,6 +41,27 @@ LLAMA = replace(
         ("full_attention_layers", 1),
     ),
 )
+MOE = replace(
+    CASE,
+    layers=2,
+    positions="rope",
+    tie=False,
+    steps=2,
+    model=(
+        ("architecture", "llama"),
+        ("num_key_value_heads", 4),
+        ("head_dim", 6),
+        ("num_experts", 16),
+        ("experts_per_token", 3),
+        ("expert_ffn_hidden_size", 16),
+        ("expert_capacity_factor", 0.8),
+        ("shared_expert_ffn_hidden_size", 24),
+        ("shared_expert_gate", True),
+        ("router_aux_loss", 0.1),
+        ("router_z_loss", 0.01),
+    ),
+)
+"""Experts of few rows, some of one or none: 24 tokens choose 3 of 16."""
 
 
 def with_layout(case: Case, dp: int, tp: int, pp: int, schedule: str = "1f1b", micro: int = 1, **settings: Any) -> Case:

@@ -8,36 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.exact import CASE as GPT
-from tests.support.exact import EXACT, check, check_near_plain, differences, exact_run, slow_but, with_layout
+from tests.support.exact import EXACT, MOE, check, check_near_plain, differences, exact_run, slow_but, with_layout
 from tests.support.mistakes import Patch, with_mistake
 from tests.support.parity import Case, Trace
 from threefold.launch.worker_pool import WorkerPool
 from threefold.ops import exact, exact_experts, exact_products
 from threefold.ops.exact import RowSum
 from threefold.parallel.gradients import SenderTrees
-
-MOE = replace(
-    GPT,
-    layers=2,
-    positions="rope",
-    tie=False,
-    steps=2,
-    model=(
-        ("architecture", "llama"),
-        ("num_key_value_heads", 4),
-        ("head_dim", 6),
-        ("num_experts", 16),
-        ("experts_per_token", 3),
-        ("expert_ffn_hidden_size", 16),
-        ("expert_capacity_factor", 0.8),
-        ("shared_expert_ffn_hidden_size", 24),
-        ("shared_expert_gate", True),
-        ("router_aux_loss", 0.1),
-        ("router_z_loss", 0.01),
-    ),
-)
-"""Experts of few rows, some of one or none: 24 tokens choose 3 of 16."""
 
 
 def moe(case: Case = MOE, **settings: Any) -> Case:

@@ -21,7 +21,7 @@ from threefold.models.plan import Plan
 from threefold.models.sharding import ModelPlan
 from threefold.models.source import error_line
 from threefold.parallel.compression import COMPRESSIONS
-from threefold.parallel.parallelize import TrainingSettings
+from threefold.parallel.parallelize import PieceSizes, TrainingSettings
 from threefold.parallel.parameter import publish_
 from threefold.plugins import require_one_of
 from threefold.train.step import GradientStep
@@ -237,6 +237,7 @@ def parallelize(
         recompute=recompute,
         recompute_every=recompute_every,
         compile=compile,
+        pieces=PieceSizes.of_device(mesh.device.type),
     )
     with naming_arguments():
         try:

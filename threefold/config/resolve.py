@@ -7,12 +7,15 @@ from threefold.config.optimizer import hyper_parameters
 from threefold.config.rules import batch_sizes, check, default_grain
 from threefold.config.schema import Config, ParallelConfig
 from threefold.config.section import MOST_STEPS
+from threefold.constants import LOGITS_OF_A_CHUNK
 
 DEFAULT_SEQUENCE_LENGTH = 256
 LONGEST_DEFAULT_WARMUP = 100
-LARGEST_LOGITS = {"cpu": 128 << 20, "cuda": 1 << 30}
-"""Limit on the bytes of a micro-batch's fp32 logits on a rank; larger ones are computed in chunks. On a GPU, chunks of
-few columns are slow: each adds to the gradients of all tokens."""
+LARGEST_LOGITS = {"cpu": 128 << 20, "cuda": 4 * LOGITS_OF_A_CHUNK}
+"""Limit on the bytes of the fp32 logits that a rank holds at once; more are computed in chunks."""
+KEPT_LOGITS = 16 * LARGEST_LOGITS["cuda"]
+"""Limit on the bytes in fp32 of a micro-batch's logits that a GPU keeps, in the dtype of its products and without a
+pipeline, which may keep those of several micro-batches: computing them again takes 3 to 9 % of a step."""
 _LIKELY_VOCABULARY = 50257
 PINNED = frozenset(("train.global_batch_size",))
 """Derived settings that are stored as if given: derived for another layout, they would train another model."""
@@ -65,7 +68,7 @@ def resolve(
         for name, value in default_grain(config_of(filled, (), config.origins, config.derived)).items():
             filled["train"].setdefault(name, value)
     columns, tokens = _of_rank(*sizes)
-    chunk = logits_chunk(filled["train"]["micro_batch_size"] * tokens, columns, config.train.device)
+    chunk = logits_chunk(filled["train"]["micro_batch_size"] * tokens, columns, config.train.device, config.parallel.pp)
     filled["train"].setdefault("loss_chunk_size", chunk)
     stored = {f"{section}.{key}" for section, values in filled.items() for key in values}
     resolved = config_of(filled, (), config.origins, (stored - given | derived) - PINNED)
@@ -134,7 +137,9 @@ def on_device(config: Config, device: str) -> Config:
     train: dict[str, Any] = {"device": device}
     if is_derived(config, "train.loss_chunk_size"):
         columns, tokens = _of_rank(config.model.vocab_size, config.data.sequence_length, config.parallel)
-        train["loss_chunk_size"] = logits_chunk(config.train.micro_batch_size * tokens, columns, device)
+        train["loss_chunk_size"] = logits_chunk(
+            config.train.micro_batch_size * tokens, columns, device, config.parallel.pp
+        )
     return config.model_copy(update={"train": config.train.model_copy(update=train)})
 
 
@@ -143,15 +148,15 @@ def is_derived(config: Config, key: str) -> bool:
     return key in config.derived
 
 
-def logits_chunk(tokens: int, columns: int, device: str) -> int:
+def logits_chunk(tokens: int, columns: int, device: str, pp: int) -> int:
     """Return the loss chunk size for a micro-batch's tokens and the logits' columns on a rank; 0 if all fit.
 
     Args:
         device: value of `train.device`; `auto` counts as a CPU.
     """
     device = "cuda" if device == "cuda" else "cpu"
-    fitting = max(1, LARGEST_LOGITS[device] // (4 * tokens))
-    return 0 if columns <= fitting else fitting
+    limit = KEPT_LOGITS if device == "cuda" and pp == 1 else LARGEST_LOGITS[device]
+    return 0 if 4 * tokens * columns <= limit else max(1, LARGEST_LOGITS[device] // (4 * tokens))
 
 
 def _derived(config: Config, vocab_size: int, steps: int) -> dict[str, Any]:

@@ -179,9 +179,9 @@ class TrainConfig(Section):
     """For `recompute: full`: interval of recomputed blocks, from the first on; other blocks keep all activations."""
     loss_chunk_size: int = derived(ge=0, le=MOST_IDS)
     """Vocabulary entries whose logits a rank holds at once in training: it goes through its part of the vocabulary in
-    chunks of this size, in the forward pass and, recomputing the logits, in the backward pass; 0 for all at once.
-    Default: 0 if the fp32 logits of a micro-batch take at most 128 MiB on a rank (1 GiB if `train.device` is cuda),
-    else the size that takes as much."""
+    chunks of this size, in the forward pass and, recomputing the logits, in the backward pass; 0 keeps all of them.
+    Default: 0 if the fp32 logits of a micro-batch take at most 128 MiB on a rank, else the size that takes as much. If
+    `train.device` is cuda: 0 if they take at most 16 GiB (1 GiB in a pipeline), else the size that takes 1 GiB."""
     exact: bool = False
     """Whether losses, gradients, weights and checkpoints are the same bits in every layout whose dp divides
     `grain_samples`, whose tp divides `grain_tensor` and whose cp divides `grain_context` (docs/exact.md), whatever the

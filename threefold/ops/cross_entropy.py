@@ -7,8 +7,9 @@ pass needs only the logits, as the product gave them, and two numbers per token.
 For a layer's output in chunks, the backward pass needs only the layer's input and one number per token, the largest
 logit: it recomputes the logits chunk by chunk, as in Wijmans et al., "Cut Your Losses in Large-Vocabulary Language
 Models" (arXiv 2411.09009), section 4. The memory thus does not depend on how many micro-batches a pipeline has in
-flight. (Liger Kernel, Hsu et al., arXiv 2410.10989, processes chunks of tokens and computes the gradients in the
-forward pass: one product fewer, but each micro-batch in flight holds a gradient as large as the weight.)
+flight. Where memory allows, it keeps the logits instead, in the dtype of the product, and saves that product. (Liger
+Kernel, Hsu et al., arXiv 2410.10989, processes chunks of tokens and computes the gradients in the forward pass: one
+product fewer too, but each micro-batch in flight holds a gradient as large as the weight.)
 
 A chunk is a run of columns of the logits for all tokens, so that each row of the weight's gradient comes from one
 product, rounded once.
@@ -169,7 +170,7 @@ class _CrossEntropy(torch.autograd.Function):
 # Torch's compiler would recognize the logits of both passes as equal, and keep them.
 @torch.compiler.disable
 def chunked_cross_entropy(
-    x: Tensor, weight: Tensor, labels: Tensor, chunk: int, at_once: int = LOGITS_AT_ONCE
+    x: Tensor, weight: Tensor, labels: Tensor, chunk: int, at_once: int = LOGITS_AT_ONCE, keep: bool = False
 ) -> Tensor:
     """Compute the cross-entropy of `F.linear(x, weight)`, with `chunk` columns of the logits in memory at once.
 
@@ -179,18 +180,19 @@ def chunked_cross_entropy(
         labels: int64 [...], -100 to ignore a token.
         chunk: columns of the logits in memory at once, at least 1.
         at_once: logits processed at once on a CPU.
+        keep: whether to keep the logits for the backward pass, which otherwise computes them again.
 
     Returns:
         [...], zero for ignored labels; in fp32, or fp64 for fp64 inputs.
     """
     flat = labels.flatten()
-    top, total, target = logit_sums(x.flatten(0, -2), weight, flat, chunk, at_once)
+    top, total, target = logit_sums(x.flatten(0, -2), weight, flat, chunk, at_once, keep)
     losses = total.log() - (target - top)
     return losses.masked_fill(flat == IGNORE_INDEX, 0).view(labels.shape)
 
 
 def logit_sums(
-    x: Tensor, weight: Tensor, column: Tensor, chunk: int, at_once: int = LOGITS_AT_ONCE
+    x: Tensor, weight: Tensor, column: Tensor, chunk: int, at_once: int = LOGITS_AT_ONCE, keep: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the maximum, Σ exp(logit − maximum), and the logit at `column`, of each row of `x @ weight.T`.
 
@@ -202,8 +204,10 @@ def logit_sums(
         column: int64 [T]; outside of [0, V), the logit is returned as zero.
         chunk: columns of the logits in memory at once, at least 1.
         at_once: logits processed at once on a CPU.
+        keep: see `chunked_cross_entropy`.
     """
-    out: tuple[Tensor, Tensor, Tensor] = _LogitSums.apply(x, weight, column, chunk, at_once)
+    keep = keep and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    out: tuple[Tensor, Tensor, Tensor] = _LogitSums.apply(x, weight, column, chunk, at_once, keep)
     return out
 
 
@@ -216,20 +220,23 @@ def check_labels(labels: Tensor, vocab_size: int) -> None:
 class _LogitSums(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, column: Tensor, chunk: int, at_once: int
+        ctx: Any, x: Tensor, weight: Tensor, column: Tensor, chunk: int, at_once: int, keep: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = torch.promote_types(x.dtype, torch.float32)
         top = x.new_full((len(x),), -torch.inf, dtype=wide)
         total, target = torch.zeros_like(top), torch.zeros_like(top)
+        kept = []
         for first, rows in _chunks(weight, chunk):
-            logits = product(x, rows)
+            padded = product(x, _aligned(rows))
+            kept += [padded] * keep
+            logits = padded[:, : len(rows)]
             place, there = _within(column - first, len(rows))
             target += logits.gather(1, place).squeeze(1).masked_fill_(~there, 0)
             higher, added = tops_and_sums(logits, top, at_once)
             total.mul_((top - higher).exp_()).add_(added)
             top = higher
-            del logits  # free them before the next chunk
-        ctx.save_for_backward(x, weight, column, top)
+            del padded, logits  # unless they are kept, free them before the next chunk
+        ctx.save_for_backward(x, weight, column, top, *kept)
         ctx.chunk, ctx.at_once = chunk, at_once
         ctx.mark_non_differentiable(top)
         return top, total, target
@@ -237,23 +244,35 @@ class _LogitSums(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _top: Tensor, total: Tensor, target: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, column, top = ctx.saved_tensors
+        x, weight, column, top, *kept = ctx.saved_tensors
         grad_x = torch.zeros_like(x, dtype=total.dtype) if ctx.needs_input_grad[0] else None
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        for first, rows in _chunks(weight, ctx.chunk):
-            place, there = _within(column - first, len(rows))
-            grad = scaled_exponentials(product(x, rows), top, total, place.squeeze(1), target * there, ctx.at_once)
+        for index, (first, rows) in enumerate(_chunks(weight, ctx.chunk)):
+            (place, there), aligned = _within(column - first, len(rows)), _aligned(rows)
+            logits = kept[index] if kept else product(x, aligned)
+            grad = scaled_exponentials(logits, top, total, place.squeeze(1), target * there, ctx.at_once)
+            if len(aligned) > len(rows):
+                grad[:, len(rows) :] = 0
             if grad_x is not None:
-                grad_x += product(grad, rows.t())
+                grad_x += product(grad, aligned.t())
             if grad_weight is not None:
-                grad_weight[first : first + len(rows)] = product(grad.t(), x.t())
-            del grad
-        return None if grad_x is None else grad_x.to(x.dtype), grad_weight, None, None, None
+                grad_weight[first : first + len(rows)] = product(grad.t(), x.t())[: len(rows)]
+            del logits, grad
+        return None if grad_x is None else grad_x.to(x.dtype), grad_weight, None, None, None, None
 
 
 def _chunks(weight: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
     for first in range(0, len(weight), size):
         yield first, weight[first : first + size]
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """Return `rows` [C, H], on a GPU with zero rows up to a multiple of 16 bytes of logits.
+
+    Products of other widths take seven times as long (bf16 on an H200).
+    """
+    missing = -len(rows) % (16 // rows.itemsize) if rows.is_cuda else 0
+    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
 def _within(column: Tensor, columns: int) -> tuple[Tensor, Tensor]:

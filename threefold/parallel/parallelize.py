@@ -21,7 +21,7 @@ from threefold.config import Config
 from threefold.config.model import FAMILIES, OWN
 from threefold.config.rules import executed_micro_batches
 from threefold.config.schedules import Schedule, find_schedule
-from threefold.constants import COMPILED, LOGITS_AT_ONCE
+from threefold.constants import COMPILED, LOGITS_AT_ONCE, LOGITS_OF_A_CHUNK
 from threefold.dtypes import DTYPES
 from threefold.models.layers.decoder import LinearCrossEntropy
 from threefold.models.sharding import ModelPlan
@@ -76,11 +76,19 @@ class PieceSizes:
         bucket_bytes: size at which a bucket of gradients is closed and the next one started.
         norm_elements: number of adjacent elements whose squares are summed in the gradients' own dtype.
         logits_at_once: number of logits that the loss goes over at once on a CPU.
+        kept_logits_at_once: number of logits that the loss goes over at once if it keeps all for the backward pass; 0
+            for all of them, or on a CPU as many as `logits_at_once`.
     """
 
     bucket_bytes: int = BUCKET_BYTES
     norm_elements: int = 1 << 14
     logits_at_once: int = LOGITS_AT_ONCE
+    kept_logits_at_once: int = 0
+
+    @classmethod
+    def of_device(cls, device: str) -> "PieceSizes":
+        """Return the usual sizes on a kind of device, `cpu` or `cuda`."""
+        return cls(kept_logits_at_once=LOGITS_OF_A_CHUNK if device == "cuda" else 0)
 
 
 @dataclass(frozen=True)
@@ -134,7 +142,7 @@ class TrainingSettings:
 
     @classmethod
     def of(cls, config: Config, pieces: PieceSizes | None = None) -> "TrainingSettings":
-        """Return the settings of a resolved config, with pieces of the usual sizes by default."""
+        """Return the settings of a resolved config, with pieces of the usual sizes of its device by default."""
         parallel, train = config.parallel, config.train
         return cls(
             seed=train.seed,
@@ -153,7 +161,7 @@ class TrainingSettings:
             recompute_every=train.recompute_every,
             compile=train.compile,
             loss_chunk_size=train.loss_chunk_size,
-            pieces=pieces or PieceSizes(),
+            pieces=pieces or PieceSizes.of_device(train.device),
             grain=grain_of(config),
             own_model=(family := config.model.architecture) == OWN or family not in FAMILIES.built_in,
         )
@@ -363,6 +371,7 @@ def apply_parallelism(
     give_streams(streams, nn.ModuleList(stages))
     for loss in (each for stage in stages for each in stage.modules() if isinstance(each, LinearCrossEntropy)):
         loss.chunk_size = training.loss_chunk_size if how.grain is None else 0
+        loss.at_once = training.pieces.kept_logits_at_once if how.grain is None else 0
         compiled = training.compile and how.mesh.device.type == "cuda"  # on a CPU, runs that fit the caches are faster
         loss.cross_entropy.logits_at_once = COMPILED if compiled else training.pieces.logits_at_once
     apply_recompute(stages, training.recompute, training.recompute_every, streams, how.arithmetic)

@@ -18,7 +18,7 @@ from math import ceil
 from threefold.config import Config, resolve
 from threefold.config.resolve import default_largest, on_device
 from threefold.config.rules import default_micro_batches
-from threefold.constants import LOGITS_AT_ONCE
+from threefold.constants import LOGITS_AT_ONCE, LOGITS_OF_A_CHUNK
 from threefold.models.block import BlockShape, Mixture
 from threefold.planner.model_size import ModelSize, ModelWeights, RankBlock, own_attention, rank_block
 from threefold.planner.systems import Keeps
@@ -132,7 +132,7 @@ def head_bytes(sizes: RankBlock, vocab: int, chunk_size: int = 0) -> int:
     """Return the bytes that the head keeps of one micro-batch between its forward and backward pass.
 
     Exact for the first tensor rank. Computing the loss briefly needs one or two chunks of logits on top or, with
-    `chunk_size` 0, the gradients of all logits.
+    `chunk_size` 0 on a CPU, the gradients of all logits.
 
     Args:
         sizes: sizes of the blocks before the head; their heads and features are ignored.
@@ -141,9 +141,11 @@ def head_bytes(sizes: RankBlock, vocab: int, chunk_size: int = 0) -> int:
     """
     tokens, wide, norm, split = sizes.tokens, sizes.wide, _norm_bytes(sizes), sizes.tp > 1
     labels = tokens * (8 + (2 if split else 0))
-    if chunk_size:  # largest logit and sum of exponentials; with tp also the factor to the common maximum
-        return norm + labels + tokens * ((4 if split else 2) * wide + (0 if split else 1))
     columns = -(-vocab // sizes.tp)
+    if chunk_size or sizes.kernels.loss_by_columns:
+        # Largest logit and sum of exponentials; with tp also the factor to the common maximum.
+        logits = 0 if chunk_size else columns * sizes.itemsize
+        return norm + labels + tokens * (logits + (4 if split else 2) * wide + (0 if split else 1))
     if sizes.kernels.keeps_probabilities:
         # One number for the weight of all tokens together.
         return norm + labels + tokens * columns * wide + (0 if split else wide)
@@ -229,11 +231,11 @@ def head_layer(sizes: RankBlock, vocab: int, chunk_size: int) -> LayerBytes:
     columns, item, wide, whole = -(-vocab // sizes.tp), sizes.itemsize, sizes.wide, sizes.whole
     narrow, gathered = item < wide, sizes.gathered
     kept = head_bytes(sizes, vocab, chunk_size)
-    if chunk_size:
-        logits = sizes.tokens * min(chunk_size, columns)
-        run = _run_bytes(sizes, logits)
-        forward = logits * item + run + gathered
-        backward = 2 * logits * item + (run if narrow else 0) + whole // item * wide + gathered
+    if chunk_size or sizes.kernels.loss_by_columns:
+        logits = sizes.tokens * min(chunk_size or max(1, LOGITS_OF_A_CHUNK // sizes.tokens), columns)
+        run, again = _run_bytes(sizes, logits), 1 if chunk_size else 0
+        forward = again * logits * item + run + gathered
+        backward = (1 + again) * logits * item + (run if narrow else 0) + whole // item * wide + gathered
         return LayerBytes(kept, forward, backward, 3 * whole, columns * sizes.hidden)
     logits = sizes.tokens * columns
     # The kept logits are freed before the products.
@@ -385,7 +387,8 @@ def activation_bytes(config: Config, device: str, size: ModelSize, pp_rank: int)
         elif name == layers[-1]:
             kept += block.outer + head_bytes(block, model.vocab_size, train.loss_chunk_size)
             columns = -(-model.vocab_size // config.parallel.tp)
-            logits = block.tokens * min(columns, train.loss_chunk_size or columns) * block.wide  # held at once
+            of_device = max(1, LOGITS_OF_A_CHUNK // block.tokens) if device == "cuda" else columns
+            logits = block.tokens * min(columns, train.loss_chunk_size or of_device) * block.wide  # held at once
             moment = max(moment, 2 * logits)
         else:
             kept += block.tokens * 8 + block.outer * (2 if model.embedding_dropout else 1)

@@ -521,7 +521,7 @@ class LeastSeconds:
 
     def _of_kinds(self, mesh: MeshSizes, sharded: bool, mode: str, sizes: Sizes, hardware: Hardware) -> Array:
         """Return the seconds of a layer of each kind, [forward, backward and weight; kinds; sizes]."""
-        stride = mesh.pp if mesh.ep > 1 else 1
+        stride = mesh.pp if mesh.ep > 1 else min(mesh.pp, 2)  # with a pipeline, a GPU keeps fewer logits
         key = mesh.tp, mesh.cp, mesh.ep, stride, sharded, mode, hardware.gpus_per_node
         if key not in self._passes:
             self._passes[key] = self._computed(self._in_layout(mesh, sharded, mode), hardware)
@@ -539,7 +539,8 @@ class LeastSeconds:
         chunks = [config.train.loss_chunk_size] * len(sizes)
         if is_derived(self._config, "train.loss_chunk_size"):
             length, columns = -(-config.data.sequence_length // config.parallel.cp), -(-model.vocab_size // first.tp)
-            chunks = [logits_chunk(size * length, columns, config.train.device) for size in sizes.tolist()]
+            device, pp = config.train.device, config.parallel.pp
+            chunks = [logits_chunk(size * length, columns, device, pp) for size in sizes.tolist()]
         found = np.empty((3, self._kinds.count, len(sizes)))
         found[:, 0] = _totals(embedding_passes(first, hardware), sizes)
         for kind, block in blocks.items():

@@ -127,7 +127,8 @@ def in_layout(config: Config, choice: LayoutChoice) -> Config:
         (parallel if section == "parallel" else train)[name] = value
     if is_derived(config, "train.loss_chunk_size"):
         tokens = choice.micro_batch_size * -(-config.data.sequence_length // choice.cp)
-        train["loss_chunk_size"] = logits_chunk(tokens, -(-config.model.vocab_size // choice.tp), config.train.device)
+        columns = -(-config.model.vocab_size // choice.tp)
+        train["loss_chunk_size"] = logits_chunk(tokens, columns, config.train.device, choice.pp)
     moved = config.parallel.model_copy(update=parallel)
     moved.__dict__.pop("pipeline_schedule", None)  # cached from other settings
     return config.model_copy(update={"parallel": moved, "train": config.train.model_copy(update=train)})

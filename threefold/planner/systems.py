@@ -78,7 +78,6 @@ _CORE: Final = System(
 )
 _OWN: Final = System(
     "own",
-    tuned_attention=False,
     scatters_sends=False,
     drops_in_flash=False,
     fused=False,
@@ -224,6 +223,7 @@ class Kernels:
         keeps_probabilities: whether the loss keeps probabilities in at least fp32; otherwise logits and two numbers per
             token.
         widens_logits: whether the loss widens all logits of the current chunk at once; otherwise a few rows at a time.
+        loss_by_columns: whether the loss processes some columns of the logits at a time even if it keeps all of them.
         gradients_in_place: whether weight-gradient products accumulate directly into the fp32 gradients.
     """
 
@@ -237,6 +237,7 @@ class Kernels:
     grouped: bool = False
     keeps_probabilities: bool = False
     widens_logits: bool = False
+    loss_by_columns: bool = False
     gradients_in_place: bool = False
 
 
@@ -283,7 +284,7 @@ def keeps_of(system: str, device: str) -> Keeps:
         return Keeps(_OWN)
     shared = Kernels(fused_norm=True, wide_statistics=True, grouped=True, widens_logits=True)
     if found.name.startswith("own"):
-        return Keeps(found, shared, fragmentation=FRAGMENTATION)
+        return Keeps(found, replace(shared, loss_by_columns=True), fragmentation=FRAGMENTATION)
     kernels = replace(
         shared,
         fused_norm=found.fused_norm,

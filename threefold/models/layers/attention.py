@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from threefold.models.layers.decoder import NOTHING, SampleInfo
-from threefold.models.layers.rope_scaling import RopeScaling, frequencies
+from threefold.models.layers.rope_scaling import RopeScaling, cos_and_sin, frequencies
 from threefold.ops.attention import attention
 from threefold.ops.exact_attention import exact_attention
 from threefold.ops.kernels import AttentionMask, later, serve_heads
@@ -86,10 +86,8 @@ class Rotary(nn.Module):
         # Exact angles of far positions need fp64; a table of them would be a buffer that every rank has to fill.
         size = q.shape[1]
         turns = frequencies(self.head_dim, self.theta, self.scaling, self.held.whole(size), q.device)
-        angles = self.held.indices(size, q.device).double().unsqueeze(-1) * turns
         wide = torch.promote_types(q.dtype, torch.float32)
-        factor = self.scaling.attention_factor
-        cos, sin = ((each * factor).to(wide).unsqueeze(-2) for each in (angles.cos(), angles.sin()))  # [S, 1, d/2]
+        cos, sin = cos_and_sin(self.held.indices(size, q.device), turns, self.scaling.attention_factor, wide)
         return _turn(q, cos, sin), _turn(k, cos, sin)
 
     def of_positions(self, held: Positions) -> "Rotary":

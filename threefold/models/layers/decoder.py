@@ -117,18 +117,23 @@ class CrossEntropy(nn.Module):
         """`logits` [..., V], `labels` int64 [...] → [...]; zero for ignored labels."""
         return cross_entropy(logits.flatten(0, -2), labels.flatten(), self.logits_at_once).view(labels.shape)
 
-    def chunked(self, x: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
-        """Compute the loss of the logits `x` [..., H] · `weight`ᵀ [H, V], with `chunk` columns in memory at once."""
+    def chunked(self, x: Tensor, weight: Tensor, labels: Tensor, chunk: int, keep: bool = False) -> Tensor:
+        """Compute the loss of the logits `x` [..., H] · `weight`ᵀ [H, V], see `chunked_cross_entropy`."""
         check_labels(labels, len(weight))
-        return chunked_cross_entropy(x, weight, labels, chunk, self.logits_at_once)
+        return chunked_cross_entropy(x, weight, labels, chunk, self.logits_at_once, keep)
 
 
 class LinearCrossEntropy(nn.Module):
-    """Projection to the vocabulary and loss of each token, with `chunk_size` columns of the logits at once (0: all)."""
+    """Projection to the vocabulary and loss of each token, with `chunk_size` columns of the logits at once (0: all).
 
-    def __init__(self, chunk_size: int = 0, cross_entropy: CrossEntropy | None = None) -> None:
+    Args:
+        at_once: with `chunk_size` 0 and no bias, the logits that are widened at once: all stay in the dtype of the
+            projection; 0 for all.
+    """
+
+    def __init__(self, chunk_size: int = 0, cross_entropy: CrossEntropy | None = None, at_once: int = 0) -> None:
         super().__init__()
-        self.chunk_size = chunk_size
+        self.chunk_size, self.at_once = chunk_size, at_once
         self.cross_entropy = cross_entropy or CrossEntropy()
 
     def forward(self, x: Tensor, output: Linear, labels: Tensor) -> Tensor:
@@ -136,11 +141,13 @@ class LinearCrossEntropy(nn.Module):
 
         Raises ValueError if the layer has a bias and the logits are not computed all at once.
         """
-        if self.chunk_size == 0:
+        keep = self.chunk_size == 0
+        if keep and not (self.at_once and output.bias is None):
             return self.cross_entropy(output(x), labels)
         if output.bias is not None:
             raise ValueError(f"chunk_size is {self.chunk_size} but the output layer has a bias; use 0 or no bias")
-        return output.with_weight(lambda x, weight: self.cross_entropy.chunked(x, weight, labels, self.chunk_size), x)
+        chunk = self.chunk_size or max(1, self.at_once // labels.numel())
+        return output.with_weight(lambda x, weight: self.cross_entropy.chunked(x, weight, labels, chunk, keep), x)
 
 
 class Head(nn.Module):

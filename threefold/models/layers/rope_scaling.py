@@ -1,4 +1,4 @@
-"""Scaling of rotary position embeddings to sequences longer than those of the original training."""
+"""Angles of rotary position embeddings, also of sequences longer than those of the original training."""
 
 from dataclasses import dataclass
 from math import ceil, floor, log, pi
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from threefold.config.model import FOR_SCALED_ROPE, ModelConfig
+from threefold.torch_private.runtime import operator
 
 
 @dataclass(frozen=True)
@@ -75,3 +76,30 @@ def _yarn_share(head_dim: int, theta: float, scaling: RopeScaling, device: torch
     width = last - first if last != first else 0.001
     ramp = (torch.arange(head_dim // 2, dtype=torch.float64, device=device) - first) / width
     return 1 - ramp.clamp(0, 1)
+
+
+def cos_and_sin(positions: Tensor, turns: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the cosines and sines of the angles of positions, times `factor`: [S, 1, d/2] each.
+
+    Args:
+        positions: int64 [S].
+        turns: [d/2], see `frequencies`.
+        dtype: dtype of the results.
+    """
+    # Compiled code would compute both in fp64 again for each head of each sample.
+    compute = _opaque if torch.compiler.is_compiling() else _cos_and_sin
+    return compute(positions, turns, factor, dtype)
+
+
+def _cos_and_sin(positions: Tensor, turns: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    angles = positions.double().unsqueeze(-1) * turns
+    cos, sin = ((each * factor).to(dtype).unsqueeze(-2) for each in (angles.cos(), angles.sin()))
+    return cos, sin
+
+
+def _uncomputed(positions: Tensor, turns: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    cos, sin = (turns.new_empty(len(positions), 1, len(turns), dtype=dtype) for _ in range(2))
+    return cos, sin
+
+
+_opaque = operator("cos_and_sin", _uncomputed)(_cos_and_sin)
