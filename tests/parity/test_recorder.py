@@ -56,12 +56,19 @@ def train(
     scale: float = 1.0,
     adapter: parity.Adapter | None = None,
     recorded: int | None = None,
+    save: Path | None = None,
+    load: Path | None = None,
 ) -> Model:
     """Train for some steps with a recorder; the arguments put mistakes into it."""
     torch.manual_seed(3)
     model = Model(recompute=recompute).to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    recorder = parity.Recorder(model, optimizer, adapter, folder=folder, steps=recorded)
+    made = 0
+    if load is not None:
+        model_state, optimizer_state, made = torch.load(load)
+        model.load_state_dict(model_state)
+        optimizer.load_state_dict(optimizer_state)
+    recorder = parity.Recorder(model, optimizer, adapter, folder=folder, steps=recorded, updates=made)
     data = torch.Generator().manual_seed(5)
     batches = [torch.randint(31, (6, 9), generator=data) for _ in range(steps + skip)][skip:]
     before_backward(model)
@@ -76,6 +83,8 @@ def train(
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
+        if save is not None and step == 1:
+            torch.save((model.state_dict(), optimizer.state_dict(), 2), save)
     return model
 
 
@@ -333,3 +342,25 @@ def test_a_record_is_small(reference: Path) -> None:
     facts = json.loads((reference / "rank-00000.json").read_text())
     assert facts["steps"] == 3
     assert sum(path.stat().st_size for path in reference.iterdir()) < 1_000_000
+
+
+def test_a_run_that_goes_on_beside_an_unbroken_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records begin after the same update; a state that a checkpoint lacks is named."""
+    monkeypatch.setenv("THREEFOLD_PARITY_AFTER", "2")
+    train(tmp_path / "unbroken", steps=5, save=tmp_path / "saved.pt", recorded=2)
+    train(tmp_path / "resumed", steps=3, skip=2, load=tmp_path / "saved.pt", recorded=2)
+    unbroken, resumed = Record(tmp_path / "unbroken"), Record(tmp_path / "resumed")
+    assert unbroken.steps == resumed.steps == 2
+    found = compare(unbroken, resumed)
+    assert judge(found).equal
+    assert not found.notes
+
+    model, optimizer, made = torch.load(tmp_path / "saved.pt")
+    for state in optimizer["state"].values():
+        state["exp_avg"].zero_()
+    torch.save((model, optimizer, made), tmp_path / "wrong.pt")
+    train(tmp_path / "wrong", steps=3, skip=2, load=tmp_path / "wrong.pt", recorded=2)
+    verdict = judge(compare(unbroken, Record(tmp_path / "wrong")))
+    assert verdict.sentence.startswith("All gradients are right and updates depart at step 1"), verdict.sentence
+    with pytest.raises(UserError, match=r"goes on after 3 updates, but its record begins after 2 .*; use 3"):
+        parity.Recorder(Model(), folder=tmp_path / "late", updates=3)

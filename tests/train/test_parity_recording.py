@@ -1,5 +1,8 @@
 """`threefold parity` on runs of `threefold train`: layouts are equal, and a mistake put into one is named."""
 
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -94,3 +97,27 @@ def test_a_mistake_in_a_layout_is_named(mistake: str, folder: Path, tmp_path: Pa
     ended = parity("run", *runs, "--steps", "1", "--noise", "1", folder=folder)
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert said in ended.stdout.splitlines()[1]
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_in_another_layout_beside_an_unbroken_one(folder: Path, tmp_path: Path) -> None:
+    fixed = "optimizer.decay_steps=8 optimizer.warmup_steps=1 train.max_steps={} checkpoint.every=2"
+    first = f"threefold train run.yaml --run-dir {tmp_path / 'half'}"
+    settings = [f"--set {each}" for each in fixed.format(2).split()]
+    subprocess.run([sys.executable, "-m", *" ".join([first, *settings]).split()], cwd=folder, check=True, timeout=300)
+    saved = tmp_path / "half"
+
+    def beside(candidate: str, name: str) -> "subprocess.CompletedProcess[str]":
+        shutil.copytree(saved, tmp_path / name)
+        runs = ("--reference", command(fixed.format(6)), "--candidate", candidate.replace("half", name))
+        return parity("run", *runs, "--after", "2", "--steps", "2", "--noise", "1", folder=folder)
+
+    on = " ".join([first, "--resume", *(f"--set {each}" for each in f"{fixed.format(6)} parallel.tp=2".split())])
+    ended = beside(on, "equal")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "Equal up to rounding in 2 steps" in ended.stdout
+    ended = beside(f"{on} --set train.seed=4", "other")
+    assert ended.returncode != 0
+    ended = beside(f"{on} --set optimizer.lr=0.00303", "rate")
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert "the learning rate of" in ended.stdout

@@ -39,6 +39,10 @@ def run(
     noise: Annotated[
         int, typer.Option(min=0, max=100, help="Times the reference runs again, with noise in the last place.")
     ] = 2,
+    after: Annotated[
+        int,
+        typer.Option(min=0, metavar="UPDATES", help="Record the steps after these, as of a run that goes on."),
+    ] = 0,
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="FOLDER", help="Keep records and logs there.", show_default="not kept"),
@@ -51,6 +55,8 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Run two training scripts from the same initial weights, and compare what they compute.
+
+    With --after, each run has its own weights: so a run that goes on from a checkpoint is compared with an unbroken one.
 
     Each script makes a `parity.Recorder` of its model (docs/parity.md); runs of `threefold train` record themselves. In
     a command, {run} stands for a folder for that run's own files. The reference runs again with noise in the last
@@ -79,6 +85,7 @@ def run(
                 folder,
                 steps=steps,
                 noise=noise,
+                after=after,
                 timeout=timeout,
                 whole_run=whole,
                 tell=tell,

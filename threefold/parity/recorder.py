@@ -37,8 +37,8 @@ from threefold.parity.record import (
 from threefold.parity.weights import read_weights, write_weights
 from threefold.torch_private.runtime import in_backward_pass
 
-FOLDER, STEPS, SAVE, LOAD, PERTURB, STOP = (
-    f"THREEFOLD_PARITY{ending}" for ending in ("", "_STEPS", "_SAVE", "_LOAD", "_PERTURB", "_STOP")
+FOLDER, STEPS, AFTER, SAVE, LOAD, PERTURB, STOP = (
+    f"THREEFOLD_PARITY{ending}" for ending in ("", "_STEPS", "_AFTER", "_SAVE", "_LOAD", "_PERTURB", "_STOP")
 )
 """Variables of the environment that `threefold parity run` sets."""
 DEFAULT_STEPS: Final = 3
@@ -59,9 +59,12 @@ class Recorder:
         steps: number of steps to record, 3 by default.
         axes: sizes of the parallel axes, such as `{"dp": 2, "tp": 4}`, to give factors a name.
         batch_dim: dim of samples in activations, where it is not the adapter's.
+        updates: number of updates that the run has made before: those of the checkpoint from which it goes on.
+            `THREEFOLD_PARITY_AFTER` is the number of updates after which a record begins.
 
     Raises:
-        UserError: the folder has a record already, or a variable of the environment is not as expected.
+        UserError: the folder has a record already, a variable of the environment is not as expected, or the run has
+            made more updates than its record begins after.
 
     Example:
         >>> recorder = parity.Recorder(model, optimizer)
@@ -83,6 +86,7 @@ class Recorder:
         steps: int | None = None,
         axes: Mapping[str, int] | None = None,
         batch_dim: int | None = None,
+        updates: int = 0,
     ) -> None:
         place = folder or os.environ.get(FOLDER)
         self._recording = bool(place)
@@ -95,6 +99,7 @@ class Recorder:
         self._adapter.bind([model] if isinstance(model, nn.Module) else list(model), optimizer)
         self._batch_dim = self._adapter.batch_dim if batch_dim is None else batch_dim
         self._step = 1
+        self._ahead = _updates_ahead(updates)
         self._page = Page()
         self._roots = [_Root(each) for each in self._adapter.roots()]
         self._calls: dict[str, int] = {}
@@ -127,8 +132,12 @@ class Recorder:
         }
         self._numbers = _no_numbers()
         self._random: bytes | None = None
+        self._handles: list[Any] = []
         self._prepare_folder()
-        self._begin()
+        if self._ahead:
+            self._watch()
+        else:
+            self._begin()
 
     # ---- what a script calls ----------------------------------------------------------------------------------------
 
@@ -142,7 +151,7 @@ class Recorder:
             inputs: (samples, …), whole sequences.
             labels: labels; those of -100 do not count.
         """
-        if not self._recording:
+        if not self._is_on:
             return
         self._given = (self._given or []) + fingerprints(inputs)
         if labels is not None:
@@ -155,7 +164,7 @@ class Recorder:
             loss: the loss that this rank reports.
             norm: the gradient norm that this rank reports, if it is known already.
         """
-        if not self._recording:
+        if not self._is_on:
             return
         if loss is not None:
             self.scalar("loss", loss)
@@ -170,13 +179,13 @@ class Recorder:
 
     def scalar(self, name: str, value: Tensor | float) -> None:
         """Record a number that this rank reports, such as a metric or a norm; every layout must report the same."""
-        if self._recording:
+        if self._is_on:
             scalars = self._numbers["scalars"]
             scalars[name] = float(value.detach()) if isinstance(value, Tensor) else float(value)
 
     def tensor(self, name: str, tensor: Tensor, placement: Placement | None = None) -> None:
         """Record another tensor, whole on this rank or with a placement."""
-        if self._recording:
+        if self._is_on:
             mine, placed = self._adapter.placement("tensor", name, tensor.detach())
             self._page.add(TENSOR, name, mine.float() if not mine.is_floating_point() else mine, placement or placed)
 
@@ -187,6 +196,10 @@ class Recorder:
             self._before.clear()
             for handle in self._handles:
                 handle.remove()
+
+    @property
+    def _is_on(self) -> bool:
+        return self._recording and not self._ahead
 
     # ---- the beginning ----------------------------------------------------------------------------------------------
 
@@ -213,8 +226,8 @@ class Recorder:
                 self._page.add(INITIAL, name, tensor, placement)
         self._record_buffers()
         self._write_page(0)
-        self._handles = self._adapter.watch(self._before_update, self._end_step)
-        self._updates_by_hook = bool(self._handles)
+        if not self._updates_by_hook:
+            self._watch()
         for name, module in self._adapter.modules():
             # Before hooks of frameworks, which may replace the input by one that only this module's gradient reaches.
             first = module.register_forward_pre_hook(self._input_of(name), with_kwargs=True, prepend=True)
@@ -224,6 +237,10 @@ class Recorder:
                 root.module.register_forward_pre_hook(self._enter(root), with_kwargs=True, prepend=True)
             )
             self._handles.append(root.module.register_forward_hook(lambda *_: self._leave()))
+
+    def _watch(self) -> None:
+        self._handles += self._adapter.watch(self._before_update, self._end_step)
+        self._updates_by_hook = bool(self._handles)
 
     # ---- forward and backward passes --------------------------------------------------------------------------------
 
@@ -325,7 +342,7 @@ class Recorder:
             self._numbers["drew_random_numbers"] = _random_state() != self._random
 
     def _before_update(self) -> None:
-        if not self._recording:
+        if not self._is_on:
             return
         if self._gradient_squares is None:
             self._record_gradients()
@@ -346,6 +363,11 @@ class Recorder:
 
     def _end_step(self) -> None:
         if not self._recording:
+            return
+        if self._ahead:
+            self._ahead -= 1
+            if not self._ahead:
+                self._begin()
             return
         if self._gradient_squares is None:
             self._record_gradients()
@@ -506,6 +528,17 @@ def _rank_and_world() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def _updates_ahead(made: int) -> int:
+    """Return how many updates a run that has made some is to make before its record begins."""
+    after = _number(AFTER) or 0
+    if made > after:
+        raise UserError(
+            f"The run goes on after {made} updates, but its record begins after {after} (--after, {AFTER}); use "
+            f"{made}, or another checkpoint."
+        )
+    return after - made
 
 
 def _number(variable: str) -> int | None:

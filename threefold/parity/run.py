@@ -13,7 +13,7 @@ from typing import Final
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.parity.record import Record
-from threefold.parity.recorder import FOLDER, LOAD, PERTURB, SAVE, STEPS, STOP
+from threefold.parity.recorder import AFTER, FOLDER, LOAD, PERTURB, SAVE, STEPS, STOP
 
 REFERENCE, CANDIDATE, WEIGHTS = "reference", "candidate", "weights"
 NOISE: Final = "noise-{}"
@@ -41,11 +41,12 @@ def run_both(
     *,
     steps: int,
     noise: int,
+    after: int = 0,
     timeout: float | None = None,
     whole_run: bool = False,
     tell: Callable[[str], None] = lambda doing: None,
 ) -> RecordedRuns:
-    """Run both commands, one after the other, with the same initial weights.
+    """Run both commands, one after the other, with the same initial weights unless records begin later.
 
     Args:
         reference: command line of the run that is right; `{run}` in it is replaced by a folder for that run's files.
@@ -53,6 +54,7 @@ def run_both(
         folder: folder for the records, logs and weights, empty or missing.
         steps: steps to record.
         noise: how often the reference is run again with noise, to learn tolerances.
+        after: number of updates after which records begin; above 0, each run has weights of its own.
         timeout: seconds that each run may take.
         whole_run: whether the scripts go on after the recorded steps.
         tell: called with what begins.
@@ -64,7 +66,7 @@ def run_both(
         raise UserError(f"--out {shown(folder)} is not empty; choose another folder.")
     folder.mkdir(parents=True, exist_ok=True)
     commands = {"--reference": _split("--reference", reference), "--candidate": _split("--candidate", candidate)}
-    base = {STEPS: str(steps), **({} if whole_run else {STOP: "1"})}
+    base = {STEPS: str(steps), AFTER: str(after), **({} if whole_run else {STOP: "1"})}
     weights = str((folder / WEIGHTS).absolute())
 
     def one(option: str, name: str, **more: str) -> Record:
@@ -83,12 +85,12 @@ def run_both(
                 f"and train a step (its output is in {shown(_log(place))})."
             ) from error
 
-    first = one("--reference", REFERENCE, **{SAVE: weights})
+    first = one("--reference", REFERENCE, **({} if after else {SAVE: weights}))
+    given = {} if after else {LOAD: weights}
     noisy = tuple(
-        one("--reference", NOISE.format(number), **{LOAD: weights, PERTURB: str(number)})
-        for number in range(1, noise + 1)
+        one("--reference", NOISE.format(number), **given, **{PERTURB: str(number)}) for number in range(1, noise + 1)
     )
-    return RecordedRuns(first, one("--candidate", CANDIDATE, **{LOAD: weights}), noisy)
+    return RecordedRuns(first, one("--candidate", CANDIDATE, **given), noisy)
 
 
 def _split(option: str, command: str) -> list[str]:

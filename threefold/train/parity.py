@@ -178,13 +178,14 @@ class ParityRecording(Guard):
 
     Args:
         engine: engine of the run, with its weights.
+        updates: number of updates that the run has made before.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, updates: int) -> None:
         self._adapter = ThreefoldAdapter(engine)
         layout = engine.mesh.layout
         axes = {"dp": layout.dp, "tp": layout.tp, "pp": layout.pp, "cp": layout.cp}
-        self._recorder = Recorder(engine.model.stages, None, self._adapter, axes=axes)
+        self._recorder = Recorder(engine.model.stages, None, self._adapter, axes=axes, updates=updates)
 
     def before_step(self, step: int, batch: Any) -> None:
         """Give the recorder the samples of this rank's replica."""
@@ -216,9 +217,9 @@ class ParityRecording(Guard):
         self._recorder.close()
 
 
-def make_recording(engine: Engine) -> ParityRecording | None:
-    """Return the recording that the environment asks for; None without."""
-    return ParityRecording(engine) if os.environ.get(FOLDER) else None
+def make_recording(engine: Engine, updates: int) -> ParityRecording | None:
+    """Return the recording that the environment asks for, of a run that has made some updates; None without."""
+    return ParityRecording(engine, updates) if os.environ.get(FOLDER) else None
 
 
 def _nothing() -> None:

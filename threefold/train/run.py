@@ -155,7 +155,7 @@ def train(
             tokens,
             *reports,  # goodput, console, metrics, TensorBoard, log, stragglers, curve, summary; then the user's
             profiler,
-            make_recording(engine),
+            make_recording(engine, start.step),
             watch,
             policy,
             BadSteps(engine, loader, saving, policy),
