@@ -56,7 +56,7 @@ def run(
 ) -> None:
     """Run two training scripts from the same initial weights, and compare what they compute.
 
-    With --after, each run has its own weights: so a run that goes on from a checkpoint is compared with an unbroken one.
+    With --after, each run has its own weights: so one that goes on from a checkpoint is compared with an unbroken one.
 
     Each script makes a `parity.Recorder` of its model (docs/parity.md); runs of `threefold train` record themselves. In
     a command, {run} stands for a folder for that run's own files. The reference runs again with noise in the last
