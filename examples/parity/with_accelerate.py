@@ -14,8 +14,10 @@ from threefold.parity.accelerate import AccelerateAdapter
 def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("--accumulate", type=int, default=1)
-    accumulate = options.parse_args().accumulate
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    options.add_argument("--bf16", action="store_true")
+    args = options.parse_args()
+    accumulate, precision = args.accumulate, "bf16" if args.bf16 else "no"
+    accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=accumulate)
     torch.manual_seed(0)
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

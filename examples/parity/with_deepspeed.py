@@ -19,6 +19,7 @@ def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("--zero", type=int, default=0)
     options.add_argument("--accumulate", type=int, default=1)
+    options.add_argument("--bf16", action="store_true")
     args = options.parse_args()
     os.environ |= {name: value for name, value in ALONE.items() if name not in os.environ}
     deepspeed.init_distributed(dist_backend="gloo")
@@ -30,6 +31,7 @@ def main() -> None:
         "gradient_clipping": 0.3,
         "zero_optimization": {"stage": args.zero, "stage3_param_persistence_threshold": 0},
         "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": args.bf16},
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)

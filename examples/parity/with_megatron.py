@@ -20,6 +20,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
 
 from threefold import parity
 from threefold.parity.megatron import MegatronAdapter
@@ -41,11 +42,13 @@ def main() -> None:
     options.add_argument("--pp", type=int, default=1)
     options.add_argument("--gated", action="store_true")
     options.add_argument("--zero", action="store_true")
+    options.add_argument("--bf16", action="store_true")
     args = options.parse_args()
     os.environ |= {name: value for name, value in ALONE.items() if name not in os.environ}
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(args.tp, args.pp)
     model_parallel_cuda_manual_seed(1)
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
     config = TransformerConfig(
         num_layers=2,
         hidden_size=WIDTH,
@@ -53,7 +56,9 @@ def main() -> None:
         num_query_groups=2,
         tensor_model_parallel_size=args.tp,
         pipeline_model_parallel_size=args.pp,
-        pipeline_dtype=torch.float32,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=args.bf16,
         use_cpu_initialization=True,
         gated_linear_unit=args.gated,
         activation_func=torch.nn.functional.silu if args.gated else torch.nn.functional.gelu,
@@ -70,10 +75,13 @@ def main() -> None:
     }
     tied = {"share_embeddings_and_output_weights": True}
     gpt = GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH, **ends, **tied)
-    wrapping = DistributedDataParallelConfig(use_distributed_optimizer=args.zero, bucket_size=4000)
-    model = DistributedDataParallel(config, wrapping, gpt)
+    wrapping = DistributedDataParallelConfig(
+        use_distributed_optimizer=args.zero, bucket_size=4000, grad_reduce_in_fp32=args.bf16
+    )
+    model = DistributedDataParallel(config, wrapping, Float16Module(config, gpt) if args.bf16 else gpt)
     model.broadcast_params()
-    settings = OptimizerConfig(lr=3e-3, clip_grad=0.3, use_distributed_optimizer=args.zero)
+    narrow = {"bf16": args.bf16, "params_dtype": dtype}
+    settings = OptimizerConfig(lr=3e-3, clip_grad=0.3, use_distributed_optimizer=args.zero, **narrow)
     optimizer = get_megatron_optimizer(settings, [model])
     dp, replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
     axes = {"tp": args.tp, "pp": args.pp, "dp": dp}

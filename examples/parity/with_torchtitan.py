@@ -105,6 +105,7 @@ def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("--dp", type=int, default=1)
     options.add_argument("--tp", type=int, default=1)
+    options.add_argument("--bf16", action="store_true")
     given = options.parse_args()
     config = Trainer.Config(
         model_spec=model(),
@@ -116,7 +117,7 @@ def main() -> None:
             global_batch_size=BATCH,
             seq_len=LENGTH,
             steps=10,
-            mixed_precision_param="float32",
+            mixed_precision_param="bfloat16" if given.bf16 else "float32",
             disable_cuda_graphs=True,
         ),
         dataloader=Samples.Config(),

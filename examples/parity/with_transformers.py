@@ -33,7 +33,9 @@ class OrderedTrainer(Trainer):
 def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("--accumulate", type=int, default=1)
-    accumulate = options.parse_args().accumulate
+    options.add_argument("--bf16", action="store_true")
+    args = options.parse_args()
+    accumulate = args.accumulate
     torch.manual_seed(0)
     sizes = {"n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
     without = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -41,6 +43,7 @@ def main() -> None:
     arguments = TrainingArguments(
         "trained",
         use_cpu=True,
+        bf16=args.bf16,
         per_device_train_batch_size=BATCH // int(os.environ.get("WORLD_SIZE", "1")) // accumulate,
         gradient_accumulation_steps=accumulate,
         max_steps=STEPS,

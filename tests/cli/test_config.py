@@ -1,4 +1,4 @@
-"""`threefold config schema` and `threefold config diff`."""
+"""`threefold config schema`, `presets` and `diff`."""
 
 import json
 import shutil
@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from threefold.cli.main import app
 from threefold.config import load_config
+from threefold.config.presets import PRESETS
 from threefold.config.reference import FEATURES, Feature, config_with
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
@@ -57,3 +58,13 @@ def test_settings_that_differ_are_listed(tmp_path: Path, monkeypatch: pytest.Mon
     shutil.copy("a.yaml", "b.yaml")
     ended = CliRunner().invoke(app, ["config", "diff", "a.yaml", "b.yaml"])
     assert (ended.exit_code, ended.stdout) == (0, "All settings are equal.\n")
+
+
+def test_presets_are_listed_with_their_sizes() -> None:
+    """At 80 columns, no name in two lines."""
+    ended = CliRunner().invoke(app, ["config", "presets"], env={"COLUMNS": "80"})
+    assert ended.exit_code == 0, ended.output
+    rows = {line.split()[0]: line.split()[1:] for line in ended.stdout.splitlines() if line.strip()}
+    assert rows.keys() > PRESETS.keys()
+    assert rows["gpt2-124m"] == ["0.12", "12", "768", "12", "50,257", "1,024"]
+    assert rows["qwen3-30b-a3b"] == ["30.53", "3.35", "48", "2,048", "32/4", "151,936", "40,960"]

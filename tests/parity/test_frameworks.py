@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -27,6 +27,7 @@ class Case:
         old, new: text that the mistake replaces, and with what.
         said: part of the verdict on the mistake.
         reference: arguments of the reference.
+        bf16: whether both compute in bf16.
     """
 
     package: str
@@ -37,9 +38,14 @@ class Case:
     new: str
     said: str
     reference: str = ""
+    bf16: bool = False
+
+    @property
+    def options(self) -> str:
+        return " --bf16" if self.bf16 else ""
 
 
-CASES = {
+FP32 = {
     "accelerate, a wrapper bypassed": Case(
         "accelerate",
         "with_accelerate.py",
@@ -154,6 +160,20 @@ CASES = {
         "first the gradient of layers.1.attention_norm.weight: it is 2 (tp) times the reference",
     ),
 }
+CASES = FP32 | {
+    f"{name}, bf16": replace(FP32[name], bf16=True, **changes)
+    for name, changes in {
+        "accelerate, accumulated gradients not divided": {},
+        # In bf16 and without ZeRO, AdamW's count of updates begins at 1, so that the stages differ.
+        **{
+            f"deepspeed, ZeRO {stage}, loss scaled": {"reference": f"--zero {stage}", "said": "is 2 (dp or micro-b"}
+            for stage in range(4)
+        },
+        "megatron, tp, an input gradient not summed": {},
+        "megatron, distributed optimizer, gradients not summed over dp": {},
+        "torchtitan, FSDP, gradients divided by the replicas": {},
+    }.items()
+}
 
 
 def has(package: str) -> bool:
@@ -167,8 +187,16 @@ def test_a_right_run_is_equal_and_a_wrong_one_named(name: str, tmp_path: Path) -
     if not has(case.package):
         pytest.skip(f"{case.package} is not installed")
     script = EXAMPLES / case.script
-    torchrun = f"torchrun --standalone --nproc-per-node {case.ranks} {script} {' '.join(case.candidate)}"
-    arguments = ("run", "--reference", f"python {script} {case.reference}", "--candidate", torchrun, "--steps", "2")
+    torchrun = f"torchrun --standalone --nproc-per-node {case.ranks} {script} {' '.join(case.candidate)}{case.options}"
+    arguments = (
+        "run",
+        "--reference",
+        f"python {script} {case.reference}{case.options}",
+        "--candidate",
+        torchrun,
+        "--steps",
+        "2",
+    )
     right = parity(*arguments, "--noise", "1", "--out", "records", folder=tmp_path)
     assert right.returncode == 0, right.stdout + right.stderr
     assert "Equal up to rounding in 2 steps" in right.stdout
@@ -180,7 +208,9 @@ def test_a_right_run_is_equal_and_a_wrong_one_named(name: str, tmp_path: Path) -
     environment |= {"THREEFOLD_PARITY_LOAD": "records/weights", "THREEFOLD_PARITY_STOP": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(EXAMPLES), *environment.get("PYTHONPATH", "").split(os.pathsep)])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks)]
-    subprocess.run([*command, "wrong.py", *case.candidate], cwd=tmp_path, env=environment, check=True)
+    subprocess.run(
+        [*command, "wrong.py", *case.candidate, *case.options.split()], cwd=tmp_path, env=environment, check=True
+    )
     wrong = parity("compare", "records/reference", "wrong", "--noise", "records/noise-1", folder=tmp_path)
     assert wrong.returncode == 1, wrong.stdout + wrong.stderr
     assert case.said in " ".join(wrong.stdout.split()), wrong.stdout

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.support.parity import Case, make_engine, shard_of, whole_tensors
+from tests.support.parity import Case, in_layout, make_engine, shard_of, whole_tensors
 from tests.support.sweep import sweep
 from tests.train.overflows import FP16, check_skipped_by_all, overflowing
 from tests.train.support import Run, losses_of, manifest, steps_of, train_rank
@@ -64,6 +64,15 @@ def test_a_scale_that_is_too_large_falls_until_the_gradients_fit(pool) -> None:
     scales = [scale for _, scale in steps]
     for (skipped, scale), after in zip(steps, scales[1:], strict=False):
         assert after == scale / 2 if skipped else after in (scale, scale * 2)
+
+
+def test_updates_are_made_with_a_scale(pool, expected) -> None:
+    """Two steps move the weights where fp32 moves them."""
+    case = replace(FP16, steps=2)
+    (start,) = pool.run(1, initial_masters, case)
+    ((found,), wide) = pool.run(1, in_layout, case), expected(replace(case, dtype="fp32"))
+    for name, weight in wide.final.items():
+        assert (found.final[name] - weight).norm() < 0.5 * (weight - start[name]).norm(), name
 
 
 def refused_step(case: Case) -> tuple[bool, str, float, int]:

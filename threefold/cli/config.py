@@ -60,6 +60,37 @@ def size(
     typer.echo("Upper bound per rank during a step; activations and buffers are not included.")
 
 
+@app.command()
+def presets() -> None:
+    """List the presets of published models, the values of `model.preset`, with their sizes.
+
+    Parameters are in billions, active ones those that a token's experts have; heads are those of queries and, if there
+    are fewer, of keys and values.
+    """
+    from threefold.config import Config, resolve
+    from threefold.config.presets import FAMILIES
+    from threefold.planner.model_size import ModelSize
+
+    rows = []
+    for family in FAMILIES.values():
+        for name in family:
+            config = resolve(Config.model_validate({"model": {"preset": name}, "data": {"path": "none"}}), vocab_size=0)
+            model, found = config.model, ModelSize(config)
+            active = f"{found.active / 1e9:.2f}" if found.active < found.parameters else ""
+            heads = f"{model.num_attention_heads}"
+            if model.num_key_value_heads not in (0, model.num_attention_heads):
+                heads = f"{heads}/{model.num_key_value_heads}"
+            sizes = (model.num_layers, model.hidden_size, heads, model.vocab_size, model.max_position_embeddings)
+            rows.append((name, f"{found.parameters / 1e9:.2f}", active, *map(_grouped, sizes)))
+    header = ("preset", "billions", "active", "layers", "hidden", "heads", "vocab", "positions")
+    print_table(header, rows)
+    typer.echo("Use one with --set model.preset=NAME; settings beside it override its sizes (docs/models.md).")
+
+
+def _grouped(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
 ForeignFile = Annotated[
     Path,
     typer.Argument(metavar="FILE", help="Fleet YAML, Colossal-AI config.py, or shell script with Megatron-LM flags."),

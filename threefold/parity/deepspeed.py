@@ -43,9 +43,14 @@ class DeepSpeedAdapter(Adapter):
         self._groups: dict[int, tuple[int, Any]] = {}
         optimizer = self.optimizer
         for attribute, flat in _PARTITIONS:
-            for number, group in enumerate(getattr(optimizer, attribute, ())):
+            for number, group in enumerate(getattr(optimizer, attribute, ()) if hasattr(optimizer, flat) else ()):
                 which = getattr(optimizer, "sub_group_to_group_id", {}).get(number, number)
                 self._groups |= {id(each): (which, getattr(optimizer, flat)[number]) for each in group}
+        # Without ZeRO or fusion, each narrow parameter has a whole fp32 master, with its states.
+        self._masters: dict[int, nn.Parameter] = {}
+        if not self._groups and hasattr(optimizer, "fp16_groups"):
+            for narrow, wide in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+                self._masters |= {id(each): master for each, master in zip(narrow, wide, strict=True)}
 
     def weight(self, name: str, parameter: nn.Parameter) -> Placed:
         if hasattr(parameter, "ds_id"):
@@ -54,7 +59,7 @@ class DeepSpeedAdapter(Adapter):
             return self._local(parameter, self.optimizer.get_local_fp32_param(parameter))
         if hasattr(parameter, "_hp_mapping"):
             return self._fragment(parameter, lambda mapping: mapping.get_hp_fragment())
-        return super().weight(name, parameter)
+        return super().weight(name, self._masters.get(id(parameter), parameter))
 
     def gradient(self, name: str, parameter: nn.Parameter) -> Placed:
         if not parameter.requires_grad:
@@ -70,7 +75,7 @@ class DeepSpeedAdapter(Adapter):
 
     def states(self, name: str, parameter: nn.Parameter) -> Iterator[tuple[str, Placed]]:
         if not hasattr(parameter, "ds_id") and not hasattr(parameter, "_hp_mapping"):
-            yield from super().states(name, parameter)
+            yield from super().states(name, self._masters.get(id(parameter), parameter))
             return
         flat = self._groups.get(id(parameter), (0, None))[1]
         for key, value in (self._inner_state(flat) if flat is not None else {}).items():
@@ -83,7 +88,7 @@ class DeepSpeedAdapter(Adapter):
 
     def counters(self, name: str, parameter: nn.Parameter) -> Mapping[str, float]:
         if id(parameter) not in self._groups:
-            return super().counters(name, parameter)
+            return super().counters(name, self._masters.get(id(parameter), parameter))
         number, flat = self._groups[id(parameter)]
         group = self.optimizer.param_groups[number]
         found = {key: float(group[key]) for key in ("lr", "weight_decay") if key in group}
