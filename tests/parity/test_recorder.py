@@ -364,3 +364,19 @@ def test_a_run_that_goes_on_beside_an_unbroken_one(tmp_path: Path, monkeypatch: 
     assert verdict.sentence.startswith("All gradients are right and updates depart at step 1"), verdict.sentence
     with pytest.raises(UserError, match=r"goes on after 3 updates, but its record begins after 2 .*; use 3"):
         parity.Recorder(Model(), folder=tmp_path / "late", updates=3)
+
+
+def test_whole_tensors_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More is kept of each activation and parameter, and an error in one element shows; details must be alike."""
+    wide = {"steps": 1, "recorded": 1, "micro_batches": 2}
+    train(tmp_path / "usual", **wide)
+    monkeypatch.setenv("THREEFOLD_PARITY_ELEMENTS", "5000")
+    train(tmp_path / "whole", **wide)
+    train(tmp_path / "again", steps=1, recorded=1)
+    usual, whole, again = (Record(tmp_path / name) for name in ("usual", "whole", "again"))
+    assert judge(compare(whole, again)).equal
+    key = next(key for key in whole.step(1) if key[:2] == (OUTPUT, "blocks.0.up"))
+    assert usual.step(1)[key].kept.elements.numel() <= 256
+    assert whole.step(1)[key].kept.elements.numel() == 8 * 36
+    with pytest.raises(UserError, match="keep different numbers of elements of a tensor; record both with the same"):
+        compare(usual, whole)

@@ -43,6 +43,15 @@ def run(
         int,
         typer.Option(min=0, metavar="UPDATES", help="Record the steps after these, as of a run that goes on."),
     ] = 0,
+    elements: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Keep tensors of up to N elements whole; records grow.",
+            show_default="4096, of an activation 256",
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="FOLDER", help="Keep records and logs there.", show_default="not kept"),
@@ -86,6 +95,7 @@ def run(
                 steps=steps,
                 noise=noise,
                 after=after,
+                elements=elements or 0,
                 timeout=timeout,
                 whole_run=whole,
                 tell=tell,

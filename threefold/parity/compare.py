@@ -42,6 +42,7 @@ def compare(
                 "the reference run with THREEFOLD_PARITY_PERTURB, as parity run --out keeps them."
             )
     count = _steps(reference, candidate, noisy, steps)
+    _check_details(reference, candidate, *noisy)
     tolerances = Tolerances(_precision(reference, candidate), len(noisy))
     found = Findings(steps=count)
     before: Quantities | None = None
@@ -96,6 +97,16 @@ def _steps(reference: Record, candidate: Record, noisy: Sequence[Record], wanted
     return wanted or have
 
 
+def _check_details(reference: Record, *others: Record) -> None:
+    kept = reference.facts.get("elements", 0)
+    for record in others:
+        if record.facts.get("elements", 0) != kept:
+            raise UserError(
+                f"The records {shown(reference.folder)} and {shown(record.folder)} keep different numbers of elements "
+                "of a tensor; record both with the same --elements."
+            )
+
+
 def _check_model(reference: Record, candidate: Record, expected: Quantities, got: Quantities) -> None:
     names = {name: each.kept.shape for (kind, name, _), each in expected.items() if kind == INITIAL}
     others = {name: each.kept.shape for (kind, name, _), each in got.items() if kind == INITIAL}
@@ -142,8 +153,8 @@ def _note(found: Findings, reference: Record, candidate: Record) -> None:
         names = sorted(found.loose)
         more = f" and {len(names) - 1} more" if names[1:] else ""
         found.notes.append(
-            f"Rounding is as large as much of {names[0]}{more}, so that hardly any mistake shows there; compare fewer "
-            "steps, or in a higher precision."
+            f"Rounding is as large as much of {names[0]}{more}: there only factors and large mistakes show; compare "
+            "fewer steps, or in a higher precision."
         )
     if found.skipped and OUTPUT in found.compared:
         names = sorted(found.skipped)

@@ -91,7 +91,7 @@ class Findings:
         order: modules in the order of the forward pass, for the tree.
         worst: largest error by step, kind and name, relative to its tolerance.
         totals: number of compared names by step and kind.
-        loose: parameters and modules whose tolerance is so wide that hardly any mistake shows.
+        loose: parameters and modules whose tolerance is so wide that only factors and large mistakes show.
         skipped: modules whose output one of the records has in parts alone, in another shape or for other samples.
     """
 

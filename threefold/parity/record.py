@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,6 +33,16 @@ KINDS: Final = (INITIAL, BUFFER, OUTPUT, OUTPUT_GRADIENT, GRADIENT, UPDATE, TENS
 _DETAILS: Final = {"parameter": PARAMETER, "sample": SAMPLE, "copy": COPY}
 
 
+@cache
+def _detail(name: str) -> Detail:
+    """Return a detail by its name, such as `parameter`, or `parameter:65536` for more elements; raises ValueError."""
+    base, _, elements = name.partition(":")
+    if base not in _DETAILS or (elements and not elements.isdecimal()):
+        raise ValueError(name)
+    made = _DETAILS[base]
+    return made if base == "copy" or not elements else Detail(max(made.elements, int(elements)), made.slices)
+
+
 @dataclass(frozen=True)
 class IndexEntry:
     """A line of the index: a piece of a tensor, or of one activation for several samples.
@@ -42,7 +53,7 @@ class IndexEntry:
         order: place in the order of recording within the step.
         shape: shape of the whole tensor; for an activation, that of one sample.
         start, size: the piece.
-        detail: `parameter`, `sample` or `copy`.
+        detail: `parameter`, `sample` or `copy`, with the elements that were asked for, if any, as `sample:4096`.
         copy, partial: as in the placement.
         samples: for an activation, the fingerprint of each sample.
     """
@@ -65,7 +76,7 @@ class IndexEntry:
     @property
     def values(self) -> int:
         """Number of values of each sample."""
-        return length(self.shape, self.piece, _DETAILS[self.detail])
+        return length(self.shape, self.piece, _detail(self.detail))
 
     def to_json(self) -> list[Any]:
         shape, start, size = list(self.shape), list(self.start), list(self.size)
@@ -76,29 +87,36 @@ class IndexEntry:
     def from_json(cls, values: list[Any]) -> "IndexEntry":
         kind, name, order, shape, start, size, detail, copy, partial, samples = values
         known = kind in KINDS or (isinstance(kind, str) and kind.startswith(f"{STATE} "))
-        if detail not in _DETAILS or not known or not isinstance(name, str):
+        if not known or not isinstance(name, str):
             raise ValueError(kind)
+        _detail(detail)
         at = tuple(shape), tuple(start), tuple(size)
         return cls(kind, name, order, *at, detail, copy, partial, None if samples is None else tuple(samples))
 
 
 def detail_of(entry: IndexEntry) -> Detail:
     """Return how much was kept of an entry's tensor."""
-    return _DETAILS[entry.detail]
+    return _detail(entry.detail)
 
 
 @dataclass
 class Page:
-    """What a rank has recorded of the current step."""
+    """What a rank has recorded of the current step.
 
+    Attributes:
+        elements: number of elements up to which tensors are kept whole, where it is above that of their detail; 0 for
+            none.
+    """
+
+    elements: int = 0
     entries: list[IndexEntry] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
 
     def add(self, kind: str, name: str, tensor: Tensor, placement: Placement) -> None:
         """Keep a tensor of the model or of the optimizer."""
-        detail = "copy" if placement.copy else "parameter"
+        detail = self._named("copy" if placement.copy else "parameter")
         for piece in placement.pieces:
-            kept = keep(piece.of(tensor)[None], placement.shape, piece, _DETAILS[detail])
+            kept = keep(piece.of(tensor)[None], placement.shape, piece, _detail(detail))
             self._append(kind, placement.name or name, placement, piece, detail, None, kept)
 
     def add_samples(
@@ -114,15 +132,18 @@ class Page:
             samples: fingerprint of each row.
         """
         whole = Placement(placement.shape[1:], (), placement.copy, placement.partial)
-        detail = "copy" if whole.copy else "sample"
+        detail = self._named("copy" if whole.copy else "sample")
         for piece in placement.pieces:
             one = Piece(piece.local[1:], piece.start[1:], piece.size[1:])
             box = rows
             for dim, (start, size) in enumerate(zip(one.local, one.size, strict=True), 1):
                 box = box if size == box.shape[dim] else box.narrow(dim, start, size)
-            kept = keep(box, whole.shape, one, _DETAILS[detail])
+            kept = keep(box, whole.shape, one, _detail(detail))
             for name in names:
                 self._append(kind, name, whole, one, detail, samples, kept)
+
+    def _named(self, detail: str) -> str:
+        return f"{detail}:{self.elements}" if self.elements else detail
 
     def _append(
         self,
@@ -270,11 +291,12 @@ class Record:
 
     def _put(self, found: dict[Key, Quantity], rank: int, entry: IndexEntry, sample: str, values: Tensor) -> None:
         key = entry.kind, entry.name, sample
-        detail = _DETAILS[entry.detail]
+        detail = _detail(entry.detail)
         quantity = found.get(key)
         if quantity is None:
             # Copies come before what they repeat if a lower rank has one.
-            kept_whole = _DETAILS["sample" if entry.samples else "parameter"] if entry.copy else detail
+            named = ("sample" if entry.samples else "parameter") + entry.detail.removeprefix("copy")
+            kept_whole = _detail(named) if entry.copy else detail
             kept = Kept.empty(entry.shape, kept_whole)
             quantity = found[key] = Quantity(entry.kind, entry.name, sample, entry.order, kept)
         if quantity.kept.shape != entry.shape:
