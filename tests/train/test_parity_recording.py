@@ -117,7 +117,8 @@ def test_a_run_that_goes_on_in_another_layout_beside_an_unbroken_one(folder: Pat
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "Equal up to rounding in 2 steps" in ended.stdout
     ended = beside(f"{on} --set train.seed=4", "other")
-    assert ended.returncode != 0
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    assert "train.seed is 4 but" in ended.stderr
     ended = beside(f"{on} --set optimizer.lr=0.00303", "rate")
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "the learning rate of" in ended.stdout

@@ -232,7 +232,7 @@ def head_layer(sizes: RankBlock, vocab: int, chunk_size: int) -> LayerBytes:
     narrow, gathered = item < wide, sizes.gathered
     kept = head_bytes(sizes, vocab, chunk_size)
     if chunk_size or sizes.kernels.loss_by_columns:
-        logits = sizes.tokens * min(chunk_size or max(1, LOGITS_OF_A_CHUNK // sizes.tokens), columns)
+        logits = sizes.tokens * _columns_at_once(sizes.tokens, columns, chunk_size, sizes.kernels.loss_by_columns)
         run, again = _run_bytes(sizes, logits), 1 if chunk_size else 0
         forward = again * logits * item + run + gathered
         backward = (1 + again) * logits * item + (run if narrow else 0) + whole // item * wide + gathered
@@ -249,6 +249,12 @@ def head_layer(sizes: RankBlock, vocab: int, chunk_size: int) -> LayerBytes:
         forward, backward = logits * (wide + item if narrow else item), 2 * logits * wide
     ending = normed + logits * item + whole + gathered
     return LayerBytes(kept, forward + gathered, backward + gathered, ending, 0, logits * item + whole)
+
+
+def _columns_at_once(tokens: int, columns: int, chunk_size: int, by_columns: bool) -> int:
+    """Return how many columns of the logits the loss processes at a time (`Kernels.loss_by_columns`)."""
+    unchunked = max(1, LOGITS_OF_A_CHUNK // tokens) if by_columns else columns
+    return min(columns, chunk_size or unchunked)
 
 
 def _run_bytes(sizes: RankBlock, logits: int) -> int:
@@ -387,9 +393,8 @@ def activation_bytes(config: Config, device: str, size: ModelSize, pp_rank: int)
         elif name == layers[-1]:
             kept += block.outer + head_bytes(block, model.vocab_size, train.loss_chunk_size)
             columns = -(-model.vocab_size // config.parallel.tp)
-            of_device = max(1, LOGITS_OF_A_CHUNK // block.tokens) if device == "cuda" else columns
-            logits = block.tokens * min(columns, train.loss_chunk_size or of_device) * block.wide  # held at once
-            moment = max(moment, 2 * logits)
+            at_once = _columns_at_once(block.tokens, columns, train.loss_chunk_size, device == "cuda")
+            moment = max(moment, 2 * block.tokens * at_once * block.wide)
         else:
             kept += block.tokens * 8 + block.outer * (2 if model.embedding_dropout else 1)
     return ceil(kept * _under_way(config, pp_rank)) + moment
