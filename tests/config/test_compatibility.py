@@ -122,7 +122,7 @@ def compare(pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Feature
 def check(errors: list[Error], features: Features) -> None:
     assert errors
     narrow = any(feature.name in SIXTEEN_BIT for feature in features)
-    few = any(feature.name in ("llama", "experts", "ep") for feature in features)
+    few = any(feature.name in ("llama", "experts", "ep", "fp8") for feature in features)
     bounds = {GRADIENT: NARROW_OF_FEW if few else NARROW, LOSS: NARROW_LOSS} if narrow else {}
     wrong = [error for error in errors if error.relative > bounds.get(error.what, inf if narrow else EXACT)]
     assert not wrong, wrong[:3]

@@ -111,6 +111,16 @@ def test_operands_that_repeat_memory_have_the_same_bits() -> None:
         assert exact_products._batch(*in_memory, b.dtype, 1) in (None, (True, False))
 
 
+@pytest.mark.parametrize("sizes", [(5, 3, 7), (33, 70, 16), (8, 16, 3), (0, 3, 4), (4, 0, 3)])
+def test_products_of_tiles(sizes: tuple[int, int, int]) -> None:
+    """As on a GPU: every product is of two tiles of one shape, contiguous, whatever the operands are cut from."""
+    rows, columns, inner = sizes
+    a, b = strided(drawn(rows, inner)).double(), drawn(inner, columns).t().double()
+    found = exact_products.tiled_product(a, b, tile=8)
+    torch.testing.assert_close(found, a @ b.t())
+    assert all(equal(found[:, first:], exact_products.tiled_product(a, b[first:], tile=8)) for first in (1, 3, 9))
+
+
 def test_products_with_long_sums() -> None:
     for rows, columns in ((1, 1), (3, 17), (16, 64)):
         a, b = drawn(rows, 8191), drawn(columns, 8191, seed=1)

@@ -237,6 +237,7 @@ FEATURES: tuple[Feature, ...] = (
     _feature(
         "Precision", "pure-bf16", "bf16 without fp32 masters", "precision.dtype=bf16 precision.master_weights=false"
     ),
+    _feature("Precision", "fp8", "linear layers in float8", "precision.fp8=true", "precision.dtype=bf16"),
     _feature(
         *("Precision", "compressed", "gradients summed in 16 bits", "parallel.gradient_compression=fp16"),
         *("parallel.dp=2 precision.dtype=fp32", "dp compression"),
@@ -262,8 +263,8 @@ FEATURES: tuple[Feature, ...] = (
         "train.gradient_accumulation_steps=2",
     ),
 )
-SIXTEEN_BIT = ("bf16", "fp16", "pure-bf16", "compressed")
-"""Features that compute or sum in 16 bits, with results close to those of fp64 but not equal up to rounding."""
+SIXTEEN_BIT = ("bf16", "fp16", "pure-bf16", "fp8", "compressed")
+"""Features that compute or sum in at most 16 bits, with results close to those of fp64 but not equal up to rounding."""
 
 _BASE: dict[str, Settings] = {
     "data": {"path": "tokens", "sequence_length": 8},

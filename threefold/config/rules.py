@@ -334,6 +334,7 @@ def _check_exact(config: Config) -> None:
         ("train.grain_leaf", train.grain_leaf > 1 and not _runs_several(config), "1"),
         ("precision.dtype", precision.dtype not in ("fp32", "bf16"), "fp32 or bf16"),
         ("precision.master_weights", precision.dtype == "bf16" and not precision.master_weights, "true"),
+        ("precision.fp8", precision.fp8, "false"),
         ("optimizer.name", optimizer.name not in BUILT_IN, "adamw"),
         ("train.compile", train.compile, "false"),
         ("parallel.cp_method", parallel.cp > 1 and parallel.cp_method != "all-gather", "all-gather"),
@@ -463,6 +464,14 @@ def _check_precision(config: Config) -> None:
     if not precision.master_weights and precision.dtype != "bf16":
         rule = f"precision.dtype is {precision.dtype} and only bf16 goes without; use true or precision.dtype bf16"
         raise problem(config, "precision.master_weights", rule)
+    if precision.fp8 and precision.dtype not in ("bf16", "fp32"):
+        rule = f"precision.dtype is {precision.dtype} and float8 products are of bf16 or fp32 numbers"
+        raise problem(config, "precision.fp8", f"{rule}; use false or precision.dtype bf16")
+    if precision.fp8 and config.train.compile and config.parallel.pipeline_schedule.defers_weight_gradients:
+        rule = (
+            f"parallel.schedule {config.parallel.schedule} defers the gradients of weights, as compiled float8 layers"
+        )
+        raise problem(config, "precision.fp8", f"{rule} cannot; use false or train.compile false")
     if config.parallel.gradient_compression != "none" and precision.dtype == "fp64":
         rule = "precision.dtype is fp64, of whose digits it would drop all but three; use none or precision.dtype fp32"
         raise problem(config, "parallel.gradient_compression", rule)

@@ -267,6 +267,10 @@ class PrecisionConfig(Section):
     master_weights: bool = True
     """Whether weights, gradients and optimizer state are fp32 when `dtype` is narrower. With false, which needs `bf16`,
     they are bf16 too: less memory, but an update smaller than 1/256 of its weight is lost."""
+    fp8: bool = False
+    """Whether the linear layers of the blocks multiply in float8: faster on GPUs that have it, with numbers of 4
+    significant bits. Weights, their gradients, experts and the projection to the vocabulary stay in `dtype`, `bf16` or
+    `fp32`."""
 
     @property
     def itemsize(self) -> int:

@@ -30,13 +30,16 @@ from threefold.ops.exact_products import tree_sum
 from threefold.ops.kernels import product
 from threefold.torch_private.tensors import assert_async
 
+_SIZES = 64  # sizes of logits to compile for: those of training, evaluation, last batches
+
 _In = ParamSpec("_In")
 _Out = TypeVar("_Out")
 
 
 @cache
 def _compiled(function: Callable[_In, _Out]) -> Callable[_In, _Out]:
-    return torch.compile(function)
+    # Kernels of any size read single numbers; those of one size, of which a model has two, read sixteen bytes.
+    return torch.compile(function, dynamic=False, recompile_limit=_SIZES, isolate_recompiles=True)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, at_once: int = LOGITS_AT_ONCE) -> Tensor:

@@ -177,6 +177,8 @@ def _onednn_computes(a: Tensor, b: Tensor) -> bool:
 
 
 def _whole_product(a: Tensor, b: Tensor) -> Tensor:
+    if a.is_cuda:
+        return tiled_product(a, b)
     if not _onednn_computes(a, b):
         return F.linear(a, b)
     # oneDNN, also where MKL is faster, whose bits depend on the number of rows. A product with a single row or column
@@ -188,6 +190,29 @@ def _whole_product(a: Tensor, b: Tensor) -> Tensor:
     if not a.is_contiguous() and a.t().is_contiguous() and b.numel() + rows * columns < a.numel():
         return _dense_product(b, a).t().contiguous()  # copies less
     return _dense_product(a, b)
+
+
+def tiled_product(a: Tensor, b: Tensor, tile: int = 1024) -> Tensor:
+    """Compute `a @ b.T` of `a` [m, k] and `b` [n, k] by products of `tile` rows of each, filled up with zeros.
+
+    cuBLAS chooses a kernel, and with it the order of a sum, by the sizes, strides and alignment of its operands. These
+    are the same in every call with the same k.
+    """
+    out = a.new_empty(len(a), len(b))
+    rows, columns = (range(0, len(x), tile) for x in (a, b))
+    others = [_filled(b[first : first + tile], tile) for first in columns]
+    for row in rows:
+        one = _filled(a[row : row + tile], tile)
+        for column, other in zip(columns, others, strict=True):
+            place = out[row : row + tile, column : column + tile]
+            place.copy_(F.linear(one, other)[: place.shape[0], : place.shape[1]])
+    return out
+
+
+def _filled(x: Tensor, rows: int) -> Tensor:
+    filled = x.new_zeros(rows, x.shape[1])
+    filled[: len(x)] = x
+    return filled
 
 
 def _dense_product(a: Tensor, b: Tensor) -> Tensor:

@@ -297,6 +297,46 @@ def quick_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
+def gated(pairs: Tensor) -> Tensor:
+    """Compute silu(gate) · up of features that alternate between a gate and what it gates: [..., 2F] → [..., F]."""
+    if torch.compiler.is_compiling() and pairs.is_cuda and pairs.dtype == torch.bfloat16 and pairs.is_contiguous():
+        packed: Tensor = _PackedGated.apply(pairs)
+        return packed
+    gate, up = pairs.unflatten(-1, (-1, 2)).unbind(-1)
+    return F.silu(gate) * up
+
+
+class _PackedGated(torch.autograd.Function):
+    """`gated` for compiled code on a GPU, which reads and writes pairs of bf16 as words of 32 bits.
+
+    A gate is the lower half of a word, and bf16 is the upper half of fp32. Read one by one, numbers two apart take half
+    of the memory's rate.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, pairs: Tensor) -> Tensor:
+        ctx.save_for_backward(pairs)
+        gate, up = _unpacked(pairs)
+        return (gate * torch.sigmoid(gate) * up).to(torch.bfloat16)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (pairs,) = ctx.saved_tensors
+        (gate, up), wide = _unpacked(pairs), grad.float()
+        open_ = torch.sigmoid(gate)
+        lower, upper = (
+            each.to(torch.bfloat16).view(torch.int16).to(torch.int32)
+            for each in (wide * up * open_ * (1 + gate * (1 - open_)), wide * gate * open_)
+        )
+        return ((lower & 0xFFFF) | (upper << 16)).view(torch.bfloat16)
+
+
+def _unpacked(pairs: Tensor) -> tuple[Tensor, Tensor]:
+    words = pairs.view(torch.int32)
+    return (words << 16).view(torch.float32), (words & -(1 << 16)).view(torch.float32)
+
+
 ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "gelu_tanh": gelu_tanh,
     "gelu": F.gelu,

@@ -54,7 +54,7 @@ from threefold.parallel.plan_check import (
     check_tensor_axis,
 )
 from threefold.parallel.recompute import apply_recompute, compile_layers, unwrapped
-from threefold.parallel.shard_modules import bare_cut, shard_modules
+from threefold.parallel.shard_modules import bare_cut, float8_layers, shard_modules, use_fp8
 from threefold.parallel.zero import (
     ExactShardedGradients,
     ShardedGradients,
@@ -103,6 +103,7 @@ class TrainingSettings:
             accumulation); with a pipeline, the micro-batches of its schedule.
         dtype: dtype of the computation.
         master_weights: whether parameters narrower than fp32 are updated, and their gradients accumulated, in fp32.
+        fp8: whether linear layers of blocks multiply in float8.
         zero: ZeRO stage, 0 to 3: the replicas shard optimizer state (1), gradients (2) and weights (3).
         zero_shards: number of replicas that share one copy if `zero` is not 0; None for all.
         gradient_compression: dtype that gradients are rounded to while they are summed: `none`, `fp16` or `bf16`.
@@ -124,6 +125,7 @@ class TrainingSettings:
     micro_batches: int = 1
     dtype: torch.dtype = torch.float32
     master_weights: bool = True
+    fp8: bool = False
     zero: int = 0
     zero_shards: int | None = None
     gradient_compression: str = "none"
@@ -149,6 +151,7 @@ class TrainingSettings:
             micro_batches=executed_micro_batches(config)[0],
             dtype=DTYPES[config.precision.dtype],
             master_weights=config.precision.master_weights,
+            fp8=config.precision.fp8,
             zero=parallel.zero,
             zero_shards=parallel.zero_shards,
             gradient_compression=parallel.gradient_compression,
@@ -349,6 +352,7 @@ def apply_parallelism(
     check_tensor_axis(plan, how.mesh.tp.size)
     check_cut_modules(model, plan, how.mesh.tp.size)
     check_sharded_parameters(model, 0 if how.zero is None else how.zero.stage)
+    in_float8 = float8_layers(model, plan) if training is not None and training.fp8 else []
     # Pipeline parallelism: this rank's stages.
     numbers = how.stages.held_by(how.mesh.pp.index)
     stages = [Stage(model, plan, *how.stages.layers(number), how.arithmetic, how.calls) for number in numbers]
@@ -374,9 +378,10 @@ def apply_parallelism(
         loss.at_once = training.pieces.kept_logits_at_once if how.grain is None else 0
         compiled = training.compile and how.mesh.device.type == "cuda"  # on a CPU, runs that fit the caches are faster
         loss.cross_entropy.logits_at_once = COMPILED if compiled else training.pieces.logits_at_once
+    use_fp8(stages, in_float8)
     apply_recompute(stages, training.recompute, training.recompute_every, streams, how.arithmetic)
     if training.compile:
-        compile_layers(stages, how.deferred is not None)
+        compile_layers(stages, how.deferred is not None, training.fp8)
     # Data parallelism, or ZeRO.
     _allocate(stages, how, constructed)
     copies = [] if how.grain is None else _tied_copies(stages)

@@ -156,12 +156,17 @@ _IN_PLACE = {"allow_buffer_reuse": False, "inplace_buffers": False}
 """Options that keep compiled code from reusing memory, for operators that keep their arguments."""
 
 
-def compile_layers(stages: Sequence[Stage], defers: bool = False) -> None:
+_APART = {"triton.mix_order_reduction": False}
+"""Option that keeps sums of rows and of columns in kernels of their own: for a bias's gradient beside the largest of
+each row, torch 2.13 writes code that reads a buffer before it is made."""
+
+
+def compile_layers(stages: Sequence[Stage], defers: bool = False, fp8: bool = False) -> None:
     """Compile each layer but the model's first at its first use; layers that are alike share the code.
 
     The first is a look-up, which compiling does not speed up; and on a CPU, torch 2.13 compiles a look-up followed by a
     keyed mask into code that reads and writes out of bounds. With `defers`, weight gradients are computed later, so
-    that their inputs must not be overwritten until then.
+    that their inputs must not be overwritten until then. With `fp8`, layers multiply in float8.
     """
     # Torch's caches belong to code, which all layers of a class and all engines of a process share: what an earlier
     # engine compiled would count towards the limit.
@@ -169,7 +174,7 @@ def compile_layers(stages: Sequence[Stage], defers: bool = False) -> None:
     keep_signals_from_compilers()
     first = stages[0].model_plan.layers[0]
     layers = [stage.get_submodule(name) for stage in stages for name in stage.layer_names if name != first]
-    options = {"reorder_for_peak_memory": False} | (_IN_PLACE if defers else {})
+    options = {"reorder_for_peak_memory": False} | (_IN_PLACE if defers else {}) | (_APART if fp8 else {})
     for layer in layers:
         layer.compile(recompile_limit=8 * len(layers), options=options)
 

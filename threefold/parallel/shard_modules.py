@@ -10,11 +10,12 @@ from torch.nn import functional as F
 
 from threefold.comm.axis import Axis, gather_shares
 from threefold.comm.layout import shard_bounds
+from threefold.errors import UserError
 from threefold.models import sharding
 from threefold.models.layers.attention import CausalAttention, Rotary
-from threefold.models.layers.decoder import PositionEmbedding
+from threefold.models.layers.decoder import Linear, PositionEmbedding
 from threefold.models.layers.experts import Experts, Routing
-from threefold.ops import exact
+from threefold.ops import exact, fp8
 from threefold.ops.exact import Pieces
 from threefold.ops.exact_arithmetic import ExactArithmetic
 from threefold.parallel.context import ContextParallelAttention, RingAttention, ShardingContext
@@ -23,6 +24,7 @@ from threefold.parallel.exact_context import ExactContextAttention
 from threefold.parallel.experts import ParallelExperts, ParallelRouting
 from threefold.parallel.leaf import local
 from threefold.parallel.parameter import is_split, set_in, split_parameter
+from threefold.parallel.split_layer import SplitLinear
 from threefold.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from threefold.random.dropout import Dropout
 from threefold.random.rng import Slice
@@ -362,6 +364,43 @@ def shard_modules(
     if context.tp.size > 1 and bare:
         for stage in stages:
             shard_bare(stage, bare, context.tp)
+
+
+def float8_layers(model: nn.Module, plan: sharding.ModelPlan) -> list[str]:
+    """Return the names of the linear layers of a whole model that multiply in float8: the same ones in every layout.
+
+    They are those in inner layers that the plan splits by `Column` or `Row`, so not routers, experts and the projection
+    to the vocabulary.
+
+    Raises:
+        UserError: there is none.
+    """
+    inner = tuple(f"{name}." for name in plan.layers[1:-1])
+    names = [
+        name
+        for name, module, rule in _named(model, plan.split, plan.bare)
+        if isinstance(rule, (sharding.Column, sharding.Row))
+        and isinstance(module, nn.Linear)
+        and f"{name}.".startswith(inner)
+    ]
+    if not names:
+        raise UserError(
+            "precision.fp8 is true but the model's plan splits no linear layer of a block by Column or Row, which are "
+            "those that multiply in float8; use false."
+        )
+    return names
+
+
+def use_fp8(stages: Sequence[nn.Module], names: Collection[str]) -> None:
+    """Have linear layers multiply in float8, in place, sharded or not."""
+    for stage in stages:
+        for name, module in stage.named_modules():
+            if name not in names:
+                continue
+            if isinstance(module, (Linear, SplitLinear)):
+                module.fp8 = True
+            else:
+                _extend(module, {"forward": lambda self, x: fp8.linear(x, self.weight, self.bias)})
 
 
 def _shard(rule: sharding.Split, module: nn.Module, context: ShardingContext) -> nn.Module:

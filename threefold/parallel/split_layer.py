@@ -119,9 +119,14 @@ def check_sizes(axis: Any, **sizes: Any) -> None:
 
 
 class SplitLinear(SplitLayer):
-    """Linear layer with a split weight, and a bias or none."""
+    """Linear layer with a split weight, and a bias or none.
+
+    Attributes:
+        fp8: whether its products are in float8.
+    """
 
     bias: nn.Parameter | None
+    fp8: bool = False
 
     @classmethod
     def _from(cls, module: nn.Linear, axis: Axis, **options: Any) -> Self:

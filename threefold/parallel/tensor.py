@@ -16,7 +16,7 @@ from threefold.comm.layout import shard_bounds
 from threefold.comm.reductions import copy_to, reduce_from
 from threefold.errors import UserError
 from threefold.models.sharding import Column, Row, Vocab
-from threefold.ops import exact
+from threefold.ops import exact, fp8
 from threefold.ops.exact import Pieces, RowSum
 from threefold.ops.kernels import embedding, linear
 from threefold.parallel.leaf import local
@@ -228,9 +228,10 @@ class ColumnParallelLinear(SplitLinear):
         weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
         if self.pieces is not None:
             return exact.linear(x, weight, bias, outer=self.pieces.features, rows=self.pieces.all_rows)
+        multiply = fp8.linear if self.fp8 else linear
         if self.pad_to == 1:
-            return linear(x, weight, bias)
-        out = linear(x, _pad_rows(weight, self.pad_to))[..., : weight.shape[0]]
+            return multiply(x, weight, bias)
+        out = multiply(x, _pad_rows(weight, self.pad_to))[..., : weight.shape[0]]
         return out if bias is None else out + bias
 
     def extra_repr(self) -> str:
@@ -321,7 +322,7 @@ class RowParallelLinear(SplitLinear):
             x = scatter_to(x, self.axis)
         if self.pieces is not None:
             return exact.linear(x, local(self.weight), None, inner=self.pieces.features, rows=self.pieces.all_rows)
-        return linear(x, local(self.weight))
+        return (fp8.linear if self.fp8 else linear)(x, local(self.weight))
 
     def extra_repr(self) -> str:
         return f"{self._shapes()}, input_is_parallel={self.input_is_parallel}"

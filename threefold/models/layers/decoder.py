@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from threefold.constants import LOGITS_AT_ONCE
-from threefold.ops import exact
+from threefold.ops import exact, fp8
 from threefold.ops.cross_entropy import check_labels, chunked_cross_entropy, cross_entropy
 from threefold.ops.exact import RowSum
 from threefold.ops.kernels import embedding, linear
@@ -46,13 +46,15 @@ class Linear(nn.Linear):
 
     Attributes:
         unit_parts: parts that the plan's unit of output features is divided into, in a layer that replaces this one.
+        fp8: whether its products are in float8.
     """
 
     unit_parts: int = 1
+    fp8: bool = False
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in] → [..., out]."""
-        return linear(input, self.weight, self.bias)
+        return (fp8.linear if self.fp8 else linear)(input, self.weight, self.bias)
 
     def with_weight(self, compute: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
         """Return `compute(x, weight)` in place of this layer's product."""

@@ -14,7 +14,7 @@ from threefold.models.layers.decoder import NOTHING, Linear, SampleInfo
 from threefold.models.layers.mixture_config import MixtureConfig
 from threefold.ops.exact import repeat
 from threefold.ops.exact_experts import weighted_sum
-from threefold.ops.kernels import GradientStore, defer_or_compute, gradient_store, product
+from threefold.ops.kernels import GradientStore, defer_or_compute, gated, gradient_store, product
 
 
 class SwiGLU(nn.Module):
@@ -31,8 +31,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
         """[..., H] → [..., H]; `samples` is unused."""
-        gate, up = self.gate_up(x).unflatten(-1, (-1, 2)).unbind(-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(gated(self.gate_up(x)))
 
 
 class Choice(NamedTuple):
@@ -231,8 +230,7 @@ def swiglu(rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor) -> Tenso
         gate_up, down: [experts, 2F, H], [experts, H, F].
         counts: int64 [experts], number of rows of each expert.
     """
-    gate, up = grouped_linear(rows, gate_up, counts).unflatten(-1, (-1, 2)).unbind(-1)
-    return grouped_linear(F.silu(gate) * up, down, counts)
+    return grouped_linear(gated(grouped_linear(rows, gate_up, counts)), down, counts)
 
 
 _GROUPED = (torch.bfloat16, torch.float16, torch.float32)  # dtypes of torch's grouped product

@@ -1,0 +1,101 @@
+"""Linear layers whose products are in float8 (e4m3), about twice as fast as bf16 ones on GPUs that have them.
+
+Both operands of the output's product, and of the input gradient's, are rounded to e4m3 (4 significant bits;
+Micikevicius et al., arXiv 2209.05433), each row along the summed dim with a scale of its own; sums are in fp32. The
+weight's gradient, which adds up over all tokens, stays in the dtype of the computation. Nothing is remembered from step
+to step, so there is no state to save.
+
+A scale is a power of two, as in DeepSeek-V3 (arXiv 2412.19437, section 3.3). A number is therefore rounded alike
+whatever the rest of its row holds, unless it is below 2⁻¹³ of the row's largest. So rows that tensor
+parallelism cuts, each with a scale for its own part, are rounded as whole ones: the layout stays a performance choice.
+"""
+
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from threefold.ops.kernels import GradientStore, defer_or_compute, gradient_store, product
+
+_EXPONENT: Final = 23  # bits of fp32 below the exponent
+_TOP: Final = 7  # the largest of a scaled row is in [2⁷, 2⁸); e4m3 ends at 448
+_NOT_FINITE: Final = 255  # biased exponent of infinity and NaN
+_LEAST: Final = (
+    _TOP + 1
+)  # biased exponent of the largest below which a row is scaled no further, as its scale overflows
+_ALIGNED: Final = 16  # float8 products need dims of multiples of this
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute `F.linear` with products in float8: `x` [..., in], `weight` [out, in], `bias` [out] → [..., out].
+
+    Where the device has no float8 products, those of the dtype of the computation give the same up to rounding.
+    Gradients of a weight with an open store are deferred as by `kernels.linear`; not in compiled code.
+    """
+    store = gradient_store(weight)
+    if store is not None and torch.compiler.is_compiling():
+        raise NotImplementedError("compiled float8 products cannot defer the gradients of their weights")
+    out: Tensor = _Linear.apply(x, weight, bias, store)
+    return out
+
+
+def rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `rows` [n, k] in e4m3, scaled to below 2⁸, and the power of two [n, 1], in fp32, that undoes each scale.
+
+    The scale of a row with a value that is not finite is NaN, since e4m3 has no infinity.
+    """
+    largest = rows.abs().amax(1, keepdim=True).float()
+    exponent = (largest.view(torch.int32) >> _EXPONENT).clamp_min(_LEAST)
+    scale = ((2 * 127 + _TOP - exponent).clamp_min(1) << _EXPONENT).view(torch.float32)
+    undo = ((exponent - _TOP) << _EXPONENT).view(torch.float32).masked_fill(exponent == _NOT_FINITE, torch.nan)
+    return (rows.float() * scale).to(torch.float8_e4m3fn), undo
+
+
+def scaled_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute `F.linear(a, b, bias)` of the rounded rows of `a` [m, k] and `b` [n, k]: [m, n], in their dtype."""
+    (left, of_left), (right, of_right) = rounded(a), rounded(b)
+    if _product_serves(a, b):
+        row_wise = F.ScalingType.RowWise
+        return F.scaled_mm(
+            left, right.contiguous().t(), of_left, row_wise, of_right.t(), row_wise, bias=bias, output_dtype=a.dtype
+        )
+    # Numbers of 4 bits times powers of two are exact in every dtype with fp32's range.
+    return product(left.to(a.dtype) * of_left.to(a.dtype), right.to(a.dtype) * of_right.to(a.dtype), bias)
+
+
+def _product_serves(a: Tensor, b: Tensor) -> bool:
+    """Return whether the device has float8 products, of these sizes and this dtype."""
+    (m, k), n = a.shape, len(b)
+    whole = m > 0 < n * k and k % _ALIGNED == 0 == n % _ALIGNED
+    return a.is_cuda and a.dtype == torch.bfloat16 and whole and _gpu_has_float8()
+
+
+@torch.compiler.assume_constant_result
+def _gpu_has_float8() -> bool:
+    return torch.cuda.get_device_capability() >= (8, 9)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, store: GradientStore | None) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        ctx.save_for_backward(flat, weight)
+        ctx.store, ctx.leaves = store, (None, None) if store is None else (weight, bias)  # as in `kernels`
+        return scaled_product(flat, weight, bias).view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        flat = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])
+        wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        leaf, bias = ctx.leaves
+        return (
+            scaled_product(flat, weight.t()).view(*grad.shape[:-1], weight.shape[1]) if wants_x else None,
+            defer_or_compute(ctx.store, leaf, wants_weight, partial(product, flat.t(), x.t())),
+            defer_or_compute(ctx.store, bias, wants_bias, partial(flat.sum, 0)),
+            None,
+        )
