@@ -83,8 +83,8 @@ def _other(text: str, config: "Config", trust_code: bool) -> "Config":
     if text.lower().endswith((".yaml", ".yml")) or Path(text).exists():
         return terminal.read_without_data(Path(text), None, trust_code=trust_code)
     from threefold.comm.layout import parse
-    from threefold.parallel.plan_check import check_layout
     from threefold.models.source import ConfigSource
+    from threefold.parallel.plan_check import check_layout
     from threefold.verify.layouts import compose, suits
 
     other = compose(config, parse(text))
@@ -135,62 +135,55 @@ def _print_stages(document: dict[str, Any]) -> None:
 
 
 def _print_weights(document: dict[str, Any]) -> None:
+    axes, zero = document["layout"]["axes"], document["layout"]["settings"]["zero"]
     rows = []
     for kind in document["tensors"]:
-        size, cuts = kind["shape"], kind["cuts"]
         largest = max(kind["shards"], key=lambda bounds: [end - start for start, end in bounds])
-        axes = ", ".join(f"dim {dim} over {axis}" for axis, dim in cuts if document["layout"]["axes"][axis] > 1)
+        cuts = [axis for axis, _ in kind["cuts"] if axes[axis] > 1] + ["zero"] * bool(zero)
         held = " × ".join(f"{end - start:,}" for start, end in largest)
-        count = len(kind["layers"])
-        times = f" ({count} ×)" if count > 1 else ""
-        rows.append((f"{kind['name']}{times}", " × ".join(f"{each:,}" for each in size), axes or "whole", held))
-    terminal.print_table(("weight", "shape", "sharded", "a rank has"), rows)
+        whole = " × ".join(f"{size:,}" for size in kind["shape"])
+        rows.append((kind["name"], whole, ", ".join(cuts) or "–", held))
+    terminal.print_table(("weight", "shape", "sharded by", "a rank has"), rows)
 
 
 _WHEN = {
-    "pass": "in each pass",
-    "backward": "in each backward pass",
-    "send": "after each pass",
+    "pass": "each pass",
+    "backward": "each backward pass",
+    "send": "after passes",
     "start": "at the start",
     "end": "at the end",
 }
 
 
 def _print_collectives(document: dict[str, Any]) -> None:
-    found = document["collectives"]
-    if found["ranks"] is None:
-        typer.echo(f"No collectives: {found['why']}.")
+    """Print the collectives of the first rank; the other stages' are in the document."""
+    if document["collectives"]["ranks"] is None:
         return
+    of_rank = document["collectives"]["ranks"][0]
     rows = [
-        (
-            str(of_rank["rank"]),
-            each["axis"],
-            each["operation"],
-            f"{each['count']:,}",
-            format_bytes(each["bytes"]),
-            _WHEN[each["when"]],
-        )
-        for of_rank in found["ranks"]
+        (each["axis"], each["operation"], f"{each['count']:,}", format_bytes(each["bytes"]), _WHEN[each["when"]])
         for each in of_rank["collectives"]
         if each["axis"] != "world"
     ]
-    terminal.print_table(("rank", "axis", "collective", "count", "bytes", "when"), _shortened(rows))
+    if rows:
+        terminal.print_table((f"axis, rank {of_rank['rank']}", "collective", "count", "bytes", "when"), rows)
 
 
 def _print_moves(moved: dict[str, Any]) -> None:
     itemsize = moved["itemsize"]
     typer.echo(f"To {moved['layout']['name']}, weights of each rank:")
     names = ("kept", "received", "dropped")
-    rows = [
-        (str(rank["rank"]), *(format_bytes(rank[name] * itemsize) for name in names)) for rank in moved["ranks"]
-    ]
+    rows = [(str(rank["rank"]), *(format_bytes(rank[name] * itemsize) for name in names)) for rank in moved["ranks"]]
     terminal.print_table(("rank", *names), _shortened(rows))
 
 
 def _print_proof(proof: dict[str, Any]) -> None:
-    from math import inf
-
-    worst = max((inf if error == "inf" else error, name) for name, errors in zip(proof["parameters"], proof["errors"], strict=True) for error in errors if error is not None)
+    worst = max(
+        (float(error), name)  # `inf` is a number's name, too
+        for name, errors in zip(proof["parameters"], proof["errors"], strict=True)
+        for error in errors
+        if error is not None
+    )
     equal = sum(each["verdict"] == "equal" for each in proof["layouts"])
     typer.echo(
         f"Verified: {equal} of {terminal.counted(len(proof['layouts']), 'layout')} equal; the worst error is "

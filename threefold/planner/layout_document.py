@@ -322,7 +322,7 @@ def _memory(config: Config, hardware: Hardware | None, estimated: Estimate | Non
         device = "cpu" if on_cpu else "cuda"
         stages = stage_memory(on_device(config, device), device)
         world = Layout.from_config(config.parallel).world_size
-        limit, limit_of = (memory() // world, f"this machine's, shared by {world} ranks") if on_cpu else (None, None)
+        limit, limit_of = (memory() // world, f"this machine, {world} ranks") if on_cpu else (None, None)
     return {"stages": [stage.causes for stage in stages], "why": None, "limit": limit, "limit_of": limit_of}
 
 
@@ -472,7 +472,9 @@ def _require_one_model(old: ModelShards, new: ModelShards) -> None:
     if shapes == others:
         return
     differing = next(key for key in {**shapes, **others} if shapes.get(key) != others.get(key))
-    sizes = " and ".join("×".join(map(str, each[differing])) if differing in each else "none" for each in (shapes, others))
+    sizes = " and ".join(
+        "×".join(map(str, each[differing])) if differing in each else "none" for each in (shapes, others)
+    )
     raise UserError(
         f"The two layouts are of different models: {differing[0]} is {sizes}; compare layouts of one model, such as "
         "--compare dp4·tp2."

@@ -17,7 +17,11 @@ def layout_page(document: Mapping[str, Any]) -> str:
     scripts = "\n".join(_part(name) for name in _SCRIPTS)
     page = _part("layout.html")
     # The document last, and without any `<`, so that none of its names is taken for a part of the page.
-    for place, content in (("style", _part("layout.css")), ("script", scripts), ("document", text.replace("<", r"\u003c"))):
+    for place, content in (
+        ("style", _part("layout.css")),
+        ("script", scripts),
+        ("document", text.replace("<", r"\u003c")),
+    ):
         page = page.replace(f"<!--{place}-->", content, 1)
     return page
 

@@ -70,6 +70,7 @@ function drawTimeline() {
   picture.append(svg("text", { x: left, y: bottom, fill: "var(--soft)" }, "0"));
   const unit = schedule.unit === "ms" ? `${count(Number(schedule.length.toPrecision(4)))} ms` : `${schedule.length.toFixed(1)} × a mean forward pass`;
   picture.append(svg("text", { x: x(schedule.length), y: bottom, "text-anchor": "end", fill: "var(--soft)" }, unit));
+  picture.append(svg("text", { x: width, y: bottom, "text-anchor": "end", fill: "var(--soft)" }, "works"));
   picture.append(svg("line", { class: "head", id: "head", y1: -2, y2: height - 16 }));
   picture.addEventListener("pointerdown", (event) => {
     const box = picture.getBoundingClientRect();
@@ -133,18 +134,23 @@ function buildStep() {
 let hovered = null;
 
 function buildMesh() {
-  const nodes = Map.groupBy(doc.layout.ranks, (at) => at.node);
-  $("mesh").classList.toggle("small", ranks.size > 32);
-  const boxes = [...nodes].map(([node, own]) =>
-    h("div", { class: "node" }, h("h3", {}, `node ${node}`), h("div", { class: "replicas" }, ...[...Map.groupBy(own, (at) => at.dp)].map(([dp, members]) =>
-      h("div", { class: "replica" }, h("h4", {}, `replica ${dp}`), ...[...Map.groupBy(members, (at) => at.pp)].map(([pp, tiles]) =>
-        h("div", { class: "stage" }, h("span", {}, `pp ${pp}`), h("div", { class: "tiles" }, ...tiles.map(tile)))),
-      )))),
-  );
-  $("mesh").append(...boxes, svg("svg", { id: "wires", "aria-hidden": "true" }));
-  moveByKeys($("mesh"));
   const { world, axes } = doc.layout;
-  const rest = world > ranks.size ? `: ${count(ranks.size)} of ${count(world)}, one copy of the model of ${count(world / ranks.size)}` : "";
+  const isSmall = ranks.size > 32;
+  $("mesh").classList.toggle("small", isSmall);
+  $("layout").classList.toggle("tall", isSmall);
+  const groups = (members, key) => [...Map.groupBy(members, key)];
+  const row = (label, tiles) => h("div", { class: label ? "stage" : "" }, label ? h("span", {}, label) : null, h("div", { class: "tiles" }, ...tiles.map(tile)));
+  const replica = ([dp, members]) =>
+    h("div", { class: "replica" }, h("h4", {}, `replica ${dp}`), ...groups(members, (at) => at.pp).map(([pp, tiles]) => row(`pp ${pp}`, tiles)));
+  // Of many ranks, a line is the ranks of one stage of one replica, or, where these are few, all of a node.
+  const lines = (own) =>
+    axes.tp * axes.cp < 4 ? [row("", own)] : groups(own, (at) => `dp ${at.dp} pp ${at.pp}`).map(([label, tiles]) => row(label, tiles));
+  const node = ([number, own]) =>
+    h("div", { class: "node" }, h("h3", {}, `node ${number}`), isSmall ? h("div", {}, ...lines(own)) : h("div", { class: "replicas" }, ...groups(own, (at) => at.dp).map(replica)));
+  const overlay = (id) => svg("svg", { id, "aria-hidden": "true" });
+  $("mesh").append(h("div", { id: "nodes" }, ...groups(doc.layout.ranks, (at) => at.node).map(node), overlay("wires"), overlay("pulses")));
+  moveByKeys($("mesh"));
+  const rest = world > ranks.size ? `; here one copy of the model, ${count(ranks.size)} ranks of ${count(world)}` : "";
   $("mesh-note").textContent = `${several(world, "rank")} on ${several(Math.ceil(world / doc.layout.ranks_per_node), "node")}${rest}`;
   const names = { tp: "tensor", cp: "context", pp: "pipeline", dp: "data", ep: "experts" };
   $("axes").append(...AXES.filter((axis) => axes[axis] > 1).map((axis) => h("span", { class: `axis-${axis}` }, h("i", { class: "swatch" }), `${axis} ${axes[axis]}, ${names[axis]}`)));
@@ -178,6 +184,7 @@ function drawTiles() {
     const bounds = shard === null ? null : kind.shards[shard];
     const dim = bounds === null ? -1 : bounds.findIndex(([start, end], each) => end - start < kind.shape[each]);
     const [start, end] = dim < 0 ? [0, bounds === null ? 0 : 1] : bounds[dim].map((bound) => bound / kind.shape[dim]);
+    mark.hidden = bounds === null || isEmpty(bounds);
     mark.style.cssText = `left:${100 * start}%;width:${100 * (end - start)}%;background:${shardColor(shard ?? 0, kind.shards.length)};box-shadow:0 0 0 1px var(--card)`;
     const doing = action ? `${KINDS[action[KIND]]} of micro-batch ${action[MICRO_BATCH]}` : isAfter(time) ? "sums and update" : "waits";
     const owned = bounds === null ? "no part" : span(bounds, kind.shape);
@@ -190,25 +197,23 @@ function drawTiles() {
 /** Lines of the groups of the selected rank, and pulses of the collectives at this time. */
 function drawWires() {
   const wires = $("wires");
-  const origin = $("mesh").getBoundingClientRect();
+  const origin = $("nodes").getBoundingClientRect();
   const middle = (rank) => {
     const box = $("mesh").querySelector(`[data-rank="${rank}"]`).getBoundingClientRect();
     return [box.left + box.width / 2 - origin.left, box.top + box.height / 2 - origin.top];
   };
-  const edge = ([x1, y1], [x2, y2]) => {
-    const far = Math.hypot(x2 - x1, y2 - y1) || 1;
-    const cut = Math.min(ranks.size > 32 ? 14 : 25, far / 3) / far;
-    return { x1: x1 + (x2 - x1) * cut, y1: y1 + (y2 - y1) * cut, x2: x2 - (x2 - x1) * cut, y2: y2 - (y2 - y1) * cut };
-  };
   wires.replaceChildren();
+  $("pulses").replaceChildren();
   const rank = hovered ?? state.rank;
   for (const axis of AXES) {
     const group = groupOf(axis, rank) ?? [];
-    for (let n = 1; n < group.length; n++)
-      wires.append(svg("line", { class: `axis-${axis}`, stroke: "var(--axis)", ...edge(middle(group[n - 1]), middle(group[n])) }));
+    for (let n = 1; n < group.length; n++) {
+      const [[x1, y1], [x2, y2]] = [middle(group[n - 1]), middle(group[n])];
+      wires.append(svg("line", { class: `axis-${axis}`, stroke: "var(--axis)", x1, y1, x2, y2 }));
+    }
   }
   const dot = (axis, [x1, y1], [x2, y2], share) =>
-    wires.append(svg("circle", { class: `axis-${axis} pulse`, fill: "var(--axis)", r: ranks.size > 32 ? 4 : 6, cx: x1 + (x2 - x1) * share, cy: y1 + (y2 - y1) * share }));
+    $("pulses").append(svg("circle", { class: `axis-${axis}`, fill: "var(--axis)", r: ranks.size > 32 ? 3 : 6, cx: x1 + (x2 - x1) * share, cy: y1 + (y2 - y1) * share }));
   for (const { axis, from, to, share } of pulsesAt(timeNow())) dot(axis, middle(from), middle(to), share);
 }
 
@@ -259,11 +264,12 @@ function sendsAt(ppRank, time) {
 
 function buildLayers() {
   const short = (name) => (/\.\d+$/.test(name) ? name.split(".").pop() : name);
-  const few = layers.length <= 34;
+  const few = $("layers").clientWidth / layers.length > 22;
+  $("layers").classList.toggle("many", layers.length > 34);
   const of = (stage, number) =>
     h("div", { class: "layer-stage", style: `flex:${stage.end_layer - stage.first_layer} 1 0` }, h("div", {},
       h("div", { class: "row" }, ...layers.slice(stage.first_layer, stage.end_layer).map((name, n) =>
-        h("button", { class: "layer", "data-layer": stage.first_layer + n, "aria-label": name, title: name, onclick: () => select({ layer: stage.first_layer + n }) }, few ? short(name) : ""))),
+        h("button", { class: "layer", style: /\d$/.test(name) ? null : "flex-grow:1.5", "data-layer": stage.first_layer + n, "aria-label": name, title: name, onclick: () => select({ layer: stage.first_layer + n }) }, few ? short(name) : ""))),
       h("span", {}, doc.stages.length > 12 ? String(number) : `stage ${number}`)));
   $("layers").append(...doc.stages.map(of));
   moveByKeys($("layers"));
@@ -309,9 +315,15 @@ function drawWeights() {
   });
   const button = ([kind, number, name]) =>
     h("button", { class: "weight", "data-weight": number, "aria-pressed": number === state.weight, "aria-label": `${weightName(kind, state.layer)}, ${kind.shape.join(" by ")}`, onclick: () => select({ weight: number }) },
-      weightPicture(kind.shape, kind.shards, 62, (shard) => ({ fill: shardColor(shard, kind.shards.length), stroke: "var(--card)", "stroke-width": 0.8, "fill-opacity": shardOf(kind, state.layer, at) === shard ? 1 : 0.42 })),
+      weightPicture(kind.shape, kind.shards, 84, (shard) => ({ fill: shardColor(shard, kind.shards.length), stroke: kind.shards.length > 16 ? "none" : "var(--card)", "stroke-width": 0.8, "fill-opacity": shardOf(kind, state.layer, at) === shard ? 1 : 0.42 })),
       name.replace(/\.weight$/, ""), h("small", {}, kind.shape.map(count).join(" × ") || "1"));
-  $("weights").replaceChildren(...[...parts].map(([part, own]) => h("div", { class: "part" }, h("span", {}, part), h("div", { class: "row" }, ...own.map(button)))));
+  // A norm begins a line of the block: what it feeds stands beside it.
+  const flows = [];
+  for (const [part, own] of parts) {
+    if (!flows.length || own.every(([kind]) => kind.shape.length === 1)) flows.push([]);
+    flows[flows.length - 1].push(h("div", { class: "part" }, h("span", {}, part), h("div", { class: "row" }, ...own.map(button))));
+  }
+  $("weights").replaceChildren(...flows.map((flow) => h("div", { class: "flow" }, ...flow)));
   roving($("weights"), (each) => Number(each.dataset.weight) === state.weight);
   drawWeight(at);
 }
@@ -324,7 +336,7 @@ function drawWeight(at) {
   for (const each of ranks.values())
     if (stages.includes(each.pp)) owners[kind.shard_of_place[places.get(placeKey(each))]].push(each.rank);
   const picture = weightPicture(kind.shape, kind.shards, 170, (shard) => ({
-    fill: shardColor(shard, kind.shards.length), stroke: mine === shard ? "var(--ink)" : "var(--card)", "stroke-width": mine === shard ? 2.5 : 1, "fill-opacity": mine === null || mine === shard ? 1 : 0.6,
+    fill: shardColor(shard, kind.shards.length), stroke: mine === shard ? "var(--ink)" : kind.shards.length > 32 ? "none" : "var(--card)", "stroke-width": mine === shard ? 2 : 1, "fill-opacity": mine === null || mine === shard ? 1 : 0.6,
   }));
   const cuts = kind.cuts.filter(([axis]) => doc.layout.axes[axis] > 1).map(([axis, dim]) => `dim ${dim} over ${axis}`);
   const zero = doc.layout.settings.zero && kind.shards.length > 1 ? [`ZeRO ${doc.layout.settings.zero}`] : [];
@@ -356,11 +368,11 @@ function buildMemory() {
   const causes = Object.keys(stages[0]).filter((cause) => stages.some((stage) => stage[cause]));
   $("causes").append(...causes.map((cause) => h("span", {}, h("i", { style: `background:var(--${cause})` }), cause)));
   if (near) $("causes").append(h("span", {}, h("i", { style: "background:var(--limit)" }), "limit"));
-  const share = limit === null ? "" : most > limit ? ": does not fit" : `: ${percent(most / limit, most / limit < 0.1 ? 1 : 0)} of it at most`;
-  $("memory-note").textContent = limit === null ? "at the peak of a step; no limit without --hardware" : `limit ${bytes(limit)}, ${limitOf}${share}`;
+  const share = limit !== null && most > limit ? "does not fit" : `${percent(most / limit, most / limit < 0.1 ? 1 : 0)} used`;
+  $("memory-note").textContent = limit === null ? "at the peak of a step; no limit without --hardware" : `${share} of ${bytes(limit)} (${limitOf})`;
 }
 
-const WHEN = { pass: "in each pass", backward: "in each backward pass", send: "after each pass", start: "at the start", end: "at the end" };
+const WHEN = { pass: "each pass", backward: "each backward", send: "after passes", start: "at the start", end: "at the end" };
 
 function drawTraffic() {
   const rank = hovered ?? state.rank;
@@ -371,7 +383,7 @@ function drawTraffic() {
     const own = (found?.collectives ?? []).filter((each) => kindOfAxis(each.axis) === axis);
     const whole = doc.layout.axes[axis];
     const group = groupOf(axis, rank);
-    const members = group.length < whole ? `${whole} ranks` : listed(group, 6);
+    const members = group.length < whole ? `${whole} ranks` : listed(group, 4);
     return (own.length ? own : [null]).map((each, n) =>
       h("tr", { class: `axis axis-${axis}` },
         h("td", {}, ...(n ? [] : [h("i", {}), axis])), h("td", {}, n ? "" : members),

@@ -19,7 +19,7 @@ function buildCompare() {
   $("compare").append(
     h("section", {}, h("h2", {}, `${doc.layout.name} → ${moved.layout.name}`),
       h("p", { class: "note" }, `Of the weights that the ranks need, ${percent(kept / (kept + received))} are there already, ${bytes(moved.itemsize * received)} are received.`),
-      h("div", { class: "legend", style: "margin:0 0 10px" }, h("span", {}, h("i", { class: "kept" }), "kept"), h("span", {}, h("i", { class: "received" }), "received"), h("span", {}, h("i", { class: "before" }), "not held")),
+      h("div", { class: "legend movers-legend" }, h("span", {}, h("i", { class: "kept" }), "kept"), h("span", {}, h("i", { class: "received" }), "received"), h("span", {}, h("i", { class: "before" }), "not held")),
       h("div", { class: "movers", id: "movers", role: "group", "aria-label": "Ranks of the other layout; arrow keys go from one to the next" }, ...moved.ranks.map(mover))),
     h("section", {}, h("h2", {}, h("span", { id: "moved-title" }), h("small", { id: "moved-note" })), h("div", { id: "moved", class: "moved" })),
   );
@@ -45,8 +45,13 @@ function drawMoved() {
     const needs = moved.shards[tensor].shards[moved.shards[tensor].shard_of_place[place]];
     const had = before === undefined ? null : shardOf(kind, own[0], before);
     const shards = [needs, ...(had === null ? [] : [meet(needs, kind.shards[had])])];
-    const label = own.length > 1 ? `${kind.name} (${own.length} ×)` : weightName(kind, own[0]);
-    return [h("div", {}, weightPicture(kind.shape, shards, 74, (number) => ({ class: number ? "kept" : "received", stroke: "var(--card)", "stroke-width": 0.5 })), h("code", {}, label), h("div", { class: "note" }, found[2] === 0 ? "keeps all of it" : found[1] === 0 ? `receives ${count(found[2])}` : `keeps ${count(found[1])}, receives ${count(found[2])}`))];
+    const last = own[own.length - 1];
+    const run = own.length === last - own[0] + 1 ? `${weightName(kind, own[0])} to ${layers[last].split(".").pop()}` : `${kind.name} (${own.length} ×)`;
+    const label = own.length > 1 ? run : weightName(kind, own[0]);
+    // A vector lies on its side, below the matrices.
+    const isVector = kind.shape.length < 2;
+    const [shape, drawn] = isVector ? [[1, ...kind.shape], shards.map((bounds) => [[0, 1], ...bounds])] : [kind.shape, shards];
+    return [h("div", { style: isVector ? "order:1" : null }, weightPicture(shape, drawn, 90, (number) => ({ class: number ? "kept" : "received", stroke: "var(--card)", "stroke-width": 0.5 })), h("code", {}, label), h("div", { class: "note" }, found[2] === 0 ? "keeps all of it" : found[1] === 0 ? `receives ${count(found[2])}` : `keeps ${count(found[1])}, receives ${count(found[2])}`))];
   });
   $("moved").replaceChildren(...cards);
 }
