@@ -1,6 +1,7 @@
 """`threefold show`: a layout in one page, one JSON document or one table."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,6 +34,7 @@ def command(
     traffic: Annotated[
         bool, typer.Option("--traffic/--no-traffic", help="Dry-run each stage to count its collectives.")
     ] = True,
+    model: terminal.ModelFile = None,
     trust_code: terminal.TrustCode = False,
     overrides: terminal.Overrides = None,
 ) -> None:
@@ -42,8 +44,8 @@ def command(
     """
     if html is not None:
         _check_page(html)
-    resolved = terminal.read_without_data(config, overrides, trust_code=trust_code)
-    other = None if compare is None else _other(compare, resolved, trust_code)
+    resolved = terminal.read_without_data(config, overrides, model, trust_code)
+    other = None if compare is None else _other(compare, resolved, model, trust_code)
     report = None if verify is None else read_json(verify, "the report ", finite=False)
     from threefold.planner.hardware import find_hardware
     from threefold.planner.layout_document import layout_document, moves, proof
@@ -78,10 +80,10 @@ def _check_page(path: Path) -> None:
         raise UserError(f"{shown(path)} is there already and is no page of threefold show; use another name.")
 
 
-def _other(text: str, config: "Config", trust_code: bool) -> "Config":
+def _other(text: str, config: "Config", model: str | None, trust_code: bool) -> "Config":
     """Return the config that `--compare` names: that of a file, or `config` in the layout that words describe."""
     if text.lower().endswith((".yaml", ".yml")) or Path(text).exists():
-        return terminal.read_without_data(Path(text), None, trust_code=trust_code)
+        return terminal.read_without_data(Path(text), None, model, trust_code)
     from threefold.comm.layout import parse
     from threefold.models.source import ConfigSource
     from threefold.parallel.plan_check import check_layout
@@ -194,7 +196,7 @@ def _print_proof(proof: dict[str, Any]) -> None:
 _MOST_ROWS = 24
 
 
-def _shortened(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+def _shortened(rows: Sequence[tuple[str, ...]]) -> Sequence[tuple[str, ...]]:
     """Return the rows, or the first and last of many."""
     if len(rows) <= _MOST_ROWS:
         return rows

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from math import inf, isfinite, prod
 from typing import Any, Final, NamedTuple
 
+from torch import nn
+
 from threefold.comm.layout import Layout
 from threefold.config import Config
 from threefold.config.model import OWN
@@ -24,7 +26,7 @@ from threefold.planner.estimate import Estimate, estimate, send_time, stage_pass
 from threefold.planner.hardware import Hardware
 from threefold.planner.model_size import described_blocks
 from threefold.planner.schedule import Simulation, simulated
-from threefold.planner.stage_memory import stage_memory
+from threefold.planner.stage_memory import StageMemory, stage_memory
 
 FORMAT: Final = "threefold layout"
 VERSION: Final = 1
@@ -175,14 +177,6 @@ class ModelShards:
         uses = (layer, *kind.tied)
         return tuple(dict.fromkeys(self.stages.ranks[self.stages.stage_of(each)] for each in uses))
 
-    def elements(self, rank: int) -> int:
-        """Return the number of weight elements that a rank stores."""
-        pp, found = self.layout.coordinates(rank).pp, 0
-        for kind in self.kinds:
-            count = sum(pp in self.holders(kind, layer) for layer in kind.layers)
-            found += count and count * _size(self.bounds(kind, rank))
-        return found
-
     def stages_as_json(self) -> list[dict[str, Any]]:
         """Return the stages in order: rank on the pp axis, first and past-the-last layer."""
         found = []
@@ -216,19 +210,17 @@ class ModelShards:
         return found
 
 
-def _weight_kinds(model: Any, plan: ModelPlan) -> tuple[WeightKind, ...]:
-    places = {layer: number for number, layer in enumerate(plan.layers)}
+def _weight_kinds(model: nn.Module, plan: ModelPlan) -> tuple[WeightKind, ...]:
     weights: dict[str, tuple[tuple[int, ...], list[int]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        layer = next(places[layer] for layer in plan.layers if covers(layer, name))
+        layer = next(number for number, layer in enumerate(plan.layers) if covers(layer, name))
         weights.setdefault(plan.whole_name(name), (tuple(parameter.shape), []))[1].append(layer)
     kinds: dict[tuple[object, ...], WeightKind] = {}
     for name, (shape, layers) in weights.items():
         first, *tied = dict.fromkeys(layers)
-        split = plan.split_of(name)
+        split, owner = plan.split_of(name), plan.layers[first]
         assert split is not None  # `check_plan` has seen to it
-        layer = plan.layers[first]
-        pattern = re.sub(r"\d+$", "*", layer) + name.removeprefix(layer) if covers(layer, name) else name
+        pattern = re.sub(r"\d+$", "*", owner) + name.removeprefix(owner) if covers(owner, name) else name
         key = pattern, shape, split, tuple(tied)
         before = kinds[key].layers if key in kinds else ()
         kinds[key] = WeightKind(pattern, shape, split, (*before, first), tuple(tied))
@@ -313,17 +305,18 @@ def simulation(config: Config, model: ModelShards, estimated: Estimate | None) -
 
 def _memory(config: Config, hardware: Hardware | None, estimated: Estimate | None) -> dict[str, Any]:
     """Return the memory of each rank of the pp axis by cause, and what its device has."""
-    on_cpu = config.train.device == "cpu"
-    if why := _lack_of_formulas(config):
-        return {"stages": None, "why": why, "limit": None, "limit_of": None}
+    why, limit, limit_of = _lack_of_formulas(config), None, None
+    stages: Sequence[StageMemory] = ()
     if estimated is not None and hardware is not None:
-        stages, limit, limit_of = list(estimated.stages), estimated.usable_bytes, hardware.title
-    else:
-        device = "cpu" if on_cpu else "cuda"
+        stages, limit, limit_of = estimated.stages, estimated.usable_bytes, hardware.title
+    elif not why:
+        device = "cpu" if config.train.device == "cpu" else "cuda"
         stages = stage_memory(on_device(config, device), device)
-        world = Layout.from_config(config.parallel).world_size
-        limit, limit_of = (memory() // world, f"this machine, {world} ranks") if on_cpu else (None, None)
-    return {"stages": [stage.causes for stage in stages], "why": None, "limit": limit, "limit_of": limit_of}
+        if device == "cpu":
+            world = Layout.from_config(config.parallel).world_size
+            limit, limit_of = memory() // world, f"this machine, {world} ranks"
+    causes = None if why else [stage.causes for stage in stages]
+    return {"stages": causes, "why": why or None, "limit": limit, "limit_of": limit_of}
 
 
 _WITHIN: Final = ("tp", "cp", "ep", "tp shares")
