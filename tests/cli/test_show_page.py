@@ -1,4 +1,4 @@
-"""The page of `threefold show` in headless Chromium: what it loads, its keys and widths, and how its parts move together.
+"""The page of `threefold show` in headless Chromium: what it loads, keys, widths, and what moves together.
 
 Skipped without Chromium (`apt install chromium`) or playwright (`pip install -e '.[browser]'`).
 """

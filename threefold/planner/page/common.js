@@ -48,7 +48,7 @@ const state = {
   rank: doc.layout.ranks[0].rank,
   layer: firstWeight < 0 ? 0 : doc.tensors[firstWeight].layers[0],
   weight: Math.max(0, firstWeight),
-  time: 0.3,
+  time: 0.27,
   target: 0,
 };
 const views = [];

@@ -338,7 +338,7 @@ function drawWeight(at) {
   const picture = weightPicture(kind.shape, kind.shards, 170, (shard) => ({
     fill: shardColor(shard, kind.shards.length), stroke: mine === shard ? "var(--ink)" : kind.shards.length > 32 ? "none" : "var(--card)", "stroke-width": mine === shard ? 2 : 1, "fill-opacity": mine === null || mine === shard ? 1 : 0.6,
   }));
-  const cuts = kind.cuts.filter(([axis]) => doc.layout.axes[axis] > 1).map(([axis, dim]) => `dim ${dim} over ${axis}`);
+  const cuts = kind.cuts.filter(([axis]) => doc.layout.axes[axis] > 1).map(([axis, dim]) => `${kind.shape.length === 2 ? ["rows", "columns"][dim] : `dim ${dim}`} over ${axis}`);
   const zero = doc.layout.settings.zero && kind.shards.length > 1 ? [`ZeRO ${doc.layout.settings.zero}`] : [];
   const how = [...cuts, ...zero].join(", ") || "whole on each rank of its stage";
   const items = kind.shards.map((bounds, shard) =>
