@@ -315,7 +315,7 @@ function drawWeights() {
   });
   const button = ([kind, number, name]) =>
     h("button", { class: "weight", "data-weight": number, "aria-pressed": number === state.weight, "aria-label": `${weightName(kind, state.layer)}, ${kind.shape.join(" by ")}`, onclick: () => select({ weight: number }) },
-      weightPicture(kind.shape, kind.shards, 84, (shard) => ({ fill: shardColor(shard, kind.shards.length), stroke: kind.shards.length > 16 ? "none" : "var(--card)", "stroke-width": 0.8, "fill-opacity": shardOf(kind, state.layer, at) === shard ? 1 : 0.42 })),
+      weightPicture(kind.shape, kind.shards, innerWidth < 500 ? 60 : 84, (shard) => ({ fill: shardColor(shard, kind.shards.length), stroke: kind.shards.length > 16 ? "none" : "var(--card)", "stroke-width": 0.8, "fill-opacity": shardOf(kind, state.layer, at) === shard ? 1 : 0.42 })),
       name.replace(/\.weight$/, ""), h("small", {}, kind.shape.map(count).join(" × ") || "1"));
   // A norm begins a line of the block: what it feeds stands beside it.
   const flows = [];

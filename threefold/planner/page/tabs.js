@@ -46,7 +46,7 @@ function drawMoved() {
     const had = before === undefined ? null : shardOf(kind, own[0], before);
     const shards = [needs, ...(had === null ? [] : [meet(needs, kind.shards[had])])];
     const last = own[own.length - 1];
-    const run = own.length === last - own[0] + 1 ? `${weightName(kind, own[0])} to ${layers[last].split(".").pop()}` : `${kind.name} (${own.length} ×)`;
+    const run = own.length === last - own[0] + 1 ? kind.name.replace("*", `${layers[own[0]].split(".").pop()}–${layers[last].split(".").pop()}`) : `${kind.name} (${own.length} ×)`;
     const label = own.length > 1 ? run : weightName(kind, own[0]);
     // A vector lies on its side, below the matrices.
     const isVector = kind.shape.length < 2;
