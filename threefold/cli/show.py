@@ -59,7 +59,10 @@ def command(
     if html is not None:
         from threefold.planner.layout_page import layout_page
 
-        html.write_text(layout_page(document), encoding="utf-8")
+        try:
+            html.write_text(layout_page(document), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"The page {shown(html)} cannot be written: {error.strerror}.") from None
     if as_json:
         typer.echo(json.dumps(document, ensure_ascii=False))
         return

@@ -314,7 +314,7 @@ def _memory(config: Config, hardware: Hardware | None, estimated: Estimate | Non
         stages = stage_memory(on_device(config, device), device)
         if device == "cpu":
             world = Layout.from_config(config.parallel).world_size
-            limit, limit_of = memory() // world, f"this machine, {world} ranks"
+            limit, limit_of = memory() // world, f"this machine, {world} rank{'s' * (world > 1)}"
     causes = None if why else [stage.causes for stage in stages]
     return {"stages": causes, "why": why or None, "limit": limit, "limit_of": limit_of}
 
