@@ -63,19 +63,19 @@ def read_text(path: Path, called: str = "", limit: int = LARGEST_TEXT) -> str:
         raise UserError(f"{name} is not UTF-8 text (byte {error.start}).") from None
 
 
-def read_json(path: Path, called: str = "", limit: int = LARGEST_TEXT) -> Any:
+def read_json(path: Path, called: str = "", limit: int = LARGEST_TEXT, finite: bool = True) -> Any:
     """Return the value in a JSON file; raise UserError if `read_text` or `parse_json` does."""
-    return parse_json(read_text(path, called, limit), f"{called}{shown(path)}")
+    return parse_json(read_text(path, called, limit), f"{called}{shown(path)}", finite)
 
 
-def parse_json(text: str, where: str) -> Any:
-    """Parse a JSON text named `where` in messages; NaN and infinities, which JSON lacks, are refused.
+def parse_json(text: str, where: str, finite: bool = True) -> Any:
+    """Parse a JSON text named `where` in messages; NaN and infinities, which JSON lacks, are refused if `finite`.
 
     Raises:
         UserError: the text is not JSON, is nested too deeply, or has a number too long to read.
     """
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(text, parse_constant=_refuse_constant if finite else None)
     except json.JSONDecodeError as error:
         raise UserError(
             f"Cannot read {where}: it is not JSON ({error.msg}, line {error.lineno} column {error.colno})."

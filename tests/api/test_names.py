@@ -52,7 +52,9 @@ def test_the_package_says_that_it_has_types() -> None:
     """PEP 561: the marker lies in the package, and in what is built of it."""
     assert files("threefold").joinpath("py.typed").is_file()
     packaged = tomllib.loads((Path(threefold.__file__).parents[1] / "pyproject.toml").read_text())
-    assert packaged["tool"]["setuptools"]["package-data"] == {"threefold": ["py.typed", "planner/hardware.yaml"]}
+    assert packaged["tool"]["setuptools"]["package-data"] == {
+        "threefold": ["py.typed", "planner/hardware.yaml", "planner/page/*"]
+    }
 
 
 PARTS = {

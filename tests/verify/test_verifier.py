@@ -148,4 +148,8 @@ def test_result_as_json(pool, tmp_path: Path) -> None:
     assert document["layout"] == "dp2"
     assert document["verdict"] == "equal"
     assert document["bytes_per_step"]["dp"] > 0
+    worst = document["worst_by_parameter"]
+    assert {"embed.tokens.weight", "blocks.0.attn.qkv.weight", "head.norm.bias"} <= set(worst)
+    assert max(worst.values()) <= document["worst"]["relative"] < 1e-12
+    assert "" not in worst, "losses and norms are of no parameter"
     assert isinstance(result, LayoutResult)

@@ -20,7 +20,7 @@ from threefold.files import shown
 GROUPS: Final = {
     "Train and use": ("train", "generate", "eval"),
     "Check": ("verify", "parity", "doctor", "inspect"),
-    "Plan": ("plan", "estimate", "simulate", "dry-run"),
+    "Plan": ("plan", "show", "estimate", "simulate", "dry-run"),
     "Files": ("data", "checkpoint", "config"),
 }
 """Commands by the panels of the help, each a module of this package: with a function `command`, or a Typer `app` of

@@ -114,15 +114,12 @@ def step_time(config: Config, hardware: Hardware, system: System) -> StepTime:
         UserError: the model is the user's own, with unknown costs, or the hardware has no matrix rate for the dtype.
     """
     model, parallel, train = config.model, config.parallel, config.train
-    passes, elements = layer_passes(config, hardware, system), layer_elements(config)
+    elements, of_stages = layer_elements(config), stage_passes(config, hardware, system)
     ranks, held = [block_cost.NOTHING] * parallel.pp, [0.0] * parallel.pp
     stages = stage_map(describe_model(model, config.data.sequence_length).plan, config)
-    of_stages = []
     for stage, place in enumerate(stages.ranks):
-        own = range(*stages.layers(stage))
-        of_stages.append(block_cost.NOTHING.plus(*(passes[layer] for layer in own)))
-        ranks[place] = ranks[place].plus(of_stages[-1])
-        held[place] += sum(elements[layer] for layer in own)
+        ranks[place] = ranks[place].plus(of_stages[stage])
+        held[place] += sum(elements[layer] for layer in range(*stages.layers(stage)))
     line = _pipeline(config, hardware, system, ranks, of_stages)
     slowest, count = max(ranks, key=lambda each: each.total), train.gradient_accumulation_steps
     exposed = []
@@ -189,6 +186,14 @@ def exposed_bubble(busy: float, bubble: float, hardware: Hardware) -> float:
     return max(0.0, (busy + bubble) * share - busy) if share < 1 else bubble
 
 
+def stage_passes(config: Config, hardware: Hardware, system: System) -> list[Passes]:
+    """Estimate the passes of each pipeline stage for one micro-batch; arguments as of `step_time`."""
+    passes = layer_passes(config, hardware, system)
+    stages = stage_map(describe_model(config.model, config.data.sequence_length).plan, config)
+    bounds = (stages.layers(stage) for stage in range(len(stages.ranks)))
+    return [block_cost.NOTHING.plus(*passes[first:end]) for first, end in bounds]
+
+
 def layer_passes(config: Config, hardware: Hardware, system: System) -> list[Passes]:
     """Estimate the passes of each layer for one micro-batch: the embedding, the blocks and the head."""
     model, train = config.model, config.train
@@ -212,12 +217,17 @@ def sent_bytes(config: Config, system: System) -> int:
     return tokens * config.model.hidden_size * config.precision.itemsize // parts
 
 
+def send_time(config: Config, hardware: Hardware, system: System) -> float:
+    """Return the seconds in which a stage's output reaches the next stage, for one micro-batch."""
+    group = block_cost.axis_group(config, "pp", hardware.gpus_per_node, system)
+    return send_seconds(hardware, group, sent_bytes(config, system))
+
+
 def _pipeline(
     config: Config, hardware: Hardware, system: System, ranks: list[Passes], stages: list[Passes]
 ) -> Pipeline:
     parallel, micro_batches = config.parallel, config.train.gradient_accumulation_steps
-    group = block_cost.axis_group(config, "pp", hardware.gpus_per_node, system)
-    send = send_seconds(hardware, group, sent_bytes(config, system))
+    send = send_time(config, hardware, system)
     is_own = parallel.pp > 1 and is_own_schedule(parallel.schedule)
     # The seconds of all forward passes, of the backward passes for inputs, and of those for weights.
     passes = zip(*(stages if is_own else ranks), strict=True)

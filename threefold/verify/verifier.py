@@ -64,6 +64,7 @@ class LayoutResult:
         message: message of an error, of a departure that is not numerical, or about the axes that shard nothing.
         details: traceback of an error.
         checks: checks of the second run, each with its largest relative error, in order.
+        by_parameter: parameters in model order, each with its largest relative error of all comparisons.
     """
 
     spec: LayoutSpec
@@ -78,6 +79,7 @@ class LayoutResult:
     message: str = ""
     details: str = ""
     checks: tuple[tuple[str, float], ...] = ()
+    by_parameter: tuple[tuple[str, float], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as the JSON object that docs/verify.md describes."""
@@ -96,6 +98,7 @@ class LayoutResult:
             "parameters_per_rank": self.parameters,
             "message": self.message,
             "checks": dict(self.checks),
+            "worst_by_parameter": dict(self.by_parameter),
         }
 
 
@@ -131,6 +134,9 @@ def judge(
     idle = "" if wrong or missing else _nothing_split(spec, reports, order)
     checks = ((check, [place.relative for place in places if place.check == check]) for check in CHECKS)
     axes = sorted({axis for report in reports for axis in report.sent})
+    by_parameter: dict[str, float] = {}
+    for place in places:
+        by_parameter[place.parameter] = max(place.relative, by_parameter.get(place.parameter, 0.0))
     return LayoutResult(
         spec,
         DEPARTS if wrong or missing else UNSPLIT if idle else EQUAL,
@@ -143,6 +149,7 @@ def judge(
         parameters=max(sum(prod(part.shape) for part in report.held) for report in reports),
         message=missing or idle,
         checks=tuple((check, max(found)) for check, found in checks if found),
+        by_parameter=tuple((name, by_parameter[name]) for name in order if name in by_parameter),
     )
 
 

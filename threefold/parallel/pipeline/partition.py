@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import accumulate, combinations, pairwise
 from typing import NamedTuple
 
-from threefold.comm.layout import Coordinates, shard_length
+from threefold.comm.layout import Coordinates, shard_bounds
 from threefold.config.schedules import Schedule, find_schedule
 from threefold.config.schema import Config, ParallelConfig
 from threefold.errors import UserError
@@ -355,9 +355,10 @@ class ShardIndex:
     index: int = 0
     count: int = 1
 
-    def length(self, size: int) -> int:
-        """Return the length of this part of a dim."""
-        return shard_length(size, self.count, self.index)
+    def within(self, start: int, end: int) -> tuple[int, int]:
+        """Return the start and end of this part of the indices from `start` to `end`."""
+        first, last = shard_bounds(end - start, self.count, self.index)
+        return start + first, start + last
 
 
 class ShardCoordinates(NamedTuple):
@@ -393,15 +394,22 @@ def shard_coordinates(parallel: ParallelConfig, at: Coordinates) -> ShardCoordin
 
 def local_shape(shape: Sequence[int], split: Split, parameter: str, place: ShardCoordinates) -> tuple[int, ...]:
     """Return the shape of a weight's shard on the rank at `place`; `parameter` is its name in the module."""
-    local = list(shape)
+    return tuple(end - start for start, end in local_bounds(shape, split, parameter, place))
+
+
+def local_bounds(
+    shape: Sequence[int], split: Split, parameter: str, place: ShardCoordinates
+) -> tuple[tuple[int, int], ...]:
+    """Return the start and end of a weight's shard in each dim of the whole weight; arguments as of `local_shape`."""
+    bounds = [(0, size) for size in shape]
     for axis, dim in split.cuts(parameter):
-        local[dim] = getattr(place, axis).length(local[dim])
+        bounds[dim] = getattr(place, axis).within(*bounds[dim])
     if isinstance(split, OverExperts) and place.ep.count > 1:
         dim = split.uncut_dim(parameter)
-        local[dim] = place.zero_experts.length(local[dim])
-    else:
-        local[0] = place.zero.length(local[0])
-    return tuple(local)
+        bounds[dim] = place.zero_experts.within(*bounds[dim])
+    elif bounds:
+        bounds[0] = place.zero.within(*bounds[0])
+    return tuple(bounds)
 
 
 def chosen_layers(layers: Sequence[str], patterns: Mapping[str, Sequence[str]], mode: str, every: int = 1) -> list[str]:

@@ -1,0 +1,213 @@
+"""`threefold show`: a layout in one page, one JSON document or one table."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from threefold.cli import terminal
+from threefold.cli.estimate import HardwareName
+from threefold.errors import UserError
+from threefold.files import format_bytes, read_json, shown
+
+if TYPE_CHECKING:
+    from threefold.config import Config
+
+
+def command(
+    config: terminal.ConfigFile,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write one page that works offline, as .html.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the document behind the page (docs/show.md).")] = False,
+    compare: Annotated[
+        str | None,
+        typer.Option(metavar="OTHER", help="What moves to another layout: a config, or words such as dp4·tp2."),
+    ] = None,
+    verify: Annotated[
+        Path | None,
+        typer.Option("--verify", metavar="REPORT", help="Also errors by parameter, from threefold verify --json."),
+    ] = None,
+    hardware: HardwareName = None,
+    traffic: Annotated[
+        bool, typer.Option("--traffic/--no-traffic", help="Dry-run each stage to count its collectives.")
+    ] = True,
+    model: terminal.ModelFile = None,
+    trust_code: terminal.TrustCode = False,
+    overrides: terminal.Overrides = None,
+) -> None:
+    """Show the layout of CONFIG: ranks, shards of each weight, pipeline schedule, memory and collectives.
+
+    The data need not exist. Without --hardware, times are relative, and memory has a limit on a CPU only.
+    """
+    if html is not None:
+        _check_page(html)
+    resolved = terminal.read_without_data(config, overrides, model, trust_code)
+    other = None if compare is None else _other(compare, resolved, model, trust_code)
+    report = None if verify is None else read_json(verify, "the report ", finite=False)
+    from threefold.planner.hardware import find_hardware
+    from threefold.planner.layout_document import layout_document, moves, proof
+
+    entry = None if hardware is None else find_hardware(hardware)
+    moved = None if other is None else moves(resolved, other)
+    with terminal.Steps("Running", shown=not as_json) as steps:
+        document = layout_document(resolved, entry, traffic=traffic, tell=steps.tell)
+    document["compare"] = moved
+    document["proof"] = None if verify is None else proof(report, f"The report {shown(verify)}", document)
+    if html is not None:
+        from threefold.planner.layout_page import layout_page
+
+        try:
+            html.write_text(layout_page(document), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"The page {shown(html)} cannot be written: {error.strerror}.") from None
+    if as_json:
+        typer.echo(json.dumps(document, ensure_ascii=False))
+        return
+    _print_document(document)
+    if html is not None:
+        typer.echo(f"The page: {html}")
+
+
+def _check_page(path: Path) -> None:
+    """Raise a `UserError` if the page cannot be written, or would replace a file that is no page of this command."""
+    from threefold.planner.layout_page import is_layout_page
+
+    if path.suffix.lower() != ".html":
+        raise UserError(f"The page {shown(path)} must end in .html; use {shown(path.with_suffix('.html'))}.")
+    if not path.parent.is_dir():
+        raise UserError(f"The page {shown(path)} cannot be written: there is no folder {shown(path.parent)}.")
+    if path.exists() and not is_layout_page(path):
+        raise UserError(f"{shown(path)} is there already and is no page of threefold show; use another name.")
+
+
+def _other(text: str, config: "Config", model: str | None, trust_code: bool) -> "Config":
+    """Return the config that `--compare` names: that of a file, or `config` in the layout that words describe."""
+    if text.lower().endswith((".yaml", ".yml")) or Path(text).exists():
+        return terminal.read_without_data(Path(text), None, model, trust_code)
+    from threefold.comm.layout import parse
+    from threefold.models.source import ConfigSource
+    from threefold.parallel.plan_check import check_layout
+    from threefold.verify.layouts import compose, suits
+
+    other = compose(config, parse(text))
+    suits(other)
+    check_layout(ConfigSource(), other)
+    return other
+
+
+def _print_document(document: dict[str, Any]) -> None:
+    """Print the layout in short: stages with their ranks, memory and bubble, weights and their shards, collectives."""
+    mesh, schedule, model = document["layout"], document["schedule"], document["model"]
+    zero = f", zero {mesh['settings']['zero']}" if mesh["settings"]["zero"] else ""
+    typer.echo(
+        f"{model['name']}, {model['parameters']:,} parameters: {mesh['name']}{zero}, "
+        f"{terminal.counted(mesh['world'], 'rank')}, {mesh['dtype']}."
+    )
+    typer.echo(
+        f"{schedule['name']}: {terminal.counted(schedule['micro_batches'], 'micro-batch', 'es')}, "
+        f"bubble {schedule['bubble']:.1%}."
+    )
+    _print_stages(document)
+    _print_weights(document)
+    _print_collectives(document)
+    if document["compare"] is not None:
+        _print_moves(document["compare"])
+    if (proof := document["proof"]) is not None:
+        _print_proof(proof)
+
+
+def _print_stages(document: dict[str, Any]) -> None:
+    layers, memory, schedule = document["model"]["layers"], document["memory"], document["schedule"]
+    rows = []
+    for number in range(document["layout"]["axes"]["pp"]):
+        ranks = [each["rank"] for each in document["layout"]["ranks"] if each["pp"] == number]
+        held = [
+            terminal.first_to_last(layers[stage["first_layer"] : stage["end_layer"]])
+            for stage in document["stages"]
+            if stage["pp_rank"] == number
+        ]
+        peak = "?" if memory["stages"] is None else format_bytes(sum(memory["stages"][number].values()))
+        works = schedule["busy"][number] / schedule["longest"]
+        rows.append((str(number), _ranks(ranks), ", ".join(held), peak, f"{works:.0%}"))
+    terminal.print_table(("pp rank", "ranks", "layers", "memory", "works"), _shortened(rows))
+    if memory["limit"] is not None:
+        typer.echo(f"Memory of a rank: {format_bytes(memory['limit'])} ({memory['limit_of']}).")
+    elif memory["why"]:
+        typer.echo(f"No memory: {memory['why']}")
+
+
+def _print_weights(document: dict[str, Any]) -> None:
+    axes, zero = document["layout"]["axes"], document["layout"]["settings"]["zero"]
+    rows = []
+    for kind in document["tensors"]:
+        largest = max(kind["shards"], key=lambda bounds: [end - start for start, end in bounds])
+        cuts = [axis for axis, _ in kind["cuts"] if axes[axis] > 1] + ["zero"] * bool(zero)
+        held = " × ".join(f"{end - start:,}" for start, end in largest)
+        whole = " × ".join(f"{size:,}" for size in kind["shape"])
+        rows.append((kind["name"], whole, ", ".join(cuts) or "–", held))
+    terminal.print_table(("weight", "shape", "sharded by", "a rank has"), rows)
+
+
+_WHEN = {
+    "pass": "each pass",
+    "backward": "each backward pass",
+    "send": "after passes",
+    "start": "at the start",
+    "end": "at the end",
+}
+
+
+def _print_collectives(document: dict[str, Any]) -> None:
+    """Print the collectives of the first rank; the other stages' are in the document."""
+    if document["collectives"]["ranks"] is None:
+        return
+    of_rank = document["collectives"]["ranks"][0]
+    rows = [
+        (each["axis"], each["operation"], f"{each['count']:,}", format_bytes(each["bytes"]), _WHEN[each["when"]])
+        for each in of_rank["collectives"]
+        if each["axis"] != "world"
+    ]
+    if rows:
+        terminal.print_table((f"axis, rank {of_rank['rank']}", "collective", "count", "bytes", "when"), rows)
+
+
+def _print_moves(moved: dict[str, Any]) -> None:
+    itemsize = moved["itemsize"]
+    typer.echo(f"To {moved['layout']['name']}, weights of each rank:")
+    names = ("kept", "received", "dropped")
+    rows = [(str(rank["rank"]), *(format_bytes(rank[name] * itemsize) for name in names)) for rank in moved["ranks"]]
+    terminal.print_table(("rank", *names), _shortened(rows))
+
+
+def _print_proof(proof: dict[str, Any]) -> None:
+    worst = max(
+        (float(error), name)  # `inf` is a number's name, too
+        for name, errors in zip(proof["parameters"], proof["errors"], strict=True)
+        for error in errors
+        if error is not None
+    )
+    equal = sum(each["verdict"] == "equal" for each in proof["layouts"])
+    typer.echo(
+        f"Verified: {equal} of {terminal.counted(len(proof['layouts']), 'layout')} equal; the worst error is "
+        f"{worst[0]:.1e}, of {worst[1]}, and {proof['tolerance']:.0e} is allowed."
+    )
+
+
+_MOST_ROWS = 24
+
+
+def _shortened(rows: Sequence[tuple[str, ...]]) -> Sequence[tuple[str, ...]]:
+    """Return the rows, or the first and last of many."""
+    if len(rows) <= _MOST_ROWS:
+        return rows
+    return [*rows[: _MOST_ROWS // 2], ("…",) * len(rows[0]), *rows[-_MOST_ROWS // 2 :]]
+
+
+def _ranks(ranks: list[int]) -> str:
+    """Return ranks in words: all of up to four, or the first two and the last."""
+    if len(ranks) <= 4:
+        return " ".join(map(str, ranks))
+    return f"{ranks[0]} {ranks[1]} … {ranks[-1]}"

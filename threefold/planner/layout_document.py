@@ -1,0 +1,474 @@
+"""One document of a layout: ranks, shards of each weight, schedule, memory and collectives, from training's own tables.
+
+`threefold show` prints it as JSON and puts it into its page; docs/show.md describes its members.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf, isfinite, prod
+from typing import Any, Final, NamedTuple
+
+from torch import nn
+
+from threefold.comm.layout import Layout
+from threefold.config import Config
+from threefold.config.model import OWN
+from threefold.config.resolve import on_device
+from threefold.config.rules import as_executed
+from threefold.errors import UserError
+from threefold.host import memory
+from threefold.models.sharding import ModelPlan, Split
+from threefold.models.source import ConfigSource, skeleton
+from threefold.parallel.pipeline.partition import StageMap, covers, local_bounds, shard_coordinates, stage_map
+from threefold.planner.dry_run import Tell, run_stages
+from threefold.planner.estimate import Estimate, estimate, send_time, stage_passes
+from threefold.planner.hardware import Hardware
+from threefold.planner.model_size import described_blocks
+from threefold.planner.schedule import Simulation, simulated
+from threefold.planner.stage_memory import StageMemory, stage_memory
+
+FORMAT: Final = "threefold layout"
+VERSION: Final = 1
+"""Version of the document; it grows when a member changes its meaning or goes away, not when one is added."""
+MOST_RANKS: Final = 256
+"""Largest world whose ranks are all described; of a larger one, those of one copy of the model are."""
+_MOST_OF_A_COPY: Final = 2048
+_MOST_SPANS: Final = 4000
+_PER_NODE: Final = 8
+"""Ranks per node where no hardware is given."""
+
+Bounds = tuple[tuple[int, int], ...]
+"""Start and end of a shard in each dim of the whole weight."""
+
+
+def layout_document(
+    config: Config, hardware: Hardware | None = None, *, traffic: bool = True, tell: Tell = lambda *_: None
+) -> dict[str, Any]:
+    """Return the document of a config's layout, as JSON values.
+
+    Args:
+        config: resolved config of the run; its data need not exist.
+        hardware: hardware whose memory is the limit and whose rates give the times of the passes; None for times in
+            proportion to the layers' costs, and, on a CPU, this machine's memory as the limit.
+        traffic: whether to dry-run each stage for its collectives, which takes seconds, minutes for long pipelines.
+        tell: callback of the dry run.
+
+    Raises:
+        UserError: the layout does not suit the model or the hardware.
+    """
+    layout, model = Layout.from_config(config.parallel), ModelShards(config)
+    per_node = _PER_NODE if hardware is None else hardware.shared_by(layout.world_size).gpus_per_node
+    estimated = None if hardware is None or _lack_of_formulas(config) else estimate(config, hardware)
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "model": {
+            "name": ConfigSource().describe(config),
+            "preset": config.model.preset,
+            "parameters": sum(kind.elements * len(kind.layers) for kind in model.kinds),
+            "layers": model.plan.layers,
+            "costs": model.plan.costs,
+        },
+        "layout": _mesh(config, layout, per_node, hardware),
+        "stages": model.stages_as_json(),
+        "tensors": model.as_json(shown_ranks(layout)),
+        "schedule": _schedule(config, model, estimated),
+        "memory": _memory(config, hardware, estimated),
+        "collectives": _collectives(config, tell) if traffic else _without("they were not asked for"),
+    }
+
+
+def _without(why: str) -> dict[str, Any]:
+    return {"ranks": None, "why": why}
+
+
+def shown_ranks(layout: Layout) -> Sequence[int]:
+    """Return the ranks that the document describes: all of them, or those of one copy of the model."""
+    if layout.world_size <= MOST_RANKS:
+        return range(layout.world_size)
+    copy = layout.model_groups()[0]
+    return copy if len(copy) <= _MOST_OF_A_COPY else range(layout.world_size // layout.dp)
+
+
+def groups_of(layout: Layout) -> dict[str, list[list[int]]]:
+    """Return the groups of each axis, as the mesh makes them."""
+    return {axis: layout.groups(axis) for axis in ("dp", "tp", "pp", "cp")} | {"ep": layout.expert_groups()}
+
+
+def _mesh(config: Config, layout: Layout, per_node: int, hardware: Hardware | None) -> dict[str, Any]:
+    ranks, parallel = shown_ranks(layout), config.parallel
+    present = set(ranks)
+    groups = {
+        axis: [own for group in every if (own := [rank for rank in group if rank in present])]
+        for axis, every in groups_of(layout).items()
+    }
+    return {
+        "name": str(layout),
+        "world": layout.world_size,
+        "axes": {axis: layout.size(axis) for axis in groups},
+        "ranks": [{"rank": rank, **layout.coordinates(rank)._asdict(), "node": rank // per_node} for rank in ranks],
+        "groups": groups,
+        "ranks_per_node": per_node,
+        "hardware": None if hardware is None else hardware.title,
+        "dtype": config.precision.dtype,
+        "settings": {
+            "zero": parallel.zero,
+            "sequence_parallel": parallel.sequence_parallel,
+            "recompute": config.train.recompute,
+            "exact": config.train.exact,
+        },
+    }
+
+
+@dataclass(frozen=True)
+class WeightKind:
+    """Weights of equal name, shape and rule in several layers, or one weight that several layers share.
+
+    Attributes:
+        name: name of the weight, with `*` for the number of its layer.
+        shape: shape of the whole weight.
+        split: sharding rule.
+        layers: numbers of the layers that have such a weight.
+        tied: numbers of further layers that use the same weight.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    split: Split
+    layers: tuple[int, ...]
+    tied: tuple[int, ...] = ()
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+
+class ModelShards:
+    """Shards of a model's weights on each rank of a layout.
+
+    Args:
+        config: resolved config of the run.
+
+    Attributes:
+        plan: layers of the model and the rule of each weight.
+        kinds: weights, in the order of the model.
+        stages: layers of each pipeline stage, and its rank.
+        layout: ranks along each axis.
+
+    Raises:
+        UserError: the layers cannot be partitioned into stages as configured.
+    """
+
+    def __init__(self, config: Config) -> None:
+        make_model, self.plan = ConfigSource().load(config)
+        self.kinds = _weight_kinds(skeleton(make_model, config.train.seed), self.plan)
+        self.stages: StageMap = stage_map(self.plan, config)
+        self.layout = Layout.from_config(config.parallel)
+        self._parallel = config.parallel
+
+    def bounds(self, kind: WeightKind, rank: int) -> Bounds:
+        """Return the shard of a weight on a rank of a stage that has it."""
+        place = shard_coordinates(self._parallel, self.layout.coordinates(rank))
+        return local_bounds(kind.shape, kind.split, kind.name.rpartition(".")[2], place)
+
+    def holders(self, kind: WeightKind, layer: int) -> tuple[int, ...]:
+        """Return the coordinates on the pp axis of the ranks that hold the weight of this kind in a layer."""
+        uses = (layer, *kind.tied)
+        return tuple(dict.fromkeys(self.stages.ranks[self.stages.stage_of(each)] for each in uses))
+
+    def stages_as_json(self) -> list[dict[str, Any]]:
+        """Return the stages in order: rank on the pp axis, first and past-the-last layer."""
+        found = []
+        for stage, pp_rank in enumerate(self.stages.ranks):
+            first, end = self.stages.layers(stage)
+            found.append({"pp_rank": pp_rank, "first_layer": first, "end_layer": end})
+        return found
+
+    def as_json(self, ranks: Sequence[int]) -> list[dict[str, Any]]:
+        """Return each kind of weight with its distinct shards, and which of them the ranks hold.
+
+        A shard depends on the coordinates of a rank but that on the pp axis, so that places, not ranks, are listed.
+        """
+        places = [rank for rank in ranks if self.layout.coordinates(rank).pp == 0]
+        found = []
+        for kind in self.kinds:
+            held = [self.bounds(kind, rank) for rank in places]
+            numbers = {bounds: number for number, bounds in enumerate(dict.fromkeys(held))}
+            found.append(
+                {
+                    "name": kind.name,
+                    "shape": kind.shape,
+                    "rule": type(kind.split).__name__,
+                    "cuts": kind.split.cuts(kind.name.rpartition(".")[2]),
+                    "layers": kind.layers,
+                    "tied_layers": kind.tied,
+                    "shards": list(numbers),
+                    "shard_of_place": [numbers[bounds] for bounds in held],
+                }
+            )
+        return found
+
+
+def _weight_kinds(model: nn.Module, plan: ModelPlan) -> tuple[WeightKind, ...]:
+    weights: dict[str, tuple[tuple[int, ...], list[int]]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        layer = next(number for number, layer in enumerate(plan.layers) if covers(layer, name))
+        weights.setdefault(plan.whole_name(name), (tuple(parameter.shape), []))[1].append(layer)
+    kinds: dict[tuple[object, ...], WeightKind] = {}
+    for name, (shape, layers) in weights.items():
+        first, *tied = dict.fromkeys(layers)
+        split, owner = plan.split_of(name), plan.layers[first]
+        assert split is not None  # `check_plan` has seen to it
+        pattern = re.sub(r"\d+$", "*", owner) + name.removeprefix(owner) if covers(owner, name) else name
+        key = pattern, shape, split, tuple(tied)
+        before = kinds[key].layers if key in kinds else ()
+        kinds[key] = WeightKind(pattern, shape, split, (*before, first), tuple(tied))
+    return tuple(kinds.values())
+
+
+def _size(bounds: Bounds | None) -> int:
+    return 0 if bounds is None else prod(max(0, end - start) for start, end in bounds)
+
+
+def _lack_of_formulas(config: Config) -> str:
+    """Return why the planner cannot estimate a model's memory and time; empty if it can."""
+    try:
+        described_blocks(config)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def _schedule(config: Config, model: ModelShards, estimated: Estimate | None) -> dict[str, Any]:
+    found, unit, after = simulation(config, model, estimated)
+    timeline = found.timeline
+    starts = sorted(start for order in timeline.spans for _, start, _ in order)
+    until = starts[_MOST_SPANS] if len(starts) > _MOST_SPANS else inf
+    spans = [
+        [(*action, _short(start), _short(end)) for action, start, end in order if start < until]
+        for order in timeline.spans
+    ]
+    return {
+        "name": found.schedule.name,
+        "micro_batches": found.micro_batches,
+        "unit": unit,
+        "bubble": timeline.bubble,
+        "length": _short(timeline.length),
+        "longest": _short(timeline.longest),
+        "busy": [_short(time) for time in timeline.busy],
+        "held": found.peaks,
+        "after": {name: _short(time) for name, time in after.items()},
+        "complete_until": _short(until) if isfinite(until) else None,
+        "actions": spans,
+    }
+
+
+def _short(time: float) -> float:
+    return float(f"{time:.6g}")
+
+
+class Simulated(NamedTuple):
+    """Step of a layout under its schedule, the unit of its times, and the times by cause after the last action."""
+
+    step: Simulation
+    unit: str
+    after: Mapping[str, float]
+
+
+def simulation(config: Config, model: ModelShards, estimated: Estimate | None) -> Simulated:
+    """Simulate the pipeline of a layout.
+
+    Times are ms if there is an estimate. Otherwise, all three passes of a stage take as long as its layers cost, and
+    the unit is the mean over the stages; as `threefold simulate` does if it is given forward passes alone.
+    """
+    run = as_executed(config)
+    parallel, train = run.parallel, run.train
+    transfer, after = 0.0, {}
+    if estimated is None:
+        bounds = (model.stages.layers(stage) for stage in range(len(model.stages.ranks)))
+        costs = [sum(model.plan.costs[first:end]) for first, end in bounds]
+        mean = sum(costs) / len(costs)
+        forward = [cost / mean if mean else 1.0 for cost in costs]
+        times, unit = (forward, forward, forward), "mean forward passes"
+    else:
+        of, entry, system = estimated.config, estimated.hardware, estimated.system
+        passes = zip(*stage_passes(of, entry, system), strict=True)
+        forward, backward, weight = ([1e3 * part.total for part in parts] for parts in passes)
+        times, unit = (forward, backward, weight), "ms"
+        transfer = 1e3 * send_time(of, entry, system)
+        cause = estimated.time
+        after = {"gradients": 1e3 * cause.gradients, "update": 1e3 * (cause.optimizer + cause.fixed)}
+    sizes = parallel.pp, parallel.stage_chunks, train.gradient_accumulation_steps
+    return Simulated(simulated(parallel.pipeline_schedule, *sizes, times, [transfer]), unit, after)
+
+
+def _memory(config: Config, hardware: Hardware | None, estimated: Estimate | None) -> dict[str, Any]:
+    """Return the memory of each rank of the pp axis by cause, and what its device has."""
+    why, limit, limit_of = _lack_of_formulas(config), None, None
+    stages: Sequence[StageMemory] = ()
+    if estimated is not None and hardware is not None:
+        stages, limit, limit_of = estimated.stages, estimated.usable_bytes, hardware.title
+    elif not why:
+        device = "cpu" if config.train.device == "cpu" else "cuda"
+        stages = stage_memory(on_device(config, device), device)
+        if device == "cpu":
+            world = Layout.from_config(config.parallel).world_size
+            limit, limit_of = memory() // world, f"this machine, {world} rank{'s' * (world > 1)}"
+    causes = None if why else [stage.causes for stage in stages]
+    return {"stages": causes, "why": why or None, "limit": limit, "limit_of": limit_of}
+
+
+_WITHIN: Final = ("tp", "cp", "ep", "tp shares")
+_WITH_ZERO: Final = {"all_gather": (3, "pass", "start"), "reduce_scatter": (2, "backward", "end")}
+"""Collectives of ZeRO: the stage from which each pass makes them, when it is, and when below that stage."""
+
+
+def when(axis: str, operation: str, zero: int) -> str:
+    """Return when a step makes a collective: in each `pass` or `backward` pass, after it (`send`), at `start` or `end`.
+
+    Args:
+        axis, operation: axis and kind of the collective, as recorded (docs/parallel/traffic.md).
+        zero: `parallel.zero`.
+    """
+    if axis in _WITHIN:
+        return "pass"
+    if axis == "pp":
+        return "send"
+    least, then, otherwise = _WITH_ZERO.get(operation, (0, "end", "end"))
+    return then if zero >= least else otherwise
+
+
+def _collectives(config: Config, tell: Tell) -> dict[str, Any]:
+    """Return a step's collectives of the first rank at each pp coordinate, or why a dry run cannot count them."""
+    if config.model.architecture == OWN and config.parallel.pp > 1:
+        return _without("a dry run cannot know what the stages of a model of your own send")
+    ranks = []
+    for report in run_stages(config, tell):
+        totals = [
+            {
+                "axis": each.axis,
+                "operation": each.operation,
+                "count": each.count,
+                "bytes": each.nbytes,
+                "when": when(each.axis, each.operation, config.parallel.zero),
+            }
+            for each in report.collectives
+        ]
+        ranks.append({"pp_rank": report.coordinates["pp"], "rank": report.rank, "collectives": totals})
+    return {"ranks": ranks, "why": None}
+
+
+def moves(before: Config, after: Config) -> dict[str, Any]:
+    """Return what moves when a run goes on in another layout, rank by rank and weight by weight.
+
+    A rank keeps the elements that it has in both layouts, and receives the others that it needs.
+
+    Args:
+        before, after: resolved configs of one model in two layouts.
+
+    Raises:
+        UserError: the models differ.
+    """
+    old, new = ModelShards(before), ModelShards(after)
+    _require_one_model(old, new)
+    ranks = {rank: [0, 0, 0] for rank in shown_ranks(new.layout)}
+    tensors = []
+    for number, kind in enumerate(new.kinds):
+        routes: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
+        for layer in kind.layers:
+            routes.setdefault((old.holders(kind, layer), new.holders(kind, layer)), []).append(layer)
+        for (sources, targets), layers in routes.items():
+            of_ranks = []
+            for rank, total in ranks.items():
+                had = _held(old, kind, rank, sources)
+                needs = _held(new, kind, rank, targets)
+                kept = _overlap(had, needs)
+                counts = kept, _size(needs) - kept, _size(had) - kept
+                for place, count in enumerate(counts):
+                    total[place] += count * len(layers)
+                if needs is not None:
+                    of_ranks.append((rank, *counts[:2]))
+            tensors.append({"tensor": number, "layers": layers, "ranks": of_ranks})
+    return {
+        "layout": {"name": str(new.layout), "world": new.layout.world_size, "ranks": list(ranks)},
+        "coordinates": [new.layout.coordinates(rank)._asdict() for rank in ranks],
+        "stages": new.stages_as_json(),
+        "shards": [
+            {name: kind[name] for name in ("shards", "shard_of_place")} for kind in new.as_json(shown_ranks(new.layout))
+        ],
+        "ranks": [
+            {"rank": rank, **dict(zip(("kept", "received", "dropped"), total, strict=True))}
+            for rank, total in ranks.items()
+        ],
+        "tensors": tensors,
+        "itemsize": after.precision.master_itemsize,
+    }
+
+
+def _held(model: ModelShards, kind: WeightKind, rank: int, holders: Sequence[int]) -> Bounds | None:
+    """Return a rank's shard of a weight that some pp coordinates hold; None if it has none."""
+    has_it = rank < model.layout.world_size and model.layout.coordinates(rank).pp in holders
+    return model.bounds(kind, rank) if has_it else None
+
+
+def _overlap(one: Bounds | None, other: Bounds | None) -> int:
+    if one is None or other is None:
+        return 0
+    return _size(tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True)))
+
+
+def proof(report: Any, called: str, document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the worst error of each parameter in each layout of a report of `threefold verify --json`.
+
+    An error that is not finite is `inf` in words, as JSON has no such number.
+
+    Args:
+        report: content of the report.
+        called: name of the report in messages.
+        document: document of a layout of the same model, of which the report may have fewer layers.
+
+    Raises:
+        UserError: it is no such report, or of another model.
+    """
+    try:
+        layouts = [(each["layout"], each["verdict"], dict(each["worst_by_parameter"])) for each in report["layouts"]]
+        facts = {name: report[name] for name in ("model", "dtype", "steps", "full")}
+        facts["tolerance"] = float(report["tolerance"])
+        errors = [{name: float(error) for name, error in worst.items()} for _, _, worst in layouts]
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        lacks = f" (it has no {error})" if isinstance(error, KeyError) else ""
+        raise UserError(
+            f"{called} is no report of threefold verify{lacks}; write one with threefold verify CONFIG --json."
+        ) from None
+    names = {re.sub(r"\.\d+\.", ".*.", kind["name"]) for kind in document["tensors"]}
+    parameters = list(dict.fromkeys(name for worst in errors for name in worst))
+    if foreign := [name for name in parameters if re.sub(r"\.\d+\.", ".*.", name) not in names]:
+        raise UserError(
+            f"{called} has errors of {foreign[0]}, which this config's model does not have; give a report of the same "
+            "model."
+        )
+    return {
+        **facts,
+        "layouts": [{"name": name, "verdict": verdict} for name, verdict, _ in layouts],
+        "parameters": parameters,
+        "errors": [[_finite(worst.get(name)) for worst in errors] for name in parameters],
+    }
+
+
+def _finite(error: float | None) -> float | str | None:
+    return error if error is None or isfinite(error) else "inf"
+
+
+def _require_one_model(old: ModelShards, new: ModelShards) -> None:
+    shapes, others = ({(kind.name, kind.layers): kind.shape for kind in each.kinds} for each in (old, new))
+    if shapes == others:
+        return
+    differing = next(key for key in {**shapes, **others} if shapes.get(key) != others.get(key))
+    sizes = " and ".join(
+        "×".join(map(str, each[differing])) if differing in each else "none" for each in (shapes, others)
+    )
+    raise UserError(
+        f"The two layouts are of different models: {differing[0]} is {sizes}; compare layouts of one model, such as "
+        "--compare dp4·tp2."
+    )

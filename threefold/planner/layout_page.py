@@ -1,0 +1,39 @@
+"""The page of `threefold show`: one HTML file with its document, style and script inside, which loads nothing."""
+
+import json
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Final
+
+_PARTS: Final = files("threefold.planner") / "page"
+_SCRIPTS: Final = ("common.js", "layout.js", "tabs.js")
+_MARK: Final = '<meta name="generator" content="threefold show">'
+
+
+def layout_page(document: Mapping[str, Any]) -> str:
+    """Return the page of a document, as `planner.layout_document` makes it."""
+    text = json.dumps(document, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    scripts = "\n".join(_part(name) for name in _SCRIPTS)
+    page = _part("layout.html")
+    # The document last, and without any `<`, so that none of its names is taken for a part of the page.
+    for place, content in (
+        ("style", _part("layout.css")),
+        ("script", scripts),
+        ("document", text.replace("<", r"\u003c")),
+    ):
+        page = page.replace(f"<!--{place}-->", content, 1)
+    return page
+
+
+def is_layout_page(path: Path) -> bool:
+    """Return whether a file is a page that `layout_page` made."""
+    try:
+        with path.open("rb") as file:
+            return _MARK.encode() in file.read(1000)
+    except OSError:
+        return False
+
+
+def _part(name: str) -> str:
+    return (_PARTS / name).read_text(encoding="utf-8")
