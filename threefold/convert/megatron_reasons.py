@@ -48,7 +48,8 @@ REASONS: Final = {
     "fused attention accumulates in fp32": "attention-softmax-in-fp32",
     "scores are scaled once; fused attention accumulates in fp32": "apply-query-key-layer-scaling",
     "gradients are always accumulated in fp32": "accumulate-allreduce-grads-in-fp32 megatron-fsdp-*",
-    "precision.dtype is fp32, bf16, fp16 or fp64": "fp8-* fp4-*",
+    "float8 is precision.fp8, whose scales are each row's own powers of two": "fp8-*",
+    "precision.dtype is fp32, bf16, fp16 or fp64": "fp4-*",
     "the loss scale halves at each overflow": "hysteresis",
     "the loss scale halves as often as it must": "min-loss-scale",
     "a resumed run uses the current config": (

@@ -231,8 +231,9 @@ def _announce(config: Config, mesh: Mesh, loader: Loader, make_model: MakeModel,
     train = config.train
     samples, read = len(loader.train), loader.consumed.before(train.max_steps)
     length = "" if loader.is_nested else f" of {config.data.sequence_length:,} tokens"
+    dtype = f"{config.precision.dtype} with float8 products" if config.precision.fp8 else config.precision.dtype
     say(
-        f"Training {parameters:,} parameters in {config.precision.dtype} on {mesh.device.type}, {mesh.layout}: "
+        f"Training {parameters:,} parameters in {dtype} on {mesh.device.type}, {mesh.layout}: "
         f"{train.max_steps:,} steps of {train.global_batch_size:,} samples{length}, "
         f"which reads the {samples:,} training samples {read / samples:.2g} times."
     )
