@@ -122,6 +122,12 @@ CONDITIONS: Final = (
         "two micro-batches or more for each pipeline rank",
         {"train.gradient_accumulation_steps": 2},
     ),
+    Condition(
+        "fp8",
+        "zero-bubble",
+        "no `train.compile`; so for each schedule that defers weight gradients",
+        {"train.compile": True},
+    ),
 )
 """Pairs with a condition; a config that breaks it is refused with the nearest value that works."""
 

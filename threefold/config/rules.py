@@ -55,6 +55,14 @@ RULES: tuple[Rule, ...] = (
         lambda config: config.parallel.gradient_compression != "none" and not config.precision.master_weights,
         "precision.master_weights is false, so the gradients have 16 bits already; use none or master_weights true",
     ),
+    Rule(
+        "fp8",
+        "fp16",
+        "precision.fp8",
+        lambda config: config.precision.fp8 and config.precision.dtype not in ("bf16", "fp32"),
+        "precision.dtype is {config.precision.dtype} and float8 products are of bf16 or fp32 numbers; use false or "
+        "precision.dtype bf16",
+    ),
 )
 
 
@@ -464,9 +472,6 @@ def _check_precision(config: Config) -> None:
     if not precision.master_weights and precision.dtype != "bf16":
         rule = f"precision.dtype is {precision.dtype} and only bf16 goes without; use true or precision.dtype bf16"
         raise problem(config, "precision.master_weights", rule)
-    if precision.fp8 and precision.dtype not in ("bf16", "fp32"):
-        rule = f"precision.dtype is {precision.dtype} and float8 products are of bf16 or fp32 numbers"
-        raise problem(config, "precision.fp8", f"{rule}; use false or precision.dtype bf16")
     if precision.fp8 and config.train.compile and config.parallel.pipeline_schedule.defers_weight_gradients:
         rule = (
             f"parallel.schedule {config.parallel.schedule} defers the gradients of weights, as compiled float8 layers"
