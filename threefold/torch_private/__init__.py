@@ -3,5 +3,12 @@
 `tensors` has those of one device, `distributed` those of meshes, FSDP, DTensor and checkpoints, and `pipelining` those
 of pipeline schedules, so that models import nothing of `torch.distributed`. No other file uses a name of torch that
 begins with an underscore (`tests/test_house.py`). `tests/test_torch_private.py` tests each part; a failing test
-explains in one sentence what has changed in torch.
+explains in one sentence what has changed in torch. Importing the package checks the parts of another torch than the
+tested one (`probe`).
 """
+
+import torch
+
+from threefold.torch_private.probe import require_parts
+
+require_parts(torch.__version__)  # before a file beside this one fails to import
