@@ -1,4 +1,7 @@
-# Commands of the project; each sets up .venv first when it has to. Needs python3 (3.11 or newer) with pip, and make.
+# Commands of the project; each installs what it needs first, into .venv. Needs python3 (3.11 or newer) with pip, make and bash.
+
+SHELL := bash
+.SHELLFLAGS := -o pipefail -ec
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -6,16 +9,16 @@ NEXT := $(BIN)/threefold generate demo/run --prompt 'In Python, a list'
 OTHER := $(BIN)/threefold train examples/demo.yaml --run-dir demo/other
 OTHER += --set parallel.dp=1 --set parallel.tp=1 --set parallel.pp=1
 
-.PHONY: demo test test-slow test-gpu test-sweep test-mutations lint benchmark docs clean
+.PHONY: demo test test-slow test-gpu test-sweep test-mutations lint benchmark docs docs-site clean
 
 # What `make demo` adds to its command line, such as DEMO_OPTIONS="--set train.max_steps=20".
 DEMO_OPTIONS ?=
 
 # Train a small GPT on real English on 8 processes of this machine and let it write.
 demo: .venv/ready
-	test -d demo/text || $(BIN)/threefold data sample demo/text
-	test -d demo/tokens || $(BIN)/threefold data prepare demo/text --out demo/tokens --vocab-size 4096
-	rm -rf demo/run
+	@test -d demo/text || $(BIN)/threefold data sample demo/text
+	@test -d demo/tokens || $(BIN)/threefold data prepare demo/text --out demo/tokens --vocab-size 4096
+	@rm -rf demo/run
 	$(BIN)/threefold train examples/demo.yaml --run-dir demo/run $(DEMO_OPTIONS)
 	$(BIN)/threefold generate demo/run --prompt "The function returns" --prompt "If the file" --max-new-tokens 60
 	@echo
@@ -33,25 +36,25 @@ unexport PYTHONDONTWRITEBYTECODE
 # Three workers share the files, in the order of tests/conftest.py: on two cores, as one of them often waits.
 SHARED := -n 3 --dist loadfile --no-loadscope-reorder --durations=40
 
-test: .venv/ready
+test: .venv/test-ready
 	$(BIN)/pytest $(SHARED) -m "not slow and not sweep"
 
-test-slow: .venv/ready
+test-slow: .venv/test-ready
 	$(BIN)/pytest $(SHARED) -m "slow and not sweep"
 
 # On a GPU, against the CPU; without one they are skipped, and the summary says how many.
-test-gpu: .venv/ready
+test-gpu: .venv/test-ready
 	$(BIN)/pytest -m gpu
 
 # What takes too long for CI: many kills, long fuzzing.
-test-sweep: .venv/ready
+test-sweep: .venv/test-ready
 	$(BIN)/pytest -m sweep
 
 # Makes the mistakes of the catalogue one at a time and sees that a test and `threefold verify` find each.
-test-mutations: .venv/ready
+test-mutations: .venv/test-ready
 	$(BIN)/python -m tests.mutations.run
 
-lint: .venv/ready
+lint: .venv/test-ready
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -62,8 +65,7 @@ lint: .venv/ready
 	$(BIN)/python -m tests.mutations.run --write-docs --check
 
 # Ratios against what a user would pick instead; needs an idle machine, takes about ten minutes.
-benchmark: .venv/ready
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[benchmark]'
+benchmark: .venv/test-ready
 	$(BIN)/python benchmarks/collectives.py
 	$(BIN)/python benchmarks/single_process.py
 	$(BIN)/python benchmarks/limit.py
@@ -79,7 +81,7 @@ benchmark: .venv/ready
 # The reference of the settings, from the schema; what goes with what, from the rules; the rooms, from the imports; the
 # tests of each capability, from docs/capabilities.toml; the public names, from their docstrings; the mistakes, from their
 # catalogue.
-docs: .venv/ready
+docs: .venv/test-ready
 	$(BIN)/threefold config reference > docs/config.md
 	$(BIN)/python docs/compatibility.py
 	$(BIN)/python docs/house.py
@@ -87,11 +89,34 @@ docs: .venv/ready
 	$(BIN)/python docs/api.py
 	$(BIN)/python -m tests.mutations.run --write-docs
 
+# The pages of docs/ as a site, with search, in docs/_build/site; its tools have an environment of their own.
+docs-site: .venv-docs/ready
+	.venv-docs/bin/sphinx-build --fail-on-warning --keep-going --quiet -j auto docs docs/_build/site
+	@echo "The site: docs/_build/site/index.html"
+
 clean:
-	rm -rf .venv demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-docs docs/_build demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
+# Names on one line what pip gets; nothing is compiled ahead that may never be imported.
+INSTALL := -m pip install --no-compile --disable-pip-version-check
+NAMES := awk '/^Collecting/ { sub(/[^A-Za-z0-9._-].*/, "", $$2); printf "%s ", $$2; fflush() } END { print "installed." }'
+
 .venv/ready: pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,lint]'
-	touch $@
+	@echo "Setting up .venv, once: torch and what Threefold needs to train."
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python $(INSTALL) -e . | $(NAMES)
+	@touch $@
+
+.venv/test-ready: .venv/ready
+	@echo "Installing the tools of tests and lint into .venv, once."
+	@$(BIN)/python $(INSTALL) -e '.[test,lint]' | $(NAMES)
+	@touch $@
+
+.venv-docs/ready: pyproject.toml
+	@echo "Setting up .venv-docs, once: Sphinx."
+	@test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	@$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], \
+		sep="\n")' > .venv-docs/requirements.txt
+	@.venv-docs/bin/python $(INSTALL) -r .venv-docs/requirements.txt | $(NAMES)
+	@touch $@

@@ -1,7 +1,7 @@
-"""Writes docs/api.md from the signatures and docstrings of the public names (`make docs`); `--check` only compares.
+"""Writes docs/api.md and the pages in docs/api from the signatures and docstrings of the public names (`make docs`).
 
-Ends with status 1 where a public name is in no group of the page, or an argument is not explained. The sources are
-parsed, not imported.
+With `--check` it only compares. Ends with status 1 where a public name is on no page, or an argument is not explained.
+The sources are parsed, not imported.
 """
 
 import ast
@@ -16,6 +16,7 @@ from typing import Any, Final
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "api.md"
+FOLDER = ROOT / "docs" / "api"
 PACKAGE: Final = "threefold"
 LONGEST: Final = 100
 """Characters of a signature that stands on one line."""
@@ -32,61 +33,72 @@ its value, the rule and the nearest value that works. The [guides](guides/README
 
 *Collective* means that every rank of the mesh has to make the call, at the same place of the program.
 
-<!-- written by docs/api.py from the docstrings -->
+| | |
+|---|---|
 """
+MARK: Final = "<!-- written by docs/api.py from the docstrings -->"
 
-GROUPS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
-    "A run from a config": (
+GROUPS: Final[dict[str, tuple[str, str, tuple[str, ...]]]] = {
+    "run": (
+        "A run from a config",
         "What `threefold train` and `threefold verify` do, from Python.",
         ("Trainer", "Stopped", "verify_model", "types.VerifiedModel", "load_config", "Config", "UserError"),
     ),
-    "Starting ranks": (
+    "ranks": (
+        "Starting ranks",
         "From a script or a notebook; under `torchrun` and `srun` the ranks are theirs.",
         (
             *("run", "spawn", "notebook_launcher", "init_mesh", "Mesh", "types.Axis", "types.Layout"),
             *("types.Coordinates", "RankFailed"),
         ),
     ),
-    "Your own model": (
+    "model": (
+        "Your own model",
         "A model in plain PyTorch, and how it is cut.",
         (
             *("Plan", "Column", "Row", "Vocab", "Replicated", "PerHead", "Sharded", "Normal", "Constant", "inspect"),
             *("types.Inspection", "types.InspectedModule", "PipelineLayers", "types.ModelPlan", "types.Split"),
         ),
     ),
-    "Your own loop": (
+    "loop": (
+        "Your own loop",
         "The model over the mesh, its optimizer, its data, its checkpoints.",
         (
             *("parallelize", "types.DistributedModel", "CountedLoss", "LossTerm", "distributed_optimizer"),
             *("types.ModelOptimizer", "DistributedDataLoader", "save", "load", "types.LossFunction", "types.LossSums"),
         ),
     ),
-    "Any module in one call": (
+    "prepare": (
+        "Any module in one call",
         "Data parallelism, ZeRO and mixed precision for a model that is made already.",
         (
             *("prepare", "backward", "clip_grad_norm_", "gather_for_metrics", "types.PreparedModule"),
             *("types.PreparedOptimizer", "types.PreparedLoader", "types.PreparedScheduler"),
         ),
     ),
-    "Parallel layers": (
+    "layers": (
+        "Parallel layers",
         "The layers alone, for a model that is written with them.",
         (
             *("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding", "ParallelCrossEntropy"),
             "types.Initializer",
         ),
     ),
-    "Random numbers": (
+    "random": (
+        "Random numbers",
         "The same on any number of ranks.",
         ("Dropout", "sample_keys", "RandomStreams"),
     ),
-    "Stages of a pipeline": (
+    "pipeline": (
+        "Stages of a pipeline",
         "Which layers each stage has.",
         (
             *("pipeline.partition_uniform", "pipeline.partition_uniform_chunks", "pipeline.partition_by_cost"),
             *("pipeline.partition_by_class", "pipeline.layers_by_rank"),
         ),
     ),
-    "Callbacks": (
+    "callbacks": (
+        "Callbacks",
         "What runs beside the steps of a run, ready ones and your own.",
         (
             *("Callback", "callbacks.StepRecord", "callbacks.EvaluationRecord", "callbacks.RunContext"),
@@ -94,7 +106,8 @@ GROUPS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
             *("callbacks.MLflowRun", "callbacks.PhaseTimers", "callbacks.WeightsAndBiases"),
         ),
     ),
-    "In Horovod's manner": (
+    "horovod": (
+        "In Horovod's manner",
         "The optimizer sums the gradients; `loss.backward()` stays as it is.",
         (
             *("compat.horovod.DistributedOptimizer", "compat.horovod.broadcast_parameters"),
@@ -102,11 +115,13 @@ GROUPS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
             "compat.horovod.allreduce",
         ),
     ),
-    "In Paddle's manner": (
+    "paddle": (
+        "In Paddle's manner",
         "Calls with the names and arguments that Fleet's users know.",
         ("compat.paddle.split", "compat.paddle.Splitter", "compat.paddle.DistributedBatchSampler"),
     ),
 }
+"""File of docs/api → its title, what it is about, and its names in order."""
 
 MEMBERS: Final[dict[str, tuple[str, ...]]] = {
     "Mesh": ("alone", "is_alone", "is_first_stage", "is_last_stage", "local_rank", "check_group", "new_axis"),
@@ -384,7 +399,7 @@ def members(name: str, found: Found) -> Iterator[ast.FunctionDef]:
 
 def entry(name: str, found: Found, path: str) -> Iterator[str]:
     """What the page says of a name."""
-    yield f"### `{path}`"
+    yield f"## `{path}`"
     if isinstance(found.node, ast.Assign):
         yield f"```text\n{ast.unparse(found.node)}\n```"
     elif name not in MADE_ELSEWHERE:
@@ -395,10 +410,10 @@ def entry(name: str, found: Found, path: str) -> Iterator[str]:
     for node in members(name, found):
         text = described(ast.get_docstring(node) or "")
         if any(each in ("property", "cached_property") for each in decorators(node)):
-            yield f"#### `{name}.{node.name}`\n\n`{result_of(node)}`. {text}"
+            yield f"### `{name}.{node.name}`\n\n`{result_of(node)}`. {text}"
         else:
             signature = call(f"{name}.{node.name}", parameters(node, True), result_of(node))
-            yield f"#### `{name}.{node.name}()`\n\n{signature}\n\n{text}"
+            yield f"### `{name}.{node.name}()`\n\n{signature}\n\n{text}"
 
 
 def modules() -> dict[str, str]:
@@ -413,15 +428,18 @@ def public(path: str) -> Found:
     return find(".".join([PACKAGE, module, *rooms[1:]]), name)
 
 
-def page() -> str:
-    contents, parts = [], list[str]()
-    for title, (what, paths) in GROUPS.items():
-        anchor = title.lower().replace(" ", "-").replace("'", "")
-        contents.append(f"- [{title}](#{anchor}): {', '.join(f'`{path}`' for path in paths)}")
-        parts += [f"## {title}", what]
+def pages() -> dict[Path, str]:
+    """The text of each file."""
+    rows, made = [], dict[Path, str]()
+    for file, (title, what, paths) in GROUPS.items():
+        names = ", ".join(f"`{path}`" for path in paths)
+        rows.append(f"| [{title}](api/{file}.md) | {what} {names} |")
+        parts = [f"# {title}", f"{what} All names: [the Python library](../api.md).", MARK]
         for path in paths:
             parts += entry(path.split(".")[-1], public(path), f"{PACKAGE}.{path}")
-    return "\n\n".join([HEAD.strip("\n"), "\n".join(contents), *(part for part in parts if part)]) + "\n"
+        made[FOLDER / f"{file}.md"] = "\n\n".join(part for part in parts if part) + "\n"
+    made[PAGE] = HEAD + "\n".join(rows) + f"\n\n{MARK}\n"
+    return made
 
 
 def public_paths() -> Iterator[str]:
@@ -440,7 +458,7 @@ def public_paths() -> Iterator[str]:
 
 def problems() -> Iterator[str]:
     """A sentence for each public name that the page has not once, and for each argument without a word."""
-    grouped = [path for _, paths in GROUPS.values() for path in paths]
+    grouped = [path for _, _, paths in GROUPS.values() for path in paths]
     for path in sorted({*public_paths()} ^ {*grouped}):
         yield f"{path} is {'no public name' if path in grouped else 'in no group of docs/api.py'}"
     for path in grouped:
@@ -463,13 +481,20 @@ def problems() -> Iterator[str]:
 
 
 def main() -> None:
-    """Write the page, or with `--check` end with status 1 where it is not current."""
+    """Write the pages, or with `--check` end with status 1 where they are not current."""
     if found := list(problems()):
         sys.exit("docs/api.py: " + "; ".join(found))
-    if "--check" not in sys.argv:
-        PAGE.write_text(page(), encoding="utf-8")
-    elif not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != page():
-        sys.exit("docs/api.md does not show the docstrings as they are; run `make docs`")
+    made = pages()
+    there = {file: file.read_text(encoding="utf-8") for file in (PAGE, *FOLDER.glob("*.md")) if file.is_file()}
+    if "--check" in sys.argv:
+        if made != there:
+            sys.exit("docs/api.md and docs/api do not show the docstrings as they are; run `make docs`")
+        return
+    FOLDER.mkdir(exist_ok=True)
+    for file in there.keys() - made.keys():
+        file.unlink()
+    for file, text in made.items():
+        file.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The page of the Python library: its examples run, and show what they say."""
+"""The pages of the Python library: their examples run, and show what they say."""
 
 import ast
 import contextlib
@@ -21,16 +21,16 @@ from tests.train.support import Run
 from threefold.launch.worker_pool import WorkerPool
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs/api.md"
+PAGES = [ROOT / "docs/api.md", *sorted((ROOT / "docs/api").glob("*.md"))]
 ALIASES = ("t3", "threefold")
 CODE = tomllib.loads(Path(__file__).with_name("api_scenes.toml").read_text())
 SCENES = CODE["scenes"]
 
 
 def examples() -> list[tuple[str, str]]:
-    """Each Python block of the page, with the heading that it stands under."""
+    """Each Python block of the pages, with the heading that it stands under."""
     found: list[tuple[str, str]] = []
-    for part in re.split(r"^(?=###+ )", PAGE.read_text(), flags=re.MULTILINE):
+    for part in (part for page in PAGES for part in re.split(r"^(?=##+ )", page.read_text(), flags=re.MULTILINE)):
         heading = part.splitlines()[0].strip("# `")
         found += [(heading, block) for block in re.findall(r"^```python\n(.*?)^```", part, re.MULTILINE | re.DOTALL)]
     return found
@@ -142,6 +142,7 @@ def test_an_example_fits_the_signatures(heading: str, code: str) -> None:
 
 
 def test_every_public_name_has_an_entry() -> None:
-    headings = re.findall(r"^### `threefold\.([\w.]+)`", PAGE.read_text(), re.MULTILINE)
+    text = "".join(page.read_text() for page in PAGES)
+    headings = re.findall(r"^## `threefold\.([\w.]+)`", text, re.MULTILINE)
     assert {*threefold.__all__} - {*headings} == {*threefold._ROOMS}
     assert len(headings) == len(set(headings))

@@ -4,7 +4,7 @@ A block whose first line is a comment with a file name is saved under it; other 
 blocks are run. All of a page is run in order, in one empty folder. Blocks of `text` are not run.
 
 Of the other pages the blocks of Python run, in a folder with tokens and a run; one after a comment `not run: …`, which
-says why, does not. The examples of docs/api.md are run by test_api_page.py.
+says why, does not. The examples of docs/api are run by test_api_page.py.
 """
 
 import os
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[1]
-GUIDES = ROOT / "docs/guides"
+GUIDES, API = ROOT / "docs/guides", ROOT / "docs/api"
 NOT_RUN = re.compile(r"<!-- not run: (.+) -->$")
 NAMED = re.compile(r"# ([\w./]+\.(?:py|yaml))$")
 
@@ -82,7 +82,7 @@ def run_block(page: Path, block: Block, folder: Path, environment: dict[str, str
 
 def other_pages() -> list[str]:
     """The pages beside the guides that have Python, but the one of the library."""
-    pages = [page for page in (ROOT / "docs").rglob("*.md") if page.parent != GUIDES and page.name != "api.md"]
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if page.parent not in (GUIDES, API) and page.name != "api.md"]
     found = [page for page in pages if any(block.language == "python" for block in blocks(page))]
     return sorted(str(page.relative_to(ROOT)) for page in found)
 

@@ -55,7 +55,7 @@ REASONS: Final = {
     "a resumed run uses the current config": (
         "override-opt_param-scheduler override-opt-param-scheduler use-checkpoint-opt*"
     ),
-    "the run's folder has TensorBoard events and metrics.jsonl": (
+    "the run's folder has metrics.jsonl, and events where TensorBoard is installed": (
         "tensorboard-* log-* wandb-* timing-log-* moe-per-layer-logging logging-level one-logger-* no-one-logger "
         "disable-straggler-on-startup"
     ),

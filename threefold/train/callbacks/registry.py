@@ -53,7 +53,7 @@ def check_names(entries: Sequence[Entry]) -> None:
         name, arguments = _parsed(entry)
         if name not in CALLBACKS:
             raise UserError(f"{CALLBACKS.setting} has {name!r} but each must be {one_of(name, CALLBACKS.names())}.")
-        if name in _CHOSEN or arguments or CALLBACKS.is_path(name):
+        if name in _CHOSEN or name in _ALWAYS or arguments or CALLBACKS.is_path(name):
             kind = _load(name)
             require_packages(kind, f"{CALLBACKS.setting} has {shown(name)}")
             _check_arguments(kind, name, arguments)

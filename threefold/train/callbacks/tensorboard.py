@@ -6,6 +6,7 @@ import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
@@ -18,8 +19,9 @@ SECONDS_BETWEEN_FLUSHES = 10
 
 
 def import_writer() -> None:
-    """Import the event-file writer once in a launcher that may restart its ranks."""
-    import tensorboard.compat.proto.event_pb2  # noqa: F401
+    """Import the event-file writer, if it is installed, once in a launcher that may restart its ranks."""
+    if find_spec("tensorboard") is not None:
+        import tensorboard.compat.proto.event_pb2  # noqa: F401
 
 
 _TAGS: Final = {
@@ -76,15 +78,20 @@ class Tracker(Callback):
 
 
 class TensorBoard(Tracker):
-    """Write event files; in TensorBoard, repeated steps of a resumed run replace the earlier ones.
+    """Write event files if TensorBoard is installed; in it, repeated steps of a resumed run replace the earlier ones.
 
     This uses TensorBoard's messages, but neither its `SummaryWriter`, whose thread would print a traceback on a full
     disk, nor its record writer, whose import takes a tenth of a second before the first step. The first failure is
     reported once, and the run continues without these files.
     """
 
+    packages = ("tensorboard",)
+
     @classmethod
-    def for_run(cls, run: RunContext) -> Callback:
+    def for_run(cls, run: RunContext) -> Callback | None:
+        if find_spec("tensorboard") is None:
+            say("No files for TensorBoard, which is not installed: pip install 'threefold[tensorboard]'.")
+            return None
         return cls(run.run_dir / TENSORBOARD_FOLDER)
 
     def __init__(self, folder: Path) -> None:
