@@ -1,4 +1,4 @@
-"""The batch script of docs/training.md, with programs in the place of `srun` and `scontrol`."""
+"""The batch script of docs/resilience.md, with programs in the place of `srun` and `scontrol`."""
 
 import os
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "training.md"
+PAGE = Path(__file__).parents[2] / "docs" / "resilience.md"
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,9 @@ _LIKELY_VOCABULARY = 50257
 PINNED = frozenset(("train.global_batch_size",))
 """Derived settings that are stored as if given: derived for another layout, they would train another model."""
 LARGEST_TOKENS = {"cpu": 8192, "cuda": 32768}
-"""Largest default micro-batch, in tokens of a rank. More is no faster: measured on a CPU (docs/training.md); on a GPU,
-matrices with this many rows fill it, and more rows would cut the logits into thinner chunks."""
+"""Largest default micro-batch, in tokens of a rank. More is no faster: measured on a CPU
+(docs/training-internals.md); on a GPU, matrices with this many rows fill it, and more rows would cut the logits into
+thinner chunks."""
 ENOUGH_TOKENS = 1024
 """Tokens above which a CPU loses less to small micro-batches than to chunked logits, which are computed twice."""
 

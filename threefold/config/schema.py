@@ -168,7 +168,7 @@ class TrainConfig(Section):
     """Global batches in an evaluation."""
     watch_every: int = Field(default=0, ge=0, le=MOST_STEPS)
     """Silent data corruption watch: steps between comparisons of hashes of weights and optimizer state, with other
-    ranks' copies and with the rank's own values after the previous update (docs/training.md); 0 for none."""
+    ranks' copies and with the rank's own values after the previous update (docs/resilience.md); 0 for none."""
     watch: Literal["weights", "gradients"] = "weights"
     """For `watch_every`, what is compared: `weights`, which includes optimizer state; `gradients` (CPU only) adds the
     gradients, compared with those that another replica computes from the same samples."""
@@ -223,7 +223,7 @@ class TrainConfig(Section):
 
     on_nan: Annotated[str, NameIn(ON_NAN)] = "stop"
     """Action after a step whose loss or gradient norm is NaN or infinite, once the step was run again to find where
-    that began (docs/training.md): `stop` ends the run; `skip` makes no update in this step and continues with the next;
+    that began (docs/resilience.md): `stop` ends the run; `skip` makes no update and continues with the next step;
     `rollback` loads the last good checkpoint, skips the steps since then, including the bad one, and continues after
     it. With `precision.dtype` `fp16`, only a step at the smallest loss scale counts. Also a function of your own that
     chooses among the three, by its import path or from an installed package (docs/developing.md)."""

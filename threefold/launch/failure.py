@@ -111,9 +111,9 @@ def _explain_allocation(error: BaseException) -> str:
         size = float(tried[1]) * 1024 ** _UNITS.index(tried[2].lower()) / 1e9
         what = f"{size:,.1f} GB could not be allocated"
     if "CUDA" not in text:
-        where = f"the memory of this machine, {memory() / 1e9:,.1f} GB for all its processes"
+        where = f"the memory of this machine, {memory() / 1e9:,.1f} GB for all its processes,"
     return (
-        f"{where}, is not enough: {what}; use a smaller train.micro_batch_size, train.recompute, parallel.zero, or "
+        f"{where} is not enough: {what}; use a smaller train.micro_batch_size, train.recompute, parallel.zero, or "
         "more ranks of tp or pp on more machines"
     )
 
