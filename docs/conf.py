@@ -1,21 +1,72 @@
-"""Settings of Sphinx, with which `make docs-site` makes the site from these pages; the pages read as well without it."""
+"""Settings of Sphinx, with which `make docs-site` makes a site of these pages.
+
+The pages link to each other and into the repository as they do on its own pages. For the site, links to a file that is
+no page become downloads, those to a folder plain text, and pages of `REPOSITORY` have the text of a file elsewhere.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Any, Final
+
+from pygments.lexers.special import TextLexer
+from sphinx.application import Sphinx
+from sphinx.highlighting import lexers
+
+DOCS: Final = Path(__file__).parent
+REPOSITORY: Final = {
+    "contents/results": "benchmarks/RESULTS.md",
+    "contents/contributing": "CONTRIBUTING.md",
+    "contents/changelog": "CHANGELOG.md",
+    "contents/security": "SECURITY.md",
+}
+"""Page of the site → file of the repository whose text it has."""
 
 project = "Threefold"
 copyright = "The Threefold authors; Apache-2.0"
 extensions = ["myst_parser", "sphinx_copybutton"]
+root_doc = "index"
 exclude_patterns = ["_build"]
-suppress_warnings: list[str] = []
 
 myst_heading_anchors = 4
 highlight_language = "none"
+lexers["mermaid"] = TextLexer()  # drawn by the repository's own pages
 
 html_theme = "furo"
 html_title = "Threefold"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-html_show_sphinx = False
-html_show_sourcelink = False
 html_copy_source = False
 copybutton_prompt_text = r"\$ |>>> |\.\.\. "
 copybutton_prompt_is_regexp = True
-copybutton_only_copy_prompt_lines = True
+
+LINK: Final = re.compile(r"\]\(([^)#: ]+)(#[^)]*)?\)")
+
+
+def setup(app: Sphinx) -> None:
+    """Have links rewritten as pages are read."""
+    app.connect("source-read", rewrite_links)
+
+
+def rewrite_links(app: Sphinx, docname: str, source: list[str], *_: Any) -> None:
+    """Turn links out of this folder into ones that the site has; `source` holds the text of the page."""
+    page, file = DOCS / f"{docname}.md", DOCS / f"{docname}.md"
+    if docname in REPOSITORY:
+        file = DOCS.parent / REPOSITORY[docname]
+        source[0] = file.read_text(encoding="utf-8")
+        app.env.note_dependency(str(file))
+    pages = {DOCS.parent / name: DOCS / f"{each}.md" for each, name in REPOSITORY.items()}
+
+    def rewritten(link: re.Match[str]) -> str:
+        target = (file.parent / link[1]).resolve()
+        if target.is_dir():
+            return "]"
+        where = pages.get(target, target)
+        if where.suffix == ".md" and not where.is_relative_to(DOCS):  # no page: its text, as a file
+            return "]"
+        return f"]({os.path.relpath(where, page.parent)}{link[2] or ''})"
+
+    source[0] = LINK.sub(rewritten, source[0])
+    if docname == "api":  # the order of its table
+        found = [link[1].removesuffix(".md") for link in LINK.finditer(source[0]) if link[1].startswith("api/")]
+        source[0] += "\n".join(["\n```{toctree}", ":hidden:", "", *found, "```\n"])
