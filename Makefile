@@ -98,25 +98,27 @@ clean:
 	rm -rf .venv .venv-docs docs/_build demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-# Names on one line what pip gets; nothing is compiled ahead that may never be imported.
-INSTALL := -m pip install --no-compile --disable-pip-version-check
-NAMES := awk '/^Collecting/ { sub(/[^A-Za-z0-9._-].*/, "", $$2); printf "%s ", $$2; fflush() } END { print "installed." }'
+# Installs $(2) with the Python of the environment $(1), and names on one line what pip gets; its warnings are shown if it fails.
+# Nothing is compiled ahead that may never be imported.
+define install
+@$(1)/bin/python -m pip install --no-compile --disable-pip-version-check $(2) 2> $(1)/install.log | awk \
+	'/^(Collecting|Processing) / { sub(".*/", "", $$2); sub(/[^A-Za-z0-9._-].*|-[0-9].*/, "", $$2); printf "%s ", $$2; fflush() } \
+	END { print "" }' || { cat $(1)/install.log >&2; exit 1; }
+@touch $@
+endef
 
 .venv/ready: pyproject.toml
 	@echo "Setting up .venv, once: torch and what Threefold needs to train."
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/python $(INSTALL) -e . | $(NAMES)
-	@touch $@
+	$(call install,.venv,-e .)
 
 .venv/test-ready: .venv/ready
 	@echo "Installing the tools of tests and lint into .venv, once."
-	@$(BIN)/python $(INSTALL) -e '.[test,lint]' | $(NAMES)
-	@touch $@
+	$(call install,.venv,-e '.[test,lint]')
 
 .venv-docs/ready: pyproject.toml
 	@echo "Setting up .venv-docs, once: Sphinx."
 	@test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
 	@$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], \
 		sep="\n")' > .venv-docs/requirements.txt
-	@.venv-docs/bin/python $(INSTALL) -r .venv-docs/requirements.txt | $(NAMES)
-	@touch $@
+	$(call install,.venv-docs,-r .venv-docs/requirements.txt)

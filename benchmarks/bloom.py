@@ -2,7 +2,7 @@
 
     python benchmarks/bloom.py [--steps 100]
 
-A GPT of 473,600 parameters with dropout, in fp32, on tokens from this Python's own documentation, is trained in one
+A GPT of 473,728 parameters with dropout, in fp32, on tokens from this Python's own documentation, is trained in one
 process for 100 steps; the README shows the row. No idle machine is needed: nothing is timed.
 """
 
