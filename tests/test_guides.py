@@ -82,7 +82,9 @@ def run_block(page: Path, block: Block, folder: Path, environment: dict[str, str
 
 def other_pages() -> list[str]:
     """The pages beside the guides that have Python, but the one of the library."""
-    pages = [page for page in (ROOT / "docs").rglob("*.md") if page.parent not in (GUIDES, API) and page.name != "api.md"]
+    pages = [
+        page for page in (ROOT / "docs").rglob("*.md") if page.parent not in (GUIDES, API) and page.name != "api.md"
+    ]
     found = [page for page in pages if any(block.language == "python" for block in blocks(page))]
     return sorted(str(page.relative_to(ROOT)) for page in found)
 

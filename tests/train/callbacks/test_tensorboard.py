@@ -45,7 +45,5 @@ def test_a_run_without_the_package_says_how_to_get_it(pool: WorkerPool, small_ru
 def test_a_config_that_names_it_is_refused_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     check_names(["tensorboard"])
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(
-        UserError, match=r"^train\.callbacks has tensorboard, which needs the package tensorboard"
-    ):
+    with pytest.raises(UserError, match=r"^train\.callbacks has tensorboard, which needs the package tensorboard"):
         check_names(["tensorboard"])
