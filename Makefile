@@ -112,9 +112,11 @@ endef
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(call install,.venv,-e .)
 
+TOOLS := [test,lint]
+
 .venv/test-ready: .venv/ready
 	@echo "Installing the tools of tests and lint into .venv, once."
-	$(call install,.venv,-e '.[test,lint]')
+	$(call install,.venv,-e '.$(TOOLS)')
 
 .venv-docs/ready: pyproject.toml
 	@echo "Setting up .venv-docs, once: Sphinx."
