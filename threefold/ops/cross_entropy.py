@@ -17,7 +17,7 @@ product, rounded once.
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,16 +30,16 @@ from threefold.ops.exact_products import tree_sum
 from threefold.ops.kernels import product
 from threefold.torch_private.tensors import assert_async
 
-_SIZES = 64  # sizes of logits to compile for: those of training, evaluation, last batches
-
+# Kernels of any size read single numbers; those of one size, of which a run has a few, read sixteen bytes. (The
+# overloads of `torch.compile` leave out the last two arguments.)
+_PER_SIZE: Final[dict[str, Any]] = {"dynamic": False, "recompile_limit": 64, "isolate_recompiles": True}
 _In = ParamSpec("_In")
 _Out = TypeVar("_Out")
 
 
 @cache
 def _compiled(function: Callable[_In, _Out]) -> Callable[_In, _Out]:
-    # Kernels of any size read single numbers; those of one size, of which a model has two, read sixteen bytes.
-    return torch.compile(function, dynamic=False, recompile_limit=_SIZES, isolate_recompiles=True)
+    return torch.compile(function, **_PER_SIZE)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, at_once: int = LOGITS_AT_ONCE) -> Tensor:
