@@ -16,6 +16,7 @@ from threefold.cli.terminal import (
     print_table,
     read_config,
     read_without_data,
+    setting_text,
 )
 from threefold.errors import UserError
 from threefold.files import format_bytes
@@ -151,13 +152,10 @@ def diff(
 
     Exit status: 0 if all settings are equal; 1 if any differs; 2 if one of the configs is invalid.
     """
-    ours, theirs = (read_without_data(_config_in(path), None).sections() for path in (first, second))
-    rows = [
-        (f"{section}.{key}", _value(values.get(key)), _value(theirs[section].get(key)))
-        for section, values in ours.items()
-        for key in {**values, **theirs[section]}
-        if values.get(key) != theirs[section].get(key)
-    ]
+    from threefold.config.loading import differing_settings
+
+    found = differing_settings([read_without_data(_config_in(path), None).sections() for path in (first, second)])
+    rows = [(name, *map(setting_text, values)) for name, values in found.items()]
     if not rows:
         typer.echo("All settings are equal.")
         return
@@ -167,10 +165,6 @@ def diff(
 
 def _config_in(path: Path) -> Path:
     return path / "config.yaml" if path.is_dir() else path
-
-
-def _value(value: object) -> str:
-    return "–" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 @app.command()

@@ -221,6 +221,11 @@ def counted(count: int, thing: str, plural: str = "s") -> str:
     return f"{count:,} {thing}{plural if count != 1 else ''}"
 
 
+def setting_text(value: object) -> str:
+    """Return the value of a setting as JSON; a dash for None, which means that it is not set."""
+    return "–" if value is None else json.dumps(value, ensure_ascii=False)
+
+
 def first_to_last(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 import yaml
 from pydantic import ValidationError
 
-from threefold.config.schema import Config, section_settings
+from threefold.config.schema import DERIVED, Config, section_settings
 from threefold.errors import UserError
 from threefold.files import read_text, shown
 from threefold.plugins import one_of
@@ -118,6 +118,29 @@ def load_config(path: Path | str, overrides: Overrides = ()) -> Config:
     values = {name: {} if section is None else _named(section) for name, section in _named(read).items()}
     origins = {".".join(key): f"{shown(path)}, line {line}: " for key, line in lines.items()}
     return _made(values, overrides, origins, shown(path), origins)
+
+
+def recorded_settings(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the settings that a run's config.yaml records by section, without checking them.
+
+    Derived settings, which are comments in the file (`Config.to_yaml_as_given`), are among them.
+
+    Raises:
+        UserError: unreadable file, or bad YAML.
+    """
+    lines = read_text(path, "the config ", LARGEST_DOCUMENT).split("\n")
+    # A comment that begins a derived setting ends its first column with `#`.
+    text = "\n".join(f" {line[3:]}" if line.startswith("  # ") and line != DERIVED else line for line in lines)
+    read, _ = _parse(text, shown(path))
+    sections = read.items() if isinstance(read, dict) else ()
+    return {str(name): _named(values) for name, values in sections if isinstance(values, dict)}
+
+
+def differing_settings(configs: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, tuple[Any, ...]]:
+    """Return the settings in which configs differ, as `section.key`, with the value in each; None where not set."""
+    keys = dict.fromkeys((name, key) for sections in configs for name, values in sections.items() for key in values)
+    found = {f"{name}.{key}": tuple(each.get(name, {}).get(key) for each in configs) for name, key in keys}
+    return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
 
 
 def config_of(

@@ -321,6 +321,10 @@ class _YamlDumper(yaml.SafeDumper):
 _YamlDumper.add_representer(list, lambda dumper, data: dumper.represent_sequence("tag:yaml.org,2002:seq", data, True))
 
 
+DERIVED: Final = "  # From other settings:"
+"""Line before the comments with derived settings in a config that a run stores."""
+
+
 def to_yaml(sections: dict[str, dict[str, Any]]) -> str:
     """Format settings by section as YAML."""
     return yaml.dump(sections, Dumper=_YamlDumper, sort_keys=False, allow_unicode=True)
@@ -378,7 +382,7 @@ class Config(Section):
             told = to_yaml({name: {key: values.pop(key) for key in following}})
             text += to_yaml({name: values})
             if following:
-                text += "  # From other settings:\n" + "".join(f"  #{line[1:]}\n" for line in told.splitlines()[1:])
+                text += f"{DERIVED}\n" + "".join(f"  #{line[1:]}\n" for line in told.splitlines()[1:])
         return text
 
     def is_given(self, key: str) -> bool:

@@ -413,7 +413,7 @@ def _require_no_foreign(run_dir: Path, config: Config) -> None:
     from threefold.train.callbacks import console, loss_curve, metrics
     from threefold.train.callbacks.registry import files_of
 
-    replaced = [CONFIG_FILE, metrics.FILE, console.LOG_FILE, loss_curve.FILE, GOODPUT_FILE]
+    replaced = [CONFIG_FILE, metrics.FILE, console.LOG_FILE, loss_curve.FILE, console.REPORT_FILE, GOODPUT_FILE]
     replaced += files_of(config.train.callbacks or ())
     found = [name for name in replaced if os.path.lexists(run_dir / name)]
     if found and not _is_used(run_dir):

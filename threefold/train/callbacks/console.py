@@ -12,6 +12,8 @@ from threefold.train.callbacks.metrics import RunFile
 from threefold.train.callbacks.records import EvaluationRecord, MeanRates, StepRecord
 
 LOG_FILE = "train.log"
+REPORT_FILE = "report.html"
+"""Report of the run (`threefold.report.page`)."""
 
 
 class StepLog(RunFile):
@@ -114,7 +116,8 @@ class Summary(Callback):
 
     @classmethod
     def for_run(cls, run: RunContext) -> Callback:
-        files = {"loss curve": loss_curve.FILE, "metrics": metrics.FILE, "TensorBoard": tensorboard.TENSORBOARD_FOLDER}
+        files = {"report": REPORT_FILE, "loss curve": loss_curve.FILE, "metrics": metrics.FILE}
+        files["TensorBoard"] = tensorboard.TENSORBOARD_FOLDER
         return cls({name: run.run_dir / file for name, file in files.items()}, run.run_dir / GOODPUT_FILE)
 
     def __init__(self, places: dict[str, Path], ledger: Path | None = None) -> None:

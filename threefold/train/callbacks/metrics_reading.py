@@ -70,10 +70,9 @@ def read_metrics_file(path: Path) -> Metrics:
     damaged, repeated = [], []
     with path.open("rb") as file:
         for number, content in enumerate(file, 1):
-            line = _object(content)
-            if line is None and content.endswith(b"\n") and content.strip():
+            line, is_whole = parse_line(content)
+            if not is_whole and content.endswith(b"\n"):
                 damaged.append(number)
-                line = _object(content[max(0, content.rfind(_BEGINNING)) :])  # a complete line after half of one
             if line is None:
                 continue
             key = (line["step"], next(kind for kind, name in enumerate(_KINDS) if name in line))
@@ -93,6 +92,21 @@ def read_metrics_file(path: Path) -> Metrics:
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the valid lines of a metrics file that may be missing or damaged, as objects in step order."""
     yield from read_metrics_file(path).lines
+
+
+def parse_line(content: bytes) -> tuple[dict[str, Any] | None, bool]:
+    """Parse a line of a metrics file, with its end.
+
+    Returns:
+        object of a step, an evaluation or the goodput, or None; and whether the line is valid or empty. A damaged line
+        may end with a complete one, which is returned.
+    """
+    found = _object(content)
+    if found is not None or not content.strip():
+        return found, True
+    if content.endswith(b"\n"):
+        found = _object(content[max(0, content.rfind(_BEGINNING)) :])  # a complete line after half of one
+    return found, False
 
 
 def _object(content: bytes) -> dict[str, Any] | None:

@@ -1,0 +1,63 @@
+"""`threefold report`: what runs were and how they went, as a table or a page."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from threefold.cli.terminal import print_warnings, setting_text, table
+from threefold.errors import UserError
+from threefold.files import shown
+
+
+def command(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")],
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a self-contained page, with curves to compare.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the data of the page as a JSON document.")] = False,
+) -> None:
+    """Report on runs, ended or not: what ran, losses, speed, time, memory, checkpoints, and settings that differ.
+
+    A run writes the page of its own report at its end, as RUN/report.html.
+    """
+    from threefold.report.record import RunRecord, require_run
+
+    for run in runs:
+        require_run(run)
+    if html is not None and (html.is_dir() or not html.parent.is_dir()):
+        what = "that is a folder" if html.is_dir() else f"there is no folder {shown(html.parent)}"
+        raise UserError(f"--html {shown(html)} cannot be written: {what}.")
+    records = [RunRecord(run) for run in runs]
+    for record in records:
+        record.update()
+    from threefold.report.document import report_of
+    from threefold.report.page import write_page
+
+    report = report_of(records)
+    for found in report["runs"]:
+        print_warnings(found["warnings"])
+    if html is not None:
+        write_page(html, report)
+        typer.echo(f"Wrote {shown(html)}.", err=as_json)
+    if as_json:
+        typer.echo(json.dumps(report, ensure_ascii=False))
+    elif html is None:
+        _print_report(report)
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    runs, console = report["runs"], Console()
+    names, left = tuple(run["name"] for run in runs), "l" * (1 + len(runs))
+    rows = dict.fromkeys(name for run in runs for name in run["summary"])
+    cells = [(name, *(run["summary"].get(name, "–") for run in runs)) for name in rows]
+    console.print(table(("run", *names), cells, left, whole=(0,)))
+    if report["differences"]:
+        settings = [(name, *map(setting_text, values)) for name, values in report["differences"].items()]
+        console.print(table(("setting", *names), settings, left))
+    for run in runs:
+        for event in run["events"]:
+            typer.echo(f"{run['name']}, step {event['step']:,}: {event['text']}")

@@ -1,0 +1,52 @@
+"""`threefold watch`: a run that goes on, in the terminal or in a browser."""
+
+import time
+from typing import Annotated, Any, Final
+
+import typer
+from typer.core import TyperCommand
+
+from threefold.cli.terminal import RunFolder, whole_number
+
+_PORT: Final = 6070
+_SECONDS_BETWEEN_LOOKS: Final = 1.0
+_CTRL_C: Final = 130
+
+
+class Parser(TyperCommand):
+    """Parser for `--serve` without a port, which means `--serve=6070`, or with one."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = []
+        for argument, following in zip(args, [*args[1:], ""], strict=True):
+            alone = argument == "--serve" and not following.isdecimal()
+            given.append(f"--serve={_PORT}" if alone else argument)
+        return super().parse_args(ctx, given)
+
+
+def command(
+    run: RunFolder,
+    serve: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[PORT]",
+            help=f"Serve the page of its report to browsers of this machine alone (default port {_PORT}; 0: any).",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Follow RUN until it ends: the newest step, and the curve of its loss. Ctrl-C ends the watch, not the run."""
+    port = None if serve is None else whole_number(serve, "--serve", 0, 65535)
+    from threefold.report.live import LOOPBACK, RunServer, follow
+    from threefold.report.record import RunRecord
+
+    record = RunRecord(run)
+    try:
+        if port is None:
+            follow(record, lambda: time.sleep(_SECONDS_BETWEEN_LOOKS))
+        else:
+            server = RunServer(record, port)
+            typer.echo(f"Serving the report at http://{LOOPBACK}:{server.port}/ until Ctrl-C.")
+            server.serve()
+    except KeyboardInterrupt:
+        raise typer.Exit(_CTRL_C) from None

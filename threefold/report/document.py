@@ -1,0 +1,324 @@
+"""The document of a report: everything that a page, a table or another program shows about runs, as plain JSON."""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from threefold import __version__
+from threefold.comm.layout import AXES, Layout
+from threefold.config.loading import differing_settings
+from threefold.errors import UserError
+from threefold.files import format_bytes, read_json, read_text, require_file
+from threefold.report.record import SAMPLES_FILE, SUMS, RunRecord, number
+from threefold.train.callbacks.base import clock
+
+if TYPE_CHECKING:
+    from threefold.checkpoint.summary import ListedCheckpoint
+
+VERSION: Final = 1
+PHASES: Final = {
+    "data": "waiting for data",
+    "callbacks": "callbacks",
+    "forward_backward": "forward and backward",
+    "update": "update",
+}
+"""Phases of a step, and their names in a report."""
+LEDGER: Final = {
+    "steps": "steps",
+    "repeated": "repeated steps",
+    "evaluating": "evaluations",
+    "saving": "saving",
+    "starting": "starting",
+    "lost": "lost to restarts",
+}
+"""Parts of a run's time, and their names in a report."""
+_MOST_DRAWN: Final = 256
+"""Largest number of ranks whose coordinates are listed."""
+_MOST_CHECKPOINTS: Final = 50
+_MOST_SAMPLES: Final = 50
+_LARGEST_SAMPLES: Final = 4 << 20
+
+Settings = Mapping[str, Mapping[str, Any]]
+
+
+def report_of(runs: Sequence[RunRecord]) -> dict[str, Any]:
+    """Return the document of a report on runs; raises nothing for damaged files, which `warnings` name.
+
+    Its members are `format`, `version`, `threefold`, `made`, `phases` and `ledger` (names of the parts of a step and of
+    a run), `differences` (settings that differ, with each run's value), and `runs`, each with `name`, `folder`,
+    `state`, `summary` (rows of a table, by name), `layout`, `settings`, `curves`, `evaluations` (`Curves.document`),
+    `phases` and `waited` (seconds), `attempts`, `goodput`, `events`, `checkpoints`, `samples` and `warnings`.
+    """
+    documents = [_run(run) for run in runs]
+    names = _distinct([run.folder for run in runs])
+    for name, document in zip(names, documents, strict=True):
+        document["name"] = name
+    return {
+        "format": "threefold-report",
+        "version": VERSION,
+        "threefold": __version__,
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "phases": PHASES,
+        "ledger": LEDGER,
+        "differences": differing_settings([document["settings"] for document in documents]),
+        "runs": documents,
+    }
+
+
+def sentence_of(run: RunRecord, steps: int | None) -> str:
+    """Return how far a run is, in words.
+
+    Args:
+        run: the run.
+        steps: number of steps of the whole run; None if not known.
+    """
+    last = run.curves.last_step
+    of = f" of {steps:,}" if steps else ""
+    if not last:
+        return "running; no step is complete" if run.is_running else "ended before the first step"
+    if run.is_running:
+        return f"running, step {last:,}{of}"
+    return f"finished, {last:,} steps" if last == steps else f"ended after step {last:,}{of}"
+
+
+def steps_of(settings: Settings) -> int | None:
+    """Return the number of steps of a whole run; None if its settings do not say."""
+    found = settings.get("train", {}).get("max_steps")
+    return found if type(found) is int else None
+
+
+def _run(run: RunRecord) -> dict[str, Any]:
+    settings, problem = run.settings()
+    settings = _plain(settings)
+    curves, ledger, warnings = run.curves, run.goodput, run.warnings()
+    checkpoints, parameters = _checkpoints(run.folder)
+    samples, cut = _samples(run.folder)
+    layout, steps = _layout(settings), steps_of(settings)
+    phases = {name: round(curves.total(f"phase/{name}"), 6) for name in PHASES if f"phase/{name}" in curves.names()}
+    versions = next((found["versions"] for found in reversed(checkpoints["listed"]) if found["versions"]), {})
+    facts = {
+        "state": sentence_of(run, steps),
+        "model": _model(settings, parameters),
+        "layout": "" if layout is None else _layout_text(layout, settings),
+        "data": _data(settings),
+        "precision": _precision(settings),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+        **_results(run),
+        "goodput": _goodput(run),
+        "checkpoints": _newest(checkpoints),
+    }
+    return {
+        "folder": str(run.folder),
+        "state": "running" if run.is_running else "finished" if curves.last_step == steps else "ended",
+        "steps": steps,
+        "summary": {name: text for name, text in facts.items() if text},
+        "layout": None if layout is None else _layout_facts(layout),
+        "settings": settings,
+        "curves": curves.document(SUMS),
+        "evaluations": run.evaluations.document(),
+        "phases": phases,
+        "waited": round(curves.total("waited"), 6),
+        "seconds": round(curves.total("seconds"), 6),
+        "attempts": [{"step": step, "elapsed": round(elapsed, 3)} for step, elapsed in run.attempts],
+        "goodput": {
+            "ledgers": run.ledgers,
+            "now": None if ledger is None else {"seconds": ledger.seconds(), "restarts": ledger.restarts},
+        },
+        "events": run.events(),
+        "checkpoints": checkpoints,
+        "samples": samples,
+        "warnings": [*([problem] if problem else []), *warnings, *cut],
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of YAML as JSON can say it: infinities and NaN as text."""
+    if isinstance(value, dict):
+        return {str(key): _plain(inside) for key, inside in value.items()}
+    if isinstance(value, list):
+        return [_plain(inside) for inside in value]
+    return str(value) if isinstance(value, float) and not isfinite(value) else value
+
+
+def _distinct(folders: Sequence[Path]) -> list[str]:
+    """Return the names of folders; their paths if two have one name."""
+    names = [folder.resolve().name for folder in folders]
+    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
+
+
+def _model(settings: Settings, parameters: int) -> str:
+    model = settings.get("model", {})
+    count = f"{parameters:,} parameters" if parameters else ""
+    if model.get("architecture") == "own":
+        return _joined(", ", "own", model.get("file"), count)
+    sizes = {"num_layers": "layers", "hidden_size": "wide", "num_attention_heads": "heads"}
+    shape = " × ".join(f"{model[name]} {word}" for name, word in sizes.items() if name in model)
+    return _joined(", ", model.get("preset") or model.get("architecture"), shape, count)
+
+
+def _data(settings: Settings) -> str:
+    data, batch = settings.get("data", {}), settings.get("train", {}).get("global_batch_size")
+    mixture = data.get("mixture")
+    source = data.get("path") or _joined(", ", *(mixture if isinstance(mixture, dict) else ()))
+    length = f" of {data['sequence_length']} tokens" if "sequence_length" in data else ""
+    return _joined(", ", source, f"{batch} samples{length} a step" if batch else "")
+
+
+def _precision(settings: Settings) -> str:
+    train, dtype = settings.get("train", {}), settings.get("precision", {}).get("dtype", "")
+    device = train.get("device")
+    where = f"on {device}" if device in ("cpu", "cuda") else ""
+    return _joined(" ", dtype, where, "exact" if train.get("exact") is True else "")
+
+
+def _joined(separator: str, *parts: object) -> str:
+    return separator.join(str(part) for part in parts if part)
+
+
+def _layout(settings: Settings) -> Layout | None:
+    parallel = settings.get("parallel", {})
+    sizes = {axis: parallel.get(axis, 1) for axis in (*AXES, "ep")}
+    if not parallel or not all(type(size) is int for size in sizes.values()):
+        return None
+    try:
+        return Layout(**sizes)
+    except UserError:  # of a file that was changed
+        return None
+
+
+def _layout_text(layout: Layout, settings: Settings) -> str:
+    parallel = settings["parallel"]
+    zero = f", zero {parallel['zero']}" if parallel.get("zero") else ""
+    schedule = f", {parallel.get('schedule')}" if layout.pp > 1 else ""
+    count = layout.world_size
+    return f"{layout}{zero}{schedule}, {count:,} rank{'s' if count > 1 else ''}"
+
+
+def _layout_facts(layout: Layout) -> dict[str, Any]:
+    """Return the sizes of the axes and, of layouts that are drawn whole, the coordinates of each rank."""
+    ranks = range(layout.world_size) if layout.world_size <= _MOST_DRAWN else ()
+    sizes = {axis: layout.size(axis) for axis in (*AXES, "ep")}
+    return {"sizes": sizes, "axes": AXES, "ranks": [list(layout.coordinates(rank)) for rank in ranks]}
+
+
+def _results(run: RunRecord) -> dict[str, str]:
+    """Return the rows of the summary about losses, speed, time and memory; empty ones have no value."""
+    curves, line = run.curves, run.recent[-1] if run.recent else {}
+    seconds, count = curves.total("seconds"), len(curves)
+    if not count or not seconds:
+        return {}
+    values = curves.document()["values"]
+    loss, norm, rate = (number(line, name) for name in ("loss", "grad_norm", "lr"))
+    phases = {word: curves.total(f"phase/{name}") / seconds for name, word in PHASES.items()}
+    low = [each for each in values.get("memory", {}).get("high", values.get("memory", {}).get("mean", [])) if each]
+    capacity, work = curves.total("capacity"), curves.total("work")
+    return {
+        "loss": "not finite" if loss is None else f"{loss:.4f} at step {line['step']:,}",
+        "validation": _validation(run),
+        "learning rate": "" if rate is None else f"{rate:.3e}",
+        "gradient norm": "" if norm is None else f"{norm:.3f}",
+        "tokens": f"{curves.total('tokens'):,.0f} trained on",
+        "speed": f"{curves.total('read') / seconds:,.0f} tokens/s, {_duration(seconds / curves.count('seconds'))} a step",
+        "MFU": f"{work / capacity:.1%}" if capacity else "",
+        "compute": _compute(work / seconds) if work else "",
+        "time of a step": ", ".join(f"{word} {share:.0%}" for word, share in phases.items() if share >= 0.005),
+        "waiting": f"{curves.total('waited') / seconds:.0%} of it, in collectives" if curves.total("waited") else "",
+        "memory": format_bytes(int(max(low))) + " on the rank that takes most" if low else "",
+    }
+
+
+def _validation(run: RunRecord) -> str:
+    losses = run.evaluations.document()["values"].get("valid_loss")
+    if run.evaluation is None or losses is None:
+        return ""
+    lows = [each for each in losses.get("low", losses["mean"]) if each is not None]
+    last = number(run.evaluation, "valid_loss")
+    now = "not finite" if last is None else f"{last:.4f}"
+    return f"{now} at step {run.evaluation['step']:,}" + (f", lowest {min(lows):.4f}" if min(lows) != last else "")
+
+
+def _compute(teraflops: float) -> str:
+    unit, scale = ("TFLOP/s", 1.0) if teraflops >= 1 else ("GFLOP/s", 1000.0)
+    return f"{scale * teraflops:,.1f} model {unit} a rank"
+
+
+def _duration(seconds: float) -> str:
+    return f"{1000 * seconds:,.0f} ms" if seconds < 10 else f"{seconds:,.1f} s"
+
+
+def _goodput(run: RunRecord) -> str:
+    found = run.goodput
+    if found is None or not found.total:
+        return ""
+    times = "restart" if found.restarts == 1 else "restarts"
+    restarts = f", {found.restarts:,} {times}" if found.restarts else ""
+    resumed = found.attempts - found.restarts - 1
+    again = f", resumed {'once' if resumed == 1 else f'{resumed:,} times'}" if resumed > 0 else ""
+    return f"{found.share:.1%} of {clock(found.total)}{restarts}{again}"
+
+
+def _checkpoints(folder: Path) -> tuple[dict[str, Any], int]:
+    """Return the newest checkpoints of a run and the number of all, and the parameters of the newest one's model."""
+    from threefold.checkpoint.errors import MODEL
+    from threefold.checkpoint.index import read_index  # imports torch
+    from threefold.checkpoint.summary import checkpoint_folders, group_of, listed
+
+    parameters, kept, paths, newest = 0, [], list[Path](), None
+    with suppress(UserError):
+        paths = checkpoint_folders(folder)
+    for path in paths[-_MOST_CHECKPOINTS:]:
+        one = listed(path)
+        kept.append(_checkpoint(one))
+        newest = path if one.state == "complete" else newest
+    if newest is not None:
+        with suppress(UserError):
+            index = read_index(newest)
+            parameters = group_of({name: index[name] for name in index if name.startswith(MODEL)}).elements
+    return {"count": len(paths), "listed": kept}, parameters
+
+
+def _checkpoint(one: "ListedCheckpoint") -> dict[str, Any]:
+    """Return an entry of the list: its `weights` is the fingerprint of an exact run, its `checksum` covers its files."""
+    from threefold.checkpoint.manifest import MANIFEST
+
+    checksum = ""
+    with suppress(UserError, KeyError, TypeError):
+        checksum = str(read_json(one.path / MANIFEST)["checksum"])
+    found = one.document()
+    kept = {name: found[name] for name in ("step", "state", "reason", "bytes", "saved", "versions")}
+    weights = one.facts.fingerprint if one.facts else None
+    return {**kept, "name": one.path.name, "layout": one.layout, "weights": weights, "checksum": checksum}
+
+
+def _newest(checkpoints: Mapping[str, Any]) -> str:
+    complete = [each for each in checkpoints["listed"] if each["state"] == "complete"]
+    if not complete:
+        return ""
+    last = complete[-1]
+    name = f"weights {last['weights']}" if last["weights"] else last["checksum"].partition(":")[2][:12]
+    return f"{checkpoints['count']:,}; the newest after step {last['step']:,}: {name}"
+
+
+def _samples(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the newest texts that the run has kept (`threefold generate --keep`), and a sentence about bad lines."""
+    path = folder / SAMPLES_FILE
+    if not path.exists():
+        return [], []
+    try:
+        require_file(path)
+        lines = read_text(path, limit=_LARGEST_SAMPLES).splitlines()
+    except UserError as error:
+        return [], [f"{str(error).removesuffix('.')}; the report is without it."]
+    found, damaged = [], 0
+    for text in lines:
+        try:
+            line = json.loads(text)
+            found.append({"step": int(line["step"]), "prompt": str(line["prompt"]), "text": str(line["text"])})
+        except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
+            damaged += bool(text.strip())
+    told = [f"{path} has {damaged:,} damaged line{'s' if damaged > 1 else ''}; the others are used."] if damaged else []
+    return found[-_MOST_SAMPLES:], told

@@ -1,0 +1,237 @@
+"""Record of a run: what its folder says about it, followed while the run goes on."""
+
+import os
+import re
+import socket
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from math import isfinite
+from pathlib import Path
+from typing import IO, Any, Final
+
+from threefold.config.loading import recorded_settings
+from threefold.errors import UserError
+from threefold.files import require_file, shown
+from threefold.launch.run_lock import LOCK_FILE, Holder
+from threefold.launch.training_run import CONFIG_FILE
+from threefold.report.curves import Curves
+from threefold.train.callbacks.console import LOG_FILE
+from threefold.train.callbacks.goodput import GOODPUT_FILE, Goodput
+from threefold.train.callbacks.metrics import FILE as METRICS_FILE
+from threefold.train.callbacks.metrics_reading import Metrics, parse_line
+
+SAMPLES_FILE: Final = "samples.jsonl"
+RECENT: Final = 20
+"""Number of the newest steps that are kept whole."""
+_MOST_EVENTS: Final = 200
+_MOST_LEDGERS: Final = 500
+_PLAIN: Final = ("loss", "grad_norm", "lr", "tokens_per_second", "mfu", "tflops", "seconds", "waited", "loss_scale")
+SUMS: Final = ("tokens", "read", "work", "capacity")
+"""Values of steps of which only the total means something: tokens trained on and read, model TFLOP, and the TFLOP that a
+rank could have made in the time of the steps whose MFU is known."""
+_EVENT: Final = re.compile(r"global step (\d+), ((?:rolled back|stopped|skipped).*)")
+
+
+class RunRecord:
+    """Record of a run in a folder; `update` reads what was written since.
+
+    Args:
+        folder: folder of the run.
+        ended: whether the run has made its last step although its lock is still held, as at its end.
+
+    Attributes:
+        curves: values of the steps: those of metrics.jsonl, `phase/NAME`, `term/NAME`, and as places of a step on other
+            axes `tokens_so_far` and `elapsed`, the seconds since the start of the run over all its attempts. Those in `SUMS`
+        serve for totals.
+        evaluations: values of the evaluations: `valid_loss`, `valid_loss/NAME` and `valid_term/NAME`.
+        recent: lines of the newest steps, oldest first.
+        evaluation: line of the newest evaluation; None before the first.
+        attempts: first step of each attempt but the first, and the seconds elapsed before it.
+        ledgers: lines of the goodput at checkpoints.
+        skips: first and last step of each range of skipped steps, and the reason.
+
+    Raises:
+        UserError: the folder is not that of a run.
+    """
+
+    def __init__(self, folder: Path, *, ended: bool = False) -> None:
+        self.folder, self._ended = folder, ended
+        require_run(folder)
+        self._begin()
+
+    def update(self) -> bool:
+        """Read the new lines of the metrics, from the beginning if the run rewrote them; return whether there are any.
+
+        A last line without its end is read when it is complete.
+        """
+        path, found = self.folder / METRICS_FILE, False
+        try:
+            if not path.exists():
+                return False
+            require_file(path)  # a FIFO would block
+            with path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_ino != self._inode or status.st_size < self._position:
+                    self._begin()
+                self._inode = status.st_ino
+                file.seek(self._position)
+                for content in _complete_lines(file):
+                    found = True
+                    self._position += len(content)
+                    self._number += 1
+                    self._read(content)
+                self._cut = status.st_size > self._position
+        except (UserError, OSError) as error:
+            self._problem = getattr(error, "strerror", None) or str(error).removesuffix(".")
+        return found
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a live process of this host, or one of another host, holds the lock of the folder."""
+        holder = None if self._ended else Holder.read(self.folder / LOCK_FILE)
+        return holder is not None and (holder.host != socket.gethostname() or holder.is_alive_here())
+
+    @property
+    def goodput(self) -> Goodput | None:
+        """Goodput ledger of the run; None if there is none."""
+        return Goodput.read(self.folder / GOODPUT_FILE)
+
+    def settings(self) -> tuple[dict[str, dict[str, Any]], str]:
+        """Return the settings that the run recorded by section, and a sentence if they cannot be read."""
+        try:
+            return recorded_settings(self.folder / CONFIG_FILE), ""
+        except UserError as error:
+            return {}, f"{str(error).removesuffix('.')}; the report is without the settings."
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return what happened besides steps, by step: skipped steps, rollbacks, early stops."""
+        found = [
+            {"step": first, "text": f"skipped{f' to step {last:,}' if last > first else ''}: {reason}"}
+            for first, last, reason in self.skips
+        ]
+        with suppress(UserError, OSError):
+            require_file(self.folder / LOG_FILE)
+            with (self.folder / LOG_FILE).open(encoding="utf-8", errors="replace") as file:
+                matches = filter(None, map(_EVENT.match, file))
+                found += [{"step": int(match[1]), "text": match[2]} for match in matches if "skipped" not in match[2]]
+        return sorted(found[-_MOST_EVENTS:], key=lambda event: int(event["step"]))
+
+    def warnings(self) -> list[str]:
+        """Return a sentence for each thing that cannot be read as it was written."""
+        path = self.folder / METRICS_FILE
+        found = Metrics((), tuple(self._damaged)).warning(path)
+        sentences = [] if found is None else [found.removeprefix("Warning: ").replace("are kept", "are used")]
+        if self._cut and not self.is_running:
+            sentences.append(f"The last line of {path} was cut short and is not used.")
+        if self._problem:
+            sentences.append(f"{path} cannot be read ({self._problem}).")
+        return sentences
+
+    def _begin(self) -> None:
+        self.curves, self.evaluations = Curves(), Curves()
+        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
+        self.evaluation: dict[str, Any] | None = None
+        self.attempts: list[tuple[int, float]] = []
+        self.ledgers: list[dict[str, Any]] = []
+        self.skips: list[tuple[int, int, str]] = []
+        self._inode = self._position = self._number = 0
+        self._damaged: list[int] = []
+        self._cut, self._problem = False, ""
+        self._tokens = self._elapsed = self._clock = self._set_up = 0.0
+
+    def _read(self, content: bytes) -> None:
+        line, is_whole = parse_line(content)
+        if not is_whole:
+            self._damaged.append(self._number)
+        if line is None:
+            return
+        if "loss" in line:
+            self._read_step(line)
+        elif "goodput" in line:
+            self._read_ledger(line)
+        else:
+            self.evaluation = line
+            values = {"valid_loss": line["valid_loss"]}
+            values |= _members(line, "valid_losses", "valid_loss/") | _members(line, "valid_terms", "valid_term/")
+            self.evaluations.add(line["step"], values)
+
+    def _read_step(self, line: dict[str, Any]) -> None:
+        step = line["step"]
+        if line.get("skipped") is True:
+            reason = str(line.get("reason") or "the gradient overflowed")
+            if self.skips and self.skips[-1][1:] == (step - 1, reason):
+                self.skips[-1] = (self.skips[-1][0], step, reason)
+            else:
+                self.skips.append((step, step, reason))
+        else:
+            self._tokens += number(line, "tokens") or 0.0
+        if not number(line, "tokens_per_second"):  # its samples were not read
+            return
+        clock = number(line, "wall_clock")
+        if clock is not None:
+            if clock < self._clock:
+                self.attempts.append((step, self._elapsed))
+                self._clock = 0.0
+            self._elapsed += clock - self._clock
+            self._clock = clock
+        values = {name: number(line, name) for name in _PLAIN}
+        values |= _members(line, "phases", "phase/") | _members(line, "terms", "term/")
+        values["memory"] = number(line, "largest_memory") or number(line, "memory")
+        seconds, rate, mfu = values["seconds"] or 0.0, values["tflops"] or 0.0, values["mfu"]
+        values["read"] = seconds * (values["tokens_per_second"] or 0.0)
+        values["work"] = seconds * rate
+        values["capacity"] = seconds * rate / mfu if mfu else None
+        values |= {"tokens": number(line, "tokens"), "tokens_so_far": self._tokens, "elapsed": self._elapsed}
+        self.curves.add(step, values)
+        self.recent.append(line)
+
+    def _read_ledger(self, line: dict[str, Any]) -> None:
+        """Take the time of the whole run from its ledger: the metrics lack steps that were lost with an attempt."""
+        seconds = _members(line, "seconds")
+        set_up = (seconds.get("starting") or 0.0) + (seconds.get("lost") or 0.0)
+        before = self.ledgers[-1] if self.ledgers else None
+        if before is not None and set_up > self._set_up:
+            start = before["step"] + 1  # a checkpoint was saved there, from which the attempt began
+            if not any(step >= start for step, _ in self.attempts):
+                self.attempts.append((start, before["seconds"].get("total") or 0.0))
+        self._set_up = set_up
+        self._elapsed = max(self._elapsed, seconds.get("total") or 0.0)
+        kept = {"step": line["step"], "goodput": number(line, "goodput"), "seconds": seconds}
+        while self.ledgers and self.ledgers[-1]["step"] >= kept["step"]:
+            self.ledgers.pop()
+        self.ledgers.append({**kept, "restarts": int(number(line, "restarts") or 0)})
+        if len(self.ledgers) > _MOST_LEDGERS:  # they are sums, so that every other one tells as much of the whole
+            del self.ledgers[-2:0:-2]
+
+
+def require_run(folder: Path) -> None:
+    """Raise a `UserError` if a folder is not that of a run: it has neither metrics nor a config."""
+    files = (METRICS_FILE, CONFIG_FILE, LOCK_FILE)
+    if folder.is_dir() and any((folder / name).is_file() for name in files):
+        return
+    reason = f"no folder of a run: it has no {METRICS_FILE} and no {CONFIG_FILE}"
+    if not folder.is_dir():
+        reason = "a file" if folder.is_file() else "not there"
+    raise UserError(f"{shown(folder)} is {reason}; give the folder that a run has as --run-dir.")
+
+
+def number(line: Mapping[str, Any], name: str) -> float | None:
+    """Return a member of a JSON object that is a finite number; None for any other."""
+    value = line.get(name)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    with suppress(OverflowError):  # an integer beyond the floats
+        return float(value) if is_number and isfinite(value) else None
+    return None
+
+
+def _members(line: Mapping[str, Any], name: str, prefix: str = "") -> dict[str, float | None]:
+    """Return the numbers of an object inside an object, with a prefix to their names."""
+    inside = line.get(name)
+    return {f"{prefix}{key}": number(inside, key) for key in inside} if isinstance(inside, dict) else {}
+
+
+def _complete_lines(file: IO[bytes]) -> Iterator[bytes]:
+    for content in file:
+        if content.endswith(b"\n"):
+            yield content
