@@ -1,12 +1,14 @@
 """`threefold generate`: generate text from a trained model."""
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from threefold.cli import terminal
-from threefold.errors import OutputLost
+from threefold.errors import OutputLost, UserError
+from threefold.files import shown as shown_path
 
 if TYPE_CHECKING:
     from threefold.data.conversations import Chat
@@ -36,6 +38,9 @@ def command(
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts per batch.")] = 16,
     special_tokens: terminal.SpecialTokensName = None,
     show_special: Annotated[bool, typer.Option("--show-special", help="Also print special tokens.")] = False,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Also append the texts to RUN/samples.jsonl, which threefold report shows.")
+    ] = False,
     own_model: terminal.ModelFile = None,
     trust_code: terminal.TrustCode = False,
     tp: terminal.TensorRanks = 1,
@@ -50,6 +55,7 @@ def command(
     from threefold.comm.layout import Layout
     from threefold.inference.generate import GenerationRequest, Sampling, encode_prompts, read_prompts, require_text
     from threefold.launch.launcher import InferenceRun
+    from threefold.report.record import SAMPLES_FILE
 
     if system is not None and not chat:
         raise typer.BadParameter("needs --chat", param_hint="--system")
@@ -64,7 +70,7 @@ def command(
     require_text(given)
     chosen = [_message(prompt, system) if chat and isinstance(prompt, str) else prompt for prompt in given]
     encode_prompts(inference.trained, chosen, request)  # raises encoding errors before any rank starts
-    inference.start(write, chosen, request)
+    inference.start(write, chosen, request, run / SAMPLES_FILE if keep else None)
 
 
 def _message(prompt: str, system: str | None) -> "Chat":
@@ -74,15 +80,21 @@ def _message(prompt: str, system: str | None) -> "Chat":
     return Chat("--prompt", (*before, {"role": "user", "content": prompt}))
 
 
-def write(model: "Model", prompts: "list[Prompt]", request: "GenerationRequest") -> None:
+def write(
+    model: "Model", prompts: "list[Prompt]", request: "GenerationRequest", kept_in: Path | None = None
+) -> None:
     """Print prompts and continuations as they are generated, in order, holding back the text of later prompts.
 
     For a conversation only the answer is printed.
+
+    Args:
+        kept_in: file to which a line is appended for each prompt, at the end; None for no file.
     """
     from threefold.inference.generate import generate_text
 
     shown, pending = 0, {n: prompt if isinstance(prompt, str) else "" for n, prompt in enumerate(prompts)}
     ended: set[int] = set()
+    texts = dict.fromkeys(range(len(prompts)), "")
     lost: OutputLost | None = None
 
     def echo(text: str) -> None:
@@ -100,6 +112,7 @@ def write(model: "Model", prompts: "list[Prompt]", request: "GenerationRequest")
     for number, text in generate_text(model, prompts, request):
         if not model.prints:
             continue
+        texts[number] += text or ""
         if text is None:
             ended.add(number)
         elif number == shown:
@@ -109,5 +122,17 @@ def write(model: "Model", prompts: "list[Prompt]", request: "GenerationRequest")
         while shown in ended:
             shown += 1
             echo("\n" + pending.pop(shown, ""))
+    if kept_in is not None and model.prints:
+        _keep(kept_in, model.trained.checkpoint.step, prompts, texts)
     if lost is not None:
         raise lost
+
+
+def _keep(path: Path, step: int, prompts: "list[Prompt]", texts: dict[int, str]) -> None:
+    named = (prompt if isinstance(prompt, str) else prompt.messages[-1]["content"] for prompt in prompts)
+    lines = [{"step": step, "prompt": prompt, "text": texts[number]} for number, prompt in enumerate(named)]
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    except OSError as error:
+        raise UserError(f"{shown_path(path)} cannot be written ({error.strerror}); generate without --keep.") from None

@@ -235,10 +235,10 @@ def _validation(run: RunRecord) -> str:
     losses = run.evaluations.document()["values"].get("valid_loss")
     if run.evaluation is None or losses is None:
         return ""
-    lows = [each for each in losses.get("low", losses["mean"]) if each is not None]
+    lowest = min(each for each in losses.get("low", losses["mean"]) if each is not None)
     last = number(run.evaluation, "valid_loss")
-    now = "not finite" if last is None else f"{last:.4f}"
-    return f"{now} at step {run.evaluation['step']:,}" + (f", lowest {min(lows):.4f}" if min(lows) != last else "")
+    now, least = "not finite" if last is None else f"{last:.4f}", f"{lowest:.4f}"
+    return f"{now} at step {run.evaluation['step']:,}" + (f", lowest {least}" if least != now else "")
 
 
 def _compute(teraflops: float) -> str:

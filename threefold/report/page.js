@@ -120,8 +120,8 @@ function chart(title, unit, lines, { show = exactly, tick = short, height = 190,
     keepState();
     render();
   } }, "log");
-  const section = make("section", { class: size }, make("h2", {}, make("span", {}, title, " ", make("small", {}, unit)), toggle), plot);
-  charts.push({ plot, hover: null, draw: () => drawChart(plot, drawn, { show, tick, height: fill ? Math.max(height, section.clientHeight - 58) : height, marks, from, isLog }) });
+  const section = make("section", { class: size }, make("h2", {}, make("span", {}, title, " ", make("small", {}, unit)), toggle), plot, marks ? marksLegend() : null);
+  charts.push({ plot, hover: null, draw: () => drawChart(plot, drawn, { show, tick, height: fill ? Math.max(height, section.clientHeight - 82) : height, marks, from, isLog }) });
   return section;
 }
 
@@ -211,6 +211,14 @@ function band(places, low, high, x, y, usable) {
   const held = [...places.keys()].filter((index) => places[index] !== null && usable(low[index]) && usable(high[index]));
   const point = (values) => (index) => `${x(places[index]).toFixed(1)} ${y(values[index]).toFixed(1)}`;
   return held.length ? `M${held.map(point(high)).join("L")}L${held.reverse().map(point(low)).join("L")}Z` : "";
+}
+
+function marksLegend() {
+  const held = visible().map(([run]) => run), found = [];
+  if (held.some((run) => run.attempts.length)) found.push(["↻", "started again"]);
+  if (held.some((run) => run.checkpoints.listed.length)) found.push(["▲", "checkpoint"]);
+  if (held.some((run) => run.events.length)) found.push(["●", "skipped, rolled back or stopped"]);
+  return make("div", { class: "legend" }, ...found.map(([sign, text]) => make("span", {}, `${sign} ${text}`)));
 }
 
 function drawMarks(svg, x, top, bottom) {
