@@ -89,7 +89,7 @@ def test_files_of_a_run_on_a_full_disk(config_file: Path, tmp_path: Path) -> Non
     (run / "logs").mkdir(parents=True)
     (run / "tensorboard").write_text("a file where a folder should be")
     full = [run / name for name in ("metrics.jsonl", "train.log", "logs/rank_00000.log", "logs/rank_00001.log")]
-    for path in (*full, run / "loss.png"):
+    for path in (*full, run / "loss.png", run / "report.html"):
         path.symlink_to("/dev/full")
     ended = shell(f"{THREEFOLD} train {config_file} --run-dir {run} --set parallel.dp=2 --set log.every=1")
     assert (ended.returncode, ended.stderr) == (0, b"")
@@ -100,6 +100,7 @@ def test_files_of_a_run_on_a_full_disk(config_file: Path, tmp_path: Path) -> Non
         assert shown.count(f"Warning: {path} cannot be written (No space left on device)") == 1
     assert shown.count(f"Warning: {run / 'tensorboard'} cannot be written (File exists)") == 1
     assert shown.count(f"Warning: {run / 'loss.png'} cannot be drawn (No space left on device).") == 1
+    assert shown.count(f"Warning: {run / 'report.html'} cannot be written (No space left on device).") == 1
     assert "Traceback" not in shown
 
 

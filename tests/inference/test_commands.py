@@ -1,6 +1,7 @@
 """`threefold generate` and `threefold eval` as a user calls them."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import ready
+from threefold.checkpoint.folder import newest
 
 LOCAL = ["-m", "threefold"]
 PROMPTS = ("The statement", "If", "Classes are")
@@ -41,6 +43,24 @@ def test_same_text_from_one_process_and_from_two(threefold, run: Path, tmp_path:
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == output
+
+
+def test_texts_are_kept_for_the_report(threefold, run: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(run, tmp_path / "run")
+    options = ("generate", copy, "--prompt", PROMPTS[0], "--prompt", PROMPTS[1], "--max-new-tokens", "4", "--keep")
+    first, second = threefold(*options), threefold(*options)
+    assert (first.status, first.error) == (0, "")
+    lines = [json.loads(line) for line in (copy / "samples.jsonl").read_text().splitlines()]
+    assert [line["prompt"] for line in lines] == [*PROMPTS[:2], *PROMPTS[:2]]
+    assert "\n".join(line["prompt"] + line["text"] for line in lines[:2]) + "\n" == first.output == second.output
+    assert {line["step"] for line in lines} == {newest(run).step}
+    (copy / "samples.jsonl").unlink()
+    (copy / "samples.jsonl").mkdir()
+    ended = threefold(*options)
+    assert (ended.status, ended.error) == (
+        2,
+        f"Error: {copy / 'samples.jsonl'} cannot be written (Is a directory); generate without --keep.\n",
+    )
 
 
 def test_eval_prints_a_table_and_writes_json(threefold, run: Path, tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def test_nothing_is_written_through_a_link(config: Path, tmp_path: Path) -> None
     other.mkdir()
     (run / "run.lock").touch()  # as of a run before this one
     names = ("config.yaml", "metrics.jsonl", "train.log", "goodput.json", "loss.png", "metrics.csv", "phases.json")
-    names += ("logs/rank_00000.log",)
+    names += ("logs/rank_00000.log", "report.html")
     for name in (*names, "config.yaml.tmp", "metrics.jsonl.tmp"):
         target = other / name.replace("/", " ")
         (run / name).symlink_to(target)
@@ -227,7 +227,9 @@ def test_nothing_is_written_through_a_link(config: Path, tmp_path: Path) -> None
     assert [name for name in names if (run / name).is_symlink() or not (run / name).is_file()] == []
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "train.log", "loss.png", "goodput.json"])
+@pytest.mark.parametrize(
+    "name", ["config.yaml", "metrics.jsonl", "train.log", "loss.png", "report.html", "goodput.json"]
+)
 def test_no_file_of_a_folder_that_no_run_has_used_is_replaced(config: Path, tmp_path: Path, name: str) -> None:
     mine = tmp_path / "project" / name
     mine.parent.mkdir()

@@ -18,7 +18,7 @@ def recorded(pool: WorkerPool, small_run: Run, tmp_path_factory: pytest.TempPath
     folder = tmp_path_factory.mktemp("report") / "short"
     settings = (("train.eval_every", 2), ("train.eval_batches", 1), ("checkpoint.every", 3), ("log.every", 1))
     run = small_run.but(dp=2, tp=2, steps=STEPS, set=(*small_run.set, *settings))
-    pool.run(4, train_rank, run, folder)
+    pool.run(4, train_rank, run, folder, False, True)
     (folder / "config.yaml").write_text(run.config.to_yaml_as_given())
     return folder
 

@@ -34,13 +34,13 @@ def test_a_run_that_goes_on_is_followed_to_its_end(copied: Copied, capsys: pytes
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(lines[0])
     lock(folder, os.getpid())
-    later = iter([b"", lines[1] + lines[2][:20], lines[2][20:] + b"".join(lines[3:-1]), lines[-1]])
+    later = [b"", lines[1] + lines[2][:20], lines[2][20:] + b"".join(lines[3:-1]), lines[-1]]
 
     def pause() -> None:
         """The run writes on, once half a line; it ends, and its last line comes with the end."""
         with path.open("ab") as file:
-            file.write(next(later))
-        if later.__length_hint__() == 0:
+            file.write(later.pop(0))
+        if not later:
             (folder / "run.lock").write_text("")
 
     follow(RunRecord(folder), pause)
@@ -166,7 +166,15 @@ def test_the_served_document_follows_the_run(copied: Copied) -> None:
 
 
 ESCAPES = (
-    *("/metrics.jsonl", "/config.yaml", "/../secret", "/../../etc/passwd", "/..%2fsecret", "/%2e%2e/secret", "//etc/passwd"),
+    *(
+        "/metrics.jsonl",
+        "/config.yaml",
+        "/../secret",
+        "/../../etc/passwd",
+        "/..%2fsecret",
+        "/%2e%2e/secret",
+        "//etc/passwd",
+    ),
     *("/report.json/../config.yaml", "/report.json?file=/etc/passwd", "/.", "file:///etc/passwd", "*", "/\\..\\secret"),
 )
 
@@ -190,7 +198,9 @@ def test_a_name_of_another_host_is_refused(recorded: Path) -> None:
 def test_it_listens_on_the_loopback_interface_alone(recorded: Path) -> None:
     with served(recorded) as server:
         listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-        hosts = {row[1].split(":")[0] for row in listening if row[3] == "0A" and int(row[1].split(":")[1], 16) == server.port}
+        hosts = {
+            row[1].split(":")[0] for row in listening if row[3] == "0A" and int(row[1].split(":")[1], 16) == server.port
+        }
         assert hosts == {"0100007F"}
 
 

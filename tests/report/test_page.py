@@ -34,9 +34,14 @@ def written(path: Path, *folders: Path) -> Path:
 def test_one_run_at_both_widths(page: Open, recorded: Path, tmp_path: Path, width: int, scheme: str) -> None:
     shown = page(written(tmp_path / "page.html", recorded), width, scheme)
     assert overflow(shown) <= 0
-    titles = [each.split(" over ")[0] for each in shown.locator(".plot").evaluate_all("all => all.map(e => e.ariaLabel)")]
+    titles = [
+        each.split(" over ")[0] for each in shown.locator(".plot").evaluate_all("all => all.map(e => e.ariaLabel)")
+    ]
     assert titles == CHARTS
-    assert shown.locator(".tiles b").first.inner_text() == report_of([_read(recorded)])["runs"][0]["summary"]["loss"].split()[0]
+    assert (
+        shown.locator(".tiles b").first.inner_text()
+        == report_of([_read(recorded)])["runs"][0]["summary"]["loss"].split()[0]
+    )
     assert shown.locator(".layout rect[fill^='var']").count() == 4, "a cell for each rank"
     background = shown.evaluate("getComputedStyle(document.body).backgroundColor")
     assert background == ("rgb(245, 247, 249)" if scheme == "light" else "rgb(17, 22, 28)")
@@ -52,7 +57,9 @@ def _read(folder: Path) -> RunRecord:
 def test_several_runs_over_one_another(page: Open, recorded: Path, copied: Copied, tmp_path: Path, width: int) -> None:
     other = copied("a-run-with-a-name-that-is-much-too-long-for-the-window-of-a-phone-or-a-column-of-a-table")
     config = other / "config.yaml"
-    config.write_text(config.read_text().replace("  tp: 2\n", "  tp: 2\n  cp: 300\n").replace("  pp: 1\n", "  pp: 40\n"))
+    config.write_text(
+        config.read_text().replace("  tp: 2\n", "  tp: 2\n  cp: 300\n").replace("  pp: 1\n", "  pp: 40\n")
+    )
     (other / "samples.jsonl").write_text(json.dumps({"step": 6, "prompt": "<b>If</b>", "text": "x" * 2000}) + "\n")
     with (other / "train.log").open("a") as file:
         file.write(f"global step 4, stopped: {'because ' * 100}\n")
@@ -93,8 +100,13 @@ def _lines(folder: Path) -> list[dict[str, float]]:
 
 def test_smoothing_and_axes_stay_in_the_address(page: Open, copied: Copied, tmp_path: Path) -> None:
     folder = copied("long")
-    lines = [{"step": step, "loss": 5 - step / 100, "tokens": 10, "tokens_per_second": 5.0, "seconds": 2.0} for step in range(1, 201)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line | {"wall_clock": 2.0 * line["step"]}) + "\n" for line in lines))
+    lines = [
+        {"step": step, "loss": 5 - step / 100, "tokens": 10, "tokens_per_second": 5.0, "seconds": 2.0}
+        for step in range(1, 201)
+    ]
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(line | {"wall_clock": 2.0 * line["step"]}) + "\n" for line in lines)
+    )
     shown = page(written(tmp_path / "page.html", folder), 1280)
     assert shown.locator("nav output").inner_text() == "mean over 7 steps"
     shown.locator("#smoothing").fill("20")

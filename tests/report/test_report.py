@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from tests.report.conftest import STEPS
 from tests.support.command import Command
 from threefold.checkpoint.manifest import MANIFEST
 from threefold.report.document import LEDGER, PHASES, report_of
-from threefold.report.page import make_page
+from threefold.report.page import RunReport, make_page
 from threefold.report.record import RunRecord
 from threefold.train.callbacks.goodput import Goodput
 from threefold.train.callbacks.metrics_reading import read_metrics_file
 from threefold.train.callbacks.records import Performance, StepRecord
 
 Copied = Callable[[str], Path]
+STEPS = 6
 
 
 def report(*folders: Path) -> dict[str, Any]:
@@ -91,7 +91,10 @@ def test_it_says_what_ran(recorded: Path) -> None:
 def test_checkpoints_have_their_hashes(recorded: Path) -> None:
     (run,) = report(recorded)["runs"]
     assert run["checkpoints"]["count"] == 2
-    assert [(each["step"], each["state"]) for each in run["checkpoints"]["listed"]] == [(3, "complete"), (6, "complete")]
+    assert [(each["step"], each["state"]) for each in run["checkpoints"]["listed"]] == [
+        (3, "complete"),
+        (6, "complete"),
+    ]
     for each in run["checkpoints"]["listed"]:
         manifest = json.loads((recorded / "checkpoints" / each["name"] / MANIFEST).read_text())
         assert each["checksum"] == manifest["checksum"]
@@ -109,6 +112,14 @@ def test_the_run_wrote_the_page_at_its_end(recorded: Path) -> None:
     assert len(page) - len(json.dumps(held)) < 300_000
 
 
+def test_a_page_that_cannot_be_written_is_one_sentence(copied: Copied, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = copied("full")
+    (folder / "report.html").unlink()
+    (folder / "report.html").mkdir()
+    RunReport(folder).after_fit()
+    assert capsys.readouterr().out == f"Warning: {folder / 'report.html'} cannot be written (Is a directory).\n"
+
+
 def test_settings_that_differ_between_runs(recorded: Path, copied: Copied) -> None:
     other = copied("other")
     config = other / "config.yaml"
@@ -121,7 +132,7 @@ def test_settings_that_differ_between_runs(recorded: Path, copied: Copied) -> No
 
 
 def test_a_resumed_run_shows_its_attempts(copied: Copied) -> None:
-    """The second attempt began from the checkpoint of step 3: by its clock, and if that does not tell, by the ledger."""
+    """The second attempt began from the checkpoint of step 3: by its clock or, if that went on, by the ledger."""
     folder = copied("resumed")
     steps = [line for line in lines_of(folder) if "loss" in line]
     ledgers = [line for line in lines_of(folder) if "goodput" in line]
@@ -151,7 +162,9 @@ def test_damaged_and_cut_lines_are_named(copied: Copied, threefold: Command) -> 
     path = folder / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     whole = report(folder)["runs"][0]["curves"]["values"]["loss"]["mean"]
-    path.write_bytes(b"".join([lines[0], b"\0" * 50 + b"\n", b'{"step": 2, "lo' + lines[1], *lines[2:]]) + b'{"step": 7,')
+    path.write_bytes(
+        b"".join([lines[0], b"\0" * 50 + b"\n", b'{"step": 2, "lo' + lines[1], *lines[2:]]) + b'{"step": 7,'
+    )
     (run,) = report(folder)["runs"]
     assert run["curves"]["values"]["loss"]["mean"] == whole, "line 3 ends with a complete one"
     assert run["warnings"] == [
@@ -180,19 +193,25 @@ def test_strange_values_are_no_reason_to_fail(copied: Copied, line: dict[str, An
     (folder / "goodput.json").write_text("{}")
     (folder / "samples.jsonl").write_text('{"step": 1}\n{"step": 2, "prompt": "a", "text": "b"}\n')
     (run,) = report(folder)["runs"]
-    assert run["curves"]["values"]["loss"]["mean"][:5] == report(folder)["runs"][0]["curves"]["values"]["loss"]["mean"][:5]
+    assert (
+        run["curves"]["values"]["loss"]["mean"][:5] == report(folder)["runs"][0]["curves"]["values"]["loss"]["mean"][:5]
+    )
     assert run["goodput"]["now"] is None
     assert run["samples"] == [{"step": 2, "prompt": "a", "text": "b"}]
     assert run["warnings"] == [f"{folder / 'samples.jsonl'} has 1 damaged line; the others are used."]
 
 
-@pytest.mark.parametrize("config", ["a: [", "model: {num_layers: .inf}\nparallel: {dp: 2, ep: 3}\ndata: 3\n", "7", "\0"])
+@pytest.mark.parametrize(
+    "config", ["a: [", "model: {num_layers: .inf}\nparallel: {dp: 2, ep: 3}\ndata: 3\n", "7", "\0"]
+)
 def test_a_damaged_config_leaves_the_rest(copied: Copied, config: str) -> None:
     folder = copied("odd")
     (folder / "config.yaml").write_text(config)
     (run,) = report(folder)["runs"]
     assert (len(run["curves"]["last"]), run["layout"]) == (STEPS, None)
-    assert [sentence for sentence in run["warnings"] if not sentence.endswith("the report is without the settings.")] == []
+    assert [
+        sentence for sentence in run["warnings"] if not sentence.endswith("the report is without the settings.")
+    ] == []
 
 
 def test_what_happened_besides_steps(copied: Copied) -> None:
@@ -250,7 +269,11 @@ def test_the_page_and_the_data(recorded: Path, tmp_path: Path, threefold: Comman
         ("empty", (), "is no folder of a run: it has no metrics.jsonl and no config.yaml; give the folder that"),
         ("absent", (), "is not there; give the folder that a run has as --run-dir."),
         ("file", (), "is a file; give the folder that a run has as --run-dir."),
-        ("short", ("--html", "absent/page.html"), "--html absent/page.html cannot be written: there is no folder absent."),
+        (
+            "short",
+            ("--html", "absent/page.html"),
+            "--html absent/page.html cannot be written: there is no folder absent.",
+        ),
     ],
 )
 def test_what_is_no_run_is_one_sentence(

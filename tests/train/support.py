@@ -32,6 +32,7 @@ from threefold.data.formats.threefold_folder import Meta
 from threefold.data.tokenizer import END_OF_DOCUMENT, train_tokenizer
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
+from threefold.report.page import RunReport
 from threefold.train import run as entry_point
 from threefold.train.callbacks import loss_curve
 from threefold.train.callbacks.metrics_reading import read_metrics
@@ -128,13 +129,13 @@ def micro_batches(count: int) -> tuple[tuple[str, Any], ...]:
 
 
 def train(*arguments: Any, **options: Any) -> Stopped | None:
-    """Train, without the picture of the loss at the end: drawing it takes as long as a small run."""
-    with mock.patch.object(loss_curve, "draw"):
+    """Train, without the picture of the loss and the report at the end: they take as long as a small run."""
+    with mock.patch.object(loss_curve, "draw"), mock.patch.object(RunReport, "after_fit"):
         return entry_point.train(*arguments, **options)
 
 
 def train_rank(run: Run, run_dir: Path, resume: bool = False, draws: bool = False) -> str:
-    """Train as a rank of the pool, and return what it printed; draws the picture of the loss where it shall."""
+    """Train as a rank of the pool, and return what it printed; draws the loss and writes the report where it shall."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         (entry_point.train if draws else train)(run.config, run_dir, resume)

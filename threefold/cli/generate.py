@@ -80,9 +80,7 @@ def _message(prompt: str, system: str | None) -> "Chat":
     return Chat("--prompt", (*before, {"role": "user", "content": prompt}))
 
 
-def write(
-    model: "Model", prompts: "list[Prompt]", request: "GenerationRequest", kept_in: Path | None = None
-) -> None:
+def write(model: "Model", prompts: "list[Prompt]", request: "GenerationRequest", kept_in: Path | None = None) -> None:
     """Print prompts and continuations as they are generated, in order, holding back the text of later prompts.
 
     For a conversation only the answer is printed.

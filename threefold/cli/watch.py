@@ -13,7 +13,7 @@ _SECONDS_BETWEEN_LOOKS: Final = 1.0
 _CTRL_C: Final = 130
 
 
-class Parser(TyperCommand):
+class _ServeParser(TyperCommand):
     """Parser for `--serve` without a port, which means `--serve=6070`, or with one."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -22,6 +22,9 @@ class Parser(TyperCommand):
             alone = argument == "--serve" and not following.isdecimal()
             given.append(f"--serve={_PORT}" if alone else argument)
         return super().parse_args(ctx, given)
+
+
+Parser = _ServeParser
 
 
 def command(

@@ -138,7 +138,6 @@ def sparkline(values: list[float], cells: int = 40) -> str:
     return "".join(_HEIGHTS[round((mean - low) / span * (len(_HEIGHTS) - 1))] for mean in means)
 
 
-
 def _rounded(value: float) -> float:
     """Round to six significant digits, which keeps the document small."""
     return float(f"{value:.6g}")

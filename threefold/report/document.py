@@ -99,7 +99,9 @@ def _run(run: RunRecord) -> dict[str, Any]:
     samples, cut = _samples(run.folder)
     layout, steps = _layout(settings), steps_of(settings)
     phases = {name: round(curves.total(f"phase/{name}"), 6) for name in PHASES if f"phase/{name}" in curves.names()}
-    versions = next((found["versions"] for found in reversed(checkpoints["listed"]) if found["versions"]), {})
+    versions: dict[str, str] = next(
+        (found["versions"] for found in reversed(checkpoints["listed"]) if found["versions"]), {}
+    )
     facts = {
         "state": sentence_of(run, steps),
         "model": _model(settings, parameters),
@@ -212,9 +214,11 @@ def _results(run: RunRecord) -> dict[str, str]:
     if not count or not seconds:
         return {}
     values = curves.document()["values"]
+    each = seconds / curves.count("seconds")
     loss, norm, rate = (number(line, name) for name in ("loss", "grad_norm", "lr"))
     phases = {word: curves.total(f"phase/{name}") / seconds for name, word in PHASES.items()}
-    low = [each for each in values.get("memory", {}).get("high", values.get("memory", {}).get("mean", [])) if each]
+    held = values.get("memory", {})
+    memory = max((peak for peak in held.get("high", held.get("mean", ())) if peak), default=0)
     capacity, work = curves.total("capacity"), curves.total("work")
     return {
         "loss": "not finite" if loss is None else f"{loss:.4f} at step {line['step']:,}",
@@ -222,12 +226,12 @@ def _results(run: RunRecord) -> dict[str, str]:
         "learning rate": "" if rate is None else f"{rate:.3e}",
         "gradient norm": "" if norm is None else f"{norm:.3f}",
         "tokens": f"{curves.total('tokens'):,.0f} trained on",
-        "speed": f"{curves.total('read') / seconds:,.0f} tokens/s, {_duration(seconds / curves.count('seconds'))} a step",
+        "speed": f"{curves.total('read') / seconds:,.0f} tokens/s, {_duration(each)} a step",
         "MFU": f"{work / capacity:.1%}" if capacity else "",
         "compute": _compute(work / seconds) if work else "",
         "time of a step": ", ".join(f"{word} {share:.0%}" for word, share in phases.items() if share >= 0.005),
         "waiting": f"{curves.total('waited') / seconds:.0%} of it, in collectives" if curves.total("waited") else "",
-        "memory": format_bytes(int(max(low))) + " on the rank that takes most" if low else "",
+        "memory": f"{format_bytes(int(memory))} on the rank that takes most" if memory else "",
     }
 
 
@@ -282,7 +286,7 @@ def _checkpoints(folder: Path) -> tuple[dict[str, Any], int]:
 
 
 def _checkpoint(one: "ListedCheckpoint") -> dict[str, Any]:
-    """Return an entry of the list: its `weights` is the fingerprint of an exact run, its `checksum` covers its files."""
+    """Return an entry of the list; `weights` is the fingerprint of an exact run, and `checksum` covers all files."""
     from threefold.checkpoint.manifest import MANIFEST
 
     checksum = ""

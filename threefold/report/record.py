@@ -28,8 +28,8 @@ _MOST_EVENTS: Final = 200
 _MOST_LEDGERS: Final = 500
 _PLAIN: Final = ("loss", "grad_norm", "lr", "tokens_per_second", "mfu", "tflops", "seconds", "waited", "loss_scale")
 SUMS: Final = ("tokens", "read", "work", "capacity")
-"""Values of steps of which only the total means something: tokens trained on and read, model TFLOP, and the TFLOP that a
-rank could have made in the time of the steps whose MFU is known."""
+"""Values of steps of which only the total matters: tokens trained on, tokens read, a rank's model TFLOP, and the TFLOP
+that it could have made at its peak rate in the time of the steps whose MFU is known."""
 _EVENT: Final = re.compile(r"global step (\d+), ((?:rolled back|stopped|skipped).*)")
 
 
@@ -41,9 +41,8 @@ class RunRecord:
         ended: whether the run has made its last step although its lock is still held, as at its end.
 
     Attributes:
-        curves: values of the steps: those of metrics.jsonl, `phase/NAME`, `term/NAME`, and as places of a step on other
-            axes `tokens_so_far` and `elapsed`, the seconds since the start of the run over all its attempts. Those in `SUMS`
-        serve for totals.
+        curves: values of the steps: those of metrics.jsonl, `phase/NAME`, `term/NAME` and `SUMS`; `tokens_so_far` and
+            `elapsed`, the seconds since the start of the run over all its attempts, are places of a step on other axes.
         evaluations: values of the evaluations: `valid_loss`, `valid_loss/NAME` and `valid_term/NAME`.
         recent: lines of the newest steps, oldest first.
         evaluation: line of the newest evaluation; None before the first.
@@ -58,6 +57,7 @@ class RunRecord:
     def __init__(self, folder: Path, *, ended: bool = False) -> None:
         self.folder, self._ended = folder, ended
         require_run(folder)
+        self._position, self._inode, self._number = 0, 0, 0
         self._begin()
 
     def update(self) -> bool:
@@ -135,7 +135,7 @@ class RunRecord:
         self.attempts: list[tuple[int, float]] = []
         self.ledgers: list[dict[str, Any]] = []
         self.skips: list[tuple[int, int, str]] = []
-        self._inode = self._position = self._number = 0
+        self._position, self._inode, self._number = 0, 0, 0
         self._damaged: list[int] = []
         self._cut, self._problem = False, ""
         self._tokens = self._elapsed = self._clock = self._set_up = 0.0
@@ -219,9 +219,9 @@ def require_run(folder: Path) -> None:
 def number(line: Mapping[str, Any], name: str) -> float | None:
     """Return a member of a JSON object that is a finite number; None for any other."""
     value = line.get(name)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    with suppress(OverflowError):  # an integer beyond the floats
-        return float(value) if is_number and isfinite(value) else None
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        with suppress(OverflowError):  # an integer beyond the floats
+            return float(value) if isfinite(value) else None
     return None
 
 
