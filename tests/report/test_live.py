@@ -99,16 +99,20 @@ def test_a_run_before_its_first_step(copied: Copied, threefold: Command) -> None
     assert (ended.status, ended.output) == (0, f"{folder}: ended before the first step.\n")
 
 
-def test_a_rewritten_file_is_read_again(copied: Copied) -> None:
-    """A resumed run puts a shorter file in its place, and goes on."""
+@pytest.mark.parametrize("way", ["a longer file in its place", "cut in place"])
+def test_a_rewritten_file_is_read_again(copied: Copied, way: str) -> None:
+    """As a resumed run does, which may have gone on by the next look, and a new run in the folder."""
     folder = copied("resumed")
     record = RunRecord(folder)
     record.update()
     path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    fresh = path.with_name("fresh")
-    fresh.write_text("".join(line for line in lines if json.loads(line)["step"] <= 3))
-    fresh.replace(path)
+    lines = [line for line in path.read_text().splitlines(keepends=True) if json.loads(line)["step"] <= 3]
+    if way == "cut in place":
+        path.write_text("".join(lines))
+    else:
+        fresh = path.with_name("fresh")
+        fresh.write_text("".join(lines) + "\n" * path.stat().st_size)
+        fresh.replace(path)
     assert record.update()
     assert record.curves.last_step == 3
     assert not record.update()

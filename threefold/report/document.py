@@ -4,11 +4,11 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from threefold import __version__
 from threefold.comm.layout import AXES, Layout
 from threefold.config.loading import differing_settings
 from threefold.errors import UserError
@@ -60,13 +60,19 @@ def report_of(runs: Sequence[RunRecord]) -> dict[str, Any]:
     return {
         "format": "threefold-report",
         "version": VERSION,
-        "threefold": __version__,
+        "threefold": _version(),
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "phases": PHASES,
         "ledger": LEDGER,
         "differences": differing_settings([document["settings"] for document in documents]),
         "runs": documents,
     }
+
+
+def _version() -> str:
+    with suppress(PackageNotFoundError):  # run from a folder of sources
+        return version("threefold")
+    return ""
 
 
 def sentence_of(run: RunRecord, steps: int | None) -> str:

@@ -516,7 +516,7 @@ function render() {
   charts.length = 0;
   document.title = report.runs.map((run) => run.name).join(", ") + " – Threefold report";
   document.querySelector("h1").textContent = report.runs.map((run) => run.name).join(" · ");
-  document.querySelector(".made").textContent = `${report.runs.map((run) => run.summary.state).join(" · ")} – report of ${report.made.replace("T", " ").replace("+00:00", " UTC")}, Threefold ${report.threefold}`;
+  document.querySelector(".made").textContent = `${report.runs.map((run) => run.summary.state).join(" · ")} – report of ${report.made.replace("T", " ").replace("+00:00", " UTC")}${report.threefold && `, Threefold ${report.threefold}`}`;
   const chips = report.runs.length < 2 ? [] : report.runs.map((run, index) => make("button", { type: "button", "aria-pressed": !view.hidden.includes(index), onclick: () => {
     view.hidden = view.hidden.includes(index) ? view.hidden.filter((each) => each !== index) : [...view.hidden, index];
     keepState();
