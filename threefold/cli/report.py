@@ -12,7 +12,7 @@ from threefold.files import shown
 
 
 def command(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders.")],
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a self-contained page, with curves to compare.")
     ] = None,
