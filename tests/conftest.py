@@ -14,6 +14,8 @@ import pytest
 from hypothesis import settings
 
 import threefold as package
+from tests.support.browser import chromium as chromium
+from tests.support.browser import page as page  # here, so that all tests share one browser
 from tests.support.command import Command, Ended, Silent
 from threefold.cli import main
 

@@ -1,28 +1,16 @@
-"""The page of `threefold show` in headless Chromium: what it loads, keys, widths, and what moves together.
-
-Skipped without Chromium (`apt install chromium`) or playwright (`pip install -e '.[browser]'`).
-"""
+"""The page of `threefold show` in headless Chromium: what it loads, keys, widths, and what moves together."""
 
 import json
-import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.browser import Open
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; see the extra `browser`")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        CHROMIUM is None, reason="there is no chromium in PATH, which draws the pages of threefold show"
-    ),
-]
+pytestmark = pytest.mark.slow
 TABS = ("layout", "compare", "proof")
 WIDTHS = (375, 1280)
 
@@ -68,39 +56,14 @@ def document_in(page: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    options = ["--no-sandbox"] if os.geteuid() == 0 else []
-    with sync_api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=options)
-        yield started
-        started.close()
-
-
 @pytest.fixture
-def opened(browser: Any) -> Iterator[Any]:
-    """Open a page, and require at the end that it asked for nothing else and wrote nothing to the console."""
-    said: list[str] = []
-    contexts = []
+def opened(page: Open) -> Open:
+    """Open a page, at a fragment of its address."""
 
     def call(path: Path, fragment: str = "", width: int = 1280, scheme: str = "light") -> Any:
-        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("console", lambda message: said.append(f"console: {message.text}"))
-        page.on("pageerror", lambda error: said.append(f"error: {error}"))
-        page.on("request", lambda request: asks(request.url))
-        page.goto(f"{path.as_uri()}{fragment}")
-        return page
+        return page(f"{path.as_uri()}{fragment}", width, scheme)
 
-    def asks(url: str) -> None:
-        if not url.startswith(("file://", "data:")) or not url.split("#")[0].endswith((".html", "data:,")):
-            said.append(f"request: {url}")
-
-    yield call
-    for context in contexts:
-        context.close()
-    assert said == []
+    return call
 
 
 def test_nothing_is_loaded_and_nothing_overflows(opened: Any, pages: dict[str, Path]) -> None:

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.browser import Open, overflow
-from tests.support.browser import chromium as chromium
-from tests.support.browser import page as page
 from threefold.report.document import report_of
 from threefold.report.live import RunServer
 from threefold.report.page import write_page

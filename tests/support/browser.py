@@ -1,5 +1,10 @@
-"""Pages in a headless Chromium that may load nothing and log no error; skipped where there is none."""
+"""Pages in headless Chromium, which may load nothing and log nothing.
 
+Tests are skipped without Chromium (`apt install chromium`) or playwright (`pip install -e '.[browser]'`). All share one
+browser, as playwright starts once in a process.
+"""
+
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,7 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-NO_BROWSER = "no headless browser: `apt-get install chromium` and `pip install playwright`"
+NO_BROWSER = "no headless browser: `apt install chromium` and `pip install -e '.[browser]'`"
 
 Open = Callable[..., Any]
 
@@ -24,7 +29,8 @@ def chromium() -> Iterator[Any]:
     if program is None:
         pytest.skip(NO_BROWSER)
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        options = ["--no-sandbox"] if os.geteuid() == 0 else []
+        browser = playwright.chromium.launch(executable_path=program, args=options)
         yield browser
         browser.close()
 
@@ -33,14 +39,14 @@ def chromium() -> Iterator[Any]:
 def page(chromium: Any) -> Iterator[Open]:
     """Open a page: `page(path, width)` for a file, or for an address, whose own server it may ask.
 
-    The test fails at the end if a page logged an error, raised one, or asked for anything else.
+    The test fails at the end if a page wrote to the console, raised an error, or asked for anything else.
     """
     problems: list[str] = []
     contexts = []
 
     def open_page(path: Path | str, width: int, scheme: str = "light") -> Any:
         address = path.resolve().as_uri() if isinstance(path, Path) else path
-        contexts.append(chromium.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme))
+        contexts.append(chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme))
         made = contexts[-1].new_page()
         own = urlsplit(address)[:2] if address.startswith("http") else None
 
@@ -51,7 +57,7 @@ def page(chromium: Any) -> Iterator[Open]:
 
         made.on("request", lambda request: check(request.url))
         made.on("pageerror", lambda error: problems.append(f"raises {error}"))
-        made.on("console", lambda said: problems.append(f"logs {said.text}") if said.type == "error" else None)
+        made.on("console", lambda said: problems.append(f"logs {said.text}"))
         made.goto(address)
         return made
 
