@@ -130,7 +130,7 @@ def _print_plan(planned: "SearchAnswer", written: Path | None, drawn: Path | Non
 
     console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_FILE, highlight=False)
     console.print(
-        f"{model.preset or model.architecture}: {train.global_batch_size:,} sequences of "
+        f"{model.title}: {train.global_batch_size:,} sequences of "
         f"{request.config.data.sequence_length:,} tokens a step, {request.config.precision.dtype}, on "
         f"{request.gpus:,} × {request.hardware.title} by kernels of {request.system.name}; {request.objective.title}."
     )

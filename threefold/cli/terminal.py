@@ -120,7 +120,7 @@ def require_ranks(ranks: tuple[int, ...], config: "Config", option: str) -> None
 def check_picture_file(path: Path | None) -> None:
     """Raise a `UserError` if a picture cannot be drawn into the file of an option, before anything is computed."""
     if path is not None:
-        from threefold.planner.pictures import check_picture
+        from threefold.figures import check_picture
 
         check_picture(path)
 

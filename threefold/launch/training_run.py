@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -63,7 +64,7 @@ def train_as_rank(
         from threefold.planner.pictures import draw_run_timeline
         from threefold.train.profiling import ProfileRequest
 
-        profile = ProfileRequest(profile_steps, draw_run_timeline)
+        profile = ProfileRequest(profile_steps, partial(draw_run_timeline, model=config.model.title))
     return train(
         config,
         run_dir,
