@@ -113,7 +113,7 @@ def command(
                     )
             with Bars() as bars:  # the bar's thread must end before the workers are forked
                 again: bool | Literal["auto"] = "auto" if resume == "auto" else resume == "yes"
-                run = prepare_training(given, folder, resume=again, progress=bars, profile_steps=profiled)
+                run = prepare_training(given, folder, resume=again, progress=bars, profile_steps=profiled, say=_say)
             if run.finished:
                 steps = run.config.train.max_steps
                 _say(f"{folder} has completed all its {steps:,} steps; there is nothing left to do.")
@@ -121,7 +121,7 @@ def command(
                 from threefold.verify.self_check import self_check
 
                 run = replace(run, check=self_check)
-            stopped = run.start(console, signals, lambda: _tell(run.opening), debug_rank)
+            stopped = run.start(console, signals, debug_rank)
         except StopRequested as request:
             if not request.again:
                 # Import nothing here, because the signal may have arrived during an import.
