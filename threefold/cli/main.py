@@ -18,7 +18,7 @@ from threefold.errors import CLOSED_OUTPUT, UserError
 from threefold.files import shown
 
 GROUPS: Final = {
-    "Train and use": ("train", "generate", "eval"),
+    "Train and use": ("init", "train", "generate", "eval"),
     "Check": ("verify", "parity", "doctor", "inspect"),
     "Plan": ("plan", "show", "estimate", "simulate", "dry-run"),
     "Files": ("data", "checkpoint", "config"),

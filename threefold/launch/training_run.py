@@ -106,6 +106,11 @@ def resolve_run(config: Config) -> Config:
     return _checked(config, SILENT).fitted()
 
 
+def check_run(config: Config, progress: Progress = SILENT) -> Config:
+    """Resolve and check a config as `resolve_run`, but leave its default micro-batch size, which needs no torch."""
+    return _checked(config, progress).resolved
+
+
 @dataclass(frozen=True)
 class _Checked:
     """Config checked against its data and this machine, except for the memory of a step.
