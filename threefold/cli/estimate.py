@@ -57,7 +57,11 @@ def command(
     trust_code: TrustCode = False,
     overrides: Overrides = None,
 ) -> None:
-    """Estimate a training step of CONFIG: its time by cause, tokens per second, MFU and each stage's memory."""
+    """Estimate a training step of CONFIG: its time by cause, tokens per second, MFU and each stage's memory.
+
+    Examples:
+      threefold estimate run.yaml --hardware h100 --png memory.png
+    """
     from threefold.planner.estimate import estimate as estimated
     from threefold.planner.systems import find_system
 

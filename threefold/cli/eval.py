@@ -32,7 +32,9 @@ def command(
     context: Annotated[
         int | None, typer.Option(min=1, help="Context length, in tokens.", show_default="as trained")
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Windows per batch of a replica.")] = 8,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Windows per batch of a replica.", rich_help_panel=terminal.LAYOUT)
+    ] = 8,
     special_tokens: terminal.SpecialTokensName = None,
     loss_tokens: Annotated[
         Literal["answers", "all"] | None,
@@ -42,7 +44,13 @@ def command(
         ),
     ] = None,
     dp: Annotated[
-        int, typer.Option("--dp", min=1, help="Data-parallel replicas; each evaluates a part of the windows.")
+        int,
+        typer.Option(
+            "--dp",
+            min=1,
+            help="Data-parallel replicas; each evaluates a part of the windows.",
+            rich_help_panel=terminal.LAYOUT,
+        ),
     ] = 1,
     own_model: terminal.ModelFile = None,
     trust_code: terminal.TrustCode = False,
@@ -57,6 +65,10 @@ def command(
     """Evaluate the newest checkpoint of RUN on the texts of a file, on dp · tp · pp local processes or torchrun ranks.
 
     The metrics are the same in every layout.
+
+    Examples:
+      threefold eval runs/run --data held-out.jsonl
+      threefold eval runs/run --data lambada.jsonl --task lambada --dp 4
     """
     from threefold.comm.layout import Layout
     from threefold.inference.eval_tasks import read_texts

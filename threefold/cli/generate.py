@@ -28,12 +28,20 @@ def command(
         Path | None,
         typer.Option(metavar="FILE", help="One prompt per line; of .jsonl, each line's key `prompt` or `messages`."),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to generate per prompt.")] = 100,
-    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 = greedy.")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from the k most likely tokens; 0 = all.")] = 0,
-    top_p: Annotated[float, typer.Option(min=0, max=1, help="Nucleus (top-p) threshold; 1 = all tokens.")] = 0.95,
-    seed: Annotated[int, typer.Option(min=0, help="Sampling seed.")] = 0,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts per batch.")] = 16,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Largest number of tokens to generate per prompt.", rich_help_panel="Sampling")
+    ] = 100,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Sampling temperature; 0 = greedy.", rich_help_panel="Sampling")
+    ] = 0.8,
+    top_k: Annotated[
+        int, typer.Option(min=0, help="Sample from the k most likely tokens; 0 = all.", rich_help_panel="Sampling")
+    ] = 0,
+    top_p: Annotated[
+        float, typer.Option(min=0, max=1, help="Nucleus (top-p) threshold; 1 = all tokens.", rich_help_panel="Sampling")
+    ] = 0.95,
+    seed: Annotated[int, typer.Option(min=0, help="Sampling seed.", rich_help_panel="Sampling")] = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts per batch.", rich_help_panel=terminal.LAYOUT)] = 16,
     special_tokens: terminal.SpecialTokensName = None,
     show_special: Annotated[bool, typer.Option("--show-special", help="Also print special tokens.")] = False,
     own_model: terminal.ModelFile = None,
@@ -46,6 +54,10 @@ def command(
     """Continue each prompt with the newest checkpoint of RUN, on tp · pp local processes or torchrun ranks.
 
     The layout only changes the speed: the same prompt, seed and options give the same text in every layout.
+
+    Examples:
+      threefold generate runs/run --prompt "In Python, a list"
+      threefold generate runs/run --prompts-file prompts.txt --tp 2
     """
     from threefold.comm.layout import Layout
     from threefold.inference.generate import GenerationRequest, Sampling, encode_prompts, read_prompts, require_text

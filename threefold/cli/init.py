@@ -82,7 +82,9 @@ def command(
     The data must exist, and the config is checked against it as by threefold train. The ranks are replicas (dp);
     threefold plan finds faster layouts of GPUs.
 
-    Example: threefold init run.yaml --data tokens --model gpt2-124m --ranks 8 --steps 1000
+    Examples:
+      threefold init run.yaml
+      threefold init run.yaml --data tokens --model gpt2-124m --ranks 8
     """
     require_new(file)
     given = {"data": data, "model": model, "ranks": ranks, "steps": steps, "batch": batch}
@@ -151,7 +153,7 @@ def _model(text: str) -> dict[str, Any]:
 
 
 def checked(sections: dict[str, dict[str, Any]]) -> "Config":
-    """Return the resolved config of some settings, checked as before training; without evaluation if the data is too little.
+    """Return the resolved config of some settings, checked as before training; too little data is not evaluated.
 
     Raises:
         UserError: the settings, the data and this machine do not go together.

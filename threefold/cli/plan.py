@@ -65,6 +65,10 @@ def command(
 
     Considers all valid dp, tp, pp, cp, ep, ZeRO, schedule, chunks, micro-batch, recompute and sequence parallelism.
     The global batch stays the same, and so do the losses.
+
+    Examples:
+      threefold plan run.yaml --gpus 16 --hardware a100-40 --write best.yaml
+      threefold plan run.yaml --gpus 64 --hardware h100 --png layouts.png
     """
     began = perf_counter()
     from threefold.config.section import MOST_RANKS

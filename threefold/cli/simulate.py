@@ -57,6 +57,9 @@ def command(
 
     The actions are the same as in a run. The bubble is (cost − m(F + B + W)) / cost,
     where cost is the longest time of a stage from its first action to its last.
+
+    Examples:
+      threefold simulate --schedule zbv --stages 4 --microbatches 12 --png a.png
     """
     from threefold.config.schedules import check_schedule_path, write_schedule_file
     from threefold.planner.schedule import find_planned, simulated
