@@ -154,7 +154,14 @@ def convert(
 
 @app.command("import")
 def import_(
-    source: Annotated[Path, typer.Argument(metavar="HF_DIR", help="Folder with config.json and safetensors files.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="HF_DIR|ID",
+            help="Folder with config.json and safetensors files; or, with the package huggingface_hub, a model's id on "
+            "the Hugging Face hub, such as meta-llama/Llama-3.2-1B.",
+        ),
+    ],
     out: Annotated[Path, typer.Option(metavar="RUN", help="Run folder to create.")],
     ignore: Annotated[
         list[str] | None,
@@ -167,15 +174,19 @@ def import_(
         bool, typer.Option("--allow-not-finite", help="Import weights although some are NaN or infinite.")
     ] = False,
 ) -> None:
-    """Import the model in HF_DIR as a run: GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE or Qwen3-MoE.
+    """Import a Hugging Face model as a run: GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE or Qwen3-MoE.
 
     Examples:
-      threefold checkpoint import gpt2 --out runs/gpt2
+      threefold checkpoint import models/gpt2 --out runs/gpt2
+      threefold checkpoint import meta-llama/Llama-3.2-1B --out runs/llama
     """
-    from threefold.huggingface.import_hf import Import, import_model
+    from threefold.huggingface.source import check_import
+
+    folder = check_import(source, out, overwrite)
+    from threefold.huggingface.import_hf import Import, import_model  # imports torch
 
     with Bars() as bars:
-        found = import_model(Import(source, out, tuple(ignore or ()), overwrite, allow_not_finite), bars)
+        found = import_model(Import(folder, out, tuple(ignore or ()), overwrite, allow_not_finite), bars)
     model = found.config.model
     experts = f", {model.num_experts} experts, {model.experts_per_token} active per token" if model.num_experts else ""
     facts = {

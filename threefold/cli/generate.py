@@ -10,7 +10,8 @@ from threefold.errors import OutputLost
 
 if TYPE_CHECKING:
     from threefold.data.conversations import Chat
-    from threefold.inference.generate import GenerationRequest, Prompt
+    from threefold.inference.generate import GenerationRequest
+    from threefold.inference.inputs import Prompt
     from threefold.inference.model import Model
 
 
@@ -60,18 +61,22 @@ def command(
       threefold generate runs/run --prompts-file prompts.txt --tp 2
     """
     from threefold.comm.layout import Layout
-    from threefold.inference.generate import GenerationRequest, Sampling, encode_prompts, read_prompts, require_text
+    from threefold.inference.inputs import check_run, read_prompts, require_text
     from threefold.launch.launcher import InferenceRun
 
     if system is not None and not chat:
         raise typer.BadParameter("needs --chat", param_hint="--system")
+    layout, own = Layout(tp=tp, pp=pp), terminal.model_file(own_model)
     given = [*(prompts or ()), *(read_prompts(prompts_file) if prompts_file else ())]
+    if given:
+        require_text(given)
+    check_run(run, layout)
+    from threefold.inference.generate import GenerationRequest, Sampling, encode_prompts  # imports torch
+
     request = GenerationRequest(
         max_new_tokens, Sampling(temperature, top_k, top_p), seed, batch_size, special_tokens, show_special
     )
-    inference = InferenceRun.prepare(
-        run, Layout(tp=tp, pp=pp), dtype, device, terminal.model_file(own_model), trust_code
-    )
+    inference = InferenceRun.prepare(run, layout, dtype, device, own, trust_code)
     given = given or [terminal.read_standard_input().rstrip("\n")]
     require_text(given)
     chosen = [_message(prompt, system) if chat and isinstance(prompt, str) else prompt for prompt in given]
