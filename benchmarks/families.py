@@ -15,10 +15,9 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from threefold.config import Config, resolve
+from threefold.figures import BLUE, FAINT, GREY, ORANGE, TEXT_SIZE, new_figure, save
 from threefold.models.family import make_model
 from threefold.train.callbacks.loss_curve import smoothed
 from threefold.train.callbacks.metrics import FILE
@@ -44,7 +43,7 @@ class Family(NamedTuple):
     color: str
 
 
-FAMILIES = (Family("like GPT-2", "gpt", "#3366aa"), Family("like Llama", "llama", "#cc4422"))
+FAMILIES = (Family("like GPT-2", "gpt", BLUE), Family("like Llama", "llama", ORANGE))
 
 
 def config(family: Family, tokens: Path, seed: int) -> Config:
@@ -82,35 +81,34 @@ def validation(runs: list[list[dict[str, Any]]]) -> dict[int, list[float]]:
 
 
 def draw(curves: dict[Family, list[list[dict[str, Any]]]], sizes: dict[Family, int]) -> None:
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for family, runs in curves.items():
-        for run in runs:
-            steps = [line for line in run if line.get("loss") is not None]
-            losses = smoothed([line["loss"] for line in steps], SPAN)
-            axes.plot([line["step"] for line in steps], losses, color=family.color, alpha=0.35, linewidth=1)
-        held = validation(runs)
-        label = f"{family.name}, {sizes[family] / 1e6:.2f} M parameters: {mean(held[STEPS]):.3f} at the end"
-        axes.plot(
-            list(held),
-            [mean(each) for each in held.values()],
-            color=family.color,
-            marker="o",
-            label=label,
-            clip_on=False,
-        )
-    guess = log(VOCAB)
-    axes.axhline(
-        guess, color="#777777", linewidth=1, linestyle="--", label=f"uniform guess, ln {VOCAB:,} = {guess:.2f}"
+    shape = f"{SHAPE['num_layers']} layers of width {SHAPE['hidden_size']}, one process"
+    seeds = f"Mean of {len(SEEDS)} seeds. " if len(SEEDS) > 1 else ""
+    ends = {family: mean(validation(runs)[STEPS]) for family, runs in curves.items()}
+    results = " and ".join(f"{ends[family]:.3f} {family.name}" for family in curves)
+    figure, axes = new_figure(
+        4.4,
+        f"GPT-2 and Llama on the same text, tokens and order: {shape}",
+        f"{seeds}Validation loss after {STEPS} steps: {results}.",
     )
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title="The same text, tokens and order")
+    for family, runs in curves.items():
+        for number, run in enumerate(runs):
+            steps = [line for line in run if line.get("loss") is not None]
+            middle = [line["step"] for line in steps][SPAN // 2 : len(steps) - SPAN // 2]
+            label = "" if number else f"{family.name}: training, mean over {SPAN} steps"
+            losses = smoothed([line["loss"] for line in steps], SPAN)
+            axes.plot(middle, losses, color=family.color, alpha=0.5, linewidth=1.2, label=label)
+        held = {step: mean(losses) for step, losses in validation(runs).items()}
+        style: dict[str, Any] = {"color": family.color, "linewidth": 2, "marker": "o", "clip_on": False}
+        label = f"{family.name}: validation, {sizes[family] / 1e6:.2f} M parameters"
+        axes.plot(list(held), list(held.values()), label=label, **style)
+    guess = log(VOCAB)
+    axes.axhline(guess, color=GREY, linewidth=1, linestyle="--", label=f"uniform guess, ln {VOCAB:,} = {guess:.2f}")
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.set_xlim(0, STEPS)
-    axes.grid(alpha=0.25)
-    seeds = f", mean of {len(SEEDS)} seeds" if len(SEEDS) > 1 else ""
-    axes.legend(frameon=False, title=f"validation{seeds}; thin: training, mean over {SPAN} steps")
+    axes.grid(color=FAINT)
+    axes.legend(frameon=False, fontsize=TEXT_SIZE, loc="upper right", bbox_to_anchor=(1, 0.9))
     PICTURE.parent.mkdir(exist_ok=True)
-    figure.savefig(PICTURE, dpi=110)
+    save(figure, PICTURE)
 
 
 def main(folder: Path) -> None:

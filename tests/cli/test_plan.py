@@ -1,6 +1,7 @@
 """`threefold plan`: its table, its config, its picture, and one sentence for every mistake."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,6 +46,14 @@ def test_the_table_the_config_and_the_picture(run: Run) -> None:
     assert "GPU-hours" in told.stdout
     assert "64 sequences of 2,048 tokens" in told.stdout
     assert Path("layouts.png").read_bytes().startswith(b"\x89PNG")
+    drawn = run("--gpus", "16", "--hardware", "a100-80", "--png", "layouts.svg", "--json")
+    best, picture = json.loads(drawn.stdout)["best"], Path("layouts.svg").read_text()
+    assert f"<!-- best: {best[0]['layout']} micro-batch " in picture
+    named = re.findall(r"<!-- (\d+)% of the speed in (\d+)% of the memory: dp\S+ .*? in [\d.]+ GB -->", picture)
+    assert len(named) == 1  # on the plot without the layout
+    assert int(named[0][0]) >= 90
+    assert int(named[0][1]) < 100
+    assert "<!-- limit " in picture
     text = Path("best.yaml").read_text()
     assert text.startswith("# Written by threefold plan gpt.yaml --gpus 16 --hardware a100-80.\n# Predicted on 16 ×")
     given = load_config("best.yaml")

@@ -57,7 +57,15 @@ def test_table(threefold) -> None:
     status, output, error = threefold("simulate", "--schedule", "zb-h1", *PAPER)
     assert (status, error) == (0, "")
     assert output.startswith("zb-h1: 8 stages, 24 micro-batches.\n")
-    assert output.splitlines()[-1].startswith("Bubble 15.9% of the 1,310.4 ms of the longest stage; the step takes 1,")
+    bubble, step = output.splitlines()[-2:]
+    assert bubble == (
+        "Bubble 15.9%: time waited within the 1,310.4 ms from the first to the last action of the longest stage."
+    )
+    assert step.startswith("The step takes 1,310.4 ms, in 84.1% of which a stage is busy on average; stage 0 holds the")
+    status, output, _ = threefold("simulate", "--schedule", "zbv", "--stages", "4", "--microbatches", "12")
+    bubble, step = output.splitlines()[-2:]
+    assert bubble.startswith("Bubble 0.0%: time waited within the 36.0 ms ")
+    assert step.startswith("The step takes 37.5 ms, in 96.0% of which a rank is busy ")
     status, output, _ = threefold("simulate", "--schedule", "zbv", "--stages", "40", "--microbatches", "3")
     assert "zbv: 80 stages on 40 ranks, 3 micro-batches." in output
     assert "…" in output
@@ -83,7 +91,9 @@ def test_the_title_of_the_picture(threefold, tmp_path: Path) -> None:
     picture = tmp_path / "line.svg"
     options = ("--schedule", "interleaved", "--chunks", "4", "--forward", "1000", "--png", picture)
     facts(threefold, "--stages", "2", "--microbatches", "4", *options)
-    assert "interleaved: 8 stages on 2 ranks, 4 micro-batches: bubble 5.9%, step 12,750 ms" in picture.read_text()
+    text = picture.read_text()
+    assert "interleaved: 8 stages on 2 ranks, 4 micro-batches" in text
+    assert "A step of 12,750 ms. Bubble 5.9%: time waited between the first and the last action of a rank." in text
 
 
 @pytest.mark.parametrize("columns", [60, 80, 200])

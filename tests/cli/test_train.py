@@ -49,7 +49,16 @@ def test_run_and_resume_in_another_layout(config_file: Path, tmp_path: Path) -> 
     ended = train(config_file, run, "--set", "parallel.pp=2")
     assert (ended.returncode, ended.stderr) == (0, "")
     stored = resolve_run(load_config(run / "config.yaml"))
-    assert ended.stdout.startswith(f"Starting 2 ranks (dp 1 · tp 1 · pp 2); {run / 'config.yaml'} has all settings.\n")
+    opening = ended.stdout.splitlines()
+    assert opening[0] == "Starting 2 ranks …"
+    assert opening[1].startswith("Training ")
+    data = stored.data.path
+    assert opening[1].endswith(
+        f" parameters (gpt, 2 layers of width 32) in fp32 on cpu, dp 1 · tp 1 · pp 2: {data} → {run}"
+    )
+    assert opening[2].startswith("4 steps of 4 samples of 16 tokens read the ")
+    assert opening[3].startswith("step 1/4  loss ")
+    assert opening[-1].startswith("checkpoint ")
     assert (stored.parallel.pp, stored.train.device) == (2, "cpu")
     assert [path.name for path in sorted((run / "logs").iterdir())] == ["rank_00000.log", "rank_00001.log"]
     assert log_file(run, 0).read_text().strip() in ended.stdout
@@ -64,6 +73,37 @@ def test_run_and_resume_in_another_layout(config_file: Path, tmp_path: Path) -> 
     resumed = train(run / "config.yaml", run, "--resume", *changes)
     assert (resumed.returncode, resumed.stderr) == (0, "")
     assert len(losses(run)) == 6
+
+
+def test_the_first_line_does_not_wait_for_torch(config_file: Path, tmp_path: Path) -> None:
+    """Printed once the config, the data and the folder are checked: a wrong one has its sentence alone."""
+    script = (
+        "import sys\n"
+        "from threefold.cli import main, train\n"
+        "train._tell = lambda line: sys.exit(line + ' torch' * ('torch' in sys.modules))\n"
+        "main()\n"
+    )
+    config = config_file.read_text().replace("device: cpu", "device: cpu, micro_batch_size: 4")
+    for text, options, printed in (
+        (config_file.read_text(), ("parallel.dp=2",), "Starting 2 ranks …\n"),
+        (config, ("train.max_steps=2",), "Starting 1 process …\n"),
+        (
+            config,
+            ("parallel.tp=3",),
+            "Error: --set parallel.tp=3: parallel.tp is 3 but must divide model.num_attention_heads 4; use ",
+        ),
+        (config, ("data.path=nowhere",), "Error: nowhere does not exist; "),
+    ):
+        config_file.write_text(text)
+        command = [
+            "train",
+            str(config_file),
+            "--run-dir",
+            str(tmp_path / "run"),
+            *(f"--set={each}" for each in options),
+        ]
+        ended = subprocess.run([sys.executable, "-c", script, *command], text=True, capture_output=True, cwd=tmp_path)
+        assert (ended.stdout, ended.stderr[: len(printed)]) == ("", printed)
 
 
 @pytest.mark.slow

@@ -12,7 +12,8 @@ from tests.inference.support import Oracle
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
-from threefold.inference.eval_tasks import EvalTask, LastWord, Perplexity, read_texts, score
+from threefold.inference.eval_tasks import EvalTask, LastWord, Perplexity, score
+from threefold.inference.inputs import read_texts
 from threefold.inference.model import Trained
 from threefold.launch.worker_pool import WorkerPool
 

@@ -18,8 +18,8 @@ from threefold.inference.generate import (
     generate,
     generate_text,
     generate_tokens,
-    read_prompts,
 )
+from threefold.inference.inputs import read_prompts
 from threefold.inference.model import Model, Trained
 from threefold.launch.worker_pool import WorkerPool
 

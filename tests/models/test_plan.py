@@ -9,8 +9,18 @@ from torch import nn
 from tests.support.own_token_model import Tiny
 from threefold.errors import UserError
 from threefold.models.plan import Plan
-from threefold.models.sharding import AsConstructed, Column, Drawn, Normal, PerHead, Replicated, Row, Vocab
-from threefold.parallel.plan_check import check_plan, check_tensor_axis
+from threefold.models.sharding import (
+    AsConstructed,
+    Column,
+    Drawn,
+    Normal,
+    PerHead,
+    Replicated,
+    Row,
+    Vocab,
+    check_tensor_axis,
+)
+from threefold.parallel.plan_check import check_plan
 
 SHARD = Tiny.plan.shard or {}
 

@@ -1,13 +1,15 @@
 """The timeline: areas in the picture are shares of time, and pictures are refused in a sentence."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
+from threefold import figures as style
 from threefold.errors import UserError
-from threefold.planner import pictures as style
 from threefold.planner.pictures import KINDS, TimeSpan, draw_timeline, spans_of
 from threefold.planner.schedule import Timeline, find_planned, program_of, share_of_ranks, simulate
 
@@ -61,6 +63,30 @@ def test_later_stages_of_a_rank_are_lighter(tmp_path: Path) -> None:
     first, second = (style.lighter(KINDS["forward"], share) for share in (0.0, 0.25))
     counts = [int((np.abs(pixels - color).max(axis=-1) < 0.004).sum()) for color in (first, second)]
     assert counts[0] == pytest.approx(counts[1], rel=0.1)
+
+
+def test_labels_leave_room_beside_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two digits too; a label that does not fit is left out, so that neighbours never touch."""
+    drawn: list[Figure] = []
+    monkeypatch.setattr("threefold.planner.pictures.save", lambda figure, path: drawn.append(figure))
+    for count, labelled in ((12, True), (40, False)):
+        timeline = simulated("zbv", 4, 2, count)
+        draw_timeline(tmp_path / "a.png", spans_of(timeline), "a title")
+        figure = drawn.pop()
+        figure.draw_without_rendering()
+        axes = figure.axes[0]
+        per_ms = axes.bbox.width / timeline.length
+        times = {"forward": 18 / 2, "backward input": 17 / 2, "backward weight": 9 / 2}
+        narrowest, widest = (each(times.values()) * per_ms for each in (min, max))
+        boxes = [text.get_window_extent() for text in axes.texts if text.get_text().isdigit()]
+        assert bool(boxes) == labelled
+        assert all(box.width < widest - 2 for box in boxes)
+        by_row: dict[int, list[tuple[float, float]]] = {}
+        for box in boxes:
+            by_row.setdefault(round(box.y0 / 20), []).append((box.x0, box.x1))
+        for row in by_row.values():
+            row.sort()
+            assert all(after - end > 0.25 * narrowest for (_, end), (after, _) in pairwise(row))
 
 
 def test_svg_and_a_large_pipeline(tmp_path: Path) -> None:

@@ -22,8 +22,9 @@ from threefold.data.loader import Loader, Share
 from threefold.data.preparation import PrepareRequest, prepare
 from threefold.errors import UserError
 from threefold.huggingface.import_hf import Import, import_model
-from threefold.inference.eval_tasks import Perplexity, read_texts, score
-from threefold.inference.generate import GenerationRequest, Sampling, generate_text, read_prompts
+from threefold.inference.eval_tasks import Perplexity, score
+from threefold.inference.generate import GenerationRequest, Sampling, generate_text
+from threefold.inference.inputs import read_prompts, read_texts
 from threefold.inference.model import Trained
 from threefold.launch.training_run import resolve_run
 from threefold.launch.worker_pool import WorkerError, WorkerPool

@@ -92,7 +92,7 @@ def test_stages_are_told_and_a_run_goes_on_under_another_schedule(
     """Each stage with its rank, layers and parameters; the first and the last of a V share a rank."""
     run, checkpointed = small_run.but(dp=1, steps=4), (("checkpoint.every", 2),)
     pool.run(1, train_rank, run.but(steps=6), tmp_path / "one")
-    folded = (*checkpointed, ("parallel.schedule", "zbv"), ("parallel.partition", (1, 2, 4)))
+    folded = (*checkpointed, ("log.format", "fleet"), ("parallel.schedule", "zbv"), ("parallel.partition", (1, 2, 4)))
     printed = pool.run(2, train_rank, run.but(pp=2, set=folded), tmp_path / "run")[0]
     stages = re.findall(r"Stage (\d) on pp rank (\d): (.*), ([\d,]+) parameters\.", printed)
     where = [("0", "0", "embed"), ("1", "1", "blocks.0"), ("2", "1", "blocks.1 to blocks.2"), ("3", "0", "head")]
@@ -107,7 +107,7 @@ def test_stages_are_told_and_a_run_goes_on_under_another_schedule(
 
 def test_seven_layers_on_two_stages_are_told_layer_by_layer(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
     """Bounds 0, 3, 7; each layer once, with its number, name and class."""
-    settings = (("model.num_layers", 5), ("parallel.partition", "uniform"))
+    settings = (("model.num_layers", 5), ("parallel.partition", "uniform"), ("log.format", "fleet"))
     printed = pool.run(2, train_rank, small_run.but(dp=1, pp=2, steps=1, set=settings), tmp_path / "run")[0]
     lines = printed.splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("Stage 0 on pp rank 0: embed to "))

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from threefold.train.profiling import ProfileRequest
 
 def profile_rank(run: Run, run_dir: Path, steps: int, draws: bool = True) -> str:
     printed = io.StringIO()
-    request = ProfileRequest(steps, draw_run_timeline if draws else refuse)
+    request = ProfileRequest(steps, partial(draw_run_timeline, model="small") if draws else refuse)
     with contextlib.redirect_stdout(printed):
         train(run.config, run_dir, False, profile=request)
     return printed.getvalue()
@@ -55,7 +56,9 @@ def test_a_pipeline(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
     assert [step.number for step in steps] == [3, 4]
     assert all(0 < step.bubble < 1 for step in steps)
     assert (folder / "timeline.png").stat().st_size > 10_000
-    assert (folder / "timeline.svg").read_text().startswith("<?xml")
+    drawn = (folder / "timeline.svg").read_text()
+    assert drawn.startswith("<?xml")
+    assert "small in dp 1 · tp 2 · pp 2: step " in drawn
 
 
 def test_one_process_whose_run_is_shorter_than_the_warm_up(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:

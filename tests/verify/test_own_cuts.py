@@ -13,9 +13,9 @@ from tests.verify.support import MistakenPool, task, verify
 from threefold.config.loading import config_of
 from threefold.errors import UserError
 from threefold.models.plan import Plan
-from threefold.models.sharding import Column, Replicated, Sharded, Split
+from threefold.models.sharding import Column, Replicated, Sharded, Split, check_tensor_axis
 from threefold.models.source import ObjectSource
-from threefold.parallel.plan_check import check_plan, check_tensor_axis
+from threefold.parallel.plan_check import check_plan
 from threefold.parallel.shard_modules import ConcatenatedLinear
 from threefold.verify.verifier import DEPARTS, EQUAL, Verification
 

@@ -15,9 +15,9 @@ from threefold.api.model import with_arguments
 from threefold.errors import UserError
 from threefold.models.plan import Plan, as_pattern
 from threefold.models.proposal import propose
-from threefold.models.sharding import ModelPlan, Split
+from threefold.models.sharding import ModelPlan, Split, check_tensor_axis
 from threefold.parallel.pipeline.partition import ShardCoordinates, ShardIndex, local_shape
-from threefold.parallel.plan_check import check_plan, check_tensor_axis
+from threefold.parallel.plan_check import check_plan
 
 _WIDTH = 160
 

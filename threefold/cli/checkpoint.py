@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from threefold.cli.help import CommandLine
 from threefold.cli.terminal import Bars, ModelFile, TrustCode, counted, model_file, print_table, print_warnings, table
 from threefold.files import format_bytes, parse_bytes
 
@@ -15,9 +16,7 @@ if TYPE_CHECKING:
     from threefold.config import Config
 
 
-app = typer.Typer(
-    help="List, show, verify and convert checkpoints; import and export Hugging Face models.", no_args_is_help=True
-)
+app = CommandLine(help="List, show, verify and convert checkpoints; import and export Hugging Face models.")
 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Overwrite --out.")]
 ShardCoordinates = Annotated[
@@ -56,7 +55,11 @@ def show(
     tensors: Annotated[bool, typer.Option("--tensors", help="List the tensors: name, shape, dtype, size.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the contents of a checkpoint, or of a run's newest good one: run, model, weights and optimizer state."""
+    """Show the contents of a checkpoint, or of a run's newest good one: run, model, weights and optimizer state.
+
+    Examples:
+      threefold checkpoint show runs/run '*.mlp.*'
+    """
     from threefold.checkpoint.summary import choose, locate, summarize_checkpoint
 
     named = locate(path)
@@ -124,6 +127,9 @@ def convert(
 
     Works tensor by tensor, so a model larger than memory can be converted. RUN is not changed.
     For a folder that transformers reads, use `threefold checkpoint export`.
+
+    Examples:
+      threefold checkpoint convert runs/run --out weights --format safetensors
     """
     from threefold.checkpoint.summary import locate
 
@@ -148,7 +154,14 @@ def convert(
 
 @app.command("import")
 def import_(
-    source: Annotated[Path, typer.Argument(metavar="HF_DIR", help="Folder with config.json and safetensors files.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="HF_DIR|ID",
+            help="Folder with config.json and safetensors files; or, with the package huggingface_hub, a model's id on "
+            "the Hugging Face hub, such as meta-llama/Llama-3.2-1B.",
+        ),
+    ],
     out: Annotated[Path, typer.Option(metavar="RUN", help="Run folder to create.")],
     ignore: Annotated[
         list[str] | None,
@@ -161,11 +174,19 @@ def import_(
         bool, typer.Option("--allow-not-finite", help="Import weights although some are NaN or infinite.")
     ] = False,
 ) -> None:
-    """Import the model in HF_DIR as a run: GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE or Qwen3-MoE."""
-    from threefold.huggingface.import_hf import Import, import_model
+    """Import a Hugging Face model as a run: GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE or Qwen3-MoE.
+
+    Examples:
+      threefold checkpoint import models/gpt2 --out runs/gpt2
+      threefold checkpoint import meta-llama/Llama-3.2-1B --out runs/llama
+    """
+    from threefold.huggingface.source import check_import
+
+    folder = check_import(source, out, overwrite)
+    from threefold.huggingface.import_hf import Import, import_model  # imports torch
 
     with Bars() as bars:
-        found = import_model(Import(source, out, tuple(ignore or ()), overwrite, allow_not_finite), bars)
+        found = import_model(Import(folder, out, tuple(ignore or ()), overwrite, allow_not_finite), bars)
     model = found.config.model
     experts = f", {model.num_experts} experts, {model.experts_per_token} active per token" if model.num_experts else ""
     facts = {
@@ -202,6 +223,9 @@ def export(
     """Export the newest checkpoint of RUN in the format that transformers' from_pretrained reads.
 
     For a model of your own, the weights keep their names, beside a copy of its file.
+
+    Examples:
+      threefold checkpoint export runs/run --out hf --dtype bf16
     """
     from threefold.huggingface.export_hf import Export, export_model
 

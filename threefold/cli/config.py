@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from threefold.cli.help import CommandLine
 from threefold.cli.terminal import (
     ConfigFile,
     ModelFile,
@@ -21,12 +22,16 @@ from threefold.cli.terminal import (
 from threefold.errors import UserError
 from threefold.files import format_bytes
 
-app = typer.Typer(help="Show, compare, size and convert configs.", no_args_is_help=True)
+app = CommandLine(help="Show, compare, size and convert configs.")
 
 
 @app.command()
 def show(config: ConfigFile, trust_code: TrustCode = False, overrides: Overrides = None) -> None:
-    """Check CONFIG against its data and this machine, and print it with every setting resolved."""
+    """Check CONFIG against its data and this machine, and print it with every setting resolved.
+
+    Examples:
+      threefold config show run.yaml --set parallel.tp=2
+    """
     given = read_config(config, overrides, trust_code=trust_code)
     from threefold.launch.training_run import resolve_run
 
@@ -121,6 +126,9 @@ def convert(
 
     Exit status: 0 if the config can run; 1 if settings are still to be set, such as data.path (see its first comments);
     2 if settings that change the training are unsupported, or the config is invalid.
+
+    Examples:
+      threefold config convert pretrain_gpt.sh > run.yaml
     """
     from threefold.convert import convert as converted_from
     from threefold.convert import unmapped_lines
@@ -151,6 +159,9 @@ def diff(
     """Print the settings in which two configs differ, with those that follow from others.
 
     Exit status: 0 if all settings are equal; 1 if any differs; 2 if one of the configs is invalid.
+
+    Examples:
+      threefold config diff run.yaml runs/run
     """
     from threefold.config.loading import differing_settings
 
@@ -169,7 +180,11 @@ def _config_in(path: Path) -> Path:
 
 @app.command()
 def schema() -> None:
-    """Print the JSON Schema of configs, with which an editor completes and checks them."""
+    """Print the JSON Schema of configs, with which an editor completes and checks them.
+
+    Examples:
+      threefold config schema > threefold.schema.json
+    """
     from threefold.config.reference import json_schema
 
     typer.echo(json.dumps(json_schema(), indent=2, ensure_ascii=False))
@@ -191,7 +206,11 @@ FeatureNames = Annotated[
 
 @app.command()
 def compatibility(features: FeatureNames = None) -> None:
-    """Print whether FEATUREs can be combined and, if not, why and what to use instead; for one, what it excludes."""
+    """Print whether FEATUREs can be combined and, if not, why and what to use instead; for one, what it excludes.
+
+    Examples:
+      threefold config compatibility zero3 zbv
+    """
     from threefold.config.reference import FEATURES, answers, features_named
 
     listed = (f"{feature.name}: {feature.title}" for feature in FEATURES)

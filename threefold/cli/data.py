@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from threefold.cli.help import CommandLine
 from threefold.cli.terminal import Bars, print_table
 from threefold.files import format_bytes
 from threefold.host import usable_cores
@@ -15,12 +16,16 @@ if TYPE_CHECKING:
     from threefold.data.corpus import Corpus, StoredTokens
     from threefold.data.formats.threefold_folder import TokenFiles
 
-app = typer.Typer(help="Prepare token files from text, convert, inspect and verify them.", no_args_is_help=True)
+app = CommandLine(help="Prepare token files from text, convert, inspect and verify them.")
 
 
 @app.command()
 def sample(directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write to.")]) -> None:
-    """Write a few MB of English, from the documentation in Python's library, as JSON Lines."""
+    """Write a few MB of English, from the documentation in Python's library, as JSON Lines.
+
+    Examples:
+      threefold data sample text
+    """
     from threefold.data.python_text import write_sample
 
     summary = write_sample(directory)
@@ -64,7 +69,12 @@ def prepare(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite token files at --out.")] = False,
 ) -> None:
-    """Encode text into token files for `data.path` of a run."""
+    """Encode text into token files for `data.path` of a run.
+
+    Examples:
+      threefold data prepare text --out tokens --vocab-size 4096
+      threefold data prepare chats.jsonl --out tokens --tokenizer tokenizer.json
+    """
 
     from threefold.data.audit import summarize
     from threefold.data.preparation import PrepareRequest
@@ -92,7 +102,11 @@ def show(
     split: Annotated[str, typer.Option(help="Weights of train, valid and test, as data.split.")] = "949,50,1",
     sequence_length: Annotated[int, typer.Option(help="Tokens of a sample, as data.sequence_length.")] = 256,
 ) -> None:
-    """Show the contents of token files of any system, and their first training sample as text."""
+    """Show the contents of token files of any system, and their first training sample as text.
+
+    Examples:
+      threefold data show tokens
+    """
     import numpy as np
 
     from threefold.data.audit import summarize
@@ -191,7 +205,11 @@ def convert(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite --out.")] = False,
 ) -> None:
-    """Convert token files to the format of another system, token for token."""
+    """Convert token files to the format of another system, token for token.
+
+    Examples:
+      threefold data convert tokens --to megatron --out corpus_text_document
+    """
     from threefold.data.preparation import convert as convert_tokens
 
     with Bars() as bars:

@@ -37,6 +37,10 @@ def command(
 
     Measures matrix products, memory, collectives of 2, 4 and 8 local ranks, and the disk, in about half a minute.
     Saves the hardware entry `this-machine` for `threefold estimate` and the MFU of runs, and reports what is wrong.
+
+    Examples:
+      threefold doctor
+      threefold doctor --quick --save laptop.yaml
     """
     from threefold.launch import spawn
     from threefold.planner.doctor import examine, measured_entry

@@ -38,6 +38,9 @@ def command(
 
     Prints the bytes of weights, gradients, optimizer state and activations, each kind of collective, and FLOPs.
     The data need not exist. Exit status: 0, or 2 if the rank could not run.
+
+    Examples:
+      threefold dry-run run.yaml --all-stages --hardware h100
     """
     if rank is not None and all_stages:
         raise UserError(f"--rank is {rank} and --all-stages is given too; give one of them.")

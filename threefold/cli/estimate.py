@@ -57,7 +57,11 @@ def command(
     trust_code: TrustCode = False,
     overrides: Overrides = None,
 ) -> None:
-    """Estimate a training step of CONFIG: its time by cause, tokens per second, MFU and each stage's memory."""
+    """Estimate a training step of CONFIG: its time by cause, tokens per second, MFU and each stage's memory.
+
+    Examples:
+      threefold estimate run.yaml --hardware h100 --png memory.png
+    """
     from threefold.planner.estimate import estimate as estimated
     from threefold.planner.systems import find_system
 
@@ -70,16 +74,15 @@ def command(
         from threefold.comm.layout import Layout
         from threefold.planner.pictures import draw_memory
 
-        title = f"Memory of {Layout.from_config(resolved.parallel)} on {entry.title}\n{_fit(found)}"
-        draw_memory(png, [stage.causes for stage in found.stages], found.usable_bytes, title)
+        layout = Layout.from_config(resolved.parallel)
+        title = f"{resolved.model.title} in {layout} on {found.ranks:,} × {entry.title}: memory"
+        draw_memory(png, [stage.causes for stage in found.stages], found.usable_bytes, title, f"{_fit(found)}.")
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2))
     else:
         _print_estimate(found, None if system is None else estimated(resolved, entry))
 
 
-_PARTS = {"activations": "kept", "working": "working", "logits": "logits", "buffers": "buffers"}
-"""Parts of the activations, and their names in the table."""
 _SMALLEST = 0.005
 """Smallest share of a step that is shown as a cause of its own."""
 _LARGE = 2 * 10**9
@@ -125,9 +128,11 @@ def _print_memory(found: "Estimate") -> None:
 
     rows = [row(rank, (*stage.by_dry_run.values(), stage.peak)) for rank, stage in stages.items()]
     print_table(("rank", *found.stages[0].by_dry_run, "peak"), rows)
-    parts = [name for name in _PARTS if any(stage.causes.get(name) for stage in found.stages)]
+    from threefold.planner.pictures import OF_ACTIVATIONS
+
+    parts = [name for name in OF_ACTIVATIONS if any(stage.causes.get(name) for stage in found.stages)]
     rows = [row(rank, (stage.causes[name] for name in parts)) for rank, stage in stages.items()]
-    print_table(("of the activations", *(_PARTS[name] for name in parts)), rows)
+    print_table(("of the activations", *(OF_ACTIVATIONS[name] for name in parts)), rows)
     typer.echo(f"{unit} of each pp rank; working: what comes and goes, fragmentation: what the allocator loses.")
     typer.echo(f"{_fit(found)}.")
 

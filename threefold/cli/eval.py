@@ -13,6 +13,7 @@ from threefold.cli import terminal
 from threefold.errors import UserError
 
 if TYPE_CHECKING:
+    from threefold.config import Config
     from threefold.inference.eval_tasks import EncodedTexts, EvalTask
     from threefold.inference.model import Model
 
@@ -32,7 +33,9 @@ def command(
     context: Annotated[
         int | None, typer.Option(min=1, help="Context length, in tokens.", show_default="as trained")
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Windows per batch of a replica.")] = 8,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Windows per batch of a replica.", rich_help_panel=terminal.LAYOUT)
+    ] = 8,
     special_tokens: terminal.SpecialTokensName = None,
     loss_tokens: Annotated[
         Literal["answers", "all"] | None,
@@ -42,7 +45,13 @@ def command(
         ),
     ] = None,
     dp: Annotated[
-        int, typer.Option("--dp", min=1, help="Data-parallel replicas; each evaluates a part of the windows.")
+        int,
+        typer.Option(
+            "--dp",
+            min=1,
+            help="Data-parallel replicas; each evaluates a part of the windows.",
+            rich_help_panel=terminal.LAYOUT,
+        ),
     ] = 1,
     own_model: terminal.ModelFile = None,
     trust_code: terminal.TrustCode = False,
@@ -57,20 +66,27 @@ def command(
     """Evaluate the newest checkpoint of RUN on the texts of a file, on dp · tp · pp local processes or torchrun ranks.
 
     The metrics are the same in every layout.
+
+    Examples:
+      threefold eval runs/run --data held-out.jsonl
+      threefold eval runs/run --data lambada.jsonl --task lambada --dp 4
     """
     from threefold.comm.layout import Layout
-    from threefold.inference.eval_tasks import read_texts
+    from threefold.inference.inputs import check_run, read_texts, require_texts
     from threefold.launch.launcher import InferenceRun
 
-    inference = InferenceRun.prepare(run, Layout(dp, tp, pp), dtype, device, terminal.model_file(own_model), trust_code)
-    counted = loss_tokens or inference.trained.config.data.loss_tokens
-    trained = inference.trained.config
-    longest = trained.model.max_position_embeddings
-    if context is not None and context > longest and trained.model.position_embedding == "learned":
-        raise UserError(f"--context is {context} but the model has {longest} positions; use {longest} at most.")
-    chosen = _task(task, trained.data.sequence_length if context is None else context, stride, counted)
+    layout, own = Layout(dp, tp, pp), terminal.model_file(own_model)
+    _check_context(context, check_run(run, layout))
+    if task == "lambada" and stride is not None:
+        raise typer.BadParameter("lambada has one window per text and no stride; leave it out", param_hint="--stride")
     if json_file is not None:
         _check_json(json_file, data)
+    require_texts(data)
+    inference = InferenceRun.prepare(run, layout, dtype, device, own, trust_code)  # imports torch
+    trained = inference.trained.config
+    _check_context(context, trained)  # of the newest checkpoint that is good
+    counted = loss_tokens or trained.data.loss_tokens
+    chosen = _task(task, trained.data.sequence_length if context is None else context, stride, counted)
     texts = read_texts(data, key)
     with terminal.Steps("reading", len(texts)) as steps:
         work = chosen.prepare(inference.trained.documents(special_tokens), texts, steps.advance)
@@ -86,13 +102,18 @@ def command(
     inference.start(measure, chosen, work, batch_size, about, json_file)
 
 
+def _check_context(context: int | None, config: "Config | None") -> None:
+    if context is None or config is None or config.model.position_embedding != "learned":
+        return
+    if context > (longest := config.model.max_position_embeddings):
+        raise UserError(f"--context is {context} but the model has {longest} positions; use {longest} at most.")
+
+
 def _task(name: str, context: int, stride: int | None, loss_tokens: Literal["answers", "all"]) -> "EvalTask":
     from threefold.inference.eval_tasks import LastWord, Perplexity
 
     if name == "perplexity":
         return Perplexity(context, (context + 1) // 2 if stride is None else stride, loss_tokens)
-    if stride is not None:
-        raise typer.BadParameter("lambada has one window per text and no stride; leave it out", param_hint="--stride")
     return LastWord(context)
 
 

@@ -12,7 +12,8 @@ from threefold.files import shown as shown_path
 
 if TYPE_CHECKING:
     from threefold.data.conversations import Chat
-    from threefold.inference.generate import GenerationRequest, Prompt
+    from threefold.inference.generate import GenerationRequest
+    from threefold.inference.inputs import Prompt
     from threefold.inference.model import Model
 
 
@@ -30,12 +31,20 @@ def command(
         Path | None,
         typer.Option(metavar="FILE", help="One prompt per line; of .jsonl, each line's key `prompt` or `messages`."),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to generate per prompt.")] = 100,
-    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 = greedy.")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from the k most likely tokens; 0 = all.")] = 0,
-    top_p: Annotated[float, typer.Option(min=0, max=1, help="Nucleus (top-p) threshold; 1 = all tokens.")] = 0.95,
-    seed: Annotated[int, typer.Option(min=0, help="Sampling seed.")] = 0,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts per batch.")] = 16,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Largest number of tokens to generate per prompt.", rich_help_panel="Sampling")
+    ] = 100,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Sampling temperature; 0 = greedy.", rich_help_panel="Sampling")
+    ] = 0.8,
+    top_k: Annotated[
+        int, typer.Option(min=0, help="Sample from the k most likely tokens; 0 = all.", rich_help_panel="Sampling")
+    ] = 0,
+    top_p: Annotated[
+        float, typer.Option(min=0, max=1, help="Nucleus (top-p) threshold; 1 = all tokens.", rich_help_panel="Sampling")
+    ] = 0.95,
+    seed: Annotated[int, typer.Option(min=0, help="Sampling seed.", rich_help_panel="Sampling")] = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts per batch.", rich_help_panel=terminal.LAYOUT)] = 16,
     special_tokens: terminal.SpecialTokensName = None,
     show_special: Annotated[bool, typer.Option("--show-special", help="Also print special tokens.")] = False,
     keep: Annotated[
@@ -51,21 +60,29 @@ def command(
     """Continue each prompt with the newest checkpoint of RUN, on tp · pp local processes or torchrun ranks.
 
     The layout only changes the speed: the same prompt, seed and options give the same text in every layout.
+
+    Examples:
+      threefold generate runs/run --prompt "In Python, a list"
+      threefold generate runs/run --prompts-file prompts.txt --tp 2
     """
     from threefold.comm.layout import Layout
-    from threefold.inference.generate import GenerationRequest, Sampling, encode_prompts, read_prompts, require_text
+    from threefold.inference.inputs import check_run, read_prompts, require_text
     from threefold.launch.launcher import InferenceRun
     from threefold.report.record import SAMPLES_FILE
 
     if system is not None and not chat:
         raise typer.BadParameter("needs --chat", param_hint="--system")
+    layout, own = Layout(tp=tp, pp=pp), terminal.model_file(own_model)
     given = [*(prompts or ()), *(read_prompts(prompts_file) if prompts_file else ())]
+    if given:
+        require_text(given)
+    check_run(run, layout)
+    from threefold.inference.generate import GenerationRequest, Sampling, encode_prompts  # imports torch
+
     request = GenerationRequest(
         max_new_tokens, Sampling(temperature, top_k, top_p), seed, batch_size, special_tokens, show_special
     )
-    inference = InferenceRun.prepare(
-        run, Layout(tp=tp, pp=pp), dtype, device, terminal.model_file(own_model), trust_code
-    )
+    inference = InferenceRun.prepare(run, layout, dtype, device, own, trust_code)
     given = given or [terminal.read_standard_input().rstrip("\n")]
     require_text(given)
     chosen = [_message(prompt, system) if chat and isinstance(prompt, str) else prompt for prompt in given]

@@ -19,6 +19,9 @@ def command(
     """Print the modules of the model in FILE.py, how its plan shards them, and each rank's share.
 
     For a model without a plan, prints a proposed one as Python to paste, with question marks where it is undecided.
+
+    Examples:
+      threefold inspect model.py:MyModel --tp 4
     """
     from threefold.config.loading import config_of, load_config
 

@@ -13,12 +13,13 @@ from typing import Annotated, Final
 import typer
 
 from threefold import __version__
+from threefold.cli.help import CommandLine
 from threefold.cli.terminal import guard_streams
 from threefold.errors import CLOSED_OUTPUT, UserError
 from threefold.files import shown
 
 GROUPS: Final = {
-    "Train and use": ("train", "watch", "report", "generate", "eval"),
+    "Train and use": ("init", "train", "watch", "report", "generate", "eval"),
     "Check": ("verify", "parity", "doctor", "inspect"),
     "Plan": ("plan", "show", "estimate", "simulate", "dry-run"),
     "Files": ("data", "checkpoint", "config"),
@@ -35,12 +36,7 @@ _OF_A_PATH: Final = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCE
 
 def make_app(commands: Sequence[str] = COMMANDS) -> typer.Typer:
     """Return the command line with these commands, as described at `GROUPS`."""
-    app = typer.Typer(
-        name="threefold",
-        no_args_is_help=True,
-        pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )
+    app = CommandLine(name="threefold", pretty_exceptions_enable=False)
     app.callback()(_root)
     panels = {name: panel for panel, names in GROUPS.items() for name in names}
     for name in commands:

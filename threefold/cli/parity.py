@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from threefold.cli.help import CommandLine
 from threefold.cli.terminal import Steps, counted, print_table
 from threefold.errors import UserError
 from threefold.files import format_bytes
@@ -16,9 +17,7 @@ if TYPE_CHECKING:
     from threefold.parity.departure import Findings
     from threefold.parity.record import Record
 
-app = typer.Typer(
-    help="Compare training runs of any scripts that have a recorder (docs/parity.md).", no_args_is_help=True
-)
+app = CommandLine(help="Compare training runs of any scripts that have a recorder (docs/parity.md).")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON document instead of a table.")]
 Page = Annotated[
@@ -71,6 +70,9 @@ def run(
     a command, {run} stands for a folder for that run's own files. The reference runs again with noise in the last
     place of every activation and gradient, to learn how far rounding goes.
     Exit status: 0 if the runs are equal up to rounding; 1 if they depart; 2 if they cannot be compared.
+
+    Examples:
+      threefold parity run --reference 'python a.py' --candidate 'python b.py'
     """
     from threefold.parity.run import run_both
 

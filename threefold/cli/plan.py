@@ -65,6 +65,10 @@ def command(
 
     Considers all valid dp, tp, pp, cp, ep, ZeRO, schedule, chunks, micro-batch, recompute and sequence parallelism.
     The global batch stays the same, and so do the losses.
+
+    Examples:
+      threefold plan run.yaml --gpus 16 --hardware a100-40 --write best.yaml
+      threefold plan run.yaml --gpus 64 --hardware h100 --png layouts.png
     """
     began = perf_counter()
     from threefold.config.section import MOST_RANKS
@@ -130,7 +134,7 @@ def _print_plan(planned: "SearchAnswer", written: Path | None, drawn: Path | Non
 
     console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_FILE, highlight=False)
     console.print(
-        f"{model.preset or model.architecture}: {train.global_batch_size:,} sequences of "
+        f"{model.title}: {train.global_batch_size:,} sequences of "
         f"{request.config.data.sequence_length:,} tokens a step, {request.config.precision.dtype}, on "
         f"{request.gpus:,} × {request.hardware.title} by kernels of {request.system.name}; {request.objective.title}."
     )

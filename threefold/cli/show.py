@@ -41,6 +41,10 @@ def command(
     """Show the layout of CONFIG: ranks, shards of each weight, pipeline schedule, memory and collectives.
 
     The data need not exist. Without --hardware, times are relative, and memory has a limit on a CPU only.
+
+    Examples:
+      threefold show run.yaml --html layout.html --hardware h100
+      threefold show run.yaml --compare dp4·tp2
     """
     if html is not None:
         _check_page(html)

@@ -57,6 +57,9 @@ def command(
 
     The actions are the same as in a run. The bubble is (cost − m(F + B + W)) / cost,
     where cost is the longest time of a stage from its first action to its last.
+
+    Examples:
+      threefold simulate --schedule zbv --stages 4 --microbatches 12 --png a.png
     """
     from threefold.config.schedules import check_schedule_path, write_schedule_file
     from threefold.planner.schedule import find_planned, simulated
@@ -85,13 +88,11 @@ def command(
     ]
     found = simulated(row, pp, per_rank, count, passes, times_of(transfer, "--transfer"))
     if picture is not None:
-        from threefold.planner.pictures import draw_timeline, spans_of
+        from threefold.planner.pictures import about_step, draw_timeline, spans_of
 
-        rows = "stage" if len(row.stage_ranks(pp, per_rank)) == pp else "rank"
-        length = found.timeline.length
-        time = f"{length:,.0f}" if length >= 1000 else f"{length:.4g}"
-        title = f"{_named(found)}: bubble {found.timeline.bubble:.1%}, step {time} ms"
-        draw_timeline(picture, spans_of(found.timeline), title, called=rows)
+        rows, timeline = "stage" if len(row.stage_ranks(pp, per_rank)) == pp else "rank", found.timeline
+        about = about_step(timeline.length / 1000, timeline.bubble, rows)
+        draw_timeline(picture, spans_of(timeline), _named(found), about, called=rows)
     if csv is not None:
         write_schedule_file(csv, found.timeline.program.orders)
     if as_json:
@@ -133,8 +134,9 @@ def _print_simulation(found: "Simulation") -> None:
     print_table(header, rows)
     most = max(found.peaks)
     typer.echo(
-        f"Bubble {timeline.bubble:.1%} of the {longest:,.1f} ms of the longest {called}; the step takes "
-        f"{timeline.length:,.1f} ms, and {called} {found.peaks.index(most)} holds the most: {most:.4g} of "
+        f"Bubble {timeline.bubble:.1%}: time waited within the {longest:,.1f} ms from the first to the last action of "
+        f"the longest {called}.\nThe step takes {timeline.length:,.1f} ms, in {1 - timeline.idle:.1%} of which a "
+        f"{called} is busy on average; {called} {found.peaks.index(most)} holds the most: {most:.4g} of "
         f"{counted(found.micro_batches, 'micro-batch', 'es')}."
     )
 

@@ -23,24 +23,35 @@ if TYPE_CHECKING:
 
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; docs/config.md lists the settings.")]
+OWN_MODEL, LAYOUT, OUTPUT = "Your own model", "Layout and device", "Output"
+"""Groups of options in help texts."""
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one setting; may be repeated."),
 ]
 ModelFile = Annotated[
     str | None,
-    typer.Option("--model", metavar="FILE.py[:NAME]", help="A model of your own, from a Python file."),
+    typer.Option(
+        "--model",
+        metavar="FILE.py[:NAME]",
+        help="A model of your own, from a Python file.",
+        rich_help_panel=OWN_MODEL,
+    ),
 ]
 TrustCode = Annotated[
     bool,
-    typer.Option("--trust-code", help="Run the code that a checkpoint brings along, or that a stored config names."),
+    typer.Option(
+        "--trust-code",
+        help="Run the code that a checkpoint brings along, or that a stored config names.",
+        rich_help_panel=OWN_MODEL,
+    ),
 ]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]
-TensorRanks = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size.")]
-PipelineRanks = Annotated[int, typer.Option("--pp", min=1, help="Pipeline-parallel size.")]
+TensorRanks = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size.", rich_help_panel=LAYOUT)]
+PipelineRanks = Annotated[int, typer.Option("--pp", min=1, help="Pipeline-parallel size.", rich_help_panel=LAYOUT)]
 DtypeName = Annotated[
     Literal["fp32", "bf16", "fp16", "fp64"],
-    typer.Option("--dtype", help="Data type of the weights and the computation."),
+    typer.Option("--dtype", help="Data type of the weights and the computation.", rich_help_panel=LAYOUT),
 ]
 SpecialTokensName = Annotated[
     Literal["parse", "text"] | None,
@@ -52,7 +63,8 @@ SpecialTokensName = Annotated[
     ),
 ]
 DeviceName = Annotated[
-    Literal["auto", "cpu", "cuda"], typer.Option("--device", help="auto: GPUs if there is one per rank.")
+    Literal["auto", "cpu", "cuda"],
+    typer.Option("--device", help="auto: GPUs if there is one per rank.", rich_help_panel=LAYOUT),
 ]
 
 
@@ -120,7 +132,7 @@ def require_ranks(ranks: tuple[int, ...], config: "Config", option: str) -> None
 def check_picture_file(path: Path | None) -> None:
     """Raise a `UserError` if a picture cannot be drawn into the file of an option, before anything is computed."""
     if path is not None:
-        from threefold.planner.pictures import check_picture
+        from threefold.figures import check_picture
 
         check_picture(path)
 

@@ -10,19 +10,20 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 import typer
-from typer.core import TyperCommand
 
+from threefold.cli.help import HelpedCommand
 from threefold.cli.terminal import Bars, ConfigFile, ModelFile, Overrides, TrustCode, read_config, require_ranks
 from threefold.errors import OutputLost, UserError
 from threefold.files import shown
 
 _NUMBER: Final = re.compile(r"[+-]?\d+")
 _PROFILE_STEPS: Final = 3
+_WATCH: Final = "Look inside"
 _MOST_PROFILED: Final = 100
 """Limit on `--profile`; longer traces do not open in a browser."""
 
 
-class Parser(TyperCommand):
+class Parser(HelpedCommand):
     """Parser for `--resume` and `--profile` without a value.
 
     `--resume` means `--resume=yes` and takes no next argument; `--profile` means `--profile=3`, or takes a number.
@@ -60,7 +61,12 @@ def command(
         ),
     ] = "no",
     console_ranks: Annotated[
-        str, typer.Option(metavar="RANKS", help="Ranks whose output is shown, such as 0,3; RUN/logs has that of all.")
+        str,
+        typer.Option(
+            metavar="RANKS",
+            help="Ranks whose output is shown, such as 0,3; RUN/logs has that of all.",
+            rich_help_panel=_WATCH,
+        ),
     ] = "0",
     profile: Annotated[
         str | None,
@@ -68,6 +74,7 @@ def command(
             metavar="[STEPS]",
             help=f"Profile STEPS steps ({_PROFILE_STEPS}) after two of warm-up: RUN/profile has a trace of each rank "
             "for Perfetto, and the timeline of the stages as a picture.",
+            rich_help_panel=_WATCH,
             show_default=False,
         ),
     ] = None,
@@ -76,6 +83,7 @@ def command(
         typer.Option(
             metavar="RANK",
             help="Give this rank the terminal, for breakpoint(); the others wait for it as long as it takes.",
+            rich_help_panel=_WATCH,
             show_default=False,
         ),
     ] = None,
@@ -83,6 +91,12 @@ def command(
     """Train the model of CONFIG, on dp · tp · pp · cp local processes, or as ranks of torchrun or srun.
 
     SIGINT (Ctrl-C), SIGTERM or SIGUSR1 ends the run after the current step, with a checkpoint; a second signal at once.
+
+    Examples:
+      threefold train run.yaml
+      threefold train run.yaml --set parallel.tp=2 --run-dir runs/tp2
+      threefold train run.yaml --resume
+      torchrun --nproc-per-node 8 -m threefold train run.yaml
     """
     from threefold.launch.process import StopRequested, StopSignals
 
@@ -113,7 +127,7 @@ def command(
                     )
             with Bars() as bars:  # the bar's thread must end before the workers are forked
                 again: bool | Literal["auto"] = "auto" if resume == "auto" else resume == "yes"
-                run = prepare_training(given, folder, resume=again, progress=bars, profile_steps=profiled)
+                run = prepare_training(given, folder, resume=again, progress=bars, profile_steps=profiled, say=_say)
             if run.finished:
                 steps = run.config.train.max_steps
                 _say(f"{folder} has completed all its {steps:,} steps; there is nothing left to do.")
@@ -121,7 +135,7 @@ def command(
                 from threefold.verify.self_check import self_check
 
                 run = replace(run, check=self_check)
-            stopped = run.start(console, signals, lambda: _tell(run.opening), debug_rank)
+            stopped = run.start(console, signals, debug_rank)
         except StopRequested as request:
             if not request.again:
                 # Import nothing here, because the signal may have arrived during an import.

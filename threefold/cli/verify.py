@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
 import typer
 
-from threefold.cli.terminal import ConfigFile, Overrides, TrustCode, read_config
+from threefold.cli.terminal import OWN_MODEL, ConfigFile, Overrides, TrustCode, read_config
 from threefold.files import format_bytes
 
 if TYPE_CHECKING:
@@ -58,7 +58,12 @@ def command(
     ] = False,
     model: Annotated[
         str | None,
-        typer.Option(metavar="FILE.py[:PLAN]", help="Your own model and its sharding plan.", show_default="GPT"),
+        typer.Option(
+            metavar="FILE.py[:PLAN]",
+            help="Your own model and its sharding plan.",
+            show_default="GPT",
+            rich_help_panel=OWN_MODEL,
+        ),
     ] = None,
     trust_code: TrustCode = False,
     overrides: Overrides = None,
@@ -76,6 +81,11 @@ def command(
     With --exact, all bits must be equal (docs/exact.md), and layouts outside the grain are listed.
     Exit status: 0 if every layout is equal; 1 if one differs, fails, or shards nothing over one of its axes; 2 if
     verification cannot start.
+
+    Examples:
+      threefold verify run.yaml
+      threefold verify run.yaml dp2·tp2·pp2 tp4,pp2:zbv
+      threefold verify run.yaml --all --ranks 4
     """
     from threefold.comm.layout import parse_layouts
     from threefold.config.model import OWN, is_made_from_section, split_model_file

@@ -206,6 +206,17 @@ class ModelConfig(Section):
         """Number of blocks; None if the config does not determine it."""
         return self.num_layers
 
+    @property
+    def title(self) -> str:
+        """Name for titles and summaries: the preset, an own model's file, or the family; the last with its sizes."""
+        preset = PRESETS.get(self.preset or "", {})
+        if preset and all(self.value_of(name) == value for name, value in preset.items()):
+            return str(self.preset)
+        if self.file:
+            return self.file.rpartition("/")[-1]
+        sizes = f", {self.blocks} layers of width {self.hidden_size:,}" if self.blocks is not None else ""
+        return f"{self.preset or self.architecture}{sizes}"
+
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer, counted from 0, has experts."""
         return self.num_experts > 0 and layer >= self.dense_layers and (layer + 1) % self.moe_every == 0

@@ -18,7 +18,8 @@ from torch import Tensor
 from threefold.checkpoint.folder import TOKENIZER
 from threefold.config import ModelConfig
 from threefold.errors import UserError
-from threefold.files import parse_json, read_text, require_file
+from threefold.files import read_text, require_file
+from threefold.huggingface.source import CONFIG, read_json
 from threefold.models.family import huggingface_types
 from threefold.models.huggingface import ConfigJson, HuggingFaceType, WeightMap, shortened
 
@@ -118,16 +119,6 @@ def _opened(path: Path) -> Iterator[Any]:
         yield file
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file. Raises UserError if there is none."""
-    if not os.path.lexists(path):
-        raise UserError(f"{path} does not exist; give a folder that holds a model of Hugging Face.")
-    value = parse_json(read_text(path), str(path))
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds no JSON object; fetch it again.")
-    return value
-
-
 def _files(folder: Path, index: dict[str, str] | None) -> list[Path]:
     if index is not None:
         names = sorted(set(index.values()))
@@ -170,7 +161,6 @@ def _contents(path: Path) -> Iterable[Stored]:
             yield Stored(path, key, tuple(piece.get_shape()), DTYPES.get(kind, torch.float32))
 
 
-CONFIG: Final = "config.json"
 GENERATION: Final = "generation_config.json"
 WITH_TOKENIZER: Final = (
     "tokenizer_config.json",

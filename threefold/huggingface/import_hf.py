@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -15,14 +15,13 @@ from torch import Tensor
 
 from threefold.checkpoint.errors import MODEL
 from threefold.checkpoint.folder import CONFIG, TOKENIZER, path_of
-from threefold.checkpoint.manifest import FORMAT, MANIFEST, Facts, write_manifest
+from threefold.checkpoint.manifest import Facts, write_manifest
 from threefold.checkpoint.tensors import PiecedTensor, TensorPiece, save_tensors_alone
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
 from threefold.data.tokenizer import end_of_document
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError
-from threefold.files import read_json as read_own_json
 from threefold.host import return_freed_memory
 from threefold.huggingface.files import CONFIG as THEIR_CONFIG
 from threefold.huggingface.files import (
@@ -34,14 +33,14 @@ from threefold.huggingface.files import (
     check_tokenizer,
     end_tokens,
     read_box,
-    read_json,
     read_model,
     texts_of,
 )
+from threefold.huggingface.source import list_imported, read_json
 from threefold.models.family import make_model, model_plan
 from threefold.models.huggingface import HuggingFaceType, SourceRows, WeightMap
 from threefold.models.sharding import ModelPlan
-from threefold.output import Progress, check_replaceable, list_marked, staged_directory, write_durably
+from threefold.output import Progress, check_replaceable, staged_directory, write_durably
 
 LONGEST_SAMPLE: Final = 2048
 """Largest data.sequence_length that the config of an imported run proposes, in tokens."""
@@ -138,21 +137,6 @@ def import_model(request: Import, progress: Progress) -> Imported:
     parameters = sum(tensor.numel() for tensor in tensors.values())
     names = tuple(str(dtype).removeprefix("torch.") for dtype, _ in dtypes.most_common())
     return Imported(kind.name, config, parameters, names, total, TOKENIZER in texts)
-
-
-def list_imported(run: Path) -> Collection[str] | None:
-    """Return the files of an imported run: those in its marker or, in older runs, in its only checkpoint's manifest."""
-    if (marked := list_marked(run)) is not None:
-        return marked
-    folder = path_of(Path(), 0)
-    try:
-        manifest = read_own_json(run / folder / MANIFEST)
-    except UserError:
-        return None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or manifest.get("step") != 0:
-        return None
-    names = [str(name) for name in manifest.get("files", ())]
-    return {CONFIG, TOKENIZER, *((folder / name).as_posix() for name in (*names, MANIFEST))}
 
 
 def _checked_weights(kind: HuggingFaceType, config: Config, files: TensorFiles) -> list[WeightMap]:

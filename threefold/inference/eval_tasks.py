@@ -4,7 +4,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp, inf
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -14,7 +13,6 @@ from torch import Tensor
 from threefold.comm.layout import shard_bounds
 from threefold.data.conversations import Document
 from threefold.data.encoding import DocumentEncoder
-from threefold.data.sources import SourceReader, find_inputs
 from threefold.errors import UserError
 from threefold.inference.model import Model
 from threefold.parallel.cross_entropy import ParallelCrossEntropy
@@ -151,23 +149,6 @@ def _score_tokens(model: Model, hidden: Tensor, labels: Tensor) -> tuple[Tensor,
             tops, columns = tp.all_gather_equal(best.unsqueeze(0), 0).unbind(1)
             hits.append(columns.gather(0, tops.argmax(0, keepdim=True))[0].to(torch.int64) == given)
     return torch.cat(losses), torch.cat(hits)
-
-
-def read_texts(path: Path, key: str) -> list[Document]:
-    """Read the non-blank texts to evaluate from a file.
-
-    JSON lines (.jsonl or .json) hold one text per line under `key`, or conversations, or prompts with completions. A
-    .txt file is divided into documents.
-
-    Raises:
-        UserError: the file cannot be read, its kind is unknown, a line is malformed, or there is no text.
-    """
-    if not path.is_file():
-        raise UserError(f"--data is {path}, which is not a file; give one that exists.")
-    (found,) = find_inputs([path])
-    if not (texts := list(SourceReader(found, key, lambda _: None))):
-        raise UserError(f"--data {path} has no text; give one JSON object per line, with the text under {key!r}.")
-    return texts
 
 
 @dataclass(frozen=True)

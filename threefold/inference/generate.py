@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from threefold.data.conversations import MESSAGES, PROMPT, Chat, conversation_of
-from threefold.data.sources import SourceReader
+from threefold.data.conversations import Chat
 from threefold.data.tokenizer import SpecialTokens
 from threefold.errors import UserError
+from threefold.inference.inputs import Prompt, require_text
 from threefold.inference.model import Cache, Model, Trained, caching
 from threefold.random.rng import stream_key
 
@@ -69,9 +69,6 @@ class Sampling:
 def uniform(seed: int, sequence: str, position: int) -> float:
     """Return a random number in [0, 1) for the token at `position` of a sequence, a function of the arguments alone."""
     return (stream_key("choice", seed, sequence, position) >> 10) / 2**53
-
-
-Prompt = str | Chat
 
 
 @dataclass(frozen=True)
@@ -254,54 +251,6 @@ def generate(run: Path, prompts: Sequence[str], request: GenerationRequest | Non
         for number, piece in generate_text(model, prompts, request or GenerationRequest()):
             texts[number] += piece or ""
     return texts
-
-
-def require_text(prompts: Sequence[Prompt]) -> None:
-    """Require at least one prompt. Raises UserError if there is no prompt, or one is empty or not UTF-8."""
-    if not prompts or not all(prompts):
-        raise UserError("--prompt is empty; give at least one character to continue.")
-    for prompt in (prompt for prompt in prompts if isinstance(prompt, str)):
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            code = ord(prompt[error.start])
-            # Python represents a byte of the command line that is not UTF-8 as a surrogate.
-            what = f"the byte 0x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"half a character (U+{code:04X})"
-            raise UserError(
-                f"--prompt is not UTF-8 text: its character {error.start + 1} is {what}; give it as UTF-8."
-            ) from None
-
-
-def read_prompts(path: Path) -> list[Prompt]:
-    """Read prompts from a file: JSON lines with the key `prompt` (.jsonl or .json, also .gz or .zst), or one per line.
-
-    A list of messages under `prompt` or `messages` is a conversation to answer. Blank lines are skipped.
-
-    Raises:
-        UserError: the file cannot be read, a line is malformed, or there is no prompt.
-    """
-    if not path.is_file():
-        raise UserError(f"--prompts-file is {path}, which is not a file; give one that exists.")
-    prompts: list[Prompt] = []
-    if ".json" in path.name:
-        reader = SourceReader(path, PROMPT, lambda _: None)
-        for value, number in reader.objects():
-            name = PROMPT if PROMPT in value or MESSAGES not in value else MESSAGES
-            if isinstance(value.get(name), list):
-                prompts.append(conversation_of(value[name], f"{path}:{number}", name))
-            elif (text := reader.text_of(value, number)).strip():
-                prompts.append(text)
-    else:
-        try:
-            lines = path.read_text(encoding="utf-8-sig").split("\n")
-        except OSError as error:
-            raise UserError(f"--prompts-file {path} cannot be read ({error.strerror}).") from None
-        except UnicodeDecodeError as error:
-            raise UserError(f"--prompts-file {path} is not UTF-8 text (byte {error.start}).") from None
-        prompts += [line.rstrip("\r") for line in lines if line.strip()]
-    if not prompts:
-        raise UserError(f"--prompts-file {path} has no prompt; give one per line.")
-    return prompts
 
 
 class _Text:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from threefold.checkpoint.code import with_code
 from threefold.checkpoint.errors import MODEL, DamagedCheckpoint
-from threefold.checkpoint.folder import TOKENIZER, Checkpoint, Damaged, from_first, select_checkpoint
+from threefold.checkpoint.folder import TOKENIZER, Checkpoint, Damaged, from_first
 from threefold.checkpoint.index import require_match
 from threefold.checkpoint.tensors import load_tensors, stored_names
 from threefold.comm.axis import local_part
@@ -28,6 +28,7 @@ from threefold.data.tokenizer import SpecialTokens, TextEncoder, TextRule, id_co
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError
 from threefold.huggingface.files import PREFIX, end_tokens
+from threefold.inference.inputs import check_layout, find_checkpoint
 from threefold.models.family import make_model, model_plan
 from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import NOTHING, PositionEmbedding, SampleInfo
@@ -36,7 +37,6 @@ from threefold.parallel.moving_buffers import stored_buffers
 from threefold.parallel.parallelize import Parallelism, apply_parallelism
 from threefold.parallel.pipeline.partition import StageMap, partition_by_cost
 from threefold.parallel.pipeline.stage import Stage, whole_parameters
-from threefold.parallel.plan_check import check_tensor_axis
 
 _WORTH_THREADS = 10_000_000
 """Parameter count from which one token is enough work for several threads; they slow down smaller models."""
@@ -72,9 +72,7 @@ class Trained:
         Raises:
             UserError: there is no checkpoint, or the code of its model cannot be used.
         """
-        choice = select_checkpoint(
-            run, lambda none: f"{run} has {none}; give the run folder of `threefold train`.", damaged
-        )
+        choice = find_checkpoint(run, damaged)
         config = with_code(choice.config, choice.checkpoint.path, model, trust_code)
         return cls(choice.checkpoint, config, choice.warnings, model, trust_code)
 
@@ -83,20 +81,7 @@ class Trained:
         plan = model_plan(self.config.model, self.config.data.sequence_length)
         if self.is_own:
             require_match(self.config.model, plan, self.checkpoint.path)
-        check_tensor_axis(plan, layout.tp, "--tp")
-        for key, unit in plan.units("tp").items():
-            if not unit.fits(layout.tp):
-                multiple = " or be a multiple of it" if unit.repeated else ""
-                fits = plan.nearest_size("tp", layout.tp)
-                raise UserError(
-                    f"--tp is {layout.tp} but must divide the model's {key} {unit.count}{multiple}; use {fits}."
-                )
-        layers = len(plan.layers)
-        if layout.pp > layers:
-            raise UserError(
-                f"--pp is {layout.pp} but the model has {layers} layers, its embedding and its head included; "
-                f"use {layers} at most."
-            )
+        check_layout(plan, layout)
 
     @property
     def is_own(self) -> bool:

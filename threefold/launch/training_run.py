@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -63,7 +64,7 @@ def train_as_rank(
         from threefold.planner.pictures import draw_run_timeline
         from threefold.train.profiling import ProfileRequest
 
-        profile = ProfileRequest(profile_steps, draw_run_timeline)
+        profile = ProfileRequest(profile_steps, partial(draw_run_timeline, model=config.model.title))
     return train(
         config,
         run_dir,
@@ -103,6 +104,11 @@ def resolve_run(config: Config) -> Config:
         UserError: settings cannot be combined, data is missing or too little, or there are fewer GPUs than ranks.
     """
     return _checked(config, SILENT).fitted()
+
+
+def check_run(config: Config, progress: Progress = SILENT) -> Config:
+    """Resolve and check a config as `resolve_run`, but leave its default micro-batch size, which needs no torch."""
+    return _checked(config, progress).resolved
 
 
 @dataclass(frozen=True)
@@ -209,18 +215,10 @@ class TrainingRun:
     profile_steps: int = 0
     check: "SelfCheck | None" = None
 
-    @property
-    def opening(self) -> str:
-        """Sentence that opens the run's output: its ranks, and where its settings are."""
-        layout = Layout.from_config(self.config.parallel)
-        ranks = "1 process" if layout.world_size == 1 else f"{layout.world_size:,} ranks ({layout})"
-        return f"Starting {ranks}; {self.run_dir / CONFIG_FILE} has all settings."
-
     def start(
         self,
         console_ranks: tuple[int, ...] = (0,),
         signals: StopSignals | None = None,
-        announce: Callable[[], None] = lambda: None,
         debug_rank: int | None = None,
     ) -> "Stopped | None":
         """Train on processes of this host, or as the rank that a launcher started here, and wait for the end.
@@ -229,7 +227,6 @@ class TrainingRun:
             console_ranks: ranks whose output is also shown on the console.
             signals: handlers entered by the caller; the first signal ends the run with a checkpoint. Without them,
                 SIGINT and SIGTERM end the run at once.
-            announce: called by one process, after locking the run folder and before training.
             debug_rank: rank that has this process's terminal, for a debugger.
 
         Returns:
@@ -258,7 +255,7 @@ class TrainingRun:
         ended = run(
             train_as_rank,
             restarts.first() if restarts else self._args(self.config),
-            own=lambda: self._folder(announce),
+            own=self._folder,
             signals=signals,
             again=restarts,
             console_ranks=console_ranks,
@@ -322,7 +319,7 @@ class TrainingRun:
         return config, self.run_dir, resume, self.began, attempt, self.profile_steps, self.check
 
     @contextmanager
-    def _folder(self, announce: Callable[[], None] = lambda: None) -> Iterator[None]:
+    def _folder(self) -> Iterator[None]:
         """Lock the run folder and write the config into it."""
         with run_lock(self.run_dir):
             if not self.resume:
@@ -333,12 +330,17 @@ class TrainingRun:
                 fresh.replace(self.run_dir / CONFIG_FILE)
             except OSError as error:
                 raise cannot_write(self.run_dir, error) from error
-            announce()
             yield
 
 
 def prepare_training(
-    config: Config, run_dir: Path, *, resume: Resume = False, progress: Progress = SILENT, profile_steps: int = 0
+    config: Config,
+    run_dir: Path,
+    *,
+    resume: Resume = False,
+    progress: Progress = SILENT,
+    profile_steps: int = 0,
+    say: Callable[[str], object] = lambda line: None,
 ) -> TrainingRun:
     """Check a run before anything is written or started.
 
@@ -348,6 +350,7 @@ def prepare_training(
         resume: whether to resume from the newest checkpoint; "auto" does so if there is one.
         progress: shows the encoding of text, where that is needed.
         profile_steps: number of steps to profile.
+        say: called with the line that opens the run's output, after the checks and before torch is imported.
 
     Raises:
         UserError: `resolve_run` raises it, `run_dir` has checkpoints that would be lost, or it has none to resume from.
@@ -373,6 +376,8 @@ def prepare_training(
     else:
         _require_no_checkpoints(run_dir)
         find_warm_start(checked.resolved)
+    ranks = Layout.from_config(checked.resolved.parallel).world_size
+    say(f"Starting {ranks:,} ranks …" if ranks > 1 else "Starting 1 process …")
     fallbacks = tuple(replace(each, config=other.fitted()) for each, other in checked.fallbacks)
     return TrainingRun(checked.fitted(), run_dir, resume, False, checked.layout, fallbacks, began, profile_steps)
 

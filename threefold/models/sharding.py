@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 from math import gcd
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
-from threefold.config.section import divisors
+from threefold.config.section import divisors, nearest_divisor
 from threefold.errors import UserError
 
 if TYPE_CHECKING:
@@ -496,3 +496,15 @@ class Sharded(Split):
 
     def units(self, parameter: str) -> Mapping[str, Unit]:
         return _of_tensor_axis(None, self.heads)
+
+
+def check_tensor_axis(plan: ModelPlan, size: int, setting: str = "parallel.tp") -> None:
+    """Raise a `UserError`, which names `setting`, unless the tensor axis divides the heads in a plan's rules."""
+    for pattern, rule in (*plan.split.items(), *plan.bare.items()):
+        for parameter in rule.parameters or ("",):
+            unit = rule.units(parameter).get("tp")
+            if unit is not None and unit.setting == HEADS and unit.count % size:
+                raise UserError(
+                    f"{setting} is {size} but must divide the {unit.count} heads of {pattern!r}; use "
+                    f"{nearest_divisor(size, unit.count)}."
+                )

@@ -24,7 +24,7 @@ from threefold.config.schedules import Schedule, find_schedule
 from threefold.constants import COMPILED, LOGITS_AT_ONCE, LOGITS_OF_A_CHUNK
 from threefold.dtypes import DTYPES
 from threefold.models.layers.decoder import LinearCrossEntropy
-from threefold.models.sharding import ModelPlan
+from threefold.models.sharding import ModelPlan, check_tensor_axis
 from threefold.models.source import ConstructedModel, skeleton
 from threefold.ops.exact import Grain
 from threefold.ops.exact_arithmetic import ExactArithmetic
@@ -51,7 +51,6 @@ from threefold.parallel.plan_check import (
     check_grain,
     check_plan,
     check_sharded_parameters,
-    check_tensor_axis,
 )
 from threefold.parallel.recompute import apply_recompute, compile_layers, unwrapped
 from threefold.parallel.shard_modules import bare_cut, float8_layers, shard_modules, use_fp8

@@ -63,18 +63,6 @@ def check_plan(model: nn.Module, plan: sharding.ModelPlan) -> None:
     module_check.refuse_layout_dependent(modules)
 
 
-def check_tensor_axis(plan: sharding.ModelPlan, size: int, setting: str = "parallel.tp") -> None:
-    """Raise a `UserError`, which names `setting`, unless the tensor axis divides the heads in a plan's rules."""
-    for pattern, rule in (*plan.split.items(), *plan.bare.items()):
-        for parameter in rule.parameters or ("",):
-            unit = rule.units(parameter).get("tp")
-            if unit is not None and unit.setting == sharding.HEADS and unit.count % size:
-                raise UserError(
-                    f"{setting} is {size} but must divide the {unit.count} heads of {pattern!r}; use "
-                    f"{nearest_divisor(size, unit.count)}."
-                )
-
-
 def check_grain(model: nn.Module, plan: sharding.ModelPlan, grain: int, tp: int) -> None:
     """Raise a `UserError` unless an exact run can cut a model's sums into the same pieces on any number of ranks.
 
@@ -563,7 +551,7 @@ def layout_check(source: ModelSource, config: Config) -> Callable[[Config], None
         tp, mode = config.parallel.tp, config.train.recompute
         if own_loss:
             check_whole_sequences(config.parallel.cp, config.parallel.sequence_parallel)
-        check_tensor_axis(plan, tp)
+        sharding.check_tensor_axis(plan, tp)
         if model is not None:
             check_cut_modules(model, plan, tp)
             check_sharded_parameters(model, config.parallel.zero)

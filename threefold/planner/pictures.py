@@ -1,4 +1,4 @@
-"""Pictures of plans and runs as PNG or SVG in one style: timelines of schedules, memory, and search results."""
+"""Pictures of plans and runs: timelines of schedules, memory of stages, and layouts of a search."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,102 +6,36 @@ from pathlib import Path
 from statistics import median_low
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from threefold.errors import UserError
-from threefold.files import format_bytes, shown
-from threefold.planner.planning import SearchAnswer
+from threefold.figures import (
+    BLUE,
+    BROWN,
+    CYAN,
+    FAINT,
+    GREEN,
+    GREY,
+    INK,
+    LINE,
+    ORANGE,
+    PURPLE,
+    RED,
+    SMALL_SIZE,
+    TEXT_SIZE,
+    WIDTH,
+    YELLOW,
+    check_picture,
+    lighter,
+    new_figure,
+    save,
+)
+from threefold.files import format_bytes
 from threefold.planner.schedule import Timeline
 from threefold.planner.search import points_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
+    from threefold.planner.bounds import Evaluated
     from threefold.planner.planning import SearchAnswer
-
-
-SUFFIXES: Final = (".png", ".svg")
-DPI: Final = 150
-
-# Colour-blind readers can tell these apart, and in print their lightness does.
-BLUE, ORANGE, GREEN, PURPLE, RED, BROWN = "#3d6fb4", "#e8893c", "#55a868", "#8d6cb5", "#c44e52", "#937860"
-YELLOW, CYAN = "#f2c14e", "#64b5cd"
-COLORS: Final = (BLUE, ORANGE, GREEN, PURPLE, RED, BROWN, YELLOW, CYAN)
-"""Colours in the order in which causes or series use them."""
-INK, FAINT, LINE = "#262626", "#e9e9e9", "#b5b5b5"
-"""Colours of text; of empty space, such as waiting; of axes and grids."""
-
-TITLE_SIZE, TEXT_SIZE, SMALL_SIZE = 12.0, 9.5, 7.0
-_LETTER: Final = 0.1
-"""Approximate width of a title's character, in inches."""
-_MARGIN: Final = 1.0
-"""Width of a figure that a title cannot use, in inches."""
-
-
-def lighter(color: str, share: float) -> tuple[float, float, float]:
-    """Mix a colour with white.
-
-    Args:
-        color: colour as `#rrggbb`.
-        share: share of white, from 0 to 1.
-    """
-    parts = (int(color[place : place + 2], 16) / 255 for place in (1, 3, 5))
-    red, green, blue = (part + (1 - part) * share for part in parts)
-    return red, green, blue
-
-
-def new_figure(width: float, height: float, title: str) -> "tuple[Figure, Axes]":
-    """Make a figure with one plot in the common
-
-    Args:
-        width, height: size in inches.
-        title: one or two lines, the first with what is shown and its most important number; long lines are wrapped.
-    """
-    from textwrap import fill
-
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white", dpi=DPI)
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    letters = int((width - _MARGIN) / _LETTER)
-    title = "\n".join(fill(line, letters) for line in title.split("\n"))
-    axes.set_title(title, fontsize=TITLE_SIZE, color=INK, loc="left", pad=8)
-    axes.tick_params(labelsize=TEXT_SIZE, colors=INK, length=3)
-    axes.xaxis.label.set(fontsize=TEXT_SIZE, color=INK)
-    axes.yaxis.label.set(fontsize=TEXT_SIZE, color=INK)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("bottom", "left"):
-        axes.spines[side].set_color(LINE)
-    return figure, axes
-
-
-def check_picture(path: Path) -> None:
-    """Raise an error for a path that no picture can be written to, before any work is done.
-
-    Raises:
-        UserError: the suffix is not one of `SUFFIXES`, or the folder does not exist.
-    """
-    if path.suffix.lower() not in SUFFIXES:
-        raise UserError(f"The picture {shown(path)} must end in .png or .svg; use {shown(path.with_suffix('.png'))}.")
-    if not path.parent.is_dir():
-        raise UserError(f"The picture {shown(path)} cannot be written: there is no folder {shown(path.parent)}.")
-    if path.is_dir():
-        raise UserError(f"The picture {shown(path)} cannot be written: that is a folder.")
-
-
-def save(figure: "Figure", path: Path) -> None:
-    """Write a figure as PNG or SVG, by the suffix of its path.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    check_picture(path)
-    try:
-        figure.savefig(path, dpi=DPI)
-    except OSError as error:
-        raise UserError(f"The picture {shown(path)} cannot be written: {error.strerror or error}.") from None
 
 
 KINDS: Final = {
@@ -117,7 +51,9 @@ KINDS: Final = {
 OF_ACTION: Final = {"F": "forward", "B": "backward", "I": "backward input", "W": "backward weight"}
 """Kind of span for each kind of action."""
 _LIGHT: Final = ("backward", "backward input", "backward weight")
-_WIDTH, _MOST_DRAWN, _MOST_LABELS, _SMALLEST_LABEL = 16.0, 4000, 5000, 4.5
+_MOST_DRAWN, _MOST_LABELS, _SMALLEST_LABEL = 4000, 5000, 3.6
+_DIGIT, _AROUND = 0.64, 2.2
+"""Width of a digit as a share of the font size; space beside a label, in points."""
 
 
 class TimeSpan(NamedTuple):
@@ -149,13 +85,15 @@ def spans_of(timeline: Timeline) -> list[TimeSpan]:
     return found
 
 
-def draw_timeline(path: Path, spans: Sequence[TimeSpan], title: str, unit: str = "ms", called: str = "stage") -> None:
-    """Draw a timeline of the ranks.
+def draw_timeline(
+    path: Path, spans: Sequence[TimeSpan], title: str, subtitle: str = "", unit: str = "ms", called: str = "stage"
+) -> None:
+    """Draw a timeline of the ranks, and beside each rank the share of the drawn time in which it is busy.
 
     Args:
         path: path of the picture, .png or .svg.
         spans: spans of all ranks, in any order; where spans of a rank overlap, later ones hide earlier ones.
-        title: title, which should give the bubble, as the picture does not.
+        title, subtitle: titles, which should give the bubble, as the picture does not.
         unit: unit of the spans' times; thousands of ms are shown as s.
         called: name of a row: a stage or a rank.
 
@@ -173,60 +111,63 @@ def draw_timeline(path: Path, spans: Sequence[TimeSpan], title: str, unit: str =
     moved = [span._replace(start=scale * (span.start - begin), end=scale * (span.end - begin)) for span in spans]
     length = length * scale or 1.0
 
-    row = min(0.42, max(0.11, 9.0 / ranks))
-    figure, axes = new_figure(_WIDTH, 1.35 + row * ranks, title)
+    row = min(0.36, max(0.09, 8.0 / ranks))
+    figure, axes = new_figure(0.95 + row * ranks, title, subtitle)
     axes.set(xlim=(0, length), ylim=(ranks - 0.5, -0.5), xlabel=f"time ({unit})", ylabel=called)
     axes.barh(range(ranks), length, height=0.86, color=FAINT, linewidth=0)
     groups: dict[tuple[str, int], list[TimeSpan]] = {}
     for span in moved:
         groups.setdefault((span.kind if span.kind in KINDS else "other", span.chunk), []).append(span)
     chunks = 1 + max((chunk for _, chunk in groups), default=0)
-    pixels = (_WIDTH - 1.3) * DPI / length  # pixels per unit of time
+    points = 72 * (WIDTH - 1.1) / length  # per unit of time
     for (kind, chunk), group in sorted(groups.items()):
         # One collection for all spans of a colour, since a picture may have a hundred thousand.
         corners = [
             [(span.start, low), (span.start, high), (span.end, high), (span.end, low)]
             for span, low, high in ((span, span.rank - 0.43, span.rank + 0.43) for span in group)
         ]
-        narrowest = min(span.end - span.start for span in group) * pixels
+        narrowest = min(span.end - span.start for span in group) * points
         boxes = PolyCollection(
             corners,
             facecolors=[lighter(KINDS[kind], 0.5 * chunk / chunks)],
             edgecolors="white",
-            linewidths=0.6 if narrowest > 12 else 0.3 if narrowest > 5 else 0.0,
+            linewidths=0.5 if narrowest > 6 else 0.25 if narrowest > 2.5 else 0.0,
             rasterized=len(spans) > _MOST_DRAWN,
         )
         axes.add_collection(boxes, autolim=False)
     if len(spans) <= _MOST_LABELS:
         for group in groups.values():
-            _label_spans(axes, group, pixels, row)
+            _label_spans(axes, group, points, row)
     _mark_ranks(axes, moved, ranks, length)
     patches = [Patch(facecolor=KINDS[kind], label=kind) for kind in KINDS if any(kind == found for found, _ in groups)]
-    patches.append(Patch(facecolor=FAINT, label="wait"))
+    patches.append(Patch(facecolor=FAINT, label="waiting"))
     if chunks > 1:
         patches.append(Patch(facecolor="none", label=f"lighter: the later of a rank's {chunks} stages"))
-    options: dict[str, Any] = {"bbox_to_anchor": (1.0, 1.0), "frameon": False, "fontsize": TEXT_SIZE}
-    options |= {"handlelength": 1.2, "columnspacing": 1.4, "borderaxespad": 0.2}
-    axes.legend(handles=patches, loc="lower right", ncols=len(patches), **options)
+    options: dict[str, Any] = {"frameon": False, "fontsize": TEXT_SIZE, "handlelength": 1.0, "columnspacing": 1.2}
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), borderpad=0, **options)
     save(figure, path)
 
 
-def _label_spans(axes: "Axes", spans: Sequence[TimeSpan], pixels: float, row: float) -> None:
+def _label_spans(axes: "Axes", spans: Sequence[TimeSpan], points: float, row: float) -> None:
     """Write the labels of a kind if nearly all of them fit, in the largest font size that they fit in."""
-    named = sorted(((span.end - span.start) * pixels / len(span.label), span) for span in spans if span.label)
+    named = sorted(
+        (((span.end - span.start) * points - _AROUND) / (_DIGIT * len(span.label)), span)
+        for span in spans
+        if span.label
+    )
     if not named:
         return
-    room = named[len(named) // 50][0] - 2  # pixels per character; a real run has some shorter spans
-    size = min(SMALL_SIZE, 0.6 * 72 * row, room * 72 / DPI / 0.62)
+    room = named[len(named) // 50][0]  # largest font size that fits; a real run has some shorter spans
+    size = min(SMALL_SIZE, 0.6 * 72 * row, room)
     color = INK if spans[0].kind in _LIGHT or spans[0].chunk else "white"
-    for space, span in named if size >= _SMALLEST_LABEL else ():
-        if space > room:
+    for fitting, span in named if size >= _SMALLEST_LABEL else ():
+        if fitting >= room:
             middle = (span.start + span.end) / 2
             axes.text(middle, span.rank, span.label, fontsize=size, color=color, ha="center", va="center_baseline")
 
 
 def _mark_ranks(axes: "Axes", spans: Sequence[TimeSpan], ranks: int, length: float) -> None:
-    """Label the ranks on the left, and the share of time that each works on the right."""
+    """Label the ranks on the left, and the share of time in which each is busy on the right."""
     every = max(1, -(-ranks // 24))
     places = list(range(0, ranks, every))
     axes.set_yticks(places)
@@ -237,7 +178,7 @@ def _mark_ranks(axes: "Axes", spans: Sequence[TimeSpan], ranks: int, length: flo
     right.set_yticks(places, [f"{busy[rank] / length:.0%}" for rank in places])
     right.tick_params(labelsize=TEXT_SIZE, colors=INK, length=0)
     right.spines["right"].set_visible(False)
-    right.set_ylabel("works", fontsize=TEXT_SIZE, color=INK)
+    axes.text(1.0, -0.62, "  busy", transform=axes.get_yaxis_transform(), fontsize=TEXT_SIZE, color=INK)
 
 
 _OTHERS: Final = {"gradient sum": "communication", "update": "optimizer", "data": "other"}
@@ -262,11 +203,12 @@ class MeasuredStep(NamedTuple):
     spans: list[TimeSpan]
 
 
-def draw_run_timeline(path: Path) -> list[Path]:
+def draw_run_timeline(path: Path, model: str) -> list[Path]:
     """Draw the step of median length next to the file of spans.
 
     Args:
         path: path of the file of spans.
+        model: name of the model, for the title.
 
     Returns:
         Paths of the PNG and the SVG; empty if no step is complete.
@@ -281,14 +223,26 @@ def draw_run_timeline(path: Path) -> list[Path]:
         return []
     median = median_low(each.seconds for each in steps)
     chosen = next(step for step in steps if step.seconds == median)
-    title = (  # the legend is beside the second line
-        f"Step {chosen.number} of a run, {found['layout']}: {1000 * chosen.seconds:,.0f} ms\n"
-        f"measured bubble {chosen.bubble:.1%}"
-    )
+    title = f"{model} in {found['layout']}: step {chosen.number} of a run, measured"
     pictures = [path.with_name(f"{NAME}{suffix}") for suffix in (".png", ".svg")]
     for picture in pictures:
-        draw_timeline(picture, chosen.spans, title, called="pp rank")
+        draw_timeline(picture, chosen.spans, title, about_step(chosen.seconds, chosen.bubble), called="pp rank")
     return pictures
+
+
+def about_step(seconds: float, bubble: float, called: str = "stage") -> str:
+    """Return the subtitle of a step's timeline, which says what its two kinds of waiting mean.
+
+    Args:
+        seconds: time of the step.
+        bubble: bubble of a `Timeline` or a `MeasuredStep`.
+        called: name of a row.
+    """
+    time = f"{1000 * seconds:,.0f}" if seconds >= 1 else f"{1000 * seconds:.4g}"
+    return (
+        f"A step of {time} ms. Bubble {bubble:.1%}: time waited between the first and the last action of a {called}.\n"
+        f"Busy: share of the whole step, with the waiting before the first action and after the last."
+    )
 
 
 def measured_steps(ranks: Sequence[Mapping[str, Any]]) -> list[MeasuredStep]:
@@ -321,15 +275,15 @@ def _step(ranks: Sequence[Mapping[str, Any]], number: int) -> MeasuredStep:
     return MeasuredStep(number, seconds, 1 - sum(busy) / (longest * len(busy)), drawn)
 
 
-_LABELLED: Final = 3
-"""Number of best layouts that are described in words."""
-_ROOM: Final = 1.3
-"""Height of the picture relative to the fastest layout, which leaves room for the labels."""
+_NEARLY: Final = 0.9
+"""Share of the best speed that the layout of least memory must reach to be named."""
 _GB: Final = 10**9
 
 
 def draw_layouts(planned: "SearchAnswer", path: Path) -> None:
     """Draw the layouts that fit, by memory of the largest rank and tokens per second.
+
+    Names the best one, and the one of least memory among those almost as fast.
 
     Args:
         planned: answer of a search.
@@ -340,45 +294,73 @@ def draw_layouts(planned: "SearchAnswer", path: Path) -> None:
     """
     from matplotlib.ticker import EngFormatter
 
-    request, found, best = planned.request, planned.found, planned.found.ranked
-    model = request.config.model.preset or request.config.model.architecture
-    title = (
-        f"{model} on {request.gpus:,} × {request.hardware.title}: best {best[0].tokens_per_second:,.0f} tokens/s\n"
-        f"{found.fitting:,} layouts that fit, of {found.sound:,} sound ones"
-    )
-    figure, axes = new_figure(10, 6, title)
+    request, found, best = planned.request, planned.found, planned.found.ranked[0]
     points = points_of(found, planned.costs)
+    fastest = points.front[-1].tokens_per_second
+    small = next(each for each in points.front if round(each.tokens_per_second / fastest, 2) >= _NEARLY)
+    room = format_bytes(planned.usable_bytes)
+    figure, axes = new_figure(
+        5.2,
+        f"{request.config.model.title} on {request.gpus:,} × {request.hardware.title}: speed and memory of its layouts",
+        f"{found.fitting:,} layouts fit into {room}, of {found.sound:,} sound ones; {request.objective.title}.",
+    )
     tokens = request.tokens_per_step / points.seconds
-    limit = planned.usable_bytes / _GB
-    style: dict[str, Any] = {"color": lighter(BLUE, 0.5), "linewidths": 0, "label": "a layout, as bounded"}
-    axes.scatter(points.peak / _GB, tokens, s=6, rasterized=True, **style)
+    count = f"{len(tokens):,} of the" if len(tokens) < found.fitting else "the"
+    label = f"{count} layouts that fit (quick estimates, a little too good)"
+    axes.scatter(points.peak / _GB, tokens, s=4, color=LINE, linewidths=0, rasterized=True, label=label)
     front = [[each.peak / _GB for each in points.front], [each.tokens_per_second for each in points.front]]
-    style = {"color": BLUE, "linewidth": 1.5, "label": "the fastest of each tenth less memory"}
-    axes.plot(*front, marker="o", markersize=4, **style)
-    peaks, rates = [each.peak / _GB for each in best], [each.tokens_per_second for each in best]
-    label = f"the best {len(best)} by {request.objective.name}"
-    axes.scatter(peaks, rates, s=30, color=ORANGE, zorder=3, label=label)
-    label = f"memory that a rank may use, {format_bytes(planned.usable_bytes)}"
-    axes.axvline(limit, color=RED, linestyle="--", linewidth=1.2, label=label)
-    axes.set(xlabel="memory of the rank that needs the most, GB", ylabel="tokens per second")
-    axes.set_xlim(0, limit * 1.03)
-    axes.set_ylim(0, max([float(tokens.max()), *rates]) * _ROOM)
+    axes.plot(*front, color=BLUE, linewidth=1.5, marker="o", markersize=3.5, label="the fastest layout for its memory")
+    words: dict[str, Any] = {"fontsize": TEXT_SIZE, "weight": "bold"}
+    _mark(axes, best, "best", "*", ORANGE, 13.0)
+    _note(axes, "best", (best.peak / _GB, best.tokens_per_second), (-4, 9), ha="right", **words)
+    if small.peak < best.peak:
+        share = f"{small.tokens_per_second / best.tokens_per_second:.0%} of the speed"
+        share += f" in {small.peak / best.peak:.0%} of the memory"
+        _mark(axes, small, share, "D", GREEN, 7.0)
+        # The corner is free: with less memory, layouts are slower.
+        words |= {"textcoords": "axes fraction", "va": "top", "arrowprops": {"arrowstyle": "-", "color": GREY}}
+        _note(axes, share, (small.peak / _GB, small.tokens_per_second), (0.02, 0.97), **words)
+    limit = planned.usable_bytes / _GB
+    _mark_limit(axes, limit, f"limit {room}", vertical=True)
+    axes.set(xlabel="peak memory of the rank that needs the most (GB)", ylabel="tokens per second")
+    axes.set_xlim(0, limit * 1.02)
+    axes.set_ylim(0, 1.2 * max(float(tokens.max()), fastest))
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.grid(color=LINE, alpha=0.3)
-    axes.set_axisbelow(True)
-    _note(axes, "1", (peaks[0], rates[0]), (0, 6), fontsize=TEXT_SIZE, ha="center")
-    told = [
-        f"{place}  {each.choice}: {each.seconds:.4g} s a step, {format_bytes(each.peak)}"
-        for place, each in enumerate(best[:_LABELLED], 1)
-    ]
-    axes.text(0.015, 0.975, "\n".join(told), transform=axes.transAxes, va="top", fontsize=TEXT_SIZE, color=INK)
-    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=TEXT_SIZE)
+    axes.grid(color=FAINT)
+    handles, labels = axes.get_legend_handles_labels()
+    order = [*range(2, len(handles)), 1, 0]  # the named ones first
+    figure.legend(
+        [handles[place] for place in order],
+        [labels[place] for place in order],
+        loc="outside lower left",
+        frameon=False,
+        fontsize=TEXT_SIZE,
+    )
     save(figure, path)
 
 
-def _note(axes: "Axes", text: str, place: tuple[float, float], offset: tuple[int, int], **options: Any) -> None:
+def _mark(axes: "Axes", layout: "Evaluated", word: str, marker: str, color: str, size: float) -> None:
+    """Draw a layout's marker, which the legend explains."""
+    label = f"{word}: {layout.choice}, {layout.tokens_per_second:,.0f} tokens/s in {format_bytes(layout.peak)}"
+    style: dict[str, Any] = {"linestyle": "none", "markersize": size, "markeredgecolor": "white", "zorder": 4}
+    axes.plot(layout.peak / _GB, layout.tokens_per_second, marker=marker, color=color, label=label, **style)
+
+
+def _note(axes: "Axes", text: str, place: tuple[float, float], offset: tuple[float, float], **options: Any) -> None:
     """Write a text some points beside a place of the plot."""
-    axes.annotate(text, place, xytext=offset, textcoords="offset points", color=INK, **options)
+    axes.annotate(text, place, xytext=offset, **{"textcoords": "offset points", "color": INK, **options})
+
+
+def _mark_limit(axes: "Axes", limit: float, text: str, *, vertical: bool = False) -> None:
+    """Draw the memory that a rank may use as a red line, with its name along it."""
+    style: dict[str, Any] = {"fontsize": TEXT_SIZE, "color": RED, "weight": "bold"}
+    style["bbox"] = {"facecolor": "white", "linewidth": 0, "pad": 1, "alpha": 0.85}
+    if vertical:
+        axes.axvline(limit, color=RED, linewidth=1.5)
+        _note(axes, text, (limit, 0), (-4, 6), ha="right", va="bottom", rotation=90, **style)
+    else:
+        axes.axhline(limit, color=RED, linewidth=1.5)
+        _note(axes, text, (0, limit), (3, 3), xycoords=("axes fraction", "data"), va="bottom", **style)
 
 
 CAUSES: Final = {
@@ -387,47 +369,50 @@ CAUSES: Final = {
     "optimizer": GREEN,
     "activations": PURPLE,
     "working": YELLOW,
-    "logits": RED,
-    "buffers": CYAN,
+    "logits": CYAN,
+    "buffers": GREY,
     "fragmentation": BROWN,
 }
-"""Colour of each cause, from the bottom up."""
-_LABELLED_STAGES: Final = 32
+"""Colour of each cause, from the bottom up; red is the limit's."""
+OF_ACTIVATIONS: Final = {"activations": "kept", "working": "working", "logits": "logits", "buffers": "buffers"}
+"""Causes that are parts of the activations, and the names of these parts."""
+_LABELLED_STAGES: Final = 16
 """Largest number of bars that get their sum above them."""
 _MARKED: Final = 24
 """Largest number of ranks that get their number below them."""
 
 
-def draw_memory(path: Path, stages: Sequence[Mapping[str, int]], usable: int, title: str) -> None:
-    """Draw the memory of each pipeline rank.
+def draw_memory(path: Path, stages: Sequence[Mapping[str, int]], usable: int, title: str, subtitle: str = "") -> None:
+    """Draw the memory of each pipeline rank, and the limit as a red line.
 
     Args:
         path: path of the picture, .png or .svg.
         stages: bytes by cause of each rank; causes outside `CAUSES` are not drawn.
-        usable: bytes that a rank may use, drawn as a line.
-        title: title, which should say whether the layout fits, as the picture does not.
+        usable: bytes that a rank may use.
+        title, subtitle: titles, which should say whether the layout fits, as the picture does not.
 
     Raises:
         UserError: the picture cannot be written.
     """
     check_picture(path)
-    figure, axes = new_figure(min(16.0, max(7.0, 2.8 + 0.55 * len(stages))), 4.6, title)
+    figure, axes = new_figure(4.0, title, subtitle)
     places = range(len(stages))
     heights = [0.0] * len(stages)
     for cause, color in CAUSES.items():
         values = [stage.get(cause, 0) / _GB for stage in stages]
         if any(values):
-            axes.bar(places, values, width=0.78, bottom=heights, color=color, linewidth=0, label=cause)
+            part = OF_ACTIVATIONS.get(cause)
+            label = f"activations: {part}" if part else cause
+            axes.bar(places, values, width=0.7, bottom=heights, color=color, linewidth=0, label=label)
             heights = [height + value for height, value in zip(heights, values, strict=True)]
     limit = usable / _GB
-    top = max([limit, *heights])
-    axes.axhline(limit, color=INK, linewidth=1.2, linestyle=(0, (5, 3)))
-    beside = {"xycoords": ("axes fraction", "data"), "fontsize": SMALL_SIZE + 1, "va": "center"}
-    _note(axes, f"usable {limit:.0f} GB", (1.0, limit), (4, 0), **beside)
+    _mark_limit(axes, limit, f"limit {format_bytes(usable)}")
     if len(stages) <= _LABELLED_STAGES:
         for place, height in zip(places, heights, strict=True):
-            _note(axes, f"{height:.1f}", (place, height), (0, 2), fontsize=SMALL_SIZE, ha="center")
-    axes.set(xlabel="pp rank", ylabel="peak memory (GB)", ylim=(0, 1.08 * top), xlim=(-0.6, len(stages) - 0.4))
+            _note(axes, f"{height:.1f}", (place, height), (0, 3), fontsize=TEXT_SIZE, ha="center", weight="bold")
+    side = 0.6 + max(0, 4 - len(stages)) / 2  # a few bars are not as wide as the page
+    axes.set(xlabel="pp rank", ylabel="peak memory (GB)", ylim=(0, 1.12 * max([limit, *heights])))
+    axes.set_xlim(-side, len(stages) - 1 + side)
     axes.set_xticks(list(places)[:: max(1, -(-len(stages) // _MARKED))])
     handles, labels = axes.get_legend_handles_labels()
     options: dict[str, Any] = {"loc": "outside right center", "frameon": False, "fontsize": TEXT_SIZE}

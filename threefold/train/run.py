@@ -130,7 +130,7 @@ def train(
     with closing(open_loader(config, samples, mesh.dp, start.consumed)) as loader:
         if is_first:
             if not attempt.number or attempt.layout:
-                _announce(config, mesh, loader, make_model, plan)
+                _announce(config, run_dir, mesh, loader, make_model, plan)
             for line in start.lines:
                 say(line)
         policy = AnomalyPolicy(config, start.anomalies)
@@ -224,7 +224,9 @@ def open_loader(config: Config, samples: Parts, replicas: Axis, consumed: Consum
     return loader
 
 
-def _announce(config: Config, mesh: Mesh, loader: Loader, make_model: MakeModel, plan: ModelPlan) -> None:
+def _announce(
+    config: Config, run_dir: Path, mesh: Mesh, loader: Loader, make_model: MakeModel, plan: ModelPlan
+) -> None:
     with torch.device("meta"):
         model = make_model()
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -232,17 +234,22 @@ def _announce(config: Config, mesh: Mesh, loader: Loader, make_model: MakeModel,
     samples, read = len(loader.train), loader.consumed.before(train.max_steps)
     length = "" if loader.is_nested else f" of {config.data.sequence_length:,} tokens"
     dtype = f"{config.precision.dtype} with float8 products" if config.precision.fp8 else config.precision.dtype
+    corpora = list(config.data.corpora)
+    data = corpora[0] if len(corpora) == 1 else f"{len(corpora)} corpora"
     say(
-        f"Training {parameters:,} parameters in {dtype} on {mesh.device.type}, {mesh.layout}: "
-        f"{train.max_steps:,} steps of {train.global_batch_size:,} samples{length}, "
-        f"which reads the {samples:,} training samples {read / samples:.2g} times."
+        f"Training {parameters:,} parameters ({config.model.title}) in {dtype} on {mesh.device.type}, "
+        f"{mesh.layout}: {data} → {run_dir}"
+    )
+    say(
+        f"{train.max_steps:,} steps of {train.global_batch_size:,} samples{length} read the {samples:,} training "
+        f"samples {read / samples:.2g} times."
     )
     for note in loader.train.notes:
         say(f"  {note}")
     for name, epochs in loader.train.epochs(read).items():
         part = next(part for part in loader.train.parts if part.name == name)
         say(f"  {part.weight:.2%} are of {name}, whose {len(part.samples):,} samples are read {epochs:.2g} times.")
-    if mesh.pp.size > 1:
+    if mesh.pp.size > 1 and config.log.format == "fleet":
         _announce_stages(model, plan, stage_map(plan, config))
 
 

@@ -25,8 +25,30 @@ def test_a_line_says_what_a_person_follows() -> None:
     assert lines.step([record(2, 6.0), record(3, 5.4565)]).startswith("step   3/500  loss 5.4565 ↓  val 5.7829  lr ")
     assert "loss 5.4570  val" in lines.step([record(4, 5.4570)])
     assert "loss 5.6000 ↑  " in lines.step([record(5, 5.6)])
-    assert lines.step([record(500, 5.0)]).endswith("373.0 MB")
+    assert lines.step([record(500, 5.0)]).endswith("373.0 MB  0:09 in all")
     assert lines.of(12, "checkpoint: x") == "step  12/500  checkpoint: x"
+
+
+@pytest.mark.parametrize("width", [40, 80, 120, 200])
+def test_a_terminal_of_any_width_has_one_line_with_what_matters_most(width: int) -> None:
+    lines = RunningLines(500)
+    lines.evaluation(EvaluationRecord(200, 5.7829, 1536, 0.15))
+    line = lines.live([record(224, 5.5), record(225, 5.4565)], width)
+    assert len(line.plain) < width
+    assert line.plain.startswith("step 225/500  ")
+    assert line.plain.endswith(" left")
+    assert "loss 5.4565 ↓" in line.plain
+    has = {
+        part: part in line.plain for part in ("val 5.7829", "4,276 tok/s", "lr 2.11e-03", "waiting", "373.0 MB", "━")
+    }
+    assert list(has.values()) == {40: [0] * 6, 80: [1, 1, 0, 0, 0, 0], 120: [1] * 5 + [0], 200: [1] * 6}[width]
+    styles = {line.plain[span.start : span.end]: span.style for span in line.spans}
+    assert styles["loss 5.4565 ↓"] == "bold green"
+    assert styles.get("479 ms (59% waiting)", "yellow") == "yellow"
+    (rising,) = (
+        each for each in lines.live([record(1, 5.0), record(2, 5.1)], width).spans if "bold" in str(each.style)
+    )
+    assert rising.style == "bold yellow"
 
 
 def test_what_only_some_runs_have() -> None:

@@ -1,8 +1,11 @@
 """Text output of a run: its log as RUN/train.log, and the summary at the end."""
 
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
+from threefold.errors import OutputLost
 from threefold.files import format_bytes
 from threefold.train.callbacks import loss_curve, metrics, tensorboard
 from threefold.train.callbacks.base import Callback, RunContext, clock, on_terminal, say
@@ -126,6 +129,7 @@ class Summary(Callback):
         self._valid: EvaluationRecord | None = None
         self._steps, self._counted, self._read, self._padding, self._unknown = 0, 0, 0, 0, False
         self._seconds, self._started = 0.0, 0.0
+        self._recorded = 0.0  # when the last step was
         self._rates = MeanRates()
 
     def before_fit(self, start: int) -> None:
@@ -133,7 +137,7 @@ class Summary(Callback):
 
     def after_step(self, record: StepRecord) -> None:
         if record.is_read:
-            self._last = record
+            self._last, self._recorded = record, time.perf_counter()
         self._unknown = self._unknown or bool(record.unknown_calls)
         self._steps += 1
         self._counted += 0 if record.skipped else record.tokens
@@ -152,8 +156,13 @@ class Summary(Callback):
         rows = self.rows()
         if not rows:  # stopped before the first step
             return
+        from rich.console import Console
+        from rich.text import Text
+
         width = max(len(name) for name, _ in rows)
-        say("\n" + "\n".join(f"{name:<{width}}  {value}" for name, value in rows))
+        lines = (Text.assemble((f"{name:<{width}}", "dim"), "  ", value) for name, value in rows)
+        with suppress(OSError, OutputLost):
+            Console(file=sys.stdout, highlight=False).print(Text("\n").join([Text(), *lines]), soft_wrap=True)
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the name and value of each row."""
@@ -171,7 +180,7 @@ class Summary(Callback):
         rows += [
             (f"{unit} trained on", f"{self._counted:,} in {self._steps:,} steps, those counted for the loss"),
             (f"{unit} read", f"{self._read:,}" + (f", and {self._padding:,} of padding" if self._padding else "")),
-            ("time", f"{clock(time.perf_counter() - self._started)}, of which {clock(self._seconds)} in steps"),
+            ("time", f"{clock(self._elapsed())}, of which {clock(self._seconds)} in steps"),
             ("speed", f"{self._read / self._seconds:,.0f} {unit}/s read{padded}"),
             *self._of_hardware(),
         ]
@@ -192,6 +201,12 @@ class Summary(Callback):
             restarts = f", {found.restarts:,} restarts" if found.restarts else ""
             rows.append(("goodput", f"{found.share:.1%} of {found.total:,.1f} s{restarts} ({listed})"))
         return rows + [(name, str(place)) for name, place in self.places.items() if place.exists()]
+
+    def _elapsed(self) -> float:
+        """Return the seconds since the run started; since its first step if that is not known."""
+        if (last := self._rates.last) is None:
+            return time.perf_counter() - self._started
+        return last.wall_clock + time.perf_counter() - self._recorded
 
     def _of_hardware(self) -> list[tuple[str, str]]:
         rates, last = self._rates, self._rates.last

@@ -5,13 +5,14 @@ from math import log
 from pathlib import Path
 from typing import Any
 
+from threefold.comm.layout import Layout
+from threefold.figures import BLUE, DPI, FAINT, GREY, ORANGE, TEXT_SIZE, new_figure
 from threefold.output import replace_link
 from threefold.train.callbacks.base import Callback, RunContext, reason_of, say
 from threefold.train.callbacks.metrics import FILE as METRICS_FILE
 from threefold.train.callbacks.metrics_reading import read_metrics
 
 FILE = "loss.png"
-_TRAIN, _VALID, _GREY = "#3366aa", "#cc4422", "#777777"
 
 
 class LossCurve(Callback):
@@ -19,8 +20,9 @@ class LossCurve(Callback):
 
     @classmethod
     def for_run(cls, run: RunContext) -> Callback:
-        vocab_size, title = run.config.model.vocab_size, f"Loss of {run.run_dir.name}"
-        return cls(run.run_dir / FILE, run.run_dir / METRICS_FILE, vocab_size, title)
+        model, layout = run.config.model, Layout.from_config(run.config.parallel)
+        title = f"{model.title} in {layout}: loss of {run.run_dir.name}"
+        return cls(run.run_dir / FILE, run.run_dir / METRICS_FILE, model.vocab_size, title)
 
     def __init__(self, path: Path, metrics: Path, vocab_size: int, title: str) -> None:
         self.path, self.metrics, self.vocab_size, self.title = path, metrics, vocab_size, title
@@ -52,52 +54,51 @@ def draw(path: Path, metrics: list[dict[str, Any]], vocab_size: int, title: str)
         vocab_size: V; a uniform guess has the loss ln V.
         title: title of the plot.
     """
-    # Not pyplot, which has global state and needs a display.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     steps = [line for line in metrics if line.get("loss") is not None]
     evaluations = [line for line in metrics if line.get("valid_loss") is not None]
     numbers, losses = [line["step"] for line in steps], [line["loss"] for line in steps]
+    span = len(losses) // 40 * 2 + 1
+    means = smoothed(losses, span)
+    results = [f"validation loss {evaluations[-1]['valid_loss']:.3f}"] if evaluations else []
+    results += [f"training loss {means[-1]:.3f}" + (f" (mean over {span} steps)" if span > 1 else "")] if steps else []
+    at_end = f"After {numbers[-1]:,} steps: {', '.join(results)}." if numbers else ""
 
-    # Fixed margins: a layout engine measures every label first, which takes as long as drawing them.
-    figure = Figure(figsize=(8, 5))
-    figure.subplots_adjust(left=0.1, right=0.97, bottom=0.1, top=0.84 if steps else 0.92)
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    figure, axes = new_figure(4.4, title, at_end)
+    # A fixed place: a layout engine measures every label first, which takes as long as drawing them.
+    figure.set_layout_engine("none")
+    axes.set_position((0.075, 0.1, 0.9, 0.7 if steps else 0.79))
     if steps:
-        axes.plot(numbers, losses, color=_TRAIN, alpha=0.3, linewidth=1, label="training, each step")
-        span = len(losses) // 40 * 2 + 1
+        axes.plot(numbers, losses, color=BLUE, alpha=0.35, linewidth=0.8, label="training, each step")
         if span > 1:
-            label = f"training, mean over {span} steps"
             middle = numbers[span // 2 : len(numbers) - span // 2]
-            axes.plot(middle, smoothed(losses, span), color=_TRAIN, linewidth=2, label=label)
+            axes.plot(middle, means, color=BLUE, linewidth=2, label=f"training, mean over {span} steps")
     if evaluations:
-        last = evaluations[-1]
         axes.plot(
             [line["step"] for line in evaluations],
             [line["valid_loss"] for line in evaluations],
-            color=_VALID,
-            linewidth=1.5,
+            color=ORANGE,
+            linewidth=1.8,
             marker="o",
-            markersize=4,
+            markersize=4.5,
             clip_on=False,  # the last point is on the frame
-            label=f"validation, {last['valid_loss']:.3f} at the end",
+            label="validation",
         )
     guess = log(vocab_size)
     axes.axhline(
-        guess, color=_GREY, linewidth=1, linestyle="--", label=f"uniform guess, ln {vocab_size:,} = {guess:.2f}"
+        guess, color=GREY, linewidth=1, linestyle="--", label=f"uniform guess, ln {vocab_size:,} = {guess:.2f}"
     )
     axes.set(xlabel="step", ylabel="loss (nats per token)")
-    axes.set_title(title, y=1.13 if steps else 1.02)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
+    axes.grid(color=FAINT)
+    axes.legend(frameon=False, fontsize=TEXT_SIZE)
     if numbers:
         axes.set_xlim(0, numbers[-1])
         per_step = max(1, sum(line["tokens"] for line in steps if not line.get("skipped"))) / len(steps)
         upper = axes.secondary_xaxis("top", functions=(lambda x: x * per_step, lambda x: x / per_step))
         upper.xaxis.set_major_formatter(EngFormatter(sep=""))
-        upper.set_xlabel("tokens trained on (counted for the loss)")
-    figure.savefig(path, dpi=150)
+        upper.tick_params(labelsize=TEXT_SIZE, colors=GREY, length=3)
+        upper.spines["top"].set_color(FAINT)
+        upper.set_xlabel("tokens trained on (counted for the loss)", fontsize=TEXT_SIZE, color=GREY)
+    figure.savefig(path, dpi=DPI)

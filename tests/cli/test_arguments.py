@@ -1,0 +1,77 @@
+"""Wrong paths and options of commands that need torch are reported in a sentence, before torch is imported."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import ready
+
+_SCRIPT = """\
+import contextlib, io, json, sys
+from threefold.cli import main
+
+for arguments in json.load(sys.stdin):
+    sys.argv = ["threefold", *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as error:
+        try:
+            main()
+            status = 0
+        except SystemExit as end:
+            status = end.code
+    print(json.dumps([status, out.getvalue(), error.getvalue(), "torch" in sys.modules]))
+"""
+_ERRORS = {
+    "generate nowhere --prompt x": "nowhere has no complete checkpoint; give the run folder of `threefold train`.",
+    "generate run --prompt x --tp 3": "--tp is 3 but must divide the model's num_attention_heads 4; use 2.",
+    "generate run --prompt x --pp 9": "--pp is 9 but the model has 4 layers",
+    "generate run --prompts-file no.txt": "--prompts-file is no.txt, which is not a file",
+    "generate run --prompts-file empty.txt": "--prompts-file empty.txt has no prompt",
+    "generate run --prompt x --model no.py": "--model is no.py but no.py is not a file",
+    "eval nowhere --data a.txt": "nowhere has no complete checkpoint",
+    "eval run --data no.txt": "--data is no.txt, which is not a file",
+    "eval run --data a.txt --json no/a.json": "no is not a folder",
+    "eval run --data a.txt --context 5000": "--context is 5000 but the model has 16 positions; use 16 at most.",
+    "eval run --data a.txt --task lambada --stride 3": "lambada has one window per text and no stride",
+    "eval run --data a.txt --tp 3": "--tp is 3 but must divide",
+    "checkpoint import no/such/model --out new": "no/such/model/config.json does not exist",
+    "checkpoint import run --out new": "run/config.json does not exist",
+    "checkpoint import other --out run": "--out run ",
+    "init new.yaml --data nowhere": "nowhere does not exist",
+}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> dict[str, list]:
+    """How each command line ends, all in one process, which has imported what any of them has."""
+    folder = tmp_path_factory.mktemp("arguments")
+    (folder / "run.yaml").write_text(
+        f"data: {{path: {tokens}, sequence_length: 16}}\n"
+        "model: {num_layers: 2, hidden_size: 32, num_attention_heads: 4}\n"
+        "train: {max_steps: 1, global_batch_size: 4, eval_every: 0, device: cpu}\n"
+    )
+    trained = ready.run(
+        [sys.executable, "-m", "threefold", "train", str(folder / "run.yaml"), "--run-dir", str(folder / "run")]
+    )
+    assert trained.returncode == 0, trained.stderr
+    (folder / "empty.txt").touch()
+    (folder / "a.txt").write_text("A text.")
+    lines = [line.split() for line in _ERRORS]
+    ran = subprocess.run(
+        [sys.executable, "-c", _SCRIPT], input=json.dumps(lines), cwd=folder, capture_output=True, text=True, check=True
+    )
+    assert ran.stderr == ""
+    return {line: json.loads(end) for line, end in zip(_ERRORS, ran.stdout.splitlines(), strict=True)}
+
+
+@pytest.mark.parametrize("line", _ERRORS)
+def test_a_wrong_argument_is_one_sentence_before_torch(told: dict[str, list], line: str) -> None:
+    status, output, error, torch_imported = told[line]
+    *usage, sentence = error.splitlines()
+    assert (status, output) == (2, "")
+    assert not usage or usage[0].startswith("Usage: ")
+    assert sentence.startswith("Error: ")
+    assert _ERRORS[line] in sentence
+    assert not torch_imported

@@ -1,0 +1,76 @@
+"""Help texts: right at any width, in groups, with examples that have only options that there are."""
+
+import shlex
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from threefold.cli.main import app
+
+ROOT: Any = get_command(app)
+COMMANDS = {
+    (name, *sub): command
+    for name, top in ROOT.commands.items()
+    for sub, command in [((), top), *(((each,), found) for each, found in getattr(top, "commands", {}).items())]
+}
+
+
+@pytest.fixture
+def help_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Return the help of a command on a terminal of some columns; not by CliRunner, which fixes 80."""
+
+    def told(columns: int, *words: str) -> str:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        ROOT([*words, "--help"], prog_name="threefold", standalone_mode=False)
+        return capsys.readouterr().out
+
+    return told
+
+
+@pytest.mark.parametrize("columns", [80, 120, 200])
+def test_each_help_is_as_wide_as_the_terminal_up_to_120(columns: int, help_of: Callable[..., str]) -> None:
+    widest = 0
+    for words in ((), *COMMANDS):
+        told = help_of(columns, *words)
+        lines = told.splitlines()
+        assert lines[0].startswith(" ".join(["Usage: threefold", *words]))
+        assert max(map(len, lines)) <= min(columns, 120), words
+        assert "  Show this message and exit." in told
+        assert not any(raw in told for raw in ("<", "x>=", "[default", "{CONFIG}")), words
+        widest = max(widest, *map(len, lines))
+    assert widest > min(columns, 120) - 10
+
+
+def test_options_are_in_groups_with_one_first_column(help_of: Callable[..., str]) -> None:
+    lines = help_of(100, "generate").splitlines()
+    headings = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
+    assert headings == ["Examples:", "Arguments:", "Options:", "Sampling:", "Layout and device:", "Your own model:"]
+    texts = ("Run folder.", "Sampling temp", "Tensor-par")
+    assert len({line.index(text) for line in lines for text in texts if text in line}) == 1
+    (temperature,) = (line for line in lines if "--temperature X" in line)
+    assert temperature.endswith("   Sampling temperature; 0 = greedy. (default: 0.8)")
+    root = help_of(100)
+    assert root.index("Train and use:") < root.index("  init ") < root.index("Check:") < root.index("  verify ")
+
+
+@pytest.mark.parametrize("words", [words for words, command in COMMANDS.items() if not hasattr(command, "commands")])
+def test_examples_are_of_the_command_and_fit_80_columns(words: tuple[str, ...]) -> None:
+    command = COMMANDS[words]
+    described, _, text = command.help.partition("\n\nExamples:\n")
+    assert "Example" not in described
+    examples = text.splitlines()
+    if len(words) == 1:
+        assert examples, "every command has an example"
+    options = {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
+    required = [param for param in command.params if param.required and param.param_type_name == "argument"]
+    for example in examples:
+        assert len(example) <= 78
+        given = shlex.split(example.strip())
+        if "torchrun" in given:
+            given = given[given.index("-m") + 1 :]
+        assert tuple(given[1 : 1 + len(words)]) == words
+        rest = given[1 + len(words) :]
+        assert {each.partition("=")[0] for each in rest if each.startswith("--")} <= options
+        assert len([each for each in rest if not each.startswith("-")]) >= len(required)

@@ -1,0 +1,134 @@
+"""Help texts: usage, description, examples, then options and commands in groups, in two columns."""
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import typer
+from typer.core import TyperArgument, TyperCommand, TyperGroup
+
+_WIDEST: Final = 120
+"""Largest width of a help text, in columns."""
+_OPTIONS: Final = "Options"
+_EXAMPLES: Final = ("Example:", "Examples:")
+_KINDS: Final = {
+    **dict.fromkeys(("int", "int range"), "N"),
+    **dict.fromkeys(("float", "float range"), "X"),
+    **dict.fromkeys(("str", "list[str]"), "TEXT"),
+    "path": "PATH",
+}
+"""What stands for a value of an option without a metavar, by the type that Typer shows."""
+_STATUS: Final = "\nExit status: "
+_BRACES: Final = re.compile(r"^\{(.*)\}|^\[(\[.*\]\.\.\.)\]\.\.\.$")
+"""Names of arguments in a usage, with the braces or the second brackets that Typer puts around them."""
+_EXTRA: Final = re.compile(r"  \[([^\[]*)\]$")
+_WORDS: Final = (
+    (re.compile(r"([\d.]+)<=x<=([\d.]+)"), r"from \1 to \2"),
+    (re.compile(r"x[<>]=[\d.]+"), ""),  # what nobody would type
+    (re.compile(r"default: \((.*)\)"), r"default: \1"),
+)
+"""Patterns in what Typer adds to a help text, and their words."""
+
+
+class HelpedCommand(TyperCommand):
+    """Command whose options are in groups, those of their `rich_help_panel`, and whose examples keep their lines."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        _describe(self, ctx, formatter)
+
+
+class HelpedGroup(TyperGroup):
+    """Group of commands, listed in groups, those of their `rich_help_panel`."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        _describe(self, ctx, formatter)
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for name in self.list_commands(ctx):
+            if (command := self.get_command(ctx, name)) is not None and not command.hidden:
+                summary = " ".join((command.help or "").split("\n\n")[0].split())
+                panel = getattr(command, "rich_help_panel", None)
+                panels.setdefault(panel if isinstance(panel, str) else "Commands", []).append((name, summary))
+        _write(formatter, panels)
+
+
+class CommandLine(typer.Typer):
+    """Command line, or subcommands of one command, with these help texts.
+
+    Args:
+        options: arguments of `typer.Typer`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        settings = {"help_option_names": ["-h", "--help"], "max_content_width": _WIDEST}
+        super().__init__(
+            cls=HelpedGroup, no_args_is_help=True, rich_markup_mode=None, context_settings=settings, **options
+        )
+
+    def command(self, name: str | None = None, *, cls: Any = None, **options: Any) -> Callable[[Any], Any]:
+        """Register a function as a command, as `typer.Typer.command` does."""
+        return super().command(name, cls=cls or HelpedCommand, **options)
+
+
+def _describe(command: TyperCommand | TyperGroup, ctx: Any, formatter: Any) -> None:
+    """Write usage, description, examples, arguments and options."""
+    pieces = [_BRACES.sub(r"\1\2", piece) for piece in command.collect_usage_pieces(ctx)]
+    formatter.write_usage(ctx.command_path, " ".join(pieces))
+    examples = ""
+    for paragraph in (command.help or "").strip().replace(_STATUS, f"\n{_STATUS}").split("\n\n"):
+        if paragraph.startswith(_EXAMPLES):
+            examples = paragraph
+        elif paragraph:
+            formatter.write_paragraph()
+            formatter.write_text(" ".join(paragraph.split()))
+    if examples:
+        heading, *lines = examples.splitlines()
+        formatter.write_paragraph()
+        formatter.write("\n".join([heading, *(f"  {line.strip()}" for line in lines)]) + "\n")
+    panels: dict[str, list[tuple[str, str]]] = {}
+    for param in command.get_params(ctx):
+        if (record := param.get_help_record(ctx)) is None:
+            continue
+        argument = isinstance(param, TyperArgument)
+        panel = getattr(param, "rich_help_panel", None) or ("Arguments" if argument else _OPTIONS)
+        panels.setdefault(panel, []).append((_name(param, ctx), _readable(record[1], argument)))
+    first = [panel for panel in ("Arguments", _OPTIONS) if panel in panels]
+    _write(formatter, {panel: panels[panel] for panel in dict.fromkeys([*first, *panels])})
+
+
+def _name(param: Any, ctx: Any) -> str:
+    """Return an option with what stands for its value, or the name of an argument."""
+    if isinstance(param, TyperArgument):
+        return str(param.display_name_raw)
+    value = ""
+    if not param.is_flag:
+        shown = (param.metavar or param.display_type(ctx) or "").removeprefix("<").removesuffix(">")
+        value = _KINDS.get(shown, shown)
+    names = " / ".join(", ".join(sorted(each, key=len)) for each in (param.opts, param.secondary_opts) if each)
+    return f"{names} {value}".rstrip()
+
+
+def _readable(text: str, argument: bool) -> str:
+    """Return a help text with what Typer adds to it in words; the usage says which arguments are required."""
+    if (found := _EXTRA.search(text)) is None:
+        return text
+    extra = found[1]
+    for pattern, words in _WORDS:
+        extra = pattern.sub(words, extra)
+    told = ", ".join(part for part in extra.split("; ") if part and not (argument and part == "required"))
+    return text[: found.start()] + (f" ({told})" if told else "")
+
+
+def _write(formatter: Any, panels: dict[str, list[tuple[str, str]]]) -> None:
+    """Write groups of rows, with one width of the first column."""
+    widest = max((len(name) for name in _short(panels)), default=0)
+    for panel, rows in panels.items():
+        with formatter.section(panel):
+            formatter.write_dl([(name.ljust(widest), text) for name, text in rows], col_max=_LONGEST_NAME)
+
+
+_LONGEST_NAME: Final = 30
+"""Columns of the longest name that has its text beside it."""
+
+
+def _short(panels: dict[str, list[tuple[str, str]]]) -> Iterable[str]:
+    return (name for rows in panels.values() for name, _ in rows if len(name) <= _LONGEST_NAME - 2)

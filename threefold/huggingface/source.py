@@ -1,0 +1,86 @@
+"""Source of an import: a folder with a Hugging Face model, or a model on the hub; checked without torch."""
+
+import os
+import re
+from collections.abc import Collection
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+from threefold.checkpoint.folder import CONFIG as RUN_CONFIG
+from threefold.checkpoint.folder import TOKENIZER, path_of
+from threefold.checkpoint.manifest import FORMAT, MANIFEST
+from threefold.errors import UserError
+from threefold.files import parse_json, read_text, shown
+from threefold.files import read_json as read_own_json
+from threefold.output import check_replaceable, list_marked
+
+CONFIG: Final = "config.json"
+_HUB_ID: Final = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
+_NEEDED: Final = ("*.json", "*.safetensors", "*.jinja")
+"""Files of a model on the hub that an import reads."""
+
+
+def check_import(name: str, out: Path, overwrite: bool) -> Path:
+    """Return the folder with a model: the one of this path, or else what the hub has under this id.
+
+    A model is fetched from the hub only if `huggingface_hub` is installed, into its cache.
+
+    Args:
+        name: path of a folder, or an id such as `gpt2` or `meta-llama/Llama-3.2-1B`.
+        out: run folder that the import makes.
+        overwrite: whether an earlier import at `out` may be replaced.
+
+    Raises:
+        UserError: there is no such folder and the model cannot be fetched, the folder has no readable config.json, or
+            `out` cannot be made.
+    """
+    folder = Path(name)
+    check_replaceable(out, [folder], overwrite, listing=list_imported)
+    if not folder.exists() and _HUB_ID.fullmatch(name):
+        folder = _fetched(name)
+    read_json(folder / CONFIG)
+    return folder
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read the object in a JSON file. Raises UserError if there is none."""
+    if not os.path.lexists(path):
+        raise UserError(f"{path} does not exist; give a folder that holds a model of Hugging Face.")
+    value = parse_json(read_text(path), str(path))
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds no JSON object; fetch it again.")
+    return value
+
+
+def list_imported(run: Path) -> Collection[str] | None:
+    """Return the files of an imported run: those in its marker or, in older runs, in its only checkpoint's manifest."""
+    if (marked := list_marked(run)) is not None:
+        return marked
+    folder = path_of(Path(), 0)
+    try:
+        manifest = read_own_json(run / folder / MANIFEST)
+    except UserError:
+        return None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or manifest.get("step") != 0:
+        return None
+    names = [str(name) for name in manifest.get("files", ())]
+    return {RUN_CONFIG, TOKENIZER, *((folder / name).as_posix() for name in (*names, MANIFEST))}
+
+
+def _fetched(name: str) -> Path:
+    if find_spec("huggingface_hub") is None:
+        raise UserError(
+            f"{name} is no folder here, and a model is fetched from the Hugging Face hub only where the package "
+            "huggingface_hub is installed; install it, or give a folder with config.json and safetensors files."
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(_NEEDED)))
+    except Exception as error:  # whatever its network client raises
+        reason = next(iter(str(error).strip().splitlines()), "").rstrip(". ") or type(error).__name__
+        raise UserError(
+            f"{name} is no folder here, and cannot be fetched from the Hugging Face hub ({shown(reason)}); check "
+            "the name, your access and the network, or give a folder with config.json and safetensors files."
+        ) from None

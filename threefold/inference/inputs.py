@@ -1,0 +1,139 @@
+"""What generation and evaluation read and check before torch is imported: the checkpoint, the layout and the texts."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from threefold.checkpoint.errors import DamagedCheckpoint
+from threefold.checkpoint.folder import Damaged, SelectedCheckpoint, newest, select_checkpoint, usable_config
+from threefold.comm.layout import Layout
+from threefold.config import Config
+from threefold.config.model import OWN
+from threefold.data.conversations import MESSAGES, PROMPT, Chat, Document, conversation_of
+from threefold.data.sources import SourceReader, find_inputs
+from threefold.errors import UserError
+from threefold.models.family import model_plan
+from threefold.models.sharding import ModelPlan, check_tensor_axis
+
+Prompt = str | Chat
+"""Text to continue, or a conversation to answer."""
+
+
+def find_checkpoint(run: Path, damaged: Damaged | None = None) -> SelectedCheckpoint:
+    """Return the newest good checkpoint of a run.
+
+    Args:
+        run: run folder.
+        damaged: checkpoints that loading found damaged.
+
+    Raises:
+        UserError: there is none.
+    """
+    return select_checkpoint(run, lambda none: f"{run} has {none}; give the run folder of `threefold train`.", damaged)
+
+
+def check_run(run: Path, layout: Layout) -> Config | None:
+    """Return the config of a run's newest checkpoint, whose model supports a layout; the rest is checked when loading.
+
+    Returns:
+        the config; None if it is damaged, so that an older checkpoint may be the one.
+
+    Raises:
+        UserError: there is no checkpoint, or the model, unless it is the user's own, does not support the layout.
+    """
+    if (saved := newest(run)) is None:
+        return find_checkpoint(run).config
+    try:
+        config = usable_config(saved.path)
+    except DamagedCheckpoint:
+        return None
+    if config.model.architecture != OWN:
+        check_layout(model_plan(config.model, config.data.sequence_length), layout)
+    return config
+
+
+def check_layout(plan: ModelPlan, layout: Layout) -> None:
+    """Raise a `UserError` unless a model of a plan can be cut as a layout says."""
+    check_tensor_axis(plan, layout.tp, "--tp")
+    for key, unit in plan.units("tp").items():
+        if not unit.fits(layout.tp):
+            multiple = " or be a multiple of it" if unit.repeated else ""
+            fits = plan.nearest_size("tp", layout.tp)
+            raise UserError(
+                f"--tp is {layout.tp} but must divide the model's {key} {unit.count}{multiple}; use {fits}."
+            )
+    layers = len(plan.layers)
+    if layout.pp > layers:
+        raise UserError(
+            f"--pp is {layout.pp} but the model has {layers} layers, its embedding and its head included; "
+            f"use {layers} at most."
+        )
+
+
+def require_text(prompts: Sequence[Prompt]) -> None:
+    """Require at least one prompt. Raises UserError if there is no prompt, or one is empty or not UTF-8."""
+    if not prompts or not all(prompts):
+        raise UserError("--prompt is empty; give at least one character to continue.")
+    for prompt in (prompt for prompt in prompts if isinstance(prompt, str)):
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            code = ord(prompt[error.start])
+            # Python represents a byte of the command line that is not UTF-8 as a surrogate.
+            what = f"the byte 0x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"half a character (U+{code:04X})"
+            raise UserError(
+                f"--prompt is not UTF-8 text: its character {error.start + 1} is {what}; give it as UTF-8."
+            ) from None
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Read prompts from a file: JSON lines with the key `prompt` (.jsonl or .json, also .gz or .zst), or one per line.
+
+    A list of messages under `prompt` or `messages` is a conversation to answer. Blank lines are skipped.
+
+    Raises:
+        UserError: the file cannot be read, a line is malformed, or there is no prompt.
+    """
+    if not path.is_file():
+        raise UserError(f"--prompts-file is {path}, which is not a file; give one that exists.")
+    prompts: list[Prompt] = []
+    if ".json" in path.name:
+        reader = SourceReader(path, PROMPT, lambda _: None)
+        for value, number in reader.objects():
+            name = PROMPT if PROMPT in value or MESSAGES not in value else MESSAGES
+            if isinstance(value.get(name), list):
+                prompts.append(conversation_of(value[name], f"{path}:{number}", name))
+            elif (text := reader.text_of(value, number)).strip():
+                prompts.append(text)
+    else:
+        try:
+            lines = path.read_text(encoding="utf-8-sig").split("\n")
+        except OSError as error:
+            raise UserError(f"--prompts-file {path} cannot be read ({error.strerror}).") from None
+        except UnicodeDecodeError as error:
+            raise UserError(f"--prompts-file {path} is not UTF-8 text (byte {error.start}).") from None
+        prompts += [line.rstrip("\r") for line in lines if line.strip()]
+    if not prompts:
+        raise UserError(f"--prompts-file {path} has no prompt; give one per line.")
+    return prompts
+
+
+def require_texts(path: Path) -> None:
+    """Raise a `UserError` unless a path of texts to evaluate is a file."""
+    if not path.is_file():
+        raise UserError(f"--data is {path}, which is not a file; give one that exists.")
+
+
+def read_texts(path: Path, key: str) -> list[Document]:
+    """Read the non-blank texts to evaluate from a file.
+
+    JSON lines (.jsonl or .json) hold one text per line under `key`, or conversations, or prompts with completions. A
+    .txt file is divided into documents.
+
+    Raises:
+        UserError: the file cannot be read, its kind is unknown, a line is malformed, or there is no text.
+    """
+    require_texts(path)
+    (found,) = find_inputs([path])
+    if not (texts := list(SourceReader(found, key, lambda _: None))):
+        raise UserError(f"--data {path} has no text; give one JSON object per line, with the text under {key!r}.")
+    return texts
