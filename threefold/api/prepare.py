@@ -359,7 +359,7 @@ class GlobalBatchNorm(nn.Module):
     Args:
         module: the original, whose parameters and buffers are reused under their names.
         axis: axis of the replicas, with a process group of its own, as gradients may be in flight on another.
-        current: tells whether this replica's row is a filler, which counts for nothing.
+        current: current batch, whose row on this replica may be a filler that must not count.
     """
 
     running_mean: Tensor | None

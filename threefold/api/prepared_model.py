@@ -240,7 +240,7 @@ class GradSync:
 
 
 def _arrived(owner: "weakref.ref[GradSync]", name: str, _leaf: Tensor | None = None) -> None:
-    """Note a gradient, from a hook; a weak reference, as garbage collection does not find a cycle through hooks."""
+    """Note a gradient from a hook; `owner` is weak, as garbage collection misses cycles through hooks."""
     if (sync := owner()) is not None:
         sync.note(name)
 
@@ -256,7 +256,7 @@ def _metadata(node: Node) -> dict[Any, Any]:
 
 
 def _origins_of(loss: Tensor) -> Iterator[tuple[Node, GradSync, BatchRows | None]]:
-    """Yield node, `GradSync` and rows of each output of a prepared model that a loss depends on, nearest first."""
+    """Yield the node, `GradSync` and rows of each prepared model's output that a loss depends on, nearest first."""
     waiting, seen = deque([loss.grad_fn]), set()
     while waiting:
         node = waiting.popleft()
@@ -279,7 +279,7 @@ def backward(
     count: Tensor | float | None = None,
     retain_graph: bool = False,
 ) -> None:
-    """Run the backward pass of a prepared model's loss, in place of `loss.backward()`.
+    """Run the backward pass of a prepared model's loss; replaces `loss.backward()`.
 
     Scales the loss for fp16 and for the number of rows. After the last backward pass of an update (the `accumulate`-th,
     or the one of the loader's last batch), `.grad` on every rank is the gradient of the mean over the rows of all

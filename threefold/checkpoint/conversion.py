@@ -78,7 +78,7 @@ class ConvertedCheckpoint:
 
 
 def convert_checkpoint(request: Conversion, progress: Progress) -> ConvertedCheckpoint:
-    """Convert a checkpoint. Damaged checkpoints of a run are skipped in favor of the one before.
+    """Convert a checkpoint. Damaged checkpoints of a run are skipped in favor of older ones.
 
     Raises:
         DamagedCheckpoint: the checkpoint that was named is damaged.

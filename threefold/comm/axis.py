@@ -68,7 +68,7 @@ class Axis(RankGroup):
         ranks: global ranks of the group, in the order of the axis.
         index: this rank's index in `ranks`.
         group: process group of the ranks, for `torch.distributed`, and a `SharedMemoryGroup` if they share memory; None
-            in a process that is alone.
+        in a single process.
         device_mesh: one-dimensional mesh for the `DTensor`s of this axis; None for groups that are not an axis.
         heartbeat: heartbeat in which this rank notes its waits, under the axis's `number`.
         in_tree: whether sums of floating-point numbers are made in a balanced binary tree over the ranks, every node of

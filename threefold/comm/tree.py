@@ -19,7 +19,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def accumulate(combine: Callable[..., Tensor], parts: list[Tensor], out: Tensor, rounding: bool = False) -> None:
-    """Combine `parts` into `out` in a balanced binary tree, whose left subtrees are as large as powers of two.
+    """Combine `parts` into `out` in a balanced binary tree whose left subtrees have sizes that are powers of two.
 
     Args:
         combine: function of two tensors, with the option `out`.
@@ -62,8 +62,8 @@ class PostponedWork(Work):
 def start_sum_(flat: Tensor, group: dist.ProcessGroup, rounding: bool) -> dist.Work:
     """Start to sum a contiguous one-dimensional tensor over a group, in place.
 
-    The summands are on their way when it returns; the additions, and the exchange of the sums, run when the work is
-    waited for. All ranks wait for their works in one order.
+    The summands are being sent when it returns; the additions, and the exchange of the sums, run when the work is
+    waited for. All ranks wait for their work objects in the same order.
 
     Args:
         rounding: as for `accumulate`.

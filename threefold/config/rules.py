@@ -80,8 +80,8 @@ class BatchSizes(NamedTuple):
 def batch_sizes(config: Config, largest: int) -> BatchSizes:
     """Derive the batch sizes that were not given.
 
-    The global batch size is never derived from the layout alone, because another dp would then train another model: it
-    defaults to 32, and a layout that does not divide it is refused.
+    The global batch size is never derived from the layout alone, because a different dp would then train a different
+    model: it defaults to 32, and a layout that does not divide it is refused.
 
     Args:
         config: config as given.
@@ -263,11 +263,11 @@ GRAIN = ("grain_leaf", "grain_samples", "grain_tensor", "grain_context")
 LARGEST_GRAIN = 8
 """Default number of pieces of an exact run's sums, if it divides what they cut."""
 LEAF_TOKENS = 1024
-"""Most tokens of a leaf of an exact run by default: more make no product faster."""
+"""Default maximum number of tokens in a leaf of an exact run: more make no product faster."""
 
 
 def default_grain(config: Config) -> dict[str, int]:
-    """Return the default grain of an exact run, from the model and the global batch alone, by the names in `train`."""
+    """Return the default `train.grain_*` settings of an exact run; only the model and the global batch affect them."""
     cut, train = [count for _, count in _cut_by_tensor_axis(config)], config.train
     samples = train.grain_samples or gcd(LARGEST_GRAIN, train.global_batch_size)
     leaf = gcd(1 << 30, train.global_batch_size // samples)
@@ -282,7 +282,7 @@ def default_grain(config: Config) -> dict[str, int]:
 
 
 def executed_micro_batches(config: Config) -> tuple[int, int]:
-    """Return how many micro-batches a replica runs in a step, and of how many samples: the leaves of an exact run."""
+    """Return the number and size of the micro-batches that a replica runs in a step; in an exact run, its leaves."""
     train = config.train
     if not train.exact:
         return train.gradient_accumulation_steps, train.micro_batch_size

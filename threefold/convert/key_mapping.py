@@ -1,6 +1,6 @@
 """Key mapping: takes the settings of another system one by one, and collects ours and notes on the unmapped rest.
 
-At the end, constant Python expressions, in which such settings may be written, are evaluated without running anything.
+The last part evaluates constant Python expressions, in which such settings may be written, without running anything.
 """
 
 import ast
@@ -304,7 +304,7 @@ def constant(node: ast.expr, names: Mapping[str, Any]) -> Any:
 
 
 def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    """Evaluate an expression; raise an error of Python's if it is not constant or its value is too large."""
+    """Evaluate an expression; raise one of Python's errors if it is not constant or its value is too large."""
     match node:
         case ast.Constant(value=value):
             return value

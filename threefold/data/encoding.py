@@ -47,7 +47,7 @@ class DocumentEncoder:
     blocks. Without such blocks it is, for each answer, the difference between the conversation including the answer and
     the conversation before it with the generation prompt, up to the token that ends the turn.
 
-    If special tokens are taken as text, those that the template writes still become tokens, and those that a message
+    If special tokens are treated as text, those that the template writes still become tokens, and those that a message
     spells are text.
 
     Args:
@@ -224,7 +224,7 @@ class EncodedBatch:
 
 
 def encode_documents(documents: Iterable[Document], encoding: EncodingSpec, workers: int) -> Iterator[EncodedBatch]:
-    """Encode documents in batches, in order; with one worker in this process, else in processes of their own.
+    """Encode documents in batches, in order; with one worker in this process, otherwise in worker processes.
 
     Raises:
         UserError: a worker was killed, or a conversation cannot be encoded.

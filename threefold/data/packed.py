@@ -100,7 +100,7 @@ class PackedSamples(SingleCorpus):
 
 
 class Runs:
-    """Runs of consecutive numbers end to end: a function from places in this stream to the numbers there.
+    """Runs of consecutive numbers, concatenated into a stream: maps positions in the stream to the numbers there.
 
     Args:
         bounds: int64 [runs, 2], first number of each run, and one past its last.

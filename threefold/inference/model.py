@@ -39,7 +39,7 @@ from threefold.parallel.pipeline.partition import StageMap, partition_by_cost
 from threefold.parallel.pipeline.stage import Stage, whole_parameters
 
 _WORTH_THREADS = 10_000_000
-"""Parameter count from which one token is enough work for several threads; they slow down smaller models."""
+"""Parameter count at which one token becomes enough work for several threads, which slow down smaller models."""
 
 
 @dataclass(frozen=True)

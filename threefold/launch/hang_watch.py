@@ -33,12 +33,12 @@ LOOK: Final = 0.25
 _COUNTED_LOOKS: Final = 4  # looks: if more time passed between two, this process was stopped, and perhaps the ranks too
 _MOST_NAMED = 4  # most ranks that a message lists one by one
 PATIENCE: Final = 4
-"""Number of timeouts that a rank may take until it meets the others (under a launcher it may still prepare its data),
-and for one computation."""
+"""Number of timeouts that a rank may take to meet the others (under a launcher it may still prepare its data), and for
+one computation."""
 COMPUTING_PART: Final = 0.5
 """A process counts as computing if it worked for this fraction of the time since half of a timeout."""
 SILENT_PART: Final = 2
-"""A process without a beat for `timeout` divided by this does not run."""
+"""A process without a beat for `timeout` divided by this value is not running."""
 
 
 class Stopwatch:
@@ -71,7 +71,7 @@ class _Known:
     """Observations of one rank.
 
     Attributes:
-        place: state as last read; None before there is one.
+        place: state as last read; None before the first read.
         idle: seconds without progress.
         silent: seconds without a beat.
         measured: first and last measurement, each of `idle` and the process's `worked_seconds`.
@@ -120,7 +120,7 @@ class HangWatch:
     Args:
         ranks: number of ranks.
         timeout: seconds without progress after which a rank counts as hung.
-        state: returns the state of a rank's process, where it can be asked.
+        state: returns the state of a rank's process, where available.
         worked: returns the `worked_seconds` of a rank's process.
         delayed: whether states arrive with a delay, so that a stopped rank may have continued since.
     """
@@ -141,8 +141,8 @@ class HangWatch:
 
         Args:
             places: state by rank; None where unknown so far.
-            seconds: time since the last call, without time in which this process itself did not run.
-            ended: ranks whose processes have ended.
+            seconds: time since the last call, excluding time in which this process itself did not run. ended: ranks
+            whose processes have ended.
         """
         known = self._known
         for rank, place in enumerate(places):

@@ -303,7 +303,7 @@ class TrainingRun:
         return cast("Stopped | None", ended)
 
     def _options(self) -> dict[str, Any]:
-        """Return what launching ranks needs to know of the config."""
+        """Return the options from the config that launching ranks needs."""
         return {
             "world_size": Layout.from_config(self.config.parallel).world_size,
             "device": "cuda" if self.config.train.device == "cuda" else "cpu",

@@ -270,7 +270,7 @@ class WeightMap:
         return sum(source.rows for source in self.sources)
 
     def source_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each tensor in the files, by name; of a stack, without its dim."""
+        """Return the shape of each tensor in the files, by name; for a stack, without the dim of the stack."""
         groups, rest = self.shape[0] // self.group, self.shape[1:]
         rows: dict[str, int] = {}
         for source in self.sources:

@@ -79,7 +79,7 @@ _CHAIN: Final = 128
 """Longest sum of a batch of products in fp32: up to about this length, the kernels of MKL and oneDNN add up the terms
 one by one in their order, so that their bits are the same."""
 _VECTOR: Final = 16
-"""Elements of a vector, or several vectors: sizes that are no multiples of it have other bits at their ends."""
+"""Elements of a vector, or several vectors: sizes that are not multiples of it have different bits at their ends."""
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:

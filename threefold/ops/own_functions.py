@@ -1,7 +1,7 @@
 """Torch's functions that a user's own model calls, in the arithmetic of exact runs (`ops.exact`).
 
 Each computes what torch's function of its name computes, by operations whose bits depend on no shape that a layout
-decides: products of oneDNN, sums in a tree, and arithmetic of elements. Arguments that none of them treats are left to
+decides: products of oneDNN, sums in a tree, and arithmetic of elements. Arguments that none of them handles are left to
 torch's own (`ops.own_arithmetic`).
 """
 

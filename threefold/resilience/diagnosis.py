@@ -33,7 +33,7 @@ class BadValue(NamedTuple):
         order: 0 in the forward pass and 1 in the backward pass; then stage and module in the order of that pass; then
             outputs before weights.
         micro_batch: number of the micro-batch in its replica, 0 for the first.
-        place: place such as `the output of blocks.1.mlp.up`.
+        place: location such as `the output of blocks.1.mlp.up`.
         value: `NaN` or `Inf`.
     """
 

@@ -28,7 +28,7 @@ class MixtureConfig(ModelConfig):
     """The `model` section of a family whose layers may have experts."""
 
     num_experts: int = Field(default=0, ge=0, le=_MOST_EXPERTS)
-    """For `llama`: number of experts in place of one feed-forward network; each token is sent to a few of them. 0 for
+    """For `llama`: number of experts that replace the feed-forward network; each token is sent to a few of them. 0 for
     none."""
     experts_per_token: int = Field(default=2, ge=1, le=_MOST_EXPERTS)
     """Number of experts that each token is sent to."""
