@@ -100,7 +100,7 @@ class DocumentEncoder:
         ids, spans = self._tokens(rendered.text)
 
         def length(number: int, given: int, prompts: tuple[bool, ...], least: int = -1) -> int:
-            """Return how much of the text the first `given` messages make, to locate the answer in one of them."""
+            """Return the length of the text of the first `given` messages, to locate the answer in one of them."""
             texts = [renderer.render(messages[:given], chat.where, chat.tools, prompted).text for prompted in prompts]
             common = os.path.commonprefix(texts)  # noqa: RUF071 (of characters)
             if not rendered.text.startswith(common) or len(common) <= least:

@@ -42,7 +42,7 @@ SILENT_PART: Final = 2
 
 
 class Stopwatch:
-    """Measure the seconds between two looks that are `interval` seconds apart, without those of a stopped process."""
+    """Measure the seconds between two looks `interval` seconds apart, excluding time while the process was stopped."""
 
     def __init__(self, interval: float) -> None:
         self._longest, self._looked = _COUNTED_LOOKS * interval, time.monotonic()
@@ -242,8 +242,7 @@ class LostStore:
         Args:
             place: state of this rank.
             exchanges: number of exchanges with the store so far.
-            seconds: time since the last call, without time in which this process itself did not run.
-        """
+            seconds: time since the last call, excluding time in which this process itself did not run."""
         self._known.see(place, seconds)
         self._silent = self._silent + seconds if exchanges == self._exchanges else 0.0
         self._exchanges = exchanges

@@ -245,7 +245,7 @@ class ModelDescription:
 
 
 def _role(weight: WeightShape) -> str:
-    """Return what a weight of a block does, by its rule and its shape; "unknown" if the planner cannot tell."""
+    """Return the role of a weight in its block, from its rule and its shape; "unknown" if there is none."""
     rule, parts, dims = weight.split, weight.parts, len(weight.shape)
     if (
         dims == 1

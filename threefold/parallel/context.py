@@ -56,7 +56,7 @@ class SequenceCut:
         return replace(self, tp=1, tp_index=0)
 
     def whole(self, size: int) -> int:
-        """Return the length of a sequence of which a rank holds `size` positions."""
+        """Return the length of a sequence if a rank holds `size` of its positions."""
         return size * self.shares
 
     def indices(self, size: int, device: torch.device) -> Tensor:
@@ -84,7 +84,7 @@ def chunk_length(positions: int) -> int:
 
 @dataclass(frozen=True)
 class ShardingContext:
-    """Mesh axes that parallel layers are made for, and this rank's place on them.
+    """Mesh axes that parallel layers are made for, and this rank's coordinates on them.
 
     Attributes:
         ep: replicas that share the experts.
@@ -137,7 +137,7 @@ class ShardingContext:
         return Pieces(features, shares, whole, RowSum(features, over_tp, context))
 
     def pieces_of(self, count: int) -> Pieces | None:
-        """Return the pieces of a layer whose features are `count` units, of which each tensor rank has equally many."""
+        """Return the pieces of a layer whose features are `count` units, divided equally among the tensor ranks."""
         if self.grain is None or self.pieces is None:
             return None
         return self.pieces._replace(features=gcd(self.grain.tensor, count) // self.tp.size)

@@ -1,4 +1,5 @@
-"""Parameters sharded over mesh axes: how they are made, cut and gathered; weights with their masters and first values.
+"""Parameters sharded over mesh axes: how they are made, cut and gathered; weights with their masters and initial
+values.
 
 A `Weight` is a parameter with the master copy that is updated: the leaf itself (`parallel.leaf`), unless it is narrower
 than the update.

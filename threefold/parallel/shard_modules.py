@@ -127,7 +127,7 @@ def _gathered(out: Tensor, longest: int, axis: Axis) -> Tensor:
 class GroupedHeadsLinear(ColumnParallelLinear):
     """Column-parallel layer whose units are shared by several ranks, which divide some parts and repeat others.
 
-    In an exact run, all pieces of the features do, also those of one rank. Made by `from_units`.
+    In an exact run, the pieces of the features do so too, even on one rank. Made by `from_units`.
 
     Attributes:
         sharing: ranks whose features are gathered: those of one unit, or the whole axis.

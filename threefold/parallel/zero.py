@@ -323,7 +323,7 @@ class ExactShardedGradients(ShardedGradients):
     FSDP would add up the samples of a rank in a chain, or sum each of them over the replicas first. Here, the whole
     gradients of a rank's samples are added up in the order of the run, and their totals are reduce-scattered when all
     samples have run, over neighboring replicas first. So every ZeRO stage keeps whole gradients to the end of the step,
-    as many as log₂(groups of samples) + 1 of each parameter; stages 2 and 3 save less memory than in another run.
+    as many as log₂(groups of samples) + 1 of each parameter; stages 2 and 3 save less memory than in other runs.
 
     Args:
         stages, zero: see `ShardedGradients`.

@@ -1,4 +1,4 @@
-"""The verdict on two records: a sentence on where the departure begins and what shape it has, and a table."""
+"""Verdict on two records: a sentence on where the departure begins and what shape it has, and a table."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ _LISTED: Final = 8
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a comparison comes to.
+    """Verdict of a comparison.
 
     Attributes:
         equal: whether nothing departs by more than rounding.
@@ -81,7 +81,7 @@ def _lead_of(together: Sequence[Departure]) -> Departure:
     """Return the departure to name, of those of one step and kind.
 
     One that ranks disagree about is named before others. Of gradients it is the one that the backward pass computes
-    first, because what departs there may go on to those behind.
+    first, because a departure there may propagate to gradients that are computed later.
     """
     disagreed = [each for each in together if each.copies]
     if disagreed and len(disagreed) < len(together):

@@ -356,7 +356,7 @@ def largest_micro_batch(config: Config, vocab_size: int, memory: int, device: st
 
 
 def step_bytes(config: Config, device: str, size: ModelSize | None = None) -> int:
-    """Return the most bytes that any rank needs for a step, without communication buffers.
+    """Return the maximum number of bytes that any rank needs for a step, without communication buffers.
 
     Args:
         config: resolved config of the run.

@@ -64,7 +64,7 @@ class Evaluated:
 
     @property
     def peak(self) -> int:
-        """Bytes of the rank that needs the most."""
+        """Bytes of the rank that needs the most memory."""
         return max(self.peak_bytes)
 
 

@@ -126,7 +126,7 @@ class ModelSize:
         return self.rank(pp_rank, self.largest_place(pp_rank))
 
     def largest_place(self, pp_rank: int) -> ShardCoordinates:
-        """Return the place of the largest rank at a pp coordinate: the first, as no shard is larger."""
+        """Return the other coordinates of the largest rank at a pp coordinate: the first, as no shard is larger."""
         return shard_coordinates(self._config.parallel, Coordinates(0, pp_rank, 0, 0))
 
     def layers_of(self, stage: int, last: int | None = None) -> tuple[str, ...]:

@@ -98,12 +98,12 @@ BEST = 10
 _AT_ONCE = 256
 """Number of layouts to sort at a time, in the order of their bounds."""
 _ROUNDING = 1 - 1e-9
-"""Factor on a bound, which other roundings may put above the exact time."""
+"""Factor on a bound, since different rounding may put it above the exact time."""
 
 
 @dataclass(frozen=True)
 class UnfitLayouts:
-    """Sound layouts that do not fit, and among them the one that needs the least, its bytes and their largest part."""
+    """Sound layouts that do not fit; the one of them that needs the least memory, its bytes and their largest part."""
 
     count: int
     nearest: LayoutChoice

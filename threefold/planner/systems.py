@@ -188,7 +188,7 @@ SYSTEMS: Final = {row.name: row for row in _ROWS}
 
 
 def find_system(name: str) -> System:
-    """Return the training system of a name.
+    """Return the training system with this name.
 
     Raises:
         UserError: no system has this name.

@@ -110,7 +110,7 @@ class EvaluationStep:
         return found.weighted[name], int(found.counts[name])
 
     def unknown_calls(self) -> list[str]:
-        """Return what an exact run has called on any rank without being known to be exact. Collective over the world.
+        """Return functions not known to be exact that an exact run called on any rank. Collective over the world.
 
         Names returned by an earlier call are left out.
         """
@@ -182,7 +182,7 @@ def evaluate(engine: EvaluationStep, loader: Loader, batches: int, step: int) ->
 
 
 def unknown_calls_line(names: Sequence[str]) -> str:
-    """Return the sentence about what an exact run calls without being known to be exact."""
+    """Return the sentence about functions that an exact run calls and that are not known to be exact."""
     return (
         f"train.exact: not known to have the same bits in every layout: {', '.join(names)}. Layouts may differ by what "
         "these compute (docs/exact.md)."

@@ -1,4 +1,4 @@
-"""Saving of a run: which checkpoints are made, kept and gone back to, so that a good one always remains."""
+"""Checkpoints of a run: which ones are saved, kept and rolled back to, so that a good one always remains."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -70,7 +70,7 @@ class SafeSaving:
     A checkpoint is good once its weights have given a finite loss, in a step that was not skipped or in an evaluation:
     a bad update shows in the next loss. Hence
 
-    - the training loop saves after a good step alone: a save that is due while steps are skipped, or after a loss that
+    - the training loop saves only after a good step: a save that is due while steps are skipped, or after a loss that
       is not finite, waits for the next one;
     - older checkpoints are deleted only when the new one is complete, good, and proved by `is_proved`, given its step;
     - when the run diverges, a checkpoint that no good step followed is renamed; a resumed run starts from the one
@@ -79,7 +79,7 @@ class SafeSaving:
     All ranks see the same losses and make the same decisions.
 
     Attributes:
-        awaits_good_step: whether the next good step shows something: `after_good_step` is to be called then.
+        awaits_good_step: whether the next good step matters, so that `after_good_step` must be called then.
     """
 
     def __init__(self, store: "Checkpoints", is_proved: Callable[[int], bool] = lambda step: True) -> None:
@@ -119,8 +119,8 @@ class SafeSaving:
     ) -> Path:
         """Save the checkpoint after the last step of this process.
 
-        No later step can show that its weights are good, so `loss` is called, which returns the loss that they give.
-        After a skipped step they are only known to be unchanged since the last good one.
+        No later step can show that its weights are good, so `loss` is called to compute the loss that they give. After
+        a skipped step they are only known to be unchanged since the last good one.
 
         Raises:
             DivergenceError: weights or loss are not finite.
@@ -211,7 +211,7 @@ _LONG_WAIT: Final = 1.0
 
 
 class Checkpoints:
-    """Checkpoints of a run: saved, gone back to, pruned and mirrored. Collective over the world.
+    """Checkpoints of a run: saving, rollback, pruning and mirroring. Collective over the world.
 
     Args:
         loader: training samples, whose consumed number a checkpoint records.
@@ -219,7 +219,7 @@ class Checkpoints:
         start: starting point of the run.
         contents: returns the checksums of each corpus.
         anomalies: returns the record of the run's bad steps.
-        clock: hears how long saves take.
+        clock: clock that measures how long saves take.
         background: writes the checkpoints other than the last; None to wait for each.
 
     Attributes:

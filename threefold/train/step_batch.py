@@ -51,7 +51,7 @@ class BatchPreparation:
     Args:
         model: this rank's part of the model.
         runner: runner of the micro-batches, which may have to find the shapes of activations first.
-        preserved: makes a block after which random states and buffers are what they were before it.
+        preserved: makes a context that restores random states and buffers at its end.
     """
 
     def __init__(

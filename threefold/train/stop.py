@@ -77,7 +77,7 @@ class RunClock:
         self._longest_pause = 0.0
 
     def begin(self, state_bytes: int) -> None:
-        """Begin to count to the first save, of a checkpoint of this size, now that there is a state to save."""
+        """Start timing the first save, of a checkpoint of this size, now that there is a state to save."""
         self._saved, self.longest_save = time.monotonic(), 1.0 + state_bytes / _FIRST_SAVE
 
     def saving(self) -> None:

@@ -1,4 +1,4 @@
-"""Parts of a model that a rank holds, by arithmetic: layers of its pipeline stages, and shapes of its shards."""
+"""Parts of a model that a rank holds, computed without tensors: layers of its stages, and shapes of its shards."""
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -400,7 +400,7 @@ def local_shape(shape: Sequence[int], split: Split, parameter: str, place: Shard
 def local_bounds(
     shape: Sequence[int], split: Split, parameter: str, place: ShardCoordinates
 ) -> tuple[tuple[int, int], ...]:
-    """Return the start and end of a weight's shard in each dim of the whole weight; arguments as of `local_shape`."""
+    """Return the start and end of a weight's shard in each dim of the whole weight; arguments as for `local_shape`."""
     bounds = [(0, size) for size in shape]
     for axis, dim in split.cuts(parameter):
         bounds[dim] = getattr(place, axis).within(*bounds[dim])

@@ -37,8 +37,8 @@ class Stage(nn.Module):
 
     Args:
         arithmetic: makes the context of forward passes.
-        calls: notes what an exact run's passes call without being known to be exact; None for any other run, and for
-            the families of this package.
+        calls: records the functions that an exact run's passes call and that are not known to be exact; None for any
+            other run, and for the families of this package.
     """
 
     def __init__(
