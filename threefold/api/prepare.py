@@ -58,8 +58,8 @@ def prepare(
 
     Args:
         objects: any of these, in any order: one `nn.Module`; optimizers of its parameters; `DataLoader`s; schedules
-            from `torch.optim.lr_scheduler`. Objects already prepared may be passed again beside new ones, for example
-            to add an optimizer or a loader later.
+            from `torch.optim.lr_scheduler`. Objects already prepared may be passed again together with new ones, for
+            example to add an optimizer or a loader later.
         mesh: mesh of only dp and tp; None for one replica per rank.
         precision: `bf16` or `fp16` computes in that dtype where it is safe (`torch.autocast`), fp16 with dynamic loss
             scaling; weights keep their dtype. `fp32` computes in the dtype of the weights.

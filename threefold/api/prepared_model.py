@@ -281,9 +281,9 @@ def backward(
 ) -> None:
     """Run the backward pass of a prepared model's loss; replaces `loss.backward()`.
 
-    Scales the loss for fp16 and for the number of rows. After the last backward pass of an update (the `accumulate`-th,
-    or the one of the loader's last batch), `.grad` on every rank is the gradient of the mean over the rows of all
-    replicas and all these backward passes.
+    Scales the loss for fp16 and for the number of rows. An update ends with its `accumulate`-th backward pass, or with
+    that of the loader's last batch. After it, `.grad` on every rank is the gradient of the mean over the rows of all
+    replicas and all backward passes of the update.
 
     Args:
         loss: scalar loss of this replica's rows.

@@ -8,7 +8,7 @@ RUN/checkpoints/step_00000100/
     tokenizer.json        tokenizer of the data, if known
     huggingface-*         text files that came with an imported model, or the chat template of the data
     model.py              file of a custom model
-    blocks.py, …          modules beside that file that it imports, under their own names
+    blocks.py, …          modules next to that file that it imports, under their own names
     loop.json             state of a custom training loop (`threefold.save`), instead of config.yaml
     checkpoint.json       manifest, written last: `Facts`, and size and checksum of every other file
 

@@ -1,8 +1,8 @@
 """Records in a checkpoint: its manifest, checkpoint.json, and the record of its writer, writer.json.
 
-The manifest has the state of the run, and the size and checksum of every file. writer.json says when, by which layout
-and by which versions the checkpoint was written. It is not needed to open a checkpoint, and is a separate file because
-earlier releases refuse a manifest with unknown fields. Older checkpoints lack it; their layout is read from
+The manifest has the state of the run, and the size and checksum of every file. writer.json records when, by which
+layout and by which versions the checkpoint was written. It is not needed to open a checkpoint, and is a separate file
+because earlier releases refuse a manifest with unknown fields. Older checkpoints lack it; their layout is read from
 `config.yaml`.
 """
 

@@ -197,9 +197,9 @@ class ModelConfig(Section):
     dense_layers = unless_setting(lambda model: 0)
     """Layers at the start without experts."""
     file = unless_setting(lambda model: "")
-    """Python file of an own model; empty for other families."""
+    """Python file of a user's own model; empty for other families."""
     arguments = unless_setting(lambda model: dict[str, Any]())
-    """Keyword arguments for the constructor of an own model."""
+    """Keyword arguments for the constructor of a user's own model."""
 
     @property
     def blocks(self) -> int | None:

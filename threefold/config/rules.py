@@ -183,7 +183,7 @@ def check_pipeline(config: Config) -> None:
         other = "interleaved" if needed == 1 else "zero-bubble"
         rule = f"parallel.schedule {schedule.name} has {needed} of them on each rank; use {needed} or schedule {other}"
         raise problem(config, "parallel.stage_chunks", rule)
-    if layers is None:  # layers of an own model are known from its plan
+    if layers is None:  # layers of a user's own model are known from its plan
         return
     if parallel.pp > layers:
         rule = f"each stage needs a layer and model.num_layers is {layers}; use at most {layers}"

@@ -145,8 +145,8 @@ class TrainConfig(Section):
     """Sequences in an optimizer step, over all ranks. Default: follows from the other two, else 32."""
     micro_batch_size: int = derived(ge=1, le=MOST_SEQUENCES)
     """Sequences that go through the model at once on one replica. Default: follows from the other two, else the largest
-    size that fits into a rank's memory, divides the replica's share, leaves a pipeline two micro-batches per stage, and
-    has at most 8192 tokens on a CPU or 32768 on a GPU."""
+    size that fits into a rank's memory, divides the replica's share and leaves a pipeline two micro-batches per stage.
+    The default has at most 8192 tokens on a CPU, or 32768 on a GPU."""
     gradient_accumulation_steps: int = derived(ge=1, le=MOST_SEQUENCES)
     """Micro-batches of one replica in an optimizer step. Default: follows from the batch sizes."""
     seed: int = Field(default=1234, ge=0, lt=2**32)
@@ -155,8 +155,9 @@ class TrainConfig(Section):
     """Run folder whose newest checkpoint provides the initial weights, such as one made by
     `threefold checkpoint import`. Default: none, weights are drawn from `seed`."""
     verify: bool = True
-    """For an own model: whether the run first compares its layout with a single process, on two steps of a few samples,
-    and looks for state that checkpoints miss. Comparisons that RUN/verified.json records as equal are not repeated."""
+    """For a model of your own: whether the run first compares its layout with a single process, on two steps of a few
+    samples, and looks for state that checkpoints miss. Comparisons that RUN/verified.json records as equal are not
+    repeated."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the ranks. `auto` is CUDA if this machine has a GPU for each of its ranks, else the CPU."""
     eval_every: int = Field(default=100, ge=0, le=MOST_STEPS)
@@ -170,8 +171,8 @@ class TrainConfig(Section):
     """Silent data corruption watch: steps between comparisons of hashes of weights and optimizer state, with other
     ranks' copies and with the rank's own values after the previous update (docs/resilience.md); 0 for none."""
     watch: Literal["weights", "gradients"] = "weights"
-    """For `watch_every`, what is compared: `weights`, which includes optimizer state; `gradients` (CPU only) adds the
-    gradients, compared with those that another replica computes from the same samples."""
+    """For `watch_every`, the compared tensors: `weights`, which includes optimizer state; `gradients` (CPU only) adds
+    the gradients, compared with those that another replica computes from the same samples."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation checkpointing (recompute): the backward pass recomputes activations. `selective` recomputes those of
     the attention core; `full` recomputes whole blocks and keeps only their inputs."""
@@ -184,10 +185,10 @@ class TrainConfig(Section):
     much. If `train.device` is cuda: 0 if they take at most 16 GiB (1 GiB in a pipeline), else the size that takes 1
     GiB."""
     exact: bool = False
-    """Whether losses, gradients, weights and checkpoints are the same bits in every layout whose dp divides
-    `grain_samples`, whose tp divides `grain_tensor` and whose cp divides `grain_context` (docs/exact.md), whatever the
-    pipeline, the micro-batch size and the number of threads. Samples run leaf by leaf (`grain_leaf`), and sums that a
-    layout splits are added in one fixed order."""
+    """Whether losses, gradients, weights and checkpoints have the same bits in every layout, whatever its pipeline,
+    micro-batch size and number of threads (docs/exact.md). The layout's dp must divide `grain_samples`, its tp
+    `grain_tensor` and its cp `grain_context`. Samples run leaf by leaf (`grain_leaf`), and sums that a layout splits
+    are added in one fixed order."""
     grain_leaf: int = derived(ge=1, le=MOST_SEQUENCES)
     """For `exact`: samples that run together, whatever the micro-batch size, and share one gradient sum; a power of two
     that divides `global_batch_size` / `grain_samples`, and 1 with experts, context pieces or a model of your own. It

@@ -43,9 +43,9 @@ class DocumentEncoder:
 
     A text becomes its tokens and the end-of-document token, which all count for the loss. In a pair, the completion and
     the end-of-document token after it count. A conversation becomes the text that the chat template renders, with no
-    token added; what the assistant would generate counts. That is what the template puts into `{% generation %}`
-    blocks. Without such blocks it is, for each answer, the difference between the conversation including the answer and
-    the conversation before it with the generation prompt, up to the token that ends the turn.
+    token added; the tokens that the assistant would generate count. These are the tokens that the template puts into
+    `{% generation %}` blocks. Without such blocks, they are the difference, for each answer, between the conversation
+    including the answer and the conversation before it with the generation prompt, up to the token that ends the turn.
 
     If special tokens are treated as text, those that the template writes still become tokens, and those that a message
     spells are text.

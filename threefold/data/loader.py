@@ -176,9 +176,9 @@ class Loader:
 
         `of` gives the samples of a single part to evaluate; None evaluates all.
 
-        Every rank yields the same number of batches. The last one is filled up with rows whose labels are all -100, so
-        that a loss weighted by valid tokens is the mean over the split, and no rank waits for one that has finished. A
-        batch of nestings of tensors is filled up with the first samples, which then count twice.
+        Every rank yields the same number of batches. The last one is filled up with rows whose labels are all -100. A
+        loss weighted by valid tokens is therefore the mean over the split, and no rank waits for one that has finished.
+        A batch of nestings of tensors is filled up with the first samples, which then count twice.
 
         Raises:
             UserError: the token files are damaged.

@@ -143,7 +143,7 @@ class PackedConversations(SingleCorpus):
     rest of a sample is padding, with ignored labels. No label crosses from one document to the next.
 
     A document of more than S + 1 tokens is cut into pieces of S + 1, each beginning with the last token of the previous
-    one, so that every token of the loss mask is a label exactly once; a piece without any is left out.
+    one. So every token of the loss mask is a label exactly once; a piece without any is left out.
 
     Attributes:
         corpus: corpus of the tokens and their mask.

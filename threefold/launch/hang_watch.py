@@ -141,8 +141,8 @@ class HangWatch:
 
         Args:
             places: state by rank; None where unknown so far.
-            seconds: time since the last call, excluding time in which this process itself did not run. ended: ranks
-            whose processes have ended.
+            seconds: time since the last call, excluding time in which this process itself did not run.
+            ended: ranks whose processes have ended.
         """
         known = self._known
         for rank, place in enumerate(places):

@@ -26,7 +26,7 @@ _FILES_OF_A_RANK: Final = (7, 3)
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread that forked it ends (Linux only).
+    """Ask the kernel to kill this process when the thread that forked it ends (Linux only).
 
     Args:
         parent: process id of the parent, read before forking, as it may have ended since.

@@ -1,8 +1,9 @@
 """Experts of exact runs: products of each expert's rows of one sample, and the weighted sum of a token's outputs.
 
 A micro-batch of an exact run is one sample. Its rows of an expert are in the order of its tokens, and they have a
-product of their own, whichever rank computes it beside those of other samples. So an expert's gradient for a sample has
-the same bits in every layout; gradients for samples that arrive from several ranks at once are passed on separately.
+product of their own, whichever rank computes it alongside those of other samples. So an expert's gradient for a sample
+has the same bits in every layout; gradients for samples that arrive from several ranks at once are passed on
+separately.
 """
 
 from collections.abc import Callable

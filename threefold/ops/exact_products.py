@@ -61,8 +61,8 @@ def product(a: Tensor, b: Tensor, pieces: int = 1) -> Tensor:
 
 
 _SMALL: Final = 1 << 20
-"""Most elements of the pieces of a product that are computed together: fewer leave one of them no work for two threads,
-and more leave the cache."""
+"""Maximum number of elements of the pieces of a product that are computed together. Fewer leave a piece too little work
+for two threads; more do not fit the cache."""
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ def _whole_product(a: Tensor, b: Tensor) -> Tensor:
     if not _onednn_computes(a, b):
         return F.linear(a, b)
     # oneDNN, also where MKL is faster, whose bits depend on the number of rows. A product with a single row or column
-    # is a kernel of its own, with bits of its own, as are strided views, for which oneDNN is a thousand times slower.
+    # uses another kernel, with different bits, as do strided views, for which oneDNN is a thousand times slower.
     rows, columns = a.shape[0], b.shape[0]
     if rows == 1 or columns == 1:
         a, b = (x.expand(2, -1) if len(x) == 1 else x for x in (a, b))

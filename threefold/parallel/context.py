@@ -26,9 +26,9 @@ from threefold.random.rng import Positions, Slice
 class SequenceCut:
     """Positions of every sequence that one rank holds; implements `Positions` for the sequence dim.
 
-    Context parallelism cuts the sequence into 2·cp chunks, and rank i takes the i-th and the i-th from the end, so that
-    causal attention is the same work for all (Llama 3, arXiv 2407.21783, section 3.3.2). Sequence parallelism cuts each
-    rank's part into tp consecutive shards.
+    Context parallelism cuts the sequence into 2·cp chunks. Rank i takes the i-th and the i-th from the end, so that
+    causal attention is the same amount of work for all ranks (Llama 3, arXiv 2407.21783, section 3.3.2). Sequence
+    parallelism cuts each rank's part into tp consecutive shards.
 
     Attributes:
         cp, cp_index: size of the context axis, and this rank's index.

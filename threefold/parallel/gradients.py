@@ -291,7 +291,7 @@ class GradientBuckets(Gradients):
     may complete them in another order if their samples use other parameters.
 
     Weights that every tensor rank holds whole get bit-equal sums on all of them. With three or more replicas, the order
-    of additions depends on the position in the buffer and on its size, so tensor ranks with shards of different lengths
+    of additions depends on the position in the buffer and on its size. So tensor ranks with shards of different lengths
     all reserve room for the longest.
 
     Args:

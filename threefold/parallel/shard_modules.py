@@ -52,7 +52,7 @@ def bare_cut(rules: Mapping[str, sharding.Split], name: str, axis: Axis) -> int 
 
 
 def _read_local(module: nn.Module, name: str) -> None:
-    """Have a module read a parameter as the plain tensor that this rank computes with.
+    """Make a module read a parameter as the plain tensor that this rank computes with.
 
     A property of a subclass does it, as in `torch.nn.utils.parametrize` and `fully_shard`: the parameter itself stays
     under its name, where torch looks for it.
@@ -392,7 +392,7 @@ def float8_layers(model: nn.Module, plan: sharding.ModelPlan) -> list[str]:
 
 
 def use_fp8(stages: Sequence[nn.Module], names: Collection[str]) -> None:
-    """Have linear layers multiply in float8, in place, sharded or not."""
+    """Make linear layers, sharded or not, multiply in float8, in place."""
     for stage in stages:
         for name, module in stage.named_modules():
             if name not in names:

@@ -7,9 +7,9 @@ whole tensors stay in memory: with 1, weights and gradients from their first mic
 a layer's gradients are reduce-scattered after each micro-batch; with 3, its weights are also freed after each forward
 and each backward pass. In an exact run, gradients stay whole to the end of the step with 2 and 3 too.
 
-With `zero_shards` below dp, a copy is sharded over that many replicas, and ranks that hold the same shard sum its
-gradients once a step (hybrid sharding, Zhao et al., arXiv 2304.11277, section 3.2.2). Experts that `ep` replicas share
-are sharded over those of them that have the same experts.
+With `zero_shards` below dp, a copy is sharded over that many replicas. Ranks that hold the same shard sum its gradients
+once a step (hybrid sharding, Zhao et al., arXiv 2304.11277, section 3.2.2). Experts that `ep` replicas share are
+sharded over those of them that have the same experts.
 """
 
 from collections import Counter
@@ -444,7 +444,7 @@ class _AllGather(_OverAxis, distributed.AllGather):
 
 
 class _ReduceScatter(_OverAxis, distributed.ReduceScatter):
-    """Reduce-scatter, in 16 bits if `dtype` says so (gradient compression); `tp` are the tensor ranks then."""
+    """Reduce-scatter, in 16 bits with a 16-bit `dtype` (gradient compression); `tp` are the tensor ranks then."""
 
     def __init__(
         self, axis: Axis, observer: Observer | None = None, dtype: torch.dtype | None = None, tp: Axis | None = None

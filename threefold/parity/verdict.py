@@ -122,9 +122,9 @@ def _sentence(lead: Departure, together: Sequence[Departure], found: Findings) -
 
 
 def rows(verdict: Judgement, found: Findings) -> list[tuple[str, str, str, str, str]]:
-    """Return the rows of a table: step, what departs, error, rounding and shape, of the first departures.
+    """Return the rows of a table of the first departures: step, quantity, error, rounding and shape.
 
-    What departs later is counted.
+    Later departures are counted.
     """
     made = [_row(each) for each in verdict.together[:_LISTED]]
     if len(verdict.together) > _LISTED:

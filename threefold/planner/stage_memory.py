@@ -388,7 +388,7 @@ def standing_states(
 
 
 def _tree_levels(config: Config) -> int:
-    """Return the sums of gradients that an exact run keeps beside the one that grows, one per level of its tree."""
+    """Return the number of gradient sums that an exact run keeps besides the growing one, one per level of its tree."""
     return (config.train.grain_samples // config.parallel.dp).bit_length() - 1 if config.train.exact else 0
 
 

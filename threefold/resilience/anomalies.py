@@ -71,7 +71,7 @@ def rollback(fault: Fault) -> Action:
 
 
 class AnomalyPolicy(SkippedSteps):
-    """Policy of `train.on_nan` and `train.on_spike` with their limits, beside the skipped steps.
+    """Policies of `train.on_nan` and `train.on_spike` with their limits, and the count of skipped steps.
 
     Raises:
         UserError: a fault policy of another package cannot be imported.

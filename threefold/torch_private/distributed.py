@@ -195,7 +195,7 @@ _SERVED: Final = (
 def stand_in(group: dist.ProcessGroup, gloo: dist.ProcessGroup) -> None:
     """Give a `PythonGroup` the ranks and the backend of a gloo group, which serves what the class does not define.
 
-    Why, and what would replace it: as for `with_gloo`. Methods are gloo's own, as those that a class in Python inherits
+    Why, and what would replace it: as for `with_gloo`. Methods are gloo's own. Those that a class in Python inherits
     hold the interpreter's lock while they wait for a thread of gloo, which may need that lock to free a tensor.
     """
     for name in _SERVED:
@@ -340,7 +340,7 @@ def finish_backward(root: FSDPModule) -> None:
 def unreduced_gradients(module: FSDPModule) -> list[Tensor]:
     """Return a module's unsharded gradients before their reduce-scatter, and the shards of those after it.
 
-    Why: FSDP keeps accumulated gradients beside the parameters, not as `.grad`. A public accessor would replace it.
+    Why: FSDP keeps accumulated gradients next to the parameters, not as `.grad`. A public accessor would replace it.
     """
     found: list[Tensor | None] = []
     for group in module._get_fsdp_state()._fsdp_param_groups:

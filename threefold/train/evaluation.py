@@ -1,6 +1,6 @@
 """Evaluation: the loss of batches in evaluation mode.
 
-`EvaluationStep` also builds, once, what a training step shares with it: the sharded model and its runner.
+`EvaluationStep` also builds, once, the parts that a training step shares with it: the sharded model and its runner.
 """
 
 import time

@@ -290,7 +290,7 @@ class TrainingLoop:
         return self._epochs_ended(step, train.eval_every_epochs) or step == train.max_steps
 
     def _back_from(self, step: int) -> int | None:
-        """Roll back if the state to save is not finite; return the updates made then, or None if the run goes on."""
+        """Roll back if the state to save is not finite; return the updates made then, or None if the run continues."""
         ends = step == self.config.train.max_steps or self.engine.stop.is_due
         checks = any(guard.checks_state for guard in self.guards)
         if not checks or not (ends or self._will_save(step)):

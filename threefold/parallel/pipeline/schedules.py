@@ -118,10 +118,10 @@ def _torch_class(schedule: Schedule) -> type[pipelining.PipelineSchedule]:
 
 
 def share_mailbox(group: dist.ProcessGroup, nbytes: int, messages: int) -> Mailbox | None:
-    """Set up a mailbox between the ranks of a gloo group; None if there can be none. Collective over the group.
+    """Set up a mailbox between the ranks of a gloo group, or return None if impossible. Collective over the group.
 
-    All ranks get the same answer. There can be none if the ranks are not all on one host, if the host has no room for
-    the memory or for so many notes, or if a rank has messages of more than `MOST_BYTES`.
+    All ranks get the same result. It is None if the ranks are not all on one host, the host has no room for the memory
+    or for that many notes, or a rank has messages of more than `MOST_BYTES`.
 
     Args:
         nbytes: largest message that goes through memory; the first rank's value counts.
