@@ -226,7 +226,7 @@ def _prepare_model(
     partial = [] if tensor_parallel is None else shard_by_patterns(model, tensor_parallel, mesh)
     norms = [module for module in model.modules() if isinstance(module, _NORMS)]
     if sync_batch_norm and mesh.dp.size > 1 and norms:
-        # A process group of its own, as gradient sums may be in flight over dp.
+        # A separate process group, because gradient sums may be in flight over dp.
         axis = mesh.new_axis("batch norm", mesh.layout.groups("dp"))
         assert axis is not None  # each rank is in one of them
         made = {norm: GlobalBatchNorm(norm, axis, current) for norm in norms}
@@ -267,7 +267,7 @@ def shard_by_patterns(model: nn.Module, table: Mapping[str, Split], mesh: Mesh) 
         mesh: mesh whose tp axis shards the modules.
 
     Returns:
-        the names of the `PerHead` parameters, which each tensor rank holds whole with a partial gradient.
+        the names of the `PerHead` parameters: each tensor rank holds the whole parameter and a partial gradient.
 
     Raises:
         UserError: the table does not fit the model, or the axis does not divide the heads.
@@ -358,7 +358,7 @@ class GlobalBatchNorm(nn.Module):
 
     Args:
         module: the original, whose parameters and buffers are reused under their names.
-        axis: axis of the replicas, with a process group of its own, as gradients may be in flight on another.
+        axis: axis of the replicas, with its own process group, because gradients may be in flight on another.
         current: current batch, whose row on this replica may be a filler that must not count.
     """
 

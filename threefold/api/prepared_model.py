@@ -34,7 +34,7 @@ class GradSync:
 
     Args:
         parameters: parameters of the model by name, as it stores them; those that require gradients are trained.
-        partial_names: parameters that every tensor rank holds whole but uses only for its own heads.
+        partial_names: parameters that are whole on every tensor rank, which uses them only for its own heads.
         gradients: buffers that accumulate the gradients.
         mesh: mesh of the replicas.
         accumulate: backward passes per update.

@@ -213,7 +213,7 @@ class TensorSource:
         return PiecedTensor(planned.shape, planned.dtype, pieces or [empty])
 
     def mapped(self, names: Iterable[str], scratch: Path) -> dict[str, Tensor]:
-        """Return tensors backed by a memory-mapped scratch file, each with a storage of its own."""
+        """Return tensors backed by a memory-mapped scratch file, each with its own storage."""
         places: dict[str, slice] = {}
         scratch.unlink(missing_ok=True)
         with scratch.open("wb") as file:

@@ -216,7 +216,7 @@ class Mirror:
     def remove(self, step: int, progress: Callable[[], None] = lambda: None) -> None:
         """Delete the remote copy of a diverged model's checkpoint, after the current copy.
 
-        `progress` is called meanwhile, as the remote file system has timeouts of its own.
+        `progress` is called meanwhile, because the remote file system has its own timeouts.
         """
         while not self._thread.wait(0.5):
             progress()

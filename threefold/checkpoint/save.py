@@ -172,7 +172,7 @@ class BackgroundSaver:
     """Background saver of checkpoints, one at a time, bit for bit equal to those of `save_checkpoint`.
 
     Each rank copies the parts that it has to write into host memory; training continues while a thread writes them. The
-    threads of all ranks communicate over a process group of their own. Collective over the world.
+    threads of all ranks communicate over a separate process group. Collective over the world.
     """
 
     def __init__(self, mesh: Mesh) -> None:

@@ -74,7 +74,7 @@ def over_shared_memory(
     not all on one host, or the host has no room for it. Several groups are set up in hardly more time than one.
 
     Args:
-        groups: gloo groups, in one order on all their ranks.
+        groups: gloo groups, in the same order on all their ranks.
         capacity: bytes of one slot, rounded up to whole pages; a group takes 2 · (ranks + 1) · capacity bytes.
         sharing_bytes: value of piece bytes · (ranks − 2) at or above which ranks divide the additions of a piece.
         rounding: whether every addition is rounded to the tensors' dtype, as in an exact run.

@@ -1,9 +1,10 @@
-"""Sums over ranks in a balanced binary tree, in one order whatever the backend, the group and the tensor's size.
+"""Sums over ranks in a balanced binary tree, in an order that does not depend on the backend, the group or the tensor's
+size.
 
-A backend adds in an order of its own: gloo's and NCCL's rings begin at another rank for each part of a tensor, and
-NCCL's trees follow the machines. Here a backend only moves numbers, and ranks add them with torch's operations, on any
-device: every rank gets its share of all summands (all-to-all), adds them up in the tree, and sends the sum to the
-others (all-gather). That is as many bytes as a ring.
+A backend adds in its own order: gloo's and NCCL's rings begin at a different rank for each part of a tensor, and NCCL's
+trees follow the machines. Here a backend only moves numbers, and ranks add them with torch's operations, on any device:
+every rank gets its share of all summands (all-to-all), adds them up in the tree, and sends the sum to the others
+(all-gather). That is as many bytes as a ring.
 """
 
 from collections.abc import Callable

@@ -99,7 +99,7 @@ class ParallelConfig(Section):
     as `ScheduleInterleaved1F1B`, are accepted too. A CSV file of actions, or a Python function such as
     `my_file.py:schedule`, defines a schedule of your own (docs/parallel/pipeline.md)."""
     stage_chunks: int = derived(ge=1, le=MOST_LAYERS)
-    """Pipeline stages of each rank. Default: 1 for `gpipe` and `1f1b`, that of a schedule of your own, else 2."""
+    """Pipeline stages of each rank. Default: 1 for `gpipe` and `1f1b`, given by a schedule of your own, else 2."""
     partition: str | Annotated[tuple[int, ...], Field(strict=False)] = "cost"
     """How layers are partitioned into pipeline stages: `cost` balances their compute, `uniform` their number,
     `uniform-chunks` their number in each of the `stage_chunks` passes through the ranks, `class:NAME` the number of one
@@ -107,7 +107,7 @@ class ParallelConfig(Section):
     sequence_parallel: bool = False
     """Sequence parallelism: whether activations between the tensor-parallel layers are sharded along the sequence."""
     zero: int = Field(default=0, ge=0, le=3)
-    """ZeRO stage, what data-parallel ranks shard: 1 the optimizer state, 2 also the gradients, 3 also the weights."""
+    """ZeRO stage: data-parallel ranks shard the optimizer state (1), also the gradients (2), also the weights (3)."""
     zero_shards: int = derived(ge=1, le=MOST_RANKS)
     """For ZeRO: replicas that share one sharded copy; the others hold further copies (hybrid). Default: `dp`."""
     gradient_compression: Literal["none", "fp16", "bf16"] = "none"

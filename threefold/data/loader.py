@@ -117,7 +117,8 @@ class Loader:
         return isinstance(self.train, NestedSamples)
 
     def batch(self, step: int, following: int | None = None) -> Any:
-        """Return the training batch of `step`, whatever was read before. Raises UserError if token files are damaged.
+        """Return the training batch of `step`, independently of earlier reads. Raises UserError if token files are
+        damaged.
 
         Args:
             step: number of the step, from 0.

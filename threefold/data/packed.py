@@ -148,7 +148,7 @@ class PackedConversations(SingleCorpus):
     Attributes:
         corpus: corpus of the tokens and their mask.
         sequence_length: S, in tokens.
-        counts_all: whether all tokens have labels, instead of those of the loss mask.
+        counts_all: whether all tokens have labels, instead of only those of the loss mask.
         starts, lengths: int64 [pieces], position and length of each piece in the tokens; ordered by sample.
         samples: int64 [samples + 1], first piece of each sample.
         documents_read: number of documents in the split.

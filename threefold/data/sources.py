@@ -1,4 +1,4 @@
-"""Input files of text: JSON lines, plain text and parquet, also compressed, as documents."""
+"""Input files of text, read as documents: JSON lines, plain text and parquet, compressed or not."""
 
 import gzip
 import hashlib

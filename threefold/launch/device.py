@@ -115,7 +115,7 @@ def require_memory(config: Config, launched: LaunchedRank | None, own_parameters
 
 
 def _states(config: Config, layout: Layout, first: int, count: int, own_parameters: tuple[int, int]) -> int:
-    """Return the bytes of weights, gradients and optimizer state of some ranks; a lower bound for an own model."""
+    """Return the bytes of weights, gradients and optimizer state of some ranks; a lower bound for a custom model."""
     from threefold.dtypes import DTYPES
     from threefold.planner.model_size import ModelSize, optimizer_states
 

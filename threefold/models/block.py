@@ -134,7 +134,7 @@ class ModelDescription:
     def flops_per_token(self) -> float:
         """FLOPs of a training step per token; attention counts all pairs of positions within its window."""
         counted = 0
-        for number, layer in enumerate(self.plan.layers[1:]):  # the look-up in the first layer is no product
+        for number, layer in enumerate(self.plan.layers[1:]):  # the look-up in the first layer is not a product
             for weight in self.weights[layer]:
                 counted += weight.multiply_adds * (self._config.experts_per_token if weight.is_of_experts else 1)
             seen = min(self._config.window(number) or self._length, self._length)

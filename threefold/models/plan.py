@@ -198,7 +198,7 @@ def _initial_values(
 
 
 def is_norm(module: "nn.Module") -> bool:
-    """Return whether a module is a norm of torch that every rank can compute alike."""
+    """Return whether a module is one of torch's norms that every rank can compute identically."""
     from torch import nn
 
     return isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm)

@@ -113,7 +113,7 @@ def is_of_torch(module: nn.Module) -> bool:
 
 
 def _opaque(model: nn.Module) -> Iterator[str]:
-    """Yield the prefixes of names inside torch modules with parameters of their own, such as `nn.MultiheadAttention`.
+    """Yield the prefixes of names inside torch modules with their own parameters, such as `nn.MultiheadAttention`.
 
     Such modules compute with their submodules' weights directly.
     """

@@ -1,4 +1,4 @@
-"""Arithmetic of exact runs: sums in one order, and kernels whose bits depend on no shape that a layout decides.
+"""Arithmetic of exact runs: sums in a fixed order, and kernels whose bits depend on no shape that a layout decides.
 
 A floating-point sum depends on the order of its additions, and a layout decides which rank adds what. An exact run
 therefore cuts every sum that a layout may cut into *pieces* that are the same in every layout, and adds the pieces in

@@ -26,13 +26,13 @@ AddGradient = Callable[[Tensor], None]
 def grouped_linear(
     x: Tensor, weight: Tensor, counts: list[int], inner: int = 1, outer: int = 1, add: AddGradient | None = None
 ) -> Tensor:
-    """Apply a linear layer of its own to each group of rows: [n, out].
+    """Apply a separate linear layer to each group of rows: [n, out].
 
     Like `kernels.linear`, it defers the gradient of a `DeferrableWeight` whose store is open: that of all senders if
     there are several.
 
     Args:
-        x: [n, in], sorted by sender (a rank with a sample of its own), then expert.
+        x: [n, in], sorted by sender (a rank with its own sample), then expert.
         weight: [experts, out, in].
         counts: number of rows of each group, a multiple of the number of experts.
         inner, outer: pieces of the sums over the input and the output features, as for `exact.linear`.

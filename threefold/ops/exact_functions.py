@@ -105,7 +105,7 @@ class _LogSumExp(UninterceptedFunction):
 
 
 class _Softmax(UninterceptedFunction):
-    """Softmax whose rows are computed alike whatever their number, which torch's backward pass does not guarantee."""
+    """Softmax whose rows do not depend on the number of rows, which torch's backward pass does not guarantee."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ class _Total(torch.autograd.Function):
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Compute `a @ b`, also of vectors and of batches of matrices."""
+    """Compute `a @ b` of vectors, matrices or batches of matrices."""
     if a.dim() == 1:
         return matmul(a.unsqueeze(0), b).squeeze(-2)
     if b.dim() == 1:

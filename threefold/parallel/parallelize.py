@@ -92,7 +92,7 @@ class PieceSizes:
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How a model is spread, stored and computed in training.
+    """Settings for how a model is distributed, stored and computed in training.
 
     Apart from the seed, the dtypes and gradient compression, settings change no result, only memory and time.
 
@@ -192,7 +192,7 @@ def grain_of(config: Config) -> Grain | None:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """How a model is spread over a mesh. Attributes that are not listed are those of `TrainingSettings`.
+    """Distribution of a model over a mesh. Attributes that are not listed are those of `TrainingSettings`.
 
     Attributes:
         mesh: mesh axes, and this rank's coordinates.
@@ -339,7 +339,7 @@ def apply_parallelism(
     Args:
         make_model: makes the whole, single-device model.
         plan: layers of the model, and how each weight is sharded.
-        how: how the model is spread over the mesh.
+        how: distribution of the model over the mesh.
         training: settings of a model to train; None for one whose weights are only used.
         seed: seed of the run that trained the model, if its weights are only used; determines buffers that its
         constructor draws.
@@ -410,7 +410,7 @@ def _tie(stages: Sequence[Stage], plan: ModelPlan) -> None:
 
 
 def _untie(stages: Sequence[Stage]) -> None:
-    """Give each use of a tied weight a parameter of its own, as sharding does for the modules that it replaces."""
+    """Give each use of a tied weight its own parameter, as sharding does for the modules that it replaces."""
     for stage in stages:
         kept = set()
         for name, parameter in list(stage.named_parameters(remove_duplicate=False)):

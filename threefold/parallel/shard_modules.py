@@ -70,7 +70,7 @@ def _read_local(module: nn.Module, name: str) -> None:
 
 
 def _extend(module: nn.Module, members: Mapping[str, Any]) -> None:
-    """Give a module members of its own, by a subclass of its class with the same name."""
+    """Give a module its own members, through a subclass of its class with the same name."""
     kind = type(module)
     module.__class__ = type(kind.__name__, (kind,), {**members, "__module__": kind.__module__})
 
@@ -197,7 +197,7 @@ _CONTEXT_ATTENTION = {"all-gather": ContextParallelAttention, "ring": RingAttent
 
 
 class Sharding(NamedTuple):
-    """How a rule is applied: the modules it is for, and (rule, module, context) → the module for this rank."""
+    """Application of a rule: the modules it is for, and (rule, module, context) → the module for this rank."""
 
     kinds: tuple[type[nn.Module], ...]
     make: Callable[[Any, Any, ShardingContext], nn.Module]

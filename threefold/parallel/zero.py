@@ -248,7 +248,7 @@ class ShardedGradients(Gradients):
         trained = (each for stage in stages for each in stage.parameters() if each.requires_grad)
         self._parameters = {local(stored(parameter)): parameter for parameter in trained}
         self._experts = {leaf for leaf, parameter in self._parameters.items() if is_of_experts(stored(parameter))}
-        # Reduce-scatters add a rank's elements in one order, wherever they are in the buffer; all-reduces do not.
+        # Reduce-scatters add a rank's elements in a fixed order, wherever they are in the buffer; all-reduces do not.
         self._in_order = any(has_uneven_shards(stored(parameter)) for parameter in self._parameters.values())
         self._gradients: dict[Tensor, Tensor] = {}
         self._observer: Observer | None = None
@@ -330,7 +330,7 @@ class ExactShardedGradients(ShardedGradients):
         order: order of the sums over samples.
         senders: ranks that share the experts, whose samples reach an expert at once.
         copies: leaves of tied weights, each with the leaf of another use on this rank. FSDP shards every use as a
-            parameter of its own, whose values follow those of the first.
+        separate parameter, whose values follow those of the first.
     """
 
     def __init__(

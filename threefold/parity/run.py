@@ -55,7 +55,7 @@ def run_both(
         folder: folder for the records, logs and weights, empty or missing.
         steps: steps to record.
         noise: number of further runs of the reference with noise, to learn tolerances.
-        after: number of updates after which records begin; above 0, each run has weights of its own.
+        after: number of updates after which records begin; above 0, each run has its own weights.
         elements: number of elements up to which tensors are kept whole; 0 for the usual numbers.
         timeout: seconds that each run may take.
         whole_run: whether the scripts continue after the recorded steps.

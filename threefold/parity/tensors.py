@@ -50,7 +50,7 @@ class StepPair:
 
 
 class TensorStep:
-    """The tensors of a step of two records.
+    """Tensors of one step of two records.
 
     Args:
         pair: the step.

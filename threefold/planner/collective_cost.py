@@ -171,7 +171,7 @@ _PIECES = 12
 _CONTENTION = 0.25
 """Slowdown of computation by a concurrent collective, as a share of its time: both need compute units and memory."""
 ZERO_STATE, ZERO_GRADIENTS, ZERO_WEIGHTS = 1, 2, 3
-"""Values of `parallel.zero`: what is sharded in addition to what the smaller values shard."""
+"""Values of `parallel.zero`, named after the part that each shards in addition to the smaller values."""
 
 
 class Sums(NamedTuple):

@@ -356,7 +356,7 @@ def measure_step(engine: Engine, batch: Batch, observer: Observer | None = None)
 
 
 def _claim_whole_tensors(engine: Engine, tracker: StorageTracker) -> None:
-    """Count ZeRO's gathered weights, and gradients not reduce-scattered yet, as kinds of their own."""
+    """Count ZeRO's gathered weights, and gradients not reduce-scattered yet, as separate kinds."""
     watched: set[Tensor] = set()
 
     def gathered(module: nn.Module, _arguments: Any) -> None:

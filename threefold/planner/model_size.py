@@ -154,7 +154,7 @@ class ModelSize:
             groups = [[name] for name in layers if name not in together]
             for group in [*groups, together]:
                 held = self.weights.held(group, place)
-                if trained:  # models with experts of their own freeze none
+                if trained:  # models with their own experts freeze none
                     held = held._replace(frozen=0)
                 found.append((held.dense, held.experts) if apart else (held.all, 0))
         return found
@@ -394,7 +394,7 @@ class RankBlock(BlockShape):
 
     @property
     def keys(self) -> int:
-        """Bytes of the rank's keys, before GQA expands them; also those of its values."""
+        """Bytes of the rank's keys, before GQA expands them; its values take as many."""
         return self.tokens * self.head_dim * self.itemsize * self.own_key_heads
 
     def group(self, axis: str) -> Group:

@@ -205,7 +205,7 @@ def parse_fixed(texts: Sequence[str]) -> dict[str, Any]:
     """Parse the settings that layouts must have, each as `section.key=value`.
 
     Raises:
-        UserError: a key is no setting of a layout, or its value is not YAML or invalid for the setting.
+        UserError: a key is not a setting of a layout, or its value is not YAML or invalid for the setting.
     """
     fixed: dict[str, Any] = {}
     for text in texts:

@@ -34,7 +34,7 @@ class Soundness:
         self.examples: dict[str, tuple[str, str]] = {}
 
     def mask(self, mesh: MeshSizes, options: Options) -> Mask | None:
-        """Return a mask of a mesh's sound options (length 1 where all are alike); None if none is sound."""
+        """Return a mask of a mesh's sound options (length 1 where all are equal); None if none is sound."""
         sound: Mask = np.ones((1,) * len(options.shape), dtype=bool)
         for number, rule in enumerate(self._rules):
             allowed, sentence = self._allowed(number, rule, mesh, options)

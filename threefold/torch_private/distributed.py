@@ -132,7 +132,7 @@ def process_group_timeout(group: dist.ProcessGroup) -> float:
 def copy_group_timeout(target: dist.ProcessGroup) -> None:
     """Give the collectives of a group the timeout of the default group, on each device.
 
-    Why: torch creates the groups of a mesh with a timeout of its own, 10 or 30 minutes, whatever that of the default
+    Why: torch creates the groups of a mesh with its own timeout, 10 or 30 minutes, and ignores that of the default
     group. New groups that inherit it would replace this.
     """
     source = dist.distributed_c10d._get_default_group()

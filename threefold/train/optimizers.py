@@ -238,7 +238,7 @@ def lr_scale(shape: Sequence[int], scaling: str) -> float:
 
 
 _OF_THE_SECTION = ("lr", "weight_decay")
-"""Arguments that have settings of their own."""
+"""Arguments that have their own settings."""
 
 
 def update_rule(config: OptimizerConfig) -> type[UpdateRule]:

@@ -331,7 +331,7 @@ class Checkpoints:
         return next(reversed(self.whole()), None)
 
     def set_aside(self, step: int) -> tuple[Path, Path] | None:
-        """Rename the checkpoint of `step` so that no run resumes from it, also at the remote address.
+        """Rename the checkpoint of `step`, here and at the remote address, so that no run resumes from it.
 
         Returns its new folder and the next older one; None if it is the only checkpoint, which then stays.
         """

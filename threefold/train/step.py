@@ -1,4 +1,4 @@
-"""The training step, one story for every layout: read it from top to bottom.
+"""The training step, the same code for every layout; read it from top to bottom.
 
     1  micro-batches         count what the loss is divided by, over the replicas        all-reduce over dp
     2  forward and backward  micro-batch by micro-batch, in the order of the schedule    those of the parallel layers
@@ -293,7 +293,7 @@ class Engine(GradientStep):
         """
         assert self._batch is not None
         self.mesh.heartbeat.activity(Activity.UPDATE)
-        # 4. Loss and norm, equal on every rank, so all ranks decide alike.
+        # 4. Loss and norm, equal on every rank, so all ranks make the same decision.
         loss, norm, terms = self._loss_and_norm(local_loss)
         scale, config = self.loss_scale, self.config.optimizer
         lr, used = learning_rate(step + 1, config), None if scale is None else scale.value
@@ -467,7 +467,7 @@ def clip_and_update(
     diverged: Callable[[], UserError],
     refused: bool = False,
 ) -> None:
-    """End a step: clip and update, or skip the update and halve the loss scale. All ranks decide alike.
+    """End a step: clip and update, or skip the update and halve the loss scale. All ranks make the same decision.
 
     Args:
         gradients: complete gradients of this rank.

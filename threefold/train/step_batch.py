@@ -118,7 +118,7 @@ class BatchPreparation:
     def own_samples(
         self, batch: Any, loss: LossFunction, step: int | None = None, rows: Tensor | None = None
     ) -> tuple[OwnBatch, list[int]]:
-        """Return this rank's samples of an own batch, with dropout keys of `step`, and the samples per replica."""
+        """Return this rank's samples of a custom batch, with dropout keys of `step`, and the samples per replica."""
         check_whole_sequences(self.mesh.cp.size, self.settings.sequence_parallel)
         if is_of_tokens(batch):
             if batch.documents is not None:

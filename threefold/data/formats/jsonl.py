@@ -133,7 +133,7 @@ class JsonLines:
         return EncodedLines(**self._stored(folder), remedy="delete that folder, which is a cache")
 
     def conversations(self, progress: Progress) -> Corpus:
-        """Return conversations with a loss mask, whatever their length; see `corpus`."""
+        """Return conversations of any length with a loss mask; see `corpus`."""
         template = self.template
         chat = {"template": template.template, "special_tokens": template.special_tokens} if template else {}
         folder = self._cached({"chat": chat}, None, progress)

@@ -237,7 +237,7 @@ _GROUPED = (torch.bfloat16, torch.float16, torch.float32)  # dtypes of torch's g
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Apply a linear layer of its own to each group of rows: [n, out].
+    """Apply a separate linear layer to each group of rows: [n, out].
 
     Args:
         x: [n, in], sorted by group.
