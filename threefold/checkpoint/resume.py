@@ -287,7 +287,7 @@ def different_file(then: Content, now: Corpus) -> Path | None:
 
 
 def other_text(file: Path, checkpoint: Checkpoint) -> UserError:
-    """Return the error for a file that differs from what a checkpoint was trained on."""
+    """Return the error for a file that differs from a checkpoint's training data."""
     return UserError(
         f"{shown(file)} holds other text than {checkpoint.path} was trained on, though as much of it; give that data, "
         "or start a new run in another folder."

@@ -433,7 +433,8 @@ def _reason(error: CheckpointException) -> str:
 
 @contextmanager
 def _quiet(world: Axis | None = None) -> Iterator[None]:
-    """Silence torch, which logs what it also raises, and mark this rank as waiting for the others' plans and results.
+    """Silence torch, which logs errors that it also raises, and mark this rank as waiting for the others' plans and
+    results.
 
     Torch also warns when run without a process group.
     """

@@ -1,6 +1,6 @@
 """Collectives of one axis of the mesh, and the differentiable gathers and scatters of layers.
 
-`comm.reductions` has the sums.
+`comm.reductions` defines the sums.
 """
 
 import io

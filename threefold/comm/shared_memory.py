@@ -2,7 +2,7 @@
 
 Every collective in shared memory consists of one primitive, the *round*: fill your own slot, wait until all ranks have
 (`Barrier.meet`), then read any slot. Slots are double-buffered by the parity of the round. A rank fills its slot for
-round n + 2 only after round n + 1, which a peer enters only after reading what it needs of round n, so that no
+round n + 2 only after round n + 1, which a peer enters only after reading the slots of round n that it needs. So no
 acknowledgement is needed.
 """
 

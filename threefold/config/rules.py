@@ -261,7 +261,7 @@ def rules() -> tuple[Callable[[Config], None], ...]:
 GRAIN = ("grain_leaf", "grain_samples", "grain_tensor", "grain_context")
 """Settings of `train` that only an exact run has."""
 LARGEST_GRAIN = 8
-"""Default number of pieces of an exact run's sums, if it divides what they cut."""
+"""Default number of pieces of an exact run's sums, if it divides the sizes that they cut."""
 LEAF_TOKENS = 1024
 """Default maximum number of tokens in a leaf of an exact run: more make no product faster."""
 

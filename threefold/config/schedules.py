@@ -304,7 +304,7 @@ class MicroBatchRule:
 
     Attributes:
         accepts: (pp, micro-batches) → whether the schedule works with them.
-        sentence: what the schedule needs, as text that follows its name; `{pp}` and `{rounds}` are filled in.
+        sentence: requirement of the schedule, as text that follows its name; `{pp}` and `{rounds}` are filled in.
     """
 
     accepts: Callable[[int, int], bool]

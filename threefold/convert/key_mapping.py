@@ -25,7 +25,7 @@ class Same(NamedTuple):
 
     Attributes:
         theirs, ours: foreign key, and our key as `section.key`.
-        kind: converter of the value; raises ValueError with what it must be.
+        kind: converter of the value; raises ValueError that states the required kind of value.
         default: foreign default; None if ours is equal, or if there is none.
     """
 
@@ -48,7 +48,7 @@ class Unmapped(NamedTuple):
 
     Attributes:
         key, value: foreign key and value.
-        reason: what is used instead, or why nothing is.
+        reason: replacement that is used, or why there is none.
         unsupported: whether the setting is unknown, or leaving it out changes the training.
     """
 

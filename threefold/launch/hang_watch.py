@@ -59,7 +59,7 @@ class Hang:
 
     Attributes:
         ranks: hung ranks; in a deadlock, all that wait.
-        error: description of what is wrong with the first one, without its name.
+        error: description of the first rank's problem, without its name.
     """
 
     ranks: tuple[int, ...]

@@ -75,7 +75,7 @@ def _functions(nodes: list[Any]) -> Iterator[type]:
 
 
 class OwnArithmetic(ExactArithmetic):
-    """`ExactArithmetic` that also replaces what a user's code calls, and notes what is not known to be exact.
+    """`ExactArithmetic` that also replaces functions called by a user's code, and records those not known to be exact.
 
     Args:
         rows: sum of the rows of a sequence, as for `ExactArithmetic`.

@@ -1,6 +1,6 @@
 """Torch's functions that a user's own model calls, in the arithmetic of exact runs (`ops.exact`).
 
-Each computes what torch's function of its name computes, by operations whose bits depend on no shape that a layout
+Each computes the same as torch's function of the same name, by operations whose bits depend on no shape that a layout
 decides: products of oneDNN, sums in a tree, and arithmetic of elements. Arguments that none of them handles are left to
 torch's own (`ops.own_arithmetic`).
 """

@@ -421,7 +421,7 @@ def check_forward(
 ) -> None:
     """Check that the sizes in a tensor rank's part of a model fit together.
 
-    A model whose forward pass needs values passes the check, as does one that already fails whole.
+    A model whose forward pass needs values passes the check, as does one that already fails without sharding.
 
     Args:
         batch: at least one sample on the meta device, as the first layer takes it; (tokens, labels) with

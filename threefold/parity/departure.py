@@ -40,7 +40,7 @@ class Departure:
     Attributes:
         step: from 1; 0 for before the first.
         kind: one of `PHASES`.
-        name: of the parameter, module or number.
+        name: name of the parameter, module or number.
         error, tolerance: relative error, and the one that counts as rounding.
         scale: nearest factor of the reference.
         shape: shape of the mistake, a predicate; empty if none explains the difference.
@@ -84,10 +84,10 @@ class Findings:
     """Compared quantities and departures, in the order of a step.
 
     Attributes:
-        departures: all of them.
+        departures: all departures.
         compared: number of compared quantities by kind.
         steps: number of compared steps.
-        notes: sentences on what could not be compared, or explains a departure.
+        notes: sentences on quantities that could not be compared, or that explain a departure.
         order: modules in the order of the forward pass, for the tree.
         worst: largest error by step, kind and name, relative to its tolerance.
         totals: number of compared names by step and kind.

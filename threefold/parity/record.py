@@ -276,7 +276,7 @@ class Record:
         return self.ranks[0]
 
     def step(self, step: int) -> dict[Key, Quantity]:
-        """Return what was recorded at a step, from 1; 0 for before the first.
+        """Return the quantities recorded at a step, from 1; 0 for before the first.
 
         Raises:
             UserError: a file is missing, cut or damaged.

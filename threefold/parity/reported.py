@@ -33,7 +33,7 @@ class ReportedStep:
             self.tolerances.learn(self.step, NUMBER, name, Measure(_off(got, value), nan))
 
     def compare(self, found: Findings) -> Iterator[Departure]:
-        """Yield the departures, and count in `found` what was compared."""
+        """Yield the departures, and count the compared quantities in `found`."""
         yield from self._samples()
         yield from self._scalars(found)
         yield from self._counters(found)

@@ -107,7 +107,7 @@ class TensorStep:
         return {sample: scale for sample, (_, scale) in found.items()}
 
     def compare(self, found: Findings) -> Iterator[Departure]:
-        """Yield the departures, and count in `found` what was compared."""
+        """Yield the departures, and count the compared quantities in `found`."""
         factors = self._sample_factors()
         ordered = sorted(self.expected.items(), key=lambda item: item[1].order)
         groups: dict[tuple[str, str], list[tuple[Quantity, Quantity | None]]] = {}

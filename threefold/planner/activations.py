@@ -1,4 +1,4 @@
-"""Activation memory of one layer for one micro-batch: what the forward pass keeps, and the peaks of each pass.
+"""Activation memory of one layer for one micro-batch: the tensors that the forward pass keeps, and each pass's peaks.
 
 After Korthikanti et al., "Reducing activation recomputation in large transformer models" (arXiv 2205.05198), section 4,
 adapted to the layers of this package: dropout keeps its mask in the activations' dtype, and attention without dropout
@@ -7,7 +7,7 @@ keeps only its inputs, its output and one number per row where torch's fused ker
 The moments follow the order in which autograd runs this package's layers (`models`, `parallel`). The first product of a
 block's backward pass, for example, needs the gradients of the block's output and of the inner features in addition to
 everything kept; a head needs its logits and their gradients. `stage_memory` puts the layers together.
-`largest_micro_batch` chooses a default from what is kept alone.
+`largest_micro_batch` chooses a default from the kept tensors alone.
 """
 
 from collections.abc import Collection
@@ -313,7 +313,7 @@ class LayerMemory:
             self.narrow_logits = block.tokens * columns * block.itemsize
 
     def of(self, name: str) -> LayerBytes:
-        """Return the memory of the layer of this name."""
+        """Return the memory of the layer with this name."""
         model, block = self._config.model, self._first
         if name == self._layers[0]:
             return embedding_layer(block, model.vocab_size, model.embedding_dropout > 0, self._device)

@@ -305,7 +305,7 @@ def simulation(config: Config, model: ModelShards, estimated: Estimate | None) -
 
 
 def _memory(config: Config, hardware: Hardware | None, estimated: Estimate | None) -> dict[str, Any]:
-    """Return the memory of each rank of the pp axis by cause, and what its device has."""
+    """Return the memory of each rank of the pp axis by cause, and the memory of its device."""
     why, limit, limit_of = _lack_of_formulas(config), None, None
     stages: Sequence[StageMemory] = ()
     if estimated is not None and hardware is not None:

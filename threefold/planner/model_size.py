@@ -318,7 +318,7 @@ class RankBlock(BlockShape):
         documents: whether attention stops at document boundaries.
         attention: implementation of the attention core, as its memory depends on it.
         balanced: whether routing to experts is balanced; otherwise a rank's experts are chosen up to twice the mean.
-        kernels: what the kernels keep; by default those of this package on a CPU.
+        kernels: tensors that the kernels keep; by default those of this package's kernels on a CPU.
     """
 
     samples: int

@@ -185,7 +185,7 @@ def read_request(
 
 
 def require_no_layout(overrides: Sequence[str]) -> None:
-    """Raise an error if an override sets what the search chooses, since it would have no effect.
+    """Raise an error if an override sets something that the search chooses, since it would have no effect.
 
     Args:
         overrides: overrides as `section.key=value`.

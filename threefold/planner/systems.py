@@ -251,7 +251,7 @@ class Keeps:
 
     Attributes:
         system: the training system.
-        kernels: what its kernels keep for the backward pass.
+        kernels: tensors that its kernels keep for the backward pass.
         casts_logits: whether separate kernels cast narrow logits to fp32 on a GPU. The allocator's blocks for the
             narrow logits are too small for the wide ones, and stay reserved.
         fragmentation: memory that the allocator loses, as a share of transient tensors.

@@ -252,7 +252,7 @@ class Diagnosis:
         return [rank for rank, found in enumerate(self.findings) if not found.same]
 
     def clauses(self) -> list[str]:
-        """Return the parts of a sentence: where the bad value arose, and what a second run gave."""
+        """Return the parts of a sentence: the origin of the bad value, and the result of a second run."""
         others = self.differing
         if not self.is_reproducible:
             loss = sum(found.loss for found in self.findings)

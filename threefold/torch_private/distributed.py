@@ -193,7 +193,8 @@ _SERVED: Final = (
 
 
 def stand_in(group: dist.ProcessGroup, gloo: dist.ProcessGroup) -> None:
-    """Give a `PythonGroup` the ranks and the backend of a gloo group, which serves what the class does not define.
+    """Give a `PythonGroup` the ranks and the backend of a gloo group, which provides all that the class does not
+    define.
 
     Why, and what would replace it: as for `with_gloo`. Methods are gloo's own. Those that a class in Python inherits
     hold the interpreter's lock while they wait for a thread of gloo, which may need that lock to free a tensor.

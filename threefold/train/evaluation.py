@@ -134,7 +134,7 @@ class EvaluationStep:
         return sums.over_all(sum_over_ranks(summands, self.mesh, self.stop), samples)
 
     def _own_terms(self, sums: TermSums) -> list[Tensor]:
-        """Return what this rank adds to each term of an exact run's loss."""
+        """Return this rank's summand of each term of an exact run's loss."""
         return [self._own_summands(each) for each in sums.each(self.mesh.device)]
 
     def _own_summands(self, totals: Tensor) -> Tensor:

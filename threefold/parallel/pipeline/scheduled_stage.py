@@ -61,7 +61,7 @@ class Mailbox:
     """Sends and receives between the ranks of a process group on one host.
 
     Messages from one rank to another are numbered in the order of their sends, anew in each pass. All ranks run the
-    same number of passes, with matching sends and receives; what is left of a failed pass is dropped.
+    same number of passes, with matching sends and receives; remaining messages of a failed pass are dropped.
 
     Args:
         shared: memory with `SLOTS` slots per rank, and pipes: inboxes of all ranks, then pipes that return slots.
@@ -99,7 +99,7 @@ class Mailbox:
                 self._give_back(source, message.slot)
 
     def finish(self) -> None:
-        """Wait for what this rank sent through the process group."""
+        """Wait for the tensors that this rank sent through the process group."""
         for work, _ in self._by_group.values():
             work.wait()
         self._by_group.clear()
