@@ -92,8 +92,8 @@ def read_index(folder: Path) -> dict[str, StoredTensor]:
     """Read the tensors of a checkpoint by name.
 
     Raises:
-        DamagedCheckpoint: the index is damaged, or its chunks do not cover each tensor exactly once, or do not lie
-            inside files of the folder.
+        DamagedCheckpoint: the index is damaged, or its chunks do not cover each tensor exactly once, or are not inside
+        files of the folder.
     """
     document = _document(folder)
     try:

@@ -71,8 +71,8 @@ class Axis(RankGroup):
         in a single process.
         device_mesh: one-dimensional mesh for the `DTensor`s of this axis; None for groups that are not an axis.
         heartbeat: heartbeat in which this rank notes its waits, under the axis's `number`.
-        in_tree: whether sums of floating-point numbers are made in a balanced binary tree over the ranks, with every
-        node rounded to the tensor's dtype, on every backend (exact runs).
+        in_tree: whether sums of floating-point numbers are computed in a balanced binary tree over the ranks, with
+        every node rounded to the tensor's dtype, on every backend (exact runs).
         handle: opaque reference to this axis, for operators of compiled code.
     """
 

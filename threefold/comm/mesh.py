@@ -57,12 +57,12 @@ class Mesh:
         device: device of this rank.
         shared_memory: whether collectives of CPU tensors between ranks of one host use shared memory; False for those
             of the process group only.
-        exact: whether sums over ranks are made in a binary tree on every backend, as an exact run needs.
+        exact: whether sums over ranks are computed in a binary tree on every backend, as an exact run needs.
         heartbeat: heartbeat that notes what this rank does; None for one that nobody reads.
         sizes: sizes of the pieces in shared-memory collectives.
 
     Attributes:
-        exact: whether the axes' sums are made in a binary tree (`Axis.in_tree`).
+        exact: whether the axes' sums are computed in a binary tree (`Axis.in_tree`).
         heartbeat: heartbeat of this rank.
         dp, pp, cp, tp: axes of the layout.
         replicas: dp and cp together, over which gradients are summed.

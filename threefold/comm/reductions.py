@@ -89,8 +89,8 @@ class EventRecorder:
 class RankGroup:
     """Ranks that differ from this one along one axis only, with their sums; see `Axis`, which has all collectives.
 
-    With `in_tree`, sums of floating-point numbers are made in a balanced binary tree over the ranks, with every node
-    rounded to the tensor's dtype, on every backend (exact runs).
+    With `in_tree`, sums of floating-point numbers are computed in a balanced binary tree over the ranks, with every
+    node rounded to the tensor's dtype, on every backend (exact runs).
     """
 
     name: str

@@ -203,7 +203,7 @@ def split(
     weight_init: Initializer | None = None,
     bias_init: Initializer | None = None,
 ) -> Tensor:
-    """Run one linear layer or embedding whose weight is split over ranks, as `paddle.distributed.split`.
+    """Run one linear layer or embedding whose weight is split over ranks, like `paddle.distributed.split`.
 
     The weights belong to the `Splitter` of the enclosing `with` block, a module that the model keeps and whose
     parameters go to the optimizer. They are made at the first call. Later calls find them by name, or without a name by

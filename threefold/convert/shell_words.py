@@ -59,7 +59,7 @@ def parse(text: str, where: str) -> "Node":
 
 
 def source(node: "Node") -> str:
-    """Return the text of a node as it stands in the script."""
+    """Return the text of a node as written in the script."""
     return _shown(node.text or b"")
 
 
@@ -172,7 +172,7 @@ class Expander:
         return "".join(map(self.text, words))
 
     def _pieces(self, node: "Node", quoted: bool = False) -> Iterator[tuple[list[str], bool]]:
-        """Yield the parts of a word, each with whether it is to be split at spaces."""
+        """Yield the parts of a word, each with whether it is split at spaces."""
         text = source(node)
         if node.type in ("raw_string", "ansi_c_string"):
             yield [text.lstrip("$")[1:-1]], False

@@ -79,7 +79,7 @@ class DocumentEncoder:
         return EncodedDocument(ids + end, _within(spans, [(prompt, len(whole))]) + [True] * len(end))
 
     def prompt(self, messages: Sequence[Message], where: str) -> list[int]:
-        """Encode a conversation that the assistant is to continue. Raises like `encode`."""
+        """Encode a conversation for the assistant to continue. Raises like `encode`."""
         return self._tokens(self._required(where).render(self._marked(messages), where, prompted=True).text)[0]
 
     def end_of_turn(self) -> int | None:
@@ -149,7 +149,7 @@ class DocumentEncoder:
         return self._renderer
 
     def _marked(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Return the messages with special tokens enclosed in marks, if they are to be text."""
+        """Return the messages with special tokens enclosed in marks, if special tokens are treated as text."""
         if self.text.rule.special_tokens == "parse" or not self._specials:
             return [dict(message) for message in messages]
 

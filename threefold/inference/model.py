@@ -391,7 +391,7 @@ class Cache:
 
 @contextmanager
 def caching(model: nn.Module, rows: int, slots: int) -> Iterator[Cache]:
-    """Give the attention layers of `model` a KV cache within the block.
+    """Equip the attention layers of `model` with a KV cache within the block.
 
     Args:
         model: model or stage, in evaluation mode and not split along the sequence.

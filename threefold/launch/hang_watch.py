@@ -36,7 +36,7 @@ PATIENCE: Final = 4
 """Number of timeouts that a rank may take to meet the others (under a launcher it may still prepare its data), and for
 one computation."""
 COMPUTING_PART: Final = 0.5
-"""A process counts as computing if it worked for this fraction of the time since half of a timeout."""
+"""A process counts as computing if it worked for this fraction of the time since half of a timeout passed."""
 SILENT_PART: Final = 2
 """A process without a beat for `timeout` divided by this value is not running."""
 

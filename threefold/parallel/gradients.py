@@ -23,7 +23,7 @@ BUCKET_BYTES = 25 << 20
 class _Place:
     """A leaf's part of a bucket; longer than the leaf, by `gap`, if another tensor rank has a longer shard.
 
-    `view` has the leaf's shape; `is_set` says whether it holds a gradient of this step, rather than an old value.
+    `view` has the leaf's shape; `is_set` is whether it holds a gradient of this step, rather than an old value.
     """
 
     def __init__(self, flat: Tensor, leaf: Tensor) -> None:

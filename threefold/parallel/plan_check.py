@@ -39,7 +39,7 @@ _WITHIN = (sharding.Replicated, sharding.PerHead)
 
 
 def check_plan(model: nn.Module, plan: sharding.ModelPlan) -> None:
-    """Check a plan against the whole single-device model, on any device (the meta device will do).
+    """Check a plan against the whole single-device model, on any device, including the meta device.
 
     Raises:
         UserError: a layer is missing, listed twice or not in the model; a pattern matches nothing, or as well as

@@ -44,7 +44,7 @@ _NOISY_PLACES: Final = 4.0
 _EPS: Final = {"float64": 1e-9, "float32": 2e-5, "bfloat16": 2e-2, "float16": 5e-3}
 """Error that always counts as rounding with learned tolerances, by the lowest precision."""
 _LATER: Final = 5.0
-"""Factor on this minimum tolerance from the second step on."""
+"""Factor on the minimum tolerance from the second step on."""
 UNEARNED: Final = {OUTPUT: 5.0, OUTPUT_GRADIENT: 15.0, GRADIENT: 15.0}
 _UNEARNED_OTHER: Final = 500.0
 """Factor on it if the reference was not run again: for updates, whose small elements an optimizer enlarges."""

@@ -145,7 +145,7 @@ class Recorder:
     # ---- what a script calls ----------------------------------------------------------------------------------------
 
     def batch(self, inputs: Tensor, labels: Tensor | None = None) -> None:
-        """Give this rank's samples of a step, before its forward passes, in the order of its micro-batches.
+        """Record this rank's samples of a step; call it before the forward passes, in the order of the micro-batches.
 
         Needed where the model's forward does not get the tokens (a later pipeline stage), gets parts of sequences, or
         to have labels counted.

@@ -223,7 +223,7 @@ class Kept:
         Args:
             piece: the piece.
             values: (length,).
-            partial: whether other ranks' values of the piece are to be added to these.
+            partial: whether other ranks' values of the piece must be added to these.
         """
         values = values.double()
         at = 1

@@ -2,7 +2,7 @@
 
 After Korthikanti et al., "Reducing activation recomputation in large transformer models" (arXiv 2205.05198), section 4,
 adapted to the layers of this package: dropout keeps its mask in the activations' dtype, and attention without dropout
-keeps only its inputs, its output and one number per row where torch's fused kernel serves.
+keeps only its inputs, its output and one number per row where torch's fused kernel is used.
 
 The moments follow the order in which autograd runs this package's layers (`models`, `parallel`). The first product of a
 block's backward pass, for example, needs the gradients of the block's output and of the inner features in addition to

@@ -204,7 +204,7 @@ class RandomStreams:
 
     @contextmanager
     def fork(self, name: str) -> Iterator[None]:
-        """Run a block on the stream `name`, as `use` does; raise KeyError if there is none."""
+        """Run a block on the stream `name`, like `use`; raise KeyError if there is none."""
         outer = self._default_state()
         self._set_default_state(self.states[name])
         self.used = True

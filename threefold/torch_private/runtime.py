@@ -131,7 +131,7 @@ class UninterceptedFunction(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        """Compute the function, as `torch.autograd.Function.apply`."""
+        """Compute the function, like `torch.autograd.Function.apply`."""
         if not _len_torch_function_stack():
             return super().apply(*args)
         with _pop_mode_temporarily():

@@ -159,7 +159,7 @@ def evaluate(engine: EvaluationStep, loader: Loader, batches: int, step: int) ->
         step: updates made so far.
 
     Returns:
-        the record; None if the run is to end before all batches were seen (`engine.stop`).
+        the record; None if the run must end before all batches were seen (`engine.stop`).
 
     Raises:
         UserError: all labels of the batches are masked.
@@ -195,7 +195,7 @@ def several(terms: Mapping[str, float]) -> dict[str, float]:
 
 
 def _sums(engine: EvaluationStep, batches: Iterator[Any], name: str) -> LossSums | None:
-    """Sum the loss over batches; None if the run is to end."""
+    """Sum the loss over batches; None if the run must end."""
     sums, heartbeat = LossSums(), engine.mesh.heartbeat
     heartbeat.activity(Activity.DATA)
     for batch in batches:

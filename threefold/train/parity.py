@@ -188,7 +188,7 @@ class ParityRecording(Guard):
         self._recorder = Recorder(engine.model.stages, None, self._adapter, axes=axes, updates=updates)
 
     def before_step(self, step: int, batch: Any) -> None:
-        """Give the recorder the samples of this rank's replica."""
+        """Pass the samples of this rank's replica to the recorder."""
         if isinstance(batch, Batch):
             self._recorder.batch(batch.tokens, batch.labels)
             return

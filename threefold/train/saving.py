@@ -256,7 +256,7 @@ class Checkpoints:
         clock.begin(held * engine.mesh.pp.size)
 
     def save(self, step: int, last: bool = False, evaluation_missed: bool = False) -> Path | None:
-        """Save a checkpoint after `step` updates, in the background if the config says so; return its folder.
+        """Save a checkpoint after `step` updates, in the background if configured; return its folder.
 
         If the last checkpoint cannot be written, raises UserError on every rank. If another cannot be written, warns
         and returns None. A background save returns the folder it will have; the last one is never in the background.
@@ -369,7 +369,7 @@ class Checkpoints:
             self._mirror.add(step, path)
 
     def _sidecar_texts(self, carried: Checkpoint | None) -> dict[str, str]:
-        """Return the text files of a checkpoint: config, model files, tokenizer, and what `carried` has beyond them."""
+        """Return the text files of a checkpoint: config, model files, tokenizer, and further ones of `carried`."""
         config, dataset = self._config, self._dataset
         # Resolve every setting of model and data, which the weights depend on; keep the others as given.
         texts = {CONFIG: config.to_yaml_as_given(("model", "data"), kept=("train.max_steps",))}

@@ -242,7 +242,8 @@ def _last_stages(costs: tuple[float, ...], stages: int) -> _LastStages:
     peaks, begins = [float("inf")] * (count + 1), [0] * (count + 1)
     low, crossing = stages - 1, stages - 1
     for end in range(stages, count + 1):
-        # A later start makes the last stage cheaper and those before it dearer: the best start is where the two cross.
+        # A later start makes the last stage cheaper and the stages before it more expensive: the best start is where
+        # the two cross.
         while crossing < end - 1 and worst[crossing] < sums[end] - sums[crossing]:
             crossing += 1
         peak = max(worst[crossing], sums[end] - sums[crossing])
