@@ -101,8 +101,8 @@ def spawn(
         args: arguments of `fn`.
         device: `auto` uses CUDA if there is a GPU for each rank.
         start_method: "fork" starts a rank in milliseconds, in a process where CUDA is not initialised; "spawn" starts
-        new interpreters. It needs a function of an importable module, and a main module that starts ranks only under
-        `if __name__ == "__main__"`.
+            new interpreters. It needs a function of an importable module, and a main module that starts ranks only
+            under `if __name__ == "__main__"`.
 
     Returns:
         the values returned by `fn`, by rank; they are pickled, tensors by value.

@@ -181,7 +181,7 @@ def distributed_optimizer(
 
     Raises:
         UserError: the optimizer has parameters of another model or lacks some, or needs a closure that computes the
-        loss.
+            loss.
 
     Example:
         >>> optimizer = threefold.distributed_optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4), model)

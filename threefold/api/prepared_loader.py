@@ -59,7 +59,7 @@ class BatchRows(NamedTuple):
 
     Attributes:
         own: number of this replica's rows; 0 if the batch has fewer rows than there are replicas and this one repeats
-        another's row as a filler, which is ignored.
+            another's row as a filler, which is ignored.
         total: number of rows of the global batch.
         last: whether the batch is the loader's last.
     """

@@ -93,7 +93,7 @@ def read_index(folder: Path) -> dict[str, StoredTensor]:
 
     Raises:
         DamagedCheckpoint: the index is damaged, or its chunks do not cover each tensor exactly once, or are not inside
-        files of the folder.
+            files of the folder.
     """
     document = _document(folder)
     try:

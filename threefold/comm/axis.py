@@ -68,11 +68,11 @@ class Axis(RankGroup):
         ranks: global ranks of the group, in the order of the axis.
         index: this rank's index in `ranks`.
         group: process group of the ranks, for `torch.distributed`, and a `SharedMemoryGroup` if they share memory; None
-        in a single process.
+            in a single process.
         device_mesh: one-dimensional mesh for the `DTensor`s of this axis; None for groups that are not an axis.
         heartbeat: heartbeat in which this rank notes its waits, under the axis's `number`.
         in_tree: whether sums of floating-point numbers are computed in a balanced binary tree over the ranks, with
-        every node rounded to the tensor's dtype, on every backend (exact runs).
+            every node rounded to the tensor's dtype, on every backend (exact runs).
         handle: opaque reference to this axis, for operators of compiled code.
     """
 

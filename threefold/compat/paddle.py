@@ -116,7 +116,7 @@ class Splitter(nn.Module):
             bias_attr: initial values [out] of a linear layer's bias; False for no bias; otherwise zero.
             name: name of the weights, the same at each call that uses them.
             weight_init, bias_init: functions, such as `nn.init.xavier_normal_`, that draw the whole weight, [out, in]
-            for a linear layer, and its bias, instead of given values.
+                for a linear layer, and its bias, instead of given values.
 
         Raises:
             UserError: the operation is unknown, its sizes or the input do not fit it, or the name is missing or belongs

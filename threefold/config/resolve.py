@@ -41,7 +41,7 @@ def resolve(
         largest_micro_batch: sequences that fit into a rank's memory, used if no setting determines the micro-batch
             size; None for the default of a CPU.
         samples: number of training samples, for `train.epochs`; None if it is not known yet, which gives the maximum
-        number of steps.
+            number of steps.
 
     Raises:
         UserError: settings are incompatible; the message names the nearest value that works.

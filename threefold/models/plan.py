@@ -44,7 +44,7 @@ class Plan:
             `Vocab`, `Replicated`, `PerHead`, `Sharded`. Norms, parameters of one element and buffers are `Replicated`
             by default. None for a model that no tensor axis shards.
         tied: pairs (user, owner) of parameters that share one weight; ties that the model itself makes are detected
-        automatically.
+            automatically.
         costs: pattern of layers to the cost of running each, in any unit. By default the multiply-adds of its weights.
         recompute: mode of `train.recompute` to the modules that it recomputes. By default `full` recomputes the layers
             that a pattern of `layers` matches, or all layers if there is no pattern.

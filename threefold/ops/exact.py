@@ -151,8 +151,8 @@ class Pieces(NamedTuple):
 
     Attributes:
         features: pieces of the features of a tensor-parallel layer.
-        rows: sum of the rows of a sequence, as sharded between tensor-parallel layers. all_rows: sum of the rows of a
-        sequence that this rank holds whole.
+        rows: sum of the rows of a sequence, as sharded between tensor-parallel layers.
+        all_rows: sum of the rows of a sequence that this rank holds whole.
         heads: sum of the rows of this rank's heads, one head after another, for weights that all heads share.
     """
 

@@ -89,7 +89,7 @@ def tiles(rows: int, queries: range, keys: range, mask: AttentionMask, longest: 
         queries, keys: local positions of the sequence.
         mask: attention mask.
         longest: maximum number of queries in a tile that is only causal; None for no limit, as fused kernels skip
-        masked blocks.
+            masked blocks.
     """
     if mask.documents is None:
         whole = np.array([0, max(queries.stop, keys.stop)])

@@ -51,7 +51,7 @@ class ParallelExperts(nn.Module):
 
     Attributes:
         adds: parameter name → function that takes the parameter's gradients for the samples of all expert ranks, which
-        an exact run sums separately; empty for any other run.
+            an exact run sums separately; empty for any other run.
     """
 
     gate_up: nn.Parameter

@@ -118,7 +118,7 @@ class TrainingSettings:
         pieces: sizes that work is divided by.
         grain: pieces of an exact run's sums, whose micro-batches are its leaves; None for any other run.
         own_model: whether the model or the loss is not this package's, so that an exact run reports calls that are not
-        known to be exact.
+            known to be exact.
     """
 
     seed: int = 0
@@ -201,7 +201,7 @@ class Parallelism:
         deferred: store of the weight gradients that the schedule defers; None if it defers none.
         order: order of an exact run's sums over samples; None for any other run.
         calls: records the functions that an exact run's passes call and that are not known to be exact; None for any
-        other run, and for the families of this package.
+            other run, and for the families of this package.
     """
 
     mesh: Mesh
@@ -299,7 +299,7 @@ class TrainableModel(ParallelModel):
         gradients: gradients of the parameters, summed over the replicas.
         weights: parameters with master weights, at initial values. Those that the plan freezes have no gradients.
         copies: leaves of an exact run's tied weights, each with the leaf of another use on this rank, whose gradients
-        are summed separately. Without ZeRO, both have the same memory.
+            are summed separately. Without ZeRO, both have the same memory.
     """
 
     tied: TiedWeights
@@ -342,7 +342,7 @@ def apply_parallelism(
         how: distribution of the model over the mesh.
         training: settings of a model to train; None for one whose weights are only used.
         seed: seed of the run that trained the model, if its weights are only used; determines buffers that its
-        constructor draws.
+            constructor draws.
 
     Raises:
         UserError: the plan does not fit the model, or has no such `recompute`.

@@ -330,7 +330,7 @@ class ExactShardedGradients(ShardedGradients):
         order: order of the sums over samples.
         senders: ranks that share the experts, whose samples reach an expert at once.
         copies: leaves of tied weights, each with the leaf of another use on this rank. FSDP shards every use as a
-        separate parameter, whose values follow those of the first.
+            separate parameter, whose values follow those of the first.
     """
 
     def __init__(

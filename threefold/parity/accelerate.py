@@ -26,7 +26,7 @@ class AccelerateAdapter(ClippingAdapter):
     Args:
         place: as for `Adapter`.
         copies: whether every rank holds the whole model, as with DistributedDataParallel. Detected for a prepared
-        model, but not for one that is no longer wrapped, such as callbacks of `transformers` receive.
+            model, but not for one that is no longer wrapped, such as callbacks of `transformers` receive.
     """
 
     name = "accelerate"

@@ -16,7 +16,7 @@ class Piece:
 
     Attributes:
         local: offset within the rank's tensor, per dim; for a flat tensor that holds a box with more dims, the offset
-        of the box's first element.
+            of the box's first element.
         start: offset within the whole tensor, per dim.
         size: size, per dim.
     """
@@ -50,7 +50,7 @@ class Placement:
             batch's; it is ignored, since samples are identified by their content.
         pieces: boxes of the rank's tensor.
         copy: 0 if this rank's values represent the whole tensor; another number if they repeat those of a rank with 0;
-        less is kept of such copies.
+            less is kept of such copies.
         partial: whether the whole tensor is the sum of the ranks' tensors.
         name: name in the whole model if the rank's name differs, as for a layer that a stage counts from 0.
     """

@@ -105,7 +105,7 @@ class Page:
 
     Attributes:
         elements: number of elements up to which tensors are kept whole, if it is above that of their detail; 0 for
-        none.
+            none.
     """
 
     elements: int = 0
@@ -208,7 +208,8 @@ class Quantity:
 
     Attributes:
         kind, name, sample: its key.
-        order: position in the order of recording. kept: its values.
+        order: position in the order of recording.
+        kept: its values.
         owners: each piece, with its rank.
         copies: rank, entry and values of each further copy.
     """
