@@ -190,7 +190,7 @@ def _stored(model: DistributedModel | PreparedModule) -> tuple[dict[str, Tensor]
 
 
 def _load_states(optimizer: ModelOptimizer | PreparedOptimizer, path: Path, state: Mapping[str, Any]) -> None:
-    """Fill the state of an optimizer, even before its first step; raise UserError if the checkpoint's does not fit."""
+    """Fill an optimizer's state, even before its first step; raise UserError if the checkpoint's state does not fit."""
     groups: list[dict[str, Any]] | None = state.get("groups")
     if groups is None:
         raise UserError(f"{path} has no optimizer state; save it with optimizer=, or load it without.")

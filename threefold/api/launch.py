@@ -101,7 +101,7 @@ def spawn(
         args: arguments of `fn`.
         device: `auto` uses CUDA if there is a GPU for each rank.
         start_method: "fork" starts a rank in milliseconds, in a process where CUDA is not initialised; "spawn" starts
-            new interpreters, and needs a function of an importable module and a main module that starts ranks only
+            new interpreters. It needs a function of an importable module, and a main module that starts ranks only
             under `if __name__ == "__main__"`.
 
     Returns:
@@ -258,8 +258,8 @@ def init_mesh(
         this host, and `check_group` the ranks that hold one copy of the model.
 
     Raises:
-        UserError: the sizes do not make up the world, an earlier call or another rank gave others, the launcher's
-            variables are incomplete, or there are fewer GPUs than ranks.
+        UserError: the product of the sizes is not the world size, an earlier call or another rank gave others, the
+            launcher's variables are incomplete, or there are fewer GPUs than ranks.
 
     Example:
         >>> mesh = threefold.init_mesh(dp=2, tp=2, pp=2)

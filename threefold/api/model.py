@@ -29,7 +29,7 @@ from threefold.train.update_rule import LossScale
 
 
 def with_arguments(model: Callable[..., Any], arguments: Mapping[str, Any] | None) -> Callable[[], Any]:
-    """Bind keyword arguments to a model's constructor; raise UserError if it does not take one, or needs others."""
+    """Bind keyword arguments to a model's constructor; raise UserError if one is unknown or missing."""
     given = dict(arguments or {})
     name = getattr(model, "__name__", type(model).__name__)
     try:
@@ -54,7 +54,7 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 _MOST_FOR_A_STAGE = 64
-"""Limit, in micro-batches per stage, of the search for the fewest that a schedule accepts."""
+"""Upper limit, in micro-batches per stage, of the search for the smallest number that a schedule accepts."""
 
 
 class DistributedModel:
@@ -80,7 +80,7 @@ class DistributedModel:
         self.has_gradients = False
 
     def parameters(self) -> Iterator[Tensor]:
-        """Return this rank's shards of the weights for an optimizer; some may be empty, frozen ones lack gradients."""
+        """Return this rank's shards of the weights for an optimizer; some may be empty; frozen ones lack gradients."""
         return (weight.master for weight in self.gradient_step.model.weights)
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -94,11 +94,11 @@ class DistributedModel:
 
         Args:
             batch: this replica's samples: a tensor, or a tuple, list, mapping or `NamedTuple` of tensors with the
-                samples along dim 0. The first layer receives the ones that the parameters of its `forward` name, or all
-                but the last of a tuple. Equal on all ranks of the replica.
-            loss_fn: `loss_fn(output, batch)` of the last layer's output returns the mean over the samples of a
-                micro-batch, or terms by name (`CountedLoss`). None if the last layer computes the loss from tokens and
-                labels.
+                samples along dim 0. The first layer receives those that the parameters of its `forward` name, or all
+                but the last of a tuple. Must be equal on all ranks of the replica.
+            loss_fn: `loss_fn(output, batch)`, called with the last layer's output, returns the mean over the samples of
+                a micro-batch, or terms by name (`CountedLoss`). None if the last layer computes the loss from tokens
+                and labels.
 
         Returns:
             the mean loss of the global batch, the same float on every rank.

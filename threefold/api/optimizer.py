@@ -19,7 +19,7 @@ from threefold.train.update_rule import Entry
 class ModelOptimizer:
     """One or several optimizers over this rank's shards of a model, with the exact global gradient norm.
 
-    Made by `distributed_optimizer`. The groups of an optimizer that needs whole weights contain these in place of the
+    Made by `distributed_optimizer`. If an optimizer needs whole weights, its groups contain whole weights instead of
     shards.
 
     Attributes:
@@ -90,7 +90,7 @@ class ModelOptimizer:
                 "optimizer.step() is called without gradients; call model.train_batch(batch, loss_fn) first."
             )
         model, step = self.model, self.model.gradient_step
-        # Equal on every rank, which therefore all decide alike.
+        # Equal on every rank, so all ranks make the same decision.
         norm = float(model.mesh.world.all_reduce_(self._norm.squared_or_overflow().view(1)).item()) ** 0.5
         lr = self.param_groups[0].get("lr", 0)
         clip_and_update(
@@ -180,7 +180,8 @@ def distributed_optimizer(
         an optimizer with `step()` and `zero_grad()`; its `optimizers` are the arguments, for learning-rate schedulers.
 
     Raises:
-        UserError: the optimizer has parameters of another model or lacks some, or needs the loss as a function.
+        UserError: the optimizer has parameters of another model or lacks some, or needs a closure that computes the
+            loss.
 
     Example:
         >>> optimizer = threefold.distributed_optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4), model)
@@ -216,7 +217,7 @@ def distributed_optimizer(
 
 
 def needs_whole_weights(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer computes an element's update from other elements of the weight."""
+    """Return whether an optimizer's update of one element depends on other elements of the weight."""
     known = isinstance(optimizer, torch.optim.Muon | torch.optim.Adafactor)
     return known or bool(getattr(optimizer, "needs_whole_matrices", False))
 

@@ -58,8 +58,8 @@ def prepare(
 
     Args:
         objects: any of these, in any order: one `nn.Module`; optimizers of its parameters; `DataLoader`s; schedules
-            from `torch.optim.lr_scheduler`. Objects already prepared may be passed again beside new ones, for example
-            to add an optimizer or a loader later.
+            from `torch.optim.lr_scheduler`. Objects already prepared may be passed again together with new ones, for
+            example to add an optimizer or a loader later.
         mesh: mesh of only dp and tp; None for one replica per rank.
         precision: `bf16` or `fp16` computes in that dtype where it is safe (`torch.autocast`), fp16 with dynamic loss
             scaling; weights keep their dtype. `fp32` computes in the dtype of the weights.
@@ -226,7 +226,7 @@ def _prepare_model(
     partial = [] if tensor_parallel is None else shard_by_patterns(model, tensor_parallel, mesh)
     norms = [module for module in model.modules() if isinstance(module, _NORMS)]
     if sync_batch_norm and mesh.dp.size > 1 and norms:
-        # A process group of its own, as gradient sums may be in flight over dp.
+        # A separate process group, because gradient sums may be in flight over dp.
         axis = mesh.new_axis("batch norm", mesh.layout.groups("dp"))
         assert axis is not None  # each rank is in one of them
         made = {norm: GlobalBatchNorm(norm, axis, current) for norm in norms}
@@ -267,7 +267,7 @@ def shard_by_patterns(model: nn.Module, table: Mapping[str, Split], mesh: Mesh) 
         mesh: mesh whose tp axis shards the modules.
 
     Returns:
-        the names of the `PerHead` parameters, which each tensor rank holds whole with a partial gradient.
+        the names of the `PerHead` parameters: each tensor rank holds the whole parameter and a partial gradient.
 
     Raises:
         UserError: the table does not fit the model, or the axis does not divide the heads.
@@ -358,8 +358,8 @@ class GlobalBatchNorm(nn.Module):
 
     Args:
         module: the original, whose parameters and buffers are reused under their names.
-        axis: axis of the replicas, with a process group of its own, as gradients may be in flight on another.
-        current: tells whether this replica's row is a filler, which counts for nothing.
+        axis: axis of the replicas, with its own process group, because gradients may be in flight on another.
+        current: current batch, whose row on this replica may be a filler that must not count.
     """
 
     running_mean: Tensor | None

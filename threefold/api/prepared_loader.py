@@ -55,11 +55,11 @@ _BATCHES_AT_ONCE = 4096
 
 
 class BatchRows(NamedTuple):
-    """Rows of a global batch that a replica has.
+    """One replica's rows of a global batch.
 
     Attributes:
-        own: number of own rows; 0 if the batch has fewer rows than there are replicas, and this one has another's row
-            as a filler, which counts for nothing.
+        own: number of this replica's rows; 0 if the batch has fewer rows than there are replicas and this one repeats
+            another's row as a filler, which is ignored.
         total: number of rows of the global batch.
         last: whether the batch is the loader's last.
     """

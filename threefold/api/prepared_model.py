@@ -34,7 +34,7 @@ class GradSync:
 
     Args:
         parameters: parameters of the model by name, as it stores them; those that require gradients are trained.
-        partial_names: parameters that every tensor rank holds whole but uses only for its own heads.
+        partial_names: parameters that are whole on every tensor rank, which uses them only for its own heads.
         gradients: buffers that accumulate the gradients.
         mesh: mesh of the replicas.
         accumulate: backward passes per update.
@@ -240,7 +240,7 @@ class GradSync:
 
 
 def _arrived(owner: "weakref.ref[GradSync]", name: str, _leaf: Tensor | None = None) -> None:
-    """Note a gradient, from a hook; a weak reference, as garbage collection does not find a cycle through hooks."""
+    """Note a gradient from a hook; `owner` is weak, as garbage collection misses cycles through hooks."""
     if (sync := owner()) is not None:
         sync.note(name)
 
@@ -256,7 +256,7 @@ def _metadata(node: Node) -> dict[Any, Any]:
 
 
 def _origins_of(loss: Tensor) -> Iterator[tuple[Node, GradSync, BatchRows | None]]:
-    """Yield node, `GradSync` and rows of each output of a prepared model that a loss depends on, nearest first."""
+    """Yield the node, `GradSync` and rows of each prepared model's output that a loss depends on, nearest first."""
     waiting, seen = deque([loss.grad_fn]), set()
     while waiting:
         node = waiting.popleft()
@@ -279,11 +279,11 @@ def backward(
     count: Tensor | float | None = None,
     retain_graph: bool = False,
 ) -> None:
-    """Run the backward pass of a prepared model's loss, in place of `loss.backward()`.
+    """Run the backward pass of a prepared model's loss; replaces `loss.backward()`.
 
-    Scales the loss for fp16 and for the number of rows. After the last backward pass of an update (the `accumulate`-th,
-    or the one of the loader's last batch), `.grad` on every rank is the gradient of the mean over the rows of all
-    replicas and all these backward passes.
+    Scales the loss for fp16 and for the number of rows. An update ends with its `accumulate`-th backward pass, or with
+    that of the loader's last batch. After it, `.grad` on every rank is the gradient of the mean over the rows of all
+    replicas and all backward passes of the update.
 
     Args:
         loss: scalar loss of this replica's rows.

@@ -16,7 +16,7 @@ from threefold.parallel.parameter import slice_of, whole
 
 
 class WrappedOptimizer(Optimizer):
-    """Optimizer that delegates to another one whatever it does not implement itself.
+    """Optimizer that delegates everything it does not implement itself to another optimizer.
 
     It is not initialised as an `Optimizer`: parameters, state and hooks are the original's (`optimizer`). Subclasses
     define `step` and `zero_grad`.

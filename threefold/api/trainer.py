@@ -51,22 +51,22 @@ class Trainer:
         run_dir: folder for logs, metrics and checkpoints.
         callbacks: called in this order, after the built-in callbacks and those of `train.callbacks`; each runs on the
             ranks that its `ranks` selects.
-        model: model in place of the config's: a class or function that makes it, a list of layers, `PipelineLayers`, or
-            `"FILE.py:NAME"`.
+        model: model to train instead of the config's: a class or function that makes it, a list of layers,
+            `PipelineLayers`, or `"FILE.py:NAME"`.
         plan: layers of the model and how each weight is sharded; None if the class or file has an attribute `plan`.
-        loss: `loss(output, batch)` of the last layer's output returns the mean over the samples of a micro-batch, or
-            terms by name (`CountedLoss`), each of which is logged. None if the class or file has an attribute `loss`,
-            or the last layer returns the summed loss of tokens and labels.
+        loss: `loss(output, batch)`, called with the last layer's output, returns the mean over the samples of a
+            micro-batch, or terms by name (`CountedLoss`), each of which is logged. None if the class or file has an
+            attribute `loss`, or the last layer returns the summed loss of tokens and labels.
         arguments: keyword arguments of the model's class or function, like `model.arguments`. Its other parameters
             without a default receive the setting of the same name, such as `vocab_size`.
-        optimizer: a class or function that makes an optimizer, in place of `optimizer.name`. It may be any
+        optimizer: a class or function that makes an optimizer, used instead of `optimizer.name`. It may be any
             `torch.optim.Optimizer`, is called with parameters, `lr` and `weight_decay`, and takes further arguments
             through `functools.partial`. It must be defined in a module or at the top of the script, where a resumed run
             looks it up.
-        dataset: data set in place of `data.path`: a map-style `torch.utils.data.Dataset`, or a function or class that
-            makes one without arguments, bound to a name in a module or the script, as in `data = MyData()`. Samples are
-            tokens; with a loss of your own they may be any nesting of tensors and numbers, such as a tuple of inputs
-            and a label, or a mapping.
+        dataset: data set to use instead of `data.path`: a map-style `torch.utils.data.Dataset`, or a function or class
+            that makes one without arguments, bound to a name in a module or the script, as in `data = MyData()`.
+            Samples are tokens; with a custom loss they may be any nesting of tensors and numbers, such as a tuple of
+            inputs and a label, or a mapping.
 
     Raises:
         UserError: an argument is of another kind, or a callback's package is not installed.
@@ -298,7 +298,7 @@ def own_run(
 
 
 def read_config(config: Any, changes: Mapping[str, Any]) -> Config:
-    """Return an `AnyConfig` with changes by `section.key` (None: the default); raise UserError if one is wrong."""
+    """Read an `AnyConfig` and apply changes by `section.key` (None: the default); raise UserError if one is wrong."""
     if isinstance(config, str | Path):
         return load_config(config, changes)
     if isinstance(config, Config):
@@ -322,7 +322,7 @@ def read_config(config: Any, changes: Mapping[str, Any]) -> Config:
 
 
 def changed(config: Config, section: str, changes: Mapping[str, Any]) -> Config:
-    """Return the config with other settings in a section, removing those that are None.
+    """Return the config with changed settings in one section, removing those that are None.
 
     Raises:
         UserError: a value is of the wrong type.

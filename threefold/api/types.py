@@ -1,4 +1,4 @@
-"""Types of what the public functions take and return, for annotations; exported as `threefold.types`."""
+"""Types of the public functions' arguments and results, for annotations; exported as `threefold.types`."""
 
 from threefold.api.inspect_model import InspectedModule as InspectedModule
 from threefold.api.inspect_model import Inspection as Inspection

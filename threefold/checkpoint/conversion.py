@@ -78,7 +78,7 @@ class ConvertedCheckpoint:
 
 
 def convert_checkpoint(request: Conversion, progress: Progress) -> ConvertedCheckpoint:
-    """Convert a checkpoint. Damaged checkpoints of a run are skipped in favor of the one before.
+    """Convert a checkpoint. Damaged checkpoints of a run are skipped in favor of older ones.
 
     Raises:
         DamagedCheckpoint: the checkpoint that was named is damaged.
@@ -213,7 +213,7 @@ class TensorSource:
         return PiecedTensor(planned.shape, planned.dtype, pieces or [empty])
 
     def mapped(self, names: Iterable[str], scratch: Path) -> dict[str, Tensor]:
-        """Return tensors backed by a memory-mapped scratch file, each with a storage of its own."""
+        """Return tensors backed by a memory-mapped scratch file, each with its own storage."""
         places: dict[str, slice] = {}
         scratch.unlink(missing_ok=True)
         with scratch.open("wb") as file:

@@ -8,8 +8,8 @@ RUN/checkpoints/step_00000100/
     tokenizer.json        tokenizer of the data, if known
     huggingface-*         text files that came with an imported model, or the chat template of the data
     model.py              file of a custom model
-    blocks.py, …          modules beside that file that it imports, under their own names
-    loop.json             state of a custom training loop (`threefold.save`), in place of config.yaml
+    blocks.py, …          modules next to that file that it imports, under their own names
+    loop.json             state of a custom training loop (`threefold.save`), instead of config.yaml
     checkpoint.json       manifest, written last: `Facts`, and size and checksum of every other file
 
 A checkpoint is written as `step_00000100.partial` and renamed once it is complete. A folder without that suffix whose
@@ -99,7 +99,7 @@ def complete(run_dir: Path) -> list[Checkpoint]:
 def stored_config(path: Path, *, with_code: bool = False) -> Config:
     """Return the resolved config in a checkpoint's folder; raise UserError if it cannot be read.
 
-    A pipeline schedule of the user's own, which may be gone by now, is left out: a checkpoint has no layout.
+    A custom pipeline schedule, which may no longer exist, is left out: a checkpoint has no layout.
 
     Args:
         with_code: whether `model.file` of a custom model names the checkpoint's copy of the file. Otherwise it is
@@ -254,13 +254,13 @@ def select_checkpoint(
 def newest_valid(
     run_dir: Path, inspect: Callable[[Path], Found], missing: Callable[[str], str], damaged: Damaged | None = None
 ) -> tuple[Found, tuple[str, ...], tuple[Path, ...]]:
-    """Return what `inspect` does for the newest checkpoint for which it does not raise DamagedCheckpoint.
+    """Return the result of `inspect` for the newest checkpoint for which it does not raise DamagedCheckpoint.
 
     Args:
         missing, damaged: as in `select_checkpoint`.
 
     Returns:
-        the result, and a warning about the newer checkpoints that were skipped, and their folders.
+        the result, a warning about the newer checkpoints that were skipped, and the folders of those.
 
     Raises:
         UserError: there is none.
@@ -286,7 +286,7 @@ def _listed(passed: Mapping[Path, str]) -> str:
 
 
 def check_whole(checkpoint: Checkpoint) -> None:
-    """Compare all files with their checksums, as slow as reading them; raise DamagedCheckpoint if one was changed."""
+    """Read all files and compare them with their checksums; raise DamagedCheckpoint if one was changed."""
     manifest = read_manifest(checkpoint.path)
     for name in sorted(manifest.files):
         manifest.check_content(name)

@@ -40,7 +40,7 @@ _MOST_DIMS: Final = 16
 
 @dataclass(frozen=True)
 class TensorChunk:
-    """A box of a tensor and its place in a file of the checkpoint.
+    """A box of a tensor and its position in a file of the checkpoint.
 
     Attributes:
         offsets: index of the box's first element in the tensor.
@@ -77,7 +77,7 @@ class StoredTensor:
 
 
 def index_text(tensors: Mapping[str, StoredTensor], files: Mapping[str, FileRecord]) -> str:
-    """Return the content of tensors.json, whatever the order in which ranks wrote."""
+    """Return the content of tensors.json, which does not depend on the order in which ranks wrote."""
     entries = (
         f"{json.dumps(name)}: "
         + json.dumps({"dtype": one.dtype_name, "shape": one.shape, "chunks": [vars(chunk) for chunk in one.chunks]})
@@ -92,8 +92,8 @@ def read_index(folder: Path) -> dict[str, StoredTensor]:
     """Read the tensors of a checkpoint by name.
 
     Raises:
-        DamagedCheckpoint: the index is damaged, or its chunks do not cover each tensor exactly once, or do not lie
-            inside files of the folder.
+        DamagedCheckpoint: the index is damaged, or its chunks do not cover each tensor exactly once, or are not inside
+            files of the folder.
     """
     document = _document(folder)
     try:

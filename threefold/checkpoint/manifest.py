@@ -1,8 +1,8 @@
 """Records in a checkpoint: its manifest, checkpoint.json, and the record of its writer, writer.json.
 
-The manifest has the state of the run, and the size and checksum of every file. writer.json says when, by which layout
-and by which versions the checkpoint was written. It is not needed to open a checkpoint, and is a separate file because
-earlier releases refuse a manifest with unknown fields. Older checkpoints lack it; their layout is read from
+The manifest has the state of the run, and the size and checksum of every file. writer.json records when, by which
+layout and by which versions the checkpoint was written. It is not needed to open a checkpoint, and is a separate file
+because earlier releases refuse a manifest with unknown fields. Older checkpoints lack it; their layout is read from
 `config.yaml`.
 """
 
@@ -104,7 +104,7 @@ class Facts:
 
     @property
     def rule(self) -> TextRule | None:
-        """Rule by which the text of the data became tokens; None for an import."""
+        """Rule that turned the text of the data into tokens; None for an import."""
         if not self.documents:
             return None
         if self.beginning is None:
@@ -156,7 +156,7 @@ def read_manifest(folder: Path) -> Manifest:
     if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
         raise DamagedCheckpoint(folder, f"its {MANIFEST} is not that of a checkpoint")
     version = document.pop("version", None)
-    if version == 1 and type(version) is int:  # of development versions, and without a checksum
+    if version == 1 and type(version) is int:  # written by development versions, without a checksum
         raise DamagedCheckpoint(
             folder, f"its {MANIFEST} is of version 1 of the format, which is unknown: this Threefold reads {VERSION}"
         )
@@ -178,7 +178,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedCheckpoint(folder, f"its {MANIFEST} has no usable files") from None
     try:
         facts = parse_facts(Facts, document)
-        if folder.name.partition(".")[0] != f"step_{facts.step:08d}":  # a suffix tells the state
+        if folder.name.partition(".")[0] != f"step_{facts.step:08d}":  # a suffix marks the state
             raise WrongFact("step", document)
     except WrongFact as wrong:
         raise DamagedCheckpoint(folder, f"its {MANIFEST} has no usable {shown(wrong.name)}") from None

@@ -57,7 +57,7 @@ class RemoteCheckpoints:
             return {step: self._files.exists(f"{self._root}/{name}/{MANIFEST}") for step, name in others}
 
     def upload(self, folder: Path) -> None:
-        """Copy a complete checkpoint, replacing one of its step; after a failure it is complete or not listed."""
+        """Copy a complete checkpoint, replacing any of the same step; after a failure it is complete or not listed."""
         there = f"{self._root}/{folder.name}"
         with self._failures("be written"):
             self._remove(there)
@@ -129,7 +129,7 @@ class RemoteCheckpoints:
         return {step: name for step, name in found.items() if path_of(Path(), step).name == name}
 
     def _is_complete(self, name: str) -> bool:
-        """Return whether the manifest of a folder is there as it was written."""
+        """Return whether a folder contains an intact manifest."""
         try:
             return is_intact(self._files.cat_file(f"{self._root}/{name}/{MANIFEST}").decode("utf-8"))
         except (FileNotFoundError, UnicodeDecodeError):
@@ -216,7 +216,7 @@ class Mirror:
     def remove(self, step: int, progress: Callable[[], None] = lambda: None) -> None:
         """Delete the remote copy of a diverged model's checkpoint, after the current copy.
 
-        `progress` is called meanwhile, as the remote file system has timeouts of its own.
+        `progress` is called meanwhile, because the remote file system has its own timeouts.
         """
         while not self._thread.wait(0.5):
             progress()
@@ -252,7 +252,7 @@ class Mirror:
 def look_at_remote(address: str, run_dir: Path, resumes: bool) -> Path | None:
     """Check a remote address before a run; when resuming, download its newest checkpoint if it is newer than the run's.
 
-    Of several processes that share the folder, one copies. Returns the folder of the copy, or None.
+    If several processes share the folder, only one of them copies. Returns the folder of the copy, or None.
 
     Args:
         address: value of `checkpoint.remote`.

@@ -58,7 +58,7 @@ SHAPES = frozenset(
         *("shared_expert_gate", "moe_every", "dense_layers"),
     )
 )
-"""Settings that the shapes of the weights follow from."""
+"""Settings that determine the shapes of the weights."""
 _ORDER = ("train.seed", "data.sequence_length", "data.split", "data.mixture")
 _BATCH = "train.global_batch_size"
 _BATCH_PARTS = ("micro_batch_size", "gradient_accumulation_steps")
@@ -74,7 +74,7 @@ def continues(run_dir: Path, resume: Resume) -> bool:
 
 
 def has_all_steps(run_dir: Path, steps: int) -> bool:
-    """Return whether the newest checkpoint of a run is that of its last step and every byte of it is intact."""
+    """Return whether a run's newest checkpoint is that of its last step, with every byte intact."""
     saved = newest(run_dir)
     if saved is None or saved.step != steps:
         return False
@@ -282,12 +282,12 @@ def different_file(then: Content, now: Corpus) -> Path | None:
     if now.content.documents != then.documents and now.content.documents and then.documents:
         return now.files[-1]
     if then.tokens is None or now.content.tokens is None or then.dtype != now.content.dtype:
-        return None  # only reading all tokens would tell, which a run does in the background
+        return None  # only reading all tokens would show it, which a run does in the background
     return None if then.tokens == now.content.tokens else now.files[0]
 
 
 def other_text(file: Path, checkpoint: Checkpoint) -> UserError:
-    """Return the error for a file that differs from what a checkpoint was trained on."""
+    """Return the error for a file that differs from a checkpoint's training data."""
     return UserError(
         f"{shown(file)} holds other text than {checkpoint.path} was trained on, though as much of it; give that data, "
         "or start a new run in another folder."
@@ -321,7 +321,7 @@ _NOT_OF_THE_FUNCTION = (
 def find_warm_start(config: Config, damaged: Damaged | None = None) -> SelectedCheckpoint | None:
     """Return the newest valid checkpoint of the run in `train.init_from`, checked against the config; None if not set.
 
-    Settings by which the weights compute another function give a warning.
+    Settings that make the weights compute a different function give a warning.
 
     Args:
         config: resolved config; its data is opened.

@@ -1,8 +1,8 @@
-"""Atomic saving of a checkpoint, while the training waits or beside it.
+"""Atomic saving of a checkpoint, while training waits or in the background.
 
-`save_checkpoint` and `BackgroundSaver.save` write the same files into a folder with a temporary name: each rank its
-tensors-*.bin, then the first rank tensors.json (`checkpoint.tensors.Writer`), the text files and, last, the manifest
-checkpoint.json. Then the first rank renames the folder.
+`save_checkpoint` and `BackgroundSaver.save` write the same files into a folder with a temporary name. Each rank writes
+its tensors-*.bin. Then the first rank writes tensors.json (`checkpoint.tensors.Writer`), the text files and finally the
+manifest checkpoint.json, and renames the folder.
 """
 
 import errno
@@ -171,8 +171,8 @@ class Written:
 class BackgroundSaver:
     """Background saver of checkpoints, one at a time, bit for bit equal to those of `save_checkpoint`.
 
-    Each rank copies the parts that it has to write into host memory; training goes on while a thread writes them. The
-    threads of all ranks communicate over a process group of their own. Collective over the world.
+    Each rank copies the parts that it has to write into host memory; training continues while a thread writes them. The
+    threads of all ranks communicate over a separate process group. Collective over the world.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -259,7 +259,7 @@ class BackgroundSaver:
     def wait(self) -> Written | None:
         """Wait for the checkpoint being written and return its outcome once; None if there is none.
 
-        What the thread writes meanwhile is reported as progress of this rank.
+        Meanwhile, the thread's writes count as progress of this rank.
         """
         if self._world is not None:
             with self._mesh.world.waiting("gather"):  # for any rank's thread

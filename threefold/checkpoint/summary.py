@@ -140,7 +140,7 @@ diverged: set aside because the loss after it was not finite.
 
 @dataclass(frozen=True)
 class ListedCheckpoint:
-    """An entry of a list of checkpoints.
+    """An entry in a list of checkpoints.
 
     Attributes:
         reason: the damage, as a clause; empty in other states.

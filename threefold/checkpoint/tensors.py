@@ -56,7 +56,7 @@ from threefold.torch_private.distributed import PiecewiseTensor, StridedPlacemen
 _BLOCK: Final = 4 << 20
 """Bytes hashed and moved at a time, few enough to still be in the processor's cache for the second use."""
 _AHEAD: Final = 32 << 20
-"""Bytes after which writeback starts; left to the end, all of it would have to be waited for."""
+"""Bytes after which writeback starts, so that little is left to wait for at the end."""
 
 ALIGNMENT: Final = 64
 """Alignment in bytes of tensors that share one piece of memory or a mapped file."""
@@ -157,7 +157,7 @@ class TensorPiece:
 
 
 class PiecedTensor(PiecewiseTensor):
-    """A tensor of which only some pieces are at hand, in torch.distributed.checkpoint's protocol for sharded tensors.
+    """A tensor with only some of its pieces available, in torch.distributed.checkpoint's protocol for sharded tensors.
 
     Each piece is stored as its own chunk, so loading a shard reads only the pieces that it overlaps.
     """
@@ -433,7 +433,8 @@ def _reason(error: CheckpointException) -> str:
 
 @contextmanager
 def _quiet(world: Axis | None = None) -> Iterator[None]:
-    """Silence torch, which logs what it also raises, and mark this rank as waiting for the others' plans and results.
+    """Silence torch, which logs errors that it also raises, and mark this rank as waiting for the others' plans and
+    results.
 
     Torch also warns when run without a process group.
     """

@@ -1,6 +1,6 @@
 """Collectives of one axis of the mesh, and the differentiable gathers and scatters of layers.
 
-`comm.reductions` has the sums.
+`comm.reductions` defines the sums.
 """
 
 import io
@@ -68,11 +68,11 @@ class Axis(RankGroup):
         ranks: global ranks of the group, in the order of the axis.
         index: this rank's index in `ranks`.
         group: process group of the ranks, for `torch.distributed`, and a `SharedMemoryGroup` if they share memory; None
-            in a process that is alone.
+            in a single process.
         device_mesh: one-dimensional mesh for the `DTensor`s of this axis; None for groups that are not an axis.
         heartbeat: heartbeat in which this rank notes its waits, under the axis's `number`.
-        in_tree: whether sums of floating-point numbers are made in a balanced binary tree over the ranks, every node of
-            which is rounded to the tensor's dtype, whatever the backend (exact runs).
+        in_tree: whether sums of floating-point numbers are computed in a balanced binary tree over the ranks, with
+            every node rounded to the tensor's dtype, on every backend (exact runs).
         handle: opaque reference to this axis, for operators of compiled code.
     """
 

@@ -1,7 +1,7 @@
 """Heartbeats: each rank writes what it is doing into a page of memory that other processes can read at any time.
 
 A write takes a fraction of a microsecond and no system call. A thread of the rank increments a count, which
-distinguishes a stopped process from a waiting one. `comm.rank_state` has what a page holds, and reads it.
+distinguishes a stopped process from a waiting one. `comm.rank_state` defines the content of a page and reads it.
 """
 
 import json
@@ -152,7 +152,7 @@ class Heartbeat:
     # -- written by the heartbeat thread ---------------------------------------------------------------------------
 
     def beat(self, worked: float = 0.0) -> None:
-        """Report that the process runs, and that it has had work for a processor for `worked` seconds in total."""
+        """Report that the process is running, and has had work for a processor for `worked` seconds in total."""
         self._numbers[Slot.WORKED] = int(worked * 1e9)
         self._numbers[Slot.BEATS] += 1
 
@@ -172,7 +172,7 @@ class Heartbeat:
 
     @property
     def waited(self) -> float:
-        """Seconds that this rank has waited in collectives, without the current one."""
+        """Seconds that this rank has waited in collectives, excluding the current one."""
         return float(self._numbers[Slot.WAITED]) / 1e9
 
     # -- reading ---------------------------------------------------------------------------------------------------

@@ -246,8 +246,8 @@ def parse_layouts(texts: list[str]) -> list[LayoutSpec]:
 def parse(text: str) -> LayoutSpec:
     """Parse one layout: axes with sizes, and words such as `zbv`, `zero3`, `sp`, `full` (recompute), in any order.
 
-    Spaces, commas, colons, `·`, `×` or `+` separate words; `=` before a number is optional. A pipeline
-    schedule of your own is `schedule=PATH.csv` or `schedule=PATH.py:NAME`, with spaces around it.
+    Spaces, commas, colons, `·`, `×` or `+` separate words; `=` before a number is optional. A custom pipeline schedule
+    is `schedule=PATH.csv` or `schedule=PATH.py:NAME`, with spaces around it.
 
     Raises:
         UserError: a word is unknown, or a setting is given twice.

@@ -28,7 +28,7 @@ class SharedMemorySizes(NamedTuple):
 
     Attributes:
         slot: bytes of a piece of a message; larger pieces fall out of the cache that the ranks share.
-        sharing: threshold of piece bytes · (ranks − 2) from which ranks divide the additions of a piece.
+        sharing: value of piece bytes · (ranks − 2) at or above which ranks divide the additions of a piece.
     """
 
     slot: int = 2 << 20
@@ -57,12 +57,12 @@ class Mesh:
         device: device of this rank.
         shared_memory: whether collectives of CPU tensors between ranks of one host use shared memory; False for those
             of the process group only.
-        exact: whether sums over ranks are made in a binary tree, whatever the backend, as an exact run needs.
+        exact: whether sums over ranks are computed in a binary tree on every backend, as an exact run needs.
         heartbeat: heartbeat that notes what this rank does; None for one that nobody reads.
         sizes: sizes of the pieces in shared-memory collectives.
 
     Attributes:
-        exact: whether the axes' sums are made in a binary tree (`Axis.in_tree`).
+        exact: whether the axes' sums are computed in a binary tree (`Axis.in_tree`).
         heartbeat: heartbeat of this rank.
         dp, pp, cp, tp: axes of the layout.
         replicas: dp and cp together, over which gradients are summed.
@@ -100,7 +100,7 @@ class Mesh:
             self._make_axes(everyone)
 
     def _make_axes(self, everyone: tuple[int, ...]) -> None:
-        # DTensor's cache takes equal meshes for one, and would return destroyed groups of an earlier mesh.
+        # DTensor's cache treats equal meshes as one, and would return destroyed groups of an earlier mesh.
         distributed.clear_dtensor_cache()
         self.device_mesh = init_device_mesh(self.device.type, self.layout.shape, mesh_dim_names=AXES)
         planned = [PlannedAxis("world", everyone, dist.group.WORLD)]
@@ -153,7 +153,7 @@ class Mesh:
         """Ranks that together hold one copy of the model, and agree on findings in their shards (overflow, norm).
 
         These are the ranks of this rank's pp, cp and tp groups, of `ep` neighboring replicas. The first access is
-        collective over the world; `threefold.init_mesh` has made it.
+        collective over the world; `threefold.init_mesh` already makes it.
         """
         groups = self.layout.model_groups()
         if len(groups) == 1:
@@ -166,8 +166,8 @@ class Mesh:
     def local_rank(self) -> int:
         """Number of this rank among those of its host, from 0: the index of its GPU if a host gives each rank one.
 
-        Hosts are distinguished by name. The first access is collective over the world; `threefold.init_mesh` has made
-        it.
+        Hosts are distinguished by name. The first access is collective over the world; `threefold.init_mesh` already
+        makes it.
         """
         hosts = self.world.gather_objects(gethostname())
         return hosts[: self.rank].count(hosts[self.rank])
@@ -182,7 +182,7 @@ class Mesh:
             return None if axis is None else self._axes([axis])[0]
 
     def background_axis(self) -> Axis:
-        """Create an axis of all ranks with its own process group, for a thread beside the training.
+        """Create an axis of all ranks with its own process group, for a thread that runs beside training.
 
         Its collectives take CPU tensors, may wait for a day without using a processor, and are not recorded. Collective
         over the world.

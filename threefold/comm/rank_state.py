@@ -31,7 +31,7 @@ AXES_PER_OPERATION = 256
 
 
 class Slot:
-    """Places of the integers in a page."""
+    """Positions of the integers in a page."""
 
     BEATS, PROGRESS, SECTION, STEP, ACTIVITY, WAIT, WAITED, TEXT_BYTES, ASKED, ANSWERED = range(10)
     WORKED, ASIDE, MEMORY = 10, 11, 12
@@ -115,7 +115,7 @@ class RankState:
         section, step, activity, stage, micro_batch: current position of the rank; steps count from 1, the others from
             0.
         wait: collective that the rank waits in.
-        waited: seconds waited in collectives, without the current one.
+        waited: seconds waited in collectives, excluding the current one.
         aside: seconds spent, without waiting, on work that ranks do not share evenly: saving, and callbacks of one
             rank.
         worked: seconds in which the process had work for a processor, as its heartbeat thread reported.

@@ -89,8 +89,8 @@ class EventRecorder:
 class RankGroup:
     """Ranks that differ from this one along one axis only, with their sums; see `Axis`, which has all collectives.
 
-    With `in_tree`, sums of floating-point numbers are made in a balanced binary tree over the ranks, every node of
-    which is rounded to the tensor's dtype, whatever the backend (exact runs).
+    With `in_tree`, sums of floating-point numbers are computed in a balanced binary tree over the ranks, with every
+    node rounded to the tensor's dtype, on every backend (exact runs).
     """
 
     name: str
@@ -207,12 +207,12 @@ class RankGroup:
         return self.group
 
     def _exchanges(self, tensor: Tensor) -> bool:
-        """Whether ranks exchange summands and add them here, as the group would add them in an order of its own."""
+        """Whether ranks exchange summands and add them here, because the group would add them in its own order."""
         return self.in_tree and not self.shares_memory and tensor.is_floating_point()
 
     @waits("all_reduce")
     def _all_reduce_in_tree_(self, tensor: Tensor) -> Tensor:
-        """Sum with all additions in one order, which in a ring depends on an element's position."""
+        """Sum with all additions in one fixed order; in a ring, the order depends on an element's position."""
         self.recorder.add(self.name, "all_reduce", tensor)
         dense = tensor.contiguous()
         tree.start_sum_(dense.detach().view(-1), self._group, self.in_tree).wait()

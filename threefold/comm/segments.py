@@ -27,11 +27,11 @@ BARRIER_PIPES = ("barrier-0", "barrier-1")
 _PIPE_BYTES: Final = 16 << 10
 """Capacity of a pipe on systems that do not report it, such as macOS."""
 _REFUSAL: Final = 1 << 32
-"""Weight of a vote against, added to the one that every vote counts."""
+"""Weight of a "no" vote, added to the 1 that every vote counts."""
 
 
 class Room(NamedTuple):
-    """Memory and pipes that a group needs, besides the pipe of each rank that shows that it is alive.
+    """Memory and pipes that a group needs, besides each rank's pipe that shows it is alive.
 
     Attributes:
         nbytes: bytes of memory.
@@ -153,7 +153,8 @@ def _sharing(group: dist.ProcessGroup, room: Callable[[int], Room | None]) -> Ge
                 begun = open_all(wanted)
         exchange.vote("opened", begun is not None)
         yield None
-        # To open this rank's own pipe for writing needs a reader: all exist once all ranks have opened theirs.
+        # Opening this rank's own pipe for writing requires a reader: all readers exist once all ranks have opened
+        # theirs.
         if exchange.agreed("opened"):
             with contextlib.suppress(OSError):
                 own = open_pipe(_alive(index), os.O_WRONLY if peers else os.O_RDWR)
@@ -222,8 +223,8 @@ class StoreExchange:
     """Messages and votes between the ranks of a process group, over its store, during a set-up.
 
     A gather over the CPU group `group` takes a message between each pair of ranks; this takes a few store requests per
-    rank. Telling and voting do not wait for other ranks, so that a rank can set up several groups at once. Every rank
-    of the group creates the same number of exchanges; ranks wait as long as the group's collectives do.
+    rank. `tell` and `vote` do not wait for other ranks, so a rank can set up several groups at once. Every rank of the
+    group creates the same number of exchanges; ranks wait as long as the group's collectives do.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

@@ -2,7 +2,7 @@
 
 Every collective in shared memory consists of one primitive, the *round*: fill your own slot, wait until all ranks have
 (`Barrier.meet`), then read any slot. Slots are double-buffered by the parity of the round. A rank fills its slot for
-round n + 2 only after round n + 1, which a peer enters only after reading what it needs of round n, so that no
+round n + 2 only after round n + 1, which a peer enters only after reading the slots of round n that it needs. So no
 acknowledgement is needed.
 """
 
@@ -35,8 +35,8 @@ DEFAULT_CAPACITY = 2 << 20
 """Bytes of one slot; a longer message is split into pieces of this size."""
 
 _TWO_PHASE_BYTES = 1 << 20
-"""Threshold of piece bytes · (ranks − 2) from which ranks divide the additions instead of each doing all (measured with
-3, 4 and 8 ranks on two cores; below it, the second round costs more than the additions saved)."""
+"""Value of piece bytes · (ranks − 2) at or above which ranks divide the additions instead of each doing all (measured
+with 3, 4 and 8 ranks on two cores; below it, the second round costs more than the additions saved)."""
 
 _SHARE_BYTES = 64
 """Alignment of the shares, so that no two ranks write to one cache line."""
@@ -74,9 +74,9 @@ def over_shared_memory(
     not all on one host, or the host has no room for it. Several groups are set up in hardly more time than one.
 
     Args:
-        groups: gloo groups, in one order on all their ranks.
+        groups: gloo groups, in the same order on all their ranks.
         capacity: bytes of one slot, rounded up to whole pages; a group takes 2 · (ranks + 1) · capacity bytes.
-        sharing_bytes: threshold of piece bytes · (ranks − 2) from which the ranks divide the additions of a piece.
+        sharing_bytes: value of piece bytes · (ranks − 2) at or above which ranks divide the additions of a piece.
         rounding: whether every addition is rounded to the tensors' dtype, as in an exact run.
     """
     made = share(groups, partial(room_for_rounds, capacity=capacity))
@@ -92,7 +92,7 @@ class _Views(NamedTuple):
     Attributes:
         slots: [elements] of each rank.
         rows: the slots as one tensor, [ranks, elements].
-        shares: of each rank's slot, the elements that this rank adds up if ranks divide the additions.
+        shares: the elements of each rank's slot that this rank adds if ranks divide the additions.
         result: [elements] of the sum, to which all ranks write their shares.
         own_share: this rank's share of `result`.
     """
@@ -107,9 +107,9 @@ class _Views(NamedTuple):
 class SharedMemoryGroup(PythonGroup):
     """Process group of ranks on one host, with collectives of CPU tensors in shared memory, the others through gloo.
 
-    `torch.distributed` takes it wherever it takes the gloo group. Every rank must call the same operations in the same
-    order, with tensors of the same size and dtype; a `RuntimeError` names a rank that does not. Results are equal bit
-    for bit on all ranks, because additions follow a binary tree over the ranks. bfloat16 and float16 are summed in
+    `torch.distributed` accepts it wherever it accepts the gloo group. Every rank must call the same operations in the
+    same order, with tensors of the same size and dtype; a `RuntimeError` names a rank that does not. Results are equal
+    bit for bit on all ranks, because additions follow a binary tree over the ranks. bfloat16 and float16 are summed in
     float32 and rounded once, unless every addition is rounded (`rounding`); sums and maxima of bool are the logical or.
     Operations are done when they return, except all-reduces with `async_op`, which run when they are waited for. Only
     one thread at a time may use a group.
@@ -326,11 +326,11 @@ class Barrier:
             signals.release()
 
     def meet(self, operation: int, dtype: int, count: int, source: int = 0) -> None:
-        """Wait until every rank has called this for the same operation, and see what they wrote to memory before.
+        """Wait until every rank has called this for the same operation; what they wrote before is then visible.
 
         Raises:
             PeerLostError: another rank has ended.
-            TimeoutError: another rank has not come in time.
+            TimeoutError: another rank has not arrived in time.
             RuntimeError: another rank called a different operation.
         """
         parity, number = self._number & 1, self._number
@@ -364,7 +364,7 @@ class Barrier:
             raise PeerLostError(f"rank {self._ranks[lost]} ended while {self._me} was in {operation}")
 
     def _missing(self, number: int) -> int:
-        """Return the first index that has not come to a round; the last index if all have come just now."""
+        """Return the first index that has not reached a round; the last index if all have just reached it."""
         signals = _SIGNAL.iter_unpack(self._signals[number & 1])
         come = [at == number for at, *_ in signals]
         return come.index(False) if False in come else len(come) - 1

@@ -1,4 +1,4 @@
-"""Gloo process groups whose collectives also take GPU tensors, by way of the CPU: a backend of `torch.distributed`."""
+"""Gloo process groups whose collectives also take GPU tensors, through the CPU: a backend of `torch.distributed`."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -43,7 +43,7 @@ class _StagedWork(Work):
 
 
 def _staged(name: str, *roles: str) -> Callable[..., Work]:
-    """Make the collective of torch's name that copies its first arguments, tensors in lists, by way of the CPU.
+    """Make the collective of torch's name that copies its first arguments, tensors in lists, through the CPU.
 
     The role of each of them is `in` (it is read), `out` (it is written) or `both`; the others go to gloo as they are.
     """
@@ -79,7 +79,7 @@ class StagedGroup(PythonGroup):
     collective copies its inputs to the CPU, runs gloo, and copies the results back. Layers, streams and schedules are
     those of a run over NCCL, and sums are those of a run on the CPU.
 
-    It has the collectives that this package, and the parts of torch that it uses, call, under torch's names.
+    It implements, under torch's names, the collectives called by this package and by the parts of torch that it uses.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:

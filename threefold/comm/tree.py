@@ -1,9 +1,10 @@
-"""Sums over ranks in a balanced binary tree, in one order whatever the backend, the group and the tensor's size.
+"""Sums over ranks in a balanced binary tree, in an order that does not depend on the backend, the group or the tensor's
+size.
 
-A backend adds in an order of its own: gloo's and NCCL's rings begin at another rank for each part of a tensor, and
-NCCL's trees follow the machines. Here a backend only moves numbers, and ranks add them with torch's operations, on any
-device: every rank gets its share of all summands (all-to-all), adds them up in the tree, and sends the sum to the
-others (all-gather). That is as many bytes as a ring.
+A backend adds in its own order: gloo's and NCCL's rings begin at a different rank for each part of a tensor, and NCCL's
+trees follow the machines. Here a backend only moves numbers, and ranks add them with torch's operations, on any device:
+every rank gets its share of all summands (all-to-all), adds them up in the tree, and sends the sum to the others
+(all-gather). That is as many bytes as a ring.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def accumulate(combine: Callable[..., Tensor], parts: list[Tensor], out: Tensor, rounding: bool = False) -> None:
-    """Combine `parts` into `out` in a balanced binary tree, whose left subtrees are as large as powers of two.
+    """Combine `parts` into `out` in a balanced binary tree whose left subtrees have sizes that are powers of two.
 
     Args:
         combine: function of two tensors, with the option `out`.
@@ -62,8 +63,8 @@ class PostponedWork(Work):
 def start_sum_(flat: Tensor, group: dist.ProcessGroup, rounding: bool) -> dist.Work:
     """Start to sum a contiguous one-dimensional tensor over a group, in place.
 
-    The summands are on their way when it returns; the additions, and the exchange of the sums, run when the work is
-    waited for. All ranks wait for their works in one order.
+    The summands are being sent when it returns; the additions, and the exchange of the sums, run when the work is
+    waited for. All ranks wait for their work objects in the same order.
 
     Args:
         rounding: as for `accumulate`.

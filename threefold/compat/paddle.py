@@ -46,7 +46,7 @@ class Splitter(nn.Module):
 
     Args:
         over: mesh axis that weights are split over.
-        seed: keys the initial weights, with each call's name.
+        seed: seed of the initial weights, combined with each call's name.
 
     Raises:
         UserError: `over` is not an axis of a mesh.
@@ -115,8 +115,8 @@ class Splitter(nn.Module):
             weight_attr: initial values of the whole weight, of shape `size`; otherwise N(0, 0.02²), keyed by the name.
             bias_attr: initial values [out] of a linear layer's bias; False for no bias; otherwise zero.
             name: name of the weights, the same at each call that uses them.
-            weight_init, bias_init: draw the whole weight, [out, in] of a linear layer, and its bias, in place of
-                values; such as `nn.init.xavier_normal_`.
+            weight_init, bias_init: functions, such as `nn.init.xavier_normal_`, that draw the whole weight, [out, in]
+                for a linear layer, and its bias, instead of given values.
 
         Raises:
             UserError: the operation is unknown, its sizes or the input do not fit it, or the name is missing or belongs
@@ -203,11 +203,11 @@ def split(
     weight_init: Initializer | None = None,
     bias_init: Initializer | None = None,
 ) -> Tensor:
-    """Run one linear layer or embedding whose weight is split over ranks, as `paddle.distributed.split`.
+    """Run one linear layer or embedding whose weight is split over ranks, like `paddle.distributed.split`.
 
-    The weights belong to the `Splitter` of the enclosing `with` block, a module that a model keeps and whose parameters
-    an optimizer gets. They are made at the first call, and found again by the name of the call, or without one by its
-    position among the block's calls.
+    The weights belong to the `Splitter` of the enclosing `with` block, a module that the model keeps and whose
+    parameters go to the optimizer. They are made at the first call. Later calls find them by name, or without a name by
+    the position among the block's calls.
 
     Args:
         x, size, operation, axis, num_partitions, gather_out, weight_attr, bias_attr: see `Splitter.forward`.

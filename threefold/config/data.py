@@ -34,7 +34,7 @@ class StepRanges:
 
     @classmethod
     def parse(cls, given: Any) -> "StepRanges":
-        """Parse a list of whole numbers and ranges as text, or one of either; a ValueError says what it must be."""
+        """Parse a whole number, a range as text, or a list of these; raise ValueError with the accepted forms."""
         entries = given if isinstance(given, list | tuple) else [given]
         return cls.of(_parsed(entry) for entry in entries)
 
@@ -99,7 +99,7 @@ class DataConfig(Section):
     function that returns one (docs/training.md; for a model of your own, samples may be any nesting of tensors).
     Default: must be given, or `mixture`."""
     mixture: dict[PathText, Annotated[float, Field(gt=0)]] = derived(min_length=1)
-    """Several corpora in place of `path`: maps the path of each to its weight. Only the ratios of the weights matter,
+    """Several corpora instead of `path`: maps the path of each to its weight. Only the ratios of the weights matter,
     such as `{books: 3, code: 1}`. All corpora must have the same tokenizer. Default: none."""
     tokenizer: PathText = derived(min_length=1)
     """The `tokenizer.json` for JSON Lines, and for token files of other systems, which do not include one; without it,
@@ -124,7 +124,7 @@ class DataConfig(Section):
     sequence_length: int = derived(ge=1, le=MOST_TOKENS)
     """Tokens in a sample. Default: `model.max_position_embeddings` when that is given, else 256."""
     split: str = "949,50,1"
-    """Weights by which documents are split into training, validation and test parts; an omitted weight is 0."""
+    """Weights for splitting documents into training, validation and test parts; an omitted weight is 0."""
     separate_documents: bool = False
     """Whether attention is limited to tokens of the same document in samples that pack several. Default: false; true
     for conversations and for prompts with completions."""

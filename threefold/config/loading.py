@@ -154,7 +154,7 @@ def config_of(
     Args:
         sections: settings by section.
         overrides: as in `load_config`.
-        origins: where the settings were set before, for sentences about the config; None for no file.
+        origins: where each setting was set before, for error messages; None without a file.
         derived: settings, as `section.key`, that follow from others.
 
     Raises:
@@ -173,7 +173,7 @@ def _made(
     origins: Mapping[str, str],
     derived: Collection[str] = (),
 ) -> Config:
-    """Apply overrides to the values and their places, and make the config; errors begin with a place or `where`."""
+    """Apply overrides to the values and their origins, and make the config; errors begin with an origin or `where`."""
     for key, value, place in _applied(overrides):
         section, name = key.split(".")
         places[key] = place
@@ -193,7 +193,7 @@ def _named(values: Any) -> Any:
 
 
 def _applied(overrides: Overrides) -> Iterator[tuple[str, Any, str]]:
-    """Yield the setting, the value and the place of each override; raise a `UserError` if it names no setting."""
+    """Yield the setting, the value and the origin of each override; raise a `UserError` if it names no setting."""
     if isinstance(overrides, str):
         raise UserError(f"overrides is {shown(repr(overrides))} but must be a list or a mapping; use [{overrides!r}].")
     for override in overrides:
@@ -293,7 +293,7 @@ def _expected(problem: Any) -> str:
 
 
 LARGEST_DOCUMENT: Final = 256 << 10
-"""Size limit of a config in bytes; a config that sets everything has less than 10 KiB."""
+"""Size limit of a config in bytes; a config that sets everything is smaller than 10 KiB."""
 MOST_VALUES: Final = 20_000
 """Limit on the keys and values of a document, with aliases expanded."""
 _TOO_MANY: Final = f"it holds more than {MOST_VALUES:,} values, with aliases (*) expanded"

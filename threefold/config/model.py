@@ -62,7 +62,7 @@ FOR_SCALED_ROPE: Final = (
 )
 """Settings that have no effect without `rope_scaling`."""
 _RAMPS: Final = (("rope_low_frequency_factor", "rope_high_frequency_factor"), ("rope_beta_slow", "rope_beta_fast"))
-"""Pairs of settings between which frequencies are divided gradually less, in turns within the original positions."""
+"""Pairs of settings, in turns within the original positions, between which the division of frequencies fades out."""
 MOST_LAYERS: Final = 1024
 MOST_HEADS: Final = 2**16
 WIDEST: Final = 2**20
@@ -109,7 +109,7 @@ class ModelConfig(Section):
     model_config = ConfigDict(ignored_types=(_UnlessSetting,))
 
     preset: PresetName = derived()
-    """Published model whose sizes are used; settings given beside it override the preset's."""
+    """Published model whose sizes are used; other settings that are given override the preset's."""
     architecture: Annotated[str, NameIn(FAMILIES)] = "gpt"
     """Model family: `gpt` (LayerNorm, biases, GELU); `llama` (RMSNorm, rotary positions, SwiGLU), which includes Qwen,
     Mistral and, with `num_experts`, Mixtral; or `own`, the model in `file`."""
@@ -163,7 +163,7 @@ class ModelConfig(Section):
     """Whether the output head shares the token embedding's weight. Default: `true` for `gpt`, `false` for `llama`."""
 
     comes_after: ClassVar[dict[str, str]] = {}
-    """Own setting of a family → the common setting after which it and its successors are listed; else at the end."""
+    """Setting of one family → the common setting after which it and its successors are listed; otherwise at the end."""
 
     _of_others: dict[str, "ModelConfig"] = PrivateAttr(default_factory=dict)
     """Given settings that belong to another family, each with a config that holds it."""
@@ -197,9 +197,9 @@ class ModelConfig(Section):
     dense_layers = unless_setting(lambda model: 0)
     """Layers at the start without experts."""
     file = unless_setting(lambda model: "")
-    """Python file of an own model; empty for other families."""
+    """Python file of a user's own model; empty for other families."""
     arguments = unless_setting(lambda model: dict[str, Any]())
-    """Keyword arguments for the constructor of an own model."""
+    """Keyword arguments for the constructor of a user's own model."""
 
     @property
     def blocks(self) -> int | None:

@@ -2,7 +2,7 @@
 
 An optimizer is a class in `train/optimizers.py` with a row of `BUILT_IN`. A learning-rate schedule is a function in
 `train/optim.py` with a row of `LR_SCHEDULES`. Other packages add theirs through entry points. docs/developing.md lists
-what else follows.
+the other steps.
 """
 
 from collections.abc import Callable, Mapping

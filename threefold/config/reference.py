@@ -1,4 +1,4 @@
-"""What can be set, and what can be combined: the reference of all settings, and all features with their pairs."""
+"""Reference of all settings, and of all features with the pairs that can be combined."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -76,7 +76,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def markdown() -> str:
-    """Return the whole page: an introduction, a table for each section, the presets."""
+    """Return the whole page: an introduction, a table for each section, and the presets."""
     lines, settings = [_INTRODUCTION], section_settings()
     for name, section in section_types().items():
         lines.append(f"## `{name}`\n\n{section.__doc__}\n\n| Setting | Value | Default | Meaning |\n|---|---|---|---|")
@@ -318,7 +318,7 @@ def features_named(names: Sequence[str]) -> list[Feature]:
 
 
 def answers(features: Sequence[Feature]) -> Iterator[str]:
-    """Yield what a single feature cannot be combined with, or whether several can be combined; a sentence each."""
+    """Yield sentences on which features a single one cannot be combined with, or on whether several can be combined."""
     if len(features) == 1:
         (feature,) = features
         others = (other for other in FEATURES if other is not feature and not feature.excludes(other))

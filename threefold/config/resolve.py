@@ -14,11 +14,11 @@ LONGEST_DEFAULT_WARMUP = 100
 LARGEST_LOGITS = {"cpu": 128 << 20, "cuda": 4 * LOGITS_OF_A_CHUNK}
 """Limit on the bytes of the fp32 logits that a rank holds at once; more are computed in chunks."""
 KEPT_LOGITS = 16 * LARGEST_LOGITS["cuda"]
-"""Limit on the bytes in fp32 of a micro-batch's logits that a GPU keeps, in the dtype of its products and without a
-pipeline, which may keep those of several micro-batches: computing them again takes 3 to 9 % of a step."""
+"""Limit on a micro-batch's logits, in fp32 bytes, that a GPU keeps in the dtype of its products, because computing them
+again takes 3 to 9 % of a step. Not for a pipeline, which may keep the logits of several micro-batches."""
 _LIKELY_VOCABULARY = 50257
 PINNED = frozenset(("train.global_batch_size",))
-"""Derived settings that are stored as if given: derived for another layout, they would train another model."""
+"""Derived settings that are stored as if given: derived for another layout, they would train a different model."""
 LARGEST_TOKENS = {"cpu": 8192, "cuda": 32768}
 """Largest default micro-batch, in tokens of a rank. More is no faster: measured on a CPU
 (docs/training-internals.md); on a GPU, matrices with this many rows fill it, and more rows would cut the logits into
@@ -30,7 +30,7 @@ ENOUGH_TOKENS = 1024
 def resolve(
     config: Config, vocab_size: int, largest_micro_batch: int | None = None, samples: int | None = None
 ) -> Config:
-    """Fill every setting that is not given, and check that the settings go together.
+    """Fill every setting that is not given, and check that the settings are compatible.
 
     With `train.epochs`, each epoch reads every sample, and samples of the next epoch fill up the last step, so their
     order does not depend on where a run ends.
@@ -40,11 +40,11 @@ def resolve(
         vocab_size: vocabulary size of the data's tokenizer.
         largest_micro_batch: sequences that fit into a rank's memory, used if no setting determines the micro-batch
             size; None for the default of a CPU.
-        samples: number of training samples, for `train.epochs`; None if it is not known yet, for as many steps as are
-            allowed.
+        samples: number of training samples, for `train.epochs`; None if it is not known yet, which gives the maximum
+            number of steps.
 
     Raises:
-        UserError: settings that cannot go together; the message names the nearest value that works.
+        UserError: settings are incompatible; the message names the nearest value that works.
     """
     given = {f"{section}.{key}" for section, values in config.sections().items() for key in values}
     steps, derived = config.train.max_steps, set(config.derived)
@@ -115,12 +115,12 @@ def default_largest(
 
 
 def _of_rank(vocab_size: int, sequence_length: int, parallel: ParallelConfig) -> tuple[int, int]:
-    """Return the most columns of the logits, and tokens of a sequence, that a rank has."""
+    """Return the maximum number of columns of the logits, and of tokens of a sequence, on a rank."""
     return -(-vocab_size // parallel.tp), -(-sequence_length // parallel.cp)
 
 
 def with_micro_batch(config: Config, size: int) -> Config:
-    """Return the run with another default micro-batch size, and everything that is derived from it.
+    """Return the config with another default micro-batch size, and everything derived from it.
 
     Args:
         config: resolved config whose micro-batch size is not given.

@@ -80,8 +80,8 @@ class BatchSizes(NamedTuple):
 def batch_sizes(config: Config, largest: int) -> BatchSizes:
     """Derive the batch sizes that were not given.
 
-    The global batch size is never derived from the layout alone, because another dp would then train another model: it
-    defaults to 32, and a layout that does not divide it is refused.
+    The global batch size is never derived from the layout alone, because a different dp would then train a different
+    model: it defaults to 32, and a layout that does not divide it is refused.
 
     Args:
         config: config as given.
@@ -183,7 +183,7 @@ def check_pipeline(config: Config) -> None:
         other = "interleaved" if needed == 1 else "zero-bubble"
         rule = f"parallel.schedule {schedule.name} has {needed} of them on each rank; use {needed} or schedule {other}"
         raise problem(config, "parallel.stage_chunks", rule)
-    if layers is None:  # layers of an own model are known from its plan
+    if layers is None:  # layers of a user's own model are known from its plan
         return
     if parallel.pp > layers:
         rule = f"each stage needs a layer and model.num_layers is {layers}; use at most {layers}"
@@ -261,13 +261,13 @@ def rules() -> tuple[Callable[[Config], None], ...]:
 GRAIN = ("grain_leaf", "grain_samples", "grain_tensor", "grain_context")
 """Settings of `train` that only an exact run has."""
 LARGEST_GRAIN = 8
-"""Default number of pieces of an exact run's sums, if it divides what they cut."""
+"""Default number of pieces of an exact run's sums, if it divides the sizes that they cut."""
 LEAF_TOKENS = 1024
-"""Most tokens of a leaf of an exact run by default: more make no product faster."""
+"""Default maximum number of tokens in a leaf of an exact run: more make no product faster."""
 
 
 def default_grain(config: Config) -> dict[str, int]:
-    """Return the default grain of an exact run, from the model and the global batch alone, by the names in `train`."""
+    """Return the default `train.grain_*` settings of an exact run; only the model and the global batch affect them."""
     cut, train = [count for _, count in _cut_by_tensor_axis(config)], config.train
     samples = train.grain_samples or gcd(LARGEST_GRAIN, train.global_batch_size)
     leaf = gcd(1 << 30, train.global_batch_size // samples)
@@ -282,7 +282,7 @@ def default_grain(config: Config) -> dict[str, int]:
 
 
 def executed_micro_batches(config: Config) -> tuple[int, int]:
-    """Return how many micro-batches a replica runs in a step, and of how many samples: the leaves of an exact run."""
+    """Return the number and size of the micro-batches that a replica runs in a step; in an exact run, its leaves."""
     train = config.train
     if not train.exact:
         return train.gradient_accumulation_steps, train.micro_batch_size

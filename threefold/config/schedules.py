@@ -1,4 +1,4 @@
-"""Pipeline schedules: their table, the order of each rank's actions, and schedules of a user's own.
+"""Pipeline schedules: their table, the order of each rank's actions, and custom schedules.
 
 A schedule file has the compute-only CSV format of `torch.distributed.pipelining` (written by `_dump_csv` and read by
 `_load_csv` of its schedules): one line per pipeline rank, with comma-separated actions, each a stage, a kind and a
@@ -243,7 +243,7 @@ class _Rules:
 
 FILE_SUFFIX: Final = ".csv"
 SENDS_UNDER_WAY: Final = 4
-"""Sends of a rank in flight at most, where they are separate operations: two micro-batches' in each direction."""
+"""Maximum number of a rank's sends in flight, if sends are separate operations: two micro-batches' each way."""
 
 
 class Schedule(ABC):
@@ -288,7 +288,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def micro_batch_rule(self, pp: int, micro_batches: int) -> str:
-        """Say which number of micro-batches the schedule needs instead, as text that follows its name."""
+        """Return text, to follow the schedule's name, about the number of micro-batches that it needs instead."""
 
     @abstractmethod
     def in_flight(self, pp: int, rank: int, stages_per_rank: int) -> float | None:
@@ -304,7 +304,7 @@ class MicroBatchRule:
 
     Attributes:
         accepts: (pp, micro-batches) → whether the schedule works with them.
-        sentence: what the schedule needs, as text that follows its name; `{pp}` and `{rounds}` are filled in.
+        sentence: requirement of the schedule, as text that follows its name; `{pp}` and `{rounds}` are filled in.
     """
 
     accepts: Callable[[int, int], bool]
@@ -393,7 +393,7 @@ SCHEDULES: Final = {row.name: row for row in _ROWS}
 
 
 class OwnSchedule(Schedule):
-    """Schedule of a user's own, whose actions are given."""
+    """Custom schedule, given by its actions."""
 
     @abstractmethod
     def orders(self, pp: int, micro_batches: int) -> Orders:
@@ -434,7 +434,7 @@ class PythonSchedule(OwnSchedule):
     """
 
     _MOST: Final = 64
-    """Ranks and micro-batches up to which numbers are tried that the function supports."""
+    """Largest numbers of ranks and micro-batches tried to find ones that the function supports."""
 
     def __init__(self, name: str, function: Callable[[int, int], Any]) -> None:
         self.name = name
@@ -532,7 +532,7 @@ def _defers(orders: Orders) -> bool:
 
 
 def _most_held(order: Sequence[Action]) -> int:
-    """Return the most passes of micro-batches whose activations a rank holds at once."""
+    """Return the maximum number of micro-batch passes whose activations a rank holds at once."""
     held = most = 0
     for action in order:
         held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
@@ -555,7 +555,7 @@ def is_own_schedule(name: str) -> bool:
 
 
 def schedule_name(given: str) -> str:
-    """Return the name in `SCHEDULES` of a name or torch class, in any case; paths of a user's own are unchanged.
+    """Return the name in `SCHEDULES` for a name or torch class, in any case; paths of custom schedules are unchanged.
 
     Raises:
         ValueError: unknown schedule; the message lists the known ones.

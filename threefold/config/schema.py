@@ -35,7 +35,7 @@ from threefold.plugins import Registry
 _FAULT_POLICIES: Final = {name: f"threefold.resilience.anomalies:{name}" for name in ("stop", "skip", "rollback")}
 ON_NAN: Final = Registry("train.on_nan", "threefold.fault_policies", _FAULT_POLICIES, takes_paths=True)
 ON_SPIKE: Final = Registry("train.on_spike", "threefold.fault_policies", _FAULT_POLICIES, takes_paths=True)
-"""Fault policies: one function in `resilience/anomalies.py` and one name above, an entry point, or an import path."""
+"""Fault policies: a function in `resilience/anomalies.py` with its name above, an entry point, or an import path."""
 
 
 def check_fault_policies(on_nan: str, on_spike: str) -> None:
@@ -99,7 +99,7 @@ class ParallelConfig(Section):
     as `ScheduleInterleaved1F1B`, are accepted too. A CSV file of actions, or a Python function such as
     `my_file.py:schedule`, defines a schedule of your own (docs/parallel/pipeline.md)."""
     stage_chunks: int = derived(ge=1, le=MOST_LAYERS)
-    """Pipeline stages of each rank. Default: 1 for `gpipe` and `1f1b`, that of a schedule of your own, else 2."""
+    """Pipeline stages of each rank. Default: 1 for `gpipe` and `1f1b`, given by a schedule of your own, else 2."""
     partition: str | Annotated[tuple[int, ...], Field(strict=False)] = "cost"
     """How layers are partitioned into pipeline stages: `cost` balances their compute, `uniform` their number,
     `uniform-chunks` their number in each of the `stage_chunks` passes through the ranks, `class:NAME` the number of one
@@ -107,7 +107,7 @@ class ParallelConfig(Section):
     sequence_parallel: bool = False
     """Sequence parallelism: whether activations between the tensor-parallel layers are sharded along the sequence."""
     zero: int = Field(default=0, ge=0, le=3)
-    """ZeRO stage, what data-parallel ranks shard: 1 the optimizer state, 2 also the gradients, 3 also the weights."""
+    """ZeRO stage: data-parallel ranks shard the optimizer state (1), also the gradients (2), also the weights (3)."""
     zero_shards: int = derived(ge=1, le=MOST_RANKS)
     """For ZeRO: replicas that share one sharded copy; the others hold further copies (hybrid). Default: `dp`."""
     gradient_compression: Literal["none", "fp16", "bf16"] = "none"
@@ -119,14 +119,14 @@ class ParallelConfig(Section):
     through the CPU, which is slow but lets several ranks share a GPU for debugging; NCCL refuses that."""
 
     fallbacks: tuple[str, ...] = derived(strict=False)
-    """Layouts in which a run continues after losing ranks, such as `[dp2·tp2, dp2]`: under torchrun the first with
-    exactly as many ranks as the world, otherwise the first with fewer ranks than before. Each is written as for
-    `threefold verify --layout`; settings among `schedule`, `stage_chunks`, `zero`, `zero_shards`, `sequence_parallel`
-    and `cp_method` that it does not name have their defaults. The global batch stays the same. Default: none."""
+    """Layouts to fall back to after losing ranks, such as `[dp2·tp2, dp2]`: under torchrun, the first with exactly as
+    many ranks as the world; otherwise, the first with fewer ranks than before. Each is written as for `threefold verify
+    --layout`; settings among `schedule`, `stage_chunks`, `zero`, `zero_shards`, `sequence_parallel` and `cp_method`
+    that it does not name take their defaults. The global batch stays the same. Default: none."""
 
     @cached_property
     def pipeline_schedule(self) -> Schedule:
-        """Schedule named by `schedule`; a user's own is read on first use, and may raise a `UserError`."""
+        """Schedule named by `schedule`; a custom one is read on first use, which may raise a `UserError`."""
         return find_schedule(self.schedule)
 
 
@@ -136,17 +136,17 @@ class TrainConfig(Section):
     max_steps: int = Field(default=1000, ge=1, le=MOST_STEPS)
     """Optimizer steps of the run. Derived from `epochs` if that is given."""
     epochs: int = derived(ge=1, le=MOST_STEPS)
-    """Passes over the training samples, in place of `max_steps`: the run has as many steps as read every sample this
-    often, and the first samples of the next pass fill up the last step. Default: none, `max_steps` sets the length."""
+    """Passes over the training samples, instead of `max_steps`. The run has enough steps to read every sample this
+    often; the first samples of the next pass fill up the last step. Default: none, `max_steps` sets the length."""
     max_seconds: float = derived(gt=0, le=MOST_SECONDS)
-    """Time limit of the run in seconds, from its start: it saves a checkpoint early enough to finish in time, and ends
-    as after SIGTERM. Default: none."""
+    """Time limit of the run in seconds, from its start. The run saves a checkpoint early enough to finish in time, and
+    ends as it does after SIGTERM. Default: none."""
     global_batch_size: int = derived(ge=1, le=MOST_SEQUENCES)
     """Sequences in an optimizer step, over all ranks. Default: follows from the other two, else 32."""
     micro_batch_size: int = derived(ge=1, le=MOST_SEQUENCES)
     """Sequences that go through the model at once on one replica. Default: follows from the other two, else the largest
-    size that fits into a rank's memory, divides the replica's share, leaves a pipeline two micro-batches per stage, and
-    has at most 8192 tokens on a CPU or 32768 on a GPU."""
+    size that fits into a rank's memory, divides the replica's share and leaves a pipeline two micro-batches per stage.
+    The default has at most 8192 tokens on a CPU, or 32768 on a GPU."""
     gradient_accumulation_steps: int = derived(ge=1, le=MOST_SEQUENCES)
     """Micro-batches of one replica in an optimizer step. Default: follows from the batch sizes."""
     seed: int = Field(default=1234, ge=0, lt=2**32)
@@ -155,14 +155,15 @@ class TrainConfig(Section):
     """Run folder whose newest checkpoint provides the initial weights, such as one made by
     `threefold checkpoint import`. Default: none, weights are drawn from `seed`."""
     verify: bool = True
-    """For an own model: whether the run first compares its layout with a single process, on two steps of a few samples,
-    and looks for state that checkpoints miss. What RUN/verified.json records as equal is not compared again."""
+    """For a model of your own: whether the run first compares its layout with a single process, on two steps of a few
+    samples, and looks for state that checkpoints miss. Comparisons that RUN/verified.json records as equal are not
+    repeated."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the ranks. `auto` is CUDA if this machine has a GPU for each of its ranks, else the CPU."""
     eval_every: int = Field(default=100, ge=0, le=MOST_STEPS)
     """Steps between evaluations on the validation part; 0 for none."""
     eval_every_epochs: int = derived(ge=1, le=MOST_STEPS)
-    """Epochs between evaluations, in place of `eval_every`: after the step that reads the last sample of an epoch, and
+    """Epochs between evaluations, instead of `eval_every`: after the step that reads the last sample of an epoch, and
     after the last step. Default: none, `eval_every` counts steps."""
     eval_batches: int = Field(default=10, ge=1, le=MOST_STEPS)
     """Global batches in an evaluation."""
@@ -170,51 +171,53 @@ class TrainConfig(Section):
     """Silent data corruption watch: steps between comparisons of hashes of weights and optimizer state, with other
     ranks' copies and with the rank's own values after the previous update (docs/resilience.md); 0 for none."""
     watch: Literal["weights", "gradients"] = "weights"
-    """For `watch_every`, what is compared: `weights`, which includes optimizer state; `gradients` (CPU only) adds the
-    gradients, compared with those that another replica computes from the same samples."""
+    """For `watch_every`, the compared tensors: `weights`, which includes optimizer state; `gradients` (CPU only) adds
+    the gradients, compared with those that another replica computes from the same samples."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation checkpointing (recompute): the backward pass recomputes activations, of the attention core with
-    `selective`, or of whole blocks with `full`, which keeps only the blocks' inputs."""
+    """Activation checkpointing (recompute): the backward pass recomputes activations. `selective` recomputes those of
+    the attention core; `full` recomputes whole blocks and keeps only their inputs."""
     recompute_every: int = Field(default=1, ge=1, le=MOST_LAYERS)
     """For `recompute: full`: interval of recomputed blocks, from the first on; other blocks keep all activations."""
     loss_chunk_size: int = derived(ge=0, le=MOST_IDS)
     """Vocabulary entries whose logits a rank holds at once in training: it goes through its part of the vocabulary in
     chunks of this size, in the forward pass and, recomputing the logits, in the backward pass; 0 keeps all of them.
-    Default: 0 if the fp32 logits of a micro-batch take at most 128 MiB on a rank, else the size that takes as much. If
-    `train.device` is cuda: 0 if they take at most 16 GiB (1 GiB in a pipeline), else the size that takes 1 GiB."""
+    Default: 0 if the fp32 logits of a micro-batch take at most 128 MiB on a rank, otherwise the size that takes that
+    much. If `train.device` is cuda: 0 if they take at most 16 GiB (1 GiB in a pipeline), else the size that takes 1
+    GiB."""
     exact: bool = False
-    """Whether losses, gradients, weights and checkpoints are the same bits in every layout whose dp divides
-    `grain_samples`, whose tp divides `grain_tensor` and whose cp divides `grain_context` (docs/exact.md), whatever the
-    pipeline, the micro-batch size and the number of threads. Samples run leaf by leaf (`grain_leaf`), and sums that a
-    layout cuts are added in one order."""
+    """Whether losses, gradients, weights and checkpoints have the same bits in every layout, whatever its pipeline,
+    micro-batch size and number of threads (docs/exact.md). The layout's dp must divide `grain_samples`, its tp
+    `grain_tensor` and its cp `grain_context`. Samples run leaf by leaf (`grain_leaf`), and sums that a layout splits
+    are added in one fixed order."""
     grain_leaf: int = derived(ge=1, le=MOST_SEQUENCES)
-    """For `exact`: samples that run at once whatever the micro-batch size, and whose gradients are one sum; a power of
-    two that divides `global_batch_size` / `grain_samples`, and 1 with experts, context pieces or a model of your own.
-    It decides the last bits of every result. Default: the largest that divides and has at most 1,024 tokens, or 1."""
+    """For `exact`: samples that run together, whatever the micro-batch size, and share one gradient sum; a power of two
+    that divides `global_batch_size` / `grain_samples`, and 1 with experts, context pieces or a model of your own. It
+    determines the last bits of every result. Default: the largest that divides and has at most 1,024 tokens, or 1."""
     grain_samples: int = derived(ge=1, le=MOST_SEQUENCES)
-    """For `exact`: groups of samples whose gradients are summed apart, a power of two that divides
-    `global_batch_size`. It decides the last bits of every result. Default: 8, or the largest power of two that
+    """For `exact`: groups of samples whose gradients are summed separately; a power of two that divides
+    `global_batch_size`. It determines the last bits of every result. Default: 8, or the largest power of two that
     divides."""
     grain_tensor: int = derived(ge=1, le=MOST_SEQUENCES)
-    """For `exact`: pieces that sums over attention heads, inner features and the vocabulary are cut into, a power of
-    two that divides all of these. It decides the last bits of every result. Default: 8, or the largest power of two
-    that divides."""
+    """For `exact`: number of pieces into which sums over attention heads, inner features and the vocabulary are cut; a
+    power of two that divides all of these. It determines the last bits of every result. Default: 8, or the largest
+    power of two that divides."""
     grain_context: int = derived(ge=1, le=MOST_SEQUENCES)
-    """For `exact`: pieces of each sequence that sums over its positions are cut into, a power of two, twice which
-    divides `data.sequence_length`. It decides the last bits of every result. Default: 1, which leaves out context
-    parallelism; more cost time in every layout."""
+    """For `exact`: number of pieces into which sums over the positions of a sequence are cut; a power of two whose
+    double divides `data.sequence_length`. It determines the last bits of every result. Default: 1, which rules out
+    context parallelism; more pieces cost time in every layout."""
     compile: bool = False
     """Whether layers run through `torch.compile` in training; identical blocks are compiled once, in the first step.
-    Works with every layout. Evaluation runs eagerly, as do, between compiled parts, experts, ring attention, attention
-    with `recompute: selective`, and the chunked loss."""
+    Works with every layout. Evaluation runs eagerly. So do experts, ring attention, attention with `recompute:
+    selective`, and the chunked loss, between compiled parts."""
     timeout: float = Field(default=300.0, ge=0, le=MOST_SECONDS)
-    """Seconds that a rank may make no progress while another rank waits for it, before the run ends with a message that
-    names it; 0 for no limit. Everything that a rank begins or ends counts as progress, such as the forward pass of a
-    micro-batch or the writing of 4 MiB of a tensor, so choose a value above the longest single operation, such as a
-    callback of your own. A rank that computes all the while, as when compiling, has four times as long."""
+    """Seconds that a rank may go without progress while another rank waits for it; then the run ends with a message
+    that names the rank. 0 for no limit. Everything that a rank begins or ends counts as progress, such as the forward
+    pass of a micro-batch or the writing of 4 MiB of a tensor. Choose a value above the longest single operation, such
+    as a callback of your own. A rank that computes all that time, as when compiling, is allowed four times as long."""
     max_restarts: int = Field(default=0, ge=0, le=MOST_STEPS)
-    """Restarts of all ranks of a run on local processes after one was killed or crashed: from the newest checkpoint, or
-    the newer state of `checkpoint.memory_every`. Under torchrun its `--max-restarts` applies instead."""
+    """Number of times that a run on local processes restarts all its ranks after one was killed or crashed. It
+    continues from the newest checkpoint, or from the newer state of `checkpoint.memory_every`. Under torchrun,
+    torchrun's `--max-restarts` applies instead."""
     callbacks: tuple[CallbackEntry, ...] = derived(strict=False)
     """Training callbacks (docs/training.md) in addition to the built-in ones, in this order: names (`early_stopping`,
     `csv_log`, `epoch_metrics`, `phase_timers`, `wandb`, `mlflow`, or one of an installed package), import paths
@@ -222,7 +225,7 @@ class TrainConfig(Section):
     `{name: early_stopping, patience: 3}`. Default: none."""
 
     on_nan: Annotated[str, NameIn(ON_NAN)] = "stop"
-    """Action after a step whose loss or gradient norm is NaN or infinite, once the step was run again to find where
+    """Action after a step whose loss or gradient norm is NaN or infinite, after the step was run again to find where
     that began (docs/resilience.md): `stop` ends the run; `skip` makes no update and continues with the next step;
     `rollback` loads the last good checkpoint, skips the steps since then, including the bad one, and continues after
     it. With `precision.dtype` `fp16`, only a step at the smallest loss scale counts. Also a function of your own that
@@ -231,7 +234,7 @@ class TrainConfig(Section):
     """A step is a spike if its loss or gradient norm exceeds this multiple of the median over the last `spike_window`
     steps with an update. Default: none, no step is a spike."""
     spike_window: int = Field(default=100, ge=2, le=10_000)
-    """Steps over which the medians for `spike_factor` are taken; no step is a spike before there are as many."""
+    """Steps over which the medians for `spike_factor` are taken; no step is a spike until there are that many."""
     on_spike: Annotated[str, NameIn(ON_SPIKE)] = "skip"
     """Action after a spike, as for `on_nan`."""
     max_skipped_steps: int = Field(default=100, ge=0, le=MOST_STEPS)
@@ -293,7 +296,7 @@ class CheckpointConfig(Section):
     keep: int = Field(default=2, ge=0, le=MOST_STEPS)
     """Number of newest checkpoints that are kept; 0 for all."""
     keep_every: int = derived(ge=1, le=MOST_STEPS)
-    """Steps between checkpoints kept for good beside the newest; a multiple of `every`. Default: none."""
+    """Steps between checkpoints kept permanently, in addition to the newest; a multiple of `every`. Default: none."""
     async_save: bool = derived()
     """Whether checkpoints are written in the background: a step waits only until each rank has copied its share of the
     state to host memory, which needs that much more memory. The run waits for its last checkpoint. Default: false."""

@@ -99,7 +99,8 @@ REASONS = {
 def read(path: Path) -> KeyMapping:
     """Read the settings of a config file as `name` or `name.key`, and the names that other settings use.
 
-    Settings are assignments, also inside `CONFIG = dict(…)`; in a script, also models and optimizers made in functions.
+    Settings are assignments, including those inside `CONFIG = dict(…)`, and in a script models and optimizers made in
+    functions.
 
     Raises:
         UserError: the file is not Python, or sets nothing.

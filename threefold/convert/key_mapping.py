@@ -1,6 +1,6 @@
 """Key mapping: takes the settings of another system one by one, and collects ours and notes on the unmapped rest.
 
-At the end, constant Python expressions, in which such settings may be written, are evaluated without running anything.
+The last part evaluates constant Python expressions, in which such settings may be written, without running anything.
 """
 
 import ast
@@ -25,7 +25,7 @@ class Same(NamedTuple):
 
     Attributes:
         theirs, ours: foreign key, and our key as `section.key`.
-        kind: converter of the value; raises ValueError with what it must be.
+        kind: converter of the value; raises ValueError that states the required kind of value.
         default: foreign default; None if ours is equal, or if there is none.
     """
 
@@ -48,7 +48,7 @@ class Unmapped(NamedTuple):
 
     Attributes:
         key, value: foreign key and value.
-        reason: what is used instead, or why nothing is.
+        reason: replacement that is used, or why there is none.
         unsupported: whether the setting is unknown, or leaving it out changes the training.
     """
 
@@ -304,7 +304,7 @@ def constant(node: ast.expr, names: Mapping[str, Any]) -> Any:
 
 
 def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    """Evaluate an expression; raise an error of Python's if it is not constant or its value is too large."""
+    """Evaluate an expression; raise one of Python's errors if it is not constant or its value is too large."""
     match node:
         case ast.Constant(value=value):
             return value

@@ -194,7 +194,7 @@ _OTHER_FLAGS: Final = {
     "T5's masks": "vocab-extra-ids",
     "retrieval": "retro-project-dir",
 }
-"""What other models have, and the flags that say so."""
+"""Features of other models, and the flags that select them."""
 
 
 def read(path: Path) -> KeyMapping:

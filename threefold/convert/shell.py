@@ -1,4 +1,4 @@
-"""Interpreter of shell scripts, as far as a script itself determines its course; nothing is executed."""
+"""Interpreter of shell scripts, as far as a script alone determines its control flow; nothing is executed."""
 
 import os.path
 import re
@@ -123,7 +123,7 @@ class Script:
                 self._nodes(part for part in node.named_children if part.type == "variable_assignment")
 
     def _redirected(self, node: "Node") -> None:
-        """Interpret a command with redirections, and what the grammar puts behind the begin of a here-document."""
+        """Interpret a command with redirections, and what the grammar puts after the start of a here-document."""
         body = node.child_by_field_name("body")
         heredocs = [part for part in node.named_children if part.type == "heredoc_redirect"]
         heredoc = "".join(source(part).partition("\n")[2].rpartition("\n")[0] for part in heredocs)

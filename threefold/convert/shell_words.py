@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 LONGEST_VALUE: Final = 1_000_000
 """Length limit of a variable, in characters."""
 _MOST_TOKENS: Final = 300
-"""Tokens of a mistake, above which it is a nesting that the grammar has given up."""
+"""Number of tokens of a mistake above which it is a nesting that the grammar gave up on."""
 _PLACEHOLDER: Final = re.compile(r"(?<!<)<[A-Za-z](?:[^<>\n]*[^<>\s\d])?>")
 """Text to be replaced by the reader of a script, such as `<path to the data>`: one word, and no redirection."""
 _UNKNOWN: Final = re.compile(r"\$\{\w+:\$\w+[^{}\s]+\}")
@@ -27,11 +27,11 @@ _UNKNOWN: Final = re.compile(r"\$\{\w+:\$\w+[^{}\s]+\}")
 _BARE: Final = re.compile(r"(?<=[^\s\\\"'`$({=])\$([A-Za-z_]\w*|[0-9@*#])")
 """`$NAME` inside a word, where the grammar would end the word, as in `$DIR/$NAME.json`; it reads `${NAME}`."""
 _CONTINUED: Final = re.compile(r"^([^#\n]*[^\s\\#])\\\n(?=[^\s#])", re.MULTILINE)
-"""Begin of a word that goes on in the next line, where the grammar would end it."""
+"""Start of a word that continues on the next line, where the grammar would end it."""
 _HIDDEN: Final = {ord(sign): 0xE000 + ord(sign) for sign in string.punctuation + " \t"}
 _SHOWN: Final = {hidden: sign for sign, hidden in _HIDDEN.items()}
 _SPACES: Final = re.compile(r"(<[A-Za-z][^<>\n]*>)|\s+")
-"""Spaces that part the words of an unquoted value, which are not those of a placeholder."""
+"""Spaces that separate the words of an unquoted value, except those inside a placeholder."""
 _BREAK, _KEPT = "\uf000", "\uf001"
 """Marks in a word while it is expanded: its end, and a part that is there even if it is empty."""
 _CLOSING: Final = {"if": "fi", "case": "esac", "for": "done", "while": "done", "until": "done", "select": "done"}
@@ -59,7 +59,7 @@ def parse(text: str, where: str) -> "Node":
 
 
 def source(node: "Node") -> str:
-    """Return the text of a node as it stands in the script."""
+    """Return the text of a node as written in the script."""
     return _shown(node.text or b"")
 
 
@@ -172,7 +172,7 @@ class Expander:
         return "".join(map(self.text, words))
 
     def _pieces(self, node: "Node", quoted: bool = False) -> Iterator[tuple[list[str], bool]]:
-        """Yield the parts of a word, each with whether it is to be split at spaces."""
+        """Yield the parts of a word, each with whether it is split at spaces."""
         text = source(node)
         if node.type in ("raw_string", "ansi_c_string"):
             yield [text.lstrip("$")[1:-1]], False
@@ -180,7 +180,7 @@ class Expander:
             yield [""], False
             yield from self._inside(node, 1, quoted=True)
         elif node.type in _EXPANSIONS:
-            raw = text.lstrip(" \t\n\\")  # the grammar counts spaces before it in a string to it
+            raw = text.lstrip(" \t\n\\")  # the grammar counts spaces before it in a string as part of it
             if len(raw) < len(text):
                 yield [_unescaped(text[: len(text) - len(raw)], quoted)], False
             yield self._value(node, raw), not quoted
@@ -192,7 +192,7 @@ class Expander:
             yield [_unescaped(text, quoted)], False
 
     def _inside(self, node: "Node", edge: int, quoted: bool) -> Iterator[tuple[list[str], bool]]:
-        """Yield the parts of a node from `edge` after its begin to `edge` before its end, and the text between them."""
+        """Yield the parts of a node from `edge` after its start to `edge` before its end, and the text between them."""
         text, first, place = node.text or b"", node.start_byte, edge
         for child in node.named_children:
             if child.type != "string_content":
@@ -222,7 +222,7 @@ class Expander:
         return "" if self._empty else raw
 
     def _parameter(self, node: "Node", raw: str) -> list[str]:
-        """Expand `${…}`: prefix `#` or `!`, name with an index, operator and what it is given."""
+        """Expand `${…}`: prefix `#` or `!`, name with an index, operator and its operand."""
         parts = node.children[1:-1]
         prefix = parts.pop(0).type if len(parts) > 1 and parts[0].type in ("#", "!") else ""
         if not parts:
@@ -311,7 +311,7 @@ def words_of(command: "Node") -> list["Node"]:
         return []
     words: list[Node] = []
     for part in command.named_children:
-        if part.type == "file_redirect":  # to which the grammar counts words after its target
+        if part.type == "file_redirect":  # the grammar counts words after its target as part of it
             words += part.children_by_field_name("destination")[1:]
         elif command.type == "redirected_statement":
             words += words_of(part)

@@ -26,7 +26,7 @@ _SIZED: Final = ("batch", "slice", "center", "indent")
 
 
 class _Answers(jinja2.ext.Extension):
-    """Jinja tags `{% generation %}` … `{% endgeneration %}`, which enclose what the assistant generates."""
+    """Jinja tags `{% generation %}` … `{% endgeneration %}`, which enclose the text that the assistant generates."""
 
     tags = {"generation"}  # noqa: RUF012
 

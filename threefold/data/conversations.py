@@ -192,7 +192,7 @@ class ChatTemplate:
 
     @property
     def marks_answers(self) -> bool:
-        """Whether the template itself marks what the assistant generates."""
+        """Whether the template itself marks the text that the assistant generates."""
         return _GENERATION.search(self.template) is not None
 
     def files(self) -> dict[str, str]:

@@ -36,12 +36,12 @@ TOKEN_DTYPES: Final = {"uint16": "<u2", "int32": "<i4"}
 
 
 def dtype_for(vocab_size: int) -> Literal["uint16", "int32"]:
-    """Return the name of the type that tokens of this vocabulary are stored in, a key of `TOKEN_DTYPES`."""
+    """Return the name of the type that stores tokens of this vocabulary, a key of `TOKEN_DTYPES`."""
     return "uint16" if vocab_size < _UINT16_VOCAB else "int32"
 
 
 class DocumentWriter:
-    """Writer of the tokens of documents, of where each starts, and of their loss mask, into a folder.
+    """Writer of documents into a folder: their tokens, start positions and loss mask.
 
     Args:
         starts: name of the file of starts.
@@ -277,7 +277,7 @@ class Corpus:
         eod: id of the end-of-document token; None if there is none.
         tokenizer_file: tokenizer.json of the tokens, if it is known.
         remedy: how to replace a damaged file, as the end of a sentence.
-        rule: how its text became tokens.
+        rule: rule that turned its text into tokens.
         loss_mask: uint8 [N], 1 where a token counts for the loss; None for plain text, where all count.
         template: chat template of its conversations, if it is known.
         checksums: recorded checksums of its files by name, as far as they are kept.
@@ -365,7 +365,7 @@ _BLOCK: Final = 8 << 20
 
 
 def checksum_of_tokens(tokens: TokenArray, dtype: str, advance: Callable[[int], None] = lambda size: None) -> str:
-    """Compute the checksum of tokens as they are stored in a type. Raises UserError if their file cannot be read.
+    """Compute the checksum of tokens as stored in a type. Raises UserError if their file cannot be read.
 
     Args:
         tokens: [N].

@@ -70,7 +70,7 @@ class Dataset:
 
     @property
     def rule(self) -> TextRule:
-        """Rule by which the text of all sources became tokens."""
+        """Rule that turned the text of all sources into tokens."""
         rules = [source.data.rule for source in self.sources]
         return next((rule for rule in rules if not rule.is_assumed), rules[0])
 

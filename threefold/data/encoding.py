@@ -43,11 +43,11 @@ class DocumentEncoder:
 
     A text becomes its tokens and the end-of-document token, which all count for the loss. In a pair, the completion and
     the end-of-document token after it count. A conversation becomes the text that the chat template renders, with no
-    token added; what the assistant would generate counts. That is what the template puts into `{% generation %}`
-    blocks. Without such blocks it is, for each answer, the difference between the conversation including the answer and
-    the conversation before it with the generation prompt, up to the token that ends the turn.
+    token added; the tokens that the assistant would generate count. These are the tokens that the template puts into
+    `{% generation %}` blocks. Without such blocks, they are the difference, for each answer, between the conversation
+    including the answer and the conversation before it with the generation prompt, up to the token that ends the turn.
 
-    If special tokens are taken as text, those that the template writes still become tokens, and those that a message
+    If special tokens are treated as text, those that the template writes still become tokens, and those that a message
     spells are text.
 
     Args:
@@ -79,7 +79,7 @@ class DocumentEncoder:
         return EncodedDocument(ids + end, _within(spans, [(prompt, len(whole))]) + [True] * len(end))
 
     def prompt(self, messages: Sequence[Message], where: str) -> list[int]:
-        """Encode a conversation that the assistant is to continue. Raises like `encode`."""
+        """Encode a conversation for the assistant to continue. Raises like `encode`."""
         return self._tokens(self._required(where).render(self._marked(messages), where, prompted=True).text)[0]
 
     def end_of_turn(self) -> int | None:
@@ -100,7 +100,7 @@ class DocumentEncoder:
         ids, spans = self._tokens(rendered.text)
 
         def length(number: int, given: int, prompts: tuple[bool, ...], least: int = -1) -> int:
-            """Return how much of the text the first `given` messages make, to locate the answer in one of them."""
+            """Return the length of the text of the first `given` messages, to locate the answer in one of them."""
             texts = [renderer.render(messages[:given], chat.where, chat.tools, prompted).text for prompted in prompts]
             common = os.path.commonprefix(texts)  # noqa: RUF071 (of characters)
             if not rendered.text.startswith(common) or len(common) <= least:
@@ -149,7 +149,7 @@ class DocumentEncoder:
         return self._renderer
 
     def _marked(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Return the messages with special tokens enclosed in marks, if they are to be text."""
+        """Return the messages with special tokens enclosed in marks, if special tokens are treated as text."""
         if self.text.rule.special_tokens == "parse" or not self._specials:
             return [dict(message) for message in messages]
 
@@ -224,7 +224,7 @@ class EncodedBatch:
 
 
 def encode_documents(documents: Iterable[Document], encoding: EncodingSpec, workers: int) -> Iterator[EncodedBatch]:
-    """Encode documents in batches, in order; with one worker in this process, else in processes of their own.
+    """Encode documents in batches, in order; with one worker in this process, otherwise in worker processes.
 
     Raises:
         UserError: a worker was killed, or a conversation cannot be encoded.

@@ -117,7 +117,8 @@ class Loader:
         return isinstance(self.train, NestedSamples)
 
     def batch(self, step: int, following: int | None = None) -> Any:
-        """Return the training batch of `step`, whatever was read before. Raises UserError if token files are damaged.
+        """Return the training batch of `step`, independently of earlier reads. Raises UserError if token files are
+        damaged.
 
         Args:
             step: number of the step, from 0.
@@ -176,9 +177,9 @@ class Loader:
 
         `of` gives the samples of a single part to evaluate; None evaluates all.
 
-        Every rank yields the same number of batches. The last one is filled up with rows whose labels are all -100, so
-        that a loss weighted by valid tokens is the mean over the split, and no rank waits for one that has finished. A
-        batch of nestings of tensors is filled up with the first samples, which then count twice.
+        Every rank yields the same number of batches. The last one is filled up with rows whose labels are all -100. A
+        loss weighted by valid tokens is therefore the mean over the split, and no rank waits for one that has finished.
+        A batch of nestings of tensors is filled up with the first samples, which then count twice.
 
         Raises:
             UserError: the token files are damaged.

@@ -100,7 +100,7 @@ class PackedSamples(SingleCorpus):
 
 
 class Runs:
-    """Runs of consecutive numbers end to end: a function from places in this stream to the numbers there.
+    """Runs of consecutive numbers, concatenated into a stream: maps positions in the stream to the numbers there.
 
     Args:
         bounds: int64 [runs, 2], first number of each run, and one past its last.
@@ -143,12 +143,12 @@ class PackedConversations(SingleCorpus):
     rest of a sample is padding, with ignored labels. No label crosses from one document to the next.
 
     A document of more than S + 1 tokens is cut into pieces of S + 1, each beginning with the last token of the previous
-    one, so that every token of the loss mask is a label exactly once; a piece without any is left out.
+    one. So every token of the loss mask is a label exactly once; a piece without any is left out.
 
     Attributes:
         corpus: corpus of the tokens and their mask.
         sequence_length: S, in tokens.
-        counts_all: whether all tokens have labels, instead of those of the loss mask.
+        counts_all: whether all tokens have labels, instead of only those of the loss mask.
         starts, lengths: int64 [pieces], position and length of each piece in the tokens; ordered by sample.
         samples: int64 [samples + 1], first piece of each sample.
         documents_read: number of documents in the split.

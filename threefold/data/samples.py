@@ -259,7 +259,7 @@ class MixedSamples:
 
     @classmethod
     def of(cls, parts: Sequence[MixturePart]) -> "MixedSamples":
-        """Mix parts by their weights, of which only the ratios matter. Raises UserError if a weight is too small."""
+        """Mix parts by their weights; only the ratios of these matter. Raises UserError if a weight is too small."""
         blend = Blend([part.weight for part in parts])
         total = sum(part.weight for part in parts)
         return cls(tuple(MixturePart(part.name, part.samples, part.weight / total) for part in parts), blend)
@@ -319,7 +319,7 @@ class MixedSamples:
     def _gathered(
         self, indices: Int64Array, read: Callable[[Samples, Int64Array], Int64Array], dim: int = 0
     ) -> Int64Array:
-        """Return what `read` does for the samples of each corpus, in the order of `indices` along `dim`."""
+        """Return the results of `read` for the samples of each corpus, in the order of `indices` along `dim`."""
         divided, back = self._divided(indices)
         return np.concatenate([read(samples, own) for samples, own in divided], dim).take(back, dim)
 

@@ -1,4 +1,4 @@
-"""Input files of text: JSON lines, plain text and parquet, also compressed, as documents."""
+"""Input files of text, read as documents: JSON lines, plain text and parquet, compressed or not."""
 
 import gzip
 import hashlib
@@ -287,7 +287,7 @@ def _explained(path: Path) -> Iterator[None]:
 class _ZstdFile(io.RawIOBase):
     """Content of a zstd file with any number of frames.
 
-    Truncation is an error here, while the library's own `stream_reader` takes it for the end.
+    Truncation is an error here, whereas the library's own `stream_reader` treats it as the end.
     """
 
     def __init__(self, file: io.BufferedReader) -> None:

@@ -48,7 +48,7 @@ def beginning_of(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 class TextEncoder:
-    """Tokenizer with a rule. It takes over the tokenizer: truncation and padding are switched off."""
+    """Tokenizer with a rule. It takes ownership of the tokenizer: truncation and padding are switched off."""
 
     def __init__(self, tokenizer: Tokenizer, rule: TextRule) -> None:
         tokenizer.no_truncation()

@@ -124,7 +124,7 @@ def _export(request: Export, choice: SelectedCheckpoint, progress: Progress) -> 
     for weight in () if kind is None else kind.weights(config.model, {name: stored[name][0] for name in names}):
         weights[weight.name].append(weight)
     chosen = DTYPES[request.dtype or config.precision.dtype] if request.dtype or checkpoint.step else None
-    # A buffer of an own model that holds integers keeps its dtype.
+    # An integer buffer of a user's own model keeps its dtype.
     dtypes = {name: chosen if chosen and dtype.is_floating_point else dtype for name, (_, dtype) in stored.items()}
     planned = {
         tensor: StoredTensor(shape, dtypes[name])

@@ -162,7 +162,7 @@ def generate_tokens(
         seen[text] += 1
     rows = min(request.batch_size, len(waiting))
     longest = max((len(prompt) for prompt in prompts), default=0) + request.max_new_tokens
-    # Nothing says which modules of a user's own model look at other positions, so it runs without a cache.
+    # It is unknown which modules of a user's own model look at other positions, so it runs without a cache.
     keeping = nullcontext() if model.trained.is_own else caching(model.stage, rows, min(model.context, longest))
     with keeping as cache:
         active = [waiting.popleft() for _ in range(rows)]

@@ -39,7 +39,7 @@ from threefold.parallel.pipeline.partition import StageMap, partition_by_cost
 from threefold.parallel.pipeline.stage import Stage, whole_parameters
 
 _WORTH_THREADS = 10_000_000
-"""Parameter count from which one token is enough work for several threads; they slow down smaller models."""
+"""Parameter count at which one token becomes enough work for several threads, which slow down smaller models."""
 
 
 @dataclass(frozen=True)
@@ -391,7 +391,7 @@ class Cache:
 
 @contextmanager
 def caching(model: nn.Module, rows: int, slots: int) -> Iterator[Cache]:
-    """Give the attention layers of `model` a KV cache within the block.
+    """Equip the attention layers of `model` with a KV cache within the block.
 
     Args:
         model: model or stage, in evaluation mode and not split along the sequence.

@@ -86,7 +86,7 @@ def memory_per_rank(device: Literal["cpu", "cuda"], local_world_size: int) -> in
 def require_memory(config: Config, launched: LaunchedRank | None, own_parameters: tuple[int, int] = (0, 0)) -> None:
     """Check on a CPU that the states of this host's ranks fit into its memory.
 
-    Only weights, gradients and optimizer state count, not what a step needs besides them.
+    Only weights, gradients and optimizer state count, not the further memory that a step needs.
 
     Args:
         config: resolved config.
@@ -115,7 +115,7 @@ def require_memory(config: Config, launched: LaunchedRank | None, own_parameters
 
 
 def _states(config: Config, layout: Layout, first: int, count: int, own_parameters: tuple[int, int]) -> int:
-    """Return the bytes of weights, gradients and optimizer state of some ranks; a lower bound for an own model."""
+    """Return the bytes of weights, gradients and optimizer state of some ranks; a lower bound for a custom model."""
     from threefold.dtypes import DTYPES
     from threefold.planner.model_size import ModelSize, optimizer_states
 

@@ -1,7 +1,7 @@
 """Find the rank of this process under torchrun or Slurm, and meet the other ranks at the store of a rendezvous.
 
 Only this file reads the launchers' environment variables. torch waits for other ranks in native code, where Ctrl-C does
-nothing; here waiting is in slices, so that signals work, and it has a limit.
+nothing; here ranks wait in short slices, so that signals work, and only up to a limit.
 """
 
 import os
@@ -289,7 +289,7 @@ class _Wait:
 def _come(wait: _Wait) -> "Store":
     """Start the store on the rank that hosts it; connect to it on the others.
 
-    A thread does it, as native code may wait forever for an answer.
+    Runs in a thread, because native code may wait forever for an answer.
     """
     import torch.distributed as dist
 

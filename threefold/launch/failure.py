@@ -164,7 +164,7 @@ def is_first_to_report(store: Any) -> bool:
 
 
 def pickled(error: BaseException) -> bytes | None:
-    """Pickle an exception for another process; None if it would not arrive, as with several constructor arguments."""
+    """Pickle an exception for another process; None if unpickling would fail, as with several constructor arguments."""
     try:
         data = pickle.dumps(error)
         pickle.loads(data)

@@ -33,16 +33,16 @@ LOOK: Final = 0.25
 _COUNTED_LOOKS: Final = 4  # looks: if more time passed between two, this process was stopped, and perhaps the ranks too
 _MOST_NAMED = 4  # most ranks that a message lists one by one
 PATIENCE: Final = 4
-"""Number of timeouts that a rank may take until it meets the others (under a launcher it may still prepare its data),
-and for one computation."""
+"""Number of timeouts that a rank may take to meet the others (under a launcher it may still prepare its data), and for
+one computation."""
 COMPUTING_PART: Final = 0.5
-"""A process counts as computing if it worked for this fraction of the time since half of a timeout."""
+"""A process counts as computing if it worked for this fraction of the time since half of a timeout passed."""
 SILENT_PART: Final = 2
-"""A process without a beat for `timeout` divided by this does not run."""
+"""A process without a beat for `timeout` divided by this value is not running."""
 
 
 class Stopwatch:
-    """Measure the seconds between two looks that are `interval` seconds apart, without those of a stopped process."""
+    """Measure the seconds between two looks `interval` seconds apart, excluding time while the process was stopped."""
 
     def __init__(self, interval: float) -> None:
         self._longest, self._looked = _COUNTED_LOOKS * interval, time.monotonic()
@@ -59,7 +59,7 @@ class Hang:
 
     Attributes:
         ranks: hung ranks; in a deadlock, all that wait.
-        error: description of what is wrong with the first one, without its name.
+        error: description of the first rank's problem, without its name.
     """
 
     ranks: tuple[int, ...]
@@ -71,7 +71,7 @@ class _Known:
     """Observations of one rank.
 
     Attributes:
-        place: state as last read; None before there is one.
+        place: state as last read; None before the first read.
         idle: seconds without progress.
         silent: seconds without a beat.
         measured: first and last measurement, each of `idle` and the process's `worked_seconds`.
@@ -120,7 +120,7 @@ class HangWatch:
     Args:
         ranks: number of ranks.
         timeout: seconds without progress after which a rank counts as hung.
-        state: returns the state of a rank's process, where it can be asked.
+        state: returns the state of a rank's process, where available.
         worked: returns the `worked_seconds` of a rank's process.
         delayed: whether states arrive with a delay, so that a stopped rank may have continued since.
     """
@@ -141,7 +141,7 @@ class HangWatch:
 
         Args:
             places: state by rank; None where unknown so far.
-            seconds: time since the last call, without time in which this process itself did not run.
+            seconds: time since the last call, excluding time in which this process itself did not run.
             ended: ranks whose processes have ended.
         """
         known = self._known
@@ -242,8 +242,7 @@ class LostStore:
         Args:
             place: state of this rank.
             exchanges: number of exchanges with the store so far.
-            seconds: time since the last call, without time in which this process itself did not run.
-        """
+            seconds: time since the last call, excluding time in which this process itself did not run."""
         self._known.see(place, seconds)
         self._silent = self._silent + seconds if exchanges == self._exchanges else 0.0
         self._exchanges = exchanges

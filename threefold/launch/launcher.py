@@ -261,7 +261,7 @@ def _claim(run_dir: Path, failure: Failure) -> bool:
 
 @dataclass(frozen=True)
 class InferenceRun:
-    """A trained model, of a checkpoint, and the ranks to run it on."""
+    """A trained model from a checkpoint, and the ranks to run it on."""
 
     trained: "Trained"
     layout: Layout

@@ -50,14 +50,14 @@ from threefold.train.callbacks.base import CallbackFailed
 
 StartMethod = Literal["fork", "spawn"]
 Ownership = Callable[[], AbstractContextManager[object]]
-"""Makes a context that one process enters for all ranks before any starts, and leaves at the end."""
+"""Function that makes a context, which one process enters for all ranks before any starts, and leaves at the end."""
 Again = Callable[[Failure], NextAttempt | None]
-"""Called with the cause of a failure when all ranks have ended; returns the next attempt, or None to end without an
-error. Raises the error that ends the run."""
+"""Function called with the cause of a failure when all ranks have ended. It returns the next attempt, or None to end
+without an error, or raises the error that ends the run."""
 
 LOOPBACK = "127.0.0.1"
 OTHER_FAILURES = 0.5
-"""Seconds to wait after the first failure for those of other ranks, one of which may be the cause."""
+"""Seconds to wait after the first failure for failures of other ranks, one of which may be the cause."""
 KILL_TIMEOUT = 3.0
 """Seconds that a killed rank may take to end."""
 FLUSH_TIMEOUT = 2.0
@@ -268,7 +268,7 @@ def _hang_finder(job: Job, pages: Sequence[Page], pids: Sequence[int]) -> Callab
     It returns the failure of the rank that does not answer, by its page and its process; None if all do. Over NCCL it
     first waits until the other ranks have written their flight recorders.
     """
-    # A page does not tell who computes: native code may keep the thread that beats from running.
+    # A page does not show who computes: native code may keep the thread that beats from running.
     watch = HangWatch(
         len(pids), job.timeout, lambda rank: process_state(pids[rank]), lambda rank, place: worked_seconds(pids[rank])
     )

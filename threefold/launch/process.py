@@ -26,7 +26,7 @@ _FILES_OF_A_RANK: Final = (7, 3)
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread that forked it ends (Linux only).
+    """Ask the kernel to kill this process when the thread that forked it ends (Linux only).
 
     Args:
         parent: process id of the parent, read before forking, as it may have ended since.
@@ -139,7 +139,7 @@ class ProcessState(Enum):
 
 
 def process_state(pid: int) -> ProcessState:
-    """Return the state of a process of this host; `RUNNING` if the system does not tell."""
+    """Return the state of a process of this host; `RUNNING` if the system does not report it."""
     try:
         status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     except (OSError, ValueError):
@@ -153,8 +153,7 @@ def worked_seconds(pid: int) -> float:
     """Return the seconds in which a process of this host and its children ran or waited for a core.
 
     Counts the running time of all threads except those of lower priority (such as one that writes a checkpoint), and
-    the time that main threads waited for a core. A child may be a compiler. 0 if the system does not tell, as for an
-    ended process.
+    the time that main threads waited for a core. A child may be a compiler. 0 if unknown, as for an ended process.
     """
     try:
         fields = _fields(f"/proc/{pid}/stat")
@@ -181,7 +180,7 @@ def _fields(stat: str) -> list[str]:
 
 
 def identify_process(pid: int) -> str:
-    """Return a text that identifies a process among all hosts; empty if the system does not tell."""
+    """Return a text that identifies a process among all hosts; empty if the system has no such text."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/pid")

@@ -149,7 +149,7 @@ class Restarts:
         ranks = Layout.from_config(config.parallel).world_size
         memory = memory_files(ranks) if config.train.max_restarts and config.checkpoint.memory_every else ()
         self._attempt = Attempt(most=config.train.max_restarts, began=began, memory=memory)
-        self._before: tuple[int, str, int] | None = None  # rank, error and last step: two equal ones are no coincidence
+        self._before: tuple[int, str, int] | None = None  # rank, error and last step, compared with the next failure's
 
     def first(self) -> tuple[Any, ...]:
         """Return the rank arguments of the first attempt."""
@@ -176,7 +176,7 @@ class Restarts:
         )
 
     def _follow(self, failure: Failure, message: str) -> None:
-        """Choose the next attempt's layout and record this failure; raise `RankFailed` if the next would fail alike."""
+        """Choose the next attempt's layout and record this failure; raise `RankFailed` if the next would fail too."""
         step = (Goodput.read(self._run_dir / GOODPUT_FILE) or Goodput()).step
         seen, again, layout = (failure.rank, re.sub(r"\d+", "", failure.error), step), self._before, ""
         # The same rank failed twice in a row: its hardware may be broken.

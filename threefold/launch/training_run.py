@@ -303,7 +303,7 @@ class TrainingRun:
         return cast("Stopped | None", ended)
 
     def _options(self) -> dict[str, Any]:
-        """Return what launching ranks needs to know of the config."""
+        """Return the options from the config that launching ranks needs."""
         return {
             "world_size": Layout.from_config(self.config.parallel).world_size,
             "device": "cuda" if self.config.train.device == "cuda" else "cpu",
@@ -436,7 +436,7 @@ def _is_used(run_dir: Path) -> bool:
 def _require_no_checkpoints(run_dir: Path) -> None:
     """Check that a new run finds nothing named like a checkpoint, whatever program wrote it.
 
-    Checkpoints that a run began and did not complete are no loss.
+    Incomplete checkpoints of an interrupted run do not count.
     """
     if newest(run_dir):
         raise UserError(f"{run_dir} already has checkpoints; resume with --resume, or choose another --run-dir.")

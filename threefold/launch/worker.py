@@ -24,7 +24,7 @@ Device = Literal["cpu", "cuda"]
 
 _LONGEST_WAIT: Final = timedelta(days=1)
 """Longest wait of a rank that makes progress, such as one that writes a large checkpoint to a slow disk; heartbeats
-find one that makes none. (Shared-memory waits count milliseconds in 32 bits.)"""
+find one that makes no progress. (Shared-memory waits count milliseconds in 32 bits.)"""
 _WAITS_ON_GPU: Final = 4  # timeouts that an NCCL collective may wait: the training thread is not seen to wait in one
 
 
@@ -35,7 +35,7 @@ def never() -> int:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Rank of a worker and its surroundings: the worker's first argument.
+    """A worker's rank and environment, passed as its first argument.
 
     Attributes:
         rank: 0 to `world_size` - 1.
@@ -91,7 +91,7 @@ class Job:
         return self.device == "cuda" and self.backend == "auto"
 
     def recorder(self, rank: int) -> Callable[[], None]:
-        """Return a function that writes the flight recorder of `rank`, which is kept from now on over NCCL alone."""
+        """Return a function that writes the flight recorder of `rank`; recording starts now, and only over NCCL."""
         from threefold.launch.hang_watch import flight_recorder
 
         return flight_recorder(self.run_dir, rank) if self.over_nccl else lambda: None

@@ -1,1 +1,1 @@
-"""Models as for one device, with a folder for each family, and the rules by which parallelism shards them."""
+"""Single-device models, with a folder for each family, and the rules for sharding them."""

@@ -1,8 +1,8 @@
-"""One description of a model's layers, read off the shapes of their weights and the family's sharding plan.
+"""One description of a model's layers, derived from the shapes of their weights and the family's sharding plan.
 
-Model size, memory, cost, search (`threefold.planner`) and the FLOPs of a step read it, so that no family needs formulas
-of its own: a block of attention and a feed-forward network or mixture of experts is planned as its weights are, and
-any other block is refused in a sentence. Weights and FLOPs are known for every block.
+Model size, memory, cost, search (`threefold.planner`) and the FLOPs of a step use it, so that no family needs formulas
+of its own. A block of attention and a feed-forward network or mixture of experts is planned from its weights; any other
+block is refused with a one-sentence error. Weights and FLOPs are known for every block.
 """
 
 from collections import defaultdict
@@ -53,8 +53,8 @@ class WeightShape(NamedTuple):
 
 @dataclass(frozen=True)
 class Mixture:
-    """Mixture of experts: experts in all, experts per token, and the inner features of one expert and of the shared
-    expert (0 for none)."""
+    """Mixture of experts: total number of experts, experts per token, and the inner features of one expert and of the
+    shared expert (0 for none)."""
 
     count: int
     per_token: int
@@ -75,7 +75,7 @@ class BlockShape:
         activation: activation function of a feed-forward network that is not gated.
         hidden_dropout, attention_dropout: whether their rate is above zero.
         window: sliding attention window in positions; 0 for none.
-        experts: mixture of experts in place of the feed-forward network.
+        experts: mixture of experts, which replaces the feed-forward network.
     """
 
     hidden: int
@@ -134,7 +134,7 @@ class ModelDescription:
     def flops_per_token(self) -> float:
         """FLOPs of a training step per token; attention counts all pairs of positions within its window."""
         counted = 0
-        for number, layer in enumerate(self.plan.layers[1:]):  # the look-up in the first layer is no product
+        for number, layer in enumerate(self.plan.layers[1:]):  # the look-up in the first layer is not a product
             for weight in self.weights[layer]:
                 counted += weight.multiply_adds * (self._config.experts_per_token if weight.is_of_experts else 1)
             seen = min(self._config.window(number) or self._length, self._length)
@@ -212,7 +212,7 @@ class ModelDescription:
         )
 
     def _is_layer_norm(self, name: str) -> bool:
-        """Return whether a norm without bias is a LayerNorm, which its shape does not tell."""
+        """Return whether a norm without bias is a LayerNorm, which its shape does not show."""
         if family_of(self._config).shapes is not None:
             return False
         from torch import nn
@@ -245,7 +245,7 @@ class ModelDescription:
 
 
 def _role(weight: WeightShape) -> str:
-    """Return what a weight of a block does, by its rule and its shape; "unknown" if the planner cannot tell."""
+    """Return the role of a weight in its block, from its rule and its shape; "unknown" if there is none."""
     rule, parts, dims = weight.split, weight.parts, len(weight.shape)
     if (
         dims == 1

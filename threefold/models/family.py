@@ -29,8 +29,8 @@ class Family:
         config: class of its `model` section.
         model: class or function from a resolved config to the single-device model.
         plan: function from a resolved config and the tokens of a sample to the `ModelPlan`.
-        huggingface: tuple of its `HuggingFaceType`s, of which a model is exported as the first that fits; None for a
-            family that is not imported or exported.
+        huggingface: tuple of its `HuggingFaceType`s; a model is exported as the first that fits. None for a family that
+            is not imported or exported.
         shapes: function from a resolved config and the name of a layer to the `Shapes` of its parameters, without
             torch; None if they have to be read from the model on the meta device.
     """

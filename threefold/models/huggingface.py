@@ -154,7 +154,7 @@ _NUMBERS = {key for names in _METHODS.values() for _, key in names} | {"rope_the
 def read_rope(keys: ConfigJson, positions: int) -> dict[str, Any]:
     """Read the settings of rotary positions; raise UserError if a method or a value is unsupported.
 
-    The old spelling is `rope_theta` beside `rope_scaling`, the new one is `rope_parameters` with both. Like
+    The old spelling is `rope_theta` next to `rope_scaling`; the new one is `rope_parameters` with both. Like
     transformers, prefer the old one if a file has both. `positions` is the length of the longest sequence.
     """
     old, new = keys.take("rope_scaling") or {}, keys.take("rope_parameters") or {}
@@ -270,7 +270,7 @@ class WeightMap:
         return sum(source.rows for source in self.sources)
 
     def source_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each tensor in the files, by name; of a stack, without its dim."""
+        """Return the shape of each tensor in the files, by name; for a stack, without the dim of the stack."""
         groups, rest = self.shape[0] // self.group, self.shape[1:]
         rows: dict[str, int] = {}
         for source in self.sources:

@@ -32,7 +32,7 @@ class LossTerm(NamedTuple):
 
 LossValue = Tensor | Mapping[str, Tensor | LossTerm]
 LossFunction = Callable[[Any, Any], LossValue]
-"""A user's `loss(output, batch)` of the model's output for a micro-batch.
+"""A user's function `loss(output, batch)`, called with the model's output for a micro-batch.
 
 It returns a scalar, the mean over the micro-batch's samples; or terms by name, each a `LossTerm` or its sum. In the
 latter case it has a method `counts(batch)` that returns, for each term, the number by which the sum over the global
@@ -155,7 +155,7 @@ class TermSums:
         return torch.stack([sum(each[1:], each[0]) if len(each) else zero for each in self.each(device)])
 
     def each(self, device: torch.device) -> list[Tensor]:
-        """fp64 [micro-batches] each: the numbers that each of `values` is the sum of."""
+        """fp64 [micro-batches] for each of `values`: the numbers that it is the sum of."""
         none = torch.zeros(0, dtype=torch.float64, device=device)
         found = [terms.get(name) for terms in (self.terms, self.weighted) for name in self.counts]
         return [none if each is None else torch.stack(each) for each in found]

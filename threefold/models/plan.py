@@ -43,8 +43,8 @@ class Plan:
         shard: pattern of modules, or of bare parameters or buffers, to the rule that shards them: `Column`, `Row`,
             `Vocab`, `Replicated`, `PerHead`, `Sharded`. Norms, parameters of one element and buffers are `Replicated`
             by default. None for a model that no tensor axis shards.
-        tied: pairs (user, owner) of parameters that share one weight; ties that the model itself makes are found
-            without.
+        tied: pairs (user, owner) of parameters that share one weight; ties that the model itself makes are detected
+            automatically.
         costs: pattern of layers to the cost of running each, in any unit. By default the multiply-adds of its weights.
         recompute: mode of `train.recompute` to the modules that it recomputes. By default `full` recomputes the layers
             that a pattern of `layers` matches, or all layers if there is no pattern.
@@ -198,7 +198,7 @@ def _initial_values(
 
 
 def is_norm(module: "nn.Module") -> bool:
-    """Return whether a module is a norm of torch that every rank can compute alike."""
+    """Return whether a module is one of torch's norms that every rank can compute identically."""
     from torch import nn
 
     return isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm)
@@ -259,7 +259,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:
-    """Return the first names in a row, with the number of the others."""
+    """Return the first names as a list in text, with the number of the others."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 

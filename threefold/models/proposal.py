@@ -113,7 +113,7 @@ def is_of_torch(module: nn.Module) -> bool:
 
 
 def _opaque(model: nn.Module) -> Iterator[str]:
-    """Yield the prefixes of names inside torch modules with parameters of their own, such as `nn.MultiheadAttention`.
+    """Yield the prefixes of names inside torch modules with their own parameters, such as `nn.MultiheadAttention`.
 
     Such modules compute with their submodules' weights directly.
     """
@@ -125,7 +125,7 @@ def _opaque(model: nn.Module) -> Iterator[str]:
 def _of_bare(module: nn.Module, shape: tuple[int, ...]) -> tuple[Split, str]:
     """Return the rule of a bare parameter, with the reason if it is undecided.
 
-    It is sharded along a dim that counts the heads, or the features, of a sharded layer beside it.
+    It is sharded along a dim that counts the heads, or the features, of a sharded layer next to it.
     """
     linear = {name: each for name, each in module.named_children() if isinstance(each, nn.Linear)}
     columns = {name: each for name, each in linear.items() if name in _COLUMN and linear.keys() & _ROW}

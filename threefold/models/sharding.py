@@ -270,7 +270,7 @@ def _of_tensor_axis(unit: Unit | None, heads: int) -> Mapping[str, Unit]:
 
 @dataclass(frozen=True)
 class Vocab(Split):
-    """Embedding table whose rows are sharded, or linear layer to logits that is sharded alike and gathers its output.
+    """Embedding table with sharded rows, or linear layer to logits that is sharded the same way and gathers its output.
 
     The rows may be cut anywhere.
     """
@@ -311,12 +311,12 @@ class OverSequence(Split):
 
 @dataclass(frozen=True)
 class Replicated(Split):
-    """Module that every rank holds whole, to compute the same result, or that of its shard of the sequence."""
+    """Module that is whole on every rank, to compute the same result, or the result for its shard of the sequence."""
 
 
 @dataclass(frozen=True)
 class PerHead(Split):
-    """Module that every tensor rank holds whole and applies only to its own heads, such as QK-norm.
+    """Module that is whole on every tensor rank, which applies it only to its own heads, such as QK-norm.
 
     Each rank has a partial gradient of its weights; the partial gradients are summed over the tensor axis.
     """
@@ -410,7 +410,7 @@ class ModelPlan:
         return None if found is None else self.split[found]
 
     def is_bare(self, parameter: str) -> bool:
-        """Return whether a parameter has a rule of its own."""
+        """Return whether a parameter has its own rule."""
         return bool(self.bare) and Patterns(self.bare).naming(parameter) is not None
 
     def is_hidden_matrix(self, name: str, dims: int) -> bool:
@@ -443,7 +443,7 @@ class ModelPlan:
         return min(fitting, key=lambda number: (abs(number - size), number))
 
     def has_partial_gradient(self, name: str) -> bool:
-        """Return whether each tensor rank has only a partial gradient of a parameter that it holds whole."""
+        """Return whether a parameter is whole on each tensor rank, with only a partial gradient."""
         return isinstance(self.split_of(name), PerHead)
 
     def tied_groups(self) -> list[tuple[str, ...]]:

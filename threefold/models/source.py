@@ -164,7 +164,7 @@ class ModelSource(ABC):
         return config
 
     def files(self, config: Config) -> tuple[Path, ...]:
-        """Return the known Python files of an own model and its loss; empty if there are none."""
+        """Return the known Python files of a user's own model and its loss; empty if there are none."""
         return ()
 
 
@@ -390,7 +390,7 @@ def as_source(
 
 
 def file_source(config: ModelConfig) -> FileSource:
-    """Return the source of an own model's file; raise UserError if `model.file` is not set or does not exist."""
+    """Return the source for a custom model's file; raise UserError if `model.file` is not set or does not exist."""
     if not config.file:
         raise UserError(
             "model.file is not set, as the model was given to Python as an object; name its file, as in --model "

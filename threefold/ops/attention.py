@@ -1,4 +1,4 @@
-"""Causal attention of the last positions of a sequence, also within a sliding window and within documents.
+"""Causal attention of the last positions of a sequence, optionally within a sliding window and within documents.
 
 Without either, torch's kernels or plain products compute it (`ops.kernels`); otherwise `ops.tiles`.
 """

@@ -1,4 +1,4 @@
-"""Arithmetic of exact runs: sums in one order, and kernels whose bits depend on no shape that a layout decides.
+"""Arithmetic of exact runs: sums in a fixed order, and kernels whose bits depend on no shape that a layout decides.
 
 A floating-point sum depends on the order of its additions, and a layout decides which rank adds what. An exact run
 therefore cuts every sum that a layout may cut into *pieces* that are the same in every layout, and adds the pieces in
@@ -7,22 +7,22 @@ subtree of its own pieces; ranks then add their roots in the same tree, so every
 wherever it is made.
 
 Elementwise functions are a second trap: torch computes the last elements of a tensor, or of a thread's part of it, with
-other instructions than the rest, and the sigmoid, SiLU and GELU then differ in the last bit. `ops.exact_functions`
-gives every thread whole vectors. `ops.exact_products` has the products, `ops.exact_attention` has attention, and
-`ops.exact_arithmetic` replaces torch's functions.
+other instructions than the rest. The sigmoid, SiLU and GELU then differ in the last bit. `ops.exact_functions` gives
+every thread whole vectors. `ops.exact_products` implements the products, `ops.exact_attention` implements attention,
+and `ops.exact_arithmetic` replaces torch's functions.
 
-What these functions trust on a CPU, in fp32, is shown by `tests/ops/test_exact.py`, over odd sizes, cuts, offsets and
-1, 2 and 4 threads:
+`tests/ops/test_exact.py` verifies what these functions rely on for a CPU in fp32, over odd sizes, cuts, offsets and 1,
+2 and 4 threads:
 
-- oneDNN's products of dense matrices with two rows and columns at least (`test_products`). MKL's differ: with the
-  number of matrices in a batch, with threads where it computes one, and with alignment; so do torch's `@`, `baddbmm`
-  and `F.scaled_dot_product_attention`, which call it (`test_torchs_attention_depends_on_heads_or_threads`). Of MKL's,
-  batches of whole vectors are used where a trial has shown that they have oneDNN's bits (`ops.exact_products`).
+- oneDNN's products of dense matrices with at least two rows and columns (`test_products`). MKL's differ with the number
+  of matrices in a batch, with threads where it computes one, and with alignment; so do torch's `@`, `baddbmm` and
+  `F.scaled_dot_product_attention`, which call it (`test_torchs_attention_depends_on_heads_or_threads`). MKL's batches
+  of whole vectors are used only where a trial has shown that they have oneDNN's bits (`ops.exact_products`).
 - torch's arithmetic of elements, square roots, reciprocals, `exp`, `tanh` and `erf` (`test_elementwise`); not its
   `sigmoid`, SiLU and GELU.
 - torch's `amax`, softmax and sums over a contiguous last dim of several rows (`test_rows`); not the backward pass of
   softmax, nor sums of a whole tensor or over the rows.
-- of the backward pass of a layer norm, the gradient of its input (`test_norms_are_the_tree_over_ranks`).
+- the gradient of a layer norm's input in its backward pass (`test_norms_are_the_tree_over_ranks`).
 """
 
 from collections.abc import Callable, Sequence
@@ -143,7 +143,7 @@ def _runs_summed(x: Tensor, runs: int) -> Tensor:
 
 
 _ADDED_AT_ONCE: Final = 128
-"""Most rows that are added to others at once: their sum stays in the cache."""
+"""Maximum number of rows that are added to others at once: their sum stays in the cache."""
 
 
 class Pieces(NamedTuple):
@@ -151,7 +151,7 @@ class Pieces(NamedTuple):
 
     Attributes:
         features: pieces of the features of a tensor-parallel layer.
-        rows: sum of the rows of a sequence, as it lies between tensor-parallel layers.
+        rows: sum of the rows of a sequence, as sharded between tensor-parallel layers.
         all_rows: sum of the rows of a sequence that this rank holds whole.
         heads: sum of the rows of this rank's heads, one head after another, for weights that all heads share.
     """

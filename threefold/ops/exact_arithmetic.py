@@ -16,7 +16,7 @@ class ExactArithmetic(TorchFunctionMode):
     """Replaces torch's functions by those of exact runs, while it is entered: for forward passes and recomputations.
 
     Args:
-        rows: sum of the rows of a sequence, as it lies between tensor-parallel layers.
+        rows: sum of the rows of a sequence, as sharded between tensor-parallel layers.
         over_context: sums a scalar over the ranks that share a sequence's tokens, in a tree, and leaves its gradient
             as it is; None if this rank has all tokens.
     """

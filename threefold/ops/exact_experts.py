@@ -1,8 +1,9 @@
 """Experts of exact runs: products of each expert's rows of one sample, and the weighted sum of a token's outputs.
 
-A micro-batch of an exact run is one sample. Its rows of an expert are in the order of its tokens, and their product is
-one of its own, whichever rank computes it beside those of other samples. So an expert's gradient of a sample has the
-same bits in every layout; those of samples that arrive from several ranks at once are handed on apart.
+A micro-batch of an exact run is one sample. Its rows of an expert are in the order of its tokens, and they have a
+product of their own, whichever rank computes it alongside those of other samples. So an expert's gradient for a sample
+has the same bits in every layout; gradients for samples that arrive from several ranks at once are passed on
+separately.
 """
 
 from collections.abc import Callable
@@ -19,19 +20,19 @@ from threefold.ops.kernels import GradientStore, gradient_store
 from threefold.torch_private.runtime import UninterceptedFunction
 
 AddGradient = Callable[[Tensor], None]
-"""Adds the gradients of a weight, of all senders: [senders, …]."""
+"""Function that adds a weight's gradients from all senders, [senders, …]."""
 
 
 def grouped_linear(
     x: Tensor, weight: Tensor, counts: list[int], inner: int = 1, outer: int = 1, add: AddGradient | None = None
 ) -> Tensor:
-    """Apply a linear layer of its own to each group of rows: [n, out].
+    """Apply a separate linear layer to each group of rows: [n, out].
 
     Like `kernels.linear`, it defers the gradient of a `DeferrableWeight` whose store is open: that of all senders if
     there are several.
 
     Args:
-        x: [n, in], sorted by sender (a rank with a sample of its own), then expert.
+        x: [n, in], sorted by sender (a rank with its own sample), then expert.
         weight: [experts, out, in].
         counts: number of rows of each group, a multiple of the number of experts.
         inner, outer: pieces of the sums over the input and the output features, as for `exact.linear`.
@@ -79,7 +80,7 @@ class _GroupedLinear(UninterceptedFunction):
 
 
 def _of_senders(x: Tensor, grad: Tensor, counts: list[int], experts: int) -> Tensor:
-    """Return the weight's gradient of the only sender, or those of all [senders, …]."""
+    """Return the weight's gradient from the only sender, or the gradients from all, [senders, …]."""
     groups = zip(x.split(counts), grad.split(counts), strict=True)
     found = torch.stack([product(upper.t(), rows.t()) for rows, upper in groups])
     return found if len(found) == experts else found.unflatten(0, (-1, experts))

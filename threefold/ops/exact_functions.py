@@ -14,10 +14,10 @@ from threefold.ops.exact import last_dim_summed, widened
 from threefold.torch_private.runtime import UninterceptedFunction, gelu_gradient, sigmoid_gradient, silu_gradient
 
 _VECTORS: Final = 64
-"""Most elements that torch computes together on a CPU: two vectors of the narrowest dtype. What is left over at the end
-of a thread's part it computes one by one, with other bits."""
+"""Maximum number of elements that torch computes together on a CPU: two vectors of the narrowest dtype. It computes the
+rest of a thread's part one by one, with different bits."""
 _PART: Final = 1 << 15
-"""Fewest elements of a thread's part in most functions; GELU divides a large tensor among all threads."""
+"""Minimum number of elements of a thread's part in most functions; GELU divides a large tensor among all threads."""
 
 
 def _whole_vectors(x: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class _LogSumExp(UninterceptedFunction):
 
 
 class _Softmax(UninterceptedFunction):
-    """Softmax whose rows are computed alike whatever their number, which torch's backward pass does not promise."""
+    """Softmax whose rows do not depend on the number of rows, which torch's backward pass does not guarantee."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from threefold.torch_private.tensors import onednn_linear
 def tree_sum(parts: Iterable[Tensor]) -> Tensor:
     """Sum tensors of one shape in a balanced binary tree, in place in the first of each pair.
 
-    At most ⌈log₂ n⌉ + 1 of n tensors are alive at once if `parts` makes them one by one. Where n is no power of two,
+    At most ⌈log₂ n⌉ + 1 of n tensors are alive at once if `parts` makes them one by one. If n is not a power of two,
     the subtrees that are left over are added from the last to the first.
 
     Example:
@@ -61,8 +61,8 @@ def product(a: Tensor, b: Tensor, pieces: int = 1) -> Tensor:
 
 
 _SMALL: Final = 1 << 20
-"""Most elements of the pieces of a product that are computed together: fewer leave one of them no work for two threads,
-and more leave the cache."""
+"""Maximum number of elements of the pieces of a product that are computed together. Fewer leave a piece too little work
+for two threads; more do not fit the cache."""
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ _CHAIN: Final = 128
 """Longest sum of a batch of products in fp32: up to about this length, the kernels of MKL and oneDNN add up the terms
 one by one in their order, so that their bits are the same."""
 _VECTOR: Final = 16
-"""Elements of a vector, or several vectors: sizes that are no multiples of it have other bits at their ends."""
+"""Elements of a vector, or several vectors: sizes that are not multiples of it have different bits at their ends."""
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def _batch_of_products(a: Tensor, b: Tensor) -> Tensor | None:
     """Compute `a @ b.mT` as a batch by torch, of whole vectors; None unless it has the bits of single products."""
     if not _onednn_computes(a, b):
         return None
-    if a.untyped_storage().device.type == "meta":  # of a dry run, in which there are no bits
+    if a.untyped_storage().device.type == "meta":  # in a dry run, where there are no bits
         return torch.bmm(a, b.mT)
     batch = _batch(*_in_memory(a), *_in_memory(b), a.dtype, torch.get_num_threads())
     if batch is None:
@@ -181,8 +181,8 @@ def _whole_product(a: Tensor, b: Tensor) -> Tensor:
         return tiled_product(a, b)
     if not _onednn_computes(a, b):
         return F.linear(a, b)
-    # oneDNN, also where MKL is faster, whose bits depend on the number of rows. A product with a single row or column
-    # is a kernel of its own, with bits of its own, as are strided views, for which oneDNN is a thousand times slower.
+    # oneDNN even where MKL is faster, because MKL's bits depend on the number of rows. A product with a single row or
+    # column uses another kernel, with different bits, as do strided views, for which oneDNN is a thousand times slower.
     rows, columns = a.shape[0], b.shape[0]
     if rows == 1 or columns == 1:
         a, b = (x.expand(2, -1) if len(x) == 1 else x for x in (a, b))

@@ -5,8 +5,8 @@ Micikevicius et al., arXiv 2209.05433), each row along the summed dim with a sca
 weight's gradient, which adds up over all tokens, stays in the dtype of the computation. Nothing is remembered from step
 to step, so there is no state to save.
 
-A scale is a power of two, as in DeepSeek-V3 (arXiv 2412.19437, section 3.3). A number is therefore rounded alike
-whatever the rest of its row holds, unless it is below 2⁻¹³ of the row's largest. So rows that tensor
+A scale is a power of two, as in DeepSeek-V3 (arXiv 2412.19437, section 3.3). A number is therefore rounded in the same
+way for any content of the rest of its row, unless it is below 2⁻¹³ of the row's largest. So rows that tensor
 parallelism cuts, each with a scale for its own part, are rounded as whole ones: the layout stays a performance choice.
 """
 

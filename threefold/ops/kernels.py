@@ -228,7 +228,7 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        flat = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])  # -1 is no number of rows of no features
+        flat = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])  # -1 is ambiguous without features
         wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
         leaf, bias = ctx.leaves
         return (

@@ -3,8 +3,8 @@
 A function of torch that a user's model calls is one of three kinds:
 
 - replaced, by one of `ops.exact` or `ops.own_functions`;
-- known, as the bits of its results and of its gradients depend neither on the size and place of what is beside an
-  element nor on threads. `tests/ops/test_own_arithmetic.py` shows it for arithmetic of elements; views, copies and
+- known: the bits of its results and of its gradients depend neither on threads nor on the size and position of the
+  elements beside an element. `tests/ops/test_own_arithmetic.py` shows it for arithmetic of elements; views, copies and
   indexing compute nothing. Operands of other shapes are expanded first, as the gradient of a repeated one is a sum;
 - any other. It runs as torch has it, and its name is kept for the run's report.
 
@@ -25,7 +25,7 @@ from threefold.ops.exact_arithmetic import ExactArithmetic
 
 
 class UnknownCalls:
-    """Names of what the passes of a model call without being known to be exact."""
+    """Names of functions that a model's passes call and that are not known to be exact."""
 
     def __init__(self) -> None:
         self._names: dict[str, bool] = {}
@@ -75,7 +75,7 @@ def _functions(nodes: list[Any]) -> Iterator[type]:
 
 
 class OwnArithmetic(ExactArithmetic):
-    """`ExactArithmetic` that also replaces what a user's code calls, and notes what is not known to be exact.
+    """`ExactArithmetic` that also replaces functions called by a user's code, and records those not known to be exact.
 
     Args:
         rows: sum of the rows of a sequence, as for `ExactArithmetic`.
@@ -120,7 +120,7 @@ _WRAPPERS: Final = (
     *("torch.overrides", "torch.nn.functional", "torch.functional", "torch._tensor", "torch._ops"),
     *("torch.distributed", "torch.autograd.profiler"),
 )
-"""Modules of torch that call its functions for whoever called them."""
+"""Modules of torch that call its functions on behalf of their callers."""
 _NOT_OURS: Final = (
     "threefold.models.layers",
     "threefold.ops.kernels",
@@ -361,7 +361,7 @@ ELEMENTWISE: Final = (
     "maximum minimum mul nan_to_num neg reciprocal relu relu6 remainder round sign sin sinc softshrink softsign sqrt "
     "square sub tan tanh tanhshrink trunc where xlogy"
 )
-"""Functions of elements with the same bits whatever is beside an element, and whatever thread computes it."""
+"""Elementwise functions whose bits depend neither on the elements beside an element nor on the thread."""
 
 _ELEMENTWISE: Final = frozenset(ELEMENTWISE.split())
 

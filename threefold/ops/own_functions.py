@@ -1,7 +1,7 @@
 """Torch's functions that a user's own model calls, in the arithmetic of exact runs (`ops.exact`).
 
-Each computes what torch's function of its name computes, by operations whose bits depend on no shape that a layout
-decides: products of oneDNN, sums in a tree, and arithmetic of elements. Arguments that none of them treats are left to
+Each computes the same as torch's function of the same name, by operations whose bits depend on no shape that a layout
+decides: products of oneDNN, sums in a tree, and arithmetic of elements. Arguments that none of them handles are left to
 torch's own (`ops.own_arithmetic`).
 """
 
@@ -72,7 +72,7 @@ class _Total(torch.autograd.Function):
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Compute `a @ b`, also of vectors and of batches of matrices."""
+    """Compute `a @ b` of vectors, matrices or batches of matrices."""
     if a.dim() == 1:
         return matmul(a.unsqueeze(0), b).squeeze(-2)
     if b.dim() == 1:

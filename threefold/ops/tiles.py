@@ -1,6 +1,6 @@
-"""Causal attention of which only the nonzero parts are computed, if a window or documents hide keys.
+"""Causal attention that computes only the nonzero parts, if a window or documents hide keys.
 
-They are computed tile by tile, and recomputed in the backward pass (FlashAttention, arXiv 2205.14135): neither the
+The parts are computed tile by tile, and recomputed in the backward pass (FlashAttention, arXiv 2205.14135): neither the
 attention matrix nor a mask of its size ever exists. On a GPU, torch's fused kernel for sequences of different lengths
 does the same (`varlen_attention`). Compiled code calls all of it as one operator, because the tiles depend on the
 documents, which differ from batch to batch.
@@ -22,12 +22,12 @@ from threefold.torch_private.runtime import cpu_attention, cpu_attention_backwar
 
 Ids: TypeAlias = npt.NDArray[np.int64]
 _LONGEST_QUERIES: Final = 256
-"""Most queries of a tile bounded by a window, or with keys before its first query: more of them mask a larger part of
-the tile, fewer make a call compute too little."""
+"""Maximum number of queries in a tile bounded by a window, or with keys before its first query: with more, a larger
+part of the tile is masked; with fewer, a call computes too little."""
 
 
 _SHORTEST_QUERIES: Final = 64
-"""Most queries for which neighboring documents share a tile, and fewest queries of a tile of a small window."""
+"""Maximum number of queries for which neighboring documents share a tile, and minimum for a tile of a small window."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,8 @@ def tiles(rows: int, queries: range, keys: range, mask: AttentionMask, longest: 
         rows: B.
         queries, keys: local positions of the sequence.
         mask: attention mask.
-        longest: most queries of a tile that is only causal; None for no limit, as fused kernels skip masked blocks.
+        longest: maximum number of queries in a tile that is only causal; None for no limit, as fused kernels skip
+            masked blocks.
     """
     if mask.documents is None:
         whole = np.array([0, max(queries.stop, keys.stop)])
@@ -204,8 +205,8 @@ def tile_inputs(
         q: [B, Q, heads, d].
         k, v: [B, K, key-value heads, d].
         mask: attention mask.
-        shortest_fused: fewest keys of a tile for a fused kernel, whose tiles may be long and need no bias if causal;
-            None without a fused kernel.
+        shortest_fused: minimum number of keys of a tile for a fused kernel, whose tiles may be long and need no bias if
+            causal; None without a fused kernel.
     """
     first, end = k.shape[1] - q.shape[1], k.shape[1]
     alike: dict[tuple[int, int, int], Tensor] = {}
@@ -383,7 +384,7 @@ def _inputs(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Iterator[Ti
 
 
 def _shortest_fused(x: Tensor) -> int | None:
-    """Return the fewest keys of a tile for torch's fused kernel; None on a GPU, where none takes tiles."""
+    """Return the minimum number of keys of a tile for torch's fused kernel; None on a GPU, where none takes tiles."""
     if x.device.type != "cpu":
         return None
     return _LONGEST_PLAIN + 1 if x.dtype == torch.bfloat16 else 0

@@ -26,9 +26,9 @@ from threefold.random.rng import Positions, Slice
 class SequenceCut:
     """Positions of every sequence that one rank holds; implements `Positions` for the sequence dim.
 
-    Context parallelism cuts the sequence into 2·cp chunks, and rank i takes the i-th and the i-th from the end, so that
-    causal attention is the same work for all (Llama 3, arXiv 2407.21783, section 3.3.2). Sequence parallelism cuts each
-    rank's part into tp consecutive shards.
+    Context parallelism cuts the sequence into 2·cp chunks. Rank i takes the i-th and the i-th from the end, so that
+    causal attention is the same amount of work for all ranks (Llama 3, arXiv 2407.21783, section 3.3.2). Sequence
+    parallelism cuts each rank's part into tp consecutive shards.
 
     Attributes:
         cp, cp_index: size of the context axis, and this rank's index.
@@ -56,7 +56,7 @@ class SequenceCut:
         return replace(self, tp=1, tp_index=0)
 
     def whole(self, size: int) -> int:
-        """Return the length of a sequence of which a rank holds `size` positions."""
+        """Return the length of a sequence if a rank holds `size` of its positions."""
         return size * self.shares
 
     def indices(self, size: int, device: torch.device) -> Tensor:
@@ -84,7 +84,7 @@ def chunk_length(positions: int) -> int:
 
 @dataclass(frozen=True)
 class ShardingContext:
-    """Mesh axes that parallel layers are made for, and this rank's place on them.
+    """Mesh axes that parallel layers are made for, and this rank's coordinates on them.
 
     Attributes:
         ep: replicas that share the experts.
@@ -137,7 +137,7 @@ class ShardingContext:
         return Pieces(features, shares, whole, RowSum(features, over_tp, context))
 
     def pieces_of(self, count: int) -> Pieces | None:
-        """Return the pieces of a layer whose features are `count` units, of which each tensor rank has equally many."""
+        """Return the pieces of a layer whose features are `count` units, divided equally among the tensor ranks."""
         if self.grain is None or self.pieces is None:
             return None
         return self.pieces._replace(features=gcd(self.grain.tensor, count) // self.tp.size)

@@ -1,7 +1,7 @@
 """Attention of exact runs whose grain has several context pieces, with the bits of one process on any number of ranks.
 
-The queries of each chunk attend apart, as they do where a rank holds two chunks alone: so no tile of attention crosses
-the bounds of chunks. The gradients of keys and values are summed over the two chunks of a context piece, then over the
+The queries of each chunk attend separately, as on a rank that holds only two chunks, so no tile of attention crosses
+the bounds of a chunk. The gradients of keys and values are summed over the two chunks of a context piece, then over the
 pieces in a tree, whose upper part is over the context ranks.
 """
 

@@ -50,8 +50,8 @@ class ParallelExperts(nn.Module):
     """`Experts` sharded over the expert axis, with each expert split over the tensor axis.
 
     Attributes:
-        adds: parameter's name → what takes its gradients of the samples of all expert ranks, which an exact run sums
-            apart; empty for any other run.
+        adds: parameter name → function that takes the parameter's gradients for the samples of all expert ranks, which
+            an exact run sums separately; empty for any other run.
     """
 
     gate_up: nn.Parameter
@@ -67,7 +67,7 @@ class ParallelExperts(nn.Module):
             self.register_parameter(name, split_parameter(weight, *cuts, (context.tp, inner)))
 
     def hand_gradients_to(self, gradients: Gradients) -> None:
-        """Have the backward pass add the gradients of all expert ranks' samples to `gradients`, apart."""
+        """Make the backward pass add the gradients for each expert rank's samples to `gradients` separately."""
         leaves = {name: local(stored(parameter)) for name, parameter in self.named_parameters()}
         self.adds = {name: partial(gradients.add_, leaf) for name, leaf in leaves.items()}
 

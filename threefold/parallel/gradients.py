@@ -23,7 +23,7 @@ BUCKET_BYTES = 25 << 20
 class _Place:
     """A leaf's part of a bucket; longer than the leaf, by `gap`, if another tensor rank has a longer shard.
 
-    `view` has the leaf's shape; `is_set` says whether it holds a gradient of this step, rather than an old value.
+    `view` has the leaf's shape; `is_set` is whether it holds a gradient of this step, rather than an old value.
     """
 
     def __init__(self, flat: Tensor, leaf: Tensor) -> None:
@@ -90,7 +90,7 @@ class LeafOrder:
     def over_context(self, gradient: Tensor) -> Tensor:
         """Sum a leaf's gradient over the context ranks in a tree; each keeps a share of the sum, and zeros elsewhere.
 
-        Collective over these ranks. The sum over replicas, which context ranks are among, puts the shares together.
+        Collective over these ranks. The sum over replicas, which include the context ranks, puts the shares together.
         """
         axis = self._context
         if axis is None or axis.size == 1:
@@ -105,7 +105,7 @@ class LeafOrder:
 
 
 class GroupTree:
-    """Sum of one parameter's gradients over the leaves of a step; as many as log₂(groups) + 1 tensors at once."""
+    """Sum of one parameter's gradients over the leaves of a step; holds up to log₂(groups) + 1 tensors at once."""
 
     def __init__(self, order: LeafOrder) -> None:
         self._order = order
@@ -291,7 +291,7 @@ class GradientBuckets(Gradients):
     may complete them in another order if their samples use other parameters.
 
     Weights that every tensor rank holds whole get bit-equal sums on all of them. With three or more replicas, the order
-    of additions depends on the position in the buffer and on its size, so tensor ranks with shards of different lengths
+    of additions depends on the position in the buffer and on its size. So tensor ranks with shards of different lengths
     all reserve room for the longest.
 
     Args:
@@ -303,7 +303,7 @@ class GradientBuckets(Gradients):
         longest: leaf → number of elements of its longest shard on any tensor rank; None for the leaf's own size.
         tp: tensor ranks, whose buckets hold shards of the same parameters; None without tensor parallelism.
         order: order of an exact run's sums; None to add gradients as they come.
-        senders: in an exact run, ranks whose leaves run at once; of several, `add_` gets the gradients [senders, …].
+        senders: in an exact run, ranks whose leaves run at once; with several, `add_` gets the gradients [senders, …].
     """
 
     def __init__(

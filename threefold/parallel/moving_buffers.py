@@ -1,7 +1,7 @@
 """Buffers that forward passes change, such as running means, with equal results in every layout.
 
 Every micro-batch of every replica starts from a buffer's value at the start of the step. After the step, a float buffer
-is the mean of what the samples have made of it; any other buffer must come out the same for all of them. So a running
+is set to the mean of its values after each sample; any other buffer must end up the same for all samples. So a running
 mean covers the global batch, and a counter counts updates rather than micro-batches or replicas. A change that cannot
 be made independent of the layout is refused, with the buffer's name.
 """
@@ -76,7 +76,7 @@ class _Buffer:
         self.put(self.given)
 
     def take(self) -> None:
-        """Collect what a micro-batch has made of the copy, and put the value back."""
+        """Collect the copy that a micro-batch has changed, and put the original value back."""
         held = self.held
         made, is_new = held.detach(), held is not self.given
         # Values may change without a new tensor version, as through `.data` or `numpy()`.

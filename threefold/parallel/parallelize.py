@@ -92,7 +92,7 @@ class PieceSizes:
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How a model is spread, stored and computed in training.
+    """Settings for how a model is distributed, stored and computed in training.
 
     Apart from the seed, the dtypes and gradient compression, settings change no result, only memory and time.
 
@@ -117,7 +117,8 @@ class TrainingSettings:
         loss_chunk_size: number of vocabulary entries whose logits are in memory at once; 0 for all.
         pieces: sizes that work is divided by.
         grain: pieces of an exact run's sums, whose micro-batches are its leaves; None for any other run.
-        own_model: whether the model or the loss is not this package's, so that an exact run names what it cannot know.
+        own_model: whether the model or the loss is not this package's, so that an exact run reports calls that are not
+            known to be exact.
     """
 
     seed: int = 0
@@ -191,7 +192,7 @@ def grain_of(config: Config) -> Grain | None:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """How a model is spread over a mesh. Attributes that are not listed are those of `TrainingSettings`.
+    """Distribution of a model over a mesh. Attributes that are not listed are those of `TrainingSettings`.
 
     Attributes:
         mesh: mesh axes, and this rank's coordinates.
@@ -199,8 +200,8 @@ class Parallelism:
         zero: sharding of the state over the replicas; None without ZeRO.
         deferred: store of the weight gradients that the schedule defers; None if it defers none.
         order: order of an exact run's sums over samples; None for any other run.
-        calls: notes what the passes of an exact run call without being known to be exact; None for any other run, and
-            for the families of this package.
+        calls: records the functions that an exact run's passes call and that are not known to be exact; None for any
+            other run, and for the families of this package.
     """
 
     mesh: Mesh
@@ -298,7 +299,7 @@ class TrainableModel(ParallelModel):
         gradients: gradients of the parameters, summed over the replicas.
         weights: parameters with master weights, at initial values. Those that the plan freezes have no gradients.
         copies: leaves of an exact run's tied weights, each with the leaf of another use on this rank, whose gradients
-            are summed apart. Without ZeRO, both have the same memory.
+            are summed separately. Without ZeRO, both have the same memory.
     """
 
     tied: TiedWeights
@@ -338,9 +339,10 @@ def apply_parallelism(
     Args:
         make_model: makes the whole, single-device model.
         plan: layers of the model, and how each weight is sharded.
-        how: how the model is spread over the mesh.
+        how: distribution of the model over the mesh.
         training: settings of a model to train; None for one whose weights are only used.
-        seed: seed of the run that trained a model which is only used; decides buffers that its constructor draws.
+        seed: seed of the run that trained the model, if its weights are only used; determines buffers that its
+            constructor draws.
 
     Raises:
         UserError: the plan does not fit the model, or has no such `recompute`.
@@ -408,7 +410,7 @@ def _tie(stages: Sequence[Stage], plan: ModelPlan) -> None:
 
 
 def _untie(stages: Sequence[Stage]) -> None:
-    """Give each use of a tied weight a parameter of its own, as sharding does for the modules that it replaces."""
+    """Give each use of a tied weight its own parameter, as sharding does for the modules that it replaces."""
     for stage in stages:
         kept = set()
         for name, parameter in list(stage.named_parameters(remove_duplicate=False)):

@@ -1,4 +1,5 @@
-"""Parameters sharded over mesh axes: how they are made, cut and gathered; weights with their masters and first values.
+"""Parameters sharded over mesh axes: how they are made, cut and gathered; weights with their masters and initial
+values.
 
 A `Weight` is a parameter with the master copy that is updated: the leaf itself (`parallel.leaf`), unless it is narrower
 than the update.
@@ -150,7 +151,7 @@ def set_in(root: nn.Module, name: str, value: Tensor | nn.Module) -> None:
 
 
 def cut_dims(tensor: DTensor) -> list[int | None]:
-    """Return the dim that each mesh axis cuts; the last axis cuts first, the others cut what it leaves."""
+    """Return the dim that each mesh axis cuts; the last axis cuts first, the others cut its shards."""
     return [getattr(placement, "dim", None) for placement in tensor.placements]
 
 

@@ -32,14 +32,14 @@ from threefold.torch_private.distributed import persistent_buffers
 from threefold.torch_private.tensors import child_names, has_module_hooks
 
 _CUT_FORWARDS = {each.forward for each in (nn.Linear, nn.Embedding, Linear, Embedding)}
-"""Forward methods that a cut layer can take the place of."""
+"""Forward methods that a cut layer can replace."""
 
 _WITHIN = (sharding.Replicated, sharding.PerHead)
 """Splits that leave the modules inside a module to other patterns."""
 
 
 def check_plan(model: nn.Module, plan: sharding.ModelPlan) -> None:
-    """Check a plan against the whole single-device model, on any device (the meta device will do).
+    """Check a plan against the whole single-device model, on any device, including the meta device.
 
     Raises:
         UserError: a layer is missing, listed twice or not in the model; a pattern matches nothing, or as well as
@@ -421,7 +421,7 @@ def check_forward(
 ) -> None:
     """Check that the sizes in a tensor rank's part of a model fit together.
 
-    A model whose forward pass needs values passes the check, as does one that already fails whole.
+    A model whose forward pass needs values passes the check, as does one that already fails without sharding.
 
     Args:
         batch: at least one sample on the meta device, as the first layer takes it; (tokens, labels) with

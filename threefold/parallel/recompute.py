@@ -157,12 +157,12 @@ _IN_PLACE = {"allow_buffer_reuse": False, "inplace_buffers": False}
 
 
 _APART = {"triton.mix_order_reduction": False}
-"""Option that keeps sums of rows and of columns in kernels of their own: for a bias's gradient beside the largest of
-each row, torch 2.13 writes code that reads a buffer before it is made."""
+"""Option that keeps sums of rows and of columns in separate kernels: for a bias's gradient next to the maximum of each
+row, torch 2.13 writes code that reads a buffer before it is made."""
 
 
 def compile_layers(stages: Sequence[Stage], defers: bool = False, fp8: bool = False) -> None:
-    """Compile each layer but the model's first at its first use; layers that are alike share the code.
+    """Compile each layer except the model's first at its first use; equal layers share the code.
 
     The first is a look-up, which compiling does not speed up; and on a CPU, torch 2.13 compiles a look-up followed by a
     keyed mask into code that reads and writes out of bounds. With `defers`, weight gradients are computed later, so
@@ -180,5 +180,5 @@ def compile_layers(stages: Sequence[Stage], defers: bool = False, fp8: bool = Fa
 
 
 def as_written(compiled: bool) -> AbstractContextManager[object]:
-    """Run layers uncompiled in a block: other shapes, or no gradients, would each be a compilation of their own."""
+    """Run layers uncompiled in a block: other shapes, or no gradients, would each need another compilation."""
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()

@@ -52,7 +52,7 @@ def bare_cut(rules: Mapping[str, sharding.Split], name: str, axis: Axis) -> int 
 
 
 def _read_local(module: nn.Module, name: str) -> None:
-    """Have a module read a parameter as the plain tensor that this rank computes with.
+    """Make a module read a parameter as the plain tensor that this rank computes with.
 
     A property of a subclass does it, as in `torch.nn.utils.parametrize` and `fully_shard`: the parameter itself stays
     under its name, where torch looks for it.
@@ -70,7 +70,7 @@ def _read_local(module: nn.Module, name: str) -> None:
 
 
 def _extend(module: nn.Module, members: Mapping[str, Any]) -> None:
-    """Give a module members of its own, by a subclass of its class with the same name."""
+    """Give a module its own members, through a subclass of its class with the same name."""
     kind = type(module)
     module.__class__ = type(kind.__name__, (kind,), {**members, "__module__": kind.__module__})
 
@@ -127,7 +127,7 @@ def _gathered(out: Tensor, longest: int, axis: Axis) -> Tensor:
 class GroupedHeadsLinear(ColumnParallelLinear):
     """Column-parallel layer whose units are shared by several ranks, which divide some parts and repeat others.
 
-    In an exact run, all pieces of the features do, also those of one rank. Made by `from_units`.
+    In an exact run, the pieces of the features do so too, even on one rank. Made by `from_units`.
 
     Attributes:
         sharing: ranks whose features are gathered: those of one unit, or the whole axis.
@@ -197,7 +197,7 @@ _CONTEXT_ATTENTION = {"all-gather": ContextParallelAttention, "ring": RingAttent
 
 
 class Sharding(NamedTuple):
-    """How a rule is applied: the modules it is for, and (rule, module, context) → the module for this rank."""
+    """Application of a rule: the modules it is for, and (rule, module, context) → the module for this rank."""
 
     kinds: tuple[type[nn.Module], ...]
     make: Callable[[Any, Any, ShardingContext], nn.Module]
@@ -392,7 +392,7 @@ def float8_layers(model: nn.Module, plan: sharding.ModelPlan) -> list[str]:
 
 
 def use_fp8(stages: Sequence[nn.Module], names: Collection[str]) -> None:
-    """Have linear layers multiply in float8, in place, sharded or not."""
+    """Make linear layers, sharded or not, multiply in float8, in place."""
     for stage in stages:
         for name, module in stage.named_modules():
             if name not in names:

@@ -1,6 +1,6 @@
 """Tensor-parallel layers: linear layers and embeddings with weights split over a mesh axis.
 
-`parallel.split_layer` has how they are made and their initial values, `parallel.cross_entropy` the loss behind them.
+`parallel.split_layer` defines their construction and initial values, `parallel.cross_entropy` the loss that follows.
 """
 
 from collections.abc import Callable
@@ -211,7 +211,7 @@ class ColumnParallelLinear(SplitLinear):
     # Code that compilers skip must not run again in a recomputation that they compile.
     @torch.compiler.disable
     def with_weight(self, compute: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
-        """Return `compute(x, weight)` in place of this layer's product, of the whole input and this rank's rows.
+        """Return `compute(x, weight)` instead of this layer's product, for the whole input and this rank's rows.
 
         Args:
             compute: must not return a view of `x`; its gradient of `x` is summed over the axis.

@@ -7,9 +7,9 @@ whole tensors stay in memory: with 1, weights and gradients from their first mic
 a layer's gradients are reduce-scattered after each micro-batch; with 3, its weights are also freed after each forward
 and each backward pass. In an exact run, gradients stay whole to the end of the step with 2 and 3 too.
 
-With `zero_shards` below dp, a copy is sharded over that many replicas, and ranks that hold the same shard sum its
-gradients once a step (hybrid sharding, Zhao et al., arXiv 2304.11277, section 3.2.2). Experts that `ep` replicas share
-are sharded over those of them that have the same experts.
+With `zero_shards` below dp, a copy is sharded over that many replicas. Ranks that hold the same shard sum its gradients
+once a step (hybrid sharding, Zhao et al., arXiv 2304.11277, section 3.2.2). Experts that `ep` replicas share are
+sharded over those of them that have the same experts.
 """
 
 from collections import Counter
@@ -248,7 +248,7 @@ class ShardedGradients(Gradients):
         trained = (each for stage in stages for each in stage.parameters() if each.requires_grad)
         self._parameters = {local(stored(parameter)): parameter for parameter in trained}
         self._experts = {leaf for leaf, parameter in self._parameters.items() if is_of_experts(stored(parameter))}
-        # Reduce-scatters add a rank's elements in one order, wherever they are in the buffer; all-reduces do not.
+        # Reduce-scatters add a rank's elements in a fixed order, wherever they are in the buffer; all-reduces do not.
         self._in_order = any(has_uneven_shards(stored(parameter)) for parameter in self._parameters.values())
         self._gradients: dict[Tensor, Tensor] = {}
         self._observer: Observer | None = None
@@ -323,14 +323,14 @@ class ExactShardedGradients(ShardedGradients):
     FSDP would add up the samples of a rank in a chain, or sum each of them over the replicas first. Here, the whole
     gradients of a rank's samples are added up in the order of the run, and their totals are reduce-scattered when all
     samples have run, over neighboring replicas first. So every ZeRO stage keeps whole gradients to the end of the step,
-    as many as log₂(groups of samples) + 1 of each parameter; stages 2 and 3 save less memory than in another run.
+    as many as log₂(groups of samples) + 1 of each parameter; stages 2 and 3 save less memory than in other runs.
 
     Args:
         stages, zero: see `ShardedGradients`.
         order: order of the sums over samples.
         senders: ranks that share the experts, whose samples reach an expert at once.
         copies: leaves of tied weights, each with the leaf of another use on this rank. FSDP shards every use as a
-            parameter of its own, whose values follow those of the first.
+            separate parameter, whose values follow those of the first.
     """
 
     def __init__(
@@ -444,7 +444,7 @@ class _AllGather(_OverAxis, distributed.AllGather):
 
 
 class _ReduceScatter(_OverAxis, distributed.ReduceScatter):
-    """Reduce-scatter, in 16 bits if `dtype` says so (gradient compression); `tp` are the tensor ranks then."""
+    """Reduce-scatter, in 16 bits with a 16-bit `dtype` (gradient compression); `tp` are the tensor ranks then."""
 
     def __init__(
         self, axis: Axis, observer: Observer | None = None, dtype: torch.dtype | None = None, tp: Axis | None = None

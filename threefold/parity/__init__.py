@@ -1,4 +1,4 @@
-"""Parity of anyone's training code: a recorder for any script, and a comparison that names what is wrong first."""
+"""Parity of any training code: a recorder for any script, and a comparison that names the first mistake."""
 
 from threefold.parity.adapters import Adapter
 from threefold.parity.placement import Piece, Placement, flat_range, fused, shard, whole

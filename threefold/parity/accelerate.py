@@ -1,9 +1,9 @@
-"""Adapter of Hugging Face Accelerate: a prepared model and optimizer, with any of its backends.
+"""Adapter for Hugging Face Accelerate: a prepared model and optimizer, with any of its backends.
 
     recorder = parity.Recorder(model, optimizer, AccelerateAdapter())     # after accelerator.prepare
 
-DistributedDataParallel and FSDP2 are PyTorch's own; what is Accelerate's is when an optimizer steps and what clips.
-With its DeepSpeed backend, give the model to `DeepSpeedAdapter` instead.
+DistributedDataParallel and FSDP2 are PyTorch's own; Accelerate only decides when an optimizer steps and what clips the
+gradients. With its DeepSpeed backend, give the model to `DeepSpeedAdapter` instead.
 """
 
 from typing import Any
@@ -18,15 +18,15 @@ from threefold.parity.clipping import ClippingAdapter
 
 
 class AccelerateAdapter(ClippingAdapter):
-    """Adapter of Accelerate.
+    """Adapter for Accelerate.
 
     Gradients are recorded when `accelerator.clip_grad_norm_` is called, or else when the optimizer steps: after the
     last micro-batch of `accelerator.accumulate`, unscaled.
 
     Args:
         place: as for `Adapter`.
-        copies: whether every rank holds the whole model, as with DistributedDataParallel. Known of a prepared model;
-            a model that is no longer wrapped, as callbacks of `transformers` get it, does not show it.
+        copies: whether every rank holds the whole model, as with DistributedDataParallel. Detected for a prepared
+            model, but not for one that is no longer wrapped, such as callbacks of `transformers` receive.
     """
 
     name = "accelerate"

@@ -1,8 +1,8 @@
 """Adapters: how a framework's tensors on a rank map to those of the whole model.
 
-`Adapter` is that of plain PyTorch: DistributedDataParallel, FSDP2, DTensor, ZeroRedundancyOptimizer, manual pipeline
-stages with global names. Another framework overrides what it does otherwise. For parallelism of one's own, a function
-`place(what, name, tensor)` is enough.
+`Adapter` handles plain PyTorch: DistributedDataParallel, FSDP2, DTensor, ZeroRedundancyOptimizer, manual pipeline
+stages with global names. An adapter for another framework overrides what that framework does differently. For custom
+parallelism, a function `place(what, name, tensor)` is enough.
 """
 
 import sys
@@ -21,36 +21,36 @@ from threefold.parity.placement import Piece, Placement, fill, whole
 from threefold.torch_private.distributed import local_box, persistent_buffers
 
 Place = Callable[[str, str, Tensor], Placement | Sequence[Placement] | None]
-"""Function of ("parameter", "activation" or "buffer", name, the rank's tensor); None for what PyTorch knows of it.
+"""Function of ("parameter", "activation" or "buffer", name, the rank's tensor); returns None to leave it to PyTorch.
 
-Several placements are those of a parameter in which several of the whole model lie.
+It returns several placements for a parameter that contains several parameters of the whole model.
 """
 Placed = list[tuple[Tensor, Placement]]
-"""Parts of a tensor on this rank, each with its place."""
+"""Parts of a tensor on this rank, each with its placement."""
 
 WHOLE: Final = "(model)"
-"""Name of a module that forward passes begin with, which no module in it can have."""
+"""Name of the module that forward passes begin with; no module inside it can have this name."""
 _WRAPPERS: Final = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
 def clean_name(name: str) -> str:
-    """Return a name in a model without what wrappers of PyTorch put into it."""
+    """Return a name in a model without the parts that PyTorch's wrappers add."""
     parts = name.split(".")
     kept = [part for part in parts if f"{part}." not in _WRAPPERS]
     return ".".join(kept)
 
 
 class Adapter:
-    """Adapter of plain PyTorch, and the base of others.
+    """Adapter for plain PyTorch, and base class of the others.
 
     Args:
-        place: gives the placement of tensors that this rank holds a part of, where they are no DTensors.
+        place: returns the placement of tensors that this rank holds in part and that are not DTensors.
 
     Attributes:
         name: name in the record.
         batch_dim: dim of samples in activations.
         clips_before_update: whether gradients are clipped when an update begins, rather than within it.
-        models: what this rank holds of the model: modules with global names.
+        models: this rank's part of the model: modules with global names.
         optimizer: optimizer of the model, or None.
     """
 
@@ -65,7 +65,7 @@ class Adapter:
         self._copy = 0
 
     def bind(self, models: list[nn.Module], optimizer: Any) -> None:
-        """Begin with what the recorder was given."""
+        """Take the models and the optimizer that the recorder was given."""
         self.models, self.optimizer = models, optimizer
         if any(isinstance(module, DistributedDataParallel) for model in models for module in model.modules()):
             self._copy = dist.get_rank()
@@ -98,7 +98,7 @@ class Adapter:
             yield from buffers_of(model)
 
     def placement(self, what: str, name: str, tensor: Tensor) -> tuple[Tensor, Placement]:
-        """Return this rank's own tensor and its place; `what` is "parameter" or "activation"."""
+        """Return this rank's own tensor and its placement; `what` is "parameter" or "activation"."""
         copy = self._copy if what == "parameter" else 0
         if (placed := self.given(what, name, tensor)) is not None:
             return local(tensor), placed
@@ -110,14 +110,14 @@ class Adapter:
         return tensor, whole(tensor, copy)
 
     def given(self, what: str, name: str, tensor: Tensor) -> Placement | None:
-        """Return the placement that `place` gives; None for what it leaves to PyTorch."""
+        """Return the placement that `place` gives; None if it leaves the tensor to PyTorch."""
         placed = None if self.place is None else self.place(what, name, tensor)
         if placed is None or isinstance(placed, Placement):
             return placed
         raise UserError(f"The adapter gave several placements for the {what} of {name}; give one.")
 
     def activation(self, kind: str, name: str, tensor: Tensor) -> tuple[Tensor, Placement]:
-        """Return this rank's own part of a module's output, or of its gradient, and its place.
+        """Return this rank's own part of a module's output, or of its gradient, and its placement.
 
         Args:
             kind: "output" or "output gradient".
@@ -127,7 +127,7 @@ class Adapter:
         return self.placement("activation", name, tensor)
 
     def numbers(self) -> Mapping[str, float]:
-        """Return what the framework itself reports of an update, such as its "gradient norm"."""
+        """Return the numbers that the framework itself reports for an update, such as its "gradient norm"."""
         return {}
 
     def weight(self, name: str, parameter: nn.Parameter) -> Placed:
@@ -156,16 +156,16 @@ class Adapter:
         return found if step is None else {**found, "updates": float(step)}
 
     def load(self, name: str, parameter: nn.Parameter, read: Callable[[str], Tensor]) -> None:
-        """Give a parameter the values of the whole one, which `read` returns by its name."""
+        """Fill a parameter from the whole one, which `read` returns by its name."""
         for mine, placement in self.weight(name, parameter):
             called = placement.name or name
             fill(mine, placement, read(called), called)
 
     def loaded(self) -> None:
-        """Take up new weights wherever the framework keeps copies of them."""
+        """Update the framework's own copies of the weights, after new weights were loaded."""
 
     def watch(self, before: Callable[[], None], after: Callable[[], None]) -> list[Any]:
-        """Have `before` and `after` called around each update; return handles, or none if the framework has no hook."""
+        """Call `before` and `after` around each update; return handles, or none if the framework has no hook."""
         if not isinstance(self.optimizer, Optimizer):
             return []
         return [
@@ -189,7 +189,7 @@ class Adapter:
         return found if isinstance(found, Mapping) else {}
 
     def _like(self, name: str, parameter: nn.Parameter, value: Tensor) -> Placed:
-        """Return the placements of a value that is cut as its parameter."""
+        """Return the placements of a value that is sharded like its parameter."""
         if isinstance(value, DTensor):
             return [self.placement("parameter", name, value)]
         return [(value, placement) for _, placement in self.weight(name, parameter)]
@@ -204,7 +204,7 @@ def buffers_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model in a wrapper, which a script may call in its place, by mistake or not."""
+    """Return the model in a wrapper, which a script may call instead of the wrapper, by mistake or not."""
     children = dict(model.named_children())
     for wrapper in _WRAPPERS:
         inner = children.get(wrapper[:-1])
@@ -214,5 +214,5 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor; another tensor as it is."""
+    """Return this rank's part of a DTensor, or any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,8 +1,8 @@
-"""The comparison of two records: every quantity that departs, and where the departure begins.
+"""Comparison of two records: every quantity that departs, and where the departure begins.
 
 Quantities are taken in the order in which a step computes them: initial weights, samples, outputs in the order of the
 forward pass, loss, output gradients in that of the backward pass, gradients, their norm, learning rates, updates,
-optimizer states, buffers. The first that departs is where the mistake is, or right behind it.
+optimizer states, buffers. The first quantity that departs is at the mistake, or directly after it.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,9 +26,9 @@ def compare(
     """Compare a record with the reference.
 
     Args:
-        reference: record of the run that is right, such as of one process.
-        candidate: record of the other.
-        noisy: records of the reference run again with noise in the last place, from which tolerances are learned.
+        reference: record of the correct run, such as that of one process.
+        candidate: record of the run to check.
+        noisy: records of the reference, run again with noise in the last place, to learn tolerances.
         steps: number of steps to compare; all by default.
         advance: called after each step.
 

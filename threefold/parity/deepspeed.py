@@ -1,10 +1,10 @@
-"""Adapter of DeepSpeed: an engine with ZeRO 0 to 3.
+"""Adapter for DeepSpeed: an engine with ZeRO 0 to 3.
 
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     recorder = parity.Recorder(engine, adapter=DeepSpeedAdapter())
 
-Weights, gradients and optimizer states are those of the fp32 masters: with ZeRO 1 to 3, each rank's own ranges of the
-flat partitions, without communication, so that a departure names the rank that holds it.
+Weights, gradients and optimizer states are those of the fp32 masters. With ZeRO 1 to 3, each rank records its own
+ranges of the flat partitions, without communication, so that a departure names the rank that holds it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +20,7 @@ from threefold.parity.placement import fill, flat_range, whole
 
 
 class DeepSpeedAdapter(Adapter):
-    """Adapter of DeepSpeed.
+    """Adapter for DeepSpeed.
 
     Gradients are recorded when `engine.step` begins the update, after the last micro-batch, unscaled and before they
     are clipped; the gradient norm is the one that the engine reports.
@@ -124,7 +124,7 @@ class DeepSpeedAdapter(Adapter):
         return [(partition.view(-1)[: stop - start], placement)]
 
     def _fragment(self, parameter: Any, part: Callable[[Any], Tensor]) -> Placed:
-        """Return what lies in this rank's flat partition of ZeRO 1 and 2 of a parameter: a range of it, or nothing."""
+        """Return the part of a parameter in this rank's flat partition of ZeRO 1 and 2: a range of it, or nothing."""
         mapping = parameter._hp_mapping
         if mapping is None:
             return []
@@ -162,7 +162,7 @@ _PARTITIONS = (
 
 
 class _AroundUpdate:
-    """Calls of functions before and after each update of an engine, also of a pipeline's; the handle to remove them."""
+    """Handle that calls functions before and after each update of an engine, including a pipeline's, until removed."""
 
     def __init__(self, engine: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
         self._engine = engine
@@ -176,5 +176,5 @@ class _AroundUpdate:
         engine._take_model_step = around
 
     def remove(self) -> None:
-        """Let the engine's own method be called again."""
+        """Restore the engine's own method."""
         del self._engine._take_model_step

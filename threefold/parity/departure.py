@@ -1,4 +1,4 @@
-"""Departures of a record from the reference, in the order in which a step computes what departs."""
+"""Departures of a record from the reference, in the order in which a step computes the quantities."""
 
 from dataclasses import dataclass, field
 from math import nan
@@ -10,7 +10,7 @@ SAMPLES, LOSS, NORM, NUMBER, RATE = "samples", "loss", "gradient norm", "number"
 SAME: Final = 1e-6
 """Relative difference of counters that counts as rounding."""
 SUMMED: Final = 1e-5
-"""The same of initial weights, whose projections are sums in fp32 of other pieces."""
+"""The same for initial weights, whose projections are fp32 sums of different pieces."""
 LOOSE: Final = 0.5
 """Tolerance above which half of a tensor may be wrong."""
 PHASES: Final = (
@@ -40,11 +40,11 @@ class Departure:
     Attributes:
         step: from 1; 0 for before the first.
         kind: one of `PHASES`.
-        name: of the parameter, module or number.
+        name: name of the parameter, module or number.
         error, tolerance: relative error, and the one that counts as rounding.
         scale: nearest factor of the reference.
         shape: shape of the mistake, a predicate; empty if none explains the difference.
-        where: ranks or shards, where that can be told.
+        where: ranks or shards, if they can be determined.
         copies: whether ranks that should hold the same values differ.
         readers: for the gradient of an output, the modules that read it, whose backward passes computed it.
     """
@@ -81,18 +81,18 @@ class Departure:
 
 @dataclass
 class Findings:
-    """What was compared, and what departs, in the order of a step.
+    """Compared quantities and departures, in the order of a step.
 
     Attributes:
-        departures: all of them.
+        departures: all departures.
         compared: number of compared quantities by kind.
         steps: number of compared steps.
-        notes: sentences on what could not be compared, or explains a departure.
+        notes: sentences on quantities that could not be compared, or that explain a departure.
         order: modules in the order of the forward pass, for the tree.
         worst: largest error by step, kind and name, relative to its tolerance.
         totals: number of compared names by step and kind.
         loose: parameters and modules whose tolerance is so wide that only factors and large mistakes show.
-        skipped: modules whose output one of the records has in parts alone, in another shape or for other samples.
+        skipped: modules whose output one of the records has only in part, in another shape or for other samples.
     """
 
     departures: list[Departure] = field(default_factory=list)
@@ -115,7 +115,7 @@ class Findings:
 
 
 def phase_of(departure: Departure) -> int:
-    """Return the place of a departure's kind in a step."""
+    """Return the position of a departure's kind in a step."""
     return PHASES.index(without_key(departure.kind))
 
 

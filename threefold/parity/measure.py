@@ -1,4 +1,4 @@
-"""How far a tensor of one record is from that of another, and how much of that is rounding."""
+"""Difference between a tensor of one record and that of another, and how much of it is rounding."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from threefold.parity.record import (
 from threefold.parity.sketch import Kept
 
 Quantities = Mapping[Key, Quantity]
-"""What a record has of a step."""
+"""Quantities of one step of a record."""
 _BLOCKS: Final = 16
 """Number of parts of a vector that are measured on their own, so that an error in few slices shows."""
 _LEAST_BLOCK: Final = 0.25
@@ -31,25 +31,25 @@ _LEAST_BLOCK: Final = 0.25
 SMALL: Final = 1e-3
 """Share of the largest mean magnitude of its kind; a tensor below it is measured against it."""
 _FACTOR: Final = 6.0
-"""Times the error that noise in the last place makes, which counts as rounding."""
+"""Multiple of the error from noise in the last place that counts as rounding."""
 _FACTOR_AFTER_UPDATES: Final = 20.0
-"""The same for updates and whatever follows them: an adaptive optimizer makes whole updates of elements near zero too,
-whose noise differs much from run to run."""
+"""The same for updates and everything after them: an adaptive optimizer makes full-size updates of elements near zero
+too, and their noise differs greatly from run to run."""
 _SHARES: Final = (0.9, 0.5)
 """Shares of the tensors of a kind whose errors, and scales, stay below the noise that its tensors have in common."""
 _NOISE: Final = 0.3
 """Share of a gradient that changes in a run with noise if the gradient is nothing but noise."""
 _NOISY_PLACES: Final = 4.0
-"""Last places of the largest gradient below which one is taken for noise, without a run with noise."""
+"""Last places of the largest gradient below which a gradient counts as noise, without a run with noise."""
 _EPS: Final = {"float64": 1e-9, "float32": 2e-5, "bfloat16": 2e-2, "float16": 5e-3}
-"""Error that counts as rounding in any case with earned tolerances, by the lowest precision."""
+"""Error that always counts as rounding with learned tolerances, by the lowest precision."""
 _LATER: Final = 5.0
-"""Times that least tolerance, from the second step on."""
+"""Factor on the minimum tolerance from the second step on."""
 UNEARNED: Final = {OUTPUT: 5.0, OUTPUT_GRADIENT: 15.0, GRADIENT: 15.0}
 _UNEARNED_OTHER: Final = 500.0
-"""Times that, without a reference that was run again: for updates, whose small elements an optimizer enlarges."""
+"""Factor on it if the reference was not run again: for updates, whose small elements an optimizer enlarges."""
 _GROWTH: Final = 3.0
-"""Growth of the unearned tolerance with each step."""
+"""Growth of the tolerance with each step if the reference was not run again."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def measure(candidate: Kept, reference: Kept, least: float = 0.0, scale: float =
     Args:
         candidate: the tensor.
         reference: the reference, of the same shape.
-        least: mean magnitude of an element that differences are relative to at least.
+        least: minimum mean magnitude of an element that differences are relative to.
         scale: factor to divide the candidate by first.
     """
     worst, dot, square = 0.0, 0.0, 0.0
@@ -131,7 +131,7 @@ def magnitude(kept: Kept) -> float:
 
 
 def least_magnitudes(quantities: Iterable[Quantity]) -> dict[str, float]:
-    """Return by kind the mean magnitude that differences are relative to at least."""
+    """Return, by kind, the minimum mean magnitude that differences are relative to."""
     largest: dict[str, float] = {}
     for each in quantities:
         largest[each.kind] = max(largest.get(each.kind, 0.0), magnitude(each.kept))
@@ -148,13 +148,13 @@ def last_places(quantities: Iterable[Quantity], dtypes: Iterable[str]) -> dict[s
 
 
 def copy_elements(primary: Kept, entry: IndexEntry, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the elements that are kept of a further copy, and the same ones of the first."""
+    """Return the kept elements of a further copy, and the same elements of the first copy."""
     first = primary.within(entry.piece, detail_of(entry)).flatten()
     return values[values.numel() - first.numel() :].double(), first  # the values end with the grid
 
 
 def copy_error(primary: Kept, entry: IndexEntry, values: Tensor, least: float) -> float:
-    """Return how far a further copy on another rank is from the first, relative to it."""
+    """Return the error of a further copy on another rank, relative to the first copy."""
     a, b = copy_elements(primary, entry, values)
     if not bool(b.isfinite().all()):
         return 0.0
@@ -174,7 +174,7 @@ class Tolerances:
 
     Args:
         precision: lowest precision of the runs, such as `bfloat16`.
-        runs: number of runs with noise that are learned from; without any, tolerances are fixed ones of the precision.
+        runs: number of runs with noise to learn from; with none, tolerances are fixed by the precision.
     """
 
     def __init__(self, precision: str, runs: int = 0) -> None:
@@ -186,7 +186,7 @@ class Tolerances:
         self._runs = runs
 
     def learn(self, step: int, kind: str, name: str, seen: Measure) -> None:
-        """Take up the difference between the reference and a run of it with noise, unless one is not finite."""
+        """Learn from the difference between the reference and a run of it with noise, unless one is not finite."""
         if not isfinite(seen.error):
             return
         self._commons.clear()
@@ -194,7 +194,7 @@ class Tolerances:
         self._errors[step, kind, name] = max(error, seen.error), max(off, seen.off)
 
     def learn_noise(self, step: int, name: str, gradient: Kept, reference: Kept) -> None:
-        """Take up how much of a gradient changes in a run with noise."""
+        """Learn how much of a gradient changes in a run with noise."""
         share = _relative(float((gradient.elements - reference.elements).norm()), float(reference.elements.norm()))
         self._noise[step, name] = max(self._noise.get((step, name), 0.0), share)
 

@@ -1,4 +1,4 @@
-"""Adapter of Megatron-Core: chunks of a GPTModel, wrapped by its DistributedDataParallel, and a Megatron optimizer.
+"""Adapter for Megatron-Core: chunks of a GPTModel, wrapped by its DistributedDataParallel, and a Megatron optimizer.
 
     recorder = parity.Recorder(model, optimizer, MegatronAdapter())      # model: the list of this rank's chunks
 
@@ -24,13 +24,13 @@ _STAGE_COPY: Final = 1 << 20
 
 
 class MegatronAdapter(Adapter):
-    """Adapter of Megatron-Core.
+    """Adapter for Megatron-Core.
 
     Gradients are recorded when the optimizer's step begins, after `finalize_model_grads`, unscaled and before they are
     clipped; the gradient norm is the one that the step returns.
 
     Args:
-        place: as for `Adapter`, for parameters and modules of one's own.
+        place: as for `Adapter`, for custom parameters and modules.
     """
 
     name = "megatron"
@@ -89,7 +89,7 @@ class MegatronAdapter(Adapter):
                 yield _rename(name, renamed), buffer
 
     def _renamed(self, model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
-        """Return prefixes of names of experts and of layers on this rank, and what they are in the whole model."""
+        """Return the name prefixes of experts and layers on this rank, each with its prefix in the whole model."""
         experts, layers = {}, {}
         for name, module in model.named_modules():
             layer = re.fullmatch(r"(.*\.layers\.)(\d+)", clean_name(name))
@@ -113,7 +113,7 @@ class MegatronAdapter(Adapter):
         return tensor, whole(tensor, self._tp_rank if what == "activation" else self._dp_rank)
 
     def _of_parameter(self, name: str, parameter: Any) -> Placement:
-        """Return where this rank's whole tensor of a parameter lies, without regard to the distributed optimizer."""
+        """Return the placement of this rank's whole tensor of a parameter, ignoring the distributed optimizer."""
         if (placed := self.given("parameter", name, parameter)) is not None:
             return placed
         copy = self._dp_rank
@@ -213,7 +213,7 @@ class MegatronAdapter(Adapter):
         self._norm = None if norm is None else float(norm)
 
     def _main(self, parameter: Any) -> tuple[Tensor | None, tuple[int, int] | None]:
-        """Return what the optimizer updates for a parameter, and the range of it if it is one.
+        """Return the tensor that the optimizer updates for a parameter, and its range if it is one.
 
         None if another rank updates it.
         """
@@ -258,7 +258,7 @@ class MegatronAdapter(Adapter):
 
 
 class _AroundStep:
-    """Calls of functions before and after each step of a Megatron optimizer; the handle to remove them."""
+    """Handle that calls functions before and after each step of a Megatron optimizer, until removed."""
 
     def __init__(self, adapter: MegatronAdapter, before: Callable[[], None], after: Callable[[], None]) -> None:
         self._optimizer = adapter.optimizer
@@ -274,7 +274,7 @@ class _AroundStep:
         self._optimizer.step = around
 
     def remove(self) -> None:
-        """Let the optimizer's own method be called again."""
+        """Restore the optimizer's own method."""
         del self._optimizer.step
 
 
@@ -293,7 +293,7 @@ def _rename(name: str, renamed: tuple[dict[str, str], dict[str, str]]) -> str:
 
 
 def _common(piece: Piece, box: Piece) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
-    """Return what a piece of a rank's tensor and a box of it share: offset within the piece, in the whole, and size."""
+    """Return the overlap of a piece of a rank's tensor and a box: offset within the piece, in the whole, and size."""
     local, start, size = [], [], []
     for at, extent, box_at, box_start, box_size in zip(
         piece.start, piece.size, box.local, box.start, box.size, strict=True

@@ -1,7 +1,7 @@
-"""The shape of a mistake: what turns the reference's tensor into the candidate's, in words.
+"""Shape of a mistake: a description of what turns the reference's tensor into the candidate's.
 
 Tried in order: a constant factor, shards along a dim that are missing, scaled or in another order, an interleaved or
-transposed matrix, a shift by one place. What is said explains the whole tensor, or it is not said.
+transposed matrix, a shift by one place. An explanation counts only if it explains the whole tensor.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ _CLOSE: Final = 0.05
 _LEFT: Final = 0.2
 """Largest part of a factor's distance from 1 that it may leave unexplained."""
 _NAMED: Final = 0.01
-"""Relative distance within which a factor is that of a name."""
+"""Relative distance within which a factor matches a named number."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Factors:
 
     @classmethod
     def of_run(cls, facts: Mapping[str, Any], step: int, reference: Mapping[str, Any]) -> "Factors":
-        """Return those of a candidate's record at a step: axes, ranks, micro-batches, samples, valid tokens."""
+        """Return the numbers of a candidate's record at a step: axes, ranks, micro-batches, samples, valid tokens."""
         numbers = facts.get("numbers", {}).get(str(step), {})
         whole = reference.get("numbers", {}).get(str(step), {})
         values: dict[str, float] = {name: size for name, size in facts.get("axes", {}).items() if size > 1}
@@ -94,10 +94,10 @@ def shape_of(
 
     Args:
         candidate: the departing tensor.
-        reference: that of the reference.
+        reference: the reference's tensor.
         factors: numbers of the run.
         tolerance: error that counts as rounding.
-        scale_tolerance: distance of a factor from 1 that does; by default the same.
+        scale_tolerance: distance of a factor from 1 that counts as rounding; by default the same.
     """
     close = min(max(3 * tolerance, 1e-6), _CLOSE)
     whole_a, whole_b = _all(candidate), _all(reference)

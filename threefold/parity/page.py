@@ -78,7 +78,7 @@ def _tree(step: int, verdict: Judgement, found: Findings) -> list[str]:
 
 
 def _place(name: str, order: list[str]) -> tuple[int, str]:
-    """Return where a name stands in the tree: a parameter behind its module."""
+    """Return the position of a name in the tree: a parameter follows its module."""
     while name:
         if name in order:
             return order.index(name), name

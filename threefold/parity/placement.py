@@ -1,4 +1,4 @@
-"""Where a rank's tensor lies in the tensor of the whole model: boxes of it, copies of it, parts of a sum."""
+"""Placement of a rank's tensor in the tensor of the whole model: boxes of it, copies of it, parts of a sum."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from threefold.errors import UserError
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a rank's tensor, and where it lies in the whole one.
+    """A box of a rank's tensor, and its position in the whole tensor.
 
     Attributes:
-        local: offset within the rank's tensor, per dim; of a flat tensor of a box with more dims, the offset of the
-            box's first element.
+        local: offset within the rank's tensor, per dim; for a flat tensor that holds a box with more dims, the offset
+            of the box's first element.
         start: offset within the whole tensor, per dim.
         size: size, per dim.
     """
@@ -43,16 +43,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a rank's tensor lies in the tensor of the whole model.
+    """Position of a rank's tensor in the tensor of the whole model.
 
     Attributes:
         shape: shape of the whole tensor. For an activation, the dim of samples has the rank's size, or the whole
-            batch's; it is not looked at, since samples are known by their content.
+            batch's; it is ignored, since samples are identified by their content.
         pieces: boxes of the rank's tensor.
-        copy: 0 if this rank's values represent the whole tensor; another number if they repeat those of a rank with 0,
-            of which less is kept.
+        copy: 0 if this rank's values represent the whole tensor; another number if they repeat those of a rank with 0;
+            less is kept of such copies.
         partial: whether the whole tensor is the sum of the ranks' tensors.
-        name: name in the whole model, where the rank's differs, as of a layer that a stage counts from 0.
+        name: name in the whole model if the rank's name differs, as for a layer that a stage counts from 0.
     """
 
     shape: tuple[int, ...]
@@ -72,7 +72,7 @@ class Placement:
 
 
 def fill(tensor: Tensor, placement: Placement, value: Tensor, name: str) -> None:
-    """Give a rank's tensor its parts of the whole value; `name` is the parameter's in messages.
+    """Fill a rank's tensor with its parts of the whole value; `name` is the parameter's name in messages.
 
     Raises:
         UserError: the value has another shape than the placement.
@@ -128,12 +128,12 @@ def shard(
 
 
 def fused(tensor: Tensor, sizes: Mapping[str, int], dim: int = 0, copy: int = 0) -> list[Placement]:
-    """Return the placements of a tensor in which several of the whole model lie one after the other, each whole.
+    """Return the placements of a tensor that concatenates several whole tensors of the model.
 
     Args:
         tensor: the tensor, such as the weight of one projection to queries, keys and values.
         sizes: by name in the whole model, in order, the size along the dim.
-        dim: dim along which they lie; from the end if negative.
+        dim: dim of the concatenation; from the end if negative.
         copy: as for `Placement`.
 
     Raises:

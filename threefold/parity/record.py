@@ -1,4 +1,4 @@
-"""The record of a run: what each rank kept of each step, in files of its own, and its reader.
+"""Record of a run: the files in which each rank keeps each step, and their reader.
 
 A rank writes `rank-00000-step-0001.safetensors` for each step (0: before the first), with the values of all pieces in
 one vector and their index in the metadata, and `rank-00000.json` with the facts of the run. No rank waits for another.
@@ -28,7 +28,7 @@ VERSION: Final = 1
 
 INITIAL, BUFFER, OUTPUT, OUTPUT_GRADIENT = "initial weight", "buffer", "output", "output gradient"
 GRADIENT, UPDATE, STATE, TENSOR = "gradient", "update", "optimizer state", "tensor"
-"""Kinds of what is recorded; a state's name is `exp_avg of blocks.0.weight`."""
+"""Kinds of recorded quantities; a state's name is `exp_avg of blocks.0.weight`."""
 KINDS: Final = (INITIAL, BUFFER, OUTPUT, OUTPUT_GRADIENT, GRADIENT, UPDATE, TENSOR)
 _DETAILS: Final = {"parameter": PARAMETER, "sample": SAMPLE, "copy": COPY}
 
@@ -50,10 +50,10 @@ class IndexEntry:
     Attributes:
         kind: `INITIAL`, `OUTPUT`, …
         name: name in the whole model.
-        order: place in the order of recording within the step.
+        order: position in the order of recording within the step.
         shape: shape of the whole tensor; for an activation, that of one sample.
         start, size: the piece.
-        detail: `parameter`, `sample` or `copy`, with the elements that were asked for, if any, as `sample:4096`.
+        detail: `parameter`, `sample` or `copy`, with the requested number of elements, if any, as in `sample:4096`.
         copy, partial: as in the placement.
         samples: for an activation, the fingerprint of each sample.
     """
@@ -101,10 +101,10 @@ def detail_of(entry: IndexEntry) -> Detail:
 
 @dataclass
 class Page:
-    """What a rank has recorded of the current step.
+    """Quantities that a rank has recorded in the current step.
 
     Attributes:
-        elements: number of elements up to which tensors are kept whole, where it is above that of their detail; 0 for
+        elements: number of elements up to which tensors are kept whole, if it is above that of their detail; 0 for
             none.
     """
 
@@ -128,7 +128,7 @@ class Page:
             kind: `OUTPUT` or `OUTPUT_GRADIENT`.
             names: names of the modules that it belongs to.
             rows: (samples, …).
-            placement: place of the rows within the whole activation, dim of samples included.
+            placement: placement of the rows within the whole activation, including the dim of samples.
             samples: fingerprint of each row.
         """
         whole = Placement(placement.shape[1:], (), placement.copy, placement.partial)
@@ -161,7 +161,7 @@ class Page:
         self.values.append(kept.reshape(-1))
 
     def drop(self, *kinds: str) -> None:
-        """Forget what was kept of some kinds, to be recorded anew."""
+        """Discard the quantities of some kinds, so that they can be recorded again."""
         kept = [at for at, entry in enumerate(self.entries) if entry.kind not in kinds]
         self.entries = [self.entries[at] for at in kept]
         self.values = [self.values[at] for at in kept]
@@ -199,18 +199,18 @@ def _encoded(value: Any) -> Any:
 
 
 Key = tuple[str, str, str]
-"""Kind, name and, of an activation, the sample's fingerprint; else empty."""
+"""Kind, name, and for an activation the sample's fingerprint, otherwise empty."""
 
 
 @dataclass
 class Quantity:
-    """A tensor of the whole model at a step, put together from what the ranks kept.
+    """A tensor of the whole model at a step, assembled from the parts that ranks kept.
 
     Attributes:
         kind, name, sample: its key.
-        order: place in the order of recording.
+        order: position in the order of recording.
         kept: its values.
-        owners: piece and rank, of each piece.
+        owners: each piece, with its rank.
         copies: rank, entry and values of each further copy.
     """
 
@@ -229,7 +229,7 @@ class Quantity:
 
 
 class Record:
-    """The record of a run, opened.
+    """Opened record of a run.
 
     Args:
         folder: its folder.
@@ -240,7 +240,7 @@ class Record:
         steps: number of steps that every rank has recorded.
 
     Raises:
-        UserError: the folder is no record, lacks a rank, or a file is damaged.
+        UserError: the folder is not a record, lacks a rank, or a file is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -277,7 +277,7 @@ class Record:
         return self.ranks[0]
 
     def step(self, step: int) -> dict[Key, Quantity]:
-        """Return what was recorded at a step, from 1; 0 for before the first.
+        """Return the quantities recorded at a step, from 1; 0 for before the first.
 
         Raises:
             UserError: a file is missing, cut or damaged.

@@ -1,4 +1,4 @@
-"""The recorder: keeps what a training script of anyone's computes in its first steps, for a comparison."""
+"""Recorder, which keeps what any training script computes in its first steps, for a comparison."""
 
 import os
 import platform
@@ -50,17 +50,17 @@ IGNORED: Final = -100
 class Recorder:
     """Records weights, activations, gradients and updates of the first steps of a training loop.
 
-    Without a folder, from `folder` or the variable `THREEFOLD_PARITY`, it does nothing and costs nothing.
+    Without a folder, given by `folder` or the variable `THREEFOLD_PARITY`, it does nothing and costs nothing.
 
     Args:
-        model: the model of this rank, wrapped for parallelism or not; a list of what the rank holds of a pipeline.
+        model: the model of this rank, wrapped for parallelism or not; with a pipeline, a list of the rank's parts.
         optimizer: its optimizer. An update is recorded when its `step` ends; without one, call `after_update`.
         adapter: `Adapter` of a framework, or a function that places tensors (`Place`); plain PyTorch by default.
         folder: folder of the record; every rank writes its own files there.
         steps: number of steps to record, 3 by default.
         axes: sizes of the parallel axes, such as `{"dp": 2, "tp": 4}`, to give factors a name.
-        batch_dim: dim of samples in activations, where it is not the adapter's.
-        updates: number of updates that the run has made before: those of the checkpoint from which it goes on.
+        batch_dim: dim of samples in activations, if it is not the adapter's.
+        updates: number of updates that the run has made before: those of the checkpoint that it continues from.
             `THREEFOLD_PARITY_AFTER` is the number of updates after which a record begins.
 
     Raises:
@@ -145,7 +145,7 @@ class Recorder:
     # ---- what a script calls ----------------------------------------------------------------------------------------
 
     def batch(self, inputs: Tensor, labels: Tensor | None = None) -> None:
-        """Give this rank's samples of a step, before its forward passes, in the order of its micro-batches.
+        """Record this rank's samples of a step; call it before the forward passes, in the order of the micro-batches.
 
         Needed where the model's forward does not get the tokens (a later pipeline stage), gets parts of sequences, or
         to have labels counted.
@@ -309,7 +309,7 @@ class Recorder:
         return hook
 
     def _await_gradient(self, name: str, tensor: Tensor, samples: tuple[str, ...]) -> None:
-        """Have the gradient of an output recorded, under the names of all modules that return it."""
+        """Record the gradient of an output when it is computed, under the names of all modules that return it."""
         known = self._seen.get(id(tensor))
         if known is not None and known[0]() is tensor:
             known[1].append(name)
@@ -534,7 +534,7 @@ def _rank_and_world() -> tuple[int, int]:
 
 
 def _updates_ahead(made: int) -> int:
-    """Return how many updates a run that has made some is to make before its record begins."""
+    """Return the number of further updates that a run makes before its record begins, after `made` updates."""
     after = _number(AFTER) or 0
     if made > after:
         raise UserError(

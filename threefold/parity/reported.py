@@ -1,4 +1,4 @@
-"""The comparison of what ranks report at a step: samples, losses and other numbers, learning rates."""
+"""Comparison of the numbers that ranks report at a step: samples, losses and other numbers, learning rates."""
 
 from collections.abc import Iterator
 from math import isfinite, isnan, nan, sqrt
@@ -11,7 +11,7 @@ from threefold.parity.tensors import StepPair
 
 
 class ReportedStep:
-    """The numbers of a step of two records."""
+    """Reported numbers of one step of two records."""
 
     def __init__(self, pair: StepPair) -> None:
         self.step, self.reference, self.tolerances, self.factors = (
@@ -28,12 +28,12 @@ class ReportedStep:
         return [facts["numbers"].get(str(step), {}) for facts in record.ranks]
 
     def learn(self) -> None:
-        """Take up the differences to a run with noise as rounding."""
+        """Learn the differences from a run with noise as rounding."""
         for name, value, got in self._pairs_of_numbers():
             self.tolerances.learn(self.step, NUMBER, name, Measure(_off(got, value), nan))
 
     def compare(self, found: Findings) -> Iterator[Departure]:
-        """Yield the departures, and count in `found` what was compared."""
+        """Yield the departures, and count the compared quantities in `found`."""
         yield from self._samples()
         yield from self._scalars(found)
         yield from self._counters(found)
@@ -53,7 +53,7 @@ class ReportedStep:
         yield Departure(self.step, SAMPLES, "", len(strange) / max(len(mine), 1), 0.0, nan, shape)
 
     def _pairs_of_numbers(self) -> Iterator[tuple[str, float, float]]:
-        """Yield name, value in the reference and that of each rank, of numbers that every rank must report alike."""
+        """Yield name, value in the reference and value on each rank, for numbers that every rank must report alike."""
         scalars = [each.get("scalars", {}) for each in self.mine]
         for name, text in (self.theirs[0].get("scalars", {}) if self.theirs else {}).items():
             if name == "loss":

@@ -26,7 +26,7 @@ class RecordedRuns:
 
     Attributes:
         reference, candidate: the records.
-        noisy: those of the reference with noise in the last place.
+        noisy: records of the reference with noise in the last place.
     """
 
     reference: Record
@@ -50,16 +50,16 @@ def run_both(
     """Run both commands, one after the other, with the same initial weights unless records begin later.
 
     Args:
-        reference: command line of the run that is right; `{run}` in it is replaced by a folder for that run's files.
-        candidate: command line of the other.
+        reference: command line of the correct run; `{run}` in it is replaced by a folder for that run's files.
+        candidate: command line of the run to check.
         folder: folder for the records, logs and weights, empty or missing.
         steps: steps to record.
-        noise: how often the reference is run again with noise, to learn tolerances.
-        after: number of updates after which records begin; above 0, each run has weights of its own.
-        elements: number of elements up to which tensors are kept whole; 0 for the usual ones.
+        noise: number of further runs of the reference with noise, to learn tolerances.
+        after: number of updates after which records begin; above 0, each run has its own weights.
+        elements: number of elements up to which tensors are kept whole; 0 for the usual numbers.
         timeout: seconds that each run may take.
-        whole_run: whether the scripts go on after the recorded steps.
-        tell: called with what begins.
+        whole_run: whether the scripts continue after the recorded steps.
+        tell: called at the beginning of each run, with its description.
 
     Raises:
         UserError: a command cannot be started, fails, or records nothing.

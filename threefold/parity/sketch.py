@@ -1,9 +1,9 @@
-"""What a record keeps of a tensor: its norm, a grid of its elements, and a projection along each dim.
+"""Parts of a tensor that a record keeps: its norm, a grid of its elements, and a projection along each dim.
 
 A projection along a dim contracts all others with vectors of random signs, so that each of its elements depends on
 every element of a slice: a shard that is missing, scaled or misplaced shows in the slices that it lies in, at the size
-that it has in the tensor. All parts are sums or subsets over elements, so those of a whole tensor are put together
-from those of its pieces. Signs and grids depend on sizes alone: any two records have the same.
+that it has in the tensor. All parts are sums or subsets over elements, so those of a whole tensor are assembled from
+those of its pieces. Signs and grids depend on sizes alone: any two records have the same.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from threefold.parity.placement import Piece
 
 @dataclass(frozen=True)
 class Detail:
-    """How much is kept of a tensor.
+    """Amount that is kept of a tensor.
 
     Attributes:
         elements: largest number of elements in the grid. A tensor with no more is kept whole, without projections.
@@ -105,12 +105,12 @@ def length(shape: tuple[int, ...], piece: Piece, detail: Detail) -> int:
 
 
 def keep(box: Tensor, shape: tuple[int, ...], piece: Piece, detail: Detail) -> Tensor:
-    """Return what is kept of a piece of a tensor, of `samples` tensors of one shape at once.
+    """Return the values that are kept of a piece of a tensor, for `samples` tensors of one shape at once.
 
     Args:
         box: (samples, *piece.size); floating.
         shape: shape of the whole tensor.
-        piece: the box's place.
+        piece: position of the box.
         detail: how much to keep.
 
     Returns:
@@ -178,7 +178,7 @@ def inside(shape: tuple[int, ...], piece: Piece, detail: Detail) -> tuple[Tensor
 
 @cache
 def places(shape: tuple[int, ...], piece: Piece, detail: Detail, finer: Detail) -> tuple[Tensor, ...]:
-    """Return where the grid of a detail within a piece lies in the grid of a finer one, as an index of the latter."""
+    """Return the index of the grid of a detail, within a piece, into the grid of a finer one."""
     within = [
         torch.searchsorted(index, mine + start)
         for index, mine, start in zip(grid(shape, finer), inside(shape, piece, detail), piece.start, strict=True)
@@ -188,12 +188,12 @@ def places(shape: tuple[int, ...], piece: Piece, detail: Detail, finer: Detail) 
 
 @dataclass
 class Kept:
-    """What is kept of a whole tensor, put together from its pieces.
+    """Values that are kept of a whole tensor, assembled from its pieces.
 
     Attributes:
         shape: shape of the tensor.
         detail: how much was kept.
-        squares: sum of squares; NaN if it is unknown, as of a tensor whose values ranks sum.
+        squares: sum of squares; NaN if it is unknown, as for a tensor whose values ranks sum.
         projections: along each dim; none if all elements are in the grid.
         elements: the grid; NaN where no piece had it.
         covered: number of elements in the pieces.
@@ -208,7 +208,7 @@ class Kept:
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], detail: Detail) -> "Kept":
-        """Return the beginning of a tensor, without pieces."""
+        """Return an object for a tensor without any pieces yet."""
         projections = (
             [torch.zeros(buckets(size, detail), dtype=torch.float64) for size in shape]
             if has_projections(shape, detail)
@@ -223,7 +223,7 @@ class Kept:
         Args:
             piece: the piece.
             values: (length,).
-            partial: whether other ranks' values of the piece are to be added to these.
+            partial: whether other ranks' values of the piece must be added to these.
         """
         values = values.double()
         at = 1
@@ -240,7 +240,7 @@ class Kept:
         self.covered += prod(piece.size)
 
     def within(self, piece: Piece, detail: Detail) -> Tensor:
-        """Return the elements of a piece that the grid of a detail has, which is no finer than this one."""
+        """Return the elements of a piece that are in the grid of a detail no finer than this one."""
         return self.elements[places(self.shape, piece, detail, self.detail)]
 
     @property

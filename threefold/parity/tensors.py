@@ -1,4 +1,4 @@
-"""The comparison of the tensors of a step: tolerance of each, shape of a departure, ranks that hold it."""
+"""Comparison of the tensors of a step: their tolerances, the shapes of departures, and the ranks that hold them."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from threefold.parity.record import GRADIENT, INITIAL, OUTPUT, OUTPUT_GRADIENT, 
 from threefold.parity.sketch import Kept
 
 _SAME: Final = 0.1
-"""Largest error of a tensor that is another one of the reference."""
+"""Largest error at which a tensor counts as another tensor of the reference."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class StepPair:
     Attributes:
         step: from 1; 0 for before the first.
         reference, candidate: the records.
-        expected, got: what they have of the step.
+        expected, got: quantities of the step in each.
         tolerances: what counts as rounding.
     """
 
@@ -50,11 +50,11 @@ class StepPair:
 
 
 class TensorStep:
-    """The tensors of a step of two records.
+    """Tensors of one step of two records.
 
     Args:
         pair: the step.
-        before: what the reference has of the step before, to know a tensor that is late.
+        before: the reference's quantities of the previous step, to recognize a tensor that is one step late.
         places: distance of a weight from its neighbours, by name (`last_places`).
     """
 
@@ -71,7 +71,7 @@ class TensorStep:
         self.least = least_magnitudes(pair.expected.values())
 
     def learn(self) -> None:
-        """Take up the differences to a run with noise as rounding."""
+        """Learn the differences from a run with noise as rounding."""
         factors = self._sample_factors()
         for key, reference in self.expected.items():
             other = self.got.get(key)
@@ -89,8 +89,9 @@ class TensorStep:
     def _sample_factors(self) -> dict[str, float]:
         """Return, by sample, the factor of the gradient where the backward pass begins.
 
-        Ranks and micro-batches scale their losses differently and make up for it when they sum gradients, so gradients
-        of outputs are compared relative to the first. Whether the sum is right, the gradients of parameters show.
+        Ranks and micro-batches scale their losses differently, and compensate for it when they sum gradients, so
+        gradients of outputs are compared relative to the first. The gradients of parameters show whether the sum is
+        right.
         """
         found: dict[str, tuple[int, float]] = {}
         for key, reference in self.expected.items():
@@ -106,7 +107,7 @@ class TensorStep:
         return {sample: scale for sample, (_, scale) in found.items()}
 
     def compare(self, found: Findings) -> Iterator[Departure]:
-        """Yield the departures, and count in `found` what was compared."""
+        """Yield the departures, and count the compared quantities in `found`."""
         factors = self._sample_factors()
         ordered = sorted(self.expected.items(), key=lambda item: item[1].order)
         groups: dict[tuple[str, str], list[tuple[Quantity, Quantity | None]]] = {}
@@ -157,8 +158,8 @@ class TensorStep:
     def _missing(self, kind: str, name: str, pairs: list[tuple[Quantity, Quantity | None]]) -> Iterator[Departure]:
         """Yield a departure if the candidate lacks a tensor of a parameter, or elements of it, that the reference has.
 
-        What a module returns may not be recorded everywhere; what is not is counted as skipped. Optimizers of other
-        frameworks may keep other states, but not parts of one.
+        The output of a module may not be recorded everywhere; a missing one is counted as skipped. Optimizers of other
+        frameworks may keep other states, but not parts of a state.
         """
         if kind in (OUTPUT, OUTPUT_GRADIENT, TENSOR):
             return
@@ -244,7 +245,7 @@ class TensorStep:
         return ""
 
     def _another(self, kept: Kept, reference: Quantity, tolerance: Tolerance) -> str:
-        """Return the name of another parameter whose values these are, as if layers had been counted from elsewhere."""
+        """Return the name of another parameter that has these values, as if layers were counted from another start."""
         if reference.kind in (OUTPUT, OUTPUT_GRADIENT) or len(reference.kept.shape) < 1:
             return ""
         for other in self.expected.values():
@@ -255,7 +256,7 @@ class TensorStep:
         return ""
 
     def _reduced(self, got: Quantity, reference: Quantity, tolerance: Tolerance) -> str:
-        """Return what the ranks' different copies make together, if that is the reference."""
+        """Return how the ranks' different copies combine to the reference, if they do."""
         whole = [(entry, values) for _, entry, values in got.copies if entry.size == reference.kept.shape]
         if not whole:
             return ""
@@ -327,5 +328,5 @@ def _comparable(got: Quantity, reference: Quantity) -> bool:
 
 
 def _near(tolerance: Tolerance) -> float:
-    """Return the error below which two tensors are taken for the same one; wide tolerances would match any two."""
+    """Return the error below which two tensors count as the same; wide tolerances would match any two."""
     return min(3 * tolerance.error, _SAME)

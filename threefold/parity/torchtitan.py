@@ -1,9 +1,9 @@
-"""Adapter of torchtitan: the model parts and the container of optimizers of its Trainer.
+"""Adapter for torchtitan: the model parts and the container of optimizers of its Trainer.
 
     recorder = parity.Recorder(trainer.model_parts, trainer.optimizers, TorchtitanAdapter())  # before trainer.train()
 
-Its parameters are DTensors, or plain ones of a pipeline stage under global names, as the base class takes them; what is
-torchtitan's is one optimizer for each model part, and its own function of clipping.
+Its parameters are DTensors, or plain ones of a pipeline stage under global names, which the base class handles.
+Specific to torchtitan are one optimizer for each model part and its own clipping function.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from threefold.parity.clipping import ClippingAdapter
 
 
 class TorchtitanAdapter(ClippingAdapter):
-    """Adapter of torchtitan.
+    """Adapter for torchtitan.
 
     Gradients are recorded when torchtitan clips them, after all micro-batches.
     """

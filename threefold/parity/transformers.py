@@ -12,7 +12,7 @@ from threefold.parity.recorder import Recorder
 
 
 class ParityCallback(TrainerCallback):
-    """Records the first steps of a Trainer; does nothing without a folder, as `Recorder`.
+    """Records the first steps of a Trainer; does nothing without a folder, like `Recorder`.
 
     Args:
         options: keyword arguments of `Recorder`.

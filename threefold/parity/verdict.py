@@ -1,4 +1,4 @@
-"""The verdict on two records: a sentence on where the departure begins and what shape it has, and a table."""
+"""Verdict on two records: a sentence on where the departure begins and what shape it has, and a table."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ _LISTED: Final = 8
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a comparison comes to.
+    """Verdict of a comparison.
 
     Attributes:
         equal: whether nothing departs by more than rounding.
@@ -81,7 +81,7 @@ def _lead_of(together: Sequence[Departure]) -> Departure:
     """Return the departure to name, of those of one step and kind.
 
     One that ranks disagree about is named before others. Of gradients it is the one that the backward pass computes
-    first, because what departs there may go on to those behind.
+    first, because a departure there may propagate to gradients that are computed later.
     """
     disagreed = [each for each in together if each.copies]
     if disagreed and len(disagreed) < len(together):
@@ -122,9 +122,9 @@ def _sentence(lead: Departure, together: Sequence[Departure], found: Findings) -
 
 
 def rows(verdict: Judgement, found: Findings) -> list[tuple[str, str, str, str, str]]:
-    """Return the rows of a table: step, what departs, error, rounding and shape, of the first departures.
+    """Return the rows of a table of the first departures: step, quantity, error, rounding and shape.
 
-    What departs later is counted.
+    Later departures are counted.
     """
     made = [_row(each) for each in verdict.together[:_LISTED]]
     if len(verdict.together) > _LISTED:

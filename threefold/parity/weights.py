@@ -1,4 +1,4 @@
-"""Initial weights that a reference run hands to a candidate, whole, whatever either shards."""
+"""Initial weights that a reference run passes to a candidate as whole tensors, however either shards them."""
 
 import json
 from collections.abc import Callable, Iterable

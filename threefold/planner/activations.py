@@ -1,13 +1,13 @@
-"""Activation memory of one layer for one micro-batch: what the forward pass keeps, and the peaks of each pass.
+"""Activation memory of one layer for one micro-batch: the tensors that the forward pass keeps, and each pass's peaks.
 
 After Korthikanti et al., "Reducing activation recomputation in large transformer models" (arXiv 2205.05198), section 4,
 adapted to the layers of this package: dropout keeps its mask in the activations' dtype, and attention without dropout
-keeps only its inputs, its output and one number per row where torch's fused kernel serves.
+keeps only its inputs, its output and one number per row where torch's fused kernel is used.
 
 The moments follow the order in which autograd runs this package's layers (`models`, `parallel`). The first product of a
-block's backward pass, for example, needs the gradients of the block's output and of the inner features beside
+block's backward pass, for example, needs the gradients of the block's output and of the inner features in addition to
 everything kept; a head needs its logits and their gradients. `stage_memory` puts the layers together.
-`largest_micro_batch` chooses a default from what is kept alone.
+`largest_micro_batch` chooses a default from the kept tensors alone.
 """
 
 from collections.abc import Collection
@@ -77,8 +77,10 @@ def _rms_bytes(sizes: RankBlock, rows: int, nbytes: int) -> int:
 
 
 def _core_bytes(sizes: RankBlock, replayed: bool) -> int:
-    """Return the bytes kept by QK-norm, rotary embeddings and the attention core, without the core's output, which its
-    projection keeps; a `replayed` core keeps only its inputs."""
+    """Return the bytes kept by QK-norm, rotary embeddings and the attention core; a `replayed` core keeps only its
+    inputs.
+
+    The core's output is not included, since its projection keeps it."""
     cp, length, queries, kernels = sizes.cp, sizes.length, sizes.queries, sizes.kernels
     before = 0
     inputs = queries + 2 * sizes.keys  # of the core, and the tensors that they are views of
@@ -161,7 +163,7 @@ class LayerBytes:
         kept: bytes kept from the forward to the backward pass.
         forward: additional bytes at the peak of the forward pass.
         backward: additional bytes at the peak of the backward pass, before frees and without weight gradients.
-        ending: bytes beside those that earlier layers keep, when the last weight gradients are computed.
+        ending: bytes in addition to those that earlier layers keep, when the last weight gradients are computed.
         largest: elements of the weight whose gradient exists at the moment of `backward`.
         deferred: bytes kept from the backward pass for inputs to the backward pass for weights.
     """
@@ -311,7 +313,7 @@ class LayerMemory:
             self.narrow_logits = block.tokens * columns * block.itemsize
 
     def of(self, name: str) -> LayerBytes:
-        """Return the memory of the layer of this name."""
+        """Return the memory of the layer with this name."""
         model, block = self._config.model, self._first
         if name == self._layers[0]:
             return embedding_layer(block, model.vocab_size, model.embedding_dropout > 0, self._device)
@@ -356,7 +358,7 @@ def largest_micro_batch(config: Config, vocab_size: int, memory: int, device: st
 
 
 def step_bytes(config: Config, device: str, size: ModelSize | None = None) -> int:
-    """Return the most bytes that any rank needs for a step, without communication buffers.
+    """Return the maximum number of bytes that any rank needs for a step, without communication buffers.
 
     Args:
         config: resolved config of the run.

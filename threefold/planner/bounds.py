@@ -64,7 +64,7 @@ class Evaluated:
 
     @property
     def peak(self) -> int:
-        """Bytes of the rank that needs the most."""
+        """Bytes of the rank that needs the most memory."""
         return max(self.peak_bytes)
 
 
@@ -189,7 +189,7 @@ _KEPT, _BACKWARD, _DEFERRED = range(3)
 
 def _held(mesh: MeshSizes, ranks: RankLayers, micro_batches: Array) -> tuple[Array, Array]:
     """Return a lower bound of what ranks hold of all passes in flight, as many as possible through the smallest stages:
-    layers of each kind, [rows, micro, kinds], and outputs that stages hand on, [rows, micro], once for each pass."""
+    layers of each kind, [rows, micro, kinds], and outputs that stages pass on, [rows, micro], once for each pass."""
     chunks = ranks.chunks[ranks.schedule][:, None]
     rounds = micro_batches // np.maximum(1, micro_batches // mesh.pp)
     # The table counts rounds of pp micro-batches, but a round may be shorter.

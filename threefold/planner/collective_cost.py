@@ -169,13 +169,13 @@ def send_seconds(hardware: Hardware, group: Group, nbytes: float) -> float:
 _PIECES = 12
 """Pieces in which gradients are reduced during the backward pass; the last is exposed."""
 _CONTENTION = 0.25
-"""Slowdown of computation by a collective beside it, as a share of its time: both need compute units and memory."""
+"""Slowdown of computation by a concurrent collective, as a share of its time: both need compute units and memory."""
 ZERO_STATE, ZERO_GRADIENTS, ZERO_WEIGHTS = 1, 2, 3
-"""Values of `parallel.zero`: what is sharded in addition to what the smaller values shard."""
+"""Values of `parallel.zero`, named after the part that each shards in addition to the smaller values."""
 
 
 class Sums(NamedTuple):
-    """Seconds of a step's data-parallel collectives: exposed, and hidden beside computation."""
+    """Seconds of a step's data-parallel collectives: exposed, and hidden behind computation."""
 
     exposed: float
     hidden: float
@@ -241,7 +241,7 @@ def _shared(exposed: float, whole: float) -> Sums:
 
 
 def exposed_part(collective: float, beside: float, pieces: int) -> float:
-    """Return the exposed part of a collective that runs in pieces beside a computation: one piece and any excess."""
+    """Return the exposed part of a collective that runs in pieces during a computation: one piece and any excess."""
     return collective / pieces + positive(collective * (1 - 1 / pieces) - beside)
 
 

@@ -155,7 +155,7 @@ def _explaining(own: bool, rank: int) -> Iterator[None]:
 
 
 Tell = Callable[[str, int, int], object]
-"""Callback that takes what is run, the number of its passes done and their total."""
+"""Callback that takes the name of a part, the number of its passes done and their total."""
 
 _KEPT = (2, 3, 4)
 """Micro-batches that a stage of the shortened pipelines keeps."""

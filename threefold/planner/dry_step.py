@@ -52,7 +52,7 @@ class DryRunReport:
         gradient_bytes: bytes of the gradients used in the update.
         optimizer_bytes: bytes of optimizer state.
         activation_bytes: peak of all other memory: kept activations, temporary tensors and buffers of collectives.
-        peak_bytes: most bytes alive at once.
+        peak_bytes: maximum number of bytes alive at once.
         at_peak: bytes at that moment by `weights`, `gradients`, `optimizer` and `activations`, which include all else.
         causes: bytes at that moment with ZeRO's gathered weights among `weights` and whole gradients among `gradients`,
             as `threefold.planner.stage_memory` counts them.
@@ -214,7 +214,7 @@ class StorageTracker(OperationMode):
         observer: callback for all operations.
 
     Attributes:
-        peak: most bytes alive at once, by kind, since the start or the last `begin`.
+        peak: maximum number of bytes alive at once, by kind, since the start or the last `begin`.
     """
 
     def __init__(self, observer: Observer | None = None) -> None:
@@ -356,7 +356,7 @@ def measure_step(engine: Engine, batch: Batch, observer: Observer | None = None)
 
 
 def _claim_whole_tensors(engine: Engine, tracker: StorageTracker) -> None:
-    """Count ZeRO's gathered weights, and gradients not reduce-scattered yet, as kinds of their own."""
+    """Count ZeRO's gathered weights, and gradients not reduce-scattered yet, as separate kinds."""
     watched: set[Tensor] = set()
 
     def gathered(module: nn.Module, _arguments: Any) -> None:

@@ -187,7 +187,7 @@ def exposed_bubble(busy: float, bubble: float, hardware: Hardware) -> float:
 
 
 def stage_passes(config: Config, hardware: Hardware, system: System) -> list[Passes]:
-    """Estimate the passes of each pipeline stage for one micro-batch; arguments as of `step_time`."""
+    """Estimate the passes of each pipeline stage for one micro-batch; arguments as for `step_time`."""
     passes = layer_passes(config, hardware, system)
     stages = stage_map(describe_model(config.model, config.data.sequence_length).plan, config)
     bounds = (stages.layers(stage) for stage in range(len(stages.ranks)))

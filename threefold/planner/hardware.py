@@ -148,7 +148,7 @@ _WHOLE: Final = ("memory_bytes", "multiprocessors", "gpus_per_node", "cores")
 _TEXTS: Final = ("title", "device", "system", "gpt_system", "sharded_system")
 _DEVICES: Final = ("cuda", "cpu")
 _FRACTIONS: Final = ("matrix", "memory", "link", "network", "uncertainty")
-"""Figures that are at most 1. Attention may exceed 1, since doctor measures it beside small products."""
+"""Figures that are at most 1. Attention may exceed 1, since `threefold doctor` measures it next to small products."""
 _ZERO_ALLOWED: Final = (
     *("latency", "matrix_depth", "attention_length", "attention_depth", "kernel", "block", "sharded_block"),
     *("tensor_block", "context_block", "step", "cores", "dollars_per_hour"),
@@ -384,7 +384,7 @@ def entry_of_gpu(name: str, memory: int) -> Hardware | None:
 
     Args:
         name: name reported by the driver, such as `NVIDIA A100-SXM4-80GB`.
-        memory: bytes of device memory, which tell types of the same name apart.
+        memory: bytes of device memory, which distinguish types of the same name.
     """
     words = set(re.split(r"[\s_/-]+", name.lower()))
     if any(variant in words for variant in _OTHER_VARIANTS):

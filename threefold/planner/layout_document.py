@@ -32,7 +32,7 @@ FORMAT: Final = "threefold layout"
 VERSION: Final = 1
 """Version of the document; it grows when a member changes its meaning or goes away, not when one is added."""
 MOST_RANKS: Final = 256
-"""Largest world whose ranks are all described; of a larger one, those of one copy of the model are."""
+"""Largest world size for which all ranks are described; for a larger one, only those of one copy of the model are."""
 _MOST_OF_A_COPY: Final = 2048
 _MOST_SPANS: Final = 4000
 _PER_NODE: Final = 8
@@ -188,7 +188,8 @@ class ModelShards:
     def as_json(self, ranks: Sequence[int]) -> list[dict[str, Any]]:
         """Return each kind of weight with its distinct shards, and which of them the ranks hold.
 
-        A shard depends on the coordinates of a rank but that on the pp axis, so that places, not ranks, are listed.
+        A shard does not depend on a rank's coordinate on the pp axis, so the other coordinates are listed instead of
+        ranks.
         """
         places = [rank for rank in ranks if self.layout.coordinates(rank).pp == 0]
         found = []
@@ -304,7 +305,7 @@ def simulation(config: Config, model: ModelShards, estimated: Estimate | None) -
 
 
 def _memory(config: Config, hardware: Hardware | None, estimated: Estimate | None) -> dict[str, Any]:
-    """Return the memory of each rank of the pp axis by cause, and what its device has."""
+    """Return the memory of each rank of the pp axis by cause, and the memory of its device."""
     why, limit, limit_of = _lack_of_formulas(config), None, None
     stages: Sequence[StageMemory] = ()
     if estimated is not None and hardware is not None:
@@ -321,7 +322,7 @@ def _memory(config: Config, hardware: Hardware | None, estimated: Estimate | Non
 
 _WITHIN: Final = ("tp", "cp", "ep", "tp shares")
 _WITH_ZERO: Final = {"all_gather": (3, "pass", "start"), "reduce_scatter": (2, "backward", "end")}
-"""Collectives of ZeRO: the stage from which each pass makes them, when it is, and when below that stage."""
+"""Collectives of ZeRO: a stage, when a step makes them at this stage or above, and when below it."""
 
 
 def when(axis: str, operation: str, zero: int) -> str:
@@ -360,7 +361,7 @@ def _collectives(config: Config, tell: Tell) -> dict[str, Any]:
 
 
 def moves(before: Config, after: Config) -> dict[str, Any]:
-    """Return what moves when a run goes on in another layout, rank by rank and weight by weight.
+    """Return what moves when a run continues in another layout, rank by rank and weight by weight.
 
     A rank keeps the elements that it has in both layouts, and receives the others that it needs.
 
@@ -429,7 +430,7 @@ def proof(report: Any, called: str, document: Mapping[str, Any]) -> dict[str, An
         document: document of a layout of the same model, of which the report may have fewer layers.
 
     Raises:
-        UserError: it is no such report, or of another model.
+        UserError: it is not such a report, or belongs to another model.
     """
     try:
         layouts = [(each["layout"], each["verdict"], dict(each["worst_by_parameter"])) for each in report["layouts"]]

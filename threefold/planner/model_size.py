@@ -126,7 +126,7 @@ class ModelSize:
         return self.rank(pp_rank, self.largest_place(pp_rank))
 
     def largest_place(self, pp_rank: int) -> ShardCoordinates:
-        """Return the place of the largest rank at a pp coordinate: the first, as no shard is larger."""
+        """Return the other coordinates of the largest rank at a pp coordinate: the first, as no shard is larger."""
         return shard_coordinates(self._config.parallel, Coordinates(0, pp_rank, 0, 0))
 
     def layers_of(self, stage: int, last: int | None = None) -> tuple[str, ...]:
@@ -154,7 +154,7 @@ class ModelSize:
             groups = [[name] for name in layers if name not in together]
             for group in [*groups, together]:
                 held = self.weights.held(group, place)
-                if trained:  # models with experts of their own freeze none
+                if trained:  # models with their own experts freeze none
                     held = held._replace(frozen=0)
                 found.append((held.dense, held.experts) if apart else (held.all, 0))
         return found
@@ -318,7 +318,7 @@ class RankBlock(BlockShape):
         documents: whether attention stops at document boundaries.
         attention: implementation of the attention core, as its memory depends on it.
         balanced: whether routing to experts is balanced; otherwise a rank's experts are chosen up to twice the mean.
-        kernels: what the kernels keep; by default those of this package on a CPU.
+        kernels: tensors that the kernels keep; by default those of this package's kernels on a CPU.
     """
 
     samples: int
@@ -394,7 +394,7 @@ class RankBlock(BlockShape):
 
     @property
     def keys(self) -> int:
-        """Bytes of the rank's keys, before GQA expands them; also those of its values."""
+        """Bytes of the rank's keys, before GQA expands them; its values take as many."""
         return self.tokens * self.head_dim * self.itemsize * self.own_key_heads
 
     def group(self, axis: str) -> Group:

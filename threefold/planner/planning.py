@@ -1,7 +1,7 @@
-"""Searches as asked for and answered.
+"""Search requests and their answers.
 
-A request has an objective, fixed settings and a budget of tokens; its answer the ranked layouts, or the error that says
-why there are none, and the config of the best layout.
+A request has an objective, fixed settings and a budget of tokens. Its answer is the ranked layouts with the config of
+the best one, or an error that says why there are none.
 """
 
 import re
@@ -114,7 +114,7 @@ class Request:
         gpus, hardware: number of available devices, and their type.
         objective: criterion of the best layout.
         fixed: values of settings that the layouts must have, by `section.key`.
-        tokens: tokens to train on; None if neither the request nor the config says.
+        tokens: tokens to train on; None if neither the request nor the config gives it.
         system: training system whose kernels and memory are assumed.
     """
 
@@ -185,7 +185,7 @@ def read_request(
 
 
 def require_no_layout(overrides: Sequence[str]) -> None:
-    """Raise an error if an override sets what the search chooses, since it would have no effect.
+    """Raise an error if an override sets something that the search chooses, since it would have no effect.
 
     Args:
         overrides: overrides as `section.key=value`.
@@ -205,7 +205,7 @@ def parse_fixed(texts: Sequence[str]) -> dict[str, Any]:
     """Parse the settings that layouts must have, each as `section.key=value`.
 
     Raises:
-        UserError: a key is no setting of a layout, or its value is not YAML or invalid for the setting.
+        UserError: a key is not a setting of a layout, or its value is not YAML or invalid for the setting.
     """
     fixed: dict[str, Any] = {}
     for text in texts:

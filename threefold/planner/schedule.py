@@ -1,4 +1,4 @@
-"""Pipeline schedules over time: the actions of each rank as data, when each of them runs, and what a rank holds."""
+"""Pipeline schedules over time: the actions of each rank as data, their times, and the passes that a rank holds."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence

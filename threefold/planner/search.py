@@ -34,7 +34,7 @@ class Soundness:
         self.examples: dict[str, tuple[str, str]] = {}
 
     def mask(self, mesh: MeshSizes, options: Options) -> Mask | None:
-        """Return a mask of a mesh's sound options (length 1 where all are alike); None if none is sound."""
+        """Return a mask of a mesh's sound options (length 1 where all are equal); None if none is sound."""
         sound: Mask = np.ones((1,) * len(options.shape), dtype=bool)
         for number, rule in enumerate(self._rules):
             allowed, sentence = self._allowed(number, rule, mesh, options)
@@ -98,12 +98,12 @@ BEST = 10
 _AT_ONCE = 256
 """Number of layouts to sort at a time, in the order of their bounds."""
 _ROUNDING = 1 - 1e-9
-"""Factor on a bound, which other roundings may put above the exact time."""
+"""Factor on a bound, since different rounding may put it above the exact time."""
 
 
 @dataclass(frozen=True)
 class UnfitLayouts:
-    """Sound layouts that do not fit, and among them the one that needs the least, its bytes and their largest part."""
+    """Sound layouts that do not fit; the one of them that needs the least memory, its bytes and their largest part."""
 
     count: int
     nearest: LayoutChoice

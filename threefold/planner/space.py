@@ -147,7 +147,7 @@ def layout_rules(plan: ModelPlan) -> tuple[Check, ...]:
 
 
 class RuleAnswers:
-    """Answers of one rule to the layouts of a config, each asked for once.
+    """Verdicts of one rule on the layouts of a config, each computed once.
 
     Args:
         rule: check that raises a `UserError` if it is broken.

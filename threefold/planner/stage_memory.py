@@ -144,7 +144,7 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive layers of a stage that are alike.
+    """Consecutive equal layers of a stage.
 
     Attributes:
         layer: bytes of one layer for one micro-batch.
@@ -214,7 +214,7 @@ class StageLayers:
 
     def _backward(self, deferring: bool) -> Iterator[Moment]:
         """Yield the candidates for the peak of a backward pass, one or a few for each run of layers; weight gradients
-        wait for a pass of their own if `deferring`."""
+        wait for a separate pass if `deferring`."""
         scattered: float = 0  # last
         if self.zero > 1 and self.repeated:
             scattered = self.tied or next((run.elements for run in self.runs if run.elements), 0)
@@ -388,7 +388,7 @@ def standing_states(
 
 
 def _tree_levels(config: Config) -> int:
-    """Return the sums of gradients that an exact run keeps beside the one that grows, one per level of its tree."""
+    """Return the number of gradient sums that an exact run keeps besides the growing one, one per level of its tree."""
     return (config.train.grain_samples // config.parallel.dp).bit_length() - 1 if config.train.exact else 0
 
 

@@ -28,7 +28,7 @@ class System:
         fused_loss: whether softmax and cross-entropy are one kernel over the logits in each direction.
         fused_gradients: whether weight-gradient products accumulate directly into the fp32 gradients.
         gradient_bytes: bytes per element in the data-parallel sum; 0 for the gradients' itemsize.
-        overlap_tensor: whether tensor-parallel collectives run in pieces beside the neighbouring matrix products.
+        overlap_tensor: whether tensor-parallel collectives run in pieces during the neighbouring matrix products.
         overlap_tensor_backward: whether tensor-parallel collectives overlap with weight gradients in the backward pass.
         overlap_context: whether context-parallel collectives overlap with attention.
         overlap_gradients: whether gradient sums overlap with the last backward pass, weight gathers with the first
@@ -188,7 +188,7 @@ SYSTEMS: Final = {row.name: row for row in _ROWS}
 
 
 def find_system(name: str) -> System:
-    """Return the training system of a name.
+    """Return the training system with this name.
 
     Raises:
         UserError: no system has this name.
@@ -251,7 +251,7 @@ class Keeps:
 
     Attributes:
         system: the training system.
-        kernels: what its kernels keep for the backward pass.
+        kernels: tensors that its kernels keep for the backward pass.
         casts_logits: whether separate kernels cast narrow logits to fp32 on a GPU. The allocator's blocks for the
             narrow logits are too small for the wide ones, and stay reserved.
         fragmentation: memory that the allocator loses, as a share of transient tensors.

@@ -25,9 +25,9 @@ _MULTIPLIER_2: Final = np.uint64(0x94D049BB133111EB)
 class KeyedPermutation:
     """Pseudo-random permutation of range(n), keyed by (seed, epoch, purpose), with O(1) memory and start-up.
 
-    An unbalanced Feistel network over the smallest power of two that holds n (Luby and Rackoff, 1988), with the
-    finalizer of SplitMix64 (Steele, Lea and Flood, 2014) as its round function, and cycle walking (Black and Rogaway,
-    2002) to stay below n: fewer than two rounds per item on average once n > 32.
+    An unbalanced Feistel network over the smallest power of two that holds n (Luby and Rackoff, 1988). Its round
+    function is the finalizer of SplitMix64 (Steele, Lea and Flood, 2014). Cycle walking (Black and Rogaway, 2002) keeps
+    results below n: fewer than two rounds per item on average once n > 32.
 
     Args:
         n: number of items, 1 to 2**62.

@@ -23,7 +23,7 @@ _MASK32 = 0xFFFFFFFF
 
 
 class DropoutSite(Protocol):
-    """Layer that drops elements; `threefold.random.dropout.Dropout` says what its attributes are."""
+    """Layer that drops elements; `threefold.random.dropout.Dropout` documents its attributes."""
 
     p: float
     site: int

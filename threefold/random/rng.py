@@ -1,7 +1,8 @@
 """Random numbers that no layout changes, and the states of generators.
 
-Keys of random streams, normal numbers by element position, named streams for code that draws in sequence, and the
-generators of the process (torch's default ones, Python's `random`, `numpy.random`), whose sequences a resume continues.
+These are keys of random streams, normal numbers by element position, named streams for code that draws in sequence, and
+the generators of the process. A resumed run continues the sequences of these generators: torch's default ones, Python's
+`random` and `numpy.random`.
 """
 
 import hashlib
@@ -203,7 +204,7 @@ class RandomStreams:
 
     @contextmanager
     def fork(self, name: str) -> Iterator[None]:
-        """Run a block on the stream `name`, as `use` does; raise KeyError if there is none."""
+        """Run a block on the stream `name`, like `use`; raise KeyError if there is none."""
         outer = self._default_state()
         self._set_default_state(self.states[name])
         self.used = True

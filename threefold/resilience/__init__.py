@@ -1,1 +1,1 @@
-"""Faults of a run: bad steps, silent corruption, slow and lost ranks; each answer to them is a callback of the run."""
+"""Faults of a run: bad steps, silent corruption, slow and lost ranks; each response is a callback of the run."""

@@ -1,8 +1,8 @@
 """Response to a bad step (non-finite loss or gradient, or a spike): find its origin, and stop, skip or roll back.
 
 A *fault policy* chooses among the three: a function that gets a `Fault` and returns an `Action`. It is one function
-here and one row in `config/schema.py`, or an entry point of the group `threefold.fault_policies` in another
-package, or an import path. All ranks call it with equal values and must get the same answer.
+here and one row in `config/schema.py`, or an entry point of the group `threefold.fault_policies` in another package, or
+an import path. All ranks call it with equal values and must get the same action.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ class Fault:
         is_reproducible: whether a second run of the step was bad too, or gave the same bits; True for a spike.
         updated: whether the update was made, so that the state itself is bad and skipping does not help.
         skips: steps that the run has skipped so far.
-        consecutive: those of them directly before this one.
+        consecutive: skipped steps directly before this one.
         rollbacks: rollbacks that the run has made so far.
     """
 
@@ -71,7 +71,7 @@ def rollback(fault: Fault) -> Action:
 
 
 class AnomalyPolicy(SkippedSteps):
-    """Policy of `train.on_nan` and `train.on_spike` with their limits, beside the skipped steps.
+    """Policies of `train.on_nan` and `train.on_spike` with their limits, and the count of skipped steps.
 
     Raises:
         UserError: a fault policy of another package cannot be imported.
@@ -85,7 +85,7 @@ class AnomalyPolicy(SkippedSteps):
         }
 
     def action(self, kind: Kind, step: int, reason: str, is_reproducible: bool = True, updated: bool = False) -> Action:
-        """Return what the chosen policy answers to a bad step; raise a `UserError` if that is no action."""
+        """Return the chosen policy's action for a bad step; raise a `UserError` if it is not an action."""
         counts = self._skips, self._consecutive, self._rollbacks
         found = self._chosen[kind](Fault(kind, step, reason, is_reproducible, updated, *counts))
         if found not in ("stop", "skip", "rollback"):
@@ -149,7 +149,7 @@ class BadSteps(Guard):
             return None
         reason = "weights or optimizer state are not finite after it"
         if self._policy.action("nan", step, reason, updated=True) != "rollback":
-            return None  # the save says so
+            return None  # the save reports it
         return self._do("rollback", "nan", step, reason, [])
 
     def _follow(self, kind: Kind, step: int, reason: str, advice: list[str]) -> Response:

@@ -398,7 +398,7 @@ class CorruptionWatch(Guard):
         self.before_fit(start)
 
     def is_proved(self, step: int) -> bool:
-        """Return whether all comparisons since the checkpoint of `step` updates are made and found no difference."""
+        """Return whether all comparisons since the checkpoint of `step` updates were made and found no difference."""
         return self._gradients is None or self._gradients_agreed >= step
 
     def before_forward(self, step: int) -> None:

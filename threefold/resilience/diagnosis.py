@@ -33,7 +33,7 @@ class BadValue(NamedTuple):
         order: 0 in the forward pass and 1 in the backward pass; then stage and module in the order of that pass; then
             outputs before weights.
         micro_batch: number of the micro-batch in its replica, 0 for the first.
-        place: place such as `the output of blocks.1.mlp.up`.
+        place: location such as `the output of blocks.1.mlp.up`.
         value: `NaN` or `Inf`.
     """
 
@@ -252,7 +252,7 @@ class Diagnosis:
         return [rank for rank, found in enumerate(self.findings) if not found.same]
 
     def clauses(self) -> list[str]:
-        """Return the parts of a sentence: where the bad value arose, and what a second run gave."""
+        """Return the parts of a sentence: the origin of the bad value, and the result of a second run."""
         others = self.differing
         if not self.is_reproducible:
             loss = sum(found.loss for found in self.findings)

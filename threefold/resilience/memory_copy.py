@@ -2,7 +2,7 @@
 
     record: step, bytes of the tensors, bytes of the index, checksum of all that
     tensors, each at a multiple of `ALIGNMENT`
-    index: JSON with the facts, and name, dtype, shape and place of each tensor
+    index: JSON with the facts, and name, dtype, shape and offset of each tensor
 
 A process may be killed at any moment, so a copy counts only if its checksum is right. The record is invalidated before
 anything else of the copy changes, and written last.

@@ -1,6 +1,6 @@
 """Steps that make no update: those skipped on purpose or by a rollback, and spikes of the loss or the gradient norm.
 
-These decide before and within each step; what follows a bad step is decided in `threefold.resilience.anomalies`.
+These decide before and within each step; `threefold.resilience.anomalies` decides what follows a bad step.
 """
 
 from collections import deque

@@ -12,7 +12,7 @@ from threefold.train.callbacks.base import Callback, RunContext, on_terminal, sa
 from threefold.train.callbacks.records import StepRecord
 
 FACTOR: Final = 1.3
-"""Multiple of the median from which on a rank is slow: NVIDIA's Resiliency Extension reports one at 1 / 0.75."""
+"""Multiple of the median at which a rank counts as slow: NVIDIA's Resiliency Extension reports one at 1 / 0.75."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def find_stragglers(
 
 
 _LEAST_SECONDS: Final = 0.02
-"""Seconds per step that a slow rank costs at least: the first rank's callbacks and a busy host's noise cost less."""
+"""Minimum cost of a slow rank in seconds per step: the first rank's callbacks and a busy host's noise cost less."""
 _LEAST_LOOK: Final = 5.0
 """Minimum seconds between two reported looks, as other load on a host may slow a rank for less."""
 _OFTEN, _LEAST_LOOKS = 0.75, 4

@@ -86,7 +86,7 @@ def new_group_among(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None
 GLOO_THREAD: Final = "pt_gloo_runloop"
 """Name of the threads in which gloo runs collectives. Why, and what would replace it: as `settle_gloo_at_exit`."""
 _LONGEST_SETTLING: Final = 2.0
-"""Seconds that the end of the process waits for these threads at most."""
+"""Maximum time in seconds that the end of the process waits for these threads."""
 _IDLE_LOOKS: Final = 3
 """Looks in a row, a millisecond apart, that find all these threads asleep."""
 
@@ -111,7 +111,7 @@ def settle_gloo() -> None:
 
 
 def _gloo_works() -> bool:
-    """Return whether a thread of gloo runs or waits for a processor; False where the system does not say."""
+    """Return whether a thread of gloo runs or waits for a processor; False if unknown."""
     for path in glob.iglob("/proc/self/task/*/stat"):
         with suppress(OSError), open(path) as file:  # the thread may have ended
             name, _, rest = file.read().partition(" (")[2].rpartition(") ")
@@ -132,7 +132,7 @@ def process_group_timeout(group: dist.ProcessGroup) -> float:
 def copy_group_timeout(target: dist.ProcessGroup) -> None:
     """Give the collectives of a group the timeout of the default group, on each device.
 
-    Why: torch creates the groups of a mesh with a timeout of its own, 10 or 30 minutes, whatever that of the default
+    Why: torch creates the groups of a mesh with its own timeout, 10 or 30 minutes, and ignores that of the default
     group. New groups that inherit it would replace this.
     """
     source = dist.distributed_c10d._get_default_group()
@@ -147,8 +147,8 @@ Work = dist.Work
 Python does. Documentation of such backends would replace this and the next."""
 
 PythonGroup: Any = dist.ProcessGroup
-"""Base class of process groups whose collectives are written in Python. Why: torch accepts an instance of a subclass in
-place of a backend, but only its tests do so."""
+"""Base class of process groups whose collectives are written in Python. Why: torch accepts an instance of a subclass
+instead of a backend, but only its tests do so."""
 
 
 def with_gloo(
@@ -193,9 +193,10 @@ _SERVED: Final = (
 
 
 def stand_in(group: dist.ProcessGroup, gloo: dist.ProcessGroup) -> None:
-    """Give a `PythonGroup` the ranks and the backend of a gloo group, which serves what the class does not define.
+    """Give a `PythonGroup` the ranks and the backend of a gloo group, which provides all that the class does not
+    define.
 
-    Why, and what would replace it: as for `with_gloo`. Methods are gloo's own, as those that a class in Python inherits
+    Why, and what would replace it: as for `with_gloo`. Methods are gloo's own. Those that a class in Python inherits
     hold the interpreter's lock while they wait for a thread of gloo, which may need that lock to free a tensor.
     """
     for name in _SERVED:
@@ -211,7 +212,7 @@ def stand_in(group: dist.ProcessGroup, gloo: dist.ProcessGroup) -> None:
 
 
 def withdraw(group: dist.ProcessGroup) -> None:
-    """Undo what `stand_in` has told torch of a group, so that torch no longer keeps it alive.
+    """Undo what `stand_in` registered with torch for a group, so that torch no longer keeps the group alive.
 
     Why: torch's tables keep a group, and so the memory that its ranks share, until all groups are destroyed.
     `destroy_process_group` of one group would also shut down its gloo, which others use.
@@ -281,7 +282,7 @@ and ZeRO shards the rest of them. A public name would replace it."""
 def clear_dtensor_cache() -> None:
     """Clear DTensor's cache of sharding decisions.
 
-    Why: the cache takes equal meshes for one, and returns destroyed process groups if a process creates several meshes
+    Why: the cache treats equal meshes as one, and returns destroyed process groups if a process creates several meshes
     in turn. A cache that is emptied with the process group would replace it.
     """
     debug._clear_sharding_prop_cache()
@@ -340,7 +341,7 @@ def finish_backward(root: FSDPModule) -> None:
 def unreduced_gradients(module: FSDPModule) -> list[Tensor]:
     """Return a module's unsharded gradients before their reduce-scatter, and the shards of those after it.
 
-    Why: FSDP keeps accumulated gradients beside the parameters, not as `.grad`. A public accessor would replace it.
+    Why: FSDP keeps accumulated gradients next to the parameters, not as `.grad`. A public accessor would replace it.
     """
     found: list[Tensor | None] = []
     for group in module._get_fsdp_state()._fsdp_param_groups:

@@ -62,7 +62,7 @@ class AnyOrderRuntime(PipelineScheduleRuntime):
 
 
 class BufferedPipelineStage(PipelineStage):
-    """Stage without receive buffers of its own: `args_recv_info` and `grad_recv_info` have none until one is set.
+    """Stage without its own receive buffers: `args_recv_info` and `grad_recv_info` have none until one is set.
 
     Why: torch creates the buffers of all micro-batches of a step at once, in `_setup_forward_recv_info` and
     `_setup_backward_recv_info`; for hundreds of micro-batches, these exceed the memory of a rank. Here they are created

@@ -121,17 +121,17 @@ def cpu_attention_backward(
 
 
 class UninterceptedFunction(torch.autograd.Function):
-    """Autograd function whose forward pass calls torch's own functions, also where a `TorchFunctionMode` is entered.
+    """Autograd function whose forward pass calls torch's own functions, even where a `TorchFunctionMode` is entered.
 
     Backward passes run outside the mode. Of several modes, the one entered last is left.
 
-    Why: an exact run replaces functions of torch (`ops.exact_arithmetic`), also where its own parts call them, and each
+    Why: an exact run replaces functions of torch (`ops.exact_arithmetic`), even where its own parts call them, and each
     call in a mode costs microseconds. A public way to leave a mode would replace this.
     """
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        """Compute the function, as `torch.autograd.Function.apply`."""
+        """Compute the function, like `torch.autograd.Function.apply`."""
         if not _len_torch_function_stack():
             return super().apply(*args)
         with _pop_mode_temporarily():

@@ -60,7 +60,7 @@ def fused_adam_(
     """Update weights by Adam, in place, in few kernels; an element's bits do not depend on the shape of its tensor.
 
     On a CPU, torch's kernel computes the elements after a tensor's last whole vector with other instructions, to other
-    bits. These ends are copied into vectors of their own.
+    bits. These ends are copied into separate vectors.
 
     Args:
         weights, gradients, means, squares: contiguous tensors of one device and dtype.

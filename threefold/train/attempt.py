@@ -47,8 +47,8 @@ class Attempt:
 def memory_files(ranks: int) -> tuple[tuple[Path, ...], ...]:
     """Create empty files in memory for the states of `ranks` ranks, `COPIES` for each.
 
-    They exist as long as this process or another one that opened them, so nothing is left when all are killed. Raises a
-    `UserError` on systems without such files.
+    They exist as long as this process, or another one that opened them, so nothing remains when all are killed. Raises
+    a `UserError` on systems without such files.
     """
     if sys.platform != "linux":
         raise UserError("checkpoint.memory_every is not 0 but needs files in memory, which only Linux has; use 0.")
@@ -59,7 +59,7 @@ def memory_files(ranks: int) -> tuple[tuple[Path, ...], ...]:
 
 
 def fresh_files(files: tuple[tuple[Path, ...], ...]) -> tuple[tuple[Path, ...], ...]:
-    """Close these files, whose states are not to be trusted, and create as many empty ones."""
+    """Close these files, whose states cannot be trusted, and create as many empty ones."""
     for each in files:
         for file in each:
             os.close(int(file.name))

@@ -99,7 +99,7 @@ _READING, _DONE, _PROBLEMS = 0, 1, 2
 """States of a rank's reader; values from `_PROBLEMS` on are the number of a problem."""
 _DAMAGED, _OTHER, _UNREADABLE = range(3)
 WORTH_WAITING: Final = 4 << 30
-"""Unread bytes up to which a checkpoint and the end of the run wait for the reader: seconds."""
+"""Number of unread bytes up to which a checkpoint and the end of the run wait for the reader, which takes seconds."""
 _LOOK: Final = 0.5
 """Seconds between two looks at the reader's progress while waiting for it."""
 

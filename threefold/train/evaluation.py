@@ -1,6 +1,6 @@
 """Evaluation: the loss of batches in evaluation mode.
 
-`EvaluationStep` also builds, once, what a training step shares with it: the sharded model and its runner.
+`EvaluationStep` also builds, once, the parts that a training step shares with it: the sharded model and its runner.
 """
 
 import time
@@ -110,7 +110,7 @@ class EvaluationStep:
         return found.weighted[name], int(found.counts[name])
 
     def unknown_calls(self) -> list[str]:
-        """Return what an exact run has called on any rank without being known to be exact. Collective over the world.
+        """Return functions not known to be exact that an exact run called on any rank. Collective over the world.
 
         Names returned by an earlier call are left out.
         """
@@ -134,7 +134,7 @@ class EvaluationStep:
         return sums.over_all(sum_over_ranks(summands, self.mesh, self.stop), samples)
 
     def _own_terms(self, sums: TermSums) -> list[Tensor]:
-        """Return what this rank adds to each term of an exact run's loss."""
+        """Return this rank's summand of each term of an exact run's loss."""
         return [self._own_summands(each) for each in sums.each(self.mesh.device)]
 
     def _own_summands(self, totals: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def evaluate(engine: EvaluationStep, loader: Loader, batches: int, step: int) ->
         step: updates made so far.
 
     Returns:
-        the record; None if the run is to end before all batches were seen (`engine.stop`).
+        the record; None if the run must end before all batches were seen (`engine.stop`).
 
     Raises:
         UserError: all labels of the batches are masked.
@@ -182,7 +182,7 @@ def evaluate(engine: EvaluationStep, loader: Loader, batches: int, step: int) ->
 
 
 def unknown_calls_line(names: Sequence[str]) -> str:
-    """Return the sentence about what an exact run calls without being known to be exact."""
+    """Return the sentence about functions that an exact run calls and that are not known to be exact."""
     return (
         f"train.exact: not known to have the same bits in every layout: {', '.join(names)}. Layouts may differ by what "
         "these compute (docs/exact.md)."
@@ -195,7 +195,7 @@ def several(terms: Mapping[str, float]) -> dict[str, float]:
 
 
 def _sums(engine: EvaluationStep, batches: Iterator[Any], name: str) -> LossSums | None:
-    """Sum the loss over batches; None if the run is to end."""
+    """Sum the loss over batches; None if the run must end."""
     sums, heartbeat = LossSums(), engine.mesh.heartbeat
     heartbeat.activity(Activity.DATA)
     for batch in batches:

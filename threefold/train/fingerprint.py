@@ -135,8 +135,8 @@ class TensorHashes:
 class Fingerprints:
     """Hashes of the weights of a model that is sharded over a mesh. All methods are collective over the world.
 
-    Each element is hashed by one of the ranks that hold it. With every `turn`, it is the next one of them, so that a
-    rank whose copy differs is heard in time, and the ranks share the work.
+    Each element is hashed by one of the ranks that hold it. Each `turn` takes the next of these ranks, so that a rank
+    whose copy differs is found in time, and the ranks share the work.
 
     Args:
         weights: weights of this rank.

@@ -217,7 +217,7 @@ class TrainingLoop:
         return step
 
     def _unknown_calls(self) -> tuple[str, ...]:
-        """Print what an exact run calls without being known to be exact, and return it, in the first step."""
+        """Print and return, in the first step, the functions not known to be exact that an exact run calls."""
         calls = self.engine.parallelism.calls
         if calls is None:
             return ()
@@ -248,7 +248,7 @@ class TrainingLoop:
         )
 
     def _place(self, step: int) -> dict[str, Any]:
-        """Return the fields of a record that say where in the data the step is."""
+        """Return the fields of a record that give the step's position in the data."""
         epoch = self._epoch(step - 1)
         return {
             "step": step,
@@ -290,7 +290,7 @@ class TrainingLoop:
         return self._epochs_ended(step, train.eval_every_epochs) or step == train.max_steps
 
     def _back_from(self, step: int) -> int | None:
-        """Roll back if the state to save is not finite; return the updates made then, or None if the run goes on."""
+        """Roll back if the state to save is not finite; return the updates made then, or None if the run continues."""
         ends = step == self.config.train.max_steps or self.engine.stop.is_due
         checks = any(guard.checks_state for guard in self.guards)
         if not checks or not (ends or self._will_save(step)):
@@ -365,7 +365,7 @@ class TrainingLoop:
         return max([step, *(guard.next_step(step) for guard in self.guards if _is_own(guard, "next_step", Guard))])
 
     def _ask_guards(self, moment: str, *arguments: Any) -> Any:
-        """Call a method of the guards in their order, until one returns an answer; return that, or None."""
+        """Call a method of the guards in their order, until one returns a result; return that, or None."""
         asked = (getattr(guard, moment) for guard in self.guards if _is_own(guard, moment, Guard))
         return next((found for ask in asked if (found := ask(*arguments))), None)
 

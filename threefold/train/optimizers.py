@@ -1,12 +1,12 @@
 """Optimizers besides AdamW: SGD, Lion, Muon, and any `torch.optim.Optimizer` that `optimizer.name` gives by path.
 
-An optimizer of the user's updates this rank's local shards of the master weights, so it must treat elements
-independently, as Adam and Lion do; its state tensors are then sharded like the weight. A class that needs whole
-weights, for example to divide by a matrix norm, sets `needs_whole_matrices = True`: it gets whole weights and whole
-gradients, every rank that holds a shard makes the same update, and each keeps its shard of the result. For each weight
-that a layout shards, this costs an all-gather of its gradient in each step, and, on each of those ranks, memory for the
-whole weight and its whole state. Of experts, it gets those that a rank holds. An optimizer that needs whole weights
-without the attribute gives different weights in another layout, which `threefold verify` detects.
+A user's optimizer updates this rank's local shards of the master weights, so it must treat elements independently, as
+Adam and Lion do; its state tensors are then sharded like the weight. A class that needs whole weights, for example to
+divide by a matrix norm, sets `needs_whole_matrices = True`: it gets whole weights and whole gradients, every rank that
+holds a shard makes the same update, and each keeps its shard of the result. For each weight that a layout shards, this
+costs an all-gather of its gradient in each step. Each of those ranks also needs memory for the whole weight and its
+whole state. For experts, it gets those that a rank holds. An optimizer that needs whole weights but lacks the attribute
+gives different weights in another layout, which `threefold verify` detects.
 """
 
 import inspect
@@ -238,7 +238,7 @@ def lr_scale(shape: Sequence[int], scaling: str) -> float:
 
 
 _OF_THE_SECTION = ("lr", "weight_decay")
-"""Arguments that have settings of their own."""
+"""Arguments that have their own settings."""
 
 
 def update_rule(config: OptimizerConfig) -> type[UpdateRule]:

@@ -1,4 +1,4 @@
-"""The recording of a run of `threefold train` or `Trainer`, which `threefold parity` compares with any other code."""
+"""Recording of a run of `threefold train` or `Trainer`, which `threefold parity` compares with any other code."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +21,7 @@ from threefold.train.step import Engine
 
 
 class ThreefoldAdapter(Adapter):
-    """Adapter of a run's engine, in every layout.
+    """Adapter for a run's engine, in every layout.
 
     Weights are the masters, which are updated. Outputs are recorded of modules whose output is an activation
     [samples, positions, features] that this rank holds whole or whose part is known.
@@ -47,7 +47,7 @@ class ThreefoldAdapter(Adapter):
         self.ended = False
 
     def before_update(self) -> None:
-        """Record what there is before an update."""
+        """Record the state before an update."""
         self._before()
 
     def after_update(self, lr: float) -> None:
@@ -188,7 +188,7 @@ class ParityRecording(Guard):
         self._recorder = Recorder(engine.model.stages, None, self._adapter, axes=axes, updates=updates)
 
     def before_step(self, step: int, batch: Any) -> None:
-        """Give the recorder the samples of this rank's replica."""
+        """Pass the samples of this rank's replica to the recorder."""
         if isinstance(batch, Batch):
             self._recorder.batch(batch.tokens, batch.labels)
             return
@@ -218,7 +218,7 @@ class ParityRecording(Guard):
 
 
 def make_recording(engine: Engine, updates: int) -> ParityRecording | None:
-    """Return the recording that the environment asks for, of a run that has made some updates; None without."""
+    """Return the recording that the environment requests for a run after `updates` updates; None without a request."""
     return ParityRecording(engine, updates) if os.environ.get(FOLDER) else None
 
 

@@ -148,7 +148,7 @@ SPANS_FILE: Final = "spans.json"
 WARM_UP: Final = 2
 """Steps before the profiled ones, as the first steps allocate memory and choose kernels."""
 _COMPRESSED_FROM: Final = 64
-"""Number of ranks from which on traces are compressed, as they may take gigabytes."""
+"""Number of ranks at and above which traces are compressed, as they may take gigabytes."""
 
 
 @dataclass(frozen=True)

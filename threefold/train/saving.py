@@ -1,4 +1,4 @@
-"""Saving of a run: which checkpoints are made, kept and gone back to, so that a good one always remains."""
+"""Checkpoints of a run: which ones are saved, kept and rolled back to, so that a good one always remains."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -70,7 +70,7 @@ class SafeSaving:
     A checkpoint is good once its weights have given a finite loss, in a step that was not skipped or in an evaluation:
     a bad update shows in the next loss. Hence
 
-    - the training loop saves after a good step alone: a save that is due while steps are skipped, or after a loss that
+    - the training loop saves only after a good step: a save that is due while steps are skipped, or after a loss that
       is not finite, waits for the next one;
     - older checkpoints are deleted only when the new one is complete, good, and proved by `is_proved`, given its step;
     - when the run diverges, a checkpoint that no good step followed is renamed; a resumed run starts from the one
@@ -79,7 +79,7 @@ class SafeSaving:
     All ranks see the same losses and make the same decisions.
 
     Attributes:
-        awaits_good_step: whether the next good step shows something: `after_good_step` is to be called then.
+        awaits_good_step: whether the next good step matters, so that `after_good_step` must be called then.
     """
 
     def __init__(self, store: "Checkpoints", is_proved: Callable[[int], bool] = lambda step: True) -> None:
@@ -119,8 +119,8 @@ class SafeSaving:
     ) -> Path:
         """Save the checkpoint after the last step of this process.
 
-        No later step can show that its weights are good, so `loss` is called, which returns the loss that they give.
-        After a skipped step they are only known to be unchanged since the last good one.
+        No later step can show that its weights are good, so `loss` is called to compute the loss that they give. After
+        a skipped step they are only known to be unchanged since the last good one.
 
         Raises:
             DivergenceError: weights or loss are not finite.
@@ -211,7 +211,7 @@ _LONG_WAIT: Final = 1.0
 
 
 class Checkpoints:
-    """Checkpoints of a run: saved, gone back to, pruned and mirrored. Collective over the world.
+    """Checkpoints of a run: saving, rollback, pruning and mirroring. Collective over the world.
 
     Args:
         loader: training samples, whose consumed number a checkpoint records.
@@ -219,7 +219,7 @@ class Checkpoints:
         start: starting point of the run.
         contents: returns the checksums of each corpus.
         anomalies: returns the record of the run's bad steps.
-        clock: hears how long saves take.
+        clock: clock that measures how long saves take.
         background: writes the checkpoints other than the last; None to wait for each.
 
     Attributes:
@@ -256,7 +256,7 @@ class Checkpoints:
         clock.begin(held * engine.mesh.pp.size)
 
     def save(self, step: int, last: bool = False, evaluation_missed: bool = False) -> Path | None:
-        """Save a checkpoint after `step` updates, in the background if the config says so; return its folder.
+        """Save a checkpoint after `step` updates, in the background if configured; return its folder.
 
         If the last checkpoint cannot be written, raises UserError on every rank. If another cannot be written, warns
         and returns None. A background save returns the folder it will have; the last one is never in the background.
@@ -331,7 +331,7 @@ class Checkpoints:
         return next(reversed(self.whole()), None)
 
     def set_aside(self, step: int) -> tuple[Path, Path] | None:
-        """Rename the checkpoint of `step` so that no run resumes from it, also at the remote address.
+        """Rename the checkpoint of `step`, here and at the remote address, so that no run resumes from it.
 
         Returns its new folder and the next older one; None if it is the only checkpoint, which then stays.
         """
@@ -369,7 +369,7 @@ class Checkpoints:
             self._mirror.add(step, path)
 
     def _sidecar_texts(self, carried: Checkpoint | None) -> dict[str, str]:
-        """Return the text files of a checkpoint: config, model files, tokenizer, and what `carried` has beyond them."""
+        """Return the text files of a checkpoint: config, model files, tokenizer, and further ones of `carried`."""
         config, dataset = self._config, self._dataset
         # Resolve every setting of model and data, which the weights depend on; keep the others as given.
         texts = {CONFIG: config.to_yaml_as_given(("model", "data"), kept=("train.max_steps",))}

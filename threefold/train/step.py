@@ -1,4 +1,4 @@
-"""The training step, one story for every layout: read it from top to bottom.
+"""The training step, the same code for every layout; read it from top to bottom.
 
     1  micro-batches         count what the loss is divided by, over the replicas        all-reduce over dp
     2  forward and backward  micro-batch by micro-batch, in the order of the schedule    those of the parallel layers
@@ -9,10 +9,10 @@
 The loss is divided by the global token count before the backward pass, so gradients are summed over replicas, never
 averaged.
 
-`GradientStep` makes 1 to 3, and `Engine` all five for a run's config. In a loop around `threefold.parallelize`, the
-`GradientStep` is in the model, and the optimizer makes 4 and 5. In one around `threefold.prepare`, the caller runs the
-forward passes; `GradSync` makes 3 in the last backward pass. The rules of 4 and 5 stand here once for all of them:
-`GradientNorm`, `clip_` and `clip_and_update`. What a step shares with an evaluation is built in `EvaluationStep`.
+`GradientStep` performs 1 to 3, and `Engine` all five for a run's config. In a loop around `threefold.parallelize`, the
+`GradientStep` is in the model, and the optimizer performs 4 and 5. In a loop around `threefold.prepare`, the caller
+runs the forward passes, and `GradSync` performs 3 in the last backward pass. All of them share the rules of 4 and 5
+here: `GradientNorm`, `clip_` and `clip_and_update`. What a step shares with an evaluation is built in `EvaluationStep`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -93,7 +93,7 @@ class GradientStep(EvaluationStep):
 
         Args:
             batch: this replica's samples of the global batch, the same on all ranks of the replica.
-            step: number of the step, from 0; decides the dropout masks.
+            step: number of the step, from 0; determines the dropout masks.
             loss: loss of the last layer's output; None for the constructor's. If that is None too, the batch is a
                 `Batch` of the loader, whose loss the last layer computes. A loss gets it as (tokens, labels).
             rows: int64 [samples], index of each sample in the global batch; None if the replicas hold contiguous
@@ -135,7 +135,7 @@ class GradientStep(EvaluationStep):
             if (calls := self.parallelism.calls) is not None:
                 for name in self.buffers.means:
                     calls.add(f"the buffer {name}, a mean over samples")
-        # An exact run sums the gradients of a tied weight's uses apart, as if each were on a stage of its own.
+        # An exact run sums the gradients of a tied weight's uses separately, as if each were on a stage of its own.
         for leaf, copy in self.model.copies:
             self.gradients[leaf].add_(self.gradients[copy])
         # Over tp: with sequence parallelism, or for per-head norms, the gradients of replicated weights are partial.
@@ -145,7 +145,7 @@ class GradientStep(EvaluationStep):
         # Tied weights, over the stages that use them: each has the gradient of its own use.
         gradients = {weight.name: self.gradients[weight.leaf] for weight in self._trained}
         self.model.tied.sum_(gradients, self._in_order)
-        # The loss scale kept small gradients from vanishing on the way, and leaves now.
+        # The loss scale kept small gradients from vanishing so far, and is divided out now.
         if scale != 1:
             self.gradients.scale_(1 / scale)
         terms = self._once(terms.double()) / scale if self.settings.grain is not None else terms.sum() / scale
@@ -220,7 +220,7 @@ class Engine(GradientStep):
     Args:
         make_model: constructs the whole, single-device model.
         plan: sharding plan of the model.
-        mesh: mesh axes, and this rank's place on them.
+        mesh: mesh axes, and this rank's coordinates on them.
         config: resolved config.
         stop: requests to end the run; every step and evaluation sums them over the ranks.
         loss: function of the last layer's output and the batch, for a model that does not compute its loss itself.
@@ -293,7 +293,7 @@ class Engine(GradientStep):
         """
         assert self._batch is not None
         self.mesh.heartbeat.activity(Activity.UPDATE)
-        # 4. Loss and norm, equal on every rank, which therefore all decide alike.
+        # 4. Loss and norm, equal on every rank, so all ranks make the same decision.
         loss, norm, terms = self._loss_and_norm(local_loss)
         scale, config = self.loss_scale, self.config.optimizer
         lr, used = learning_rate(step + 1, config), None if scale is None else scale.value
@@ -343,7 +343,7 @@ class Engine(GradientStep):
         return mean, squared**0.5, {} if sums is None else several(sums.over_all(summed, 0).terms)
 
     def _exact_loss_and_norm(self, losses: Tensor) -> tuple[float, float, dict[str, float]]:
-        """Return the same of an exact run, each the sum of many numbers that does not depend on their order."""
+        """Return the same for an exact run; each is a sum of many numbers that does not depend on their order."""
         assert self._batch is not None
         overflow, sums = self._norm.uncounted_overflow(), self._batch.sums
         losses = losses if self.mesh.tp.is_first else losses[:0]
@@ -467,7 +467,7 @@ def clip_and_update(
     diverged: Callable[[], UserError],
     refused: bool = False,
 ) -> None:
-    """End a step: clip and update, or skip the update and halve the loss scale. All ranks decide alike.
+    """End a step: clip and update, or skip the update and halve the loss scale. All ranks make the same decision.
 
     Args:
         gradients: complete gradients of this rank.
@@ -476,7 +476,7 @@ def clip_and_update(
         update: makes the update.
         finite: whether gradients and loss are finite.
         scale: loss scale that the gradients were computed with; None without one.
-        undo: takes back what the forward passes changed, of a step that makes no update.
+        undo: undoes what the forward passes changed, in a step that makes no update.
         diverged: makes the error to raise if they are not finite, and no smaller loss scale could help.
         refused: whether a finite step makes no update either; it leaves the loss scale as it would be.
     """

@@ -51,7 +51,7 @@ class BatchPreparation:
     Args:
         model: this rank's part of the model.
         runner: runner of the micro-batches, which may have to find the shapes of activations first.
-        preserved: makes a block after which random states and buffers are what they were before it.
+        preserved: makes a context that restores random states and buffers at its end.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class BatchPreparation:
     def own_samples(
         self, batch: Any, loss: LossFunction, step: int | None = None, rows: Tensor | None = None
     ) -> tuple[OwnBatch, list[int]]:
-        """Return this rank's samples of an own batch, with dropout keys of `step`, and the samples per replica."""
+        """Return this rank's samples of a custom batch, with dropout keys of `step`, and the samples per replica."""
         check_whole_sequences(self.mesh.cp.size, self.settings.sequence_parallel)
         if is_of_tokens(batch):
             if batch.documents is not None:

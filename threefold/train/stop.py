@@ -52,7 +52,7 @@ _FIRST_SAVE: Final = 100e6
 
 
 class RunClock:
-    """Clock of the first rank that makes saves and the end of the run due; the ranks agree in a step's collective.
+    """Clock of the first rank, which decides when saves and the end of the run are due; a step's collective shares it.
 
     The run ends early enough for twice the longest pause between two queries, plus the longest save so far.
 
@@ -77,7 +77,7 @@ class RunClock:
         self._longest_pause = 0.0
 
     def begin(self, state_bytes: int) -> None:
-        """Begin to count to the first save, of a checkpoint of this size, now that there is a state to save."""
+        """Start timing the first save, of a checkpoint of this size, now that there is a state to save."""
         self._saved, self.longest_save = time.monotonic(), 1.0 + state_bytes / _FIRST_SAVE
 
     def saving(self) -> None:
@@ -104,7 +104,7 @@ class RunClock:
 
 
 class Stop:
-    """Agreement of all ranks on whether the run is to end.
+    """Agreement of all ranks on whether the run must end.
 
     Args:
         asked: returns the number of the signal that asked this rank to end the run, 0 for none.

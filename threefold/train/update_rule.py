@@ -1,4 +1,4 @@
-"""Base of all optimizers: what an update has, the rule that makes it, and the loss scale of fp16."""
+"""Base of all optimizers: the weights of an update, the rule that makes it, and the loss scale of fp16."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence

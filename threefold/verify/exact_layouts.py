@@ -40,7 +40,7 @@ class ExactSelection:
 
 
 def prepare_exact(given: Config, dtype: str | None, vocab_size: int) -> Config:
-    """Return the exact config of one process, as `layouts.prepare`, with its own dtype unless `dtype` is given.
+    """Return the exact config of one process, like `layouts.prepare`, with its own dtype unless `dtype` is given.
 
     Raises:
         UserError: its settings cannot be combined with `train.exact`.

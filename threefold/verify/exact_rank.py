@@ -35,7 +35,7 @@ class Difference:
         step: from 1; 0 for the initial weights.
         parameter: name of the parameter; empty for loss, norm and the fingerprint of all weights.
         rank: rank that computed it.
-        values: what one process and the rank have; of a parameter, how many elements differ.
+        values: the values of one process and of the rank; for a parameter, the number of elements that differ.
     """
 
     what: str
@@ -57,9 +57,9 @@ class ExactReport:
 
     Attributes:
         fingerprints: fingerprint of the weights after each step, the initial ones first.
-        differences: what differs in the first step in which anything does on this rank, in the order of the model.
-        names: of one process alone, the parameters of the model in their order.
-        unknown_calls: of one process alone, what the model calls without being known to be exact.
+        differences: all differences in the first step that has any on this rank, in the order of the model.
+        names: parameters of the model, in order; from one process only.
+        unknown_calls: functions that the model calls and that are not known to be exact; from one process only.
     """
 
     fingerprints: list[str]

@@ -275,8 +275,8 @@ def every(base: Config, ranks: int, check: Check = suits) -> Selection:
 def covering(base: Config, ranks: int, check: Check = suits) -> Selection:
     """Select each factorization of `ranks` once, with features that cover most pairs (greedy pairwise testing).
 
-    For each one, take the candidate that adds most new pairs of features and single features, so that each schedule,
-    ZeRO stage, sequence parallelism and recompute mode is covered, and most of their pairs.
+    For each one, take the candidate that adds most new pairs of features and single features. The selection thus covers
+    each schedule, ZeRO stage, sequence parallelism and recompute mode, and most of their pairs.
     """
     taken: list[LayoutSpec] = []
     seen: set[frozenset[Any]] = set()

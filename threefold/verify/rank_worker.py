@@ -163,7 +163,7 @@ class _Training:
         return events
 
     def resume(self, checkpoint: Checkpoint, check: str) -> None:
-        """Load a checkpoint, and make the step after it."""
+        """Load a checkpoint, and run the step after it."""
         restore_engine(self.engine, checkpoint)
         self.comparison.check = check
         self.comparison.weights(_SAVED, self.weights)

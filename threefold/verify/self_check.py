@@ -65,7 +65,7 @@ class HiddenState:
     """Findings of `find_hidden_state`.
 
     Attributes:
-        refusal: clause about state that is no buffer and that the loss depends on; empty if there is none.
+        refusal: clause about state that the loss depends on but that is not a buffer; empty if there is none.
         drawing: the module that draws, and the generator it draws from; empty if none does.
         notes: sentences about attributes that forward changes without an effect on the loss so far.
     """

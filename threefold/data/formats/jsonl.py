@@ -133,7 +133,7 @@ class JsonLines:
         return EncodedLines(**self._stored(folder), remedy="delete that folder, which is a cache")
 
     def conversations(self, progress: Progress) -> Corpus:
-        """Return conversations with a loss mask, whatever their length; see `corpus`."""
+        """Return conversations of any length with a loss mask; see `corpus`."""
         template = self.template
         chat = {"template": template.template, "special_tokens": template.special_tokens} if template else {}
         folder = self._cached({"chat": chat}, None, progress)
@@ -142,7 +142,7 @@ class JsonLines:
         return Corpus(**stored, remedy=f"delete its cache {folder}", loss_mask=mask, template=template)
 
     def _stored(self, folder: Path) -> dict[str, Any]:
-        """Return what is in a cache folder for a `Corpus`. Raises UserError if its files do not fit each other."""
+        """Return the content of a cache folder for a `Corpus`. Raises UserError if its files do not fit each other."""
         files = folder / TOKENS_FILE, folder / LINES_FILE
         dtype = np.dtype(TOKEN_DTYPES[dtype_for(self.vocab_size)])
         tokens = StoredArray(files[0], dtype, require_file(files[0]) // dtype.itemsize)
@@ -216,7 +216,7 @@ class EncodedLines(Corpus):
 
     @cached_property
     def content(self) -> Content:
-        """Checksums that the cache keeps; that of the document starts is one of all its files but the tokens'."""
+        """Checksums that the cache keeps; the one for the document starts covers all its files except the tokens."""
         known = dict(self.checksums)
         tokens = known.pop(TOKENS_FILE, None)
         rest = "".join(f"{name} {known[name]}\n" for name in sorted(known))
@@ -319,7 +319,7 @@ def is_stamp(path: Path) -> bool:
 
 
 def read_stamp(path: Path) -> dict[str, Any] | None:
-    """Return the stored hash of an encoded file, with the file's state then; None if it is missing or damaged."""
+    """Return the stored hash of an encoded file, with the file's state at that time; None if missing or damaged."""
     try:
         known = read_json(path)
     except UserError:

@@ -18,7 +18,7 @@ from threefold.random import Int64Array
 
 
 def named(path: str) -> str:
-    """Return how messages about a user's dataset begin."""
+    """Return the beginning of messages about a user's dataset."""
     return f"data.path is {shown(path)}"
 
 
@@ -32,7 +32,7 @@ class OwnData:
     """Dataset at an import path, or made by the function or class there, which is called without arguments.
 
     A dataset has `__len__` and `__getitem__`. Its samples are divided by `data.split`, unless a mapping with `train`,
-    `valid` and `test` takes its place. A sample is one of:
+    `valid` and `test` is given instead. A sample is one of:
 
     - a pair (tokens, labels) of sequences of equal length; the label -100 is ignored;
     - a mapping with exactly these two keys;

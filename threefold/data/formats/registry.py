@@ -1,4 +1,4 @@
-"""Token formats of other systems, one file each and one line in `TOKEN_FORMATS`, and opening of any of them.
+"""Token formats of other systems, each a module and a line of `TOKEN_FORMATS`, and functions that open any of them.
 
 An installed package adds a format by an entry point of the group `threefold.token_formats` that names a `TokenFormat`;
 training and `threefold data show`, `verify` and `convert` then read its files like the built-in ones.

@@ -57,7 +57,7 @@ class Linear(nn.Linear):
         return (fp8.linear if self.fp8 else linear)(input, self.weight, self.bias)
 
     def with_weight(self, compute: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
-        """Return `compute(x, weight)` in place of this layer's product."""
+        """Return `compute(x, weight)` instead of this layer's product."""
         return compute(x, self.weight)
 
 

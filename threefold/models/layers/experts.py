@@ -54,8 +54,8 @@ class Routing(nn.Module):
     Args:
         experts: E, number of experts.
         per_token: k.
-        capacity_factor: most tokens of a sequence that an expert takes in training, as a multiple of S·k/E; 0 for no
-            limit.
+        capacity_factor: maximum number of tokens of a sequence that an expert takes in training, as a multiple of
+            S·k/E; 0 for no limit.
         normalize: whether a token's weights are normalized to add up to 1.
         aux_loss: weight of the load balancing loss of each token (Fedus et al., Switch Transformers, arXiv 2101.03961,
             section 2.2).
@@ -237,7 +237,7 @@ _GROUPED = (torch.bfloat16, torch.float16, torch.float32)  # dtypes of torch's g
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Apply a linear layer of its own to each group of rows: [n, out].
+    """Apply a separate linear layer to each group of rows: [n, out].
 
     Args:
         x: [n, in], sorted by group.

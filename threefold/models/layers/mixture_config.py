@@ -28,7 +28,7 @@ class MixtureConfig(ModelConfig):
     """The `model` section of a family whose layers may have experts."""
 
     num_experts: int = Field(default=0, ge=0, le=_MOST_EXPERTS)
-    """For `llama`: number of experts in place of one feed-forward network; each token is sent to a few of them. 0 for
+    """For `llama`: number of experts that replace the feed-forward network; each token is sent to a few of them. 0 for
     none."""
     experts_per_token: int = Field(default=2, ge=1, le=_MOST_EXPERTS)
     """Number of experts that each token is sent to."""
@@ -41,8 +41,8 @@ class MixtureConfig(ModelConfig):
     normalize_expert_weights: bool = True
     """Whether the weights of a token's experts are normalized to add up to 1, as in Mixtral."""
     expert_capacity_factor: float = Field(default=0.0, ge=0)
-    """Most tokens of a sequence that an expert takes in training, as a multiple of its even share; it drops later ones.
-    0 for no limit (dropless)."""
+    """Maximum number of tokens of a sequence that an expert takes in training, as a multiple of its even share; it
+    drops later ones. 0 for no limit (dropless)."""
     moe_every: int = Field(default=1, ge=1, le=MOST_LAYERS)
     """With `num_experts`: spacing of the layers with experts; n gives experts to the last of every n layers."""
     dense_layers: int = Field(default=0, ge=0, le=MOST_LAYERS)

@@ -1,4 +1,4 @@
-"""Angles of rotary position embeddings, also of sequences longer than those of the original training."""
+"""Angles of rotary position embeddings, including those for sequences longer than in the original training."""
 
 from dataclasses import dataclass
 from math import ceil, floor, log, pi

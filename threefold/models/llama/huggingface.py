@@ -58,7 +58,7 @@ class LlamaType(hf.HuggingFaceType):
 
     Attributes:
         qkv_bias, qk_norm: supported values of these settings.
-        window: layers that may have a sliding window: none, all alike, or all but the first few.
+        window: layers that may have a sliding window: none, all, or all but the first few.
         experts: whether it has experts.
         shared: whether it has a gated expert that all tokens share.
     """

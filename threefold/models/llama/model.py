@@ -33,7 +33,7 @@ class Attention(nn.Module):
 
     In GQA, several query heads share one key-value head; QK-norm normalizes each head's queries and keys. The rows of
     `qkv` are grouped by key-value head: the queries that it serves, its keys, its values. A contiguous shard thus has
-    whole groups. A rank that shares its key-value head with others has some of the queries that it serves.
+    whole groups. A rank that shares its key-value head with other ranks has some of the queries that this head serves.
     """
 
     def __init__(self, config: LlamaConfig, layer: int, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Parts of a model that a rank holds, by arithmetic: layers of its pipeline stages, and shapes of its shards."""
+"""Parts of a model that a rank holds, computed without tensors: layers of its stages, and shapes of its shards."""
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -242,7 +242,8 @@ def _last_stages(costs: tuple[float, ...], stages: int) -> _LastStages:
     peaks, begins = [float("inf")] * (count + 1), [0] * (count + 1)
     low, crossing = stages - 1, stages - 1
     for end in range(stages, count + 1):
-        # A later start makes the last stage cheaper and those before it dearer: the best start is where the two cross.
+        # A later start makes the last stage cheaper and the stages before it more expensive: the best start is where
+        # the two cross.
         while crossing < end - 1 and worst[crossing] < sums[end] - sums[crossing]:
             crossing += 1
         peak = max(worst[crossing], sums[end] - sums[crossing])
@@ -400,7 +401,7 @@ def local_shape(shape: Sequence[int], split: Split, parameter: str, place: Shard
 def local_bounds(
     shape: Sequence[int], split: Split, parameter: str, place: ShardCoordinates
 ) -> tuple[tuple[int, int], ...]:
-    """Return the start and end of a weight's shard in each dim of the whole weight; arguments as of `local_shape`."""
+    """Return the start and end of a weight's shard in each dim of the whole weight; arguments as for `local_shape`."""
     bounds = [(0, size) for size in shape]
     for axis, dim in split.cuts(parameter):
         bounds[dim] = getattr(place, axis).within(*bounds[dim])

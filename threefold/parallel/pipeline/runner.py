@@ -190,7 +190,7 @@ class PipelineRunner(Runner):
         is_first = any(stage.is_first for stage in self.scheduled_stages)
         try:
             with self._mesh.pp.waiting("send"):  # except while an action runs
-                run(  # with numbers in place of samples; the last stage computes the loss, so it needs no target
+                run(  # with numbers instead of samples; the last stage computes the loss, so it needs no target
                     *([self._numbers] if is_first else []),
                     target=self._numbers if self.has_loss else None,
                     losses=losses,

@@ -3,8 +3,8 @@
 Between ranks of one host, a `Mailbox` carries CPU tensors through shared memory, without sockets. A sender copies a
 tensor into a free slot of its own and writes a note into the receiver's inbox, a pipe, which wakes the receiver if it
 sleeps. The receiver copies the tensor out when it needs it, and returns the slot through another pipe, which wakes
-nobody. Without a slot for it, a tensor goes through the process group: its note has a number from `SLOTS` up in place
-of a slot, which is returned in the same way, and the sender keeps the tensor until then.
+nobody. If no slot is free, the tensor goes through the process group. Its note then has a number of at least `SLOTS`
+instead of a slot. The number is returned in the same way, and the sender keeps the tensor until then.
 
 A sender never waits for a slot: it could wait for a rank that waits for it in a collective. It waits only if a pipe is
 full. Pipes have room for the notes of two passes, and no rank is further ahead of another, so ranks cannot deadlock, in
@@ -61,7 +61,7 @@ class Mailbox:
     """Sends and receives between the ranks of a process group on one host.
 
     Messages from one rank to another are numbered in the order of their sends, anew in each pass. All ranks run the
-    same number of passes, with matching sends and receives; what is left of a failed pass is dropped.
+    same number of passes, with matching sends and receives; remaining messages of a failed pass are dropped.
 
     Args:
         shared: memory with `SLOTS` slots per rank, and pipes: inboxes of all ranks, then pipes that return slots.
@@ -99,7 +99,7 @@ class Mailbox:
                 self._give_back(source, message.slot)
 
     def finish(self) -> None:
-        """Wait for what this rank sent through the process group."""
+        """Wait for the tensors that this rank sent through the process group."""
         for work, _ in self._by_group.values():
             work.wait()
         self._by_group.clear()
@@ -129,7 +129,7 @@ class Mailbox:
 
         Raises:
             PeerLostError: the sender has ended.
-            TimeoutError: the message has not come in time.
+            TimeoutError: the message has not arrived in time.
             RuntimeError: the message has another length.
         """
         arrived = self._arrived[self._pass, source]
@@ -186,7 +186,7 @@ class Mailbox:
             raise self._lost(operation, peer)
 
     def _read(self, source: int) -> None:
-        """Read the notes that are there, or wait for one of the rank at index `source`."""
+        """Read the available notes, or wait for one from the rank at index `source`."""
         inbox = self._inboxes[self._index]
         try:
             notes = os.read(inbox, _READ_BYTES)
@@ -228,14 +228,14 @@ class SendQueue:
 
     Torch's runtime for lists of actions keeps every sent tensor to the end of the step, one per micro-batch. Here, the
     fifth send waits for the first. That cannot deadlock: in torch's order, each receive directly follows its send over
-    all ranks, so that even waiting for every send on the spot would end.
+    all ranks, so even waiting for every send at once would terminate.
     """
 
     def __init__(self) -> None:
         self._under_way: deque[tuple[dist.Work | None, Tensor]] = deque()
 
     def start(self, ops: Iterable[dist.P2POp]) -> None:
-        """Start sends, and wait for the oldest if many are under way."""
+        """Start sends, and wait for the oldest if many are in flight."""
         for op in ops:
             work = dist.isend(op.tensor, group=op.group, tag=op.tag, group_dst=op.group_peer)
             self._under_way.append((work, op.tensor))

@@ -1,4 +1,4 @@
-"""What the passes of a pipeline are made of: torch's schedules, the shapes of activations, and deferred gradients."""
+"""Parts of a pipeline's passes: torch's schedules, the shapes of activations, and deferred gradients."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -118,14 +118,14 @@ def _torch_class(schedule: Schedule) -> type[pipelining.PipelineSchedule]:
 
 
 def share_mailbox(group: dist.ProcessGroup, nbytes: int, messages: int) -> Mailbox | None:
-    """Set up a mailbox between the ranks of a gloo group; None if there can be none. Collective over the group.
+    """Set up a mailbox between the ranks of a gloo group, or return None if impossible. Collective over the group.
 
-    All ranks get the same answer. There can be none if the ranks are not all on one host, if the host has no room for
-    the memory or for so many notes, or if a rank has messages of more than `MOST_BYTES`.
+    All ranks get the same result. It is None if the ranks are not all on one host, the host has no room for the memory
+    or for that many notes, or a rank has messages of more than `MOST_BYTES`.
 
     Args:
         nbytes: largest message that goes through memory; the first rank's value counts.
-        messages: most messages that a rank sends or receives in a pass.
+        messages: maximum number of messages that a rank sends or receives in a pass.
     """
     shared = share([group], partial(room_for_mail, nbytes=nbytes, messages=messages))[0]
     return None if shared is None else Mailbox(shared, group)
@@ -151,7 +151,7 @@ class PassMaker:
     """Maker of the passes of a rank's stages, for batches of each shape.
 
     Args:
-        numbers: numbers of the micro-batches, which the passes get in place of samples.
+        numbers: numbers of the micro-batches, which the passes get instead of samples.
         micro_batches: list that holds the micro-batches of the current pass.
         loss: tensor like the loss.
         sends: queue of the stages' sends.
@@ -187,7 +187,7 @@ class PassMaker:
         return self._make({place: (activation,) for stage in numbers for place in (stage - 1, stage)})
 
     def of_samples(self, micro_batch: StepSamples) -> ScheduledPasses:
-        """Make the passes for micro-batches of the shapes of the given one. Collective, as `find_activations`."""
+        """Make the passes for micro-batches shaped like the given one. Collective, like `find_activations`."""
         return self._make(find_activations(self._stages, self._placement, self._mesh, micro_batch))
 
     def _make(self, activations: Mapping[int, tuple[Tensor, ...]]) -> ScheduledPasses:

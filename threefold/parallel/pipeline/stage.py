@@ -37,8 +37,8 @@ class Stage(nn.Module):
 
     Args:
         arithmetic: makes the context of forward passes.
-        calls: notes what an exact run's passes call without being known to be exact; None for any other run, and for
-            the families of this package.
+        calls: records the functions that an exact run's passes call and that are not known to be exact; None for any
+            other run, and for the families of this package.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Stage(nn.Module):
         self.model_plan = plan
         self.layer_names: tuple[str, ...] = plan.layers[first:end]
         self.gives_loss = end == len(plan.layers)
-        # Of the single-device layers: their parallel replacements are called alike.
+        # Of the single-device layers: their parallel replacements are called in the same way.
         self.layer_signatures = {
             name: LayerSignature.of(name, model.get_submodule(name)) for name in plan.layers[first:end]
         }
@@ -136,7 +136,7 @@ class TiedWeights:
     """Tied weights (such as tied embeddings) of this rank's stages that another rank uses too.
 
     Uses on one rank share a copy, whose gradient autograd accumulates; gradients of several ranks are all-reduced here.
-    The constructor is collective over the world, also for ranks whose stages share nothing.
+    The constructor is collective over the world, even for ranks whose stages share nothing.
     """
 
     def __init__(self, plan: ModelPlan, stages: StageMap, mesh: Mesh) -> None:
@@ -169,7 +169,7 @@ class TiedWeights:
         `gradients` are by the one name of each parameter; for `in_order`, see `Axis.all_reduce_together_`.
         """
         for owner, axis in self._axes.items():
-            # In one order on every rank, whatever stages it holds.
+            # In the same order on every rank, whatever stages it holds.
             if owner not in self._names:
                 self._names[owner] = [name for name in sorted(gradients) if covers(owner, name)]
             mine = [gradients[name] for name in self._names[owner]]
