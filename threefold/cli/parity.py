@@ -80,7 +80,7 @@ def run(
     doing = {"reference": "Reference", "candidate": "Candidate"}
     failed = False
     try:
-        with Steps("Running", noise + 2) as bar:
+        with Steps("Running", noise + 2, lines=as_json) as bar:
             begun = 0
 
             def tell(name: str) -> None:

@@ -279,9 +279,9 @@ class TensorStep:
             return ""
         total = sum(different[1:], mine)
         if float((total / len(different) - expected).norm()) < close * size:
-            return "is each rank's own share: their mean would be right"
+            return "differs from rank to rank, and the mean over ranks would be right"
         if float((total - expected).norm()) < close * size:
-            return "is each rank's own share: their sum would be right"
+            return "differs from rank to rank, and the sum over ranks would be right"
         return ""
 
     def _copies(self, got: Quantity, tolerance: Tolerance) -> tuple[float, str, str] | None:

@@ -24,6 +24,7 @@ _BEFORE: Final = {
     NUMBER: "Weights are right and a reported number departs",
 }
 _LISTED: Final = 8
+_PLURALS: Final = {"is": "are", "has": "have", "lacks": "lack", "differs": "differ"}
 
 
 @dataclass(frozen=True)
@@ -113,12 +114,19 @@ def _sentence(lead: Departure, together: Sequence[Departure], found: Findings) -
     if kind == SAMPLES:
         return f"{begin}: they {shape}."
     if others and len({each.shape for each in together}) == 1 and lead.shape:
-        which = f"all {total}, each" if len(together) == total else f"{len(together)} of {total}, first {lead}, which"
-        return f"{begin}: {which} {shape}{where}."
+        if len(together) == total:
+            return f"{begin}: all {total} {_of_several(shape)}{where}."
+        return f"{begin}: {len(together)} of {total}, first {lead}, which {shape}{where}."
     more = f"; {others} more of {total} depart" + ("s" if others == 1 else "") if others and total else ""
     if kind in (LOSS, NORM, NUMBER):
         return f"{begin}: {lead} {shape}{where}{more}."
     return f"{begin}: first {lead}: it {shape}{where}{more}."
+
+
+def _of_several(predicate: str) -> str:
+    """Return a predicate for several subjects: `are zero` for `is zero`."""
+    verb, _, rest = predicate.partition(" ")
+    return f"{_PLURALS.get(verb, verb)} {rest.replace('the one of', 'those of')}"
 
 
 def rows(verdict: Judgement, found: Findings) -> list[tuple[str, str, str, str, str]]:
