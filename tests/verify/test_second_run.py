@@ -184,7 +184,10 @@ MISTAKES = [
 
 
 @sweep(
-    ("mistake", "layout", "check", "what"), MISTAKES, ids=[each[0].__name__ for each in MISTAKES], quick=(0, 1, 3, 7, 8, 10, 11, 15)
+    ("mistake", "layout", "check", "what"),
+    MISTAKES,
+    ids=[each[0].__name__ for each in MISTAKES],
+    quick=(0, 1, 3, 7, 8, 10, 11, 15),
 )
 def test_mistake_is_found(pool, tmp_path: Path, mistake, layout: str, check: str, what: str) -> None:
     [result] = verify(MistakenPool(pool, mistake), task(layout), tmp_path, layout)

@@ -126,7 +126,7 @@ def command(
     task = Verification(small, steps, choose_batches(given, source.loss(small)), source, full, thorough=every)
     started = time.perf_counter()
     view = _Table(task, selection, base, shown=not as_json, verbose=verbose)
-    results = []
+    results: list[LayoutResult] = []
     many, bar = len(selection.specs), Steps("Verifying", shown=as_json, lines=True)
     with verifier(task, selection) as check, view, bar:  # workers are forked before the live line starts its thread
         bar.tell("one process", 0, many)

@@ -56,7 +56,8 @@ def verify_exact(
     from threefold.verify.exact import ExactVerification, exact_verifier
     from threefold.verify.verifier import EQUAL, choose_batches
 
-    task, started, results = ExactVerification(small, steps, choose_batches(given)), time.perf_counter(), []
+    task, started = ExactVerification(small, steps, choose_batches(given)), time.perf_counter()
+    results: list[ExactResult] = []
     many = len(threads) + len(selection.specs)
     with exact_verifier(task, most) as check, Steps("Verifying", shown=as_json, lines=True) as bar:
         bar.tell("one process", 0, many)

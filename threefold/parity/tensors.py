@@ -185,6 +185,8 @@ class TensorStep:
         departing = 0
         for reference, other in pairs:
             found.compared[kind] = found.compared.get(kind, 0) + 1
+            whole = other.is_whole and reference.is_whole
+            found.whole[kind, name] = found.whole.get((kind, name), True) and whole
             seen = self._measure(other, reference, factors)
             ratio = max(seen.error / tolerance.error, seen.off / tolerance.scale)
             departing += ratio > 1
@@ -233,6 +235,8 @@ class TensorStep:
             return f"is {other} of the reference"
         if self.before is not None and reference.kind in (GRADIENT, UPDATE):
             last = self.before.get((reference.kind, reference.name, reference.sample))
+            if last is not None and last.kept.detail != kept.detail:
+                return ""
             if last is not None and measure(kept, last.kept).error < _near(tolerance):
                 return f"is the one of step {self.step - 1}"
             if last is not None:
@@ -248,7 +252,8 @@ class TensorStep:
         if reference.kind in (OUTPUT, OUTPUT_GRADIENT) or len(reference.kept.shape) < 1:
             return ""
         for other in self.expected.values():
-            if (other.kind, other.kept.shape) != (reference.kind, kept.shape) or other.name == reference.name:
+            alike = (other.kind, other.kept.shape, other.kept.detail) == (reference.kind, kept.shape, kept.detail)
+            if not alike or other.name == reference.name:
                 continue
             if measure(other.kept, reference.kept).error > 0.1 and measure(kept, other.kept).error < _near(tolerance):
                 return other.name

@@ -50,6 +50,7 @@ class Judgement:
             "sentence": self.sentence,
             "steps": found.steps,
             "compared": found.compared,
+            "whole": _whole(found),
             "notes": found.notes,
             "departures": [
                 {
@@ -65,6 +66,28 @@ class Judgement:
                 for each in found.departures
             ],
         }
+
+
+def compared_whole(found: Findings) -> str:
+    """Return which tensors were compared element by element, in a sentence."""
+    parts = []
+    for kind in (OUTPUT, OUTPUT_GRADIENT, GRADIENT, UPDATE):
+        names = _whole(found).get(kind, [])
+        others = [name for at, name in found.whole if at == kind and name not in set(names)]
+        more = f" and {len(others) - 1} more" if others[1:] else ""
+        lacking = f" (not {others[0]}{more})" if others else ""
+        parts.append(f"{len(names)} of {len(names) + len(others)} {kind}s{lacking}")
+    return f"Compared whole: {', '.join(parts)}."
+
+
+def _whole(found: Findings) -> dict[str, list[str]]:
+    """Return by kind the names whose elements were all compared."""
+    names: dict[str, list[str]] = {}
+    for (kind, name), whole in found.whole.items():
+        at = names.setdefault(kind, [])
+        if whole:
+            at.append(name)
+    return names
 
 
 def judge(found: Findings) -> Judgement:

@@ -149,13 +149,13 @@ class Comparison:
             self.number(UPDATES, step, float(count), self.expected.updates[step], name)
 
     def exported(self, step: int, weights: Mapping[str, Tensor]) -> None:
-        """Compare whole weights, read back from an export of those after a step (from 0); the names they lack depart.
-        """
+        """Compare whole weights, read back from an export of those after a step (from 0); missing ones depart."""
         for name, whole in self.expected.weights[step].items():
-            got, leverage = weights.get(name), self.expected.leverage.get(name, 0.0)
-            allowance = leverage + (largest(whole) or 1.0)
-            same = got is not None and got.shape == whole.shape
-            self._add(EXPORTED, name, step + 1, largest((got - whole) / allowance) if same else inf)
+            got, allowance = weights.get(name), self.expected.leverage.get(name, 0.0) + (largest(whole) or 1.0)
+            relative = inf
+            if got is not None and got.shape == whole.shape:
+                relative = largest((got - whole) / allowance)
+            self._add(EXPORTED, name, step + 1, relative)
 
     def weights(self, step: int, weights: Mapping[str, Tensor]) -> None:
         """Compare the weights after the update of a step (from 0).

@@ -3,8 +3,8 @@
 from collections import Counter
 from dataclasses import dataclass
 from math import inf
-from tempfile import TemporaryDirectory
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 import torch
