@@ -31,7 +31,7 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Path:
 MISTAKES = {
     "accumulated gradients not divided": (
         ("(loss / MICRO_BATCHES)", "loss"),
-        "all 29, each is 2 (dp or tp or micro-batches) times the reference",
+        "all 29 are 2 (dp or tp or micro-batches) times the reference",
     ),
     "attention scaled by another width": (
         ("is_causal=True)", "is_causal=True, scale=HEADS**-0.5)"),
@@ -43,7 +43,7 @@ MISTAKES = {
     ),
     "embeddings and head left out of FSDP": (
         ("for module in (*model.blocks, model):", "for module in model.blocks:"),
-        "5 of 29, first the gradient of head.weight, which is each rank's own share: their mean would be right",
+        "5 of 29, first the gradient of head.weight, which differs from rank to rank, and the mean over ranks",
     ),
     "a bias summed over tensor ranks twice": (
         ("        recorder.after", "        model.blocks[1].up.bias.grad.mul_(tp)\n        recorder.after"),

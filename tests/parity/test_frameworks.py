@@ -53,7 +53,7 @@ FP32 = {
         2,
         "model(part[:, :-1])",
         "model.module(part[:, :-1])",
-        "each rank's own share: their mean would be right",
+        "from rank to rank, and the mean over ranks would be right",
     ),
     "accelerate, accumulated gradients not divided": Case(
         "accelerate",
@@ -62,7 +62,7 @@ FP32 = {
         2,
         "accelerator.backward(loss)",
         "accelerator.backward(loss * accumulate)",
-        "all 29, each is 2 (ranks or micro-batches) times the reference",
+        "all 29 are 2 (ranks or micro-batches) times the reference",
     ),
     "transformers, mean of means": Case(
         "transformers",
@@ -90,7 +90,7 @@ FP32 = {
             2,
             "engine.backward(loss)",
             "engine.backward(2 * loss)",
-            "all 29, each is 2 (",
+            "all 29 are 2 (",
         )
         for stage in range(4)
     },
@@ -145,7 +145,7 @@ FP32 = {
         2,
         "reduce_by_sums(part)",
         "reduce_by_sums(part, 2.0)",
-        "all 17, each is 1/2 (1 / dp) times the reference",
+        "all 17 are 1/2 (1 / dp) times the reference",
     ),
     "torchtitan, tp, a norm's weight trained on one rank's samples": Case(
         "torchtitan",

@@ -15,7 +15,7 @@ from threefold import parity
 from threefold.errors import UserError
 from threefold.parity.compare import Findings, compare
 from threefold.parity.record import GRADIENT, INITIAL, OUTPUT, OUTPUT_GRADIENT, UPDATE, Record
-from threefold.parity.verdict import judge
+from threefold.parity.verdict import compared_whole, judge
 
 
 class Block(nn.Module):
@@ -366,16 +366,26 @@ def test_a_run_that_goes_on_beside_an_unbroken_one(tmp_path: Path, monkeypatch: 
         parity.Recorder(Model(), folder=tmp_path / "late", updates=3)
 
 
-def test_whole_tensors_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An activation of more than 256 elements is kept whole; records that keep different numbers are refused."""
-    train(tmp_path / "usual", steps=1, recorded=1)
-    monkeypatch.setenv("THREEFOLD_PARITY_ELEMENTS", "5000")
-    train(tmp_path / "whole", steps=1, recorded=1, micro_batches=2)
-    train(tmp_path / "again", steps=1, recorded=1)
-    usual, whole, again = (Record(tmp_path / name) for name in ("usual", "whole", "again"))
-    assert judge(compare(whole, again)).equal
-    key = next(key for key in whole.step(1) if key[:2] == (OUTPUT, "blocks.0.up"))
-    assert usual.step(1)[key].kept.elements.numel() <= 256
-    assert whole.step(1)[key].kept.elements.numel() == 8 * 36
-    with pytest.raises(UserError, match="keep different numbers of elements of a tensor; record both with the same"):
-        compare(usual, whole)
+def test_whole_tensors_within_a_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of recording, as far as they fit; records with different budgets are compared in what both keep."""
+    records, sizes = {}, {}
+    for budget in (0, 100_000, 10_000_000):
+        monkeypatch.setenv("THREEFOLD_PARITY_WHOLE", str(budget))
+        train(tmp_path / str(budget), steps=2, recorded=2)
+        records[budget] = Record(tmp_path / str(budget))
+        sizes[budget] = sum(path.stat().st_size for path in (tmp_path / str(budget)).glob("*.safetensors"))
+    usual, some, every = records.values()
+    assert sizes[100_000] <= sizes[0] + 100_000
+
+    def whole(record: Record) -> set[str]:
+        outputs = {key: each for key, each in record.step(1).items() if key[0] == OUTPUT}
+        return {key[1] for key in outputs} - {key[1] for key, each in outputs.items() if not each.is_whole}
+
+    assert whole(every) - whole(some) == {"blocks.1.up"}
+    assert whole(some) - whole(usual) == {"blocks.0.up"}
+    for other in (usual, some):
+        found = compare(every, other)
+        assert judge(found).equal, judge(found).sentence
+        assert {name for (kind, name), is_whole in found.whole.items() if kind == OUTPUT and is_whole} == whole(other)
+    assert "10 of 11 outputs (not blocks.1.up)" in compared_whole(compare(every, some))
+    assert set(judge(compare(some, every)).document(compare(some, every))["whole"]["output"]) == whole(some)

@@ -7,14 +7,12 @@ import torch
 
 from tests.support.kept import kept_of
 from threefold.parity.placement import flat_range, shard, whole
-from threefold.parity.sketch import COPY, PARAMETER, SAMPLE, Detail, Kept, grid, keep, length
+from threefold.parity.sketch import COPY, PARAMETER, SAMPLE, WHOLE, Detail, Kept, grid, keep, length
 
 SHAPES = [(), (7,), (5000,), (100, 90), (6, 50, 40), (3, 4), (300, 2)]
 
 
-@pytest.mark.parametrize(
-    "detail", [PARAMETER, SAMPLE, COPY, Detail(1 << 62, 0)], ids=["parameter", "sample", "copy", "whole"]
-)
+@pytest.mark.parametrize("detail", [PARAMETER, SAMPLE, COPY, WHOLE], ids=["parameter", "sample", "copy", "whole"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_pieces_make_up_the_whole(shape: tuple[int, ...], detail: Detail) -> None:
     tensor = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -28,6 +26,16 @@ def test_pieces_make_up_the_whole(shape: tuple[int, ...], detail: Detail) -> Non
             found.add(piece, values[0])
     assert found.covered == count
     assert found.squares == pytest.approx(float(tensor.square().sum()))
+    for mine, theirs in zip(found.vectors, expected.vectors, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("detail", [PARAMETER, SAMPLE], ids=["parameter", "sample"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_whole_tensor_in_a_lower_detail(shape: tuple[int, ...], detail: Detail) -> None:
+    tensor = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found, expected = kept_of(tensor, WHOLE).lowered(detail), kept_of(tensor, detail)
+    assert found.squares == pytest.approx(expected.squares)
     for mine, theirs in zip(found.vectors, expected.vectors, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 

@@ -10,11 +10,13 @@ from torch import Tensor
 from tests.support.mistakes import Patch
 from tests.support.sweep import sweep
 from tests.verify.support import MistakenPool, config, task, verify
+from threefold.constants import IGNORE_INDEX
+from threefold.huggingface import export_hf
 from threefold.parallel import gradients as grad_buckets
 from threefold.parallel import zero
 from threefold.train import step, step_batch
 from threefold.verify import rank_worker as second_run
-from threefold.verify.rank_worker import CHECKS, MIXED, MOVED, OVERFLOW, RESUMED
+from threefold.verify.rank_worker import CHECKS, EXPORT, MIXED, MOVED, OVERFLOW, RESUMED
 from threefold.verify.verifier import DEPARTS, EQUAL
 
 SEEN_AT_ONCE = ""
@@ -99,6 +101,68 @@ def evaluation_scales_the_gradients() -> list[Patch]:
     return [(step.GradientStep, "eval_batch", scaling)]
 
 
+def tokens_of_own_replica_are_logged() -> list[Patch]:
+    compute = step.Engine.compute_gradients
+
+    def own(self: Any, batch: Any, *rest: Any) -> tuple[Tensor, int]:
+        term, _ = compute(self, batch, *rest)
+        return term, int((batch.labels != IGNORE_INDEX).sum())
+
+    return [(step.Engine, "compute_gradients", own)]
+
+
+def padding_of_own_replica_counts_for_the_throughput() -> list[Patch]:
+    count = step_batch.BatchPreparation._count
+
+    def own(self: Any, batch: Any) -> tuple[int, int]:
+        return count(self, batch)[0], int(batch.padding.sum())
+
+    return [(step_batch.BatchPreparation, "_count", own)]
+
+
+def rate_of_the_next_update_is_logged() -> list[Patch]:
+    update = step.Engine.update
+
+    def late(self: Any, loss: Tensor, tokens: int, number: int) -> step.StepResult:
+        result = update(self, loss, tokens, number)
+        return replace(result, lr=step.learning_rate(number + 2, self.config.optimizer))
+
+    return [(step.Engine, "update", late)]
+
+
+def samples_are_read_twice_after_resuming() -> list[Patch]:
+    consumed = second_run.consumed_by
+
+    def twice(checkpoint: Any, config: Any) -> Any:
+        found = consumed(checkpoint, config)
+        return replace(found, samples=found.samples - found.per_step)
+
+    return [(second_run, "consumed_by", twice)]
+
+
+def an_update_too_many_is_restored() -> list[Patch]:
+    restore = second_run.restore_engine
+
+    def restored(engine: Any, checkpoint: Any) -> None:
+        restore(engine, checkpoint)
+        for _, name, value in engine.optimizer.states():
+            if name == "step":
+                value += 1
+
+    return [(second_run, "restore_engine", restored)]
+
+
+def an_export_swaps_two_layers() -> list[Patch]:
+    load = export_hf.load_tensors
+
+    def swapped(tensors: dict[str, Tensor], *rest: Any, **options: Any) -> None:
+        load(tensors, *rest, **options)
+        first, last = (tensors[f"model.blocks.{number}.mlp.up.weight"] for number in (0, 1))
+        first.copy_(last)
+
+    return [(export_hf, "load_tensors", swapped)]
+
+
 MISTAKES = [
     (clip_by_the_squared_coefficient, "dp2", SEEN_AT_ONCE, "clipped gradient"),
     (only_the_first_bucket_is_summed, "dp2", SEEN_AT_ONCE, "gradient"),
@@ -109,12 +173,21 @@ MISTAKES = [
     (documents_are_ignored, "cp2", MIXED, "gradient"),
     (overflow_that_another_rank_counts_is_unseen, "dp2", OVERFLOW, "loss scale"),
     (good_steps_are_not_restored, "dp2", RESUMED, "loss scale"),
-    (optimizer_state_is_not_saved, "dp2", RESUMED, "weight"),
+    (optimizer_state_is_not_saved, "dp2", RESUMED, "count of updates"),
+    (tokens_of_own_replica_are_logged, "dp2", SEEN_AT_ONCE, "valid tokens"),
+    (padding_of_own_replica_counts_for_the_throughput, "dp2", SEEN_AT_ONCE, "tokens read"),
+    (rate_of_the_next_update_is_logged, "tp2", SEEN_AT_ONCE, "learning rate"),
+    (samples_are_read_twice_after_resuming, "dp2", RESUMED, "samples consumed"),
+    (an_update_too_many_is_restored, "dp2", RESUMED, "count of updates"),
+    (an_export_swaps_two_layers, "tp2", EXPORT, "exported weight"),
 ]
 
 
 @sweep(
-    ("mistake", "layout", "check", "what"), MISTAKES, ids=[each[0].__name__ for each in MISTAKES], quick=(0, 1, 3, 7, 8)
+    ("mistake", "layout", "check", "what"),
+    MISTAKES,
+    ids=[each[0].__name__ for each in MISTAKES],
+    quick=(0, 1, 3, 7, 8, 10, 11, 15),
 )
 def test_mistake_is_found(pool, tmp_path: Path, mistake, layout: str, check: str, what: str) -> None:
     [result] = verify(MistakenPool(pool, mistake), task(layout), tmp_path, layout)

@@ -11,7 +11,7 @@ import typer
 from threefold.cli.help import CommandLine
 from threefold.cli.terminal import Steps, counted, print_table
 from threefold.errors import UserError
-from threefold.files import format_bytes
+from threefold.files import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from threefold.parity.departure import Findings
@@ -42,13 +42,13 @@ def run(
         int,
         typer.Option(min=0, metavar="UPDATES", help="Record the steps after these, as of a run that goes on."),
     ] = 0,
-    elements: Annotated[
-        int | None,
+    whole: Annotated[
+        str | None,
         typer.Option(
-            min=1,
-            metavar="N",
-            help="Keep tensors of up to N elements whole; records grow.",
-            show_default="4096, of an activation 256",
+            "--whole",
+            metavar="SIZE",
+            help="Keep tensors whole that take this much together, such as 200MB, in the record of each rank.",
+            show_default="samples and projections of those with more than 4096 elements, of an activation 256",
         ),
     ] = None,
     out: Annotated[
@@ -59,7 +59,9 @@ def run(
     timeout: Annotated[
         float | None, typer.Option(min=1, metavar="SECONDS", help="Time that each run may take.", show_default="any")
     ] = None,
-    whole: Annotated[bool, typer.Option("--whole-run", help="Let the scripts go on after the recorded steps.")] = False,
+    whole_run: Annotated[
+        bool, typer.Option("--whole-run", help="Let the scripts go on after the recorded steps.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run two training scripts from the same initial weights, and compare what they compute.
@@ -82,7 +84,7 @@ def run(
     doing = {"reference": "Reference", "candidate": "Candidate"}
     failed = False
     try:
-        with Steps("Running", noise + 2) as bar:
+        with Steps("Running", noise + 2, lines=as_json) as bar:
             begun = 0
 
             def tell(name: str) -> None:
@@ -97,9 +99,9 @@ def run(
                 steps=steps,
                 noise=noise,
                 after=after,
-                elements=elements or 0,
+                whole=_bytes(whole),
                 timeout=timeout,
-                whole_run=whole,
+                whole_run=whole_run,
                 tell=tell,
             )
         _report(runs.reference, runs.candidate, list(runs.noisy), None, page, as_json)
@@ -155,7 +157,7 @@ def _report(
     as_json: bool,
 ) -> None:
     from threefold.parity.compare import compare as compare_records
-    from threefold.parity.verdict import judge, rows
+    from threefold.parity.verdict import compared_whole, judge, rows
 
     with Steps("Comparing", 1 + (steps or reference.steps)) as bar:
         found = compare_records(reference, candidate, noisy, steps, bar.advance)
@@ -171,6 +173,8 @@ def _report(
         typer.echo(verdict.sentence)
         if not verdict.equal:
             print_table(("step", "what departs", "error", "rounding", "shape"), rows(verdict, found))
+        if reference.facts.get("whole"):
+            typer.echo(compared_whole(found))
         for note in found.notes:
             typer.echo(f"Note: {note}")
         if page is not None:
@@ -183,6 +187,13 @@ def _heading(reference: "Record", candidate: "Record", noisy: "list[Record]", fo
     ranks = [counted(len(each.ranks), "rank") for each in (reference, candidate)]
     learned = f"tolerances learned from {counted(len(noisy), 'run')} with noise" if noisy else "default tolerances"
     return f"Compared {counted(found.steps, 'step')}: {ranks[0]} (reference) with {ranks[1]}; {learned}."
+
+
+def _bytes(text: str | None) -> int:
+    try:
+        return 0 if text is None else parse_bytes(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--whole") from None
 
 
 def _check_page(page: Path) -> None:

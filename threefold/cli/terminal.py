@@ -280,14 +280,16 @@ class Steps:
         doing: text before the bar, such as `Measuring`.
         total: number of steps, if it is known before the first.
         shown: whether to show the bar.
+        lines: whether `tell` prints a line where standard error is not a terminal, for work of minutes.
     """
 
-    def __init__(self, doing: str, total: int | None = None, *, shown: bool = True) -> None:
+    def __init__(self, doing: str, total: int | None = None, *, shown: bool = True, lines: bool = False) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         console = Console(stderr=True)
         self._doing = doing
+        self._prints = shown and lines and not console.is_terminal
         self._bars = Progress(
             TextColumn("{task.description:<16}"),
             BarColumn(),
@@ -312,6 +314,8 @@ class Steps:
     def tell(self, part: str, done: int, parts: int) -> None:
         """Show the current part and how many parts are done."""
         self._bars.update(self._task, description=f"{self._doing} {part}", completed=done, total=parts, refresh=True)
+        if self._prints:
+            print(f"{self._doing} {part} ({done} of {parts} done)", file=sys.stderr, flush=True)
 
 
 def guard_streams() -> None:

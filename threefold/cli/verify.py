@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
 import typer
 
-from threefold.cli.terminal import OWN_MODEL, ConfigFile, Overrides, TrustCode, read_config
+from threefold.cli.terminal import OWN_MODEL, ConfigFile, Overrides, Steps, TrustCode, read_config
 from threefold.files import format_bytes
 
 if TYPE_CHECKING:
@@ -68,7 +68,8 @@ def command(
     trust_code: TrustCode = False,
     overrides: Overrides = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print a JSON document (docs/verify.md) instead of the table.")
+        bool,
+        typer.Option("--json", help="Print a JSON document (docs/verify.md), and progress on standard error."),
     ] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Also print why layouts are unsupported, and tracebacks.")
@@ -135,12 +136,15 @@ def command(
     task = Verification(small, steps, choose_batches(given, source.loss(small)), source, full, thorough=every)
     started = time.perf_counter()
     view = _Table(task, selection, base, shown=not as_json, verbose=verbose)
-    results = []
-    with verifier(task, selection) as check, view:  # workers are forked before the live line starts its thread
+    results: list[LayoutResult] = []
+    many, bar = len(selection.specs), Steps("Verifying", shown=as_json, lines=True)
+    with verifier(task, selection) as check, view, bar:  # workers are forked before the live line starts its thread
+        bar.tell("one process", 0, many)
         check.run_one_process()
         view.begin(check.shapes)
         for spec in selection.specs:
             view.progress.update(view.line, description=str(spec))
+            bar.tell(str(spec), len(results), many)
             results.append(check.verify(spec, selection.has_second_run(spec)))
             view.add(results[-1])
     seconds = time.perf_counter() - started

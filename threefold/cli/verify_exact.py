@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
-from threefold.cli.terminal import counted
+from threefold.cli.terminal import Steps, counted
 
 if TYPE_CHECKING:
     from threefold.comm.layout import LayoutSpec
@@ -56,14 +56,19 @@ def verify_exact(
     from threefold.verify.exact import ExactVerification, exact_verifier
     from threefold.verify.verifier import EQUAL, choose_batches
 
-    task, started, results = ExactVerification(small, steps, choose_batches(given)), time.perf_counter(), []
-    with exact_verifier(task, most) as check:
+    task, started = ExactVerification(small, steps, choose_batches(given)), time.perf_counter()
+    results: list[ExactResult] = []
+    many = len(threads) + len(selection.specs)
+    with exact_verifier(task, most) as check, Steps("Verifying", shown=as_json, lines=True) as bar:
+        bar.tell("one process", 0, many)
         check.run_one_process()
         table = _Table(check, selection, shown=not as_json, verbose=verbose)
         for number in threads:
+            bar.tell(f"one process, {counted(number, 'thread')}", len(results), many)
             results.append(check.verify_threads(number))
             table.add(results[-1])
         for spec in selection.specs:
+            bar.tell(str(spec), len(results), many)
             results.append(check.verify(spec))
             table.add(results[-1])
     if as_json:

@@ -11,7 +11,7 @@ from threefold.errors import UserError
 from threefold.files import shown
 from threefold.parity.departure import Findings, phase_of
 from threefold.parity.measure import Quantities, Tolerances, last_places
-from threefold.parity.record import INITIAL, OUTPUT, Record
+from threefold.parity.record import INITIAL, OUTPUT, Record, align
 from threefold.parity.reported import ReportedStep
 from threefold.parity.tensors import StepPair, TensorStep
 
@@ -42,7 +42,6 @@ def compare(
                 "the reference run with THREEFOLD_PARITY_PERTURB, as parity run --out keeps them."
             )
     count = _steps(reference, candidate, noisy, steps)
-    _check_details(reference, candidate, *noisy)
     tolerances = Tolerances(_precision(reference, candidate), len(noisy))
     found = Findings(steps=count)
     before: Quantities | None = None
@@ -52,8 +51,9 @@ def compare(
         if step == 0:
             _check_model(reference, candidate, expected, got)
             places = last_places(expected.values(), _dtypes("dtypes", reference, candidate))
-        for other in noisy:
-            again = other.step(step)
+        repeated = [other.step(step) for other in noisy]
+        align([expected, got, *repeated])
+        for other, again in zip(noisy, repeated, strict=True):
             if step == 0:
                 _check_model(reference, other, expected, again)
             learned = StepPair(step, reference, other, expected, again, tolerances)
@@ -95,16 +95,6 @@ def _steps(reference: Record, candidate: Record, noisy: Sequence[Record], wanted
     if have < 1:
         raise UserError("The records have no step in common; record at least one step of each run.")
     return wanted or have
-
-
-def _check_details(reference: Record, *others: Record) -> None:
-    kept = reference.facts.get("elements", 0)
-    for record in others:
-        if record.facts.get("elements", 0) != kept:
-            raise UserError(
-                f"The records {shown(reference.folder)} and {shown(record.folder)} keep different numbers of elements "
-                "of a tensor; record both with the same --elements."
-            )
 
 
 def _check_model(reference: Record, candidate: Record, expected: Quantities, got: Quantities) -> None:

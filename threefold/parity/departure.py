@@ -92,6 +92,7 @@ class Findings:
         worst: largest error by step, kind and name, relative to its tolerance.
         totals: number of compared names by step and kind.
         loose: parameters and modules whose tolerance is so wide that only factors and large mistakes show.
+        whole: by kind and name, whether all elements of a tensor were compared in every step.
         skipped: modules whose output one of the records has only in part, in another shape or for other samples.
     """
 
@@ -103,6 +104,7 @@ class Findings:
     worst: dict[tuple[int, str, str], float] = field(default_factory=dict)
     totals: dict[tuple[int, str], int] = field(default_factory=dict)
     loose: set[str] = field(default_factory=set)
+    whole: dict[tuple[str, str], bool] = field(default_factory=dict)
     skipped: set[str] = field(default_factory=set)
 
     @property

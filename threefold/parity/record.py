@@ -6,9 +6,8 @@ one vector and their index in the metadata, and `rank-00000.json` with the facts
 
 import json
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +20,7 @@ from threefold.checksums import checksum, seal, unseal
 from threefold.errors import UserError
 from threefold.files import read_json, shown
 from threefold.parity.placement import Piece, Placement
-from threefold.parity.sketch import COPY, PARAMETER, SAMPLE, Detail, Kept, keep, length
+from threefold.parity.sketch import COPY, PARAMETER, SAMPLE, WHOLE, Detail, Kept, keep, length
 
 FORMAT: Final = "threefold-parity"
 VERSION: Final = 1
@@ -30,17 +29,10 @@ INITIAL, BUFFER, OUTPUT, OUTPUT_GRADIENT = "initial weight", "buffer", "output",
 GRADIENT, UPDATE, STATE, TENSOR = "gradient", "update", "optimizer state", "tensor"
 """Kinds of recorded quantities; a state's name is `exp_avg of blocks.0.weight`."""
 KINDS: Final = (INITIAL, BUFFER, OUTPUT, OUTPUT_GRADIENT, GRADIENT, UPDATE, TENSOR)
-_DETAILS: Final = {"parameter": PARAMETER, "sample": SAMPLE, "copy": COPY}
-
-
-@cache
-def _detail(name: str) -> Detail:
-    """Return a detail by its name, such as `parameter`, or `parameter:65536` for more elements; raises ValueError."""
-    base, _, elements = name.partition(":")
-    if base not in _DETAILS or (elements and not elements.isdecimal()):
-        raise ValueError(name)
-    made = _DETAILS[base]
-    return made if base == "copy" or not elements else Detail(max(made.elements, int(elements)), made.slices)
+_DETAILS: Final = {"parameter": PARAMETER, "sample": SAMPLE, "copy": COPY, "whole": WHOLE}
+_SHARED: Final = (OUTPUT, OUTPUT_GRADIENT, GRADIENT, UPDATE, STATE)
+"""Kinds that have equal shares of the bytes of whole tensors; what is no activation, gradient or update goes with the
+states."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +45,7 @@ class IndexEntry:
         order: position in the order of recording within the step.
         shape: shape of the whole tensor; for an activation, that of one sample.
         start, size: the piece.
-        detail: `parameter`, `sample` or `copy`, with the requested number of elements, if any, as in `sample:4096`.
+        detail: `parameter`, `sample`, `copy` or `whole`.
         copy, partial: as in the placement.
         samples: for an activation, the fingerprint of each sample.
     """
@@ -76,7 +68,17 @@ class IndexEntry:
     @property
     def values(self) -> int:
         """Number of values of each sample."""
-        return length(self.shape, self.piece, _detail(self.detail))
+        return length(self.shape, self.piece, detail_of(self))
+
+    @property
+    def usual(self) -> str:
+        """Name of the detail of a tensor that is not kept whole."""
+        return "parameter" if self.samples is None else "sample"
+
+    def lowered(self, values: Tensor) -> tuple["IndexEntry", Tensor]:
+        """Return the entry of a tensor that is whole here as one of the usual detail, and its values."""
+        elements = values[1:].view(1, *self.size)
+        return replace(self, detail=self.usual), keep(elements, self.shape, self.piece, _DETAILS[self.usual])[0]
 
     def to_json(self) -> list[Any]:
         shape, start, size = list(self.shape), list(self.start), list(self.size)
@@ -87,16 +89,15 @@ class IndexEntry:
     def from_json(cls, values: list[Any]) -> "IndexEntry":
         kind, name, order, shape, start, size, detail, copy, partial, samples = values
         known = kind in KINDS or (isinstance(kind, str) and kind.startswith(f"{STATE} "))
-        if not known or not isinstance(name, str):
+        if not known or not isinstance(name, str) or detail not in _DETAILS:
             raise ValueError(kind)
-        _detail(detail)
         at = tuple(shape), tuple(start), tuple(size)
         return cls(kind, name, order, *at, detail, copy, partial, None if samples is None else tuple(samples))
 
 
 def detail_of(entry: IndexEntry) -> Detail:
     """Return how much was kept of an entry's tensor."""
-    return _detail(entry.detail)
+    return _DETAILS[entry.detail]
 
 
 @dataclass
@@ -104,19 +105,21 @@ class Page:
     """Quantities that a rank has recorded in the current step.
 
     Attributes:
-        elements: number of elements up to which tensors are kept whole, if it is above that of their detail; 0 for
-            none.
+        budget: bytes of tensors that are kept whole. Each of several kinds (`_SHARED`) has the same share of it, and
+            its tensors are whole in the order of recording, as long as they fit; the size of a tensor is that in the
+            whole model, so that ranks that shard it decide alike.
     """
 
-    elements: int = 0
+    budget: int = 0
     entries: list[IndexEntry] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
+    _taken: dict[str, int] = field(default_factory=dict, init=False)
 
     def add(self, kind: str, name: str, tensor: Tensor, placement: Placement) -> None:
         """Keep a tensor of the model or of the optimizer."""
-        detail = self._named("copy" if placement.copy else "parameter")
+        detail = "copy" if placement.copy else self._detail(kind, "parameter", placement.shape, tensor)
         for piece in placement.pieces:
-            kept = keep(piece.of(tensor)[None], placement.shape, piece, _detail(detail))
+            kept = keep(piece.of(tensor)[None], placement.shape, piece, _DETAILS[detail])
             self._append(kind, placement.name or name, placement, piece, detail, None, kept)
 
     def add_samples(
@@ -132,18 +135,28 @@ class Page:
             samples: fingerprint of each row.
         """
         whole = Placement(placement.shape[1:], (), placement.copy, placement.partial)
-        detail = self._named("copy" if whole.copy else "sample")
+        count = len(samples) * len(names)
+        detail = "copy" if whole.copy else self._detail(kind, "sample", whole.shape, rows, count)
         for piece in placement.pieces:
             one = Piece(piece.local[1:], piece.start[1:], piece.size[1:])
             box = rows
             for dim, (start, size) in enumerate(zip(one.local, one.size, strict=True), 1):
                 box = box if size == box.shape[dim] else box.narrow(dim, start, size)
-            kept = keep(box, whole.shape, one, _detail(detail))
+            kept = keep(box, whole.shape, one, _DETAILS[detail])
             for name in names:
                 self._append(kind, name, whole, one, detail, samples, kept)
 
-    def _named(self, detail: str) -> str:
-        return f"{detail}:{self.elements}" if self.elements else detail
+    def _detail(self, kind: str, usual: str, shape: tuple[int, ...], tensor: Tensor, count: int = 1) -> str:
+        """Return the detail of `count` tensors of a shape: whole, if they fit, and the usual one does not keep all."""
+        if math.prod(shape) <= _DETAILS[usual].elements:
+            return usual
+        share = kind if kind in _SHARED else STATE
+        size = count * math.prod(shape) * max(tensor.element_size(), 4)
+        taken = self._taken.get(share, 0) + size
+        if taken > self.budget // len(_SHARED):
+            return usual
+        self._taken[share] = taken
+        return "whole"
 
     def _append(
         self,
@@ -227,6 +240,32 @@ class Quantity:
         """Number of elements that no rank recorded."""
         return math.prod(self.kept.shape) - self.kept.covered
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all elements are kept."""
+        return not self.kept.projections
+
+    def lowered(self) -> "Quantity":
+        """Return a tensor that is whole here in the usual detail, if no element is missing."""
+        if self.kept.detail != WHOLE or self.missing:
+            return self
+        kept = self.kept.lowered(SAMPLE if self.sample else PARAMETER)
+        copies = [
+            (rank, *(entry.lowered(values) if entry.detail == "whole" else (entry, values)))
+            for rank, entry, values in self.copies
+        ]
+        return replace(self, kept=kept, copies=copies)
+
+
+def align(pages: Sequence[dict[Key, Quantity]]) -> None:
+    """Lower the detail of tensors that other records of the same step have in a lower one."""
+    for key in pages[0]:
+        details = {page[key].kept.detail for page in pages if key in page}
+        if len(details) > 1:
+            for page in pages:
+                if key in page:
+                    page[key] = page[key].lowered()
+
 
 class Record:
     """Opened record of a run.
@@ -282,23 +321,28 @@ class Record:
         Raises:
             UserError: a file is missing, cut or damaged.
         """
-        found: dict[Key, Quantity] = {}
+        parts: dict[Key, list[tuple[int, IndexEntry, Tensor]]] = {}
         for rank in range(len(self.ranks)):
             for entry, values in self._page(rank, step):
                 for number, sample in enumerate(entry.samples or ("",)):
-                    self._put(found, rank, entry, sample, values[number])
+                    parts.setdefault((entry.kind, entry.name, sample), []).append((rank, entry, values[number]))
+        found: dict[Key, Quantity] = {}
+        for key, entries in parts.items():
+            details = {entry.detail for _, entry, _ in entries if not entry.copy} or {entries[0][1].usual}
+            for rank, entry, values in entries:
+                if len(details) > 1 and entry.detail == "whole":  # other ranks had no room for their parts of it
+                    entry, values = entry.lowered(values)
+                detail = entry.usual if len(details) > 1 else next(iter(details))
+                self._put(found, key, rank, entry, values, _DETAILS[detail])
         return found
 
-    def _put(self, found: dict[Key, Quantity], rank: int, entry: IndexEntry, sample: str, values: Tensor) -> None:
-        key = entry.kind, entry.name, sample
-        detail = _detail(entry.detail)
+    def _put(
+        self, found: dict[Key, Quantity], key: Key, rank: int, entry: IndexEntry, values: Tensor, detail: Detail
+    ) -> None:
         quantity = found.get(key)
         if quantity is None:
-            # Copies come before what they repeat if a lower rank has one.
-            named = ("sample" if entry.samples else "parameter") + entry.detail.removeprefix("copy")
-            kept_whole = _detail(named) if entry.copy else detail
-            kept = Kept.empty(entry.shape, kept_whole)
-            quantity = found[key] = Quantity(entry.kind, entry.name, sample, entry.order, kept)
+            kept = Kept.empty(entry.shape, detail)
+            quantity = found[key] = Quantity(*key, entry.order, kept)
         if quantity.kept.shape != entry.shape:
             raise UserError(
                 f"The record {shown(self.folder)} has {entry.kind} {entry.name} with the whole shape "

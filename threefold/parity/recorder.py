@@ -37,9 +37,8 @@ from threefold.parity.record import (
 from threefold.parity.weights import read_weights, write_weights
 from threefold.torch_private.runtime import in_backward_pass
 
-FOLDER, STEPS, AFTER, ELEMENTS, SAVE, LOAD, PERTURB, STOP = (
-    f"THREEFOLD_PARITY{ending}"
-    for ending in ("", "_STEPS", "_AFTER", "_ELEMENTS", "_SAVE", "_LOAD", "_PERTURB", "_STOP")
+FOLDER, STEPS, AFTER, BYTES, SAVE, LOAD, PERTURB, STOP = (
+    f"THREEFOLD_PARITY{ending}" for ending in ("", "_STEPS", "_AFTER", "_WHOLE", "_SAVE", "_LOAD", "_PERTURB", "_STOP")
 )
 """Variables of the environment that `threefold parity run` sets."""
 DEFAULT_STEPS: Final = 3
@@ -101,8 +100,8 @@ class Recorder:
         self._batch_dim = self._adapter.batch_dim if batch_dim is None else batch_dim
         self._step = 1
         self._ahead = _updates_ahead(updates)
-        self._elements = _number(ELEMENTS) or 0
-        self._page = Page(self._elements)
+        self._bytes = _number(BYTES) or 0
+        self._page = Page()
         self._roots = [_Root(each) for each in self._adapter.roots()]
         self._calls: dict[str, int] = {}
         self._seen: dict[int, tuple[weakref.ref[Tensor], list[str]]] = {}
@@ -119,7 +118,7 @@ class Recorder:
             "world_size": self._world,
             "steps": 0,
             "planned_steps": self._steps,
-            "elements": self._elements,
+            "whole": self._bytes,
             "adapter": self._adapter.name,
             "axes": dict(axes or {}),
             "dtypes": sorted({str(each.dtype).removeprefix("torch.") for _, each in self._adapter.parameters()}),
@@ -415,7 +414,7 @@ class Recorder:
     def _write_page(self, step: int) -> None:
         path = self._folder / page_file(self._rank, step)
         self._page.save(path)
-        self._page = Page(self._elements)
+        self._page = Page(self._bytes // self._steps)
         self._facts["checksums"].append(checksum(path))
         facts = {**self._facts, "readers": self._readers, "activation_dtypes": sorted(self._dtypes), "steps": step}
         write_facts(self._folder, self._rank, facts)

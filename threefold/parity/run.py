@@ -13,7 +13,7 @@ from typing import Final
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.parity.record import Record
-from threefold.parity.recorder import AFTER, ELEMENTS, FOLDER, LOAD, PERTURB, SAVE, STEPS, STOP
+from threefold.parity.recorder import AFTER, BYTES, FOLDER, LOAD, PERTURB, SAVE, STEPS, STOP
 
 REFERENCE, CANDIDATE, WEIGHTS = "reference", "candidate", "weights"
 NOISE: Final = "noise-{}"
@@ -42,7 +42,7 @@ def run_both(
     steps: int,
     noise: int,
     after: int = 0,
-    elements: int = 0,
+    whole: int = 0,
     timeout: float | None = None,
     whole_run: bool = False,
     tell: Callable[[str], None] = lambda doing: None,
@@ -56,7 +56,7 @@ def run_both(
         steps: steps to record.
         noise: number of further runs of the reference with noise, to learn tolerances.
         after: number of updates after which records begin; above 0, each run has its own weights.
-        elements: number of elements up to which tensors are kept whole; 0 for the usual numbers.
+        whole: bytes of tensors that each rank keeps whole.
         timeout: seconds that each run may take.
         whole_run: whether the scripts continue after the recorded steps.
         tell: called at the beginning of each run, with its description.
@@ -68,7 +68,7 @@ def run_both(
         raise UserError(f"--out {shown(folder)} is not empty; choose another folder.")
     folder.mkdir(parents=True, exist_ok=True)
     commands = {"--reference": _split("--reference", reference), "--candidate": _split("--candidate", candidate)}
-    base = {STEPS: str(steps), AFTER: str(after), ELEMENTS: str(elements), **({} if whole_run else {STOP: "1"})}
+    base = {STEPS: str(steps), AFTER: str(after), BYTES: str(whole), **({} if whole_run else {STOP: "1"})}
     weights = str((folder / WEIGHTS).absolute())
 
     def one(option: str, name: str, **more: str) -> Record:

@@ -30,8 +30,9 @@ class Detail:
     slices: int
 
 
-PARAMETER, SAMPLE, COPY = Detail(4096, 0), Detail(256, 64), Detail(64, 16)
-"""Details of parameters (gradients, updates, states), of a sample's activation, and of further copies."""
+PARAMETER, SAMPLE, COPY, WHOLE = Detail(4096, 0), Detail(256, 64), Detail(64, 16), Detail(1 << 62, 0)
+"""Details of parameters (gradients, updates, states), of a sample's activation, of further copies, and of all there is.
+"""
 
 
 def grid(shape: tuple[int, ...], detail: Detail) -> list[Tensor]:
@@ -242,6 +243,13 @@ class Kept:
     def within(self, piece: Piece, detail: Detail) -> Tensor:
         """Return the elements of a piece that are in the grid of a detail no finer than this one."""
         return self.elements[places(self.shape, piece, detail, self.detail)]
+
+    def lowered(self, detail: Detail) -> "Kept":
+        """Return what a lower detail keeps of a tensor that is here whole."""
+        piece = Piece((0,) * len(self.shape), (0,) * len(self.shape), self.shape)
+        made = Kept.empty(self.shape, detail)
+        made.add(piece, keep(self.elements[None], self.shape, piece, detail)[0])
+        return made
 
     @property
     def vectors(self) -> list[Tensor]:

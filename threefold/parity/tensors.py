@@ -186,6 +186,8 @@ class TensorStep:
         departing = 0
         for reference, other in pairs:
             found.compared[kind] = found.compared.get(kind, 0) + 1
+            whole = other.is_whole and reference.is_whole
+            found.whole[kind, name] = found.whole.get((kind, name), True) and whole
             seen = self._measure(other, reference, factors)
             ratio = max(seen.error / tolerance.error, seen.off / tolerance.scale)
             departing += ratio > 1
@@ -234,6 +236,8 @@ class TensorStep:
             return f"is {other} of the reference"
         if self.before is not None and reference.kind in (GRADIENT, UPDATE):
             last = self.before.get((reference.kind, reference.name, reference.sample))
+            if last is not None and last.kept.detail != kept.detail:
+                return ""
             if last is not None and measure(kept, last.kept).error < _near(tolerance):
                 return f"is the one of step {self.step - 1}"
             if last is not None:
@@ -249,7 +253,8 @@ class TensorStep:
         if reference.kind in (OUTPUT, OUTPUT_GRADIENT) or len(reference.kept.shape) < 1:
             return ""
         for other in self.expected.values():
-            if (other.kind, other.kept.shape) != (reference.kind, kept.shape) or other.name == reference.name:
+            alike = (other.kind, other.kept.shape, other.kept.detail) == (reference.kind, kept.shape, kept.detail)
+            if not alike or other.name == reference.name:
                 continue
             if measure(other.kept, reference.kept).error > 0.1 and measure(kept, other.kept).error < _near(tolerance):
                 return other.name
@@ -280,9 +285,9 @@ class TensorStep:
             return ""
         total = sum(different[1:], mine)
         if float((total / len(different) - expected).norm()) < close * size:
-            return "is each rank's own share: their mean would be right"
+            return "differs from rank to rank, and the mean over ranks would be right"
         if float((total - expected).norm()) < close * size:
-            return "is each rank's own share: their sum would be right"
+            return "differs from rank to rank, and the sum over ranks would be right"
         return ""
 
     def _copies(self, got: Quantity, tolerance: Tolerance) -> tuple[float, str, str] | None:

@@ -24,6 +24,7 @@ _BEFORE: Final = {
     NUMBER: "Weights are right and a reported number departs",
 }
 _LISTED: Final = 8
+_PLURALS: Final = {"is": "are", "has": "have", "lacks": "lack", "differs": "differ"}
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Judgement:
             "sentence": self.sentence,
             "steps": found.steps,
             "compared": found.compared,
+            "whole": _whole(found),
             "notes": found.notes,
             "departures": [
                 {
@@ -64,6 +66,28 @@ class Judgement:
                 for each in found.departures
             ],
         }
+
+
+def compared_whole(found: Findings) -> str:
+    """Return which tensors were compared element by element, in a sentence."""
+    parts = []
+    for kind in (OUTPUT, OUTPUT_GRADIENT, GRADIENT, UPDATE):
+        names = _whole(found).get(kind, [])
+        others = [name for at, name in found.whole if at == kind and name not in set(names)]
+        more = f" and {len(others) - 1} more" if others[1:] else ""
+        lacking = f" (not {others[0]}{more})" if others else ""
+        parts.append(f"{len(names)} of {len(names) + len(others)} {kind}s{lacking}")
+    return f"Compared whole: {', '.join(parts)}."
+
+
+def _whole(found: Findings) -> dict[str, list[str]]:
+    """Return by kind the names whose elements were all compared."""
+    names: dict[str, list[str]] = {}
+    for (kind, name), whole in found.whole.items():
+        at = names.setdefault(kind, [])
+        if whole:
+            at.append(name)
+    return names
 
 
 def judge(found: Findings) -> Judgement:
@@ -113,12 +137,19 @@ def _sentence(lead: Departure, together: Sequence[Departure], found: Findings) -
     if kind == SAMPLES:
         return f"{begin}: they {shape}."
     if others and len({each.shape for each in together}) == 1 and lead.shape:
-        which = f"all {total}, each" if len(together) == total else f"{len(together)} of {total}, first {lead}, which"
-        return f"{begin}: {which} {shape}{where}."
+        if len(together) == total:
+            return f"{begin}: all {total} {_of_several(shape)}{where}."
+        return f"{begin}: {len(together)} of {total}, first {lead}, which {shape}{where}."
     more = f"; {others} more of {total} depart" + ("s" if others == 1 else "") if others and total else ""
     if kind in (LOSS, NORM, NUMBER):
         return f"{begin}: {lead} {shape}{where}{more}."
     return f"{begin}: first {lead}: it {shape}{where}{more}."
+
+
+def _of_several(predicate: str) -> str:
+    """Return a predicate for several subjects: `are zero` for `is zero`."""
+    verb, _, rest = predicate.partition(" ")
+    return f"{_PLURALS.get(verb, verb)} {rest.replace('the one of', 'those of')}"
 
 
 def rows(verdict: Judgement, found: Findings) -> list[tuple[str, str, str, str, str]]:

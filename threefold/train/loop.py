@@ -194,7 +194,6 @@ class TrainingLoop:
         self._ask_guards("after_update", step)
         hashes = None if self.engine.fingerprints is None else self.engine.fingerprints.take(step)
         ended = time.perf_counter()
-        length = 1 if self.loader.is_nested else self.config.data.sequence_length
         times = {
             "data": read - started,
             "callbacks": begun - read,
@@ -203,7 +202,6 @@ class TrainingLoop:
         }
         record = StepRecord(
             **vars(result) | self._place(step) | {"reason": reason},
-            tokens_read=self.config.train.global_batch_size * length - result.padding,
             reader_cost=times["data"],
             seconds=ended - started,
             phases=times,

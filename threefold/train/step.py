@@ -151,6 +151,11 @@ class GradientStep(EvaluationStep):
         terms = self._once(terms.double()) / scale if self.settings.grain is not None else terms.sum() / scale
         return terms, self._batch.counted
 
+    @property
+    def samples(self) -> int:
+        """Number of samples of the last global batch."""
+        return 0 if self._batch is None else self._batch.samples
+
     def train_batch(
         self, batch: Any, step: int, loss: LossFunction | None = None, rows: Tensor | None = None
     ) -> LossSums:
@@ -183,6 +188,7 @@ class StepResult:
         grad_norm: global gradient norm before clipping.
         lr: learning rate of this update.
         tokens: valid tokens of the global batch (label not ignored); samples if the batch has no tokens.
+        tokens_read: all tokens of the global batch except padding; samples if the batch has no tokens.
         skipped: whether no update was made, because the gradient was not finite or the step was refused.
         loss_scale: factor of the loss in the backward pass; None without loss scaling.
         padding: padding tokens of the global batch.
@@ -194,6 +200,7 @@ class StepResult:
     grad_norm: float
     lr: float
     tokens: int
+    tokens_read: int
     skipped: bool = False
     loss_scale: float | None = None
     padding: int = 0
@@ -300,7 +307,8 @@ class Engine(GradientStep):
         finite = isfinite(loss) and isfinite(norm)
         refused = refuses(loss, norm) if finite and refuses is not None else ""
         skipped = not finite or bool(refused)
-        result = StepResult(loss, norm, lr, tokens, skipped, used, self._batch.padding, terms, refused)
+        batch = self._batch
+        result = StepResult(loss, norm, lr, tokens, batch.read, skipped, used, batch.padding, terms, refused)
 
         def diverged() -> NonFiniteStep:
             what = f"the loss is {loss:g} and the gradient norm {norm:g}"

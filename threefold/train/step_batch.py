@@ -32,6 +32,7 @@ class BatchFacts(NamedTuple):
         share: this rank's share of the samples.
         samples: number of samples.
         padding: number of padding tokens.
+        read: number of tokens without padding; samples for a batch that has no tokens.
         sums: terms of a user's loss, added up as micro-batches run; None if the last layer computes the loss.
     """
 
@@ -40,6 +41,7 @@ class BatchFacts(NamedTuple):
     share: float
     samples: int
     padding: int
+    read: int
     sums: TermSums | None = None
 
 
@@ -81,7 +83,8 @@ class BatchPreparation:
         weights = (batch.labels != IGNORE_INDEX).double() * (scale / tokens) if self._adds_losses else None
         local = self.local_batch(batch, keys, weights)
         samples = len(batch.labels) * self.mesh.dp.size
-        return local, BatchFacts(tokens, scale / tokens, 1 / self.mesh.replicas.size, samples, padding)
+        read = samples * batch.labels.shape[1] - padding
+        return local, BatchFacts(tokens, scale / tokens, 1 / self.mesh.replicas.size, samples, padding, read)
 
     def _count(self, batch: Batch) -> tuple[int, int]:
         """Count the valid tokens and the padding of the global batch, from this replica's rows."""
@@ -112,8 +115,10 @@ class BatchPreparation:
         local, sizes = self.own_samples(batch, loss, step, rows)
         samples = sum(sizes)
         share = batch_size(local.data) / samples / self.mesh.cp.size
-        counted, padding = self._count(batch) if is_of_tokens(batch) else (samples, 0)
-        return local, BatchFacts(counted, scale, share, samples, padding, local.loss)
+        counted, padding, length = samples, 0, 1
+        if is_of_tokens(batch):
+            (counted, padding), length = self._count(batch), batch.labels.shape[1]
+        return local, BatchFacts(counted, scale, share, samples, padding, samples * length - padding, local.loss)
 
     def own_samples(
         self, batch: Any, loss: LossFunction, step: int | None = None, rows: Tensor | None = None

@@ -67,7 +67,9 @@ class RandomBatches(BatchSource):
         if config.data.separate_documents:
             begins = torch.rand(shape, generator=generator) < _DOCUMENT_BEGINS
             documents = begins.cumsum(1)[rows, :-1].contiguous()
-        return Batch(tokens[rows, :-1].contiguous(), tokens[rows, 1:].contiguous(), rows, documents)
+        padding = torch.randint(3, (share.global_batch_size,), generator=generator)  # is only counted
+        inputs, labels = tokens[rows, :-1].contiguous(), tokens[rows, 1:].contiguous()
+        return Batch(inputs, labels, rows, documents, padding=padding[rows])
 
     def __str__(self) -> str:
         return "random tokens"

@@ -19,7 +19,8 @@ SMALL = 1e-3
 
 INITIAL, LOSS, GRADIENT, NORM, WEIGHT = "initial weight", "loss", "gradient", "gradient norm", "weight"
 BUFFER, EVALUATION, CLIPPED, SCALE = "buffer", "evaluation loss", "clipped gradient", "loss scale"
-"""Kinds of compared quantities."""
+EVALUATED, CONSUMED, UPDATES, EXPORTED = "evaluated tokens", "samples consumed", "count of updates", "exported weight"
+"""Kinds of compared quantities, beside those of `Trace.reported`."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class Error:
     """Deviation of one quantity from the single process.
 
     Attributes:
-        what: `INITIAL`, `LOSS`, `GRADIENT`, `EVALUATION`, `NORM`, `CLIPPED`, `WEIGHT`, `BUFFER` or `SCALE`.
-        parameter: name of the parameter or buffer; empty for the loss and the norm.
+        what: kind of the quantity, such as `GRADIENT`.
+        parameter: name of the parameter or buffer; empty for a number of the step.
         step: from 1; 0 for the initial weights.
         relative: difference relative to the largest magnitude in the whole tensor.
         rank: rank that computed it.
@@ -133,9 +134,28 @@ class Comparison:
         self.number(LOSS, step, loss, self.expected.losses[step])
         self.number(NORM, step, norm, self.expected.norms[step])
 
-    def number(self, what: str, step: int, got: float, expected: float) -> None:
+    def number(self, what: str, step: int, got: float, expected: float, parameter: str = "") -> None:
         """Compare a number of a step (from 0)."""
-        self._add(what, "", step + 1, abs(got - expected) / (abs(expected) or 1.0))
+        self._add(what, parameter, step + 1, abs(got - expected) / (abs(expected) or 1.0))
+
+    def reported(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Compare the numbers that a run logs of a step (from 0), by kind."""
+        for what, got in numbers.items():
+            self.number(what, step, got, self.expected.reported[step][what])
+
+    def updates(self, step: int, counts: Mapping[str, Tensor]) -> None:
+        """Compare the counts of updates in the optimizer state after a step (from 0), by parameter."""
+        for name, count in counts.items():
+            self.number(UPDATES, step, float(count), self.expected.updates[step], name)
+
+    def exported(self, step: int, weights: Mapping[str, Tensor]) -> None:
+        """Compare whole weights, read back from an export of those after a step (from 0); missing ones depart."""
+        for name, whole in self.expected.weights[step].items():
+            got, allowance = weights.get(name), self.expected.leverage.get(name, 0.0) + (largest(whole) or 1.0)
+            relative = inf
+            if got is not None and got.shape == whole.shape:
+                relative = largest((got - whole) / allowance)
+            self._add(EXPORTED, name, step + 1, relative)
 
     def weights(self, step: int, weights: Mapping[str, Tensor]) -> None:
         """Compare the weights after the update of a step (from 0).

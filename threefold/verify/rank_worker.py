@@ -4,18 +4,31 @@ from collections import Counter
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
+import torch
 from torch import Tensor
 
-from threefold.checkpoint.folder import Checkpoint, path_of
+from threefold.checkpoint.errors import MODEL
+from threefold.checkpoint.folder import CONFIG, Checkpoint, path_of
 from threefold.checkpoint.manifest import Facts, read_manifest
+from threefold.checkpoint.resume import consumed_by
 from threefold.checkpoint.save import save_checkpoint
+from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.comm.layout import Layout, LayoutSpec
 from threefold.comm.mesh import Event, Mesh, SharedMemorySizes
 from threefold.config import Config
+from threefold.config.model import OWN
 from threefold.config.optimizer import BUILT_IN
-from threefold.models.source import ModelSource
+from threefold.data.samples import ConsumedSamples
+from threefold.errors import UserError
+from threefold.huggingface.export_hf import Export, export_model
+from threefold.huggingface.files import choose_type
+from threefold.huggingface.import_hf import Import, import_model
+from threefold.models.loss_terms import LOSS
+from threefold.models.source import ConfigSource, ModelSource
+from threefold.output import SILENT
 from threefold.parallel.moving_buffers import stored_buffers
 from threefold.parallel.parallelize import PieceSizes
 from threefold.parallel.parameter import axes_of, offset
@@ -23,12 +36,13 @@ from threefold.train.saving import checkpoint_tensors, loss_scale_facts, restore
 from threefold.train.step import Engine
 from threefold.train.update_rule import LossScale
 from threefold.verify.batches import BatchSource
-from threefold.verify.compare import EVALUATION, SCALE, TOLERANCE, Comparison, Error, Held
+from threefold.verify.compare import CONSUMED, EVALUATED, EVALUATION, SCALE, TOLERANCE, Comparison, Error, Held
 from threefold.verify.layouts import compose
-from threefold.verify.reference import CLIP_SHARE, OneProcess, Trace
+from threefold.verify.reference import CLIP_SHARE, RATE, READ, SAMPLES, TOKENS, OneProcess, Trace
 
 PIECES: Final = PieceSizes(bucket_bytes=8 << 10, norm_elements=16, logits_at_once=1 << 5)
 SHARED_MEMORY: Final = SharedMemorySizes(slot=4 << 10, sharing=2 << 10)
+FILE_BYTES: Final = 16 << 10
 """Sizes that divide even a shrunk model's tensors into several full and partial pieces, so that a mistake at a bound,
 or in all but the first piece, is no smaller than in the full model."""
 
@@ -38,7 +52,8 @@ OVERFLOW: Final = "overflow"
 SKIPPED: Final = "skipped step"
 RESUMED: Final = "resume"
 MOVED: Final = "resume from one process"
-CHECKS: Final = (MIXED, OVERFLOW, SKIPPED, RESUMED, MOVED)
+EXPORT: Final = "export to Hugging Face"
+CHECKS: Final = (MIXED, OVERFLOW, SKIPPED, RESUMED, MOVED, EXPORT)
 """Checks of the second run, in order; a departure belongs to the first check that sees it."""
 
 _STEPS: Final = (0, 1, 3, 4)  # step 2 is skipped
@@ -136,9 +151,11 @@ class _Training:
             term, tokens = engine.compute_gradients(batch, step)
             if place in expected.evaluations:
                 of_step = len(events)
-                evaluated = engine.eval_batch(batch, engine.loss).loss
+                evaluated = engine.eval_batch(batch, engine.loss)
                 del events[of_step:]
-                comparison.number(EVALUATION, place, evaluated, expected.evaluations[place])
+                comparison.number(EVALUATION, place, evaluated.loss, expected.evaluations[place])
+                if engine.loss is None:
+                    comparison.number(EVALUATED, place, evaluated.counts[LOSS], expected.reported[place][TOKENS])
             entries = engine.optimizer.entries
             gradients = {entry.name: entry.gradient.detach().clone() for entry in entries}
             overflows = bool(check) and place == _OVERFLOWS
@@ -151,9 +168,12 @@ class _Training:
         comparison.gradients(place, gradients)
         norm = expected.norms[place] if check and result.skipped else result.grad_norm
         comparison.scalars(place, result.loss, norm)
+        counts = {TOKENS: result.tokens, READ: result.tokens_read, SAMPLES: engine.samples}
+        comparison.reported(place, {RATE: result.lr, **counts})
         if not check and self.config.optimizer.name in BUILT_IN:  # other packages' may change the gradients they get
             comparison.clipped(place, {entry.name: entry.gradient.detach() for entry in entries})
         comparison.weights(place, self.weights)
+        self._compare_counts(place)
         if check:
             self._compare_scale(place)
             if result.skipped != overflows:
@@ -167,16 +187,43 @@ class _Training:
         restore_engine(self.engine, checkpoint)
         self.comparison.check = check
         self.comparison.weights(_SAVED, self.weights)
+        self._compare_counts(_SAVED)
         self._compare_scale(_SAVED)
+        step = _STEPS[_SAVED] + 1
+        consumed = step * self.expected.reported[_SAVED][SAMPLES]
+        self.comparison.number(CONSUMED, _SAVED, consumed_by(checkpoint, self.config).before(step), consumed)
         self.step(_SAVED + 1, check)
 
     def save(self, folder: Path) -> Checkpoint:
         """Write a checkpoint of the state after the step `_SAVED`."""
         scale, good_steps = loss_scale_facts(self.engine)
-        seed, step = self.config.train.seed, _STEPS[_SAVED] + 1
-        facts = Facts(step, 0, seed, None, None, 0, 0, loss_scale=scale, good_steps=good_steps)
-        save_checkpoint(folder, facts, checkpoint_tensors(self.engine), {}, self.mesh.world)
+        train, step = self.config.train, _STEPS[_SAVED] + 1
+        consumed = ConsumedSamples(train.global_batch_size).before(step)
+        facts = Facts(step, consumed, train.seed, None, None, 0, 0, loss_scale=scale, good_steps=good_steps)
+        save_checkpoint(
+            folder, facts, checkpoint_tensors(self.engine), {CONFIG: self.config.to_yaml()}, self.mesh.world
+        )
         return _checkpoint(folder)
+
+    def export(self, folder: Path) -> None:
+        """Export the checkpoint in a folder to Hugging Face, read the export back, and compare its weights."""
+        self.comparison.check = EXPORT
+        with TemporaryDirectory(dir=folder) as made:
+            theirs, back = Path(made) / "export", Path(made) / "back"
+            export_model(Export(folder, theirs, FILE_BYTES, self.config.precision.dtype), SILENT)
+            import_model(Import(theirs, back, allow_not_finite=True), SILENT)
+            path = path_of(back, 0)
+            read = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in stored_tensors(path).items()}
+            load_tensors(read, path, alone=True)
+            weights = {name.removeprefix(MODEL): tensor for name, tensor in read.items()}
+            self.comparison.exported(_SAVED, weights)
+
+    def _compare_counts(self, place: int) -> None:
+        """Compare the counts of updates in the optimizer state, where it has them."""
+        optimizer = self.engine.optimizer
+        if self.config.optimizer.name in BUILT_IN:
+            states = {entry.name: optimizer.rule.state(entry) for entry in optimizer.entries}
+            self.comparison.updates(place, {name: each["step"] for name, each in states.items() if "step" in each})
 
     def _compare_scale(self, place: int) -> None:
         assert self.engine.loss_scale is not None  # the second run has one
@@ -245,6 +292,8 @@ def _second_errors(source: ModelSource, config: Config, run: SecondRun, mesh: Me
     # An evaluation gathers weights, which must not outlive the load of other weights.
     second.engine.eval_batch(run.rows.batch(config, 0, mesh.dp.index, mesh.dp.size), second.engine.loss)
     second.resume(_checkpoint(path / _OF_ONE_PROCESS), MOVED)
+    if mesh.rank == 0 and _is_exported(source, config):
+        first.export(path / _OF_LAYOUT)
     return first.comparison.errors + second.comparison.errors
 
 
@@ -257,6 +306,17 @@ def _second_training(
     for place in range(steps):
         training.step(place, CHECKS[place])
     return training
+
+
+def _is_exported(source: ModelSource, config: Config) -> bool:
+    """Return whether Hugging Face has a family for the model."""
+    if not isinstance(source, ConfigSource) or config.model.architecture == OWN:
+        return False
+    try:
+        choose_type(config.model, None)
+    except UserError:
+        return False
+    return True
 
 
 def _checkpoint(folder: Path) -> Checkpoint:

@@ -37,6 +37,8 @@ from threefold.train.optimizers import update_rule
 from threefold.verify.batches import BatchSource
 
 FILE = "one-process.pt"
+SAMPLES, TOKENS, READ, RATE = "samples", "valid tokens", "tokens read", "learning rate"
+"""Numbers that a run logs of a step."""
 CLIP_SHARE = 0.5
 """Share of the first gradient norm that gradients are clipped to while verifying, if the config clips."""
 
@@ -51,6 +53,8 @@ class Trace:
         gradients: gradients of the trained parameters in each step, before the clip and the update.
         weights: weights after each step.
         buffers: persistent buffers after each step.
+        reported: numbers that a run logs of each step, by kind (`SAMPLES`, …).
+        updates: number of updates made after each step.
         leverage: total movement of each weight, over all steps, per relative error in the gradients.
         coefficients: clip coefficient of each step.
         evaluations: step → loss of its batch in evaluation mode, before the update.
@@ -67,6 +71,8 @@ class Trace:
     evaluations: dict[int, float] = field(default_factory=dict)
     limit: float = 0.0
     buffers: list[dict[str, Tensor]] = field(default_factory=list)
+    reported: list[dict[str, float]] = field(default_factory=list)
+    updates: list[int] = field(default_factory=list)
 
     def save(self, folder: Path) -> None:
         """Write the trace for the ranks of the layouts."""
@@ -143,8 +149,10 @@ class OneProcess:
         if evaluates:
             trace.evaluations[len(trace.losses)] = self._evaluate(batch)
         trace.losses.append(mean.item())
+        trace.reported.append({RATE: learning_rate(step + 1, self.config.optimizer), **_counts(batch)})
         trace.gradients.append(gradients)
         trace.norms.append(torch.nn.utils.get_total_norm(list(gradients.values())).item())
+        trace.updates.append((trace.updates[-1] if trace.updates else 0) + updates)
         if updates:
             self._update(step)
         else:
@@ -273,6 +281,16 @@ def convert_floats_(model: nn.Module, dtype: torch.dtype) -> None:
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             if buffer.is_floating_point():
                 setattr(module, name, buffer.to(dtype))
+
+
+def _counts(batch: Any) -> dict[str, float]:
+    """Return the numbers of samples and tokens that a run logs of a global batch."""
+    if not isinstance(batch, Batch):
+        samples = batch_size(batch)
+        return {TOKENS: samples, READ: samples, SAMPLES: samples}
+    padding = 0 if batch.padding is None else int(batch.padding.sum())
+    valid = int((batch.labels != IGNORE_INDEX).sum())
+    return {TOKENS: valid, READ: batch.labels.numel() - padding, SAMPLES: len(batch.labels)}
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -24,7 +24,7 @@ from threefold.verify.batches import BatchSource, DataBatches, RandomBatches
 from threefold.verify.compare import Error
 from threefold.verify.layouts import Selection, compose, with_further_features
 from threefold.verify.rank_worker import CHECKS, RankReport, SecondRun, run_rank, write_second_trace
-from threefold.verify.reference import Trace, write_trace
+from threefold.verify.reference import RATE, READ, SAMPLES, TOKENS, Trace, write_trace
 
 EQUAL: Final = "equal"
 DEPARTS: Final = "departs"
@@ -32,14 +32,22 @@ FAILED: Final = "error"
 UNSPLIT: Final = "unsplit"
 _FIRST = (
     compare.INITIAL,
+    compare.CONSUMED,
+    SAMPLES,
+    TOKENS,
     compare.EVALUATION,
+    compare.EVALUATED,
     compare.GRADIENT,
     compare.LOSS,
     compare.NORM,
     compare.CLIPPED,
+    RATE,
+    compare.UPDATES,
     compare.WEIGHT,
     compare.BUFFER,
     compare.SCALE,
+    READ,
+    compare.EXPORTED,
 )
 _ORDER = ("", *CHECKS)
 Verdict = Literal["equal", "departs", "error", "unsplit"]
@@ -54,8 +62,9 @@ class LayoutResult:
             nothing of the model, so nothing is verified).
         seconds: wall-clock time.
         worst: largest relative error of all comparisons; None if the run failed.
-        first: first departure: the earliest step, then the earliest of initial weights, evaluation, gradients, loss,
-            norm, clipped gradients, weights and buffers, then the first in model order and the lowest rank.
+        first: first departure: the earliest step, then the earliest of initial weights, samples and tokens, evaluation,
+            gradients, loss, norm, clipped gradients, learning rate, count of updates, weights and buffers, then the
+            first in model order and the lowest rank.
         nearest_to_loss: if gradients depart while the step's loss is equal, the last of them in model order. The fault
             is there, as the backward pass goes from the last layer to the first.
         departing: names of the parameters that depart in the step of the first departure, in model order.

@@ -50,6 +50,9 @@ IN_THREEFOLD: Final = {
     "olmo-metrics": "sums-of-own-rank",
     "olmo-skipstep": "adam-counts-no-updates",
     "transformers-34191": "gradient-of-micro-batches-summed",
+    "torchtitan-4475": "export-leaves-experts-out",
+    "deepspeed-6791": "export-clears-after-the-first-file",
+    "megatron-7576": "gate-and-up-in-blocks",
     "swift-10050": "order-of-the-first-epoch",
     "swift-10099": "samples-counted-by-every-rank",
 }
