@@ -21,6 +21,10 @@ def command(
     """Report on runs, ended or not: what ran, losses, speed, time, memory, checkpoints, and settings that differ.
 
     A run writes the page of its own report at its end, as RUN/report.html.
+
+    Examples:
+      threefold report runs/run
+      threefold report runs/first runs/second --html both.html
     """
     from threefold.report.record import RunRecord, require_run
 

@@ -4,8 +4,8 @@ import time
 from typing import Annotated, Any, Final
 
 import typer
-from typer.core import TyperCommand
 
+from threefold.cli.help import HelpedCommand
 from threefold.cli.terminal import RunFolder, whole_number
 
 _PORT: Final = 6070
@@ -13,7 +13,7 @@ _SECONDS_BETWEEN_LOOKS: Final = 1.0
 _CTRL_C: Final = 130
 
 
-class _ServeParser(TyperCommand):
+class _ServeParser(HelpedCommand):
     """Parser for `--serve` without a port, which means `--serve=6070`, or with one."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -38,7 +38,12 @@ def command(
         ),
     ] = None,
 ) -> None:
-    """Follow RUN until it ends: the newest step, and the curve of its loss. Ctrl-C ends the watch, not the run."""
+    """Follow RUN until it ends: the newest step, and the curve of its loss. Ctrl-C ends the watch, not the run.
+
+    Examples:
+      threefold watch runs/run
+      threefold watch runs/run --serve 8080
+    """
     port = None if serve is None else whole_number(serve, "--serve", 0, 65535)
     from threefold.report.live import LOOPBACK, RunServer, follow
     from threefold.report.record import RunRecord
