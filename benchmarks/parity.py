@@ -27,6 +27,7 @@ from rich.table import Table
 from benchmarks.parity_gpt import checkpoint
 from benchmarks.parity_gpt.mistakes import IN_THREEFOLD, ROWS, Row
 from benchmarks.parity_launch import RunFailed, launch
+from threefold.constants import PARITY_WIDE
 from threefold.errors import UserError
 from threefold.parity.compare import compare
 from threefold.parity.departure import Findings, without_key
@@ -155,12 +156,13 @@ class Board:
             runs.append(self._run(arguments, own, noise=seed))
         return runs
 
-    def _run(self, arguments: str, checkpoints: Path, mistake: str = "", noise: int = 0) -> Path:
-        folder = self._named(arguments, checkpoints.name, mistake, str(noise))
+    def _run(self, arguments: str, checkpoints: Path, mistake: str = "", noise: int = 0, wide: bool = False) -> Path:
+        folder = self._named(arguments, checkpoints.name, mistake, "wide" if wide else str(noise))
         if (folder / "ended").exists():
             return folder
         shutil.rmtree(folder, ignore_errors=True)
         environment = {"THREEFOLD_PARITY": str(folder / "record"), "THREEFOLD_PARITY_PERTURB": str(noise or "")}
+        environment |= {PARITY_WIDE: "1" if wide else ""}
         words = arguments.replace("{folder}", str(checkpoints)).split()
         folder.mkdir(parents=True)
         launch([*words, "--final", str(folder / "final"), "--mistake", mistake], environment)

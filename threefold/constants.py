@@ -2,6 +2,8 @@
 
 from typing import Final
 
+PARITY_WIDE: Final = "THREEFOLD_PARITY_WIDE"
+"""Variable of the environment with which `threefold parity run` has a run compute in fp64."""
 IGNORE_INDEX: Final = -100
 """Label whose token adds nothing to the loss, like `ignore_index` of torch's losses."""
 

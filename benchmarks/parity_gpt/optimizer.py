@@ -50,8 +50,9 @@ class Optimizer(torch.optim.Optimizer):
         return grid.expert_data if layout(named(self.stage)[name]).expert else grid.data
 
     def part(self, name: str, tensor: Tensor) -> Tensor:
-        """Return what this rank's states cover, in fp32."""
-        return flat_part(tensor, self.axis(name)).float() if self.sharded(name) else tensor.detach().float().clone()
+        """Return what this rank's states cover, in fp32, or in fp64 of a model in fp64."""
+        part = flat_part(tensor, self.axis(name)) if self.sharded(name) else tensor.detach().clone()
+        return part.to(torch.promote_types(part.dtype, torch.float32))
 
     def _new_state(self, name: str, weight: Tensor) -> dict[str, Tensor]:
         master = self.part(name, weight)

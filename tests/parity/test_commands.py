@@ -13,6 +13,7 @@ from tests.support.parity_command import parity
 
 SCRIPT = Path(__file__).parents[2] / "examples/parity/train.py"
 WITH_LINES = 80
+TRUE = ("run", "--reference", "true", "--candidate", "true")
 
 
 RUN = ("run", "--reference", f"python {SCRIPT}", "--steps", "2", "--out", "records")
@@ -133,16 +134,58 @@ def test_two_runs_of_a_small_script(tmp_path: Path) -> None:
     assert json.loads(again.stdout)["equal"]
 
 
+def test_a_script_that_offers_fp64(tmp_path: Path) -> None:
+    """The reference runs in fp64 where its script offers it; where it cannot, a note says so, and --wide is refused."""
+    narrow = ("model = torch", "dtype = getattr(torch, sys.argv[2])\nmodel = torch"), ("(5, 3)", "(5, 3).to(dtype)")
+    text = SMALL.replace("optimizer)", "optimizer, wide=True)").replace("torch.eye(5)", "torch.eye(5, dtype=dtype)")
+    for old, new in narrow:
+        text = text.replace(old, new)
+    (tmp_path / "able.py").write_text(text)
+    (tmp_path / "unable.py").write_text(text.replace(".square()", ".mm(torch.eye(3, dtype=dtype)).square()"))
+    options = ("--noise", "1", "--steps", "1")
+
+    def both(script: str, dtype: str, *more: str) -> "subprocess.CompletedProcess[str]":
+        reference, candidate = (f"python {script} {scale} {dtype}" for scale in ("1", "1.01"))
+        return parity("run", "--reference", reference, "--candidate", candidate, *options, *more, folder=tmp_path)
+
+    ended = both("able.py", "bfloat16", "--out", "records")
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert "tolerances learned from 1 run with noise and one in fp64" in ended.stdout
+    assert "times the reference" in ended.stdout
+    records = [str(Path("records", name)) for name in ("reference", "candidate", "noise-1", "wide")]
+    noise = (*records[:2], "--noise", records[2])
+    assert parity("compare", *noise, folder=tmp_path).returncode == 0, "a factor of 1.01 hides in noise"
+    assert parity("compare", *noise, "--wide", records[3], folder=tmp_path).returncode == 1
+    assert "one in fp64" not in both("able.py", "float32", "--no-wide").stdout
+    ended = both("unable.py", "bfloat16")
+    assert "Note: In fp64, the command of --reference ended with exit status 1; its last line was" in ended.stdout
+    ended = both("unable.py", "bfloat16", "--wide")
+    assert ended.returncode == 2
+    assert ended.stderr.rstrip().endswith("leave out --wide."), ended.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
         (("run", "--reference", "python nowhere.py", "--candidate", "true"), "of --reference ended with exit status 2"),
         (("run", "--reference", "no-such-program", "--candidate", "true"), "--reference cannot be started"),
-        (("run", "--reference", "true", "--candidate", "true"), "of --reference ended without a record"),
+        (TRUE, "of --reference ended without a record"),
         (("run", "--reference", "python 'x", "--candidate", "true"), "cannot be split into words"),
         (("run", "--reference", " ", "--candidate", "true"), "--reference is empty"),
         (("run", "--reference", "sleep 60", "--candidate", "true", "--timeout", "1"), "did not end within 1 s"),
-        (("run", "--reference", "true", "--candidate", "true", "--out", "."), "--out . is not empty"),
+        ((*TRUE, "--out", "."), "--out . is not empty"),
+        (
+            ("run", "--reference", "true", "--candidate", "true", "--wide", "--after", "2"),
+            "--wide does not go with --aft",
+        ),
+        (
+            ("run", "--reference", "true", "--candidate", "true", "--wide", "--noise", "0"),
+            "--wide does not go with --noi",
+        ),
+        (
+            ("run", "--reference", "true", "--candidate", "true", "--whole", "much"),
+            "'much' is not a size such as 500MB",
+        ),
         (("compare", "nowhere", "nowhere"), "There is no record at nowhere"),
         (("compare", ".", "."), "has no rank-00000.json"),
         (("compare", "nowhere", "nowhere", "--html", "/nowhere/page.html"), "cannot be written"),

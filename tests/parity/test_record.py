@@ -1,6 +1,5 @@
 """Records that are damaged, cut, of another model or of other steps: one sentence each."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.kept import rewrite
 from threefold import parity
-from threefold.checksums import seal
 from threefold.errors import UserError
 from threefold.parity.compare import compare
 from threefold.parity.record import Record
@@ -35,12 +34,6 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_good_record_equals_itself(good: Path) -> None:
     assert compare(Record(good), Record(good)).equal
-
-
-def rewrite(folder: Path, **members: object) -> None:
-    path = folder / "rank-00000.json"
-    facts = {name: value for name, value in json.loads(path.read_text()).items() if name != "checksum"}
-    path.write_text(json.dumps(seal({**facts, **members})))
 
 
 def cut(path: Path) -> None:

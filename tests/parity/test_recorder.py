@@ -1,6 +1,7 @@
 """The recorder in a training loop of plain PyTorch, in this process."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.kept import rewrite
 from threefold import parity
 from threefold.errors import UserError
 from threefold.parity.compare import Findings, compare
@@ -389,3 +391,79 @@ def test_whole_tensors_within_a_budget(tmp_path: Path, monkeypatch: pytest.Monke
         assert {name for (kind, name), is_whole in found.whole.items() if kind == OUTPUT and is_whole} == whole(other)
     assert "10 of 11 outputs (not blocks.1.up)" in compared_whole(compare(every, some))
     assert set(judge(compare(some, every)).document(compare(some, every))["whole"]["output"]) == whole(some)
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
+    """Records of a model in bf16: as it is, with noise, and in fp64."""
+    folder = tmp_path_factory.mktemp("narrow")
+    train(folder / "reference", dtype=torch.bfloat16)
+    with pytest.MonkeyPatch.context() as patch:
+        for seed in (1, 2):
+            patch.setenv("THREEFOLD_PARITY_PERTURB", str(seed))
+            train(folder / f"noise-{seed}", dtype=torch.bfloat16)
+        patch.delenv("THREEFOLD_PARITY_PERTURB")
+        patch.setenv("THREEFOLD_PARITY_WIDE", "1")
+        train(folder / "wide", dtype=torch.bfloat16, steps=1, recorded=1)
+    return {path.name: Record(path) for path in folder.iterdir()}
+
+
+def test_a_run_in_fp64_tells_factors_in_bf16(narrow: dict[str, Record], tmp_path: Path) -> None:
+    """Noise in the last place is larger than rounding, and hides a factor of 1.01."""
+    reference, noisy = narrow["reference"], [narrow["noise-1"], narrow["noise-2"]]
+    assert narrow["wide"].facts["dtypes"] == narrow["wide"].facts["activation_dtypes"] == ["float64"]
+
+    def larger(model: Model, step: int) -> None:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(1.01)
+
+    train(tmp_path / "wrong", dtype=torch.bfloat16, after_backward=larger)
+    train(tmp_path / "right", dtype=torch.bfloat16, micro_batches=3)
+    wrong, right = Record(tmp_path / "wrong"), Record(tmp_path / "right")
+    assert all(each.kind != GRADIENT for each in compare(reference, wrong, noisy).departures)
+    verdict = judge(compare(reference, wrong, noisy, wide=narrow["wide"]))
+    assert verdict.first is not None
+    assert verdict.first.kind == GRADIENT, verdict.sentence
+    assert "gradients of parameters depart at step 1: all 15 are 1.0" in verdict.sentence
+    assert verdict.first.scale == pytest.approx(1.01, abs=0.001)
+    verdict = judge(compare(reference, right, noisy, wide=narrow["wide"]))
+    assert verdict.equal, verdict.sentence
+
+
+def test_updates_below_the_last_place_of_a_weight(narrow: dict[str, Record], tmp_path: Path) -> None:
+    """They are measured in last places, and no tolerance exceeds four times an update."""
+    noisy = [narrow["noise-1"], narrow["noise-2"]]
+    train(tmp_path / "wrong", dtype=torch.bfloat16, lr=1.0)
+    found = compare(narrow["reference"], Record(tmp_path / "wrong"), noisy)
+    updates = {each.name: each for each in found.departures if each.kind == UPDATE and each.step == 1}
+    assert set(updates) == {key[1] for key in narrow["reference"].step(1) if key[0] == UPDATE}
+    assert max(each.tolerance for each in updates.values()) <= 4
+
+
+def test_a_run_in_fp64_that_is_of_no_use(narrow: dict[str, Record], tmp_path: Path) -> None:
+    reference, noisy = narrow["reference"], [narrow["noise-1"]]
+    with pytest.raises(UserError, match=r"--wide .* is of no use: it was recorded without THREEFOLD_PARITY_WIDE"):
+        compare(reference, reference, noisy, wide=reference)
+    with pytest.raises(UserError, match="--wide goes with --noise"):
+        compare(reference, reference, wide=narrow["wide"])
+    narrowed = tmp_path / "narrowed"
+    shutil.copytree(narrow["wide"].folder, narrowed)
+    rewrite(narrowed, activation_dtypes=["bfloat16", "float64"])
+    with pytest.raises(UserError, match="computes in bfloat16 in spite of fp64 weights and inputs; leave it out"):
+        compare(reference, reference, noisy, wide=Record(narrowed))
+    numbers = {"1": {**reference.facts["numbers"]["1"], "drew_random_numbers": True}}
+    drew = tmp_path / "drew"
+    shutil.copytree(reference.folder, drew)
+    rewrite(drew, numbers=numbers)
+    with pytest.raises(UserError, match="draws random numbers"):
+        compare(Record(drew), reference, noisy, wide=narrow["wide"])
+
+
+def test_a_framework_with_weights_of_its_own_refuses_fp64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(parity.Adapter):
+        name, converts = "own", False
+
+    monkeypatch.setenv("THREEFOLD_PARITY_WIDE", "1")
+    with pytest.raises(UserError, match="--wide cannot convert the weights that own keeps to fp64"):
+        parity.Recorder(Model(), adapter=Own(), folder=tmp_path / "record")

@@ -77,6 +77,7 @@ def test_layouts_of_a_run_are_equal(layout: str, folder: Path, tmp_path: Path) -
     ended = parity("run", *runs, "--steps", "2", "--out", str(tmp_path / "out"), folder=folder)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "Equal up to rounding in 2 steps" in ended.stdout
+    assert "2 runs with noise and one in fp64" in ended.stdout
     assert "not compared everywhere" not in ended.stdout
 
     ours, theirs = (Record(tmp_path / "out" / name) for name in ("reference", "candidate"))

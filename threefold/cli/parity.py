@@ -51,6 +51,14 @@ def run(
             show_default="samples and projections of those with more than 4096 elements, of an activation 256",
         ),
     ] = None,
+    wide: Annotated[
+        bool | None,
+        typer.Option(
+            "--wide/--no-wide",
+            help="Also run a step of the reference in fp64, to learn how large rounding is.",
+            show_default="where its script offers it",
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="FOLDER", help="Keep records and logs there.", show_default="not kept"),
@@ -84,12 +92,13 @@ def run(
     doing = {"reference": "Reference", "candidate": "Candidate"}
     failed = False
     try:
-        with Steps("Running", noise + 2, lines=as_json) as bar:
+        runs_in_all = noise + 2 + (wide is not False)
+        with Steps("Running", runs_in_all, lines=as_json) as bar:
             begun = 0
 
             def tell(name: str) -> None:
                 nonlocal begun
-                bar.tell(doing.get(name, f"Reference, {name}"), begun, noise + 2)
+                bar.tell(doing.get(name, f"Reference, {name}"), begun, runs_in_all)
                 begun += 1
 
             runs = run_both(
@@ -100,11 +109,12 @@ def run(
                 noise=noise,
                 after=after,
                 whole=_bytes(whole),
+                wide=wide,
                 timeout=timeout,
                 whole_run=whole_run,
                 tell=tell,
             )
-        _report(runs.reference, runs.candidate, list(runs.noisy), None, page, as_json)
+        _report(runs.reference, runs.candidate, list(runs.noisy), None, page, as_json, runs.wide, runs.note)
         if out is not None and not as_json:
             typer.echo(f"Records and logs: {out} ({format_bytes(_size(out))}).")
     except UserError:
@@ -130,6 +140,10 @@ def compare(
         list[Path] | None,
         typer.Option("--noise", metavar="RECORD", help="Record of the reference with noise; may be repeated."),
     ] = None,
+    wide: Annotated[
+        Path | None,
+        typer.Option("--wide", metavar="RECORD", help="Record of the reference in fp64.", show_default=False),
+    ] = None,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Steps to compare.", show_default="all that both recorded")
     ] = None,
@@ -145,7 +159,8 @@ def compare(
 
     if page is not None:
         _check_page(page)
-    _report(Record(reference), Record(candidate), [Record(path) for path in noise or ()], steps, page, as_json)
+    noisy, in_fp64 = [Record(path) for path in noise or ()], None if wide is None else Record(wide)
+    _report(Record(reference), Record(candidate), noisy, steps, page, as_json, in_fp64)
 
 
 def _report(
@@ -155,12 +170,15 @@ def _report(
     steps: int | None,
     page: Path | None,
     as_json: bool,
+    wide: "Record | None" = None,
+    note: str = "",
 ) -> None:
     from threefold.parity.compare import compare as compare_records
     from threefold.parity.verdict import compared_whole, judge, rows
 
     with Steps("Comparing", 1 + (steps or reference.steps)) as bar:
-        found = compare_records(reference, candidate, noisy, steps, bar.advance)
+        found = compare_records(reference, candidate, noisy, steps, wide, bar.advance)
+    found.notes += [note] if note else []
     verdict = judge(found)
     if page is not None:
         from threefold.parity.page import write_page
@@ -169,7 +187,7 @@ def _report(
     if as_json:
         typer.echo(json.dumps(verdict.document(found), indent=2))
     else:
-        typer.echo(_heading(reference, candidate, noisy, found))
+        typer.echo(_heading(reference, candidate, noisy, found, wide is not None))
         typer.echo(verdict.sentence)
         if not verdict.equal:
             print_table(("step", "what departs", "error", "rounding", "shape"), rows(verdict, found))
@@ -183,9 +201,10 @@ def _report(
         raise typer.Exit(1)
 
 
-def _heading(reference: "Record", candidate: "Record", noisy: "list[Record]", found: "Findings") -> str:
+def _heading(reference: "Record", candidate: "Record", noisy: "list[Record]", found: "Findings", is_wide: bool) -> str:
     ranks = [counted(len(each.ranks), "rank") for each in (reference, candidate)]
     learned = f"tolerances learned from {counted(len(noisy), 'run')} with noise" if noisy else "default tolerances"
+    learned += " and one in fp64" if noisy and is_wide else ""
     return f"Compared {counted(found.steps, 'step')}: {ranks[0]} (reference) with {ranks[1]}; {learned}."
 
 

@@ -16,10 +16,12 @@ from threefold.checkpoint.remote import look_at_remote
 from threefold.checkpoint.resume import Resume, continues, find_resumption, find_warm_start, has_all_steps
 from threefold.comm.layout import Layout
 from threefold.config import Config, resolve
+from threefold.config.loading import config_of
 from threefold.config.model import OWN
 from threefold.config.optimizer import BUILT_IN
 from threefold.config.resolve import check_settings, on_device
 from threefold.config.schema import check_fault_policies
+from threefold.constants import PARITY_WIDE
 from threefold.data.dataset import open_dataset
 from threefold.errors import UserError
 from threefold.files import shown
@@ -154,6 +156,8 @@ class _Checked:
 def _checked(config: Config, progress: Progress) -> _Checked:
     from threefold.train.callbacks.registry import check_names
 
+    if os.environ.get(PARITY_WIDE):
+        config = config_of({**config.sections(), "precision": {"dtype": "fp64"}})
     check_settings(config)
     check_names(config.train.callbacks or ())
     check_fault_policies(config.train.on_nan, config.train.on_spike)

@@ -50,6 +50,8 @@ class Adapter:
         name: name in the record.
         batch_dim: dim of samples in activations.
         clips_before_update: whether gradients are clipped when an update begins, rather than within it.
+        converts: whether a whole model can be converted to fp64 (`widen`).
+        offers_wide: whether a run computes in fp64 when the environment asks for it, without a change to its script.
         models: this rank's part of the model: modules with global names.
         optimizer: optimizer of the model, or None.
     """
@@ -57,6 +59,8 @@ class Adapter:
     name = "torch"
     batch_dim = 0
     clips_before_update = True
+    converts = True
+    offers_wide = False
 
     def __init__(self, place: Place | None = None) -> None:
         self.place = place
@@ -73,6 +77,22 @@ class Adapter:
     def roots(self) -> list[nn.Module]:
         """Return the modules whose forward passes are those of micro-batches: the models, without their wrappers."""
         return [_unwrapped(model) for model in self.models]
+
+    def widen(self) -> None:
+        """Convert the models, and what the optimizer keeps of them, to fp64.
+
+        Raises:
+            UserError: the framework keeps further copies of a parameter.
+        """
+        if not self.converts:
+            raise UserError(f"--wide cannot convert the weights that {self.name} keeps to fp64; leave it out.")
+        for name, parameter in self.parameters():
+            if isinstance(parameter, DTensor):
+                raise UserError(f"--wide cannot convert {name}, a DTensor, to fp64; leave it out, or use one process.")
+        for model in self.models:
+            model.double()
+        for state in getattr(self.optimizer, "state", {}).values():
+            state |= {key: each.double() for key, each in state.items() if is_float(each) and each.dim()}
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters on this rank under their names; tied ones once."""
@@ -211,6 +231,11 @@ def _unwrapped(model: nn.Module) -> nn.Module:
         if inner is not None and len(children) == 1:
             return _unwrapped(inner)
     return model
+
+
+def is_float(value: Any) -> bool:
+    """Return whether a value is a tensor of floating-point numbers."""
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ forward pass, loss, output gradients in that of the backward pass, gradients, th
 optimizer states, buffers. The first quantity that departs is at the mistake, or directly after it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 from threefold.errors import UserError
 from threefold.files import shown
@@ -15,12 +16,16 @@ from threefold.parity.record import INITIAL, OUTPUT, Record, align
 from threefold.parity.reported import ReportedStep
 from threefold.parity.tensors import StepPair, TensorStep
 
+PRECISIONS: Final = ("bfloat16", "float16", "float32")
+"""Dtypes below fp64, the lowest first."""
+
 
 def compare(
     reference: Record,
     candidate: Record,
     noisy: Sequence[Record] = (),
     steps: int | None = None,
+    wide: Record | None = None,
     advance: Callable[[], None] = lambda: None,
 ) -> Findings:
     """Compare a record with the reference.
@@ -30,6 +35,7 @@ def compare(
         candidate: record of the run to check.
         noisy: records of the reference, run again with noise in the last place, to learn tolerances.
         steps: number of steps to compare; all by default.
+        wide: record of the reference run again in fp64, whose first step says how large rounding is.
         advance: called after each step.
 
     Raises:
@@ -41,6 +47,10 @@ def compare(
                 f"--noise {shown(other.folder)} is a run without noise, so that it shows no rounding; give records of "
                 "the reference run with THREEFOLD_PARITY_PERTURB, as parity run --out keeps them."
             )
+    if wide is not None and not noisy:
+        raise UserError("--wide goes with --noise; give records of the reference with noise, too.")
+    if wide is not None and (problem := wide_problem(reference, wide)):
+        raise UserError(f"--wide {shown(wide.folder)} is of no use: {problem}; leave it out.")
     count = _steps(reference, candidate, noisy, steps)
     tolerances = Tolerances(_precision(reference, candidate), len(noisy))
     found = Findings(steps=count)
@@ -50,14 +60,18 @@ def compare(
         expected, got = reference.step(step), candidate.step(step)
         if step == 0:
             _check_model(reference, candidate, expected, got)
-            places = last_places(expected.values(), _dtypes("dtypes", reference, candidate))
+            places = last_places(expected.values(), _weight_dtypes(reference, candidate))
         repeated = [other.step(step) for other in noisy]
+        if wide is not None and step == 1:
+            in_fp64 = wide.step(step)
+            align([expected, got, *repeated, in_fp64])
+            TensorStep(StepPair(step, reference, wide, expected, in_fp64, tolerances)).learn_wide()
         align([expected, got, *repeated])
         for other, again in zip(noisy, repeated, strict=True):
             if step == 0:
                 _check_model(reference, other, expected, again)
             learned = StepPair(step, reference, other, expected, again, tolerances)
-            TensorStep(learned).learn()
+            TensorStep(learned, places=places).learn()
             if step:
                 ReportedStep(learned).learn()
         pair = StepPair(step, reference, candidate, expected, got, tolerances)
@@ -124,9 +138,28 @@ def _dtypes(fact: str, *records: Record) -> set[str]:
     return {dtype for record in records for facts in record.ranks for dtype in facts.get(fact, ())}
 
 
+def _weight_dtypes(*records: Record) -> Iterator[tuple[str, str]]:
+    for record in records:
+        for facts in record.ranks:
+            yield from facts.get("weight_dtypes", {}).items()
+
+
+def wide_problem(reference: Record, wide: Record) -> str:
+    """Return why a record is not that of the reference in fp64, as a clause; empty if it is."""
+    if not wide.facts.get("wide"):
+        return "it was recorded without THREEFOLD_PARITY_WIDE"
+    if any(facts["numbers"].get("1", {}).get("drew_random_numbers") for facts in reference.ranks):
+        return "the reference draws random numbers (dropout?), in fp64 others"
+    narrow, widened = _precision(reference), _precision(wide)
+    order = (*PRECISIONS, "float64")
+    if order.index(widened) <= order.index(narrow) and narrow != "float64":
+        return f"the model computes in {widened} in spite of fp64 weights and inputs"
+    return ""
+
+
 def _precision(*records: Record) -> str:
     dtypes = _dtypes("dtypes", *records) | _dtypes("activation_dtypes", *records)
-    return next((name for name in ("bfloat16", "float16", "float32") if name in dtypes), "float64")
+    return next((name for name in PRECISIONS if name in dtypes), "float64")
 
 
 def _note(found: Findings, reference: Record, candidate: Record) -> None:

@@ -28,6 +28,7 @@ class DeepSpeedAdapter(Adapter):
 
     name = "deepspeed"
     clips_before_update = False  # the optimizer clips its flat partitions
+    converts = False
 
     def bind(self, models: list[nn.Module], optimizer: Any) -> None:
         if len(models) != 1 or not hasattr(models[0], "_take_model_step"):

@@ -32,6 +32,13 @@ SMALL: Final = 1e-3
 """Share of the largest mean magnitude of its kind; a tensor below it is measured against it."""
 _FACTOR: Final = 6.0
 """Multiple of the error from noise in the last place that counts as rounding."""
+_COMMON_FACTOR: Final = 10.0
+"""The same of the distance of the scale that the tensors of a kind have in common, from a run in fp64."""
+_BIAS: Final = 3.0
+"""Times the distance from a run in fp64 of the factor that all gradients have in common."""
+_SMOOTH: Final = 0.5
+"""Error of an output below which rounding has changed no choice."""
+_NARROW: Final = ("bfloat16", "float16")
 _FACTOR_AFTER_UPDATES: Final = 20.0
 """The same for updates and everything after them: an adaptive optimizer makes full-size updates of elements near zero
 too, and their noise differs greatly from run to run."""
@@ -43,9 +50,15 @@ _NOISY_PLACES: Final = 4.0
 """Last places of the largest gradient below which a gradient counts as noise, without a run with noise."""
 _EPS: Final = {"float64": 1e-9, "float32": 2e-5, "bfloat16": 2e-2, "float16": 5e-3}
 """Error that always counts as rounding with learned tolerances, by the lowest precision."""
+_WIDE_EPS: Final = {"bfloat16": 4e-3, "float16": 1e-3}
+"""The same where the distance from a run in fp64 is known."""
 _LATER: Final = 5.0
 """Factor on the minimum tolerance from the second step on."""
 UNEARNED: Final = {OUTPUT: 5.0, OUTPUT_GRADIENT: 15.0, GRADIENT: 15.0}
+COMMON: Final = "common factor"
+"""Kind of the factor that is nearest for all gradients together: the median of theirs."""
+_MOST: Final = 4.0
+"""Largest tolerance of an update: with all signs turned one differs by twice its size, and a part of it by more."""
 _UNEARNED_OTHER: Final = 500.0
 """Factor on it if the reference was not run again: for updates, whose small elements an optimizer enlarges."""
 _GROWTH: Final = 3.0
@@ -138,13 +151,19 @@ def least_magnitudes(quantities: Iterable[Quantity]) -> dict[str, float]:
     return {kind: SMALL * value for kind, value in largest.items()}
 
 
-def last_places(quantities: Iterable[Quantity], dtypes: Iterable[str]) -> dict[str, float]:
-    """Return, by name, the mean distance of a parameter's elements from their neighbours in its dtype.
+def last_places(quantities: Iterable[Quantity], dtypes: Iterable[tuple[str, str]]) -> dict[str, float]:
+    """Return, by name, the mean distance of a weight's elements from their neighbours in its dtype.
 
-    An update is the difference of two weights, each rounded to such a distance.
+    An update is the difference of two weights, each rounded to such a distance, and is measured against it at least.
+
+    Args:
+        quantities: what a record has of the initial weights.
+        dtypes: names and dtypes of the weights, those of several records.
     """
-    eps = max((torch.finfo(getattr(torch, dtype)).eps for dtype in dtypes), default=0.0)
-    return {each.name: eps * magnitude(each.kept) for each in quantities if each.kind == INITIAL}
+    eps: dict[str, float] = {}
+    for name, dtype in dtypes:
+        eps[name] = max(eps.get(name, 0.0), torch.finfo(getattr(torch, dtype)).eps)
+    return {each.name: eps.get(each.name, 0.0) * magnitude(each.kept) for each in quantities if each.kind == INITIAL}
 
 
 def copy_elements(primary: Kept, entry: IndexEntry, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,7 +189,11 @@ class Tolerance:
 
 
 class Tolerances:
-    """Tolerances of every tensor, learned from the reference run again with noise in the last place.
+    """Tolerances of every tensor, learned from the reference run again with noise in the last place, and in fp64.
+
+    Noise of a unit in the last place is larger than the rounding of bf16, and misses that within a module. The distance
+    of the reference from a run of it in fp64, in the first step, where both have the same weights, says how large the
+    rounding is: where it is known, noise counts in proportion to it.
 
     Args:
         precision: lowest precision of the runs, such as `bfloat16`.
@@ -181,6 +204,9 @@ class Tolerances:
         self._least = _EPS.get(precision, _EPS["float32"])
         self._errors: dict[tuple[int, str, str], tuple[float, float]] = {}
         self._eps = torch.finfo(getattr(torch, precision)).eps
+        self._precision, self._narrow = precision, precision in _NARROW
+        self._least_with_wide = _WIDE_EPS.get(precision, self._least)
+        self._wide: dict[tuple[str, str], tuple[float, float]] = {}
         self._noise: dict[tuple[int, str], float] = {}
         self._commons: dict[tuple[int, str], tuple[float, float]] = {}
         self._runs = runs
@@ -192,6 +218,25 @@ class Tolerances:
         self._commons.clear()
         error, off = self._errors.get((step, kind, name), (0.0, 0.0))
         self._errors[step, kind, name] = max(error, seen.error), max(off, seen.off)
+
+    def learn_wide(self, kind: str, name: str, seen: Measure) -> None:
+        """Take up the difference between the reference and its run in fp64 in the first step, unless not finite."""
+        if isfinite(seen.error):
+            error, off = self._wide.get((kind, name), (0.0, 0.0))
+            self._wide[kind, name] = max(error, seen.error), max(off, seen.off)
+
+    @property
+    def tells_factors(self) -> bool:
+        """Whether the run in fp64 shows that rounding hides less of the gradients than noise does.
+
+        It has to change all outputs little, and no choice, such as a token's expert. In fp32 noise hides no factor that
+        matters.
+        """
+        if not self._wide or not self._narrow:
+            return False
+        seen = [error for (at, kind, _), (error, _) in self._errors.items() if (at, kind) == (1, OUTPUT)]
+        seen += [error for (kind, _), (error, _) in self._wide.items() if kind == OUTPUT]
+        return max(seen, default=inf) < _SMOOTH
 
     def learn_noise(self, step: int, name: str, gradient: Kept, reference: Kept) -> None:
         """Learn how much of a gradient changes in a run with noise."""
@@ -221,7 +266,39 @@ class Tolerances:
         factor = _FACTOR_AFTER_UPDATES if kind == UPDATE or step > 1 else _FACTOR
         error, off = (factor * max(pair) for pair in zip(own, common, strict=True))
         least = (self._least if kind != "number" else self._least / 10) * (_LATER if step > 1 else 1.0)
+        if self._wide and step == 1 and kind in (COMMON, *UNEARNED):
+            wide = self._of_wide(kind, name, own)
+            if kind in (GRADIENT, COMMON) and self.tells_factors:  # the outputs of one sample vary more
+                return wide
+            return Tolerance(max(error, least, wide.error), max(off, least, wide.scale))
+        if kind == UPDATE:
+            error, off = min(error, _MOST), min(off, _MOST)
         return Tolerance(max(error, least), max(off, least))
+
+    def _of_wide(self, kind: str, name: str, noise: tuple[float, float]) -> Tolerance:
+        """Return the tolerance of a quantity of the first step, given its noise, from the run in fp64."""
+        at = GRADIENT if kind == COMMON else kind
+        ours = [(each, values) for (what, each), values in self._wide.items() if what == at]
+        known = [(self._errors.get((1, at, each), (0.0, 0.0))[0], values[0]) for each, values in ours]
+        shares = sorted(wide / noisy for noisy, wide in known if noisy and wide)
+        share = shares[len(shares) // 2] if shares else 1.0
+        own, least = self._wide.get((kind, name), (0.0, 0.0)), self._least_with_wide
+        if kind == COMMON:
+            off = max(_FACTOR * share * noise[1], _BIAS * own[1], least)
+            return Tolerance(off, off)
+        ranked = [sorted(values) for values in zip(*(values for _, values in ours), strict=True)] or [[0.0], [0.0]]
+        common = [values[int(part * (len(values) - 1))] for values, part in zip(ranked, _SHARES, strict=True)]
+        error, off = (_FACTOR * max(share * mine, wide) for mine, wide in zip(noise, own, strict=True))
+        return Tolerance(max(error, _FACTOR * common[0], least), max(off, _COMMON_FACTOR * common[1], least))
+
+    def of_number(self, step: int, name: str, value: float) -> float:
+        """Return the tolerance of a number that ranks report, given the reference's.
+
+        One that a narrow dtype represents exactly has been rounded to it.
+        """
+        dtype, tolerance = getattr(torch, self._precision), self.of(step, "number", name).error
+        is_rounded = self._narrow and float(torch.tensor(value, dtype=torch.float64).to(dtype)) == value
+        return max(tolerance, self._eps) if is_rounded else tolerance
 
     def _common(self, step: int, kind: str) -> tuple[float, float]:
         """Return the error that 9 of 10 tensors of a kind stay below, and the distance of the scale of half of them.

@@ -36,6 +36,7 @@ class MegatronAdapter(Adapter):
     name = "megatron"
     batch_dim = 1
     clips_before_update = False
+    converts = False
 
     def __init__(self, place: Place | None = None) -> None:
         super().__init__(place)

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from threefold.checksums import checksum
+from threefold.constants import PARITY_WIDE
 from threefold.errors import UserError
 from threefold.files import shown
-from threefold.parity.adapters import Adapter, Place, local
+from threefold.parity.adapters import Adapter, Place, is_float, local
 from threefold.parity.placement import Piece, Placement, whole
 from threefold.parity.record import (
     BUFFER,
@@ -61,10 +62,12 @@ class Recorder:
         batch_dim: dim of samples in activations, if it is not the adapter's.
         updates: number of updates that the run has made before: those of the checkpoint that it continues from.
             `THREEFOLD_PARITY_AFTER` is the number of updates after which a record begins.
+        wide: whether `parity run` may run the reference in fp64 too, without `--wide`: the recorder then converts
+            model, optimizer and inputs, and the script computes in the dtype of its model.
 
     Raises:
-        UserError: the folder has a record already, a variable of the environment is not as expected, or the run has
-            made more updates than its record begins after.
+        UserError: the folder has a record already, a variable of the environment is not as expected, the run has made
+            more updates than its record begins after, or `--wide` cannot convert the model.
 
     Example:
         >>> recorder = parity.Recorder(model, optimizer)
@@ -87,6 +90,7 @@ class Recorder:
         axes: Mapping[str, int] | None = None,
         batch_dim: int | None = None,
         updates: int = 0,
+        wide: bool = False,
     ) -> None:
         place = folder or os.environ.get(FOLDER)
         self._recording = bool(place)
@@ -97,6 +101,9 @@ class Recorder:
         self._rank, self._world = _rank_and_world()
         self._adapter = adapter if isinstance(adapter, Adapter) else Adapter(adapter)
         self._adapter.bind([model] if isinstance(model, nn.Module) else list(model), optimizer)
+        self._is_wide = bool(os.environ.get(PARITY_WIDE))
+        if self._is_wide:
+            self._adapter.widen()
         self._batch_dim = self._adapter.batch_dim if batch_dim is None else batch_dim
         self._step = 1
         self._ahead = _updates_ahead(updates)
@@ -122,6 +129,7 @@ class Recorder:
             "adapter": self._adapter.name,
             "axes": dict(axes or {}),
             "dtypes": sorted({str(each.dtype).removeprefix("torch.") for _, each in self._adapter.parameters()}),
+            "weight_dtypes": {},
             "versions": {
                 "threefold": version("threefold"),
                 "torch": torch.__version__,
@@ -129,6 +137,8 @@ class Recorder:
             },
             "machine": {"processor": platform.machine(), "threads": torch.get_num_threads()},
             "perturbed": bool(self._noise),
+            "wide": self._is_wide,
+            "offers_wide": wide or self._adapter.offers_wide,
             "numbers": {},
             "checksums": [],
         }
@@ -226,6 +236,7 @@ class Recorder:
         for name, parts in placed:
             for tensor, placement in parts:
                 self._page.add(INITIAL, name, tensor, placement)
+                self._facts["weight_dtypes"][placement.name or name] = str(tensor.dtype).removeprefix("torch.")
         self._record_buffers()
         self._write_page(0)
         if not self._updates_by_hook:
@@ -239,6 +250,8 @@ class Recorder:
                 root.module.register_forward_pre_hook(self._enter(root), with_kwargs=True, prepend=True)
             )
             self._handles.append(root.module.register_forward_hook(lambda *_: self._leave()))
+            if self._is_wide:  # behind the hook that takes fingerprints
+                self._handles.append(root.module.register_forward_pre_hook(_wide_inputs, with_kwargs=True))
 
     def _watch(self) -> None:
         self._handles += self._adapter.watch(self._before_update, self._end_step)
@@ -508,6 +521,19 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for each in value:
             yield from _tensors(each)
+
+
+def _wide_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the arguments of a forward pass with their floats in fp64."""
+    return _widened(args), _widened(kwargs)
+
+
+def _widened(value: Any) -> Any:
+    if is_float(value):
+        return value.double()
+    if type(value) in (tuple, list):
+        return type(value)(map(_widened, value))
+    return {key: _widened(each) for key, each in value.items()} if type(value) is dict else value
 
 
 def _numbered(name: str, call: int) -> str:

@@ -80,7 +80,7 @@ class ReportedStep:
             if name not in worst or off > worst[name][0]:
                 worst[name] = off, value, got
         for name, (off, value, got) in worst.items():
-            tolerance = self.tolerances.of(self.step, NUMBER, name).error
+            tolerance = self.tolerances.of_number(self.step, name, value)
             if off <= tolerance or name == "norm of the recorded gradients":
                 continue
             kind = {"loss": LOSS, "gradient norm": NORM, "clip factor": NORM}.get(name, NUMBER)

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from threefold.constants import PARITY_WIDE
 from threefold.errors import UserError
 from threefold.files import shown
+from threefold.parity.compare import wide_problem
 from threefold.parity.record import Record
 from threefold.parity.recorder import AFTER, BYTES, FOLDER, LOAD, PERTURB, SAVE, STEPS, STOP
 
-REFERENCE, CANDIDATE, WEIGHTS = "reference", "candidate", "weights"
+REFERENCE, CANDIDATE, WEIGHTS, WIDE = "reference", "candidate", "weights", "wide"
 NOISE: Final = "noise-{}"
 _LAST_LINES: Final = 8
 
@@ -27,11 +29,15 @@ class RecordedRuns:
     Attributes:
         reference, candidate: the records.
         noisy: records of the reference with noise in the last place.
+        wide: record of the reference in fp64; None without.
+        note: reason for its absence, although the reference offers it; else empty.
     """
 
     reference: Record
     candidate: Record
     noisy: tuple[Record, ...]
+    wide: Record | None = None
+    note: str = ""
 
 
 def run_both(
@@ -43,6 +49,7 @@ def run_both(
     noise: int,
     after: int = 0,
     whole: int = 0,
+    wide: bool | None = None,
     timeout: float | None = None,
     whole_run: bool = False,
     tell: Callable[[str], None] = lambda doing: None,
@@ -57,13 +64,18 @@ def run_both(
         noise: number of further runs of the reference with noise, to learn tolerances.
         after: number of updates after which records begin; above 0, each run has its own weights.
         whole: bytes of tensors that each rank keeps whole.
+        wide: whether the reference is run in fp64 too; None for where its script offers that.
         timeout: seconds that each run may take.
         whole_run: whether the scripts continue after the recorded steps.
         tell: called at the beginning of each run, with its description.
 
     Raises:
-        UserError: a command cannot be started, fails, or records nothing.
+        UserError: a command cannot be started, fails, or records nothing; or `wide` is true and goes with other
+            arguments or with the reference in none.
     """
+    if wide and (after or not noise):
+        reason = "--after, which gives each run weights of its own" if after else "--noise 0, to whose runs it adds one"
+        raise UserError(f"--wide does not go with {reason}; leave out one.")
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"--out {shown(folder)} is not empty; choose another folder.")
     folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +104,18 @@ def run_both(
     noisy = tuple(
         one("--reference", NOISE.format(number), **given, **{PERTURB: str(number)}) for number in range(1, noise + 1)
     )
-    return RecordedRuns(first, one("--candidate", CANDIDATE, **given), noisy)
+    in_fp64, note = None, ""
+    if wide or (wide is None and noise and not after and first.facts.get("offers_wide")):
+        try:
+            in_fp64 = one("--reference", WIDE, **given, **{PARITY_WIDE: "1", STEPS: "1"})
+            if problem := wide_problem(first, in_fp64):
+                in_fp64 = None
+                raise UserError(f"The command of --reference does not compute in fp64: {problem}.")
+        except UserError as error:
+            note = f"In fp64, t{str(error)[1:]}"
+            if wide:
+                raise UserError(f"{note.removesuffix('.')}; leave out --wide.") from error
+    return RecordedRuns(first, one("--candidate", CANDIDATE, **given), noisy, in_fp64, note)
 
 
 def _split(option: str, command: str) -> list[str]:

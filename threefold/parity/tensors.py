@@ -3,10 +3,12 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import isfinite, nan, sqrt
+from statistics import median
 from typing import Final
 
 from threefold.parity.departure import LOOSE, SUMMED, Departure, Findings, without_key
 from threefold.parity.measure import (
+    COMMON,
     SMALL,
     Measure,
     Quantities,
@@ -72,19 +74,39 @@ class TensorStep:
 
     def learn(self) -> None:
         """Learn the differences from a run with noise as rounding."""
-        factors = self._sample_factors()
-        for key, reference in self.expected.items():
-            other = self.got.get(key)
-            if other is None or not _comparable(other, reference):
-                continue
-            seen = self._measure(other, reference, factors)
+        for reference, other, seen in self._measured():
             self.tolerances.learn(self.step, reference.kind, reference.name, seen)
             if reference.kind == GRADIENT:
                 self.tolerances.learn_noise(self.step, reference.name, other.kept, reference.kept)
+        self.tolerances.learn(self.step, COMMON, "", Measure(0.0, self._common_scale()))
+
+    def learn_wide(self) -> None:
+        """Take up the differences to a run in fp64, in the first step, as rounding."""
+        for reference, _, seen in self._measured():
+            self.tolerances.learn_wide(reference.kind, reference.name, seen)
+        self.tolerances.learn_wide(COMMON, "", Measure(0.0, self._common_scale()))
+
+    def _measured(self) -> Iterator[tuple[Quantity, Quantity, Measure]]:
+        """Yield each tensor of the reference with the other one and their difference."""
+        factors = self._sample_factors()
+        for key, reference in self.expected.items():
+            other = self.got.get(key)
+            if other is not None and _comparable(other, reference):
+                yield reference, other, self._measure(other, reference, factors)
+
+    def _common_scale(self) -> float:
+        """Return the median of the factors that are nearest for the gradients; NaN without any."""
+        scales = [
+            seen.scale for reference, _, seen in self._measured() if reference.kind == GRADIENT and isfinite(seen.scale)
+        ]
+        return median(scales) if scales else nan
 
     def _measure(self, got: Quantity, reference: Quantity, factors: dict[str, float]) -> Measure:
         scale = factors.get(reference.sample, 1.0) if reference.kind == OUTPUT_GRADIENT else 1.0
-        return measure(got.kept, reference.kept, self.least.get(reference.kind, 0.0), scale)
+        least = self.least.get(reference.kind, 0.0)
+        if reference.kind == UPDATE:
+            least = max(least, self.places.get(reference.name, 0.0))
+        return measure(got.kept, reference.kept, least, scale)
 
     def _sample_factors(self) -> dict[str, float]:
         """Return, by sample, the factor of the gradient where the backward pass begins.
@@ -116,7 +138,7 @@ class TensorStep:
         for (kind, name, sample), got in self.got.items():
             if kind == GRADIENT and (kind, name, sample) not in self.expected and bool(got.kept.elements.any()):
                 yield Departure(self.step, kind, name, 1.0, 0.0, nan, "is there, and the reference has none")
-        noise = self._noise()
+        noise, departed = self._noise(), False
         for (kind, name), pairs in groups.items():
             missing = list(self._missing(kind, name, pairs))
             if missing:
@@ -130,8 +152,8 @@ class TensorStep:
             if not compared:
                 continue
             tolerance = self.tolerances.of(self.step, kind, name)
-            if kind == UPDATE and (size := max(magnitude(each.kept) for each, _ in pairs)):
-                least = self.places.get(name, 0.0) / size
+            if kind == UPDATE and (place := self.places.get(name, 0.0)):
+                least = place / max(place, *(magnitude(each.kept) for each, _ in pairs))
                 tolerance = Tolerance(max(tolerance.error, least), max(tolerance.scale, least))
             if kind == INITIAL:
                 tolerance = Tolerance(SUMMED, SUMMED)
@@ -140,7 +162,20 @@ class TensorStep:
                     self._count(found, kind)
                 if tolerance.error > LOOSE:
                     found.loose.add(name)
-            yield from self._group(found, kind, name, compared, tolerance, factors)
+            departures = list(self._group(found, kind, name, compared, tolerance, factors))
+            departed |= kind == GRADIENT and bool(departures)
+            yield from departures
+        if self.step == 1 and self.tolerances.tells_factors and not departed:
+            yield from self._common_factor([name for kind, name in groups if kind == GRADIENT and name not in noise])
+
+    def _common_factor(self, names: list[str]) -> Iterator[Departure]:
+        """Yield all gradients if they differ by a factor that would hide in the rounding of each."""
+        scale, tolerance = self._common_scale(), self.tolerances.of(self.step, COMMON, "").scale
+        if not abs(scale - 1) > tolerance:
+            return
+        shape = f"is {self.factors.name(round(scale, 4))} times the reference"
+        for name in names:
+            yield Departure(self.step, GRADIENT, name, abs(scale - 1), tolerance, scale, shape)
 
     def _count(self, found: Findings, kind: str) -> None:
         total = self.step, without_key(kind)
@@ -200,6 +235,8 @@ class TensorStep:
         copies = self._copies(other, tolerance)
         if ratio > 1:
             shape = self._shape(other, reference, tolerance, factors) or (copies[1] if copies else "")
+            if not shape and seen.error <= tolerance.error:
+                shape = f"is about {self.factors.name(round(seen.scale, 4))} times the reference"
             where = self._where(other, reference, tolerance, departing, len(pairs))
             yield Departure(
                 self.step,

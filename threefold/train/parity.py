@@ -32,6 +32,7 @@ class ThreefoldAdapter(Adapter):
 
     name = "threefold"
     clips_before_update = False
+    offers_wide = True
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
@@ -45,6 +46,9 @@ class ThreefoldAdapter(Adapter):
         self._after: Callable[[], None] = _nothing
         self._lr = 0.0
         self.ended = False
+
+    def widen(self) -> None:
+        """Do nothing: `threefold train` and `Trainer` have made the engine in fp64."""
 
     def before_update(self) -> None:
         """Record the state before an update."""
