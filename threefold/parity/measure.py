@@ -33,9 +33,9 @@ SMALL: Final = 1e-3
 _FACTOR: Final = 6.0
 """Multiple of the error from noise in the last place that counts as rounding."""
 _COMMON_FACTOR: Final = 10.0
-"""The same of the distance of the scale that the tensors of a kind have in common, from a run in fp64."""
+"""Multiple of the typical distance of a gradient's scale from that of a run in fp64 that counts as rounding."""
 _BIAS: Final = 3.0
-"""Times the distance from a run in fp64 of the factor that all gradients have in common."""
+"""Multiple of the distance of the gradients' common factor from that of a run in fp64 that counts as rounding."""
 _SMOOTH: Final = 0.5
 """Error of an output below which rounding has changed no choice."""
 _NARROW: Final = ("bfloat16", "float16")
@@ -55,14 +55,14 @@ _WIDE_EPS: Final = {"bfloat16": 4e-3, "float16": 1e-3}
 _LATER: Final = 5.0
 """Factor on the minimum tolerance from the second step on."""
 UNEARNED: Final = {OUTPUT: 5.0, OUTPUT_GRADIENT: 15.0, GRADIENT: 15.0}
-COMMON: Final = "common factor"
-"""Kind of the factor that is nearest for all gradients together: the median of theirs."""
-_MOST: Final = 4.0
-"""Largest tolerance of an update: with all signs turned one differs by twice its size, and a part of it by more."""
 _UNEARNED_OTHER: Final = 500.0
 """Factor on it if the reference was not run again: for updates, whose small elements an optimizer enlarges."""
 _GROWTH: Final = 3.0
 """Growth of the tolerance with each step if the reference was not run again."""
+_MOST: Final = 4.0
+"""Largest tolerance of an update: with all signs flipped it differs by twice its size, and a part of it by more."""
+COMMON: Final = "common factor"
+"""Kind of the factor that all gradients have in common: the median of their nearest factors."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ class Tolerances:
         self._errors[step, kind, name] = max(error, seen.error), max(off, seen.off)
 
     def learn_wide(self, kind: str, name: str, seen: Measure) -> None:
-        """Take up the difference between the reference and its run in fp64 in the first step, unless not finite."""
+        """Learn a difference between the reference and its run in fp64 in the first step, unless it is not finite."""
         if isfinite(seen.error):
             error, off = self._wide.get((kind, name), (0.0, 0.0))
             self._wide[kind, name] = max(error, seen.error), max(off, seen.off)

@@ -81,7 +81,7 @@ class TensorStep:
         self.tolerances.learn(self.step, COMMON, "", Measure(0.0, self._common_scale()))
 
     def learn_wide(self) -> None:
-        """Take up the differences to a run in fp64, in the first step, as rounding."""
+        """Learn the differences from a run in fp64, in the first step, as rounding."""
         for reference, _, seen in self._measured():
             self.tolerances.learn_wide(reference.kind, reference.name, seen)
         self.tolerances.learn_wide(COMMON, "", Measure(0.0, self._common_scale()))
