@@ -1,28 +1,13 @@
 """Wrong paths and options of commands that need torch are reported in a sentence, before torch is imported."""
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support import ready
+from tests.support.command import ends_in_one_process
 
-_SCRIPT = """\
-import contextlib, io, json, sys
-from threefold.cli import main
-
-for arguments in json.load(sys.stdin):
-    sys.argv = ["threefold", *arguments]
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as error:
-        try:
-            main()
-            status = 0
-        except SystemExit as end:
-            status = end.code
-    print(json.dumps([status, out.getvalue(), error.getvalue(), "torch" in sys.modules]))
-"""
 _ERRORS = {
     "generate nowhere --prompt x": "nowhere has no complete checkpoint; give the run folder of `threefold train`.",
     "generate run --prompt x --tp 3": "--tp is 3 but must divide the model's num_attention_heads 4; use 2.",
@@ -44,7 +29,7 @@ _ERRORS = {
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> dict[str, list]:
+def told(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> dict[str, tuple]:
     """How each command line ends, all in one process, which has imported what any of them has."""
     folder = tmp_path_factory.mktemp("arguments")
     (folder / "run.yaml").write_text(
@@ -59,19 +44,15 @@ def told(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> dict[str, li
     (folder / "empty.txt").touch()
     (folder / "a.txt").write_text("A text.")
     lines = [line.split() for line in _ERRORS]
-    ran = subprocess.run(
-        [sys.executable, "-c", _SCRIPT], input=json.dumps(lines), cwd=folder, capture_output=True, text=True, check=True
-    )
-    assert ran.stderr == ""
-    return {line: json.loads(end) for line, end in zip(_ERRORS, ran.stdout.splitlines(), strict=True)}
+    return dict(zip(_ERRORS, ends_in_one_process(lines, folder), strict=True))
 
 
 @pytest.mark.parametrize("line", _ERRORS)
-def test_a_wrong_argument_is_one_sentence_before_torch(told: dict[str, list], line: str) -> None:
-    status, output, error, torch_imported = told[line]
+def test_a_wrong_argument_is_one_sentence_before_torch(told: dict[str, tuple], line: str) -> None:
+    status, output, error, imported = told[line]
     *usage, sentence = error.splitlines()
     assert (status, output) == (2, "")
     assert not usage or usage[0].startswith("Usage: ")
     assert sentence.startswith("Error: ")
     assert _ERRORS[line] in sentence
-    assert not torch_imported
+    assert "torch" not in imported

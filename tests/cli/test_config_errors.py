@@ -11,22 +11,8 @@ from random import Random
 import pytest
 
 from tests.config.damaged_configs import damaged_config
+from tests.support.command import ends_in_one_process
 
-_SCRIPT = """\
-import contextlib, io, json, sys
-from threefold.cli import main
-
-for arguments in json.load(sys.stdin):
-    sys.argv = ["threefold", *arguments]
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as error:
-        try:
-            main()
-            status = 0
-        except SystemExit as end:
-            status = end.code
-    slow = sorted({"torch", "transformers", "matplotlib", "rich"} & set(sys.modules))
-    print(json.dumps([status, out.getvalue(), error.getvalue(), slow]))
-"""
 _TRAIN, _SHOW, _SIZE, _VERIFY = ("train",), ("config", "show"), ("config", "size"), ("verify",)
 _ERRORS = [
     ((_TRAIN, _SHOW, _SIZE, _VERIFY), ["model.num_layer=4"], "not a setting; the nearest is model.num_layers."),
@@ -45,7 +31,7 @@ _ERRORS = [
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> dict[tuple[str, ...], list]:
+def told(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> dict[tuple[str, ...], tuple]:
     """How the command lines of `_ERRORS` end, all in one process, which therefore has imported what any of them has."""
     if any(Path(driver).exists() for driver in ("/dev/nvidiactl", "/dev/kfd")):
         pytest.skip("torch is asked for the number of GPUs")
@@ -58,11 +44,7 @@ def told(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> dict[tuple[s
         for command in commands
     ]
     lines.append(["verify", "run.yaml", "dp2·zz"])
-    ran = subprocess.run(
-        [sys.executable, "-c", _SCRIPT], input=json.dumps(lines), cwd=folder, capture_output=True, text=True, check=True
-    )
-    assert ran.stderr == ""
-    return {tuple(line): json.loads(end) for line, end in zip(lines, ran.stdout.splitlines(), strict=True)}
+    return dict(zip(map(tuple, lines), ends_in_one_process(lines, folder), strict=True))
 
 
 @pytest.mark.parametrize(("commands", "overrides", "expected"), _ERRORS)
