@@ -53,7 +53,7 @@ def test_the_package_says_that_it_has_types() -> None:
     assert files("threefold").joinpath("py.typed").is_file()
     packaged = tomllib.loads((Path(threefold.__file__).parents[1] / "pyproject.toml").read_text())
     assert packaged["tool"]["setuptools"]["package-data"] == {
-        "threefold": ["py.typed", "planner/hardware.yaml", "planner/page/*"]
+        "threefold": ["py.typed", "planner/hardware.yaml", "planner/page/*", "report/page.*"]
     }
 
 

@@ -105,7 +105,7 @@ def test_the_stored_config_is_written_as_it_was_read(old: Path, kind: str) -> No
     path = re.compile(r"^  path: .*$", re.MULTILINE)
     settings = (
         "activation|embedding_dropout|watch|watch_every|timeout|max_restarts|on_nan|on_spike|spike_window"
-        "|max_skipped_steps|max_consecutive_skips|max_rollbacks|memory_every|backend|verify|exact|format"
+        "|max_skipped_steps|max_consecutive_skips|max_rollbacks|memory_every|backend|verify|exact|format|fp8"
     )
     newer = re.compile(rf"^  ({settings}): .*\n", re.MULTILINE)  # they have come since
     assert newer.sub("", path.sub("", written)) == path.sub("", stored)

@@ -51,7 +51,7 @@ def test_losses_and_terms_are_those_of_one_process_and_a_run_resumes_in_another_
     """Over the end of an epoch of 80 samples in batches of 8."""
     run = two_towers(small_run, steps=12)
     [printed] = pool.run(1, train_rank, run, tmp_path / "alone")
-    assert "12 steps of 8 samples, which reads the 80 training samples 1.2 times" in printed
+    assert "12 steps of 8 samples read the 80 training samples 1.2 times" in printed
     assert "samples/s" in printed
     alone, terms = losses_of(tmp_path / "alone"), terms_of(tmp_path / "alone")
     assert alone == pytest.approx([each["match"] + 0.01 * each["size"] for each in terms], rel=1e-14)

@@ -244,6 +244,7 @@ class TrainingRun:
         if self.finished:
             return None
         with lasting_imports():  # once here rather than on every forked rank
+            import threefold.checkpoint.summary  # for the report at the end
             import threefold.planner.hardware  # noqa: F401
             from threefold.train.run import check_division, import_named
 
