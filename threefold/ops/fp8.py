@@ -23,9 +23,7 @@ from threefold.ops.kernels import GradientStore, defer_or_compute, gradient_stor
 _EXPONENT: Final = 23  # bits of fp32 below the exponent
 _TOP: Final = 7  # the largest of a scaled row is in [2⁷, 2⁸); e4m3 ends at 448
 _NOT_FINITE: Final = 255  # biased exponent of infinity and NaN
-_LEAST: Final = (
-    _TOP + 1
-)  # biased exponent of the largest below which a row is scaled no further, as its scale overflows
+_LEAST: Final = _TOP + 1  # biased exponent below which a row's largest is scaled no further: the scale would overflow
 _ALIGNED: Final = 16  # float8 products need dims of multiples of this
 
 

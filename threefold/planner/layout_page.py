@@ -1,10 +1,11 @@
 """The page of `threefold show`: one HTML file with its document, style and script inside, which loads nothing."""
 
-import json
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
+
+from threefold.files import fill_page, json_in_script
 
 _PARTS: Final = files("threefold.planner") / "page"
 _SCRIPTS: Final = ("common.js", "layout.js", "tabs.js")
@@ -13,17 +14,12 @@ _MARK: Final = '<meta name="generator" content="threefold show">'
 
 def layout_page(document: Mapping[str, Any]) -> str:
     """Return the page of a document, as `planner.layout_document` makes it."""
-    text = json.dumps(document, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    scripts = "\n".join(_part(name) for name in _SCRIPTS)
-    page = _part("layout.html")
-    # The document last, and without any `<`, so that none of its names is taken for a part of the page.
-    for place, content in (
-        ("style", _part("layout.css")),
-        ("script", scripts),
-        ("document", text.replace("<", r"\u003c")),
-    ):
-        page = page.replace(f"<!--{place}-->", content, 1)
-    return page
+    parts = {
+        "style": _part("layout.css"),
+        "script": "\n".join(_part(name) for name in _SCRIPTS),
+        "document": json_in_script(document),
+    }
+    return fill_page(_part("layout.html"), parts)
 
 
 def is_layout_page(path: Path) -> bool:

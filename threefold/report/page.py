@@ -1,13 +1,12 @@
 """RUN/report.html: the page of a report, self-contained, and the callback that writes it at the end of a run."""
 
-import json
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from threefold.errors import UserError
-from threefold.files import shown
+from threefold.files import fill_page, json_in_script, shown
 from threefold.output import replace_link
 from threefold.report.document import report_of
 from threefold.report.record import RunRecord
@@ -48,16 +47,10 @@ def make_page(document: Mapping[str, Any], poll: int = 0) -> str:
         "title": escape(", ".join(run["name"] for run in document["runs"])),
         "css": _part("page.css"),
         "poll": str(poll),
-        # Within a script element, only `<` can end the data.
-        "json": json.dumps(document, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
+        "json": json_in_script(document),
         "js": _part("page.js"),
     }
-    page = _part("page.html")
-    pieces = [page.split("{{", 1)[0]]
-    for piece in page.split("{{")[1:]:
-        name, rest = piece.split("}}", 1)
-        pieces += [parts[name], rest]
-    return "".join(pieces)
+    return fill_page(_part("page.html"), parts)
 
 
 def write_page(path: Path, document: Mapping[str, Any]) -> None:
