@@ -64,7 +64,7 @@ def test_a_command_says_it_in_one_sentence(tmp_path: Path) -> None:
         "import sys, torch\n"
         "torch.__version__ = '2.13.1'\n"
         "del torch._foreach_norm\n"
-        "sys.argv = ['threefold', 'generate', 'run', '--prompt', 'a']\n"
+        f"sys.argv = ['threefold', 'verify', {str(ROOT / 'examples' / 'laptop.yaml')!r}]\n"
         "from threefold.cli import main\n"
         "main()\n"
     )

@@ -44,7 +44,7 @@ MISTAKES = [
     (mistakes.column_input_gradient_not_summed, "tp2", "gradient", 1),
     (mistakes.row_output_not_summed, "tp2", "gradient", 1),
     (mistakes.shards_seeded_alike, "tp2", "initial weight", 0),
-    (mistakes.mean_of_means, "dp2", "gradient", 1),
+    (mistakes.mean_of_means, "dp2", "valid tokens", 1),
     (mistakes.replicas_not_reduced, "dp2", "gradient", 1),
     (mistakes.layer_dropped, "pp2", "gradient", 1),
     (mistakes.tied_gradient_of_one_use_lost, "pp2", "gradient", 1),
