@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.kept import rewrite
 from threefold import parity
 from threefold.errors import UserError
+from threefold.launch.worker_pool import WorkerPool
 from threefold.parity.compare import Findings, compare
 from threefold.parity.record import GRADIENT, INITIAL, OUTPUT, OUTPUT_GRADIENT, UPDATE, Record
 from threefold.parity.verdict import compared_whole, judge
@@ -467,3 +470,15 @@ def test_a_framework_with_weights_of_its_own_refuses_fp64(tmp_path: Path, monkey
     monkeypatch.setenv("THREEFOLD_PARITY_WIDE", "1")
     with pytest.raises(UserError, match="--wide cannot convert the weights that own keeps to fp64"):
         parity.Recorder(Model(), adapter=Own(), folder=tmp_path / "record")
+
+
+def sharded_and_wide(folder: Path) -> None:
+    model = fully_shard(Model(), mesh=init_device_mesh("cpu", (1,)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("THREEFOLD_PARITY_WIDE", "1")
+        with pytest.raises(UserError, match=r"--wide cannot convert embed\.weight, a DTensor, to fp64"):
+            parity.Recorder(model, folder=folder)
+
+
+def test_a_sharded_model_refuses_fp64(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(1, sharded_and_wide, tmp_path / "record")

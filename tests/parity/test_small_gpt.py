@@ -36,6 +36,7 @@ def test_a_pattern_that_fits_nothing_is_refused() -> None:
     ("bug", "words"),
     [
         ("neox-1257", "norm.bias, which differs from rank to rank, and the sum over ranks would be right"),
+        ("deepspeed-5170", "differs between ranks that hold copies: rank 1 from rank 0"),
         ("torchtitan-3174", "the gradient of embed.weight: it is 2 times the reference"),
         ("megatron-7576", "blocks.0.mlp.up.weight, which has 2 blocks along dim 0 interleaved"),
     ],

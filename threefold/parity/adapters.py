@@ -88,7 +88,7 @@ class Adapter:
             raise UserError(f"--wide cannot convert the weights that {self.name} keeps to fp64; leave it out.")
         for name, parameter in self.parameters():
             if isinstance(parameter, DTensor):
-                raise UserError(f"--wide cannot convert {name}, a DTensor, to fp64; leave it out, or use one process.")
+                raise UserError(f"--wide cannot convert {name}, a DTensor, to fp64; leave it out, or do not shard.")
         for model in self.models:
             model.double()
         for state in getattr(self.optimizer, "state", {}).values():

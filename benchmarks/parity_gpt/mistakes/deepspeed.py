@@ -15,7 +15,7 @@ ROWS: Final = (
         "",
         "--tp 2",
         ("clip factor", "blocks.*.norm*", "position.weight", "norm.*"),
-        "times|instead of|differs between ranks",
+        "times|instead of|differs? between ranks",
     ),
     Row(
         "deepspeed-5794",
@@ -36,7 +36,7 @@ ROWS: Final = (
         "",
         "--load-export {folder}/export",
         WEIGHTS,
-        "is zero",
+        "(is|are) zero",
         reference="--load {folder} --weights-only",
         prepare="--start-step 2 --steps 0 --save {folder} --export {folder}/export",
         mistaken=True,

@@ -24,7 +24,7 @@ ROWS: Final = (
         "",
         "--dp 2 --cp 2",
         GRADIENTS,
-        r"is 2 \(",
+        r"(is|are) 2 \(",
     ),
     Row(
         "megatron-2564",
@@ -34,7 +34,7 @@ ROWS: Final = (
         MIXTURE,
         "--dp 2 --tp 2 --ep 2",
         EXPERTS,
-        r"is 1/2 ",
+        r"(is|are) 1/2 ",
     ),
     Row(
         "megatron-2592",
@@ -320,7 +320,7 @@ ROWS: Final = (
         MIXTURE,
         "--dp 4 --ep 2",
         EXPERTS,
-        r"is 2 ",
+        r"(is|are) 2 ",
     ),
     Row(
         "megatron-adfa873d",
@@ -339,7 +339,7 @@ ROWS: Final = (
         MIXTURE,
         "--dp 2 --ep 2",
         EXPERTS,
-        r"is 1/2 ",
+        r"(is|are) 1/2 ",
     ),
     Row(
         "megatron-cac8d1a3f",

@@ -60,7 +60,7 @@ ROWS: Final = (
         "",
         "--tp 2 --sp",
         ("head", "norm", "norm.*"),
-        r"is 2 \(tp\)",
+        r"(is|are) 2 \(tp\)",
     ),
     Row(
         "bridge-5231",

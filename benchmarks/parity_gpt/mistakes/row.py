@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Final
 
-MEAN: Final = "from rank to rank|differs between ranks|one share|part of"
+MEAN: Final = "from rank to rank|differs? between ranks|one share|part of"
 """What may be said where gradients were not added up."""
 GRADIENTS: Final = ("gradient *",)
 UPDATES: Final = ("update *",)
