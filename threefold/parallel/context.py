@@ -19,7 +19,7 @@ from threefold.ops.exact import Grain, Pieces, RowSum, widened
 from threefold.ops.exact_products import tree_sum
 from threefold.ops.kernels import AttentionMask, serve_heads
 from threefold.ops.tiles import Tile, tiles
-from threefold.random.dropout_mask import drop
+from threefold.random.dropout import drop
 from threefold.random.rng import Positions, Slice
 
 
