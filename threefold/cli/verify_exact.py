@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import typer
 
 from threefold.cli.terminal import Steps, counted
+from threefold.files import first_of
 
 if TYPE_CHECKING:
     from threefold.comm.layout import LayoutSpec
@@ -175,9 +176,8 @@ class _Table:
         if by_reason:
             self._print(f"  Outside the grain: {counted(len(self._selection.outside), 'layout')}.", "dim")
         for reason, layouts in by_reason.items():
-            named = layouts if self._verbose else layouts[:_NAMED]
-            more = f" and {len(layouts) - len(named)} more" if len(layouts) > len(named) else ""
-            self._print(f"    {', '.join(named)}{more}: {reason}", "dim")
+            named = first_of(layouts, len(layouts) if self._verbose else _NAMED)
+            self._print(f"    {named}: {reason}", "dim")
 
     def _print(self, line: str, style: str) -> None:
         from rich.text import Text

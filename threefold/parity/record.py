@@ -19,7 +19,7 @@ from torch import Tensor
 
 from threefold.checksums import checksum, seal, unseal
 from threefold.errors import UserError
-from threefold.files import read_json, shown
+from threefold.files import first_of, read_json, shown
 from threefold.parity.placement import Piece, Placement
 from threefold.parity.sketch import COPY, PARAMETER, SAMPLE, WHOLE, Detail, Kept, keep, length
 
@@ -298,9 +298,8 @@ class Record:
         absent = [rank for rank in range(world) if not (folder / facts_file(rank)).is_file()]
         if absent:
             raise UserError(
-                f"The record {shown(folder)} is of {world} ranks but lacks rank {absent[0]}"
-                + (f" and {len(absent) - 1} more" if absent[1:] else "")
-                + "; let every rank record into one folder."
+                f"The record {shown(folder)} is of {world} ranks but lacks rank {first_of(absent, 1)}; let every rank "
+                "record into one folder."
             )
         self.ranks = [_facts(folder / facts_file(rank)) for rank in range(world)]
         self.steps = min(facts["steps"] for facts in self.ranks)

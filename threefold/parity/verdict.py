@@ -7,6 +7,7 @@ from math import isfinite, log10
 from pathlib import Path
 from typing import Any, Final
 
+from threefold.files import first_of
 from threefold.parity.departure import LOSS, NORM, NUMBER, RATE, SAMPLES, Departure, Findings, phase_of, without_key
 from threefold.parity.record import BUFFER, GRADIENT, INITIAL, OUTPUT, OUTPUT_GRADIENT, STATE, TENSOR, UPDATE, Record
 
@@ -76,8 +77,7 @@ def compared_whole(found: Findings) -> str:
     for kind in (OUTPUT, OUTPUT_GRADIENT, GRADIENT, UPDATE):
         names = _whole(found).get(kind, [])
         others = [name for at, name in found.whole if at == kind and name not in set(names)]
-        more = f" and {len(others) - 1} more" if others[1:] else ""
-        lacking = f" (not {others[0]}{more})" if others else ""
+        lacking = f" (not {first_of(others, 1)})" if others else ""
         parts.append(f"{len(names)} of {len(names) + len(others)} {kind}s{lacking}")
     return f"Compared whole: {', '.join(parts)}."
 
