@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from threefold.parallel.tensor import RowParallelLinear as RowParallelLinear
     from threefold.parallel.tensor import VocabParallelEmbedding as VocabParallelEmbedding
     from threefold.random.dropout import Dropout as Dropout
-    from threefold.random.dropout_mask import sample_keys as sample_keys
+    from threefold.random.dropout import sample_keys as sample_keys
     from threefold.random.rng import RandomStreams as RandomStreams
     from threefold.train.callbacks.base import Callback as Callback
     from threefold.train.stop import Stopped as Stopped
@@ -85,8 +85,7 @@ _NAMES: Final = {
     "models.sharding": "Column Constant Normal PerHead Replicated Row Sharded Vocab",
     "parallel.cross_entropy": "ParallelCrossEntropy",
     "parallel.tensor": "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding",
-    "random.dropout": "Dropout",
-    "random.dropout_mask": "sample_keys",
+    "random.dropout": "Dropout sample_keys",
     "random.rng": "RandomStreams",
     "train.callbacks.base": "Callback",
     "train.stop": "Stopped",

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -134,6 +134,20 @@ def shown(path: Path | str) -> str:
     """Return a path fit for a message: printable, and cut in the middle if longer than 200 characters."""
     text = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in str(path))
     return text if len(text) <= 200 else f"{text[:120]}…{text[-60:]}"
+
+
+def first_of(names: Iterable[object], most: int = 5, of: str = "", separator: str = ", ") -> str:
+    """Return the first names as a list in text, with the number of the others: `a, b and 3 more`.
+
+    Args:
+        names: names in order.
+        most: number of names to give.
+        of: what the others are, in the plural; empty to say only how many.
+        separator: text between two names.
+    """
+    every = [*map(str, names)]
+    more = f" and {len(every) - most} more {of}".rstrip() if len(every) > most else ""
+    return separator.join(every[:most]) + more
 
 
 def fill_page(page: str, parts: Mapping[str, str]) -> str:

@@ -17,7 +17,7 @@ from tests.support.parity import whole_tensors
 from tests.support.sweep import sweep
 from threefold.models.layers.decoder import SampleInfo
 from threefold.models.sharding import Normal
-from threefold.random.dropout_mask import sample_keys
+from threefold.random.dropout import sample_keys
 from threefold.random.rng import fill_normal_, stream_key
 from threefold.verify.compare import TOLERANCE, relative_error
 

@@ -28,8 +28,8 @@ def config(**parallel: Any) -> Config:
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A page of dp 2 · tp 2 · pp 2 with all tabs, one of 128 ranks, and one of many stages and layers."""
+    from threefold.cli.show import layout_page
     from threefold.planner.layout_document import layout_document, moves, proof
-    from threefold.planner.layout_page import layout_page
 
     folder = tmp_path_factory.mktemp("pages")
     small = config(dp=2, tp=2, pp=2)

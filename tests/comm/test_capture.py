@@ -20,7 +20,7 @@ from threefold.parallel.leaf import local
 from threefold.parallel.parallelize import Parallelism, apply_parallelism
 from threefold.parallel.parameter import draw_, is_split
 from threefold.parallel.pipeline.partition import StageMap
-from threefold.random.dropout_mask import sample_keys
+from threefold.random.dropout import sample_keys
 
 
 def losses_of(case: Case, captured: bool) -> tuple[list[float], float]:

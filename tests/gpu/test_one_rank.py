@@ -19,8 +19,7 @@ from tests.support.parity import (
     whole_tensors,
     with_recompute,
 )
-from threefold.random.dropout import Dropout
-from threefold.random.dropout_mask import keep_mask, sample_keys
+from threefold.random.dropout import Dropout, keep_mask, sample_keys
 from threefold.train.step import StepResult
 from threefold.verify.compare import relative_error
 

@@ -22,8 +22,7 @@ from threefold.constants import IGNORE_INDEX
 from threefold.launch.worker_pool import WorkerPool
 from threefold.models.family import make_model
 from threefold.models.layers.decoder import Decoder, SampleInfo
-from threefold.random.dropout import Dropout
-from threefold.random.dropout_mask import sample_keys
+from threefold.random.dropout import Dropout, sample_keys
 
 Factors = Callable[[str, tuple[int, ...]], Tensor]
 """Function of a dropout layer's name and a tensor's shape; returns the factors that dropout multiplies the tensor by.

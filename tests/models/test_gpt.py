@@ -9,8 +9,7 @@ from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.models.layers.decoder import SampleInfo
 from threefold.parallel.parameter import draw_
-from threefold.random.dropout import Dropout
-from threefold.random.dropout_mask import sample_keys
+from threefold.random.dropout import Dropout, sample_keys
 
 
 def config(**model: object) -> Config:

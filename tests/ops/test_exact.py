@@ -19,11 +19,11 @@ from threefold.models.layers.rope_scaling import RopeScaling
 from threefold.ops import exact, exact_functions, exact_products
 from threefold.ops.attention import attention
 from threefold.ops.exact import RowSum
-from threefold.ops.exact_arithmetic import ExactArithmetic
 from threefold.ops.exact_attention import exact_attention
+from threefold.ops.exact_functions import ExactArithmetic
 from threefold.ops.kernels import AttentionMask
 from threefold.ops.kernels import linear as plain_linear
-from threefold.random.dropout_mask import sample_keys
+from threefold.random.dropout import sample_keys
 from threefold.random.rng import Slice
 
 WIDTHS = (1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 127, 130, 257, 513, 1000)

@@ -13,7 +13,7 @@ from threefold.models.layers.experts import Routing
 from threefold.models.layers.experts import grouped_linear as plain_grouped_linear
 from threefold.ops import exact_experts
 from threefold.ops.exact import RowSum
-from threefold.ops.exact_arithmetic import ExactArithmetic
+from threefold.ops.exact_functions import ExactArithmetic
 
 COUNTS = [[5, 0, 1, 2], [0, 0, 17, 1], [3, 3, 3, 3]]
 """Rows of each expert, from each of three senders."""

@@ -30,7 +30,7 @@ from threefold.ops.cross_entropy import chunked_cross_entropy, cross_entropy
 from threefold.ops.kernels import ACTIVATIONS, AttentionMask, embedding, linear
 from threefold.ops.tiles import plain_tile, plain_tile_gradients
 from threefold.parallel.cross_entropy import ParallelCrossEntropy
-from threefold.random.dropout_mask import sample_keys
+from threefold.random.dropout import sample_keys
 
 LIMIT = {torch.float64: 1e-12, torch.bfloat16: 5 * 2.0**-8}
 DTYPES = pytest.mark.parametrize("dtype", LIMIT, ids=str)

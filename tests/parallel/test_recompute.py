@@ -22,7 +22,7 @@ from threefold.parallel.parameter import replace_parameters
 from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.recompute import Recomputed, apply_recompute, chosen_layers, unwrapped
 from threefold.planner.activations import block_bytes
-from threefold.random.dropout_mask import sample_keys
+from threefold.random.dropout import sample_keys
 
 SEQUENCE_PARALLEL = (("parallel.sequence_parallel", True),)
 MODES = [("selective", 1), ("full", 1), ("full", 2)]

@@ -13,6 +13,7 @@ import pytest
 from tests.planner.golden_collectives import LAYOUTS
 from tests.support.parity import Case, make_engine
 from tests.support.sweep import sweep
+from threefold.cli.show import layout_page
 from threefold.comm.layout import parse
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
@@ -21,7 +22,6 @@ from threefold.launch.worker_pool import WorkerPool
 from threefold.parallel.parameter import offset
 from threefold.planner.hardware import find_hardware
 from threefold.planner.layout_document import VERSION, ModelShards, layout_document, moves, proof, when
-from threefold.planner.layout_page import layout_page
 from threefold.verify.layouts import compose
 
 NAMES = list(LAYOUTS)
@@ -276,7 +276,7 @@ def test_a_wrong_report_is_one_sentence(report: Any, sentence: str) -> None:
 
 
 def test_a_page_holds_its_document_whatever_its_names_are(tmp_path: Path) -> None:
-    from threefold.planner.layout_page import is_layout_page
+    from threefold.cli.show import is_layout_page
 
     name = "</script><!--document--><b>"
     page = layout_page({"name": name})

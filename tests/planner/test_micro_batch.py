@@ -30,7 +30,7 @@ from threefold.planner.activations import (
     step_bytes,
 )
 from threefold.planner.model_size import ModelSize, own_attention, rank_block
-from threefold.random.dropout_mask import sample_keys
+from threefold.random.dropout import sample_keys
 
 LLAMA: tuple[tuple[str, Any], ...] = (("architecture", "llama"), ("num_key_value_heads", 6), ("head_dim", 4))
 NORMED = (*LLAMA, ("qk_norm", True), ("qkv_bias", True))

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from threefold.random.dropout import Dropout
-from threefold.random.dropout_mask import keep_mask, sample_keys
+from threefold.random.dropout import Dropout, keep_mask, sample_keys
 from threefold.random.rng import Slice
 
 

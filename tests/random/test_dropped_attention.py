@@ -11,7 +11,7 @@ from tests.support.compiled import operators_of
 from tests.support.saved_tensors import recording_saved
 from threefold.models.layers.attention import CausalAttention
 from threefold.models.layers.decoder import SampleInfo
-from threefold.random.dropout_mask import sample_keys
+from threefold.random.dropout import sample_keys
 
 
 def definition(core: CausalAttention, q: Tensor, k: Tensor, v: Tensor, samples: SampleInfo) -> Tensor:

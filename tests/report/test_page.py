@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.browser import Open, overflow
-from threefold.report.document import report_of
+from threefold.report.document import report_of, write_page
 from threefold.report.live import RunServer
-from threefold.report.page import write_page
 from threefold.report.record import RunRecord
 
 pytestmark = pytest.mark.slow

@@ -10,8 +10,7 @@ import pytest
 
 from tests.support.command import Command
 from threefold.checkpoint.manifest import MANIFEST
-from threefold.report.document import LEDGER, PHASES, report_of
-from threefold.report.page import RunReport, make_page
+from threefold.report.document import LEDGER, PHASES, RunReport, make_page, report_of
 from threefold.report.record import RunRecord
 from threefold.train.callbacks.goodput import Goodput
 from threefold.train.callbacks.metrics_reading import read_metrics_file

@@ -8,8 +8,7 @@ from threefold.checkpoint.manifest import AnomalyFacts
 from threefold.config import Config
 from threefold.config.loading import config_of
 from threefold.config.resolve import resolve
-from threefold.resilience.anomalies import AnomalyPolicy
-from threefold.resilience.skipping import SpikeDetector
+from threefold.resilience.anomalies import AnomalyPolicy, SpikeDetector
 
 
 def config(**train: Any) -> Config:

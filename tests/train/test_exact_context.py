@@ -17,7 +17,7 @@ from threefold.launch.worker_pool import WorkerPool
 from threefold.models.layers.attention import CausalAttention
 from threefold.models.layers.decoder import SampleInfo
 from threefold.ops import exact
-from threefold.parallel.exact_context import ExactContextAttention
+from threefold.parallel.context import ExactContextAttention
 from threefold.parallel.gradients import LeafOrder
 from threefold.random.rng import ALL
 

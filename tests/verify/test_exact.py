@@ -20,7 +20,7 @@ from threefold.train.step import Engine
 from threefold.verify.batches import RandomBatches
 from threefold.verify.compare import GRADIENT, INITIAL, NORM, WEIGHT
 from threefold.verify.exact import ExactResult, ExactVerification, ExactVerifier
-from threefold.verify.exact_layouts import asked_for_exact, prepare_exact, select, shrink_exact
+from threefold.verify.layouts import asked_for_exact, prepare_exact, select_exact, shrink_exact
 from threefold.verify.verifier import DEPARTS, EQUAL
 
 LAYOUTS = ("dp2 full accumulation4", "dp2·tp2 sp", "pp2 zbv", "tp8")
@@ -102,7 +102,7 @@ def test_layouts_of_a_mixture_have_the_bits_of_one_process(pool: WorkerPool, tmp
 
 def test_expert_parallelism_is_inside_the_grain() -> None:
     base = shrink_exact(prepare_exact(MIXTURE, None, vocab_size=1), [parse("dp8·ep8")])
-    selection = select(base, 8, everything=True)
+    selection = select_exact(base, 8, everything=True)
     assert {spec.layout.ep for spec in selection.specs} == {1, 2, 4, 8}
     outside = [each.spec for each in selection.outside]
     assert [str(spec) for spec in outside if spec.layout.cp == 1 and "looped-bfs" not in str(spec)] == []
@@ -208,7 +208,7 @@ def test_sizes_are_multiples_of_the_grain() -> None:
 
 def test_layouts_outside_the_grain_are_listed() -> None:
     base = small("dp2·tp2", "dp4")
-    selection = select(base, 4, everything=True)
+    selection = select_exact(base, 4, everything=True)
     assert {"dp2·tp2", "dp4", "tp4", "tp2·pp2"} <= {spec.axes for spec in selection.specs}
     assert {spec.setting("train.recompute") for spec in selection.specs} == {None, "selective", "full"}
     assert not {str(spec) for spec in selection.specs} & {str(each.spec) for each in selection.outside}
@@ -237,7 +237,7 @@ def test_odd_vocabulary_leaves_the_tensor_axis_outside() -> None:
     odd = prepare_exact(given(model={"vocab_size": 50257}), None, vocab_size=1)
     base = shrink_exact(odd, [parse("tp2"), parse("dp2")])
     assert base.train.grain_tensor == 1
-    selection = select(base, 2, everything=True)
+    selection = select_exact(base, 2, everything=True)
     assert all(spec.layout.tp == 1 for spec in selection.specs)
     assert "tp2" in [str(each.spec) for each in selection.outside]
 

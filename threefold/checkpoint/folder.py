@@ -34,7 +34,7 @@ from threefold.config import Config, load_config, resolve
 from threefold.config.model import OWN
 from threefold.config.schedules import is_own_schedule
 from threefold.errors import UserError
-from threefold.files import shown
+from threefold.files import first_of, shown
 from threefold.plugins import modules_beside
 
 if TYPE_CHECKING:
@@ -281,8 +281,7 @@ def newest_valid(
 
 def _listed(passed: Mapping[Path, str]) -> str:
     """Return the skipped checkpoints with their reasons, followed by "was" or "were"."""
-    more = f" and {len(passed) - 3} more" if len(passed) > 3 else ""
-    return f"{' and '.join(list(passed.values())[:3])}{more} {'was' if len(passed) == 1 else 'were'}"
+    return f"{first_of(passed.values(), 3, separator=' and ')} {'was' if len(passed) == 1 else 'were'}"
 
 
 def check_whole(checkpoint: Checkpoint) -> None:

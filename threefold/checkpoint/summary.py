@@ -39,7 +39,7 @@ from threefold.checkpoint.tensors import read_chunk
 from threefold.checksums import checksum
 from threefold.config import Config
 from threefold.errors import UserError
-from threefold.files import shown
+from threefold.files import first_of, shown
 from threefold.output import Progress
 
 if TYPE_CHECKING:  # importing torch takes longer than finding a checkpoint
@@ -418,9 +418,7 @@ def verify_checkpoint(path: Path, progress: Progress) -> VerifiedCheckpoint:
                     read_chunk(file, path, index[tensor], chunk)
                 except DamagedCheckpoint:
                     damaged[tensor] = None
-        for first in list(damaged)[:1]:
-            reason += f", in the tensor {shown(first)}" + (f" and {len(damaged) - 1} more" if len(damaged) > 1 else "")
-        return reason
+        return f"{reason}, in the tensor {first_of(map(shown, damaged), 1)}" if damaged else reason
 
     with ThreadPoolExecutor(4, thread_name_prefix="threefold-checksum") as pool:
         for reason in pool.map(damage, sorted(manifest.files)):

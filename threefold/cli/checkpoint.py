@@ -1,7 +1,6 @@
 """`threefold checkpoint`: list, show, verify and convert checkpoints; import and export Hugging Face models."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -9,7 +8,7 @@ import typer
 
 from threefold.cli.help import CommandLine
 from threefold.cli.terminal import Bars, ModelFile, TrustCode, counted, model_file, print_table, print_warnings, table
-from threefold.files import format_bytes, parse_bytes
+from threefold.files import first_of, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from threefold.checkpoint.summary import CheckpointSummary, ListedCheckpoint, TensorGroup
@@ -146,7 +145,7 @@ def convert(
         "format": format_,
         "parameters": f"{made.parameters:,}, {', '.join(made.dtypes)}",
         "tensors": f"{made.tensors:,}, {format_bytes(made.bytes)}",
-        "files": _files(made.files) if made.files else "none",
+        "files": first_of(made.files, 1) if made.files else "none",
         "other files": ", ".join(made.others) or "none",
     }
     print_table(("written", str(out)), [*facts.items()])
@@ -239,7 +238,7 @@ def export(
         "parameters": f"{made.parameters:,}",
         "layers": "" if blocks is None else str(blocks),
         "weights": f"{made.dtype}, {format_bytes(made.bytes)}",
-        "files": _files(made.files),
+        "files": first_of(made.files, 1),
         "other files": ", ".join(made.texts),
         "left out": f"{left_out}: used in training only" if left_out else "",
     }
@@ -351,10 +350,6 @@ def _print_tensors(summary: "CheckpointSummary", pattern: str | None) -> None:
     total = format_bytes(sum(each.bytes for each in found.values()))
     of = f" of {len(summary.tensors):,}" if len(found) < len(summary.tensors) else ""
     typer.echo(f"{len(found):,}{of} tensors, {total}")
-
-
-def _files(files: Sequence[object]) -> str:
-    return f"{files[0]}" + (f" and {len(files) - 1} more" if len(files) > 1 else "")
 
 
 def _group(group: "TensorGroup") -> str:

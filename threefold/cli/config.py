@@ -20,7 +20,7 @@ from threefold.cli.terminal import (
     setting_text,
 )
 from threefold.errors import UserError
-from threefold.files import format_bytes
+from threefold.files import first_of, format_bytes
 
 app = CommandLine(help="Show, compare, size and convert configs.")
 
@@ -141,9 +141,8 @@ def convert(
         raise UserError(f"The converted config is invalid: {converted.invalid}")
     if converted.unsupported and not allow_unsupported:
         keys = list(dict.fromkeys(note.key for note in converted.unsupported))
-        shown = ", ".join(keys[:8]) + (f" and {len(keys) - 8} more" if len(keys) > 8 else "")
         raise UserError(
-            f"{file}: {shown} change the training and are unsupported, or are unknown; "
+            f"{file}: {first_of(keys, 8)} change the training and are unsupported, or are unknown; "
             "give --allow-unsupported to accept the config without them."
         )
     if converted.unset:

@@ -8,7 +8,7 @@ import typer
 
 from threefold.cli.help import CommandLine
 from threefold.cli.terminal import Bars, print_table
-from threefold.files import format_bytes
+from threefold.files import first_of, format_bytes
 from threefold.host import usable_cores
 
 if TYPE_CHECKING:
@@ -251,8 +251,7 @@ def _print_facts(stored: "StoredTokens", summary: "TokenSummary", corpus: "Corpu
 
 def _made_from(files: "TokenFiles") -> list[tuple[str, str]]:
     meta = files.meta
-    named = ", ".join(source.name for source in meta.sources[:3])
-    sources = named if len(meta.sources) <= 3 else f"{named} and {len(meta.sources) - 3} more files"
+    sources = first_of((source.name for source in meta.sources), 3, "files")
     text = [("text", f"{format_bytes(meta.text_bytes)} ({meta.text_bytes / meta.tokens:.2f} bytes a token)")]
     read = {"parse": "parsed", "text": "read as text"}[meta.special_tokens]
     begins = ""

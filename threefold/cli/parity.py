@@ -181,7 +181,7 @@ def _report(
     found.notes += [note] if note else []
     verdict = judge(found)
     if page is not None:
-        from threefold.parity.page import write_page
+        from threefold.parity.verdict import write_page
 
         write_page(page, verdict, found, reference, candidate)
     if as_json:

@@ -36,8 +36,7 @@ def command(
     records = [RunRecord(run) for run in runs]
     for record in records:
         record.update()
-    from threefold.report.document import report_of
-    from threefold.report.page import write_page
+    from threefold.report.document import report_of, write_page
 
     report = report_of(records)
     for found in report["runs"]:

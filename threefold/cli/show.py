@@ -1,19 +1,24 @@
 """`threefold show`: a layout in one page, one JSON document or one table."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from threefold.cli import terminal
 from threefold.cli.estimate import HardwareName
 from threefold.errors import UserError
-from threefold.files import format_bytes, read_json, shown
+from threefold.files import fill_page, format_bytes, json_in_script, read_json, shown
 
 if TYPE_CHECKING:
     from threefold.config import Config
+
+_PARTS: Final = files("threefold.planner") / "page"
+_SCRIPTS: Final = ("common.js", "layout.js", "tabs.js")
+_MARK: Final = '<meta name="generator" content="threefold show">'
 
 
 def command(
@@ -61,8 +66,6 @@ def command(
     document["compare"] = moved
     document["proof"] = None if verify is None else proof(report, f"The report {shown(verify)}", document)
     if html is not None:
-        from threefold.planner.layout_page import layout_page
-
         try:
             html.write_text(layout_page(document), encoding="utf-8")
         except OSError as error:
@@ -75,10 +78,31 @@ def command(
         typer.echo(f"The page: {html}")
 
 
+def layout_page(document: Mapping[str, Any]) -> str:
+    """Return the page of a document, as `planner.layout_document` makes it."""
+    parts = {
+        "style": _part("layout.css"),
+        "script": "\n".join(_part(name) for name in _SCRIPTS),
+        "document": json_in_script(document),
+    }
+    return fill_page(_part("layout.html"), parts)
+
+
+def is_layout_page(path: Path) -> bool:
+    """Return whether a file is a page that `layout_page` made."""
+    try:
+        with path.open("rb") as file:
+            return _MARK.encode() in file.read(1000)
+    except OSError:
+        return False
+
+
+def _part(name: str) -> str:
+    return (_PARTS / name).read_text(encoding="utf-8")
+
+
 def _check_page(path: Path) -> None:
     """Raise a `UserError` if the page cannot be written, or would replace a file that is no page of this command."""
-    from threefold.planner.layout_page import is_layout_page
-
     if path.suffix.lower() != ".html":
         raise UserError(f"The page {shown(path)} must end in .html; use {shown(path.with_suffix('.html'))}.")
     if not path.parent.is_dir():

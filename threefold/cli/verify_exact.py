@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, Final
 import typer
 
 from threefold.cli.terminal import Steps, counted
+from threefold.files import first_of
 
 if TYPE_CHECKING:
     from threefold.comm.layout import LayoutSpec
     from threefold.config import Config
     from threefold.verify.exact import ExactResult, ExactVerification, ExactVerifier
-    from threefold.verify.exact_layouts import ExactSelection
+    from threefold.verify.layouts import ExactSelection
 
 STEPS: Final = 5
 _LAYOUT: Final = len("1 process, 16 threads")
@@ -45,13 +46,13 @@ def verify_exact(
     """
     from threefold.data.dataset import vocabulary
     from threefold.launch.process import require_room
-    from threefold.verify import exact_layouts, layouts
+    from threefold.verify import layouts
 
     most = max((spec.world_size for spec in specs), default=ranks)
     require_room(most)
-    base = exact_layouts.prepare_exact(given, dtype, vocabulary(given) or exact_layouts.UNKNOWN_VOCABULARY)
-    small = exact_layouts.shrink_exact(base, specs or layouts.possible(ranks, given.model.num_experts))
-    selection = exact_layouts.asked_for_exact(small, specs) if specs else exact_layouts.select(small, ranks, every)
+    base = layouts.prepare_exact(given, dtype, vocabulary(given) or layouts.UNKNOWN_EXACT_VOCABULARY)
+    small = layouts.shrink_exact(base, specs or layouts.possible(ranks, given.model.num_experts))
+    selection = layouts.asked_for_exact(small, specs) if specs else layouts.select_exact(small, ranks, every)
     # These import torch, and the errors above should not wait for it.
     from threefold.verify.exact import ExactVerification, exact_verifier
     from threefold.verify.verifier import EQUAL, choose_batches
@@ -175,9 +176,8 @@ class _Table:
         if by_reason:
             self._print(f"  Outside the grain: {counted(len(self._selection.outside), 'layout')}.", "dim")
         for reason, layouts in by_reason.items():
-            named = layouts if self._verbose else layouts[:_NAMED]
-            more = f" and {len(layouts) - len(named)} more" if len(layouts) > len(named) else ""
-            self._print(f"    {', '.join(named)}{more}: {reason}", "dim")
+            named = first_of(layouts, len(layouts) if self._verbose else _NAMED)
+            self._print(f"    {named}: {reason}", "dim")
 
     def _print(self, line: str, style: str) -> None:
         from rich.text import Text

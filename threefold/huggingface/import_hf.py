@@ -22,6 +22,7 @@ from threefold.config.loading import config_of
 from threefold.data.tokenizer import end_of_document
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError
+from threefold.files import first_of
 from threefold.host import return_freed_memory
 from threefold.huggingface.files import CONFIG as THEIR_CONFIG
 from threefold.huggingface.files import (
@@ -156,15 +157,18 @@ def _checked_weights(kind: HuggingFaceType, config: Config, files: TensorFiles) 
     expected = {name: shape for weight in weights for name, shape in weight.source_shapes().items()}
     stacks = {source.name for weight in weights for source in weight.sources if source.index is not None}
     if missing := expected.keys() - files.tensors.keys():
-        raise UserError(f"{files.folder} lacks {_named(missing)}, which its {THEIR_CONFIG} requires; fetch it again.")
+        raise UserError(
+            f"{files.folder} lacks {first_of(sorted(missing), 1, 'tensors')}, which its {THEIR_CONFIG} requires; "
+            "fetch it again."
+        )
     unknown = files.tensors.keys() - expected.keys()
     if config.model.tie_embeddings and "lm_head.weight" in unknown:
         _check_tie(files, weights)
         unknown -= {"lm_head.weight"}
     if unknown:
         raise UserError(
-            f"{files.folder} holds {_named(unknown)}, which a {kind.name} as in its {THEIR_CONFIG} does not have; "
-            "give the model's own files alone."
+            f"{files.folder} holds {first_of(sorted(unknown), 1, 'tensors')}, which a {kind.name} as in its "
+            f"{THEIR_CONFIG} does not have; give the model's own files alone."
         )
     for name, shape in expected.items():
         found = files.tensors[name].shape
@@ -238,11 +242,6 @@ def _end_token(source: Path, texts: Mapping[str, str]) -> int | None:
         return end_of_document(Tokenizer.from_str(texts[TOKENIZER]), None)
     except UserError:
         return None
-
-
-def _named(names: set[str]) -> str:
-    first, *others = sorted(names)
-    return first if not others else f"{first} and {len(others)} more tensors"
 
 
 def _shown(shape: tuple[int, ...]) -> str:

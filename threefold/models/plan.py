@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from threefold.config import ModelConfig
 from threefold.errors import UserError
+from threefold.files import first_of
 from threefold.models.sharding import (
     AsConstructed,
     Constant,
@@ -248,7 +249,7 @@ def _require_none(left: Sequence[str], split: Iterable[str], modules: "Mapping[s
     correction = f", and correct {idle[0]!r}, which no module or parameter of the model has for a name" if idle else ""
     each = "each" if len(found) > 1 else "it"
     raise UserError(
-        f"shard says nothing about {listed(found)}; give {each} Column(), Row(), Vocab() or Replicated(){correction}."
+        f"shard says nothing about {first_of(found)}; give {each} Column(), Row(), Vocab() or Replicated(){correction}."
     )
 
 
@@ -256,11 +257,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Return the end of a message that names the nearest of the known names; empty if none is near."""
     close = get_close_matches(name, [each for each in known if each], n=1)
     return f"; the nearest is {close[0]!r}" if close else ""
-
-
-def listed(names: Sequence[str], most: int = 5) -> str:
-    """Return the first names as a list in text, with the number of the others."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _require_use(what: str, patterns: Iterable[str], names: Collection[str]) -> None:

@@ -9,7 +9,7 @@ wherever it is made.
 Elementwise functions are a second trap: torch computes the last elements of a tensor, or of a thread's part of it, with
 other instructions than the rest. The sigmoid, SiLU and GELU then differ in the last bit. `ops.exact_functions` gives
 every thread whole vectors. `ops.exact_products` implements the products, `ops.exact_attention` implements attention,
-and `ops.exact_arithmetic` replaces torch's functions.
+and `ops.exact_functions` replaces torch's functions.
 
 `tests/ops/test_exact.py` verifies what these functions rely on for a CPU in fp32, over odd sizes, cuts, offsets and 1,
 2 and 4 threads:

@@ -21,7 +21,7 @@ from torch.overrides import resolve_name
 
 from threefold.ops import exact, exact_functions, own_functions
 from threefold.ops.exact import RowSum
-from threefold.ops.exact_arithmetic import ExactArithmetic
+from threefold.ops.exact_functions import ExactArithmetic
 
 
 class UnknownCalls:

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
         partition_uniform_chunks,
     )
     from threefold.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-    from threefold.random.dropout import Dropout
-    from threefold.random.dropout_mask import sample_keys
+    from threefold.random.dropout import Dropout, sample_keys
     from threefold.random.rng import RandomStreams
 
 __all__ = [
@@ -64,8 +63,7 @@ _MODULES: Final = {
         "parallel.pipeline.partition": "layers_by_rank partition_by_class partition_by_cost partition_uniform "
         "partition_uniform_chunks",
         "parallel.tensor": "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding",
-        "random.dropout": "Dropout",
-        "random.dropout_mask": "sample_keys",
+        "random.dropout": "Dropout sample_keys",
         "random.rng": "RandomStreams",
     }.items()
     for name in names.split()

@@ -27,7 +27,7 @@ from threefold.models.layers.decoder import LinearCrossEntropy
 from threefold.models.sharding import ModelPlan, check_tensor_axis
 from threefold.models.source import ConstructedModel, skeleton
 from threefold.ops.exact import Grain
-from threefold.ops.exact_arithmetic import ExactArithmetic
+from threefold.ops.exact_functions import ExactArithmetic
 from threefold.ops.kernels import DeferrableWeight
 from threefold.ops.own_arithmetic import OwnArithmetic, UnknownCalls
 from threefold.parallel.context import ShardingContext

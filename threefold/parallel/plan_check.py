@@ -18,10 +18,11 @@ from threefold.comm.layout import shard_bounds, shard_length
 from threefold.config import Config
 from threefold.config.section import nearest_divisor
 from threefold.errors import UserError
+from threefold.files import first_of
 from threefold.models import module_check, sharding
 from threefold.models.layers.decoder import Embedding, Linear
 from threefold.models.own_batch import LayerSignature
-from threefold.models.plan import as_pattern, listed, nearest
+from threefold.models.plan import as_pattern, nearest
 from threefold.models.source import ModelSource
 from threefold.parallel.context import check_whole_sequences
 from threefold.parallel.parameter import set_in
@@ -164,7 +165,7 @@ def _check_listed(parameters: Mapping[str, nn.Parameter], plan: sharding.ModelPl
     if modules:
         have, them = ("have", "them") if len(modules) > 1 else ("has", "it")
         raise UserError(
-            f"layers lacks {listed([*map(repr, modules)])} of the model, which {have} parameters; name {them} where "
+            f"layers lacks {first_of([*map(repr, modules)])} of the model, which {have} parameters; name {them} where "
             f"the model runs through {them}."
         )
     if outside:
@@ -191,7 +192,7 @@ def _check_decided(
         if plan.split_of(name) is None:
             module = name.rpartition(".")[0]
             correction = (
-                f", and correct {listed([*map(repr, idle)])}, which no module of the model has for a name"
+                f", and correct {first_of([*map(repr, idle)])}, which no module of the model has for a name"
                 if idle
                 else ""
             )

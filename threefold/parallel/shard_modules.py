@@ -17,10 +17,9 @@ from threefold.models.layers.decoder import Linear, PositionEmbedding
 from threefold.models.layers.experts import Experts, Routing
 from threefold.ops import exact, fp8
 from threefold.ops.exact import Pieces
-from threefold.ops.exact_arithmetic import ExactArithmetic
-from threefold.parallel.context import ContextParallelAttention, RingAttention, ShardingContext
+from threefold.ops.exact_functions import ExactArithmetic
+from threefold.parallel.context import ContextParallelAttention, ExactContextAttention, RingAttention, ShardingContext
 from threefold.parallel.cross_entropy import ParallelCrossEntropy
-from threefold.parallel.exact_context import ExactContextAttention
 from threefold.parallel.experts import ParallelExperts, ParallelRouting
 from threefold.parallel.leaf import local
 from threefold.parallel.parameter import is_split, set_in, split_parameter

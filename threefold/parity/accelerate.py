@@ -13,8 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from threefold.errors import UserError
-from threefold.parity.adapters import Place
-from threefold.parity.clipping import ClippingAdapter
+from threefold.parity.adapters import ClippingAdapter, Place
 
 
 class AccelerateAdapter(ClippingAdapter):

@@ -1,15 +1,18 @@
 """Adapters: how a framework's tensors on a rank map to those of the whole model.
 
 `Adapter` handles plain PyTorch: DistributedDataParallel, FSDP2, DTensor, ZeroRedundancyOptimizer, manual pipeline
-stages with global names. An adapter for another framework overrides what that framework does differently. For custom
-parallelism, a function `place(what, name, tensor)` is enough.
+stages with global names. An adapter for another framework overrides what that framework does differently; one whose
+framework clips between the backward pass and the update begins with `ClippingAdapter`. For custom parallelism, a
+function `place(what, name, tensor)` is enough.
 """
 
+import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -30,6 +33,7 @@ Placed = list[tuple[Tensor, Placement]]
 
 WHOLE: Final = "(model)"
 """Name of the module that forward passes begin with; no module inside it can have this name."""
+_CLIPPING: Final = ("clip_grad_norm_", "clip_grads_with_norm_")
 _WRAPPERS: Final = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
@@ -213,6 +217,65 @@ class Adapter:
         if isinstance(value, DTensor):
             return [self.placement("parameter", name, value)]
         return [(value, placement) for _, placement in self.weight(name, parameter)]
+
+
+class ClippingHook:
+    """Calls a function before PyTorch clips gradients of a model, and keeps the norm that clipping returns.
+
+    Args:
+        parameters: parameters of the model; clipping others, such as those of a second model, goes unnoticed.
+        before: function to call.
+
+    Attributes:
+        norm: the norm that was returned last; None before.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], before: Callable[[], None]) -> None:
+        self.norm: float | None = None
+        self._known = {id(parameter) for parameter in parameters}
+        self._before = before
+        self._functions = {name: getattr(torch.nn.utils, name) for name in _CLIPPING}
+        for name, function in self._functions.items():
+            setattr(torch.nn.utils, name, self._around(function))
+
+    def remove(self) -> None:
+        """Restore PyTorch's functions."""
+        for name, function in self._functions.items():
+            setattr(torch.nn.utils, name, function)
+
+    def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def clip(parameters: Tensor | Iterable[Tensor], max_norm: float, *args: Any, **options: Any) -> Any:
+            given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            ours = any(id(each) in self._known for each in given)
+            if ours:
+                self._before()
+            returned = function(given, max_norm, *args, **options)
+            norm = returned if returned is not None else (args[0] if args else options.get("total_norm"))
+            if ours and isinstance(norm, Tensor):
+                self.norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+            return returned
+
+        return clip
+
+
+class ClippingAdapter(Adapter):
+    """Adapter that records gradients when PyTorch's functions clip them, or else when the optimizer steps."""
+
+    def __init__(self, place: Place | None = None) -> None:
+        super().__init__(place)
+        self._clipping: ClippingHook | None = None
+
+    def watch(self, before: Callable[[], None], after: Callable[[], None]) -> list[Any]:
+        handles = super().watch(before, after)
+        if handles:
+            self._clipping = ClippingHook((each for _, each in self.parameters()), before)
+            handles.append(self._clipping)
+        return handles
+
+    def numbers(self) -> Mapping[str, float]:
+        norm = self._clipping.norm if self._clipping else None
+        return {} if norm is None else {"gradient norm": norm}
 
 
 def buffers_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from threefold.errors import UserError
-from threefold.files import shown
+from threefold.files import first_of, shown
 from threefold.parity.departure import Findings, phase_of
 from threefold.parity.measure import Quantities, Tolerances, last_places
 from threefold.parity.record import INITIAL, OUTPUT, Record, align
@@ -173,18 +173,14 @@ def _note(found: Findings, reference: Record, candidate: Record) -> None:
     if OUTPUT not in found.compared:
         found.notes.append("No module's output was recorded by both, so that only parameters tell where it begins.")
     if found.loose:
-        names = sorted(found.loose)
-        more = f" and {len(names) - 1} more" if names[1:] else ""
         found.notes.append(
-            f"Rounding is as large as much of {names[0]}{more}: there only factors and large mistakes show; compare "
-            "fewer steps, or in a higher precision."
+            f"Rounding is as large as much of {first_of(sorted(found.loose), 1)}: there only factors and large "
+            "mistakes show; compare fewer steps, or in a higher precision."
         )
     if found.skipped and OUTPUT in found.compared:
-        names = sorted(found.skipped)
-        more = f" and {len(names) - 1} more modules" if names[1:] else ""
         found.notes.append(
-            f"Outputs of {names[0]}{more} were not compared everywhere: a record lacks them, or has them in parts, "
-            "in other shapes or for other samples; an adapter may place them."
+            f"Outputs of {first_of(sorted(found.skipped), 1, 'modules')} were not compared everywhere: a "
+            "record lacks them, or has them in parts, in other shapes or for other samples; an adapter may place them."
         )
     versions = [record.facts["versions"] for record in (reference, candidate)]
     for name in sorted(set(versions[0]) & set(versions[1])):

@@ -1,4 +1,4 @@
-"""Record of a run: the files in which each rank keeps each step, and their reader.
+"""Record of a run: the files in which each rank keeps each step, and the initial weights, with their readers.
 
 A rank writes `rank-00000-step-0001.safetensors` for each step (0: before the first), with the values of all pieces in
 one vector and their index in the metadata, and `rank-00000.json` with the facts of the run. No rank waits for another.
@@ -6,8 +6,9 @@ one vector and their index in the metadata, and `rank-00000.json` with the facts
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from threefold.checksums import checksum, seal, unseal
 from threefold.errors import UserError
-from threefold.files import read_json, shown
+from threefold.files import first_of, read_json, shown
 from threefold.parity.placement import Piece, Placement
 from threefold.parity.sketch import COPY, PARAMETER, SAMPLE, WHOLE, Detail, Kept, keep, length
 
@@ -297,9 +298,8 @@ class Record:
         absent = [rank for rank in range(world) if not (folder / facts_file(rank)).is_file()]
         if absent:
             raise UserError(
-                f"The record {shown(folder)} is of {world} ranks but lacks rank {absent[0]}"
-                + (f" and {len(absent) - 1} more" if absent[1:] else "")
-                + "; let every rank record into one folder."
+                f"The record {shown(folder)} is of {world} ranks but lacks rank {first_of(absent, 1)}; let every rank "
+                "record into one folder."
             )
         self.ranks = [_facts(folder / facts_file(rank)) for rank in range(world)]
         self.steps = min(facts["steps"] for facts in self.ranks)
@@ -404,3 +404,71 @@ def _facts(path: Path) -> dict[str, Any]:
             f"{VERSION}; record again."
         )
     return facts
+
+
+def write_weights(
+    folder: Path, rank: int, world_size: int, parameters: Iterable[tuple[str, list[tuple[Tensor, Placement]]]]
+) -> None:
+    """Write a rank's parts of the weights; copies of what another rank writes are left out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, Tensor] = {}
+    index: list[list[Any]] = []
+    for name, parts in parameters:
+        for tensor, placement in parts:
+            for piece in () if placement.copy else placement.pieces:
+                key = str(len(index))
+                tensors[key] = piece.of(tensor).detach().cpu().contiguous().clone()
+                index.append([placement.name or name, list(placement.shape), list(piece.start), list(piece.size)])
+    path = folder / f"weights-{rank:05d}.safetensors"
+    staged = path.with_suffix(".tmp")
+    save_file(tensors, staged, metadata={"index": json.dumps(index), "world_size": str(world_size)})
+    staged.replace(path)
+
+
+def read_weights(folder: Path) -> Callable[[str], Tensor]:
+    """Return a function from a parameter's name to its whole value.
+
+    Raises:
+        UserError: now or later, if a file is missing or damaged, or the reference has no parameter of that name.
+    """
+    files = sorted(folder.glob("weights-*.safetensors"))
+    parts: dict[str, list[tuple[Path, str, tuple[int, ...], Piece]]] = {}
+    try:
+        for path in files:
+            with safe_open(path, "pt") as file:
+                facts = file.metadata() or {}
+            if int(facts["world_size"]) != len(files):
+                raise KeyError("world_size")
+            for key, (name, shape, start, size) in enumerate(json.loads(facts["index"])):
+                piece = Piece(tuple(start), tuple(start), tuple(size))
+                parts.setdefault(name, []).append((path, str(key), tuple(shape), piece))
+    except (SafetensorError, OSError, KeyError, ValueError, TypeError):
+        parts = {}
+    if not parts:
+        raise UserError(
+            f"The initial weights in {shown(folder)} are missing or cut; let the reference run write them "
+            "(THREEFOLD_PARITY_SAVE) and end its first step."
+        )
+
+    def read(name: str) -> Tensor:
+        if name not in parts:
+            raise UserError(
+                f"The reference has no parameter {name}; it has {', '.join(sorted(parts)[:3])}, …: give both runs one "
+                "model, or let the adapter return the reference's names."
+            )
+        found: list[Tensor] = []
+        for path, key, _, _ in parts[name]:
+            with safe_open(path, "pt") as file:
+                found.append(file.get_tensor(key))
+        value = torch.empty(parts[name][0][2], dtype=found[0].dtype)
+        for (_, _, _, piece), part in zip(parts[name], found, strict=True):
+            value[piece.box] = part
+        lacking = value.numel() - sum(prod(piece.size) for piece in {piece for *_, piece in parts[name]})
+        if lacking > 0:
+            raise UserError(
+                f"The initial weights in {shown(folder)} lack {lacking:,} elements of {name}; let every rank of the "
+                "reference write its parts, and its adapter place them all."
+            )
+        return value
+
+    return read

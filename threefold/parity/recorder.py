@@ -33,9 +33,10 @@ from threefold.parity.record import (
     Page,
     facts_file,
     page_file,
+    read_weights,
     write_facts,
+    write_weights,
 )
-from threefold.parity.weights import read_weights, write_weights
 from threefold.torch_private.runtime import in_backward_pass
 
 FOLDER, STEPS, AFTER, BYTES, SAVE, LOAD, PERTURB, STOP = (

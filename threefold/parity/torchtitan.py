@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from threefold.parity.clipping import ClippingAdapter
+from threefold.parity.adapters import ClippingAdapter
 
 
 class TorchtitanAdapter(ClippingAdapter):

@@ -1,13 +1,25 @@
-"""Dropout layer whose masks do not depend on the layout (`random.dropout_mask`)."""
+"""Dropout whose masks do not depend on the layout, and attention whose weights it drops.
 
-from collections.abc import Mapping
+A mask is a pure function of the seed, the step, the sample, the layer and each element's position in the *whole*
+activation. A rank thus drops exactly what one process would drop in its part, and recomputed activations are equal.
+
+Sources: SplitMix64's finalizer, Steele et al., "Fast splittable pseudorandom number generators" (OOPSLA 2014); the
+32-bit mixer, Wellons, "lowbias32" (2018).
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from threefold.random.dropout_mask import drop, factors
-from threefold.random.rng import Positions, stream_key
-from threefold.torch_private.runtime import Handle
+from threefold.ops import tiles
+from threefold.ops.exact_attention import HeadDrop
+from threefold.random.rng import ALL, Positions, row_major, signed, stream_key
+from threefold.torch_private.runtime import Handle, operator
+
+_MASK32 = 0xFFFFFFFF
 
 
 class Dropout(nn.Module):
@@ -52,3 +64,203 @@ class Dropout(nn.Module):
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
+
+
+def sample_keys(seed: int, step: int, rows: Tensor) -> Tensor:
+    """Return a 64-bit key for each sample of a step, which determines its dropout masks.
+
+    Args:
+        seed: seed of the run.
+        step: optimizer step.
+        rows: int64 [B], row of each sample in the global batch.
+
+    Returns:
+        int64 [B].
+
+    Example:
+        >>> keys = threefold.sample_keys(seed=0, step=5, rows=torch.arange(4))
+    """
+    return _mix64(rows.to(torch.int64) * signed(0x9E3779B97F4A7C15, 64) + stream_key("dropout", seed, step))
+
+
+def keep_mask(
+    keys: Tensor, site: int, shape: torch.Size, p: float, parts: Mapping[int, Positions] | None = None
+) -> Tensor:
+    """Return the mask of the elements of an activation that survive dropout.
+
+    The mask is a function of each sample's key, the site, and the element's position in the sample's whole activation.
+
+    Args:
+        keys: int64 [B], from `sample_keys`.
+        site: random stream of the layer, from `stream_key`.
+        shape: shape of the local activation, [B, …, n].
+        p: dropout probability of an element.
+        parts: dim → local part of the whole activation; missing dims are whole.
+
+    Returns:
+        bool, of `shape`.
+    """
+    rows, columns = _places(shape, parts or {}, keys.device)
+    return _keep(keys, site, p, rows, columns)
+
+
+def drop(x: Tensor, keys: Tensor, site: int, p: float, parts: Mapping[int, Positions]) -> Tensor:
+    """Zero the elements of `x` that `keep_mask` drops, and scale the others to preserve the mean."""
+    return drop_rows(x, keys, site, p, *_places(x.shape, parts, keys.device))
+
+
+def drop_rows(x: Tensor, keys: Tensor, site: int, p: float, rows: Tensor, columns: Tensor) -> Tensor:
+    """Apply `drop` to an activation `x` [B, …, n] with explicit positions in the whole one.
+
+    Args:
+        x: the activation.
+        keys, site, p: sample keys, stream and probability, as for `keep_mask`.
+        rows: int64 […], row-major positions in the whole activation of a sample, without its last dim.
+        columns: int64 [n], positions in the last dim.
+    """
+    return x * _keep(keys, site, p, rows, columns).to(x.dtype).mul_(1 / (1 - p))
+
+
+def _places(shape: torch.Size, parts: Mapping[int, Positions], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the `rows` and `columns` of `drop_rows` for an activation of `shape` [B, …, n]."""
+    held = [parts.get(dim, ALL) for dim in range(len(shape))]
+    rows = row_major(shape[1:-1], held[1:-1], device).view(shape[1:-1])
+    return rows, held[-1].indices(shape[-1], device)
+
+
+def _keep(keys: Tensor, site: int, p: float, rows: Tensor, columns: Tensor) -> Tensor:
+    samples = keys.view(-1, *(1,) * rows.dim())
+    row_keys = _mix64(samples + site + rows * signed(0x9E3779B97F4A7C15, 64))
+    # Strong mixing once per row, then a cheap 32-bit mix per element, because this runs on every activation.
+    return _mix32(columns.to(torch.int32), row_keys.unsqueeze(-1)) >= min(round(p * 2**32) - 2**31, 2**31 - 1)
+
+
+# An operator, because compilers break wrapping integers: C++ may assume that they never overflow, and torch folds
+# products of positions in unbounded integers.
+@operator("dropout_factors", lambda x, keys, layer: torch.empty_like(x, memory_format=torch.contiguous_format))
+def factors(x: Tensor, keys: Tensor, layer: Handle) -> Tensor:
+    dropout: Dropout = layer.value
+    kept = keep_mask(keys, dropout.site, x.shape, dropout.p, dropout.parts)
+    return kept.to(x.dtype).mul_(1 / (1 - dropout.p))
+
+
+def _mix64(x: Tensor) -> Tensor:
+    """Apply SplitMix64's finalizer to int64: a bijection whose every output bit depends on every input bit."""
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * signed(0xBF58476D1CE4E5B9, 64)
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * signed(0x94D049BB133111EB, 64)
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+def _mix32(column: Tensor, row_key: Tensor) -> Tensor:
+    """Draw a uniform int32 for each element, from its column and its row's 64-bit key."""
+    low = _low_word(row_key)
+    high = _low_word(row_key >> 32)
+    x = (column ^ low).mul_(signed(0x7FEB352D, 32))
+    x ^= (x >> 15).bitwise_and_(0x1FFFF)
+    x += high
+    x *= signed(0x846CA68B, 32)
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    x *= signed(0x9E3779B1, 32)
+    x ^= (x >> 15).bitwise_and_(0x1FFFF)
+    return x
+
+
+def _low_word(x: Tensor) -> Tensor:
+    """Return the low 32 bits as int32, wrapping (casting an out-of-range value is undefined on some devices)."""
+    return (((x + 2**31) & _MASK32) - 2**31).to(torch.int32)
+
+
+def dropped_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: tiles.AttentionMask, dropout: Dropout, keys: Tensor
+) -> Tensor:
+    """Compute `ops.attention.attention` with dropout of its attention weights: [B, Q, heads · d].
+
+    Args:
+        q, k, v, mask: inputs of `ops.attention.attention`.
+        dropout: dropout of the weights [B, heads, Q, K], with all keys local.
+        keys: int64 [B], keys of the samples.
+    """
+    mask = mask.within(k.shape[1])
+    out: Tensor = _DroppedAttention.apply(q, k, v, mask.documents, mask.window, keys, dropout.handle)
+    return out
+
+
+class _DroppedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int, keys: Tensor, layer: Handle
+    ) -> Tensor:
+        out = DROPPED_ATTENTION(q, k, v, documents, window, keys, layer)
+        ctx.save_for_backward(q, k, v, documents, keys)
+        ctx.window, ctx.layer = window, layer
+        flat: Tensor = out.flatten(2)
+        return flat
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, documents, keys = ctx.saved_tensors
+        grad = grad.reshape(q.shape)
+        found = DROPPED_ATTENTION_BACKWARD(grad, q, k, v, documents, ctx.window, keys, ctx.layer)
+        return *found, None, None, None, None
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int, keys: Tensor, layer: Handle
+) -> Tensor:
+    out, drop_of = q.new_empty(q.shape), _drops(q, keys, layer.value)
+    for part in tiles.tile_inputs(q, k, v, tiles.AttentionMask(window, documents), None):
+        out[part.at_queries] = tiles.plain_tile(part.q, part.k, part.v, part.bias, drop_of(part)).transpose(1, 2)
+    return out
+
+
+def _forward_shapes(q: Tensor, *_: Any) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int, keys: Tensor, layer: Handle
+) -> tuple[Tensor, Tensor, Tensor]:
+    gradients, drop_of = tiles.TileGradients(q, k, v), _drops(q, keys, layer.value)
+    for part in tiles.tile_inputs(q, k, v, tiles.AttentionMask(window, documents), None):
+        upper = part.of_queries(grad)
+        gradients.add(part, tiles.plain_tile_gradients(upper, part.q, part.k, part.v, part.bias, drop_of(part)))
+    return gradients.whole()
+
+
+def _backward_shapes(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return tiles.gradient_shapes(q, k, v)
+
+
+def head_drop(q: Tensor, keys: Tensor, dropout: Dropout) -> HeadDrop:
+    """Return the dropout of attention weights for `ops.exact_attention`; arguments as for `dropped_attention`."""
+    rows, drawn = _weight_rows(q, dropout), (dropout.site, dropout.p)
+
+    def of_heads(part: tiles.TileInputs, weights: Tensor, of_tile: slice, heads: slice) -> Tensor:
+        samples, queries = part.at_queries
+        columns = torch.arange(part.tile.keys.start, part.tile.keys.stop, device=q.device)
+        return drop_rows(weights, keys[samples][of_tile], *drawn, rows[heads, queries], columns)
+
+    return of_heads
+
+
+def _weight_rows(q: Tensor, dropout: Dropout) -> Tensor:
+    """Return the `rows` of `drop_rows` for attention weights [heads, Q] of queries `q` [B, Q, heads, d]."""
+    shape = q.shape[2], q.shape[1]
+    return row_major(shape, [dropout.parts.get(dim, ALL) for dim in (1, 2)], q.device).view(shape)
+
+
+def _drops(q: Tensor, keys: Tensor, dropout: Dropout) -> Callable[[tiles.TileInputs], tiles.Drop]:
+    rows = _weight_rows(q, dropout)
+
+    def of_tile(part: tiles.TileInputs) -> tiles.Drop:
+        samples, queries = part.at_queries
+        columns = torch.arange(part.tile.keys.start, part.tile.keys.stop, device=q.device)
+        drawn = keys[samples], dropout.site, dropout.p, rows[:, queries], columns
+        return lambda weights: drop_rows(weights, *drawn)
+
+    return of_tile
+
+
+DROPPED_ATTENTION: Final[Any] = operator("dropped_attention", _forward_shapes)(_forward)
+DROPPED_ATTENTION_BACKWARD: Final[Any] = operator("dropped_attention_backward", _backward_shapes)(_backward)

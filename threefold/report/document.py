@@ -1,9 +1,13 @@
-"""The document of a report: everything that a page, a table or another program shows about runs, as plain JSON."""
+"""The document of a report: everything that a page, a table or another program shows about runs, as plain JSON.
+
+`RunReport` writes its page, which has the document inside, as RUN/report.html at the end of a run.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
 from pathlib import Path
@@ -12,9 +16,11 @@ from typing import TYPE_CHECKING, Any, Final
 from threefold.comm.layout import AXES, Layout
 from threefold.config.loading import differing_settings
 from threefold.errors import UserError
-from threefold.files import format_bytes, read_json, read_text, require_file
+from threefold.files import fill_page, format_bytes, json_in_script, read_json, read_text, require_file, shown
+from threefold.output import replace_link
 from threefold.report.record import SAMPLES_FILE, SUMS, RunRecord, number
-from threefold.train.callbacks.base import clock
+from threefold.train.callbacks.base import Callback, RunContext, clock, reason_of, say
+from threefold.train.callbacks.console import REPORT_FILE
 
 if TYPE_CHECKING:
     from threefold.checkpoint.summary import ListedCheckpoint
@@ -332,3 +338,54 @@ def _samples(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
             damaged += bool(text.strip())
     told = [f"{path} has {damaged:,} damaged line{'s' if damaged > 1 else ''}; the others are used."] if damaged else []
     return found[-_MOST_SAMPLES:], told
+
+
+class RunReport(Callback):
+    """Write the report of the whole run after its last step; if it cannot be written, say so."""
+
+    @classmethod
+    def for_run(cls, run: RunContext) -> Callback:
+        return cls(run.run_dir)
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def after_fit(self) -> None:
+        path = self.folder / REPORT_FILE
+        # A report that fails must not fail a finished run.
+        try:
+            record = RunRecord(self.folder, ended=True)
+            record.update()
+            replace_link(path).write_text(make_page(report_of([record])), encoding="utf-8")
+        except Exception as error:
+            say(f"Warning: {path} cannot be written ({reason_of(error)}).")
+
+
+def make_page(document: Mapping[str, Any], poll: int = 0) -> str:
+    """Return the HTML of a report, with its script, style and data inside; it loads nothing.
+
+    Args:
+        document: the report (`report_of`).
+        poll: milliseconds after which the page asks its server for `report.json` again; 0 for a page that never asks.
+    """
+    parts = {
+        "connect": "'self'" if poll else "'none'",
+        "title": escape(", ".join(run["name"] for run in document["runs"])),
+        "css": _part("page.css"),
+        "poll": str(poll),
+        "json": json_in_script(document),
+        "js": _part("page.js"),
+    }
+    return fill_page(_part("page.html"), parts)
+
+
+def write_page(path: Path, document: Mapping[str, Any]) -> None:
+    """Write the page of a report to a file; raise a `UserError` if it cannot be written."""
+    try:
+        path.write_text(make_page(document), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--html {shown(path)} cannot be written: {error.strerror}.") from None
+
+
+def _part(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")

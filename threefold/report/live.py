@@ -11,8 +11,7 @@ from typing import Any, Final
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.report.curves import sparkline
-from threefold.report.document import report_of, sentence_of, steps_of
-from threefold.report.page import make_page
+from threefold.report.document import make_page, report_of, sentence_of, steps_of
 from threefold.report.record import RunRecord, number
 from threefold.train.callbacks.base import on_terminal, say
 from threefold.train.callbacks.live_line import RunningLines

@@ -27,6 +27,7 @@ from torch import Tensor
 from threefold.comm.layout import Layout
 from threefold.data.loader import Loader
 from threefold.errors import HardwareFault
+from threefold.files import first_of
 from threefold.models.layers.experts import Routing
 from threefold.parallel.parallelize import TrainableModel
 from threefold.parallel.parameter import Weight, axes_of, is_split, offset
@@ -290,7 +291,7 @@ def _ranks(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
 def _listed(labels: Iterable[str]) -> str:
     known = list(dict.fromkeys(labels))
     if len(known) > _NAMED:
-        return f"{', '.join(known[:_NAMED])} and {len(known) - _NAMED} more tensors"
+        return first_of(known, _NAMED, "tensors")
     return _joined(known)
 
 

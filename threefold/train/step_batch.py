@@ -19,8 +19,7 @@ from threefold.parallel.parallelize import TrainableModel, TrainingSettings
 from threefold.parallel.pipeline.runner import Runner
 from threefold.parallel.pipeline.stage import LocalBatch, OwnBatch, StepSamples
 from threefold.parallel.recompute import as_written
-from threefold.random.dropout import Dropout
-from threefold.random.dropout_mask import sample_keys
+from threefold.random.dropout import Dropout, sample_keys
 
 
 class BatchFacts(NamedTuple):

@@ -1,25 +1,83 @@
-"""Verification of exact runs: every layout inside the grain has the bits of one process."""
+"""Verification of exact runs: every layout inside the grain has the bits of one process.
+
+`ExactVerifier` starts the ranks; on each, `run_exact_rank` trains and compares every bit with the trace of one process.
+"""
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+import torch
+from torch import Tensor
 
 from threefold.comm.layout import Layout, LayoutSpec
+from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.models.source import ConfigSource, ModelSource
+from threefold.parallel.parallelize import PieceSizes
+from threefold.parallel.parameter import offset
 from threefold.parallel.plan_check import check_source
+from threefold.train.fingerprint import PartHash
+from threefold.train.step import Engine
 from threefold.verify.batches import BatchSource
-from threefold.verify.exact_rank import ORDER, Difference, ExactReport, run_exact_rank, write_exact_trace
+from threefold.verify.compare import GRADIENT, INITIAL, LOSS, NORM, WEIGHT, Held
 from threefold.verify.layouts import compose
-from threefold.verify.reference import Trace
+from threefold.verify.rank_worker import PIECES, tiny_mesh
+from threefold.verify.reference import CLIP_SHARE, Trace
 from threefold.verify.verifier import DEPARTS, EQUAL, FAILED, PATIENCE, Verdict, told
+
+FINGERPRINT: Final = "fingerprint"
+ORDER: Final = (INITIAL, GRADIENT, LOSS, NORM, WEIGHT, FINGERPRINT)
+"""Kinds of compared quantities, in the order in which a step computes them."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """First quantities of a rank whose bits differ from those of one process.
+
+    Attributes:
+        what: one of `ORDER`.
+        step: from 1; 0 for the initial weights.
+        parameter: name of the parameter; empty for loss, norm and the fingerprint of all weights.
+        rank: rank that computed it.
+        values: the values of one process and of the rank; for a parameter, the number of elements that differ.
+    """
+
+    what: str
+    step: int
+    parameter: str
+    rank: int
+    values: str
+
+    def __str__(self) -> str:
+        """Format as `gradient of blocks.0.mlp.up.weight, step 1 (3 of 96 elements), on rank 2`."""
+        of = f" of {self.parameter}" if self.parameter else ""
+        when = f", step {self.step}" if self.step else ""
+        return f"{self.what}{of}{when} ({self.values}), on rank {self.rank}"
+
+
+@dataclass(frozen=True)
+class ExactReport:
+    """Results of a rank.
+
+    Attributes:
+        fingerprints: fingerprint of the weights after each step, the initial ones first.
+        differences: all differences in the first step that has any on this rank, in the order of the model.
+        names: parameters of the model, in order; from one process only.
+        unknown_calls: functions that the model calls and that are not known to be exact; from one process only.
+    """
+
+    fingerprints: list[str]
+    differences: list[Difference]
+    names: list[str] = field(default_factory=list)
+    unknown_calls: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -151,3 +209,141 @@ def exact_verifier(task: ExactVerification, ranks: int) -> Iterator[ExactVerifie
         tempfile.TemporaryDirectory(prefix="threefold-verify-") as folder,
     ):
         yield ExactVerifier(task, pool, Path(folder))
+
+
+class _Training:
+    """Training of an exact run on this rank, step by step.
+
+    Args:
+        limit: norm to clip the gradients to; 0 for no clip.
+    """
+
+    def __init__(
+        self, source: ModelSource, config: Config, rows: BatchSource, mesh: Mesh, limit: float, pieces: PieceSizes
+    ) -> None:
+        clipped = config.optimizer.model_copy(update={"clip_grad_norm": limit})
+        self.config, self.rows, self.mesh = config.model_copy(update={"optimizer": clipped}), rows, mesh
+        make_model, plan = source.load(self.config)
+        self.engine = Engine(make_model, plan, mesh, self.config, loss=source.loss(self.config), pieces=pieces)
+        self.hashes: list[str] = []
+        self.loss = self.norm = 0.0
+        self.gradients: dict[str, Tensor] = {}
+        self._take()
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        return {weight.name: weight.master.detach() for weight in self.engine.model.weights}
+
+    def step(self, step: int) -> None:
+        """Make one step."""
+        engine, dp = self.engine, self.mesh.dp
+        batch = self.rows.batch(self.config, step, dp.index, dp.size)
+        loss, tokens = engine.compute_gradients(batch, step)
+        self.gradients = {entry.name: entry.gradient.detach().clone() for entry in engine.optimizer.entries}
+        result = engine.update(loss, tokens, step)
+        self.loss, self.norm = result.loss, result.grad_norm
+        self._take()
+
+    def _take(self) -> None:
+        assert self.engine.fingerprints is not None  # the run is exact
+        self.hashes.append(self.engine.fingerprints.take(len(self.hashes)).fingerprint)
+
+
+def write_exact_trace(source: ModelSource, config: Config, rows: BatchSource, steps: int, folder: str) -> ExactReport:
+    """Train in one process with an active clip, and write the trace to `folder`."""
+
+    def training(limit: float) -> _Training:
+        return _Training(source, config, rows, Mesh(Layout(), exact=True), limit, PieceSizes())
+
+    limit = 0.0
+    if config.optimizer.clip_grad_norm:
+        trial = training(0.0)
+        trial.step(0)
+        limit = trial.norm * CLIP_SHARE
+    run = training(limit)
+    trace = Trace(initial=_copies(run.weights), limit=limit)
+    for step in range(steps):
+        run.step(step)
+        trace.losses.append(run.loss)
+        trace.norms.append(run.norm)
+        trace.gradients.append(run.gradients)
+        trace.weights.append(_copies(run.weights))
+    trace.save(Path(folder))
+    return ExactReport(run.hashes, [], list(trace.initial), run.engine.unknown_calls())
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def run_exact_rank(
+    source: ModelSource,
+    config: Config,
+    rows: BatchSource,
+    steps: int,
+    folder: str,
+    hashes: list[str],
+    threads: int | None = None,
+) -> ExactReport:
+    """Train as a rank of the config's layout, in tiny pieces, and compare every bit with the trace in `folder`.
+
+    Args:
+        hashes: fingerprints of one process after each step, the initial ones first.
+        threads: threads of torch; None to leave their number as it is.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        return _compared(source, config, rows, steps, Path(folder), hashes)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _compared(
+    source: ModelSource, config: Config, rows: BatchSource, steps: int, folder: Path, hashes: list[str]
+) -> ExactReport:
+    expected = Trace.load(folder)
+    mesh = tiny_mesh(config)
+    run = _Training(source, config, rows, mesh, expected.limit, PIECES)
+    parts = {weight.name: weight.parameter for weight in run.engine.model.weights}
+    comparison = _Comparison(parts, mesh.rank)
+    comparison.tensors(INITIAL, 0, run.weights, expected.initial)
+    comparison.number(FINGERPRINT, 0, run.hashes[0], hashes[0])
+    for step in range(steps):
+        run.step(step)
+        comparison.tensors(GRADIENT, step + 1, run.gradients, expected.gradients[step])
+        comparison.number(LOSS, step + 1, run.loss, expected.losses[step])
+        comparison.number(NORM, step + 1, run.norm, expected.norms[step])
+        comparison.tensors(WEIGHT, step + 1, run.weights, expected.weights[step])
+        comparison.number(FINGERPRINT, step + 1, run.hashes[-1], hashes[step + 1])
+    return ExactReport(run.hashes, comparison.differences)
+
+
+class _Comparison:
+    """Comparison of a rank's bits with those of one process, until the end of the first step that differs."""
+
+    def __init__(self, parts: Mapping[str, Tensor], rank: int) -> None:
+        self.differences: list[Difference] = []
+        self._rank = rank
+        self._parts = parts
+
+    def tensors(self, what: str, step: int, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+        """Compare this rank's parts of tensors with the whole ones, by the hashes of both."""
+        if not self._goes_on(step):
+            return
+        for name, part in got.items():
+            parameter = self._parts[name]
+            start = offset(parameter)
+            of_part = PartHash(part.shape, start, parameter.shape)
+            right = Held(name, 0, start, tuple(part.shape)).of(expected[name])
+            if int(of_part(part)) != int(of_part(right)):
+                values = f"{int((part != right).sum()):,} of {part.numel():,} elements differ"
+                self.differences.append(Difference(what, step, name, self._rank, values))
+
+    def number(self, what: str, step: int, got: float | str, expected: float | str) -> None:
+        """Compare a number or a fingerprint."""
+        if self._goes_on(step) and got != expected:
+            self.differences.append(Difference(what, step, "", self._rank, f"{got!r}, not {expected!r}"))
+
+    def _goes_on(self, step: int) -> bool:
+        return not self.differences or self.differences[0].step == step

@@ -29,7 +29,7 @@ from threefold.models.sharding import Constant, Drawn, ModelPlan, Normal
 from threefold.models.source import ModelSource, construct, drawn
 from threefold.parallel.gradients import Gradients, Observer
 from threefold.parallel.parameter import make_weights
-from threefold.random.dropout_mask import sample_keys
+from threefold.random.dropout import sample_keys
 from threefold.random.rng import fill_normal_, stream_key
 from threefold.torch_private.distributed import persistent_buffers
 from threefold.train.optim import Optimizer, learning_rate

@@ -12,7 +12,7 @@ from threefold.constants import IGNORE_INDEX
 from threefold.data.samples import SPLITS, SingleCorpus, document_numbers
 from threefold.data.tokenizer import TextRule
 from threefold.errors import UserError
-from threefold.files import describe_error, shown
+from threefold.files import describe_error, first_of, shown
 from threefold.plugins import is_import_path, load_path
 from threefold.random import Int64Array
 
@@ -134,8 +134,7 @@ def _unknown_keys(sample: Any) -> str:
     if not isinstance(sample, Mapping) or not {"tokens", "labels"} <= sample.keys():
         return ""
     others = [repr(key) for key in sample if key not in ("tokens", "labels")]
-    more = f" and {len(others) - 5} more" if len(others) > 5 else ""
-    keys = f"the key{'s' if len(others) > 1 else ''} {', '.join(others[:5])}{more}"
+    keys = f"the key{'s' if len(others) > 1 else ''} {first_of(others)}"
     return f"{keys} beside 'tokens' and 'labels'" if others else ""
 
 

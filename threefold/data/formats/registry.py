@@ -17,6 +17,7 @@ from threefold.data.formats.threefold_folder import TokenFiles
 from threefold.data.sources import is_json_lines
 from threefold.data.tokenizer import SpecialTokens, TextRule, beginning_of, find_end, id_count, load_tokenizer
 from threefold.errors import UserError
+from threefold.files import first_of
 from threefold.output import Progress
 from threefold.plugins import Registry
 
@@ -143,9 +144,8 @@ def read_stored(path: Path) -> StoredTokens:
         return TokenFiles.open(path).stored()
     found = _find(path)
     if len(found) > 1:
-        names = ", ".join(prefix.name + format_.endings[0] for prefix, format_ in found[:3])
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-        raise UserError(f"{path} names several token files ({names}{more}); name one of them.")
+        names = first_of((prefix.name + format_.endings[0] for prefix, format_ in found), 3)
+        raise UserError(f"{path} names several token files ({names}); name one of them.")
     prefix, format_ = found[0]
     return format_.read(prefix)
 

@@ -16,7 +16,7 @@ from threefold.train.callbacks.records import EvaluationRecord, MeanRates, StepR
 
 LOG_FILE = "train.log"
 REPORT_FILE = "report.html"
-"""Report of the run (`threefold.report.page`)."""
+"""Report of the run (`threefold.report.document`)."""
 
 
 class StepLog(RunFile):

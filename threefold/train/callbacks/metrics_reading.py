@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from threefold.files import first_of
 from threefold.output import replace_link, sync
 from threefold.train.callbacks.base import say
 
@@ -57,9 +58,7 @@ class Metrics:
 
 
 def _numbered(numbers: tuple[int, ...]) -> str:
-    listed = ", ".join(map(str, numbers[:_NAMED_LINES]))
-    more = f" and {len(numbers) - _NAMED_LINES} more" if len(numbers) > _NAMED_LINES else ""
-    return f"line {listed}" if len(numbers) == 1 else f"lines {listed}{more}"
+    return f"line{'s' if len(numbers) > 1 else ''} {first_of(numbers, _NAMED_LINES)}"
 
 
 def read_metrics_file(path: Path) -> Metrics:

@@ -23,7 +23,7 @@ _ALWAYS: Final = {
     "step_log": "threefold.train.callbacks.console:StepLog",
     "stragglers": "threefold.resilience.stragglers:StragglerReport",
     "loss_curve": "threefold.train.callbacks.loss_curve:LossCurve",
-    "report": "threefold.report.page:RunReport",
+    "report": "threefold.report.document:RunReport",
     "summary": "threefold.train.callbacks.console:Summary",
 }
 """Callbacks of every run, in calling order."""
