@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from threefold.cli.terminal import Bars, counted, whole_number
+from threefold.cli.terminal import Bars, whole_number
 from threefold.errors import UserError
-from threefold.files import shown
+from threefold.files import counted, shown
 
 if TYPE_CHECKING:
     from threefold.config import Config

@@ -10,7 +10,7 @@ import typer
 from threefold.cli import terminal
 from threefold.cli.estimate import HardwareName
 from threefold.errors import UserError
-from threefold.files import format_bytes, read_json, shown
+from threefold.files import counted, format_bytes, read_json, shown
 
 if TYPE_CHECKING:
     from threefold.config import Config
@@ -108,10 +108,10 @@ def _print_document(document: dict[str, Any]) -> None:
     zero = f", zero {mesh['settings']['zero']}" if mesh["settings"]["zero"] else ""
     typer.echo(
         f"{model['name']}, {model['parameters']:,} parameters: {mesh['name']}{zero}, "
-        f"{terminal.counted(mesh['world'], 'rank')}, {mesh['dtype']}."
+        f"{counted(mesh['world'], 'rank')}, {mesh['dtype']}."
     )
     typer.echo(
-        f"{schedule['name']}: {terminal.counted(schedule['micro_batches'], 'micro-batch', 'es')}, "
+        f"{schedule['name']}: {counted(schedule['micro_batches'], 'micro-batch', 'es')}, "
         f"bubble {schedule['bubble']:.1%}."
     )
     _print_stages(document)
@@ -195,7 +195,7 @@ def _print_proof(proof: dict[str, Any]) -> None:
     )
     equal = sum(each["verdict"] == "equal" for each in proof["layouts"])
     typer.echo(
-        f"Verified: {equal} of {terminal.counted(len(proof['layouts']), 'layout')} equal; the worst error is "
+        f"Verified: {equal} of {counted(len(proof['layouts']), 'layout')} equal; the worst error is "
         f"{worst[0]:.1e}, of {worst[1]}, and {proof['tolerance']:.0e} is allowed."
     )
 

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from threefold.cli.terminal import check_picture_file, counted, print_table, times_of, whole_number
+from threefold.cli.terminal import check_picture_file, print_table, times_of, whole_number
 from threefold.errors import UserError
+from threefold.files import counted
 
 if TYPE_CHECKING:
     from threefold.planner.schedule import Simulation

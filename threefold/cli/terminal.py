@@ -1,4 +1,4 @@
-"""What commands share: options and their parsing, guarded standard streams, tables, progress bars, counts in words."""
+"""What commands share: options and their parsing, guarded standard streams, tables, progress bars."""
 
 import errno
 import io
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TextIO
 import typer
 
 from threefold.errors import CLOSED_OUTPUT, OutputLost, UserError
-from threefold.files import shown
+from threefold.files import counted, shown
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -226,11 +226,6 @@ def print_layout(config: "Config") -> None:
     layout = Layout.from_config(config.parallel)
     zero = f", zero {config.parallel.zero}" if config.parallel.zero else ""
     typer.echo(f"Layout: {layout}{zero}, {counted(layout.world_size, 'rank')}; {config.precision.dtype}.")
-
-
-def counted(count: int, thing: str, plural: str = "s") -> str:
-    """Return a number of things, such as `1 rank` or `1,024 ranks`."""
-    return f"{count:,} {thing}{plural if count != 1 else ''}"
 
 
 def setting_text(value: object) -> str:

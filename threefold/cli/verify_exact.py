@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
-from threefold.cli.terminal import Steps, counted
+from threefold.cli.terminal import Steps
+from threefold.files import counted
 
 if TYPE_CHECKING:
     from threefold.comm.layout import LayoutSpec

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from threefold.comm.layout import AXES, Layout
 from threefold.config.loading import differing_settings
 from threefold.errors import UserError
-from threefold.files import format_bytes, read_json, read_text, require_file
+from threefold.files import counted, format_bytes, how_often, read_json, read_text, require_file
 from threefold.report.record import SAMPLES_FILE, SUMS, RunRecord, number
 from threefold.train.callbacks.base import clock
 
@@ -264,10 +264,9 @@ def _goodput(run: RunRecord) -> str:
     found = run.goodput
     if found is None or not found.total:
         return ""
-    times = "restart" if found.restarts == 1 else "restarts"
-    restarts = f", {found.restarts:,} {times}" if found.restarts else ""
+    restarts = f", {counted(found.restarts, 'restart')}" if found.restarts else ""
     resumed = found.attempts - found.restarts - 1
-    again = f", resumed {'once' if resumed == 1 else f'{resumed:,} times'}" if resumed > 0 else ""
+    again = f", resumed {how_often(resumed)}" if resumed > 0 else ""
     return f"{found.share:.1%} of {clock(found.total)}{restarts}{again}"
 
 
