@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from threefold.cli.help import CommandLine
-from threefold.cli.terminal import Bars, ModelFile, TrustCode, counted, model_file, print_table, print_warnings, table
-from threefold.files import format_bytes, parse_bytes
+from threefold.cli.terminal import Bars, ModelFile, TrustCode, model_file, print_table, print_warnings, table
+from threefold.errors import UserError
+from threefold.files import counted, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from threefold.checkpoint.summary import CheckpointSummary, ListedCheckpoint, TensorGroup
@@ -227,10 +228,14 @@ def export(
     Examples:
       threefold checkpoint export runs/run --out hf --dtype bf16
     """
-    from threefold.huggingface.export_hf import Export, export_model
+    from threefold.huggingface.source import check_export
+
+    size, file = _bytes(shard_size), model_file(model)
+    check_export(run, out, overwrite)
+    from threefold.huggingface.export_hf import Export, export_model  # imports torch
 
     with Bars() as bars:
-        made = export_model(Export(run, out, _bytes(shard_size), dtype, overwrite, model_file(model), trust_code), bars)
+        made = export_model(Export(run, out, size, dtype, overwrite, file, trust_code), bars)
     print_warnings(made.warnings)
     blocks, left_out = made.config.model.blocks, ", ".join(made.left_out)
     facts = {
@@ -251,7 +256,7 @@ def _bytes(text: str) -> int:
     try:
         return parse_bytes(text)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--shard-size") from None
+        raise UserError(f"--shard-size {error}; use 5GB.") from None
 
 
 _SECOND, _MINUTE = "%Y-%m-%d %H:%M:%S", "%Y-%m-%d %H:%M"

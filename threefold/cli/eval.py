@@ -11,6 +11,7 @@ import typer
 
 from threefold.cli import terminal
 from threefold.errors import UserError
+from threefold.files import shown
 
 if TYPE_CHECKING:
     from threefold.config import Config
@@ -28,7 +29,7 @@ def command(
     ] = "perplexity",
     key: Annotated[str, typer.Option(help="Key of the text, or of the messages, in a JSON line.")] = "text",
     stride: Annotated[
-        int | None, typer.Option(min=1, help="Tokens between the starts of windows.", show_default="half the context")
+        int | None, typer.Option(help="Tokens between the starts of windows.", show_default="half the context")
     ] = None,
     context: Annotated[
         int | None, typer.Option(min=1, help="Context length, in tokens.", show_default="as trained")
@@ -72,13 +73,16 @@ def command(
       threefold eval runs/run --data lambada.jsonl --task lambada --dp 4
     """
     from threefold.comm.layout import Layout
-    from threefold.inference.inputs import check_run, read_texts, require_texts
+    from threefold.inference.inputs import check_run, check_stride, read_texts, require_texts
     from threefold.launch.launcher import InferenceRun
 
     layout, own = Layout(dp, tp, pp), terminal.model_file(own_model)
-    _check_context(context, check_run(run, layout))
+    config = check_run(run, layout)
+    _check_context(context, config)
     if task == "lambada" and stride is not None:
-        raise typer.BadParameter("lambada has one window per text and no stride; leave it out", param_hint="--stride")
+        raise UserError(f"--stride is {stride} but --task lambada has one window per text; leave --stride out.")
+    if stride is not None and config is not None:
+        check_stride(stride, config.data.sequence_length if context is None else context)
     if json_file is not None:
         _check_json(json_file, data)
     require_texts(data)
@@ -154,11 +158,13 @@ def measure(
 def _check_json(path: Path, data: Path) -> None:
     """Check that the metrics can be written to a path, before computing them."""
     if not path.parent.is_dir():
-        raise typer.BadParameter(f"{path.parent} is not a folder", param_hint="--json")
+        raise UserError(
+            f"--json {shown(path)} cannot be written: {shown(path.parent)} is not a folder; name one that is."
+        )
     if path.is_dir():
-        raise typer.BadParameter(f"{path} is a folder; name a file", param_hint="--json")
+        raise UserError(f"--json {shown(path)} is a folder; name a file, such as {shown(path / 'metrics.json')}.")
     if path.exists() and data.exists() and path.samefile(data):
-        raise typer.BadParameter(f"{path} is the file of --data; name another", param_hint="--json")
+        raise UserError(f"--json {shown(path)} is the file of --data; name another.")
 
 
 def _write(path: Path, document: dict[str, Any]) -> None:

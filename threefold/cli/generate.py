@@ -71,7 +71,7 @@ def command(
     from threefold.report.record import SAMPLES_FILE
 
     if system is not None and not chat:
-        raise typer.BadParameter("needs --chat", param_hint="--system")
+        raise UserError("--system goes only with --chat; give both, or leave --system out.")
     layout, own = Layout(tp=tp, pp=pp), terminal.model_file(own_model)
     given = [*(prompts or ()), *(read_prompts(prompts_file) if prompts_file else ())]
     if given:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from threefold.cli.help import CommandLine
-from threefold.cli.terminal import Steps, counted, print_table
+from threefold.cli.terminal import Steps, print_table
 from threefold.errors import UserError
-from threefold.files import format_bytes, parse_bytes
+from threefold.files import counted, format_bytes, parse_bytes, shown
 
 if TYPE_CHECKING:
     from threefold.parity.departure import Findings
@@ -212,12 +212,12 @@ def _bytes(text: str | None) -> int:
     try:
         return 0 if text is None else parse_bytes(text)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--whole") from None
+        raise UserError(f"--whole {error}; use 500MB.") from None
 
 
 def _check_page(page: Path) -> None:
     if page.is_dir() or not page.absolute().parent.is_dir():
-        raise typer.BadParameter(f"{page} cannot be written: name a file in a folder that exists", param_hint="--html")
+        raise UserError(f"--html {shown(page)} cannot be written; name a file in a folder that exists.")
 
 
 def _size(folder: Path) -> int:

@@ -184,9 +184,7 @@ def _ranks(text: str) -> tuple[int, ...]:
     try:
         return tuple(dict.fromkeys(int(rank) for rank in text.split(",") if rank.strip()))
     except ValueError:
-        raise typer.BadParameter(
-            f"{shown(text)!r} is not a list of ranks such as 0,3", param_hint="--console-ranks"
-        ) from None
+        raise UserError(f"--console-ranks {shown(text)} must be ranks between commas, such as 0,3.") from None
 
 
 def _profile_steps(text: str | None) -> int:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 import typer
 
 from threefold.cli.terminal import OWN_MODEL, ConfigFile, Overrides, Steps, TrustCode, read_config
-from threefold.files import format_bytes
+from threefold.errors import UserError
+from threefold.files import format_bytes, shown
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -99,18 +100,18 @@ def command(
     nested = names_nested_data(given)
     specs = parse_layouts([*(layouts or ()), *(named or ())])
     if specs and every:
-        raise typer.BadParameter("give layouts or --all, not both", param_hint="--all")
+        raise UserError("Layouts are given and --all too; leave one of the two out.")
     if exact:
         from threefold.cli.verify_exact import STEPS, verify_exact
 
         if full or from_section:
-            raise typer.BadParameter("--exact goes with neither --full nor --model", param_hint="--exact")
+            raise UserError(f"--exact does not go with {'--full' if full else '--model'}; leave one of the two out.")
         counts = _counts(threads)
         options: dict[str, Any] = {"every": every, "ranks": ranks, "steps": steps or STEPS, "dtype": dtype}
         verify_exact(given, specs, **options, threads=counts, as_json=as_json, verbose=verbose)
         return
     if threads is not None:
-        raise typer.BadParameter("goes with --exact", param_hint="--threads")
+        raise UserError("--threads goes only with --exact; give both, or leave --threads out.")
     dtype, steps = dtype or "fp64", steps or 3
     require_room(max((spec.world_size for spec in specs), default=ranks))
     base = choices.prepare(given, dtype, vocabulary(given) or choices.UNKNOWN_VOCABULARY)
@@ -160,7 +161,7 @@ def _counts(threads: str | None) -> list[int]:
     """Return the numbers of threads."""
     words = [] if threads is None else threads.split(",")
     if not all(word.strip().isdigit() and 1 <= int(word) <= _MOST_THREADS for word in words):
-        raise typer.BadParameter(f"give numbers from 1 to {_MOST_THREADS}, such as 1,2,4", param_hint="--threads")
+        raise UserError(f"--threads {shown(str(threads))} must be numbers from 1 to {_MOST_THREADS}, such as 1,2,4.")
     return [int(word) for word in words]
 
 

@@ -1,4 +1,4 @@
-"""Source of an import: a folder with a Hugging Face model, or a model on the hub; checked without torch."""
+"""Checks of an import and an export before torch is imported: the folders, and a model on the Hugging Face hub."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from threefold.checkpoint.folder import CONFIG as RUN_CONFIG
-from threefold.checkpoint.folder import TOKENIZER, path_of
+from threefold.checkpoint.folder import TOKENIZER, Damaged, SelectedCheckpoint, newest, path_of, select_checkpoint
 from threefold.checkpoint.manifest import FORMAT, MANIFEST
 from threefold.errors import UserError
 from threefold.files import parse_json, read_text, shown
@@ -41,6 +41,27 @@ def check_import(name: str, out: Path, overwrite: bool) -> Path:
         folder = _fetched(name)
     read_json(folder / CONFIG)
     return folder
+
+
+def check_export(run: Path, out: Path, overwrite: bool) -> None:
+    """Check the folders of an export; the checkpoint itself is checked when it is read.
+
+    Args:
+        run: run folder that is exported.
+        out: folder that the export makes.
+        overwrite: whether an earlier export at `out` may be replaced.
+
+    Raises:
+        UserError: the run has no complete checkpoint, or `out` cannot be made.
+    """
+    check_replaceable(out, [run], overwrite)
+    if newest(run) is None:
+        choose_exported(run)
+
+
+def choose_exported(run: Path, damaged: Damaged | None = None) -> SelectedCheckpoint:
+    """Return the checkpoint that an export reads, as `select_checkpoint` does."""
+    return select_checkpoint(run, lambda none: f"{run} has {none}; give the folder of a run.", damaged)
 
 
 def read_json(path: Path) -> dict[str, Any]:
