@@ -21,7 +21,7 @@ app = CommandLine(help="List, show, verify and convert checkpoints; import and e
 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Overwrite --out.")]
 ShardCoordinates = Annotated[
-    Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's folder, or that of one of its checkpoints.")
+    Path, typer.Argument(metavar="RUN|CHECKPOINT", help="Folder of a run, or of one of its checkpoints.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON document instead of a table.")]
 
@@ -105,7 +105,7 @@ def verify(path: ShardCoordinates) -> None:
 @app.command()
 def convert(
     path: ShardCoordinates,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to create; a run, with --format threefold.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to create; with --format threefold, a run folder.")],
     format_: Annotated[
         Literal["threefold", "safetensors", "torch", "dcp"],
         typer.Option(
@@ -116,11 +116,11 @@ def convert(
     ] = "threefold",
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16", "fp64"] | None,
-        typer.Option(help="Data type of the weights.", show_default="as they are stored"),
+        typer.Option(help="Data type of the weights.", show_default="as stored"),
     ] = None,
     weights_only: Annotated[bool, typer.Option("--weights-only", help="Leave out the optimizer's state.")] = False,
     shard_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Largest file of tensors, such as 500MB; torch writes one.")
+        str, typer.Option(metavar="SIZE", help="Largest tensor file, such as 500MB; torch writes a single file.")
     ] = "5GB",
     overwrite: Overwrite = False,
 ) -> None:
@@ -213,7 +213,7 @@ def export(
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16", "fp64"] | None,
         typer.Option(
-            help="Data type of the weights.", show_default="the run's precision.dtype; of an imported model, its own"
+            help="Data type of the weights.", show_default="the run's precision.dtype, or an imported model's own"
         ),
     ] = None,
     model: ModelFile = None,

@@ -26,10 +26,10 @@ def command(
     all_stages: Annotated[bool, typer.Option("--all-stages", help="Run one rank of each pipeline stage.")] = False,
     world: Annotated[
         str | None,
-        typer.Option(metavar="N", help="Ranks of the run, from which parallel.dp follows where CONFIG has none."),
+        typer.Option(metavar="N", help="Ranks of the run, which set parallel.dp if CONFIG does not."),
     ] = None,
     hardware: Annotated[
-        str | None, typer.Option(metavar="NAME", help="GPU type, to say whether the ranks fit into its memory.")
+        str | None, typer.Option(metavar="NAME", help="GPU type, to check whether the ranks fit in its memory.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document instead of tables.")] = False,
     overrides: terminal.Overrides = None,

@@ -29,7 +29,7 @@ SystemName = Annotated[
     typer.Option(
         "--system",
         metavar="NAME",
-        help="Whose kernels and overlap: own, or of a published system: megatron-core, nemo, …",
+        help="System whose kernels and overlap are assumed: own, or a published one such as megatron-core or nemo.",
         show_default="own, as train runs it",
     ),
 ]

@@ -23,9 +23,15 @@ _LARGE = 1e6
 
 def command(
     run: terminal.RunFolder,
-    data: Annotated[Path, typer.Option(metavar="FILE", help="JSON lines (.jsonl, also .gz, .zst), or text (.txt).")],
+    data: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE", help="Texts to evaluate: JSON lines (.jsonl, also .gz or .zst) or plain text (.txt)."
+        ),
+    ],
     task: Annotated[
-        Literal["perplexity", "lambada"], typer.Option(help="lambada: accuracy on the last word of each text.")
+        Literal["perplexity", "lambada"],
+        typer.Option(help="Metric; lambada is the accuracy on the last word of each text."),
     ] = "perplexity",
     key: Annotated[str, typer.Option(help="Key of the text, or of the messages, in a JSON line.")] = "text",
     stride: Annotated[
@@ -41,7 +47,7 @@ def command(
     loss_tokens: Annotated[
         Literal["answers", "all"] | None,
         typer.Option(
-            help="Of conversations, and prompts with completions: the tokens whose loss counts.",
+            help="Tokens whose loss counts in conversations, and in prompts with completions.",
             show_default="as the model was trained",
         ),
     ] = None,
@@ -50,7 +56,7 @@ def command(
         typer.Option(
             "--dp",
             min=1,
-            help="Data-parallel replicas; each evaluates a part of the windows.",
+            help="Data-parallel replicas; each evaluates part of the windows.",
             rich_help_panel=terminal.LAYOUT,
         ),
     ] = 1,

@@ -29,7 +29,9 @@ def command(
     system: Annotated[str | None, typer.Option(help="With --chat: the system message.")] = None,
     prompts_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="One prompt per line; of .jsonl, each line's key `prompt` or `messages`."),
+        typer.Option(
+            metavar="FILE", help="File with one prompt per line; in .jsonl, the line's key `prompt` or `messages`."
+        ),
     ] = None,
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="Largest number of tokens to generate per prompt.", rich_help_panel="Sampling")
@@ -59,7 +61,7 @@ def command(
 ) -> None:
     """Continue each prompt with the newest checkpoint of RUN, on tp · pp local processes or torchrun ranks.
 
-    The layout only changes the speed: the same prompt, seed and options give the same text in every layout.
+    The layout changes only the speed: the same prompt, seed and options give the same text in every layout.
 
     Examples:
       threefold generate runs/run --prompt "In Python, a list"

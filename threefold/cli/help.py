@@ -114,7 +114,7 @@ def _readable(text: str, argument: bool) -> str:
     extra = found[1]
     for pattern, words in _WORDS:
         extra = pattern.sub(words, extra)
-    told = ", ".join(part for part in extra.split("; ") if part and not (argument and part == "required"))
+    told = "; ".join(part for part in extra.split("; ") if part and not (argument and part == "required"))
     return text[: found.start()] + (f" ({told})" if told else "")
 
 

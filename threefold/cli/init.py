@@ -77,10 +77,10 @@ def command(
         typer.Option(metavar="N", help="Sequences in a step, over all ranks.", show_default="32, or more ranks"),
     ] = None,
 ) -> None:
-    """Write a commented config that runs; on a terminal, ask for what no option gives.
+    """Write a commented config that runs; on a terminal, ask for the options that are not given.
 
-    The data must exist, and the config is checked against it as by threefold train. The ranks are replicas (dp);
-    threefold plan finds faster layouts of GPUs.
+    The data must exist, and the config is checked against it as threefold train does. All ranks are
+    data-parallel replicas (dp); threefold plan finds faster layouts for GPUs.
 
     Examples:
       threefold init run.yaml

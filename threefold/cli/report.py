@@ -20,7 +20,7 @@ def command(
 ) -> None:
     """Report on runs, ended or not: what ran, losses, speed, time, memory, checkpoints, and settings that differ.
 
-    A run writes the page of its own report at its end, as RUN/report.html.
+    At its end, a run writes its own report page to RUN/report.html.
 
     Examples:
       threefold report runs/run

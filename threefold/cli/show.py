@@ -19,16 +19,23 @@ if TYPE_CHECKING:
 def command(
     config: terminal.ConfigFile,
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write one page that works offline, as .html.")
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a self-contained page, as .html.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the document behind the page (docs/show.md).")] = False,
     compare: Annotated[
         str | None,
-        typer.Option(metavar="OTHER", help="What moves to another layout: a config, or words such as dp4·tp2."),
+        typer.Option(
+            metavar="OTHER",
+            help="Also show what moves to another layout, given as a config or in words such as dp4·tp2.",
+        ),
     ] = None,
     verify: Annotated[
         Path | None,
-        typer.Option("--verify", metavar="REPORT", help="Also errors by parameter, from threefold verify --json."),
+        typer.Option(
+            "--verify",
+            metavar="REPORT",
+            help="Also show the error of each parameter, from the output of threefold verify --json.",
+        ),
     ] = None,
     hardware: HardwareName = None,
     traffic: Annotated[
@@ -40,7 +47,8 @@ def command(
 ) -> None:
     """Show the layout of CONFIG: ranks, shards of each weight, pipeline schedule, memory and collectives.
 
-    The data need not exist. Without --hardware, times are relative, and memory has a limit on a CPU only.
+    The data need not exist. Without --hardware, times are relative, and only the memory of CPU ranks has a
+    limit.
 
     Examples:
       threefold show run.yaml --html layout.html --hardware h100

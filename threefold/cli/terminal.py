@@ -34,7 +34,7 @@ ModelFile = Annotated[
     typer.Option(
         "--model",
         metavar="FILE.py[:NAME]",
-        help="A model of your own, from a Python file.",
+        help="Python file with a model of your own.",
         rich_help_panel=OWN_MODEL,
     ),
 ]
@@ -42,7 +42,7 @@ TrustCode = Annotated[
     bool,
     typer.Option(
         "--trust-code",
-        help="Run the code that a checkpoint brings along, or that a stored config names.",
+        help="Run the code that is stored in a checkpoint or named by a stored config.",
         rich_help_panel=OWN_MODEL,
     ),
 ]
@@ -57,14 +57,14 @@ SpecialTokensName = Annotated[
     Literal["parse", "text"] | None,
     typer.Option(
         "--special-tokens",
-        help="Text that spells a special token becomes that token (parse), or stays text (text), as for untrusted "
-        "input.",
+        help="Whether text that spells a special token becomes that token (parse) or stays text (text), as "
+        "untrusted input should.",
         show_default="as the model was trained",
     ),
 ]
 DeviceName = Annotated[
     Literal["auto", "cpu", "cuda"],
-    typer.Option("--device", help="auto: GPUs if there is one per rank.", rich_help_panel=LAYOUT),
+    typer.Option("--device", help="Device; auto uses GPUs if there is one per rank.", rich_help_panel=LAYOUT),
 ]
 
 

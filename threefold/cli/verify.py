@@ -32,30 +32,35 @@ def command(
     ] = None,
     layouts: Annotated[
         list[str] | None,
-        typer.Option("--layouts", "--layout", metavar="LAYOUT", help="The same; separate several by `;`."),
+        typer.Option("--layouts", "--layout", metavar="LAYOUT", help="Another way to give layouts, separated by `;`."),
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Every valid layout of --ranks ranks.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Verify every valid layout of --ranks ranks.")] = False,
     ranks: Annotated[
-        int, typer.Option(min=2, max=1024, help="Ranks of the layouts of the default selection and of --all.")
+        int, typer.Option(min=2, max=1024, help="Ranks of the layouts in the default selection and in --all.")
     ] = 8,
     exact: Annotated[
         bool, typer.Option("--exact", help="Train with train.exact and compare bits, in layouts inside the grain.")
     ] = False,
     threads: Annotated[
-        str | None, typer.Option(metavar="N,N…", help="With --exact: also one process with N threads.")
+        str | None,
+        typer.Option(
+            metavar="N,N…", help="With --exact: also compare one process with each of these numbers of threads."
+        ),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, max=10_000, help="Optimizer steps to compare.", show_default="3; --exact: 5")
+        int | None,
+        typer.Option(min=1, max=10_000, help="Optimizer steps to compare.", show_default="3, or 5 with --exact"),
     ] = None,
     dtype: Annotated[
         Literal["fp64", "fp32"] | None,
         typer.Option(
             help="Precision; the tolerance is 1e-12 for fp64, 1e-5 for fp32.",
-            show_default="fp64; --exact: the config's",
+            show_default="fp64, or the config's with --exact",
         ),
     ] = None,
     full: Annotated[
-        bool, typer.Option("--full/--shrink", help="Full-size model, or one shrunk to fewer and narrower layers.")
+        bool,
+        typer.Option("--full/--shrink", help="Verify the full-size model, or one shrunk to fewer and narrower layers."),
     ] = False,
     model: Annotated[
         str | None,
@@ -76,7 +81,7 @@ def command(
         bool, typer.Option("--verbose", help="Also print why layouts are unsupported, and tracebacks.")
     ] = False,
 ) -> None:
-    """Train CONFIG's model a few steps in a single process and in each LAYOUT, and compare the results.
+    """Train CONFIG's model for a few steps in a single process and in each LAYOUT, and compare the results.
 
     Initial weights, and each step's loss, gradient norm, gradients and updated weights must be equal up to rounding; so
     must evaluation, packed documents, a loss scale with an overflow, a skipped step and a resumed run (docs/verify.md).
