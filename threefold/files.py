@@ -149,7 +149,7 @@ def fill_page(page: str, parts: Mapping[str, str]) -> str:
 def json_in_script(document: Mapping[str, Any]) -> str:
     """Return a document as JSON for a script element of a page, which only `<` could end, in ASCII.
 
-    So names that are no valid text, as of files, can be written too.
+    So names that are not valid text, such as those of files, can be written too.
     """
     return json.dumps(document, separators=(",", ":"), allow_nan=False).replace("<", r"\u003c")
 

@@ -125,7 +125,7 @@ def test_a_file_of_the_users_is_not_written_over(run: Run) -> None:
     for name, free in (("gpt.yaml", "gpt-planned.yaml"), ("best.yaml", "best-planned.yaml")):
         told = str(run(*asked, "--write", name).exception)
         assert told == (
-            f"{name} is there already and threefold plan has not written it; name another file, such as {free}."
+            f"{name} exists already and threefold plan has not written it; name another file, such as {free}."
         )
     assert (Path("gpt.yaml").read_text(), Path("best.yaml").read_text()) == (CONFIG, "mine")
     for _ in range(2):

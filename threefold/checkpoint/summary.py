@@ -73,7 +73,7 @@ def locate(path: Path) -> Named:
     if not path.is_dir():
         reason = "a file" if path.is_file() else "not there"
     elif (path / FOLDER).is_dir():
-        reason = f"a folder whose {FOLDER} are none so far"
+        reason = "a run without checkpoints so far"
     advice = f"the nearest run is {shown(nearest)}" if nearest else "give the folder that a run has as --run-dir"
     raise UserError(f"{shown(path)} is {reason}; {advice}.")
 

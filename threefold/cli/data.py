@@ -227,7 +227,7 @@ def convert(
 
 
 def _print_facts(stored: "StoredTokens", summary: "TokenSummary", corpus: "Corpus") -> None:
-    """Print a table of what token files hold, with the highest token if no tokenizer gives the vocabulary."""
+    """Print a table of the contents of token files, with the highest token if no tokenizer gives the vocabulary."""
     from threefold.data.formats.threefold_folder import TokenFiles
 
     tokens, documents, sequences = len(stored.tokens), summary.documents, len(stored.sequences) - 1

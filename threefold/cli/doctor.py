@@ -1,4 +1,4 @@
-"""`threefold doctor`: what this machine has, how fast it is, and what is wrong with it."""
+"""`threefold doctor`: hardware and software of this machine, its measured speed, and problems found."""
 
 import json
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def command(
     """Examine this machine: hardware, versions, backends, network, limits, and the performance of local ranks.
 
     Measures matrix products, memory, collectives of 2, 4 and 8 local ranks, and the disk, in about half a minute.
-    Saves the hardware entry `this-machine` for `threefold estimate` and the MFU of runs, and reports what is wrong.
+    Saves the hardware entry `this-machine` for `threefold estimate` and the MFU of runs, and reports problems.
 
     Examples:
       threefold doctor

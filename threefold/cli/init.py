@@ -108,13 +108,13 @@ def command(
 
 
 def require_new(file: Path) -> None:
-    """Raise a `UserError` unless a file can be made: nothing is overwritten."""
+    """Raise a `UserError` unless a new file can be written without overwriting one."""
     if file.is_dir():
         raise UserError(f"{shown(file)} is a folder; name a file in it, such as {shown(file / 'run.yaml')}.")
     if file.exists() or file.is_symlink():
         names = (file.with_name(f"{file.stem}-{number}{file.suffix}") for number in range(2, 10**6))
         free = next(name for name in names if not name.exists())
-        raise UserError(f"{shown(file)} is there already; name another file, such as {shown(free)}.")
+        raise UserError(f"{shown(file)} exists already; name another file, such as {shown(free)}.")
     if not file.parent.is_dir():
         raise UserError(f"{shown(file)} cannot be written: there is no folder {shown(file.parent)}; make it first.")
 
@@ -153,10 +153,12 @@ def _model(text: str) -> dict[str, Any]:
 
 
 def checked(sections: dict[str, dict[str, Any]]) -> "Config":
-    """Return the resolved config of some settings, checked as before training; too little data is not evaluated.
+    """Return the resolved config of some settings, checked as before training.
+
+    Evaluation is off if there is too little data for it.
 
     Raises:
-        UserError: the settings, the data and this machine do not go together.
+        UserError: the settings do not fit the data or this machine.
     """
     from threefold.config.loading import config_of
     from threefold.launch.training_run import check_run
@@ -200,7 +202,7 @@ def _default(name: str, values: Mapping[str, str | None]) -> str | None:
 
 
 def text_of(config: "Config", file: Path) -> str:
-    """Return a resolved config as commented YAML, with the settings that a person changes first."""
+    """Return a resolved config as commented YAML, with the settings that users change first."""
     from threefold.config.schema import to_yaml
 
     lines = [

@@ -1,4 +1,4 @@
-"""`threefold inspect`: the modules of an own model, and how its plan shards them."""
+"""`threefold inspect`: the modules of a user's own model, and how its plan shards them."""
 
 from pathlib import Path
 from typing import Annotated

@@ -134,7 +134,7 @@ def run(
 
 
 def _remove(folder: Path, but_logs: bool) -> None:
-    """Remove a temporary folder, but the logs that a message names."""
+    """Remove a temporary folder, except for the logs that a message names."""
     logs = but_logs and any(folder.glob("*.log"))
     for path in [each for each in folder.iterdir() if each.is_dir()] if logs else [folder]:
         shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""`threefold report`: what runs were and how they went, as a table or a page."""
+"""`threefold report`: settings, results and course of runs, as a table or a page."""
 
 import json
 from pathlib import Path

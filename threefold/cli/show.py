@@ -84,7 +84,7 @@ def command(
 
 
 def _check_page(path: Path) -> None:
-    """Raise a `UserError` if the page cannot be written, or would replace a file that is no page of this command."""
+    """Raise a `UserError` if the page cannot be written, or would replace a file that is not a page of this command."""
     from threefold.planner.layout_page import is_layout_page
 
     if path.suffix.lower() != ".html":
@@ -92,11 +92,11 @@ def _check_page(path: Path) -> None:
     if not path.parent.is_dir():
         raise UserError(f"The page {shown(path)} cannot be written: there is no folder {shown(path.parent)}.")
     if path.exists() and not is_layout_page(path):
-        raise UserError(f"{shown(path)} is there already and is no page of threefold show; use another name.")
+        raise UserError(f"{shown(path)} exists already and is not a page of threefold show; use another name.")
 
 
 def _other(text: str, config: "Config", model: str | None, trust_code: bool) -> "Config":
-    """Return the config that `--compare` names: that of a file, or `config` in the layout that words describe."""
+    """Return the config that `--compare` names: the one in a file, or `config` in the layout that words describe."""
     if text.lower().endswith((".yaml", ".yml")) or Path(text).exists():
         return terminal.read_without_data(Path(text), None, model, trust_code)
     from threefold.comm.layout import parse
@@ -111,7 +111,7 @@ def _other(text: str, config: "Config", model: str | None, trust_code: bool) -> 
 
 
 def _print_document(document: dict[str, Any]) -> None:
-    """Print the layout in short: stages with their ranks, memory and bubble, weights and their shards, collectives."""
+    """Print a summary of the layout: stages with ranks, memory and bubble; weights and shards; collectives."""
     mesh, schedule, model = document["layout"], document["schedule"], document["model"]
     zero = f", zero {mesh['settings']['zero']}" if mesh["settings"]["zero"] else ""
     typer.echo(

@@ -110,7 +110,7 @@ def command(
 
 
 def _count(text: str | None, option: str, of_file: int | None) -> int:
-    """Return the number of an option, or the one that a schedule file fixes."""
+    """Return the number that an option gives, or that a schedule file fixes."""
     if text is not None:
         return whole_number(text, option)
     if of_file is None:
@@ -122,7 +122,7 @@ _MOST_ROWS: Final = 24
 
 
 def _print_simulation(found: "Simulation") -> None:
-    """Print what each rank does and holds, and a line about the bubble."""
+    """Print the times and the held activations of each rank, and a line about the bubble."""
     timeline, facts, longest = found.timeline, found.facts(), found.timeline.longest
     typer.echo(f"{_named(found)}.")
     called = "rank" if timeline.program.stages > found.pp else "stage"

@@ -1,4 +1,4 @@
-"""What commands share: options and their parsing, guarded standard streams, tables, progress bars."""
+"""Parts that commands share: options and their parsing, guarded standard streams, tables, progress bars."""
 
 import errno
 import io
@@ -147,7 +147,7 @@ _LONGEST: Final = 10**9
 
 
 def whole_number(text: str, option: str, least: int = 1, most: int = 10**7) -> int:
-    """Parse an option as a whole number; raise a `UserError` if it is none, or not from `least` to `most`."""
+    """Parse an option as a whole number; raise a `UserError` if it is not one from `least` to `most`."""
     try:
         number = int(text.replace("_", ""))
     except ValueError:
@@ -229,7 +229,7 @@ def print_layout(config: "Config") -> None:
 
 
 def setting_text(value: object) -> str:
-    """Return the value of a setting as JSON; a dash for None, which means that it is not set."""
+    """Return the value of a setting as JSON; a dash for None, a setting without a value."""
     return "–" if value is None else json.dumps(value, ensure_ascii=False)
 
 

@@ -168,7 +168,7 @@ def _command() -> str:
 
 
 def _say(text: str) -> None:
-    """Print once for all ranks."""
+    """Print a line once for all ranks."""
     from threefold.launch.environment import find_launched_rank
 
     launched = find_launched_rank()

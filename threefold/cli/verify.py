@@ -209,7 +209,7 @@ def _as_json(
 
 
 class _Table:
-    """Table that grows row by row, with a live line below it on a terminal; a context manager.
+    """Table that is printed row by row, with a live line below it on a terminal; a context manager.
 
     Its rows are printed one by one, so the widths of its columns are fixed from the start: columns of bytes are dropped
     if they do not fit.

@@ -113,7 +113,7 @@ def _document(
 
 
 class _Table:
-    """Table that grows row by row: layout, verdict, hash of the weights after the last step, and seconds."""
+    """Table that is printed row by row: layout, verdict, hash of the weights after the last step, and seconds."""
 
     def __init__(self, check: "ExactVerifier", selection: "ExactSelection", shown: bool, verbose: bool) -> None:
         from rich.console import Console
@@ -137,7 +137,7 @@ class _Table:
         self._print(self._row("1 process", "", check.fingerprint, ""), "dim")
 
     def add(self, result: "ExactResult") -> None:
-        """Print the row of a layout, and what differs first."""
+        """Print the row of a layout, and the first difference."""
         from threefold.verify.verifier import DEPARTS, EQUAL, FAILED
 
         marks = {EQUAL: "✓ equal", DEPARTS: "✗ DEPARTS", FAILED: "! error"}

@@ -1,4 +1,4 @@
-"""`threefold watch`: a run that goes on, in the terminal or in a browser."""
+"""`threefold watch`: progress of a run, in the terminal or in a browser."""
 
 import time
 from typing import Annotated, Any, Final

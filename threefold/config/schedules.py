@@ -152,7 +152,7 @@ def write_schedule_file(path: Path, orders: Sequence[Sequence[Action]]) -> None:
     try:
         if path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
             raise UserError(
-                f"The pipeline schedule {shown(path)} is there already and has other actions; remove it first."
+                f"The pipeline schedule {shown(path)} exists already and has other actions; remove it first."
             )
         path.write_text(text, encoding="utf-8")
     except OSError as error:

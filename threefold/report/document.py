@@ -76,7 +76,7 @@ def _version() -> str:
 
 
 def sentence_of(run: RunRecord, steps: int | None) -> str:
-    """Return how far a run is, in words.
+    """Return a run's progress in words.
 
     Args:
         run: the run.
@@ -92,7 +92,7 @@ def sentence_of(run: RunRecord, steps: int | None) -> str:
 
 
 def steps_of(settings: Settings) -> int | None:
-    """Return the number of steps of a whole run; None if its settings do not say."""
+    """Return the number of steps of a complete run; None if its settings do not determine it."""
     found = settings.get("train", {}).get("max_steps")
     return found if type(found) is int else None
 
@@ -144,7 +144,7 @@ def _run(run: RunRecord) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of YAML as JSON can say it: infinities and NaN as text."""
+    """Return a YAML value in a form that JSON can express: infinities and NaN as text."""
     if isinstance(value, dict):
         return {str(key): _plain(inside) for key, inside in value.items()}
     if isinstance(value, list):
@@ -207,7 +207,7 @@ def _layout_text(layout: Layout, settings: Settings) -> str:
 
 
 def _layout_facts(layout: Layout) -> dict[str, Any]:
-    """Return the sizes of the axes and, of layouts that are drawn whole, the coordinates of each rank."""
+    """Return the sizes of the axes and, for layouts that are drawn completely, the coordinates of each rank."""
     ranks = range(layout.world_size) if layout.world_size <= _MOST_DRAWN else ()
     sizes = {axis: layout.size(axis) for axis in (*AXES, "ep")}
     return {"sizes": sizes, "axes": AXES, "ranks": [list(layout.coordinates(rank)) for rank in ranks]}

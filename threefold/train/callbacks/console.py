@@ -185,7 +185,9 @@ class Summary(Callback):
             *self._of_hardware(),
         ]
         if self._last.fingerprint is not None:
-            where = "but for what is not known" if self._unknown else "in every layout inside the grain"
+            where = (
+                "in every layout if those functions are exact" if self._unknown else "in every layout inside the grain"
+            )
             told = f"{self._last.fingerprint} after step {self._last.step}, {where}"
             rows.append(("weights", told))
         if self.ledger is not None and (found := Goodput.read(self.ledger)):
