@@ -207,7 +207,7 @@ def test_the_example_of_what_does_not_fit_has_its_own_memory(run: Run) -> None:
             "--set parallel.tp=3: threefold plan chooses this setting itself; use --fix parallel.tp=3 for layouts that",
         ),
         (["--gpus", "8", "--hardware", "h100", "--png", "layouts.txt"], "must end in .png or .svg"),
-        (["--gpus", "8", "--hardware", "h100", "--write", "no/best.yaml"], "no is no folder; make it first."),
+        (["--gpus", "8", "--hardware", "h100", "--write", "no/best.yaml"], "no is not a folder; make it first."),
     ],
 )
 def test_a_mistake_is_one_sentence(run: Run, arguments: list[str], sentence: str) -> None:

@@ -88,7 +88,10 @@ def test_a_model_of_ones_own(threefold) -> None:
         (("--compare", "other.yaml"), "The two layouts are of different models: "),
         (("--verify", "none.json"), "Cannot read the report none.json: No such file or directory."),
         (("--verify", "run.yaml"), "Cannot read the report run.yaml: it is not JSON"),
-        (("--verify", "empty.json"), "The report empty.json is no report of threefold verify (it has no 'layouts');"),
+        (
+            ("--verify", "empty.json"),
+            "The report empty.json is not a report of threefold verify (it has no 'layouts');",
+        ),
         (("--hardware", "h1000"), "The hardware h1000 is unknown;"),
         (("--set", "parallel.tp=3"), "parallel.tp is 3"),
     ],

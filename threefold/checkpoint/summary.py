@@ -69,12 +69,12 @@ def locate(path: Path) -> Named:
     if path.name == FOLDER and checkpoint_folders(path.parent):
         return Named(path.parent)
     nearest = _nearest(path)
-    reason = f"no folder of a run: it has no {FOLDER}/step_…"
+    reason = f"not a folder of a run: it has no {FOLDER}/step_…"
     if not path.is_dir():
         reason = "a file" if path.is_file() else "not there"
     elif (path / FOLDER).is_dir():
         reason = "a run without checkpoints so far"
-    advice = f"the nearest run is {shown(nearest)}" if nearest else "give the folder that a run has as --run-dir"
+    advice = f"the nearest run is {shown(nearest)}" if nearest else "give a run folder, as for --run-dir"
     raise UserError(f"{shown(path)} is {reason}; {advice}.")
 
 

@@ -261,7 +261,7 @@ def _bytes(text: str) -> int:
 
 _SECOND, _MINUTE = "%Y-%m-%d %H:%M:%S", "%Y-%m-%d %H:%M"
 _STATE_NAMES = {
-    "complete": "complete, as far as is seen without reading tensors (threefold checkpoint verify reads all)",
+    "complete": "complete, as far as can be seen without reading tensors (threefold checkpoint verify reads all)",
     "diverged": "diverged: set aside, as the loss after it was not finite; no run resumes from it",
 }
 

@@ -80,7 +80,7 @@ def _check_save(path: Path) -> None:
             begins = file.readline().strip()
         if begins != f"{THIS_MACHINE}:".encode():
             raise UserError(
-                f"--save is {shown(path)} but doctor has not written that file; name one that is not there yet."
+                f"--save is {shown(path)} but doctor has not written that file; name one that does not exist yet."
             )
 
 

@@ -101,7 +101,10 @@ def _print_reports(config: "Config", reports: Sequence["DryRunReport"], hardware
         memory.append((*place, *map(format_bytes, (*report.causes.values(), report.peak_bytes))))
     terminal.print_table(("rank", "stage", "layers", "parameters", "TFLOP"), work)
     terminal.print_table(("rank", "stage", "weights", "gradients", "optimizer", "activations", "peak"), memory)
-    typer.echo("At the peak, by the causes of threefold estimate, which adds what an allocator loses (fragmentation).")
+    typer.echo(
+        "At the peak, by the causes of threefold estimate, which adds the memory that an allocator loses "
+        "(fragmentation)."
+    )
     collectives: list[tuple[str, ...]] = []
     for of_rank, alike in groupby(reports, key=lambda report: list(report.collectives)):
         ranks = [report.rank for report in alike]  # neighbours with the same collectives share the rows

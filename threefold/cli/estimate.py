@@ -133,7 +133,7 @@ def _print_memory(found: "Estimate") -> None:
     parts = [name for name in OF_ACTIVATIONS if any(stage.causes.get(name) for stage in found.stages)]
     rows = [row(rank, (stage.causes[name] for name in parts)) for rank, stage in stages.items()]
     print_table(("of the activations", *(OF_ACTIVATIONS[name] for name in parts)), rows)
-    typer.echo(f"{unit} of each pp rank; working: what comes and goes, fragmentation: what the allocator loses.")
+    typer.echo(f"{unit} of each pp rank; working: temporary tensors; fragmentation: memory that the allocator loses.")
     typer.echo(f"{_fit(found)}.")
 
 

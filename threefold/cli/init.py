@@ -24,7 +24,7 @@ QUESTIONS: Final = {
     "model": "Model: a preset such as gpt2-124m (threefold config presets), or LAYERSxWIDTH",
     "ranks": "Ranks: processes, or GPUs",
     "steps": "Steps",
-    "batch": "Sequences in a step, over all ranks",
+    "batch": "Sequences per step, over all ranks",
 }
 """What is asked on a terminal, in order, by the names of the options."""
 _SECTIONS: Final = {"parallel": "a performance choice: every layout trains the same model"}
@@ -47,7 +47,7 @@ COMMENTS: Final = {
     "train.seed": "of the initial weights, the order of the data and dropout",
     "optimizer.lr": "peak, after warm-up; decays to a tenth",
     "precision.dtype": "bf16 on GPUs",
-    "checkpoint.every": "steps; `threefold train --resume` goes on from the newest",
+    "checkpoint.every": "steps; `threefold train --resume` continues from the newest",
 }
 """Settings in a written config, as `section.key`, with their comments; of a preset only its name is written."""
 
@@ -69,12 +69,14 @@ def command(
         ),
     ] = None,
     ranks: Annotated[
-        str | None, typer.Option(metavar="N", help="Processes, or GPUs, that train.", show_default="1")
+        str | None, typer.Option(metavar="N", help="Number of processes, or GPUs, to train on.", show_default="1")
     ] = None,
-    steps: Annotated[str | None, typer.Option(metavar="N", help="Steps to train.", show_default="1000")] = None,
+    steps: Annotated[
+        str | None, typer.Option(metavar="N", help="Number of steps to train.", show_default="1000")
+    ] = None,
     batch: Annotated[
         str | None,
-        typer.Option(metavar="N", help="Sequences in a step, over all ranks.", show_default="32, or more ranks"),
+        typer.Option(metavar="N", help="Sequences per step, over all ranks.", show_default="32, or more ranks"),
     ] = None,
 ) -> None:
     """Write a commented config that runs; on a terminal, ask for the options that are not given.

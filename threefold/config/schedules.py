@@ -588,5 +588,5 @@ def find_schedule(name: str) -> Schedule:
 @cache
 def _of_python(name: str, function: Any) -> PythonSchedule:
     if not callable(function):
-        raise UserError(f"parallel.schedule is {shown(name)} but that is no function; name one.")
+        raise UserError(f"parallel.schedule is {shown(name)} but that is not a function; name one.")
     return PythonSchedule(name, function)

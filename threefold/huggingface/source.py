@@ -92,7 +92,7 @@ def list_imported(run: Path) -> Collection[str] | None:
 def _fetched(name: str) -> Path:
     if find_spec("huggingface_hub") is None:
         raise UserError(
-            f"{name} is no folder here, and a model is fetched from the Hugging Face hub only where the package "
+            f"{name} is not a folder here, and a model is fetched from the Hugging Face hub only where the package "
             "huggingface_hub is installed; install it, or give a folder with config.json and safetensors files."
         )
     from huggingface_hub import snapshot_download
@@ -102,6 +102,6 @@ def _fetched(name: str) -> Path:
     except Exception as error:  # whatever its network client raises
         reason = next(iter(str(error).strip().splitlines()), "").rstrip(". ") or type(error).__name__
         raise UserError(
-            f"{name} is no folder here, and cannot be fetched from the Hugging Face hub ({shown(reason)}); check "
+            f"{name} is not a folder here, and cannot be fetched from the Hugging Face hub ({shown(reason)}); check "
             "the name, your access and the network, or give a folder with config.json and safetensors files."
         ) from None

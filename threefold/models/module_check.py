@@ -300,12 +300,12 @@ def _sentence(error: BaseException, module: str, tp: int) -> str | None:
         result = f"the result of {operation}" if operation else "a tensor"
         return (
             f"A forward pass changes {result} in place, which its backward pass needs as it was; use an operation "
-            "without a trailing underscore there, such as y = y + 1 in the place of y.add_(1)."
+            "without a trailing underscore there, such as y = y + 1 instead of y.add_(1)."
         )
     if _VIEW_IN_PLACE in text:
         return (
             f"In {where} an input is changed in place, which sharded weights (parallel.zero) do not allow; use an "
-            "operation without a trailing underscore there, such as y = y + 1 in the place of y.add_(1) or y += 1."
+            "operation without a trailing underscore there, such as y = y + 1 instead of y.add_(1) or y += 1."
         )
     if "does not require grad and does not have a grad_fn" in text:
         return (

@@ -440,7 +440,7 @@ def proof(report: Any, called: str, document: Mapping[str, Any]) -> dict[str, An
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         lacks = f" (it has no {error})" if isinstance(error, KeyError) else ""
         raise UserError(
-            f"{called} is no report of threefold verify{lacks}; write one with threefold verify CONFIG --json."
+            f"{called} is not a report of threefold verify{lacks}; write one with threefold verify CONFIG --json."
         ) from None
     names = {re.sub(r"\.\d+\.", ".*.", kind["name"]) for kind in document["tensors"]}
     parameters = list(dict.fromkeys(name for worst in errors for name in worst))

@@ -401,7 +401,7 @@ def require_writable(path: Path) -> None:
     if path.is_dir():
         raise UserError(f"{shown(path)} is a folder; name a file in it, such as {shown(path / 'best.yaml')}.")
     if not path.parent.is_dir():
-        raise UserError(f"{shown(path)} cannot be written as {shown(path.parent)} is no folder; make it first.")
+        raise UserError(f"{shown(path)} cannot be written as {shown(path.parent)} is not a folder; make it first.")
     if not path.is_file():
         return
     begins = b""

@@ -146,8 +146,8 @@ def _told(model: nn.Module, changed: Sequence[tuple[str, str]]) -> str:
     if isinstance(getattr(model.get_submodule(name), attribute), Tensor):
         register = f"self.register_buffer({attribute!r}, …)"
     return (
-        f"{_place(name, attribute)} is no buffer, forward changes it and the loss depends on it, so that a resumed run "
-        f"would compute something else; make it one in the constructor, {register}"
+        f"{_place(name, attribute)} is not a buffer, forward changes it and the loss depends on it, so that a resumed "
+        f"run would compute something else; make it one in the constructor, {register}"
     )
 
 
